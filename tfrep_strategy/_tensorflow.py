@@ -1,0 +1,69 @@
+"""The private TensorFlow names that this package relies on, and the only module that imports them.
+
+Each is checked at import: when a TensorFlow release moves one, the error says which.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import tensorflow as tf
+from packaging.version import Version
+
+from tfrep_strategy.errors import UnsupportedVersionError
+
+MINIMUM_TENSORFLOW = "2.19"
+
+
+def _private(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(f"tensorflow.python.{module}"), name)
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedVersionError(
+            f"TensorFlow {tf.__version__} moved `{name}` out of `tensorflow.python.{module}`, which tfrep_strategy needs."
+        ) from error
+
+
+if Version(tf.__version__) < Version(MINIMUM_TENSORFLOW):
+    raise UnsupportedVersionError(
+        f"tfrep_strategy needs TensorFlow {MINIMUM_TENSORFLOW} or newer. Received: tensorflow {tf.__version__}\n"
+        f"Hint: pip install --upgrade 'tensorflow>={MINIMUM_TENSORFLOW}'"
+    )
+
+# Strategies.
+MirroredExtended = _private("distribute.mirrored_strategy", "MirroredExtended")
+OneDeviceExtended = _private("distribute.one_device_strategy", "OneDeviceExtended")
+MirroredReplicaContext = _private("distribute.mirrored_run", "_MirroredReplicaContext")
+ReplicaContext = _private("distribute.distribute_lib", "ReplicaContext")
+ValueContext = _private("distribute.distribute_lib", "ValueContext")
+ReductionToOneDevice = _private("distribute.cross_device_ops", "ReductionToOneDevice")
+NcclAllReduce = _private("distribute.cross_device_ops", "NcclAllReduce")
+reduce_non_distributed_value = _private("distribute.cross_device_ops", "reduce_non_distributed_value")
+device_resolve = _private("distribute.device_util", "resolve")
+
+# Values.
+DistributedVariable = _private("distribute.values", "DistributedVariable")
+MirroredVariable = _private("distribute.values", "MirroredVariable")
+SyncOnReadVariable = _private("distribute.values", "SyncOnReadVariable")
+PerReplica = _private("distribute.values", "PerReplica")
+PerReplicaSpec = _private("distribute.values", "PerReplicaSpec")
+VARIABLE_CLASS_MAPPING = _private("distribute.distribute_utils", "VARIABLE_CLASS_MAPPING")
+VARIABLE_POLICY_MAPPING = _private("distribute.distribute_utils", "VARIABLE_POLICY_MAPPING")
+create_mirrored_variable = _private("distribute.distribute_utils", "create_mirrored_variable")
+is_mirrored = _private("distribute.distribute_utils", "is_mirrored")
+regroup = _private("distribute.distribute_utils", "regroup")
+in_replica_update_context = _private("distribute.values_util", "in_replica_update_context")
+
+# Input.
+auto_shard_dataset = _private("distribute.input_ops", "auto_shard_dataset")
+
+# Runtime.
+context = _private("eager.context", "context")
+ServerDef = _private("distribute.collective_all_reduce_strategy", "tensorflow_server_pb2").ServerDef
+CoordinatedJob = _private("eager.context", "coordination_config_pb2").CoordinatedJob
+
+
+def global_seed() -> int | None:
+    """Returns TensorFlow's global seed in this thread's context, or None when none was set."""
+    return context()._seed

@@ -1,0 +1,366 @@
+"""Who reads what: a global batch is cut into one part for each replica, in order, nothing twice and nothing dropped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import PerReplicaSpec, auto_shard_dataset, regroup
+from tfrep_strategy.keras_integration.protocol import Shards
+
+
+def num_examples(batch: Any) -> tf.Tensor:
+    """Counts the examples of a batch.
+
+    Args:
+        batch: A nest of dense, sparse or ragged tensors whose first dimension is the batch.
+
+    Returns:
+        int64 scalar: the first dimension of the first tensor that has one; 1 when none has.
+    """
+    for leaf in tf.nest.flatten(batch):
+        if isinstance(leaf, tf.SparseTensor):
+            return leaf.dense_shape[0]
+        if isinstance(leaf, tf.RaggedTensor):
+            return tf.cast(leaf.nrows(), tf.int64)
+        if tf.is_tensor(leaf) and leaf.dtype != tf.variant and leaf.shape.rank != 0:
+            return tf.shape(leaf, out_type=tf.int64)[0]
+    return tf.constant(1, tf.int64)
+
+
+def cut(batch: Any, num_parts: int, index: int) -> Any:
+    """Takes one of `num_parts` contiguous parts of a batch.
+
+    The first `size % num_parts` parts have one example more than the others; a part may be empty.
+
+    Args:
+        batch: A nest of dense, sparse or ragged tensors whose first dimension is the batch. Scalars are copied to all.
+        num_parts: How many parts there are.
+        index: Which one to take.
+
+    Returns:
+        A nest of the same structure.
+
+    Example:
+        >>> [cut(tf.range(5), 3, i).numpy().tolist() for i in range(3)]
+        [[0, 1], [2, 3], [4]]
+    """
+
+    def cut_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, tf.SparseTensor):
+            start, stop = _bounds(leaf.dense_shape[0], num_parts, index)
+            rest = leaf.dense_shape[1:]
+            return tf.sparse.slice(
+                leaf,
+                tf.concat([[start], tf.zeros_like(rest)], 0),
+                tf.concat([[stop - start], rest], 0),
+            )
+        if isinstance(leaf, tf.RaggedTensor):
+            start, stop = _bounds(leaf.nrows(), num_parts, index)
+            return leaf[start:stop]
+        if not tf.is_tensor(leaf) or leaf.dtype == tf.variant or leaf.shape.rank == 0:
+            return leaf
+        rows = leaf.shape[0] if leaf.shape.rank else None
+        start, stop = _bounds(tf.shape(leaf)[0] if rows is None else rows, num_parts, index)
+        return leaf[start:stop]
+
+    return tf.nest.map_structure(cut_leaf, batch)
+
+
+def _bounds(rows: Any, num_parts: int, index: int) -> tuple[Any, Any]:
+    base, longer = rows // num_parts, rows % num_parts
+    smaller = min if isinstance(rows, int) else tf.minimum
+    return index * base + smaller(index, longer), (index + 1) * base + smaller(index + 1, longer)
+
+
+def shard(batch: Any, num_replicas: int, first: int, count: int) -> Shards:
+    """Cuts a global batch for the replicas `first` to `first + count - 1` of `num_replicas`."""
+    return Shards(tuple(cut(batch, num_replicas, first + i) for i in range(count)), num_examples(batch))
+
+
+def pack(shards: Shards) -> Any:
+    """Turns one step's parts into the value that `Strategy.run` hands to the replicas."""
+    return shards.parts[0] if len(shards.parts) == 1 else regroup(shards.parts)
+
+
+def concatenate(parts: Sequence[Any]) -> Any:
+    """Joins replica outputs along the batch: dense, sparse or ragged tensors; scalars are stacked."""
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(axis=0, sp_inputs=list(parts))
+    return tf.stack(parts) if parts[0].shape.rank == 0 else tf.concat(list(parts), 0)
+
+
+class Agreement:
+    """How the processes agree on a step when each reads a pipeline of its own.
+
+    Args:
+        rank: This process.
+        size: How many processes there are.
+        sum_over_processes: Sums one int64 vector over all processes, inside a `tf.function` or eagerly.
+        stop_together: Whether the data ends for all as soon as it ends for one, with a warning. Otherwise those that have
+            no more data take part with empty batches until the last has finished.
+    """
+
+    def __init__(
+        self, rank: int, size: int, sum_over_processes: Callable[[tf.Tensor], tf.Tensor], stop_together: bool
+    ) -> None:
+        self.rank, self.size, self.stop_together = rank, size, stop_together
+        self._sum = sum_over_processes
+
+    def examples(self, own: tf.Tensor) -> tf.Tensor:
+        """Returns how many examples all processes have for this step; 0 says that the data has ended."""
+        if self.size == 1:
+            return own
+        counts = self._sum(tf.one_hot(self.rank, self.size, on_value=own, off_value=tf.constant(0, tf.int64)))
+        total = tf.reduce_sum(counts)
+        if not self.stop_together:
+            return total
+        ended = tf.reshape(tf.where(counts == 0), [-1])
+        some_ended = tf.logical_and(tf.size(ended) > 0, total > 0)
+
+        def stop() -> tf.Tensor:
+            warning = tf.print("Warning: the data of rank", ended, "ended before that of the other ranks, so that the"
+                               " epoch ends here for all.", output_stream=sys.stderr)  # fmt: skip
+            with tf.control_dependencies([] if warning is None else [warning]):
+                return tf.constant(0, tf.int64)
+
+        return tf.cond(some_ended, stop, lambda: total)
+
+
+class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.DistributedIterator):
+    """Iterates over what a `ReplicaDataset` gives; can be an argument of a `tf.function`.
+
+    Args:
+        iterator: An iterator of `dataset.dataset`.
+        dataset: What is iterated over.
+        as_shards: Whether to hand out `Shards`, for Keras's loops, rather than what `Strategy.run` takes.
+    """
+
+    def __init__(self, iterator: Any, dataset: ReplicaDataset, as_shards: bool = False) -> None:
+        self._iterator = iterator
+        self._dataset = dataset
+        self._as_shards = as_shards
+
+    def __iter__(self) -> ReplicaIterator:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self.get_next()
+        except tf.errors.OutOfRangeError:
+            raise StopIteration from None
+
+    def get_next(self) -> Any:
+        """Returns the next step's batch; raises `tf.errors.OutOfRangeError` at the end of the data."""
+        shards = self._dataset.next_shards(self._iterator)
+        return shards if self._as_shards else pack(shards)
+
+    def get_next_as_optional(self) -> Any:
+        """Returns the next step's batch as a `tf.experimental.Optional` of `Shards`, empty at the end of the data."""
+        return self._dataset.next_optional(self._iterator)
+
+    @property
+    def element_spec(self) -> Any:
+        """The specification of what `get_next` returns."""
+        return self._dataset.element_spec
+
+    @property
+    def _type_spec(self) -> ReplicaIteratorSpec:
+        return ReplicaIteratorSpec(self._iterator._type_spec, self._dataset, self._as_shards)
+
+
+class ReplicaIteratorSpec(tf.TypeSpec):
+    """Lets TensorFlow pass a `ReplicaIterator` into a function."""
+
+    def __init__(self, iterator_spec: Any, dataset: ReplicaDataset, as_shards: bool) -> None:
+        self._iterator_spec = iterator_spec
+        self._dataset = dataset
+        self._as_shards = as_shards
+
+    value_type = property(lambda self: ReplicaIterator)
+
+    def _serialize(self) -> tuple[Any, ...]:
+        # Functions are shared between data sets that have the same elements and that agree in the same way.
+        return self._iterator_spec, id(self._dataset.agreement), self._as_shards
+
+    @property
+    def _component_specs(self) -> Any:
+        return self._iterator_spec
+
+    def _to_components(self, value: ReplicaIterator) -> Any:
+        return value._iterator
+
+    def _from_components(self, components: Any) -> ReplicaIterator:
+        return ReplicaIterator(components, self._dataset, self._as_shards)
+
+    def most_specific_common_supertype(self, others: Any) -> ReplicaIteratorSpec | None:
+        return self if all(self == other for other in others) else None
+
+
+class ReplicaDataset(tf.distribute.DistributedDataset):
+    """A data set whose elements are steps: one batch for each replica of this process.
+
+    Args:
+        dataset: Either of `Shards` (every process reads the same pipeline and takes its parts), or, with an `agreement`,
+            of per-replica batches (every process reads its own).
+        num_local_replicas: Replicas of this process.
+        agreement: How processes with pipelines of their own keep in step.
+    """
+
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        num_local_replicas: int,
+        agreement: Agreement | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.agreement = agreement
+        self._num_local_replicas = num_local_replicas
+
+    def next_shards(self, iterator: Any) -> Shards:
+        """Takes the next step from an iterator of `self.dataset`."""
+        if self.agreement is None:
+            return iterator.get_next()
+        parts, total = self._next_parts(iterator)
+        # An exhausted iterator raises what TensorFlow expects at the end of the data.
+        parts = tf.cond(total > 0, lambda: parts, lambda: tuple(iterator.get_next() for _ in parts))
+        return Shards(parts, total)
+
+    def next_optional(self, iterator: Any) -> Any:
+        """Takes the next step from an iterator of `self.dataset`, or an empty optional at the end."""
+        if self.agreement is None:
+            return iterator.get_next_as_optional()
+        parts, total = self._next_parts(iterator)
+        shards = Shards(parts, total)
+        spec = tf.nest.map_structure(tf.type_spec_from_value, shards)
+        return tf.cond(
+            total > 0,
+            lambda: tf.experimental.Optional.from_value(shards),
+            lambda: tf.experimental.Optional.empty(spec),
+        )
+
+    def _next_parts(self, iterator: Any) -> tuple[tuple[Any, ...], tf.Tensor]:
+        parts = []
+        for _ in range(self._num_local_replicas):
+            optional = iterator.get_next_as_optional()
+            parts.append(
+                tf.cond(optional.has_value(), optional.get_value, lambda: empty_batch(self.dataset.element_spec))
+            )
+        own = tf.add_n([num_examples(part) for part in parts])
+        return tuple(parts), self.agreement.examples(own)
+
+    def __iter__(self) -> Iterator[Any]:
+        return ReplicaIterator(iter(self.dataset), self)
+
+    @property
+    def element_spec(self) -> Any:
+        """The specification of one step's batch."""
+        if self._num_local_replicas == 1:
+            return self.part_spec
+        return tf.nest.map_structure(lambda leaf: PerReplicaSpec(*[leaf] * self._num_local_replicas), self.part_spec)
+
+    @property
+    def part_spec(self) -> Any:
+        """The specification of one replica's batch."""
+        return self.dataset.element_spec.parts[0] if self.agreement is None else self.dataset.element_spec
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Folds `reduce_func(state, batch)` over the steps."""
+        state = initial_state
+        for batch in self:
+            state = reduce_func(state, batch)
+        return state
+
+    def for_keras(self) -> Any:
+        """Returns an iterable whose elements are `Shards`, for Keras's training loops."""
+        return self.dataset if self.agreement is None else ShardsView(self)
+
+
+class ShardsView(tf.distribute.DistributedDataset):
+    """A `ReplicaDataset` whose iterator hands out `Shards`."""
+
+    def __init__(self, dataset: ReplicaDataset) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Shards]:
+        return ReplicaIterator(iter(self._dataset.dataset), self._dataset, as_shards=True)
+
+    @property
+    def element_spec(self) -> Any:
+        """The specification of one step's batch."""
+        return self._dataset.element_spec
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Folds `reduce_func(state, batch)` over the steps."""
+        return self._dataset.reduce(initial_state, reduce_func)
+
+
+def empty_batch(spec: Any) -> Any:
+    """Makes a batch of no examples.
+
+    Args:
+        spec: A nest of `tf.TensorSpec`, `tf.SparseTensorSpec` or `tf.RaggedTensorSpec`.
+
+    Returns:
+        A nest of the same structure whose tensors have a first dimension of 0.
+    """
+
+    def empty_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, tf.SparseTensorSpec):
+            shape = [0] + [d or 0 for d in leaf.shape[1:]]
+            return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], leaf.dtype), shape)
+        if isinstance(leaf, tf.RaggedTensorSpec):
+            return tf.RaggedTensor.from_row_lengths(tf.zeros([0], leaf.dtype), tf.zeros([0], leaf.row_splits_dtype))
+        if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank:
+            return tf.zeros([0] + [d or 0 for d in leaf.shape[1:]], leaf.dtype)
+        return tf.zeros([], leaf.dtype)
+
+    return tf.nest.map_structure(empty_leaf, spec)
+
+
+def in_parts(dataset: tf.data.Dataset, num_parts: int) -> tf.data.Dataset:
+    """Turns a data set of global batches into one of per-replica batches: each batch becomes `num_parts` elements."""
+    is_tuple = isinstance(dataset.element_spec, tuple)
+
+    def parts(*elements: Any) -> tf.data.Dataset:
+        batch = elements if is_tuple else elements[0]
+        pieces = [tf.data.Dataset.from_tensors(cut(batch, num_parts, i)) for i in range(num_parts)]
+        joined = pieces[0]
+        for piece in pieces[1:]:
+            joined = joined.concatenate(piece)
+        return joined
+
+    return dataset.flat_map(parts)
+
+
+def distribute(dataset: tf.data.Dataset, first: int, count: int, agreement: Agreement) -> ReplicaDataset:
+    """Spreads a data set of global batches over the replicas.
+
+    Every process reads the same pipeline and takes its parts of each batch, which gives exactly the steps of one device,
+    unless the data set's `auto_shard_policy` says otherwise: with `FILE` each process reads files of its own, with `OFF`
+    each reads all that the data set has there; their batches are then cut into per-replica ones.
+
+    Args:
+        dataset: Of global batches.
+        first: The first replica of this process.
+        count: How many replicas this process has.
+        agreement: How the processes keep in step when each reads data of its own.
+
+    Returns:
+        A `ReplicaDataset`.
+    """
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    policies = tf.data.experimental.AutoShardPolicy
+    num_replicas = agreement.size * count
+    if agreement.size > 1 and policy in (policies.FILE, policies.OFF):
+        if policy == policies.FILE:
+            dataset = auto_shard_dataset(dataset, agreement.size, agreement.rank, num_replicas)
+        return ReplicaDataset(in_parts(dataset, num_replicas), count, agreement)
+    is_tuple = isinstance(dataset.element_spec, tuple)
+    shards = dataset.map(lambda *batch: shard(batch if is_tuple else batch[0], num_replicas, first, count))
+    return ReplicaDataset(shards, count)

@@ -1,0 +1,66 @@
+"""Losses whose value and gradient are those of the global batch.
+
+In a step that Keras drives, a replica's loss is the mean over its own examples and its gradient is weighed by its share
+of the global batch later (`optimizer.py`), so that a hand-written `ops.mean` is right too. In a custom loop gradients are
+summed, as stock strategies have it, and a mean divides by the count of all replicas.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras import ops
+
+from tfrep_strategy.keras_integration.patching import keras_internal, replaces
+from tfrep_strategy.keras_integration.protocol import current_step, replica_strategy
+
+_loss = keras_internal("losses.loss")
+
+
+@replaces(_loss, "scale_loss_for_distribution")
+def scale_loss_for_distribution(original: Any, value: Any) -> Any:
+    """A step that Keras drives weighs gradients, not losses."""
+    return value if current_step() is not None else original(value)
+
+
+@replaces(_loss, "unscale_loss_for_distribution")
+def unscale_loss_for_distribution(original: Any, value: Any) -> Any:
+    """Nothing to undo where nothing was scaled."""
+    return value if current_step() is not None else original(value)
+
+
+@replaces(_loss, "reduce_values")
+def reduce_values(
+    original: Any, values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size"
+) -> Any:
+    """Divides by what all replicas have together, wherever this replica's own part would not do."""
+    strategy, step = replica_strategy(), current_step()
+    if strategy is None or strategy.num_replicas_in_sync == 1 or reduction in (None, "none") or not len(values.shape):
+        return original(values, sample_weight, reduction)
+    total = ops.sum(values)
+    weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
+    if reduction == "sum":
+        # The gradient will be multiplied by the share, which a sum is free of.
+        return total if step is None else ops.divide_no_nan(total, ops.cast(step.share, total.dtype))
+    if step is None or weighs:
+        divisor = ops.sum(sample_weight) if weighs else ops.prod(ops.cast(ops.shape(values), "int32"))
+        divisor = strategy.sum_over_replicas([ops.cast(divisor, total.dtype)])[0]
+        mean = ops.divide_no_nan(total, divisor)
+        return mean if step is None else ops.divide_no_nan(mean, ops.cast(step.share, mean.dtype))
+    return original(values, sample_weight, reduction)
+
+
+@replaces(_loss, "apply_mask")
+def apply_mask(original: Any, sample_weight: Any, mask: Any, dtype: Any, reduction: str | None) -> Any:
+    """Makes the weight of an unmasked entry the one that it has in the global batch."""
+    weight = original(sample_weight, mask, dtype, reduction)
+    strategy = replica_strategy()
+    if strategy is None or strategy.num_replicas_in_sync == 1 or mask is None:
+        return weight
+    if reduction not in ("mean", "sum_over_batch_size"):
+        return weight
+    total = ops.cast(ops.size(mask), dtype)
+    valid = ops.sum(ops.cast(mask, dtype))
+    all_total, all_valid = strategy.sum_over_replicas([total, valid])
+    local, wanted = ops.divide_no_nan(total, valid), ops.divide_no_nan(all_total, all_valid)
+    return weight * ops.divide_no_nan(wanted, local)

@@ -1,0 +1,114 @@
+"""Aggregate first: an optimizer sees the global gradient before it checks, clips, accumulates or applies anything."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.keras_integration.layers import creating_partial_sums
+from tfrep_strategy.keras_integration.patching import keras_internal, replaces
+from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_step, current_strategy, replica_strategy
+
+_BaseOptimizer = keras_internal("optimizers.base_optimizer", "BaseOptimizer")
+_TFOptimizer = keras_internal("backend.tensorflow.optimizer", "TFOptimizer")
+_LossScaleOptimizer = keras_internal("optimizers.loss_scale_optimizer", "LossScaleOptimizer")
+
+
+class _Phase(threading.local):
+    """What this replica's thread is applying: nothing, global gradients, or local ones that become global later."""
+
+    gradients: str | None = None
+
+
+_phase = _Phase()
+
+
+@contextlib.contextmanager
+def _applying(gradients: str) -> Iterator[None]:
+    before, _phase.gradients = _phase.gradients, gradients
+    try:
+        yield
+    finally:
+        _phase.gradients = before
+
+
+def _apply(original: Any, optimizer: Any, grads: Any, trainable_variables: Any) -> Any:
+    strategy = replica_strategy()
+    if strategy is None or _phase.gradients is not None:
+        return original(optimizer, grads, trainable_variables)
+    step = current_step()
+    share = None if step is None else step.share
+    if _accumulates_locally(optimizer, strategy):
+        own = [g if g is None or share is None else _weighed(g, share) for g in grads]
+        with _applying("local"):
+            return original(optimizer, own, trainable_variables)
+    with _applying("global"):
+        return original(optimizer, strategy.aggregate_gradients(list(grads), share), trainable_variables)
+
+
+def _weighed(gradient: Any, share: tf.Tensor) -> tf.Tensor:
+    gradient = tf.convert_to_tensor(gradient)
+    return tf.math.multiply_no_nan(gradient, tf.cast(share, gradient.dtype))
+
+
+def _accumulates_locally(optimizer: Any, strategy: KerasStrategy) -> bool:
+    """Whether replicas collect gradients of their own and talk only on the steps that update.
+
+    That needs a collective inside `tf.cond`. Within one process all steps aggregate, which costs no message.
+    """
+    return bool(optimizer.gradient_accumulation_steps) and strategy.collectives_in_branches
+
+
+@replaces(_BaseOptimizer, "apply")
+def apply(original: Any, self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    """Makes the gradients global, then lets every replica do the update that one device would do."""
+    return _apply(original, self, grads, trainable_variables)
+
+
+@replaces(_LossScaleOptimizer, "apply")
+def apply_scaled(original: Any, self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    """Makes an overflow on one replica an overflow of the global gradient, which all replicas skip."""
+    return _apply(original, self, grads, trainable_variables)
+
+
+@replaces(_BaseOptimizer, "_clip_gradients")
+def clip_gradients(original: Any, self: Any, grads: Any) -> Any:
+    """Makes accumulated gradients global before anything looks at them: clipping comes first in an update."""
+    if _phase.gradients != "local":
+        return original(self, grads)
+    with _applying("global"):
+        return original(self, replica_strategy().aggregate_gradients(list(grads), None))
+
+
+@replaces(_TFOptimizer, "add_variable_from_reference")
+def add_variable_from_reference(original: Any, self: Any, reference_variable: Any, name: Any = None, **kwargs: Any) -> Any:
+    """Lets gradient accumulators hold a part of the sum on each process, and be saved as their sum."""
+    strategy = current_strategy()
+    accumulates = name == "gradient_accumulator" and strategy is not None and _accumulates_locally(self, strategy)
+    with creating_partial_sums() if accumulates else contextlib.nullcontext():
+        return original(self, reference_variable, name=name, **kwargs)
+
+
+def _on_each_replica(name: str) -> None:
+    """Replaces a method of Keras's TensorFlow optimizer, which coordinates replicas, by that of its base class.
+
+    With global gradients there is nothing left to coordinate.
+    """
+    single_device = getattr(_BaseOptimizer, name)
+
+    @replaces(_TFOptimizer, name)
+    def method(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (original if current_strategy() is None else single_device)(self, *args, **kwargs)
+
+
+for _name in (
+    "_backend_update_step",
+    "_apply_weight_decay",
+    "_backend_increment_gradient_accumulators",
+    "_overwrite_model_variables_with_average_value",
+):
+    _on_each_replica(_name)

@@ -1,0 +1,56 @@
+"""How a Keras function is replaced: in one way, checked at import, and only for our own strategies."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfrep_strategy.errors import UnsupportedVersionError
+
+
+def keras_internal(module: str, name: str | None = None) -> Any:
+    """Imports a module of `keras.src`, or something from it.
+
+    Raises:
+        UnsupportedVersionError: when this Keras has it no more.
+    """
+    try:
+        found = importlib.import_module(f"keras.src.{module}")
+        return found if name is None else getattr(found, name)
+    except (ImportError, AttributeError) as error:
+        missing = f"`keras.src.{module}`" + (f".{name}" if name else "")
+        raise UnsupportedVersionError(
+            f"Keras {keras.__version__} moved {missing}, which tfrep_strategy needs."
+        ) from error
+
+
+def replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replaces a function or method of Keras by the decorated one, which gets the original as its first argument.
+
+    Args:
+        owner: The module or class of Keras that has it.
+        name: Its name there.
+
+    Raises:
+        UnsupportedVersionError: when this Keras has no such function.
+    """
+
+    def decorate(replacement: Callable[..., Any]) -> Callable[..., Any]:
+        original = getattr(owner, name, None)
+        if original is None:
+            raise UnsupportedVersionError(
+                f"Keras {keras.__version__} has no `{name}` in `{owner.__name__}`, which tfrep_strategy needs."
+            )
+
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        setattr(owner, name, replaced)
+        return replacement
+
+    return decorate

@@ -1,0 +1,125 @@
+"""What Keras code asks of a strategy, and how it finds the strategy that it runs under.
+
+`keras_integration` knows strategies through this module alone, so that strategies import it and not the other way round.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import tensorflow as tf
+
+
+class Shards(NamedTuple):
+    """One global batch, cut for the replicas of this process.
+
+    Attributes:
+        parts: One batch (any nest of tensors) for each replica of this process, in replica order.
+        total: int64 scalar, how many examples the global batch has over all replicas.
+    """
+
+    parts: tuple[Any, ...]
+    total: tf.Tensor
+
+
+class KerasStrategy(Protocol):
+    """A strategy whose replicas train in step, as the Keras integration sees it."""
+
+    num_replicas_in_sync: int
+    is_chief: bool
+    collectives_in_branches: bool
+    """Whether a replica may call collectives inside `tf.cond`, which needs one program per process."""
+
+    def shard(self, batch: Any) -> Shards:
+        """Cuts a whole global batch."""
+
+    def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums over all replicas; called inside a replica."""
+
+    def aggregate_gradients(self, gradients: Sequence[Any], weight: tf.Tensor | None) -> list[Any]:
+        """Makes replica gradients global: the sum over replicas of `weight * gradient`; called inside a replica."""
+
+    def gather_outputs(self, outputs: Any) -> Any:
+        """Concatenates what the replicas returned, in replica order, on every process."""
+
+    def reduce_logs(self, logs: Any, weight: Any) -> Any:
+        """Averages one process's logs over all processes, weighed by examples."""
+
+    def merge_replica_state(self) -> None:
+        """Makes state that every replica keeps for itself (moving statistics) one value everywhere."""
+
+    def mark_state_changed(self) -> None:
+        """Says that replicas have run a step since their state was merged."""
+
+    def synchronize_new_variables(self) -> None:
+        """Gives variables made since the last call the values of rank 0."""
+
+    def share_random_state(self) -> None:
+        """Gives the random generators of all processes rank 0's state."""
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Returns rank 0's picklable object on every process."""
+
+    def broadcast_variables(self, variables: Sequence[Any]) -> None:
+        """Gives these Keras variables the values of rank 0."""
+
+    def barrier(self) -> None:
+        """Returns when every process has called it."""
+
+
+class Step:
+    """What a replica knows while it runs one step that Keras drives.
+
+    Args:
+        strategy: The strategy that runs it.
+        num_examples: int64 scalar, examples of this replica.
+        total_examples: int64 scalar, examples of all replicas.
+    """
+
+    def __init__(self, strategy: KerasStrategy, num_examples: tf.Tensor, total_examples: tf.Tensor) -> None:
+        self.strategy = strategy
+        self.num_examples = num_examples
+        self.total_examples = total_examples
+        self.gradients_are_global = False
+        self.share = tf.math.divide_no_nan(tf.cast(num_examples, tf.float32), tf.cast(total_examples, tf.float32))
+        """float32 scalar: the part of the global batch that this replica has, between 0 and 1."""
+
+
+class _Steps(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Step] = []
+
+
+_steps = _Steps()
+
+
+def current_step() -> Step | None:
+    """Returns the step that Keras drives on this replica's thread, or None outside one."""
+    return _steps.stack[-1] if _steps.stack else None
+
+
+def current_strategy() -> KerasStrategy | None:
+    """Returns the strategy in scope if it is a synchronous one of this package, else None."""
+    strategy = tf.distribute.get_strategy()
+    return strategy if getattr(strategy, "drives_keras", False) else None
+
+
+def replica_strategy() -> KerasStrategy | None:
+    """Returns the strategy in scope if this is one of ours and the caller is inside a replica, else None."""
+    strategy = current_strategy()
+    return strategy if strategy is not None and tf.distribute.get_replica_context() is not None else None
+
+
+def in_step(strategy: KerasStrategy, step_function: Callable[[Any], Any], num_examples: Callable[[Any], tf.Tensor]):
+    """Wraps a Keras step so that it knows, on each replica, which share of the global batch it has."""
+
+    def replica_step(part: Any, total: tf.Tensor) -> Any:
+        _steps.stack.append(Step(strategy, num_examples(part), total))
+        try:
+            return step_function(part)
+        finally:
+            _steps.stack.pop()
+
+    return replica_step

@@ -1,0 +1,130 @@
+"""`fit`, `evaluate`, `predict` and the `*_on_batch` methods on replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.keras_integration.patching import keras_internal, replaces
+from tfrep_strategy.keras_integration.protocol import KerasStrategy, Shards
+
+_trainer = keras_internal("backend.tensorflow.trainer")
+_Trainer = _trainer.TensorFlowTrainer
+_EpochIterator = _trainer.TFEpochIterator
+
+
+def strategy_of(model: Any) -> KerasStrategy | None:
+    """Returns the strategy that a model was made under if it is a synchronous one of this package, else None."""
+    strategy = model.distribute_strategy
+    return strategy if getattr(strategy, "drives_keras", False) else None
+
+
+# What is read.
+
+
+@replaces(_EpochIterator, "__init__")
+def init_epoch_iterator(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Hands Keras's loops whole steps (`Shards`), so that a replica knows its share of the global batch."""
+    strategy = kwargs.get("distribute_strategy")
+    if not getattr(strategy, "drives_keras", False):
+        return original(self, *args, **kwargs)
+    strategy.share_random_state()
+    original(self, *args, **kwargs)
+    self._part_spec = self._distributed_dataset.part_spec
+    self._distributed_dataset = self._distributed_dataset.for_keras()
+    return None
+
+
+@replaces(_Trainer, "_maybe_symbolic_build")
+def maybe_symbolic_build(original: Any, self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+    """Builds the model from the specification of its data: a batch that is read for that would be lost."""
+    strategy = strategy_of(self)
+    if strategy is None:
+        return original(self, iterator=iterator, data_batch=data_batch)
+    if iterator is not None:
+        data_batch = tf.nest.map_structure(lambda s: None if isinstance(s, tf.OptionalSpec) else s, iterator._part_spec)
+    with strategy.scope():
+        self._symbolic_build(data_batch=data_batch)
+    return strategy.synchronize_new_variables()
+
+
+# What a step does.
+
+
+@replaces(_Trainer, "_make_function")
+def make_function(original: Any, self: Any, step_function: Any) -> Any:
+    """Makes a train or test function that also takes whole batches, as `train_on_batch` gives them."""
+    strategy = strategy_of(self)
+    if strategy is None:
+        return original(self, step_function)
+    run = original(self, step_function)
+
+    def function(iterator: Any) -> Any:
+        strategy.synchronize_new_variables()
+        strategy.mark_state_changed()
+        if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+            iterator = map(strategy.shard, iterator)
+        return run(iterator)
+
+    return function
+
+
+@replaces(_Trainer, "make_predict_function")
+def make_predict_function(original: Any, self: Any, force: bool = False) -> None:
+    """Makes a predict function that also takes whole batches, as `predict_on_batch` gives them."""
+    strategy = strategy_of(self)
+    original(self, force=force)
+    if strategy is None or getattr(self.predict_function, "takes_whole_batches", False):
+        return
+    run = self.predict_function
+
+    def function(batches: Any) -> Any:
+        return run([batch if isinstance(batch, Shards) else strategy.shard(batch) for batch in batches])
+
+    function.takes_whole_batches = True  # type: ignore[attr-defined]
+    self.predict_function = function
+
+
+@replaces(_trainer, "reduce_per_replica")
+def reduce_per_replica(original: Any, values: Any, strategy: Any, reduction: str) -> Any:
+    """Gathers the predictions of all replicas, in input order, on every process."""
+    if reduction == "concat" and getattr(strategy, "drives_keras", False):
+        return strategy.gather_outputs(values)
+    return original(values, strategy, reduction)
+
+
+# What is reported.
+
+
+def _reports_global_metrics(name: str) -> None:
+    @replaces(_Trainer, name)
+    def on_batch(original: Any, self: Any, *args: Any, return_dict: bool = False, **kwargs: Any) -> Any:
+        """Reports the metrics of the global batch; the logs of a step are those of one replica."""
+        logs = original(self, *args, return_dict=True, **kwargs)
+        if strategy_of(self) is not None:
+            logs = keras_internal("utils.python_utils", "pythonify_logs")(self._get_metrics_result_or_logs(logs))
+        return logs if return_dict else self._flatten_metrics_in_order(logs)
+
+
+for _name in ("train_on_batch", "test_on_batch"):
+    _reports_global_metrics(_name)
+
+
+# State before it is used.
+
+
+def _merges_state_first(name: str) -> None:
+    @replaces(_Trainer, name)
+    def method(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Makes moving statistics one value on all replicas before predictions depend on them."""
+        strategy = strategy_of(self)
+        if strategy is not None:
+            strategy.synchronize_new_variables()
+            strategy.merge_replica_state()
+        return original(self, *args, **kwargs)
+
+
+for _name in ("evaluate", "predict", "test_on_batch", "predict_on_batch"):
+    _merges_state_first(_name)
+

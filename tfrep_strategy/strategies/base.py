@@ -1,0 +1,193 @@
+"""What the synchronous strategies have in common: how steps run, how data is cut, how gradients become global."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy import data, gradients
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.keras_integration.protocol import Shards, in_step
+from tfrep_strategy.strategies.variables import with_our_class
+
+GradientTransformer = Callable[[list[Any]], list[Any]]
+
+
+class SynchronousStrategy(tf.distribute.Strategy):
+    """Base of the strategies whose replicas train in step. Make one of its subclasses.
+
+    Attributes:
+        gradient_transformers: Functions applied in order to the global gradients (a list in, a list out) before the
+            optimizer clips or uses them, as TensorFlow 2.4's optimizers had it.
+        gradient_aggregator: Replaces the aggregation: `f(gradients, weight, strategy)` gets this replica's gradients and
+            its float32 share of the global batch (None in custom loops) and returns the global gradients.
+            `strategy.sum_over_replicas` is there to call.
+        bucket_bytes: Gradients travel in groups of about this many bytes.
+        densify_sparse_gradients: Whether `tf.IndexedSlices` travel as dense tensors.
+    """
+
+    drives_keras = True
+    collectives_in_branches = False
+
+    def __init__(self, extended: Any, bucket_bytes: int, densify_sparse_gradients: bool) -> None:
+        if bucket_bytes <= 0:
+            raise ConfigurationError(message("A bucket needs a positive size.", bucket_bytes=bucket_bytes))
+        super().__init__(extended)
+        self.gradient_transformers: list[GradientTransformer] = []
+        self.gradient_aggregator: Callable[..., list[Any]] | None = None
+        self.bucket_bytes = bucket_bytes
+        self.densify_sparse_gradients = densify_sparse_gradients
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is the process that writes files and draws bars."""
+        return self.extended.first_local_replica == 0
+
+    # Steps.
+
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs `fn` on every replica; see `tf.distribute.Strategy.run`.
+
+        `Shards` as the only argument mark a step that Keras drives: each replica then gets its part, and knows its share
+        of the global batch.
+        """
+        self.synchronize_new_variables()
+        self.mark_state_changed()
+        if len(args) == 1 and isinstance(args[0], Shards):
+            shards = args[0]
+            fn = in_step(self, fn, data.num_examples)
+            args = (data.pack(shards), shards.total)
+        return super().run(fn, args, kwargs, options)
+
+    def shard(self, batch: Any) -> Shards:
+        """Cuts a whole global batch for the replicas of this process.
+
+        Args:
+            batch: A nest of arrays or tensors whose first dimension is the batch; None leaves are kept.
+
+        Returns:
+            `Shards`, one part for each local replica.
+        """
+        batch = tf.nest.map_structure(lambda v: v if v is None or tf.is_tensor(v) else tf.convert_to_tensor(v), batch)
+        extended = self.extended
+        return data.shard(
+            batch, self.num_replicas_in_sync, extended.first_local_replica, extended.num_local_replicas
+        )
+
+    # Gradients.
+
+    def aggregate_gradients(self, replica_gradients: Sequence[Any], weight: tf.Tensor | None) -> list[Any]:
+        """Makes replica gradients global; called inside a replica.
+
+        Args:
+            replica_gradients: One for each variable: `tf.Tensor`, `tf.IndexedSlices` or None.
+            weight: float32 scalar, this replica's share of the global batch; None where the losses are scaled already.
+
+        Returns:
+            `sum over replicas of weight * gradient`, transformed by `gradient_transformers`.
+        """
+        if self.gradient_aggregator is not None:
+            result = list(self.gradient_aggregator(list(replica_gradients), weight, self))
+        else:
+            result = gradients.aggregate(
+                replica_gradients,
+                weight=weight,
+                all_reduce=self.sum_over_replicas,
+                all_gather=self.gather_over_replicas,
+                bucket_bytes=self.bucket_bytes,
+                densify=self.densify_sparse_gradients,
+            )
+        for transform in self.gradient_transformers:
+            result = list(transform(result))
+        return result
+
+    @abc.abstractmethod
+    def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums dense tensors over all replicas; called inside a replica."""
+
+    @abc.abstractmethod
+    def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Concatenates along the first dimension, which may differ, in replica order; called inside a replica."""
+
+    # State.
+
+    def mark_state_changed(self) -> None:
+        """Says that replicas have run a step since their own state was merged."""
+        self.extended.state_differs = True
+
+    def merge_replica_state(self) -> None:
+        """Makes the state that every replica keeps for itself (moving statistics) its mean, everywhere.
+
+        Every process has to call it. Keras's `fit`, `evaluate` and `predict` do.
+        """
+        if not self.extended.state_differs:
+            return
+        with self.scope():
+            for _, variable in sorted(self.extended.replica_variables.items()):
+                if variable.differs and variable.aggregation == tf.VariableAggregation.MEAN:
+                    variable.assign(variable.read_value())
+        self.extended.state_differs = False
+
+    def synchronize_new_variables(self) -> None:
+        """Gives variables made since the last call the values of rank 0; nothing to do within one process."""
+
+    def broadcast_variables(self, variables: Sequence[Any]) -> None:
+        """Gives variables the values of rank 0; nothing to do within one process."""
+
+    def share_random_state(self) -> None:
+        """Gives the random generators of all processes rank 0's state; nothing to do within one process."""
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Returns rank 0's picklable object on every process."""
+        return value
+
+    def barrier(self) -> None:
+        """Returns when every process has called it."""
+
+    @abc.abstractmethod
+    def gather_outputs(self, outputs: Any) -> Any:
+        """Concatenates what replicas returned (a nest) along the batch, in replica order, on every process."""
+
+    def reduce_logs(self, logs: Any, weight: Any) -> Any:
+        """Averages one process's logs over all processes, weighed by their examples."""
+        return logs
+
+
+class SynchronousExtended:
+    """What the `extended` of the synchronous strategies adds to TensorFlow's; mix it in before TensorFlow's class."""
+
+    first_local_replica = 0
+    num_local_replicas = 1
+
+    def _init_state(self) -> None:
+        # By order of creation, which is the same on every process.
+        self.replica_variables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.state_differs = False
+
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        # A variable first made inside a step (an optimizer slot, a lazily built layer) belongs to the program, not to the
+        # function being traced, where its copies could not be initialised.
+        lift = callable(kwargs.get("initial_value")) and not tf.executing_eagerly()
+        with tf.init_scope() if lift else contextlib.nullcontext():
+            variable = super()._create_variable(next_creator, **dict(kwargs))  # type: ignore[misc]
+            return with_our_class(self._contain(variable, **kwargs))
+
+    def _contain(self, variable: Any, **kwargs: Any) -> Any:
+        """Puts what TensorFlow's class has made into a container, where it has not done so."""
+        return variable
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> data.ReplicaDataset:
+        return data.distribute(dataset, self.first_local_replica, self.num_local_replicas, self._agreement(False))
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> data.ReplicaDataset:
+        agreement = self._agreement(stop_together=True)
+        context = tf.distribute.InputContext(agreement.size, agreement.rank, self._num_replicas_in_sync)
+        return data.ReplicaDataset(dataset_fn(context), self.num_local_replicas, agreement)
+
+    def _agreement(self, stop_together: bool) -> data.Agreement:
+        return data.Agreement(0, 1, lambda counts: counts, stop_together)

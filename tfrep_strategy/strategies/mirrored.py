@@ -1,0 +1,184 @@
+"""Replicas are the devices of one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy import data
+from tfrep_strategy._tensorflow import (
+    MirroredExtended,
+    NcclAllReduce,
+    PerReplica,
+    ReductionToOneDevice,
+    context,
+)
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
+from tfrep_strategy.strategies.replica_context import DeviceReplicaContext
+
+_MINIMUM_THREADS = 16
+
+
+def use_logical_cpus(n: int) -> list[str]:
+    """Splits the CPU into logical devices, to run several replicas on a machine without accelerators.
+
+    Args:
+        n: How many.
+
+    Returns:
+        Their names, `["CPU:0", "CPU:1", ...]`.
+
+    Raises:
+        ConfigurationError: for fewer than one, or when TensorFlow has been initialised with another number.
+
+    Example:
+        >>> use_logical_cpus(2)
+        ['CPU:0', 'CPU:1']
+    """
+    if n < 1:
+        raise ConfigurationError(message("At least one logical CPU is needed.", n=n))
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    _ensure_threads()
+    try:
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * n)
+    except RuntimeError as error:
+        present = len(tf.config.list_logical_devices("CPU"))
+        if present != n:
+            raise ConfigurationError(
+                message(
+                    f"TensorFlow is already initialised, with {present} logical CPU(s).",
+                    hint="call use_logical_cpus before anything else touches TensorFlow.",
+                    n=n,
+                )
+            ) from error
+    return [f"CPU:{i}" for i in range(n)]
+
+
+def _ensure_threads() -> None:
+    """Gives every replica a thread of its own: collectives within a process deadlock when they cannot all run at once."""
+    if "TF_NUM_INTEROP_THREADS" in os.environ or tf.config.threading.get_inter_op_parallelism_threads():
+        return
+    if context()._context_handle is None:
+        tf.config.threading.set_inter_op_parallelism_threads(max(_MINIMUM_THREADS, os.cpu_count() or 1))
+
+
+class MirroredStrategy(SynchronousStrategy):
+    """Synchronous training on the devices of this process, with the answer that one device gives.
+
+    Args:
+        devices: Device names such as `["GPU:0", "GPU:1"]`. Default: all GPUs, or all logical CPUs where there are none.
+        bucket_bytes: Gradients travel in groups of about this many bytes.
+        densify_sparse_gradients: Whether sparse gradients travel as dense tensors.
+
+    Raises:
+        ConfigurationError: when a device does not exist, or is named twice.
+
+    Example:
+        >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> strategy.num_replicas_in_sync
+        2
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        *,
+        bucket_bytes: int = 32 << 20,
+        densify_sparse_gradients: bool = False,
+    ) -> None:
+        super().__init__(_Extended(self, _resolve(devices)), bucket_bytes, densify_sparse_gradients)
+
+    # TensorFlow numbers the collectives of all strategies alike; each of ours starts at another number.
+    _collective_key_base = 0
+    _instances = 0
+
+    def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return self.extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, list(tensors))
+
+    def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
+        def gather(strategy: Any, value: Any) -> tf.Tensor:
+            return tf.concat(strategy.experimental_local_results(value), 0)
+
+        return tf.distribute.get_replica_context().merge_call(gather, args=(tensor,))
+
+    def gather_outputs(self, outputs: Any) -> Any:
+        return tf.nest.map_structure(lambda v: data.concatenate(self.experimental_local_results(v)), outputs)
+
+
+class _Extended(SynchronousExtended, MirroredExtended):
+    def __init__(self, strategy: MirroredStrategy, devices: list[str]) -> None:
+        _ensure_threads()
+        MirroredStrategy._instances += 1
+        strategy._collective_key_base = 1_000_000 * MirroredStrategy._instances
+        super().__init__(strategy, devices=devices)
+        self.num_local_replicas = len(self._devices)
+        on_gpus = all("GPU" in device for device in self._devices)
+        self._cross_device_ops = NcclAllReduce() if on_gpus and len(self._devices) > 1 else ReductionToOneDevice()
+        self._init_state()
+
+    # Replicas update their copies of a variable themselves, from the same global gradient, so that nothing has to leave
+    # the replica to do it, and `tf.cond` may stand around an update.
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def _get_cross_device_ops(self, value: Any) -> Any:
+        dtypes = {v.dtype for v in getattr(value, "values", [value])}
+        return ReductionToOneDevice() if tf.int32 in dtypes else self._cross_device_ops
+
+    def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        def replica_fn(*args: Any, **kwargs: Any) -> Any:
+            replica_id = tf.distribute.get_replica_context().replica_id_in_sync_group
+            with DeviceReplicaContext(self._container_strategy(), replica_id):
+                return fn(*args, **kwargs)
+
+        if hasattr(fn, "python_function"):  # A tf.function: TensorFlow traces one function for all replicas around it.
+            return super()._call_for_each_replica(fn, args, kwargs)
+        return super()._call_for_each_replica(replica_fn, args, kwargs)
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        def reduce(strategy: Any, *values: Any) -> list[Any]:
+            return [self._reduce_values(reduce_op, strategy.experimental_local_results(v)) for v in values]
+
+        flat = tf.nest.flatten(value)
+        reduced = tf.distribute.get_replica_context().merge_call(reduce, args=tuple(flat))
+        return tf.nest.pack_sequence_as(value, reduced)
+
+    def _reduce_values(self, reduce_op: Any, values: Sequence[Any]) -> Any:
+        mean = reduce_op == tf.distribute.ReduceOp.MEAN
+        if isinstance(values[0], tf.IndexedSlices):
+            rows = tf.concat([v.values for v in values], 0)
+            return tf.IndexedSlices(
+                rows / len(values) if mean else rows, tf.concat([v.indices for v in values], 0), values[0].dense_shape
+            )
+        if len(values) > 1 and isinstance(self._cross_device_ops, NcclAllReduce) and values[0].dtype != tf.int32:
+            per_replica = PerReplica(values)
+            return self._cross_device_ops.reduce(reduce_op, per_replica, destinations=per_replica)
+        total = tf.add_n(list(values)) if len(values) > 1 else values[0]
+        return tf.cast(total / len(values), total.dtype) if mean else total
+
+
+def _resolve(devices: Sequence[str] | None) -> list[str]:
+    known = [d.name for kind in ("GPU", "CPU") for d in tf.config.list_logical_devices(kind)]
+    if devices is None:
+        gpus = [name for name in known if "GPU" in name]
+        return gpus or known
+    short = {name.removeprefix("/device:"): name for name in known}
+    resolved = []
+    for device in devices:
+        name = short.get(str(device).upper().rpartition("DEVICE:")[2].lstrip("/"))
+        if name is None:
+            raise ConfigurationError(
+                message(
+                    f"There is no device {device!r}.",
+                    hint=f"this process has {', '.join(short)}; tfrep.use_logical_cpus(n) makes more CPUs.",
+                    devices=list(devices),
+                )
+            )
+        resolved.append(name)
+    if not resolved or len(set(resolved)) != len(resolved):
+        raise ConfigurationError(message("Each replica needs a device of its own.", devices=list(devices)))
+    return resolved

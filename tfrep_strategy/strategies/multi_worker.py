@@ -1,0 +1,279 @@
+"""One replica per process, on one machine or many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy import data
+from tfrep_strategy._tensorflow import MirroredVariable, OneDeviceExtended, SyncOnReadVariable, ValueContext, is_mirrored
+from tfrep_strategy.communicators import Communicator, make_communicator
+from tfrep_strategy.environments import detect_environment
+from tfrep_strategy.errors import ConfigurationError, DesyncError, message
+from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
+from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
+from tfrep_strategy.strategies.seeds import share_random_state
+
+
+class MultiWorkerStrategy(SynchronousStrategy):
+    """Synchronous training with one replica in each process, with the answer that one device gives.
+
+    Args:
+        communicator: `"horovod"`, `"tf"` (TensorFlow's own collectives), `"auto"` (Horovod when it is installed and the
+            processes were started for it, else TensorFlow's), or a `Communicator`.
+        device: Device of this process's replica, such as `"GPU:0"`. Default: the GPU with the number of the process's
+            local rank, or the CPU.
+        bucket_bytes: Gradients travel in groups of about this many bytes.
+        densify_sparse_gradients: Whether sparse gradients travel as dense tensors.
+
+    Raises:
+        ConfigurationError: for an unknown communicator, a device that does not exist, or an environment that does not say
+            who the processes are.
+        PeerError: when another process cannot be reached.
+
+    Example:
+        >>> strategy = MultiWorkerStrategy()  # alone: one replica
+        >>> strategy.num_replicas_in_sync
+        1
+    """
+
+    collectives_in_branches = True
+
+    def __init__(
+        self,
+        communicator: str | Communicator = "auto",
+        device: str | None = None,
+        *,
+        bucket_bytes: int = 32 << 20,
+        densify_sparse_gradients: bool = False,
+    ) -> None:
+        self.environment = detect_environment()
+        self.communicator = make_communicator(communicator, self.environment, device)
+        super().__init__(
+            _Extended(self, self.communicator, _resolve(device, self.communicator)), bucket_bytes, densify_sparse_gradients
+        )
+        self.share_random_state()
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, 0 to `num_replicas_in_sync - 1`."""
+        return self.communicator.rank
+
+    def scope(self) -> Any:
+        """Returns a context manager in which variables belong to this strategy; see `tf.distribute.Strategy.scope`.
+
+        What is made inside gets rank 0's values when the outermost scope ends, or when a step runs, if that is earlier.
+        """
+        return _Scope(self, super().scope())
+
+    def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return self.communicator.all_reduce(list(tensors), "sum")
+
+    def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
+        return self.communicator.all_gather(tensor)
+
+    def gather_outputs(self, outputs: Any) -> Any:
+        return tf.nest.map_structure(self._gather_output, outputs)
+
+    def _gather_output(self, value: Any) -> Any:
+        gather = self.communicator.all_gather
+        if isinstance(value, tf.RaggedTensor):
+            if value.ragged_rank > 1:
+                return value.with_values(self._gather_output(value.values))
+            return tf.RaggedTensor.from_row_lengths(gather(value.flat_values), gather(value.row_lengths()))
+        if isinstance(value, tf.SparseTensor):
+            rows = gather(value.dense_shape[:1])
+            before = tf.reduce_sum(rows[: self.rank])
+            offset = tf.concat([[before], tf.zeros([tf.size(value.dense_shape) - 1], tf.int64)], 0)
+            shape = tf.concat([[tf.reduce_sum(rows)], value.dense_shape[1:]], 0)
+            return tf.SparseTensor(gather(value.indices + offset), gather(value.values), shape)
+        return gather(value[tf.newaxis] if value.shape.rank == 0 else value)
+
+    def reduce_logs(self, logs: Any, weight: Any) -> Any:
+        weight = tf.cast(weight, tf.float32)
+        flat = tf.nest.flatten(logs)
+        summed = self.communicator.all_reduce([tf.cast(v, tf.float32) * weight for v in flat] + [weight], "sum")
+        return tf.nest.pack_sequence_as(logs, [v / summed[-1] for v in summed[:-1]])
+
+    def synchronize_new_variables(self) -> None:
+        """Gives variables made since the last call the values of rank 0.
+
+        Raises:
+            DesyncError: when the ranks made different variables; names the first, with its shape on each rank.
+        """
+        if tf.executing_eagerly() and self.extended.new_variables:
+            new, self.extended.new_variables = self.extended.new_variables, []
+            self._check_equal_variables(new)
+            self._broadcast([v for variable in new for v in getattr(variable, "values", [variable])])
+            for variable in new:
+                # The total of a sum over ranks is what rank 0 holds.
+                if isinstance(variable, SyncOnReadVariable) and variable.aggregation == tf.VariableAggregation.SUM:
+                    variable.assign(variable.values[0])
+
+    def _check_equal_variables(self, variables: Sequence[Any]) -> None:
+        own = [(v.name, tuple(v.shape), v.dtype.name) for v in variables]
+        ranks = self.communicator.all_gather_object(own)
+        for r, other in enumerate(ranks):
+            for i in range(max(len(other), len(ranks[0]))):
+                first = ranks[0][i] if i < len(ranks[0]) else None
+                found = other[i] if i < len(other) else None
+                if first is None or found is None or first[1:] != found[1:]:
+                    raise DesyncError(
+                        message(
+                            f"Ranks 0 and {r} made different variables.",
+                            hint="build the same model on every rank.",
+                            **{"rank_0": _describe(first), f"rank_{r}": _describe(found)},
+                        )
+                    )
+
+    def broadcast_variables(self, variables: Sequence[Any]) -> None:
+        self._broadcast([getattr(v, "value", v) if not isinstance(v, tf.Variable) else v for v in variables])
+
+    def _broadcast(self, variables: Sequence[Any]) -> None:
+        local = [v.values[0] if hasattr(v, "values") else v for v in variables]
+        numeric = [v for v in local if v.dtype != tf.string]
+        for variable, value in zip(numeric, self.communicator.broadcast([v.value() for v in numeric]), strict=True):
+            variable.assign(value)
+
+    def share_random_state(self) -> None:
+        share_random_state(self.communicator)
+
+    def broadcast_object(self, value: Any) -> Any:
+        return self.communicator.broadcast_object(value)
+
+    def barrier(self) -> None:
+        self.communicator.barrier()
+
+
+class _Scope:
+    """Enters TensorFlow's scope, and shares what was made in it when the outermost one ends."""
+
+    def __init__(self, strategy: MultiWorkerStrategy, scope: Any) -> None:
+        self._strategy = strategy
+        self._scope = scope
+
+    def __enter__(self) -> Any:
+        self._strategy.extended.open_scopes += 1
+        return self._scope.__enter__()
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> Any:
+        result = self._scope.__exit__(kind, error, traceback)
+        self._strategy.extended.open_scopes -= 1
+        if kind is None and not self._strategy.extended.open_scopes:
+            self._strategy.synchronize_new_variables()
+        return result
+
+
+class _Extended(SynchronousExtended, OneDeviceExtended):
+    def __init__(self, strategy: MultiWorkerStrategy, communicator: Communicator, device: str) -> None:
+        super().__init__(strategy, device)
+        self._communicator = communicator
+        self.first_local_replica = communicator.rank
+        self.new_variables: list[Any] = []
+        self.open_scopes = 0
+        self._init_state()
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        variable = super()._create_variable(next_creator, **kwargs)
+        self.new_variables.append(variable)
+        return variable
+
+    def _contain(self, variable: Any, **kwargs: Any) -> Any:
+        """Puts a variable that has to talk to the other ranks into a container that does."""
+        strategy = self._container_strategy()
+        aggregation = kwargs.get("aggregation") or tf.VariableAggregation.NONE
+        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            return SyncOnReadVariable(strategy, [variable], aggregation)
+        if aggregation != tf.VariableAggregation.NONE:
+            return MirroredVariable(strategy, [variable], aggregation)
+        return variable
+
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with tf.device(self._device), ProcessReplicaContext(self._container_strategy(), self._communicator.rank):
+            return fn(*args, **kwargs)
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        flat = tf.nest.flatten(value)
+        dense = [v for v in flat if not isinstance(v, tf.IndexedSlices)]
+        reduced = iter(self._communicator.all_reduce(dense, _op_name(reduce_op)))
+        return tf.nest.pack_sequence_as(
+            value, [self._reduce_slices(reduce_op, v) if isinstance(v, tf.IndexedSlices) else next(reduced) for v in flat]
+        )
+
+    def _reduce_slices(self, reduce_op: Any, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        values = self._communicator.all_gather(slices.values)
+        if reduce_op == tf.distribute.ReduceOp.MEAN:
+            values = values / self._communicator.size
+        return tf.IndexedSlices(values, self._communicator.all_gather(slices.indices), slices.dense_shape)
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        if is_mirrored(value) and reduce_op == tf.distribute.ReduceOp.MEAN:
+            return value
+
+        def local(v: Any) -> Any:
+            if hasattr(v, "values") and not isinstance(v, tf.IndexedSlices):
+                v = v.values[0]
+            return v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v)
+
+        return self._replica_ctx_all_reduce(reduce_op, tf.nest.map_structure(local, value))
+
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
+        value = tf.convert_to_tensor(value)
+        order = [axis] + [i for i in range(value.shape.rank) if i != axis]
+        back = [order.index(i) for i in range(value.shape.rank)]
+        return tf.transpose(self._communicator.all_gather(tf.transpose(value, order)), back)
+
+    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        # TensorFlow calls this to give all replicas the first one's value.
+        return self._communicator.broadcast([tf.convert_to_tensor(tensor)])[0]
+
+    def _agreement(self, stop_together: bool) -> data.Agreement:
+        c = self._communicator
+        return data.Agreement(c.rank, c.size, lambda counts: c.all_reduce([counts], "sum")[0], stop_together)
+
+    def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
+        return value_fn(ValueContext(self._communicator.rank, self._communicator.size))
+
+    def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
+        return self._communicator.rank
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
+        return 0
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self._communicator.size
+
+    @property
+    def should_checkpoint(self) -> bool:
+        return self._communicator.rank == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        return self._communicator.rank == 0
+
+
+def _op_name(reduce_op: Any) -> str:
+    return "mean" if reduce_op == tf.distribute.ReduceOp.MEAN else "sum"
+
+
+def _describe(variable: tuple[str, tuple[int, ...], str] | None) -> str:
+    return "no variable" if variable is None else f"{variable[0]} of shape {variable[1]}, {variable[2]}"
+
+
+def _resolve(device: str | None, communicator: Communicator) -> str:
+    gpus = tf.config.list_logical_devices("GPU")
+    if device is None:
+        return gpus[communicator.local_rank % len(gpus)].name if gpus else "/device:CPU:0"
+    names = {d.name.rpartition("device:")[2]: d.name for d in tf.config.list_logical_devices()}
+    name = names.get(str(device).upper().rpartition("DEVICE:")[2].lstrip("/"))
+    if name is None:
+        raise ConfigurationError(
+            message(f"There is no device {device!r}.", hint=f"this process has {', '.join(names)}.", device=device)
+        )
+    return name

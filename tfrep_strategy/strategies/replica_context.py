@@ -1,0 +1,47 @@
+"""The replica context of our strategies: gradients through `all_reduce` are right for uneven batches too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import MirroredReplicaContext, ReplicaContext
+from tfrep_strategy.keras_integration.protocol import current_step
+
+
+class _WeighedGradient:
+    """Overrides `all_reduce` inside steps that Keras drives.
+
+    There the objective is `sum_r share_r * loss_r`, and the share multiplies a replica's gradients only after backward.
+    What flows back through an all-reduce comes from other replicas, which have other shares, so that it is weighed by
+    the share of where it comes from, and the share of where it arrives is taken out again.
+    """
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        step = current_step()
+        flat = tf.nest.flatten(value)
+        if step is None or any(isinstance(v, tf.IndexedSlices) for v in flat):
+            return super().all_reduce(reduce_op, value, options)  # type: ignore[misc]
+        if isinstance(reduce_op, str):
+            reduce_op = tf.distribute.ReduceOp(reduce_op.upper())
+        extended = self.strategy.extended  # type: ignore[attr-defined]
+
+        @tf.custom_gradient
+        def reduce(*xs: tf.Tensor) -> Any:
+            def gradient(*dys: tf.Tensor) -> list[tf.Tensor]:
+                weighed = [tf.math.multiply_no_nan(dy, tf.cast(step.share, dy.dtype)) for dy in dys]
+                arrived = extended._replica_ctx_all_reduce(reduce_op, weighed, options)
+                return [tf.math.divide_no_nan(x, tf.cast(step.share, x.dtype)) for x in arrived]
+
+            return list(extended._replica_ctx_all_reduce(reduce_op, list(xs), options)), gradient
+
+        return tf.nest.pack_sequence_as(value, tf.nest.flatten(reduce(*map(tf.convert_to_tensor, flat))))
+
+
+class ProcessReplicaContext(_WeighedGradient, ReplicaContext):
+    """The context of the one replica of a process."""
+
+
+class DeviceReplicaContext(_WeighedGradient, MirroredReplicaContext):
+    """The context of one of a process's replicas."""

@@ -1,0 +1,75 @@
+"""Variables that every replica keeps for itself and that are reduced when somebody outside a replica reads them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import MirroredVariable, SyncOnReadVariable, in_replica_update_context
+
+_creation_order = itertools.count()
+
+
+class ReplicaVariable(SyncOnReadVariable):
+    """An `ON_READ` variable: metric totals (`SUM`), moving statistics (`MEAN`).
+
+    TensorFlow spreads what is assigned to a `SUM` variable evenly, which loses counts where they do not divide; here the
+    first replica gets all of it. A `MEAN` variable that was merged over the replicas is read without another collective.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.differs = False
+        """Whether some replica has assigned to it inside a step, so that replicas may hold different values."""
+        self._distribute_strategy.extended.replica_variables[next(_creation_order)] = self
+
+    def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        self.differs = True
+        return super()._update_replica(update_fn, value, **kwargs)
+
+    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+        outside = tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy()
+        if not outside or in_replica_update_context() or self.aggregation != tf.VariableAggregation.SUM:
+            return super().assign(value, use_locking=use_locking, name=name, read_value=read_value)
+        value = tf.cast(value, self.dtype)
+        first = self._distribute_strategy.extended.first_local_replica
+        assigned = []
+        for i, variable in enumerate(self.values):
+            with tf.device(variable.device):
+                assigned.append(variable.assign(value if first + i == 0 else tf.zeros_like(value)))
+        return assigned[0]
+
+    def _get_cross_replica(self) -> Any:
+        merged = self.aggregation == tf.VariableAggregation.MEAN and not (
+            self.differs and self._distribute_strategy.extended.state_differs
+        )
+        return tf.identity(self._primary) if merged else super()._get_cross_replica()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        copy = super().__deepcopy__(memo)
+        copy.differs = self.differs
+        return copy
+
+
+class ReplicatedVariable(MirroredVariable):
+    """An `ON_WRITE` variable with a copy on each replica; also converts to Python numbers, as plain variables do."""
+
+    def __int__(self) -> int:
+        return int(self.numpy())
+
+    def __float__(self) -> float:
+        return float(self.numpy())
+
+    def __index__(self) -> int:
+        return self.numpy().__index__()
+
+
+def with_our_class(variable: Any) -> Any:
+    """Puts the copies of a variable that TensorFlow has made into a container of ours."""
+    if type(variable) is MirroredVariable:
+        return ReplicatedVariable(variable.distribute_strategy, variable.values, variable.aggregation)
+    if type(variable) is SyncOnReadVariable:
+        return ReplicaVariable(variable.distribute_strategy, variable.values, variable.aggregation)
+    return variable
