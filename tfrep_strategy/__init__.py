@@ -2,8 +2,51 @@
 
 from tfrep_strategy import keras_integration  # noqa: F401  (makes Keras work under the strategies)
 from tfrep_strategy._version import __version__
+from tfrep_strategy.collectives import (
+    all_gather,
+    all_gather_object,
+    all_mean,
+    all_reduce,
+    all_sum,
+    all_to_all,
+    barrier,
+    broadcast,
+    broadcast_object,
+    map_gather,
+    map_reduce,
+    num_replicas,
+    reduce_scatter,
+    replica_id,
+)
 from tfrep_strategy.communicators import Communicator
+from tfrep_strategy.environments import Environment, register_environment
+from tfrep_strategy.launch import launch
+from tfrep_strategy.strategies.auto import auto_strategy
 from tfrep_strategy.strategies.mirrored import MirroredStrategy, use_logical_cpus
 from tfrep_strategy.strategies.multi_worker import MultiWorkerStrategy
 
-__all__ = ["Communicator", "MirroredStrategy", "MultiWorkerStrategy", "__version__", "use_logical_cpus"]
+__all__ = [
+    "Communicator",
+    "Environment",
+    "MirroredStrategy",
+    "MultiWorkerStrategy",
+    "__version__",
+    "all_gather",
+    "all_gather_object",
+    "all_mean",
+    "all_reduce",
+    "all_sum",
+    "all_to_all",
+    "auto_strategy",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "launch",
+    "map_gather",
+    "map_reduce",
+    "num_replicas",
+    "reduce_scatter",
+    "register_environment",
+    "replica_id",
+    "use_logical_cpus",
+]

@@ -58,6 +58,21 @@ in_replica_update_context = _private("distribute.values_util", "in_replica_updat
 # Input.
 auto_shard_dataset = _private("distribute.input_ops", "auto_shard_dataset")
 
+# Parameter servers.
+ParameterServerExtended = _private("distribute.parameter_server_strategy_v2", "ParameterServerStrategyV2Extended")
+Closure = _private("distribute.coordinator.cluster_coordinator", "Closure")
+PSUnavailableError = _private("distribute.coordinator.cluster_coordinator", "PSUnavailableError")
+is_server_failure = _private("distribute.coordinator.cluster_coordinator", "_is_ps_failure")
+RemoteValueImpl = _private("distribute.coordinator.values", "RemoteValueImpl")
+PerWorkerValues = _private("distribute.coordinator.values", "PerWorkerValues")
+ShardedVariable = _private("distribute.sharded_variable", "ShardedVariable")
+BaseResourceVariable = _private("ops.resource_variable_ops", "BaseResourceVariable")
+CachingVariable = _private("distribute.ps_values", "CachingVariable")
+AggregatingVariable = _private("distribute.ps_values", "AggregatingVariable")
+anonymous_name = _private("eager.context", "anonymous_name")
+variable_handle = _private("ops.resource_variable_ops", "_variable_handle_from_shape_and_dtype")
+CompositeTensorGradient = _private("framework.composite_tensor_gradient", "CompositeTensorGradient")
+
 # Runtime.
 context = _private("eager.context", "context")
 ServerDef = _private("distribute.collective_all_reduce_strategy", "tensorflow_server_pb2").ServerDef

@@ -72,8 +72,11 @@ def cut(batch: Any, num_parts: int, index: int) -> Any:
 
 def _bounds(rows: Any, num_parts: int, index: int) -> tuple[Any, Any]:
     base, longer = rows // num_parts, rows % num_parts
-    smaller = min if isinstance(rows, int) else tf.minimum
-    return index * base + smaller(index, longer), (index + 1) * base + smaller(index + 1, longer)
+
+    def bound(i: int) -> Any:
+        return i * base + (min(i, longer) if isinstance(rows, int) else tf.minimum(tf.cast(i, rows.dtype), longer))
+
+    return bound(index), bound(index + 1)
 
 
 def shard(batch: Any, num_replicas: int, first: int, count: int) -> Shards:
@@ -136,14 +139,16 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
     """Iterates over what a `ReplicaDataset` gives; can be an argument of a `tf.function`.
 
     Args:
-        iterator: An iterator of `dataset.dataset`.
-        dataset: What is iterated over.
+        iterator: An iterator of the data set underneath: of `Shards`, or with an `agreement` of per-replica batches.
+        num_local_replicas: Replicas of this process.
+        agreement: How processes with pipelines of their own keep in step, or None where all read the same one.
         as_shards: Whether to hand out `Shards`, for Keras's loops, rather than what `Strategy.run` takes.
     """
 
-    def __init__(self, iterator: Any, dataset: ReplicaDataset, as_shards: bool = False) -> None:
+    def __init__(self, iterator: Any, num_local_replicas: int, agreement: Agreement | None, as_shards: bool) -> None:
         self._iterator = iterator
-        self._dataset = dataset
+        self._num_local_replicas = num_local_replicas
+        self._agreement = agreement
         self._as_shards = as_shards
 
     def __iter__(self) -> ReplicaIterator:
@@ -157,36 +162,61 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
 
     def get_next(self) -> Any:
         """Returns the next step's batch; raises `tf.errors.OutOfRangeError` at the end of the data."""
-        shards = self._dataset.next_shards(self._iterator)
+        if self._agreement is None:
+            shards = self._iterator.get_next()
+        else:
+            parts, total = self._next_parts(self._agreement)
+            # An exhausted iterator raises what TensorFlow expects at the end of the data.
+            end = lambda: tuple(self._iterator.get_next() for _ in parts)  # noqa: E731
+            shards = Shards(tf.cond(total > 0, lambda: parts, end), total)
         return shards if self._as_shards else pack(shards)
 
     def get_next_as_optional(self) -> Any:
         """Returns the next step's batch as a `tf.experimental.Optional` of `Shards`, empty at the end of the data."""
-        return self._dataset.next_optional(self._iterator)
+        if self._agreement is None:
+            return self._iterator.get_next_as_optional()
+        shards = Shards(*self._next_parts(self._agreement))
+        spec = tf.nest.map_structure(tf.type_spec_from_value, shards)
+        return tf.cond(
+            shards.total > 0,
+            lambda: tf.experimental.Optional.from_value(shards),
+            lambda: tf.experimental.Optional.empty(spec),
+        )
+
+    def _next_parts(self, agreement: Agreement) -> tuple[tuple[Any, ...], tf.Tensor]:
+        parts = []
+        for _ in range(self._num_local_replicas):
+            optional = self._iterator.get_next_as_optional()
+            empty = lambda: empty_batch(self._iterator.element_spec)  # noqa: E731
+            parts.append(tf.cond(optional.has_value(), optional.get_value, empty))
+        own = tf.add_n([num_examples(part) for part in parts])
+        return tuple(parts), agreement.examples(own)
 
     @property
     def element_spec(self) -> Any:
         """The specification of what `get_next` returns."""
-        return self._dataset.element_spec
+        return _packed_spec(self._iterator.element_spec, self._num_local_replicas, self._agreement)
 
     @property
     def _type_spec(self) -> ReplicaIteratorSpec:
-        return ReplicaIteratorSpec(self._iterator._type_spec, self._dataset, self._as_shards)
+        return ReplicaIteratorSpec(
+            self._iterator._type_spec, self._num_local_replicas, self._agreement, self._as_shards
+        )
 
 
 class ReplicaIteratorSpec(tf.TypeSpec):
     """Lets TensorFlow pass a `ReplicaIterator` into a function."""
 
-    def __init__(self, iterator_spec: Any, dataset: ReplicaDataset, as_shards: bool) -> None:
+    def __init__(self, iterator_spec: Any, num_local_replicas: int, agreement: Agreement | None, as_shards: bool) -> None:
         self._iterator_spec = iterator_spec
-        self._dataset = dataset
-        self._as_shards = as_shards
+        self._settings = num_local_replicas, agreement, as_shards
 
     value_type = property(lambda self: ReplicaIterator)
 
     def _serialize(self) -> tuple[Any, ...]:
-        # Functions are shared between data sets that have the same elements and that agree in the same way.
-        return self._iterator_spec, id(self._dataset.agreement), self._as_shards
+        # For comparison only: functions are shared between iterators that have the same elements and that agree alike.
+        num_local_replicas, agreement, as_shards = self._settings
+        return self._iterator_spec, num_local_replicas, id(agreement), as_shards
 
     @property
     def _component_specs(self) -> Any:
@@ -196,10 +226,32 @@ class ReplicaIteratorSpec(tf.TypeSpec):
         return value._iterator
 
     def _from_components(self, components: Any) -> ReplicaIterator:
-        return ReplicaIterator(components, self._dataset, self._as_shards)
+        return ReplicaIterator(components, *self._settings)
+
+    # TensorFlow would derive these two from `_serialize`, which does not hold all that is needed.
+
+    def _without_tensor_names(self) -> ReplicaIteratorSpec:
+        return ReplicaIteratorSpec(self._iterator_spec._without_tensor_names(), *self._settings)
+
+    def _with_tensor_ranks_only(self) -> ReplicaIteratorSpec:
+        return ReplicaIteratorSpec(self._iterator_spec._with_tensor_ranks_only(), *self._settings)
+
+    def is_subtype_of(self, other: Any) -> bool:
+        return self == other
 
     def most_specific_common_supertype(self, others: Any) -> ReplicaIteratorSpec | None:
         return self if all(self == other for other in others) else None
+
+
+def _part_spec(spec: Any, agreement: Agreement | None) -> Any:
+    return spec.parts[0] if agreement is None else spec
+
+
+def _packed_spec(spec: Any, num_local_replicas: int, agreement: Agreement | None) -> Any:
+    part = _part_spec(spec, agreement)
+    if num_local_replicas == 1:
+        return part
+    return tf.nest.map_structure(lambda leaf: PerReplicaSpec(*[leaf] * num_local_replicas), part)
 
 
 class ReplicaDataset(tf.distribute.DistributedDataset):
@@ -222,52 +274,23 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         self.agreement = agreement
         self._num_local_replicas = num_local_replicas
 
-    def next_shards(self, iterator: Any) -> Shards:
-        """Takes the next step from an iterator of `self.dataset`."""
-        if self.agreement is None:
-            return iterator.get_next()
-        parts, total = self._next_parts(iterator)
-        # An exhausted iterator raises what TensorFlow expects at the end of the data.
-        parts = tf.cond(total > 0, lambda: parts, lambda: tuple(iterator.get_next() for _ in parts))
-        return Shards(parts, total)
-
-    def next_optional(self, iterator: Any) -> Any:
-        """Takes the next step from an iterator of `self.dataset`, or an empty optional at the end."""
-        if self.agreement is None:
-            return iterator.get_next_as_optional()
-        parts, total = self._next_parts(iterator)
-        shards = Shards(parts, total)
-        spec = tf.nest.map_structure(tf.type_spec_from_value, shards)
-        return tf.cond(
-            total > 0,
-            lambda: tf.experimental.Optional.from_value(shards),
-            lambda: tf.experimental.Optional.empty(spec),
-        )
-
-    def _next_parts(self, iterator: Any) -> tuple[tuple[Any, ...], tf.Tensor]:
-        parts = []
-        for _ in range(self._num_local_replicas):
-            optional = iterator.get_next_as_optional()
-            parts.append(
-                tf.cond(optional.has_value(), optional.get_value, lambda: empty_batch(self.dataset.element_spec))
-            )
-        own = tf.add_n([num_examples(part) for part in parts])
-        return tuple(parts), self.agreement.examples(own)
-
     def __iter__(self) -> Iterator[Any]:
-        return ReplicaIterator(iter(self.dataset), self)
+        return ReplicaIterator(iter(self.dataset), self._num_local_replicas, self.agreement, as_shards=False)
 
     @property
     def element_spec(self) -> Any:
         """The specification of one step's batch."""
-        if self._num_local_replicas == 1:
-            return self.part_spec
-        return tf.nest.map_structure(lambda leaf: PerReplicaSpec(*[leaf] * self._num_local_replicas), self.part_spec)
+        return _packed_spec(self.dataset.element_spec, self._num_local_replicas, self.agreement)
 
     @property
     def part_spec(self) -> Any:
         """The specification of one replica's batch."""
-        return self.dataset.element_spec.parts[0] if self.agreement is None else self.dataset.element_spec
+        return _part_spec(self.dataset.element_spec, self.agreement)
+
+    @property
+    def cardinality(self) -> int:
+        """How many steps there are; negative when that is unknown or infinite, as TensorFlow has it."""
+        return int(self.dataset.cardinality()) if self.agreement is None else int(tf.data.UNKNOWN_CARDINALITY)
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Folds `reduce_func(state, batch)` over the steps."""
@@ -278,26 +301,16 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
 
     def for_keras(self) -> Any:
         """Returns an iterable whose elements are `Shards`, for Keras's training loops."""
-        return self.dataset if self.agreement is None else ShardsView(self)
+        if self.agreement is None:
+            return self.dataset
+        return ShardsView(self.dataset, self._num_local_replicas, self.agreement)
 
 
-class ShardsView(tf.distribute.DistributedDataset):
+class ShardsView(ReplicaDataset):
     """A `ReplicaDataset` whose iterator hands out `Shards`."""
 
-    def __init__(self, dataset: ReplicaDataset) -> None:
-        self._dataset = dataset
-
     def __iter__(self) -> Iterator[Shards]:
-        return ReplicaIterator(iter(self._dataset.dataset), self._dataset, as_shards=True)
-
-    @property
-    def element_spec(self) -> Any:
-        """The specification of one step's batch."""
-        return self._dataset.element_spec
-
-    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Folds `reduce_func(state, batch)` over the steps."""
-        return self._dataset.reduce(initial_state, reduce_func)
+        return ReplicaIterator(iter(self.dataset), self._num_local_replicas, self.agreement, as_shards=True)
 
 
 def empty_batch(spec: Any) -> Any:
@@ -327,6 +340,7 @@ def in_parts(dataset: tf.data.Dataset, num_parts: int) -> tf.data.Dataset:
     """Turns a data set of global batches into one of per-replica batches: each batch becomes `num_parts` elements."""
     is_tuple = isinstance(dataset.element_spec, tuple)
 
+    @tf.autograph.experimental.do_not_convert
     def parts(*elements: Any) -> tf.data.Dataset:
         batch = elements if is_tuple else elements[0]
         pieces = [tf.data.Dataset.from_tensors(cut(batch, num_parts, i)) for i in range(num_parts)]
@@ -362,5 +376,9 @@ def distribute(dataset: tf.data.Dataset, first: int, count: int, agreement: Agre
             dataset = auto_shard_dataset(dataset, agreement.size, agreement.rank, num_replicas)
         return ReplicaDataset(in_parts(dataset, num_replicas), count, agreement)
     is_tuple = isinstance(dataset.element_spec, tuple)
-    shards = dataset.map(lambda *batch: shard(batch if is_tuple else batch[0], num_replicas, first, count))
-    return ReplicaDataset(shards, count)
+
+    @tf.autograph.experimental.do_not_convert
+    def cut_batch(*elements: Any) -> Shards:
+        return shard(elements if is_tuple else elements[0], num_replicas, first, count)
+
+    return ReplicaDataset(dataset.map(cut_batch), count)

@@ -31,6 +31,14 @@ class DesyncError(PeerError):
     """Replicas called different collectives, or hold different values."""
 
 
+class WorkerError(PeerError):
+    """A worker of a parameter-server cluster raised an error, or no worker is left."""
+
+
+class ServerLostError(PeerError):
+    """A parameter server is gone, and the variables with it."""
+
+
 def message(what: str, hint: str | None = None, **received: Any) -> str:
     """Formats an error message.
 

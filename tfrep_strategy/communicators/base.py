@@ -15,6 +15,51 @@ from tfrep_strategy.errors import ConfigurationError, message
 
 REDUCE_OPS = ("sum", "mean", "min", "max", "product")
 
+# What the transports reduce is float16, float32, float64, int32 and int64; the other numbers travel as one of these.
+_CARRIERS = {tf.bool: tf.int32, tf.uint8: tf.int32, tf.int8: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32,
+             tf.uint32: tf.int64, tf.uint64: tf.int64, tf.bfloat16: tf.float32}  # fmt: skip
+
+
+def carry(tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
+    """Casts a tensor to a dtype that every transport reduces, such that `op` on it is `op` on the original.
+
+    Example:
+        >>> carry(tf.constant([200], tf.uint8)).dtype.name
+        'int32'
+    """
+    if tensor.dtype != tf.uint64:
+        return tf.cast(tensor, _CARRIERS.get(tensor.dtype, tensor.dtype))
+    # Sums and products agree modulo 2**64; for comparisons the order has to be kept.
+    return tf.bitcast(_flip_sign_bit(tensor) if op in ("min", "max") else tensor, tf.int64)
+
+
+def uncarry(tensor: tf.Tensor, dtype: tf.DType, op: str = "sum") -> tf.Tensor:
+    """Undoes `carry`.
+
+    Example:
+        >>> uncarry(carry(tf.constant([7], tf.uint64), "max"), tf.uint64, "max").numpy().tolist()
+        [7]
+    """
+    if dtype != tf.uint64:
+        return tf.cast(tensor, dtype)
+    tensor = tf.bitcast(tensor, tf.uint64)
+    return _flip_sign_bit(tensor) if op in ("min", "max") else tensor
+
+
+def _flip_sign_bit(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.bitwise.bitwise_xor(tensor, tf.constant(2**63, tf.uint64))
+
+
+def mean_of_sum(total: tf.Tensor, size: int) -> tf.Tensor:
+    """Divides a sum over replicas by their number; integers are rounded towards zero, as `tf.reduce_mean` does.
+
+    Example:
+        >>> mean_of_sum(tf.constant([7, -7]), 2).numpy().tolist()
+        [3, -3]
+    """
+    divisor = tf.cast(size, total.dtype)
+    return tf.truncatediv(total, divisor) if total.dtype.is_integer else total / divisor
+
 
 class Communicator(abc.ABC):
     """Talks to the other processes of a run; one object per process.

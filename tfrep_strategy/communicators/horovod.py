@@ -11,14 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.communicators.base import Communicator
-from tfrep_strategy.communicators.naming import structural_name
+from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, uncarry
+from tfrep_strategy.communicators.naming import in_nested_graph, structural_name
 from tfrep_strategy.errors import ConfigurationError, message
-
-# Horovod reduces no booleans and no unsigned numbers; these are carried by the next wider type that it does reduce.
-_CARRIERS = {tf.bool: tf.int32, tf.uint8: tf.int32, tf.int8: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32,
-             tf.uint32: tf.int64, tf.uint64: tf.int64, tf.bfloat16: tf.float32}  # fmt: skip
-
 
 def is_installed() -> bool:
     """Whether Horovod can be imported. It may still lack TensorFlow support, which `HorovodCommunicator` reports."""
@@ -51,66 +46,92 @@ class HorovodCommunicator(Communicator):
         self._process_set = process_set
         self.rank, self.size = process_set.rank(), process_set.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
+        self._subgroups: dict[tuple[int, ...], HorovodCommunicator | None] = {}
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._order = tf.raw_ops.VarHandleOp(
+                dtype=tf.float32, shape=[], shared_name=f"tfrep_horovod_order_{process_set.process_set_id}", name="order"
+            )
         self._ops = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
         self.check_op(op)
         tensors = [tf.convert_to_tensor(t) for t in tensors]
-        carried = [self._carry(t) for t in tensors]
-        # Integers have no average in Horovod; a mean is a sum, divided, for every dtype alike.
-        hvd_op = self._ops["sum" if op == "mean" else op]
-        if len(carried) == 1:
-            reduced = [self._mpi.horovod_allreduce(
-                carried[0], name=structural_name("all_reduce"), reduce_op=hvd_op, prescale_factor=1.0, postscale_factor=1.0,
-                ignore_name_scope=True, process_set_id=self._process_set.process_set_id)]  # fmt: skip
-        elif carried:
-            reduced = self._mpi.horovod_grouped_allreduce(
-                carried, name=structural_name("all_reduce"), reduce_op=hvd_op, prescale_factor=1.0, postscale_factor=1.0,
-                ignore_name_scope=True, process_set_id=self._process_set.process_set_id)  # fmt: skip
-        else:
-            reduced = []
-        if op == "mean":
-            reduced = [tf.cast(r / tf.cast(self.size, r.dtype), r.dtype) for r in reduced]
-        return [tf.ensure_shape(tf.cast(r, t.dtype), t.shape) for r, t in zip(reduced, tensors, strict=True)]
+        carried = [carry(t, op) for t in tensors]
+        reduced: list[Any] = [None] * len(tensors)
+        by_dtype: dict[Any, list[int]] = {}
+        for i, tensor in enumerate(carried):
+            by_dtype.setdefault(tensor.dtype, []).append(i)
+        # Horovod averages no integers; a mean is a sum, divided, for every dtype alike.
+        options = {
+            "reduce_op": self._ops["sum" if op == "mean" else op],
+            "prescale_factor": 1.0,
+            "postscale_factor": 1.0,
+        }
+        for members in by_dtype.values():
+            if len(members) == 1:
+                results = [self._call("allreduce", carried[members[0]], **options)]
+            else:
+                results = self._call("grouped_allreduce", [carried[i] for i in members], **options)
+            for i, result in zip(members, results, strict=True):
+                if op == "mean":
+                    result = mean_of_sum(result, self.size)
+                reduced[i] = tf.ensure_shape(uncarry(result, tensors[i].dtype, op), tensors[i].shape)
+        return reduced
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         tensor = tf.convert_to_tensor(tensor)
-        gathered = self._mpi.horovod_allgather(
-            self._carry(tensor, bytes_too=False), name=structural_name("all_gather"), ignore_name_scope=True,
-            process_set_id=self._process_set.process_set_id)  # fmt: skip
-        return tf.cast(gathered, tensor.dtype)
+        return uncarry(self._call("allgather", _carry_bytes(tensor)), tensor.dtype)
 
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         self.check_root(root)
-        root = self._process_set.ranks[root]
+        root = self._process_set.ranks[root] if self._process_set.ranks else root
         received = []
         for tensor in map(tf.convert_to_tensor, tensors):
-            value = self._mpi.horovod_broadcast(
-                self._carry(tensor, bytes_too=False), name=structural_name("broadcast"), root_rank=root,
-                ignore_name_scope=True, process_set_id=self._process_set.process_set_id)  # fmt: skip
-            received.append(tf.ensure_shape(tf.cast(value, tensor.dtype), tensor.shape))
+            value = self._call("broadcast", _carry_bytes(tensor), root_rank=root)
+            received.append(tf.ensure_shape(uncarry(value, tensor.dtype), tensor.shape))
         return received
 
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         tensor = tf.convert_to_tensor(tensor)
-        rows, received = self._mpi.horovod_alltoall(
-            self._carry(tensor, bytes_too=False), splits=tf.cast(splits, tf.int32), name=structural_name("all_to_all"),
-            ignore_name_scope=True, process_set_id=self._process_set.process_set_id)  # fmt: skip
-        return tf.cast(rows, tensor.dtype), received
+        rows, received = self._call("alltoall", _carry_bytes(tensor), splits=tf.cast(splits, tf.int32))
+        return tf.ensure_shape(uncarry(rows, tensor.dtype), [None, *tensor.shape[1:]]), received
+
+    def _call(self, kind: str, tensors: Any, **options: Any) -> Any:
+        group = self._process_set.process_set_id
+        name = structural_name(f"group{group}.{kind}" if group else kind)
+        operation = getattr(self._mpi, f"horovod_{kind}")
+        options |= {"name": name, "ignore_name_scope": True, "process_set_id": group}
+        if not in_nested_graph():
+            return operation(tensors, **options)
+        # A function that is called twice, or the body of a loop, would have two collectives of one name under way, which
+        # Horovod refuses. TensorFlow keeps operations on one resource in program order; Horovod's have none.
+        with tf.control_dependencies([self._mark_order()]):
+            result = operation(tf.nest.map_structure(tf.identity, tensors), **options)
+        with tf.control_dependencies(tf.nest.flatten(result)):
+            self._mark_order()
+        return result
+
+    def _mark_order(self) -> Any:
+        return tf.raw_ops.AssignVariableOp(resource=self._order, value=tf.constant(0.0))
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         ranks = self.check_group(ranks)
-        try:
-            process_set = self._hvd.add_process_set(ranks)
-        except ValueError as error:
-            raise ConfigurationError(
-                message(
-                    "Horovod refuses new groups of ranks.",
-                    hint="set HOROVOD_DYNAMIC_PROCESS_SETS=1 before the processes start; `tfrep run` does.",
-                    ranks=ranks,
-                )
-            ) from error
-        return HorovodCommunicator(process_set) if self.rank in ranks else None
+        if len(ranks) == self.size:
+            return self
+        if tuple(ranks) not in self._subgroups:  # Horovod refuses a second process set of the same ranks.
+            members = [self._process_set.ranks[r] for r in ranks]
+            try:
+                process_set = self._hvd.add_process_set(members)
+            except ValueError as error:
+                raise ConfigurationError(
+                    message(
+                        "Horovod refuses new groups of ranks.",
+                        hint="set HOROVOD_DYNAMIC_PROCESS_SETS=1 before the processes start; `tfrep run` does.",
+                        ranks=ranks,
+                    )
+                ) from error
+            self._subgroups[tuple(ranks)] = HorovodCommunicator(process_set) if self.rank in ranks else None
+        return self._subgroups[tuple(ranks)]
 
     def close(self) -> None:
         self._hvd.shutdown()
@@ -121,8 +142,7 @@ class HorovodCommunicator(Communicator):
 
         return MPI_LIB
 
-    @staticmethod
-    def _carry(tensor: tf.Tensor, bytes_too: bool = True) -> tf.Tensor:
-        if not bytes_too and tensor.dtype in (tf.bool, tf.uint8, tf.int8):
-            return tensor
-        return tf.cast(tensor, _CARRIERS.get(tensor.dtype, tensor.dtype))
+
+def _carry_bytes(tensor: tf.Tensor) -> tf.Tensor:
+    """What is moved and not reduced may also be of one byte."""
+    return tensor if tensor.dtype in (tf.bool, tf.uint8, tf.int8) else carry(tensor)

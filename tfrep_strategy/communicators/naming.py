@@ -29,19 +29,44 @@ def structural_name(kind: str) -> str:
     if tf.executing_eagerly():
         return f"eager.{kind}"
     graph = tf.compat.v1.get_default_graph()
-    return f"{_graph_name(graph)}.{_next(graph, kind)}"
+    return f"{_graph_name(graph)}.{kind}{_next(graph, kind)}"
 
 
-def _graph_name(graph: Any) -> str:
+def replica_name(kind: str, replica: int) -> str:
+    """Names a collective of one of several replicas whose operations are built in one graph, each by itself.
+
+    Args:
+        kind: What it is, such as `"all_reduce"`.
+        replica: Whose operation it is. It does not appear in the name, which all replicas have to agree on, but each
+            replica's functions and branches are counted apart.
+
+    Returns:
+        As `structural_name`.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    return f"{_graph_name(graph, replica)}.{kind}{_next(graph, f'{replica}.{kind}')}"
+
+
+def in_nested_graph() -> bool:
+    """Whether the call stands in a function or branch inside another function, which may run more than once per step."""
+    outer = getattr(tf.compat.v1.get_default_graph(), "outer_graph", None)
+    return not tf.executing_eagerly() and getattr(outer, "building_function", False)
+
+
+def _graph_name(graph: Any, replica: int | None = None) -> str:
     if graph not in _graph_names:
         own = re.sub(r"(_\d+)+$", "", getattr(graph, "name", None) or "graph")
         outer = getattr(graph, "outer_graph", None)
-        inside_function = outer is not None and getattr(outer, "building_function", False)
-        _graph_names[graph] = f"{_graph_name(outer)}/{_next(outer, own)}" if inside_function else own
+        if not getattr(outer, "building_function", False):
+            _graph_names[graph] = own
+        elif replica is None:
+            _graph_names[graph] = f"{_graph_name(outer)}/{own}{_next(outer, own)}"
+        else:  # The names of branches hold the replica, and how many branches the graph has so far.
+            _graph_names[graph] = f"{_graph_name(outer, replica)}/{_next(outer, f'{replica}.graph')}"
     return _graph_names[graph]
 
 
-def _next(graph: Any, kind: str) -> str:
+def _next(graph: Any, label: str) -> int:
     counts = _ordinals.setdefault(graph, {})
-    counts[kind] = counts.get(kind, -1) + 1
-    return f"{kind}{counts[kind]}"
+    counts[label] = counts.get(label, -1) + 1
+    return counts[label]

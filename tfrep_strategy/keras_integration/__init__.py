@@ -24,12 +24,12 @@ if keras.backend.backend() != "tensorflow":
 
 from tfrep_strategy.keras_integration import (  # noqa: E402
     callbacks,
-    files,
     layers,
     losses,
     metrics,
     optimizer,
+    saving,
     trainer,
 )
 
-__all__ = ["callbacks", "files", "layers", "losses", "metrics", "optimizer", "trainer"]
+__all__ = ["callbacks", "layers", "losses", "metrics", "optimizer", "saving", "trainer"]

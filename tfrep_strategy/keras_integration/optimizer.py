@@ -40,14 +40,40 @@ def _apply(original: Any, optimizer: Any, grads: Any, trainable_variables: Any) 
     strategy = replica_strategy()
     if strategy is None or _phase.gradients is not None:
         return original(optimizer, grads, trainable_variables)
-    step = current_step()
-    share = None if step is None else step.share
+    share = _share_still_to_apply()
     if _accumulates_locally(optimizer, strategy):
         own = [g if g is None or share is None else _weighed(g, share) for g in grads]
         with _applying("local"):
             return original(optimizer, own, trainable_variables)
     with _applying("global"):
         return original(optimizer, strategy.aggregate_gradients(list(grads), share), trainable_variables)
+
+
+def _share_still_to_apply() -> tf.Tensor | None:
+    """Returns what the gradients have to be multiplied by, or None where their loss was."""
+    step = current_step()
+    if step is None:
+        return None
+    scaled, step.loss_is_scaled = step.loss_is_scaled, False
+    return None if scaled else step.share
+
+
+def _scale_by_share(original: Any, self: Any, loss: Any) -> Any:
+    """Applies the replica's share to the loss itself where the step gives the chance.
+
+    Backward then computes what one device would, in the same range, which decides about overflow in half precision, and
+    the gradients need no multiplication of their own.
+    """
+    step = current_step()
+    loss = original(self, loss)
+    if step is None:
+        return loss
+    step.loss_is_scaled = True
+    return tf.math.multiply_no_nan(loss, tf.cast(step.share, loss.dtype))
+
+
+replaces(_BaseOptimizer, "scale_loss")(_scale_by_share)
+replaces(_LossScaleOptimizer, "scale_loss")(_scale_by_share)
 
 
 def _weighed(gradient: Any, share: tf.Tensor) -> tf.Tensor:

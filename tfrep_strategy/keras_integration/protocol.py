@@ -44,9 +44,6 @@ class KerasStrategy(Protocol):
     def gather_outputs(self, outputs: Any) -> Any:
         """Concatenates what the replicas returned, in replica order, on every process."""
 
-    def reduce_logs(self, logs: Any, weight: Any) -> Any:
-        """Averages one process's logs over all processes, weighed by examples."""
-
     def merge_replica_state(self) -> None:
         """Makes state that every replica keeps for itself (moving statistics) one value everywhere."""
 
@@ -61,6 +58,12 @@ class KerasStrategy(Protocol):
 
     def broadcast_object(self, value: Any) -> Any:
         """Returns rank 0's picklable object on every process."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Returns every process's picklable object, in rank order."""
+
+    def is_first_with(self, value: Any) -> bool:
+        """Whether no process before this one calls this with an equal value. Every process has to call it."""
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Gives these Keras variables the values of rank 0."""
@@ -82,7 +85,8 @@ class Step:
         self.strategy = strategy
         self.num_examples = num_examples
         self.total_examples = total_examples
-        self.gradients_are_global = False
+        self.loss_is_scaled = False
+        """Whether the loss whose gradients come next was multiplied by the share, which they are then spared."""
         self.share = tf.math.divide_no_nan(tf.cast(num_examples, tf.float32), tf.cast(total_examples, tf.float32))
         """float32 scalar: the part of the global batch that this replica has, between 0 and 1."""
 

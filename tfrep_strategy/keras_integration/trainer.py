@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
-from tfrep_strategy.keras_integration.protocol import KerasStrategy, Shards
+from tfrep_strategy.keras_integration.protocol import KerasStrategy, Shards, current_step
 
 _trainer = keras_internal("backend.tensorflow.trainer")
 _Trainer = _trainer.TensorFlowTrainer
@@ -42,11 +44,24 @@ def maybe_symbolic_build(original: Any, self: Any, iterator: Any = None, data_ba
     strategy = strategy_of(self)
     if strategy is None:
         return original(self, iterator=iterator, data_batch=data_batch)
+    if _has_own_steps(self):
+        # Nothing says what such a step reads or calls. What it makes lazily is made when it is traced, as on one device.
+        return strategy.synchronize_new_variables()
     if iterator is not None:
         data_batch = tf.nest.map_structure(lambda s: None if isinstance(s, tf.OptionalSpec) else s, iterator._part_spec)
     with strategy.scope():
         self._symbolic_build(data_batch=data_batch)
     return strategy.synchronize_new_variables()
+
+
+@replaces(keras_internal("trainers.data_adapters"), "is_tf_dataset")
+def is_tf_dataset(original: Any, x: Any) -> bool:
+    """Takes data sets that the user has distributed."""
+    return isinstance(x, tf.distribute.DistributedDataset) or original(x)
+
+
+def _has_own_steps(model: Any) -> bool:
+    return any(getattr(type(model), name) is not getattr(_Trainer, name) for name in ("train_step", "test_step"))
 
 
 # What a step does.
@@ -58,7 +73,11 @@ def make_function(original: Any, self: Any, step_function: Any) -> Any:
     strategy = strategy_of(self)
     if strategy is None:
         return original(self, step_function)
-    run = original(self, step_function)
+    step_function = _with_global_logs(self, strategy, step_function)
+    if self.jit_compile:
+        step_function = compiled_between_collectives(step_function)
+    with _without_jit(self):
+        run = original(self, step_function)
 
     def function(iterator: Any) -> Any:
         strategy.synchronize_new_variables()
@@ -70,11 +89,52 @@ def make_function(original: Any, self: Any, step_function: Any) -> Any:
     return function
 
 
+def _with_global_logs(model: Any, strategy: KerasStrategy, step_function: Any) -> Any:
+    """Wraps a step so that logs which are no metrics, such as a bare loss, are those of the global batch.
+
+    Metrics are not touched: they are read over all replicas when somebody asks for them.
+    """
+
+    def step(batch: Any) -> Any:
+        logs = step_function(batch)
+        if isinstance(logs, dict) and set(logs) == set(model.get_metrics_result()):
+            return logs
+        share = current_step().share
+        flat = [tf.convert_to_tensor(value) for value in tf.nest.flatten(logs)]
+        floats = [value for value in flat if value.dtype.is_floating]
+        weighed = [tf.math.multiply_no_nan(value, tf.cast(share, value.dtype)) for value in floats]
+        summed = iter(strategy.sum_over_replicas(weighed))
+        return tf.nest.pack_sequence_as(logs, [next(summed) if v.dtype.is_floating else v for v in flat])
+
+    return step
+
+
+@contextlib.contextmanager
+def _without_jit(model: Any) -> Iterator[None]:
+    """Keeps Keras from compiling a whole step, which holds collectives that XLA cannot."""
+    jit_compile, model._jit_compile = model.jit_compile, False
+    try:
+        yield
+    finally:
+        model._jit_compile = jit_compile
+
+
+def compiled_between_collectives(step_function: Any) -> Any:
+    """Wraps a step so that XLA compiles what lies between its collectives: forward, backward, update."""
+
+    def step(batch: Any) -> Any:
+        with tf.xla.experimental.jit_scope():
+            return step_function(batch)
+
+    return step
+
+
 @replaces(_Trainer, "make_predict_function")
 def make_predict_function(original: Any, self: Any, force: bool = False) -> None:
     """Makes a predict function that also takes whole batches, as `predict_on_batch` gives them."""
     strategy = strategy_of(self)
-    original(self, force=force)
+    with contextlib.nullcontext() if strategy is None else _without_jit(self):
+        original(self, force=force)
     if strategy is None or getattr(self.predict_function, "takes_whole_batches", False):
         return
     run = self.predict_function

@@ -11,8 +11,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy import data, gradients
+from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.protocol import Shards, in_step
+from tfrep_strategy.strategies.groups import ReplicaGroup
 from tfrep_strategy.strategies.variables import with_our_class
 
 GradientTransformer = Callable[[list[Any]], list[Any]]
@@ -114,6 +116,27 @@ class SynchronousStrategy(tf.distribute.Strategy):
     def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
         """Concatenates along the first dimension, which may differ, in replica order; called inside a replica."""
 
+    # Replicas among themselves.
+
+    @abc.abstractmethod
+    def communicator_of(self, replica: int) -> Communicator:
+        """Returns what a replica of this process talks to all others with."""
+
+    @abc.abstractmethod
+    def new_group(self, replicas: Sequence[int]) -> ReplicaGroup:
+        """Makes a group of some replicas, for the `group=` of collectives. Every process has to call it.
+
+        Args:
+            replicas: Their replica ids.
+
+        Raises:
+            ConfigurationError: when one does not exist or is given twice.
+
+        Example:
+            >>> MirroredStrategy(["CPU:0", "CPU:1"]).new_group([1])
+            ReplicaGroup([1])
+        """
+
     # State.
 
     def mark_state_changed(self) -> None:
@@ -146,16 +169,21 @@ class SynchronousStrategy(tf.distribute.Strategy):
         """Returns rank 0's picklable object on every process."""
         return value
 
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Returns every process's picklable object, in rank order."""
+        return [value]
+
+    def is_first_with(self, value: Any) -> bool:
+        """Whether no process before this one calls this with an equal value. Every process has to call it."""
+        values = self.all_gather_object(value)
+        return values.index(value) == (self.extended.first_local_replica if len(values) > 1 else 0)
+
     def barrier(self) -> None:
         """Returns when every process has called it."""
 
     @abc.abstractmethod
     def gather_outputs(self, outputs: Any) -> Any:
         """Concatenates what replicas returned (a nest) along the batch, in replica order, on every process."""
-
-    def reduce_logs(self, logs: Any, weight: Any) -> Any:
-        """Averages one process's logs over all processes, weighed by their examples."""
-        return logs
 
 
 class SynchronousExtended:

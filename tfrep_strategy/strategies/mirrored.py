@@ -16,8 +16,11 @@ from tfrep_strategy._tensorflow import (
     ReductionToOneDevice,
     context,
 )
+from tfrep_strategy.communicators import Communicator
+from tfrep_strategy.communicators.local import LocalGroup
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
+from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.replica_context import DeviceReplicaContext
 
 _MINIMUM_THREADS = 16
@@ -91,6 +94,7 @@ class MirroredStrategy(SynchronousStrategy):
         densify_sparse_gradients: bool = False,
     ) -> None:
         super().__init__(_Extended(self, _resolve(devices)), bucket_bytes, densify_sparse_gradients)
+        self._all_replicas = LocalGroup(self, range(self.num_replicas_in_sync))
 
     # TensorFlow numbers the collectives of all strategies alike; each of ours starts at another number.
     _collective_key_base = 0
@@ -104,6 +108,13 @@ class MirroredStrategy(SynchronousStrategy):
             return tf.concat(strategy.experimental_local_results(value), 0)
 
         return tf.distribute.get_replica_context().merge_call(gather, args=(tensor,))
+
+    def communicator_of(self, replica: int) -> Communicator:
+        return self._all_replicas.communicator(replica)
+
+    def new_group(self, replicas: Sequence[int]) -> ReplicaGroup:
+        group = LocalGroup(self, check_members(replicas, self.num_replicas_in_sync))
+        return ReplicaGroup(self, group.members, group.communicator)
 
     def gather_outputs(self, outputs: Any) -> Any:
         return tf.nest.map_structure(lambda v: data.concatenate(self.experimental_local_results(v)), outputs)
@@ -131,7 +142,7 @@ class _Extended(SynchronousExtended, MirroredExtended):
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         def replica_fn(*args: Any, **kwargs: Any) -> Any:
-            replica_id = tf.distribute.get_replica_context().replica_id_in_sync_group
+            replica_id = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
             with DeviceReplicaContext(self._container_strategy(), replica_id):
                 return fn(*args, **kwargs)
 

@@ -9,10 +9,11 @@ import tensorflow as tf
 
 from tfrep_strategy import data
 from tfrep_strategy._tensorflow import MirroredVariable, OneDeviceExtended, SyncOnReadVariable, ValueContext, is_mirrored
-from tfrep_strategy.communicators import Communicator, make_communicator
+from tfrep_strategy.communicators import Communicator, SingleCommunicator, make_communicator
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, DesyncError, message
 from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
+from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
 from tfrep_strategy.strategies.seeds import share_random_state
 
@@ -74,6 +75,14 @@ class MultiWorkerStrategy(SynchronousStrategy):
     def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
         return self.communicator.all_gather(tensor)
 
+    def communicator_of(self, replica: int) -> Communicator:
+        return self.communicator
+
+    def new_group(self, replicas: Sequence[int]) -> ReplicaGroup:
+        members = check_members(replicas, self.num_replicas_in_sync)
+        own = self.communicator.subgroup(members) or SingleCommunicator()
+        return ReplicaGroup(self, members, lambda replica: own)
+
     def gather_outputs(self, outputs: Any) -> Any:
         return tf.nest.map_structure(self._gather_output, outputs)
 
@@ -90,12 +99,6 @@ class MultiWorkerStrategy(SynchronousStrategy):
             shape = tf.concat([[tf.reduce_sum(rows)], value.dense_shape[1:]], 0)
             return tf.SparseTensor(gather(value.indices + offset), gather(value.values), shape)
         return gather(value[tf.newaxis] if value.shape.rank == 0 else value)
-
-    def reduce_logs(self, logs: Any, weight: Any) -> Any:
-        weight = tf.cast(weight, tf.float32)
-        flat = tf.nest.flatten(logs)
-        summed = self.communicator.all_reduce([tf.cast(v, tf.float32) * weight for v in flat] + [weight], "sum")
-        return tf.nest.pack_sequence_as(logs, [v / summed[-1] for v in summed[:-1]])
 
     def synchronize_new_variables(self) -> None:
         """Gives variables made since the last call the values of rank 0.
@@ -143,6 +146,9 @@ class MultiWorkerStrategy(SynchronousStrategy):
     def broadcast_object(self, value: Any) -> Any:
         return self.communicator.broadcast_object(value)
 
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self.communicator.all_gather_object(value)
+
     def barrier(self) -> None:
         self.communicator.barrier()
 
@@ -179,8 +185,13 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
         return False
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        in_function = not tf.executing_eagerly()
         variable = super()._create_variable(next_creator, **kwargs)
         self.new_variables.append(variable)
+        if in_function:
+            # Made while a step is traced; the step runs next, so that this cannot wait for the end of the scope.
+            with tf.init_scope():
+                self._container_strategy().synchronize_new_variables()
         return variable
 
     def _contain(self, variable: Any, **kwargs: Any) -> Any:

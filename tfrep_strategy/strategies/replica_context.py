@@ -30,6 +30,8 @@ class _WeighedGradient:
         @tf.custom_gradient
         def reduce(*xs: tf.Tensor) -> Any:
             def gradient(*dys: tf.Tensor) -> list[tf.Tensor]:
+                if step.loss_is_scaled:
+                    return list(extended._replica_ctx_all_reduce(reduce_op, list(dys), options))
                 weighed = [tf.math.multiply_no_nan(dy, tf.cast(step.share, dy.dtype)) for dy in dys]
                 arrived = extended._replica_ctx_all_reduce(reduce_op, weighed, options)
                 return [tf.math.divide_no_nan(x, tf.cast(step.share, x.dtype)) for x in arrived]

@@ -1,0 +1,75 @@
+"""Every scenario gives on N replicas what it gives on one device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import scenarios
+
+import tfrep_strategy as tfrep
+
+# Half precision rounds differently where the batch is cut; XLA fuses differently.
+TOLERANCES = {"weights_rough": 2e-2}
+
+
+@functools.cache
+def on_one_device(name: str) -> dict[str, Any]:
+    return scenarios.run(name)
+
+
+def assert_same(found: Any, expected: Any, path: str, tolerance: float = 1e-5) -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), path
+        for key in expected:
+            assert_same(found[key], expected[key], f"{path}.{key}", TOLERANCES.get(key, tolerance))
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), path
+        for i, (f, e) in enumerate(zip(found, expected, strict=True)):
+            assert_same(f, e, f"{path}[{i}]", tolerance)
+    else:
+        # Relative to the largest value of a tensor: what cancels to nearly nothing has no digits of its own.
+        scale = max(1.0, float(np.nanmax(np.abs(expected)))) if np.size(expected) else 1.0
+        np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance * scale, err_msg=path)
+
+
+@functools.cache
+def mirrored(num_replicas: int) -> tfrep.MirroredStrategy:
+    return tfrep.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
+
+
+@pytest.mark.parametrize("name", sorted(scenarios.SCENARIOS))
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_mirrored(name: str, num_replicas: int) -> None:
+    with mirrored(num_replicas).scope():
+        found = scenarios.run(name)
+    assert_same(found, on_one_device(name), name)
+
+
+@pytest.mark.parametrize("name", ["sgd_momentum", "adam", "cnn_synchronized_batch_normalization"])
+@pytest.mark.parametrize("num_replicas", [1, 4])
+def test_mirrored_on_one_and_four_replicas(name: str, num_replicas: int) -> None:
+    with mirrored(num_replicas).scope():
+        found = scenarios.run(name)
+    assert_same(found, on_one_device(name), name)
+
+
+def run_in_scope(strategy: Any, name: str) -> dict[str, Any]:
+    with strategy.scope():
+        return scenarios.run(name)
+
+
+@pytest.mark.parametrize("name", sorted(scenarios.SCENARIOS))
+@pytest.mark.parametrize("communicator", ["horovod", "tf"])
+def test_two_processes(name: str, communicator: str, worker_pool: Any) -> None:
+    for rank, found in enumerate(worker_pool(communicator, 2).run(run_in_scope, name, limit=120)):
+        assert_same(found, on_one_device(name), f"rank {rank}: {name}")
+
+
+@pytest.mark.parametrize("name", ["sgd_momentum", "adam", "cnn_synchronized_batch_normalization"])
+@pytest.mark.parametrize("communicator", ["horovod", "tf"])
+def test_four_processes(name: str, communicator: str, worker_pool: Any) -> None:
+    for rank, found in enumerate(worker_pool(communicator, 4).run(run_in_scope, name, limit=180)):
+        assert_same(found, on_one_device(name), f"rank {rank}: {name}")

@@ -1,0 +1,151 @@
+"""The command `tfrep`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tfrep_strategy._version import __version__
+from tfrep_strategy.errors import ConfigurationError, TfrepError
+
+app = typer.Typer(
+    name="tfrep",
+    help="Unmodified Keras 3 on many devices and many machines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+horovod_app = typer.Typer(
+    help="Build Horovod for the installed TensorFlow, and see what it can do.", no_args_is_help=True
+)
+app.add_typer(horovod_app, name="horovod")
+
+_INTERRUPTED = 130
+_BAD_INPUT = 2
+
+
+def main() -> None:
+    """Runs the command line, and turns this package's errors into a message and an exit code.
+
+    Example:
+        >>> sys.argv = ["tfrep", "--version"]
+        >>> main()
+    """
+    try:
+        app()
+    except TfrepError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"tfrep: {error}", markup=False)
+        sys.exit(_BAD_INPUT if isinstance(error, ConfigurationError) else 1)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tfrep_strategy {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    del version
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    script: Annotated[str, typer.Argument(help="The script to run.", show_default=False)],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its own arguments.")] = None,
+    num_replicas: Annotated[
+        int | None, typer.Option("-n", "--num-replicas", help="How many replicas; else 1, or all of --hosts.")
+    ] = None,
+    strategy: Annotated[
+        str, typer.Option(help="auto, mirrored (one process) or multi-worker (a process per replica).")
+    ] = "auto",
+    communicator: Annotated[str, typer.Option(help="auto, horovod or tf.")] = "auto",
+    hosts: Annotated[str | None, typer.Option(help="Machines to run on, through horovodrun: host1:4,host2:4.")] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Folder for the output of ranks other than 0; else a temporary one.")
+    ] = None,
+    as_module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
+) -> None:
+    """Run a Keras script, which need not know about strategies, on several replicas.
+
+    Everything after SCRIPT belongs to the script.
+    """
+    from tfrep_strategy.launch import Options, RunFailed, run_script
+
+    own_arguments = arguments or []
+    if own_arguments[:1] == ["--"]:
+        del own_arguments[0]
+    options = Options(num_replicas, strategy=strategy, communicator=communicator, hosts=hosts, log_dir=log_dir)
+    try:
+        run_script(script, own_arguments, options, as_module=as_module)
+    except RunFailed as failed:
+        sys.stdout.flush()
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"tfrep: {failed}", markup=False)
+        raise typer.Exit(failed.failure.exit_code) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(_INTERRUPTED) from None
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Show what is installed and what was detected, and test that processes can talk to each other."""
+    from tfrep_strategy.doctor import examine, show
+
+    report = examine()
+    show(report, as_json=as_json)
+    if not report.healthy:
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    picture: Annotated[Path, typer.Option(help="Where to write the loss curves and throughput bars (PNG).")] = Path(
+        "tfrep-demo.png"
+    ),
+) -> None:
+    """Train a small network on handwritten digits in every way, and compare."""
+    from tfrep_strategy.demo import run_demo
+
+    run_demo(picture)
+
+
+@horovod_app.command()
+def install(
+    with_: Annotated[
+        list[str] | None, typer.Option("--with", metavar="nccl|mpi", help="Also build in NCCL or MPI; repeatable.")
+    ] = None,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Where built wheels are kept; else TFREP_CACHE_DIR, or the user's cache.")
+    ] = None,
+) -> None:
+    """Build Horovod for the TensorFlow that is installed, or take the wheel of an earlier build, and install it."""
+    from tfrep_strategy.horovod_build import build_wheel, install_wheel, status
+
+    wheel = build_wheel(with_ or (), cache_dir)
+    install_wheel(wheel)
+    typer.echo(status().describe())
+
+
+@horovod_app.command("status")
+def show_status() -> None:
+    """Say which Horovod is installed, and what is built in."""
+    from tfrep_strategy.horovod_build import status
+
+    found = status()
+    typer.echo(found.describe())
+    if found.problem:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Collectives under a strategy that is not of this package, such as TensorFlow's for TPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, uncarry
+from tfrep_strategy.errors import ConfigurationError, message
+
+_REDUCTIONS = {"min": tf.reduce_min, "max": tf.reduce_max, "product": tf.reduce_prod}
+
+
+class ContextCommunicator(Communicator):
+    """Builds every collective from the two that each strategy of TensorFlow has: a sum, and a gather of equal shapes.
+
+    Args:
+        context: The `tf.distribute.ReplicaContext` of the replica that talks.
+    """
+
+    name = "context"
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        known = tf.get_static_value(context.replica_id_in_sync_group)
+        self.rank = context.replica_id_in_sync_group if known is None else int(known)
+        self.size = context.num_replicas_in_sync
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
+        self.check_op(op)
+        return [self._reduce(tf.convert_to_tensor(t), op) for t in tensors]
+
+    def _reduce(self, tensor: tf.Tensor, op: str) -> tf.Tensor:
+        carried = carry(tensor, op)
+        if op in _REDUCTIONS:
+            return uncarry(_REDUCTIONS[op](self.all_gather(carried[tf.newaxis]), axis=0), tensor.dtype, op)
+        total = self._context.all_reduce(tf.distribute.ReduceOp.SUM, carried)
+        return uncarry(mean_of_sum(total, self.size) if op == "mean" else total, tensor.dtype)
+
+    def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        tensor = tf.convert_to_tensor(tensor)
+        return uncarry(self._context.all_gather(carry(tensor), axis=0), tensor.dtype)
+
+    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
+        self.check_root(root)
+        return self.all_reduce([tf.where(tf.equal(self.rank, root), t, tf.zeros_like(t)) for t in tensors], "sum")
+
+    def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        table = tf.reshape(self.all_gather(tf.cast(splits, tf.int32)), [self.size, self.size])
+        rows = self.all_gather(tensor)
+        starts = tf.reshape(tf.cumsum(tf.reshape(table, [-1]), exclusive=True), [self.size, self.size])[:, self.rank]
+        received = table[:, self.rank]
+        return tf.concat([rows[starts[s] : starts[s] + received[s]] for s in range(self.size)], 0), received
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        raise ConfigurationError(
+            message("Groups of replicas need a strategy of this package.", strategy=type(self._context.strategy).__name__)
+        )

@@ -1,0 +1,181 @@
+"""How the replicas of one process talk: through the graph that they share, or, inside its branches, by collectives."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import PerReplica
+from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, uncarry
+from tfrep_strategy.communicators.naming import replica_name
+from tfrep_strategy.communicators.ring import RingCommunicator
+from tfrep_strategy.errors import ConfigurationError
+
+_REDUCTIONS = {"min": tf.minimum, "max": tf.maximum, "product": tf.multiply}
+# Above the keys that processes give their groups (`ring.py`).
+_group_keys = itertools.count(2**30 + 1000)
+
+
+class LocalGroup:
+    """Some or all replicas of a process: what their communicators have in common.
+
+    Args:
+        strategy: A `MirroredStrategy`.
+        members: Its replicas that belong to the group, in order. Every other replica is a group of its own.
+    """
+
+    def __init__(self, strategy: Any, members: Sequence[int]) -> None:
+        self.strategy, self.members = strategy, tuple(members)
+        self.key = next(_group_keys)
+        self._communicators: dict[int, LocalCommunicator] = {}
+
+    def communicator(self, replica: int) -> LocalCommunicator:
+        """Returns the communicator of one replica; that of an outsider has size 1."""
+        if replica not in self._communicators:
+            self._communicators[replica] = LocalCommunicator(self, replica)
+        return self._communicators[replica]
+
+
+class _Sent(NamedTuple):
+    """What one replica brings to a collective."""
+
+    members: tuple[int, ...]
+    values: Any
+
+
+class LocalCommunicator(Communicator):
+    """Talks to the other replicas of a process.
+
+    In the graph (or eager code) that all replicas build, the values of all are at hand, so that a collective is ordinary
+    arithmetic on them. A branch, a loop body and an inner `tf.function` are built by each replica for itself; there the
+    replicas meet at run time, in TensorFlow's collective operations, all of which have to run at once.
+
+    Args:
+        group: The replicas that talk.
+        replica: The one that this object belongs to.
+    """
+
+    name = "local"
+
+    def __init__(self, group: LocalGroup, replica: int) -> None:
+        self._group, self._replica = group, replica
+        self._members = group.members if replica in group.members else (replica,)
+        self.rank, self.size = self._members.index(replica), len(self._members)
+        self.local_rank, self.local_size = replica, group.strategy.num_replicas_in_sync
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
+        self.check_op(op)
+        tensors = [tf.convert_to_tensor(t) for t in tensors]
+        if self._apart():
+            return tensors if self.size == 1 else self._ring.all_reduce(tensors, op)
+
+        def reduce(sent: Sequence[list[tf.Tensor]]) -> list[Any]:
+            return [[self._reduce(values, op) for values in zip(*sent, strict=True)]] * len(sent)
+
+        return self._meet(tensors, reduce)
+
+    def _reduce(self, values: Sequence[tf.Tensor], op: str) -> Any:
+        dtype = values[0].dtype
+        carried = [carry(v, op) for v in values]
+        if op in _REDUCTIONS:
+            return uncarry(functools.reduce(_REDUCTIONS[op], carried), dtype, op)
+        if len(values) == self.local_size and dtype.is_floating:
+            reduce_op = tf.distribute.ReduceOp.MEAN if op == "mean" else tf.distribute.ReduceOp.SUM
+            return self._group.strategy.extended._reduce_values(reduce_op, values)
+        total = tf.add_n(carried)
+        return uncarry(mean_of_sum(total, len(values)) if op == "mean" else total, dtype)
+
+    def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        tensor = tf.convert_to_tensor(tensor)
+        if self._apart():
+            return tensor if self.size == 1 else self._ring.all_gather(tensor)
+        return self._meet(tensor, lambda sent: [tf.concat(list(sent), 0)] * len(sent))
+
+    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
+        self.check_root(root)
+        tensors = [tf.convert_to_tensor(t) for t in tensors]
+        if self._apart():
+            return tensors if self.size == 1 else self._ring.broadcast(tensors, root)
+        return self._meet(tensors, lambda sent: [sent[root if len(sent) > 1 else 0]] * len(sent))
+
+    def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        tensor, splits = tf.convert_to_tensor(tensor), tf.cast(splits, tf.int32)
+        if self._apart():
+            return (tensor, splits) if self.size == 1 else self._ring.all_to_all(tensor, splits)
+
+        def exchange(sent: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> list[Any]:
+            parts = [tf.split(rows, counts, num=len(sent)) for rows, counts in sent]
+            return [
+                (tf.concat([p[r] for p in parts], 0), tf.stack([counts[r] for _, counts in sent]))
+                for r in range(len(sent))
+            ]
+
+        return self._meet((tensor, splits), exchange)
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        ranks = self.check_group(ranks)
+        return LocalGroup(self._group.strategy, [self._members[r] for r in ranks]).communicator(self._replica)
+
+    def compare(self, called: Any, check: Callable[[Sequence[Any]], None]) -> None:
+        """Compares what the replicas are about to call, where that costs nothing: while the program is being built."""
+        if not self._apart():
+
+            def check_group(sent: Sequence[Any]) -> Sequence[None]:
+                check(sent)
+                return [None] * len(sent)
+
+            self._meet(called, check_group)
+
+    def _apart(self) -> bool:
+        """Whether this replica builds a graph of its own."""
+        thread = threading.current_thread()
+        shared = getattr(thread, "graph", None)
+        if shared is None:
+            raise ConfigurationError(
+                "A collective of MirroredStrategy was called outside the step that it belongs to.\n"
+                "Hint: take gradients inside the function that strategy.run gets."
+            )
+        apart = tf.compat.v1.get_default_graph() is not shared
+        if apart and getattr(thread, "in_eager", False):
+            raise ConfigurationError(
+                "A collective inside a tf.function, itself inside a step that runs eagerly, would wait for ever: the replicas"
+                " of MirroredStrategy run one after the other there.\n"
+                "Hint: put the call of strategy.run into a tf.function."
+            )
+        return apart
+
+    def _meet(self, values: Any, combine: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
+        """Gives the values of a group's members to `combine`, and each member what it returns for it."""
+
+        def meet(strategy: Any, everything: Any) -> Any:
+            sent = [opaque.content for opaque in getattr(everything, "values", [everything])]
+            results: list[Any] = [None] * len(sent)
+            for members in dict.fromkeys(one.members for one in sent):
+                for replica, result in zip(members, combine([sent[r].values for r in members]), strict=True):
+                    results[replica] = _of_replica(result, replica)
+            return PerReplica(tuple(_Opaque(result) for result in results))
+
+        context = tf.distribute.get_replica_context()
+        return context.merge_call(meet, args=(_Opaque(_Sent(self._members, values)),)).content
+
+    @functools.cached_property
+    def _ring(self) -> RingCommunicator:
+        device = self._group.strategy.extended.worker_devices[self._replica]
+        place = functools.partial(replica_name, replica=self._replica)
+        return RingCommunicator(self.rank, self.size, device, self._group.key, f"group{self._group.key}/", place)
+
+
+class _Opaque:
+    """Carries something past TensorFlow's sorting of values by replica."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+def _of_replica(result: Any, replica: int) -> Any:
+    return tf.nest.map_structure(lambda v: v.values[replica] if isinstance(v, PerReplica) else v, result)

@@ -1,0 +1,139 @@
+"""TensorFlow's collective operations as a communicator: what its users in one process and in many have in common."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, uncarry
+from tfrep_strategy.communicators.naming import structural_name
+
+_MERGE_OPS = {"sum": "Add", "mean": "Add", "min": "Min", "max": "Max", "product": "Mul"}
+_COLLECTIVE_SECONDS = 600.0
+
+
+class RingCommunicator(Communicator):
+    """Collectives between devices that TensorFlow's runtime already connects: a ring between CPUs, NCCL between GPUs.
+
+    Args:
+        rank: Which of the group's members this is.
+        size: How many members there are.
+        device: Full name of the device that this member's operations run on.
+        group_key: A positive int32 that all members of the group, and no others, use.
+        group_name: Goes into the names of its operations, so that what members call among themselves is not counted among
+            what all call.
+        place: Names the place in the program where a collective is called, given its kind; the same on all members.
+    """
+
+    name = "ring"
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: str,
+        group_key: int,
+        group_name: str = "",
+        place: Callable[[str], str] = structural_name,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._device, self._group_key, self._group_name, self._place = device, group_key, group_name, place
+        self._hint = "nccl" if "GPU" in device else "ring"
+        with tf.init_scope(), tf.device(device):
+            # TensorFlow's automatic control dependencies keep ops that share this resource in program order.
+            self._order = tf.raw_ops.VarHandleOp(
+                dtype=tf.float32, shape=[], shared_name=f"tfrep_collective_order_{group_key}_{rank}", name="collective_order"
+            )
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
+        self.check_op(op)
+        tensors = [tf.convert_to_tensor(t) for t in tensors]
+        carried = [carry(t, op) for t in tensors]
+        reduced: list[Any] = [None] * len(tensors)
+        by_dtype: dict[Any, list[int]] = {}
+        for i, tensor in enumerate(carried):
+            by_dtype.setdefault(tensor.dtype, []).append(i)
+        for members in by_dtype.values():
+            parts = [tf.reshape(carried[i], [-1]) for i in members]
+            sizes = [tf.size(part) for part in parts]
+            whole = self._reduce(parts[0] if len(parts) == 1 else tf.concat(parts, 0), op)
+            pieces = [whole] if len(parts) == 1 else tf.split(whole, sizes)
+            for i, piece in zip(members, pieces, strict=True):
+                shaped = tf.reshape(piece, tf.shape(tensors[i]))
+                reduced[i] = tf.ensure_shape(uncarry(shaped, tensors[i].dtype, op), tensors[i].shape)
+        return reduced
+
+    def _reduce(self, flat: tf.Tensor, op: str) -> tf.Tensor:
+        with tf.device(self._device):
+            result = tf.raw_ops.CollectiveReduceV2(
+                input=flat,
+                group_size=self.size,
+                group_key=self._group_key,
+                instance_key=self._instance_key("all_reduce", flat),
+                ordering_token=[self._order],
+                merge_op=_MERGE_OPS[op],
+                final_op="Id",
+                communication_hint=self._hint,
+                timeout_seconds=_COLLECTIVE_SECONDS,
+            )
+        return mean_of_sum(result, self.size) if op == "mean" else result
+
+    def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        tensor = tf.convert_to_tensor(tensor)
+        rows = tf.shape(tensor)[:1]
+        counts = self._gather(rows)
+        # The ring gathers equal parts only, so that all are padded to the longest.
+        longest = tf.maximum(tf.reduce_max(counts), 1)
+        padding = [[0, longest - rows[0]]] + [[0, 0]] * (tensor.shape.rank - 1)
+        gathered = self._gather(tf.pad(carry(tensor), padding))
+        parts = [gathered[r * longest : r * longest + counts[r]] for r in range(self.size)]
+        result = uncarry(tf.concat(parts, 0), tensor.dtype)
+        return tf.ensure_shape(result, [None, *tensor.shape[1:]])
+
+    def _gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        with tf.device(self._device):
+            return tf.raw_ops.CollectiveGatherV2(
+                input=tensor,
+                group_size=self.size,
+                group_key=self._group_key,
+                instance_key=self._instance_key("all_gather", tensor),
+                ordering_token=[self._order],
+                communication_hint=self._hint,
+                timeout_seconds=_COLLECTIVE_SECONDS,
+            )
+
+    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
+        self.check_root(root)
+        tensors = [tf.convert_to_tensor(t) for t in tensors]
+        return self.all_reduce([t if self.rank == root else tf.zeros_like(t) for t in tensors], "sum")
+
+    def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        splits = tf.cast(splits, tf.int32)
+        table = tf.reshape(self.all_gather(splits), [self.size, self.size])
+        rows = self.all_gather(tensor)
+        sender_starts = tf.cumsum(tf.reduce_sum(table, axis=1), exclusive=True)
+        offsets = tf.reduce_sum(table[:, : self.rank], axis=1) + sender_starts
+        received = table[:, self.rank]
+        parts = [rows[offsets[s] : offsets[s] + received[s]] for s in range(self.size)]
+        return tf.concat(parts, 0), received
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        ranks = self.check_group(ranks)
+        if self.rank not in ranks:
+            return None
+        name = f"{self._group_name}{'-'.join(map(str, ranks))}/"
+        key = 2 + zlib.crc32(name.encode()) % 2**30
+        group = RingCommunicator(ranks.index(self.rank), len(ranks), self._device, key, name, self._place)
+        group.local_rank, group.local_size = self.local_rank, self.local_size
+        return group
+
+    def _instance_key(self, kind: str, tensor: tf.Tensor) -> tf.Tensor:
+        """Identifies one collective: by its place in the program and by its shape, which TensorFlow caches with the key."""
+        place = zlib.crc32(f"{self._place(self._group_name + kind)}.{tensor.dtype.name}".encode())
+        with tf.device("CPU:0"):
+            shape = tf.shape(tensor, out_type=tf.int64)
+            mixed = tf.reduce_sum(shape * tf.constant([31**i for i in range(tensor.shape.rank)], tf.int64))
+            return tf.cast((place + mixed * 0x9E3779B1) % (2**31 - 1), tf.int32)

@@ -1,0 +1,316 @@
+"""`tfrep demo`: the same network, trained on real digits in every way that there is, and how the results compare."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import tfrep_strategy as tfrep
+from tfrep_strategy.digits import load_digits
+from tfrep_strategy.launch import launch
+from tfrep_strategy.launch.identity import horovod_is_installed
+
+ONE_DEVICE = "one device"
+"""The variant that the others are compared with: Keras without a strategy."""
+
+_SECONDS_PER_VARIANT = 300.0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to train.
+
+    Attributes:
+        name: What the table calls it.
+        strategy: "none", "mirrored" or "multi-worker".
+        processes: How many processes take part.
+        communicator: What they talk through.
+    """
+
+    name: str
+    strategy: str
+    processes: int = 1
+    communicator: str = "tf"
+
+
+@dataclass(frozen=True)
+class Training:
+    """What one process reports.
+
+    Attributes:
+        losses: Mean loss of each epoch.
+        seconds: Duration of each epoch.
+        accuracy: Part of the test examples that it gets right, between 0 and 1.
+        weights: float32 arrays, in Keras's order.
+    """
+
+    losses: list[float]
+    seconds: list[float]
+    accuracy: float
+    weights: list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table.
+
+    Attributes:
+        variant: Its name.
+        examples_per_second: Median over the epochs after the first, which compiles.
+        accuracy: Part of the test examples that it gets right, between 0 and 1.
+        largest_difference: Largest absolute difference of a weight from that of one device, over all processes.
+        losses: Mean loss of each epoch.
+    """
+
+    variant: str
+    examples_per_second: float
+    accuracy: float
+    largest_difference: float
+    losses: list[float]
+
+
+def variants() -> list[Variant]:
+    """Lists what can be compared here: one device first, and a line for each communicator that is installed.
+
+    Returns:
+        The variants.
+
+    Example:
+        >>> [variant.name for variant in variants()][:2]
+        ['one device', 'mirrored, 2 replicas']
+    """
+    communicators = ["horovod"] * horovod_is_installed() + ["tf"]
+    return [
+        Variant(ONE_DEVICE, "none"),
+        Variant("mirrored, 2 replicas", "mirrored"),
+        *(Variant(f"2 processes, {name}", "multi-worker", 2, name) for name in communicators),
+    ]
+
+
+def run_demo(
+    picture: str | os.PathLike[str] | None = "tfrep-demo.png",
+    *,
+    epochs: int = 12,
+    examples: int | None = None,
+    console: Console | None = None,
+) -> list[Result]:
+    """Trains in every way, one after the other, shows a table and draws the picture.
+
+    Args:
+        picture: Where to write it (PNG); `None` for none.
+        epochs: How often the training examples are gone through, at least 2: the first is not timed.
+        examples: How many examples to train on; by default all 1,437.
+        console: Where to show progress and the table; by default the terminal.
+
+    Returns:
+        The lines of the table.
+
+    Raises:
+        ValueError: There are too few epochs.
+        PeerError: A process failed, or took more than 5 minutes.
+
+    Example:
+        >>> results = run_demo(None, epochs=2, examples=128)
+        >>> max(result.largest_difference for result in results) < 1e-5
+        True
+    """
+    if epochs < 2:
+        raise ValueError(f"The first epoch is not timed, so there must be another. Received: epochs={epochs}")
+    console = console or Console()
+    wanted = variants()
+    trainings: list[list[Training]] = []
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with _quiet_errors(), Progress(*columns, console=console) as progress:
+        tasks = [progress.add_task(each.name, total=epochs * each.processes, start=False) for each in wanted]
+        for variant, task in zip(wanted, tasks, strict=True):
+            progress.start_task(task)
+            with _shown_epochs(progress, task) as log:
+                trainings.append(
+                    launch(
+                        _train,
+                        (variant.strategy, variant.communicator, epochs, examples, log),
+                        num_replicas=variant.processes,
+                        communicator=variant.communicator,
+                        strategy=None,
+                        timeout=_SECONDS_PER_VARIANT,
+                    )
+                )
+            progress.stop_task(task)
+    count = len(load_digits()[0].labels[:examples])
+    results = [_result(variant, ranks, trainings[0][0], count) for variant, ranks in zip(wanted, trainings, strict=True)]
+    console.print(_table(results))
+    if picture is not None:
+        _draw(results, Path(picture))
+        console.print(f"Loss curves and throughput: {picture}")
+    return results
+
+
+def main() -> None:
+    """Is what `tfrep demo` does.
+
+    Example:
+        >>> main()
+    """
+    start = time.monotonic()
+    console = Console()
+    run_demo(console=console)
+    console.print(f"{time.monotonic() - start:.0f} s in all, most of them to start Python and TensorFlow.")
+
+
+# What happens in a process of its own.
+
+
+def _train(strategy: str, communicator: str, epochs: int, examples: int | None, log: str) -> Training:
+    gpus = tf.config.list_physical_devices("GPU")
+    if len(gpus) < 2:  # Two replicas need two devices of one kind.
+        tf.config.set_visible_devices([], "GPU")
+    scope: Any = contextlib.nullcontext()
+    if strategy == "mirrored":
+        scope = tfrep.MirroredStrategy(["GPU:0", "GPU:1"] if len(gpus) > 1 else tfrep.use_logical_cpus(2)).scope()
+    elif strategy == "multi-worker":
+        scope = tfrep.MultiWorkerStrategy(communicator).scope()
+    (images, labels), test = load_digits()
+    keras.utils.set_random_seed(0)
+    with scope:
+        model = _network()
+        optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+        model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    clock = _Clock(log)
+    history = model.fit(images[:examples], labels[:examples], batch_size=64, epochs=epochs, verbose=0, callbacks=[clock])
+    _, accuracy = model.evaluate(*test, batch_size=len(test.labels), verbose=0)
+    return Training(history.history["loss"], clock.seconds, float(accuracy), model.get_weights())
+
+
+def _network() -> keras.Model:
+    # A smooth one. The kinks of ReLU and the choices of max pooling turn rounding errors of 1e-7, which any change of the
+    # order of a sum brings, into differences of 1e-2 within ten epochs.
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            layers.Input((8, 8, 1)),
+            layers.Conv2D(16, 3, padding="same", use_bias=False),
+            layers.BatchNormalization(momentum=0.9, synchronized=True),
+            layers.Activation("gelu"),
+            layers.Conv2D(32, 3, strides=2, padding="same", activation="gelu"),
+            layers.Flatten(),
+            layers.Dense(64, activation="gelu"),
+            layers.Dense(10, activation="softmax"),
+        ]
+    )
+
+
+class _Clock(keras.callbacks.Callback):
+    """Times the epochs, and lets the file `log` grow by a byte for each, so that the demo can count them."""
+
+    def __init__(self, log: str) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+        self._log = log
+        self._start = 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._start = time.perf_counter()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seconds.append(time.perf_counter() - self._start)
+        with open(self._log, "ab") as log:
+            log.write(b".")
+
+
+# What is shown.
+
+
+@contextlib.contextmanager
+def _shown_epochs(progress: Progress, task: TaskID) -> Iterator[str]:
+    """Moves a bar while another process writes to the file whose path this gives."""
+    over = threading.Event()
+    with tempfile.NamedTemporaryFile(prefix="tfrep-demo-") as log:
+
+        def follow() -> None:
+            while not over.wait(0.2):
+                progress.update(task, completed=os.path.getsize(log.name))
+            progress.update(task, completed=os.path.getsize(log.name))
+
+        follower = threading.Thread(target=follow, name="tfrep-demo-progress")
+        follower.start()
+        try:
+            yield log.name
+        finally:
+            over.set()
+            follower.join()
+
+
+@contextlib.contextmanager
+def _quiet_errors() -> Iterator[None]:
+    """Keeps what TensorFlow's libraries log when they start out of the bars; it is shown if the body fails.
+
+    TF_CPP_MIN_LOG_LEVEL does not silence all of it.
+    """
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    with tempfile.TemporaryFile() as log:
+        os.dup2(log.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            log.seek(0)
+            os.write(terminal, log.read())
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(terminal, 2)
+            os.close(terminal)
+
+
+def _result(variant: Variant, ranks: Sequence[Training], one_device: Training, examples: int) -> Result:
+    differences = [
+        float(np.max(np.abs(mine - theirs)))
+        for rank in ranks
+        for mine, theirs in zip(rank.weights, one_device.weights, strict=True)
+    ]
+    seconds = statistics.median(ranks[0].seconds[1:])
+    return Result(variant.name, examples / seconds, ranks[0].accuracy, max(differences), ranks[0].losses)
+
+
+def _table(results: Sequence[Result]) -> Table:
+    table = Table(title="The same network on handwritten digits")
+    table.add_column("variant")
+    for heading in ("examples/s", "test accuracy", "largest weight difference"):
+        table.add_column(heading, justify="right")
+    for result in results:
+        difference = "" if result.variant == ONE_DEVICE else f"{result.largest_difference:.1e}"
+        table.add_row(result.variant, f"{result.examples_per_second:,.0f}", f"{result.accuracy:.1%}", difference)
+    return table
+
+
+def _draw(results: Sequence[Result], picture: Path) -> None:
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    curves, bars = figure.subplots(1, 2)
+    for i, result in enumerate(results):
+        # The curves lie on each other: the first is drawn widest, so that all can be seen.
+        width = 2.0 * (len(results) - i)
+        epochs = range(1, len(result.losses) + 1)
+        curves.plot(epochs, result.losses, linewidth=width, color=f"C{i}", label=result.variant)
+        bars.barh(result.variant, result.examples_per_second, color=f"C{i}")
+    curves.set(xlabel="epoch", ylabel="loss", yscale="log", title="Loss: the curves lie on each other")
+    curves.legend()
+    bars.set(xlabel="examples per second", title="Throughput")
+    bars.invert_yaxis()
+    figure.savefig(picture, format="png", dpi=120)

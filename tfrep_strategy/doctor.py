@@ -1,0 +1,188 @@
+"""Looks at what is installed and whether processes can talk to each other, in a form to paste into an issue."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from ctypes.util import find_library
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tfrep_strategy._version import __version__
+from tfrep_strategy.environments import detect_environment
+from tfrep_strategy.errors import TfrepError
+from tfrep_strategy.horovod_build import status
+from tfrep_strategy.launch import launch
+from tfrep_strategy.launch.identity import free_ports, horovod_is_installed
+
+SELF_TEST_SECONDS = 60.0
+"""After this time a self-test counts as failed; it takes about five seconds, most of them to import TensorFlow."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: What was looked at.
+        value: What was found.
+        ok: Whether that is fine; `None` if it is neither good nor bad.
+    """
+
+    name: str
+    value: str
+    ok: bool | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was found.
+
+    Attributes:
+        findings: The lines.
+    """
+
+    findings: list[Finding]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing was found that is not fine."""
+        return all(finding.ok is not False for finding in self.findings)
+
+
+def examine(*, self_test: bool = True) -> Report:
+    """Looks at everything.
+
+    Args:
+        self_test: Whether to start processes that talk to each other, which takes some seconds.
+
+    Returns:
+        The report.
+
+    Example:
+        >>> examine(self_test=False).healthy
+        True
+    """
+    findings = [
+        Finding("tfrep_strategy", __version__),
+        Finding("Python", f"{platform.python_version()} on {platform.platform()}"),
+        _tried("TensorFlow", _tensorflow),
+        _tried("Keras", _keras),
+        _horovod(),
+        _tried("GPUs", _gpus),
+        Finding("NCCL", _nccl()),
+        _tried("Environment", lambda: detect_environment().describe()),
+        _tried("Free ports", lambda: ", ".join(str(port) for port in free_ports(2)) + " on the loopback interface"),
+    ]
+    if self_test:
+        with _output_to_stderr():
+            findings += [_self_test(name) for name in ("horovod", "tf") if name == "tf" or horovod_is_installed()]
+    return Report(findings)
+
+
+def show(report: Report, *, as_json: bool = False) -> None:
+    """Prints a report.
+
+    Args:
+        report: From `examine`.
+        as_json: One JSON object instead of a table.
+
+    Example:
+        >>> show(examine(), as_json=True)
+    """
+    if as_json:
+        print(json.dumps({"healthy": report.healthy, "findings": [asdict(finding) for finding in report.findings]}))
+        return
+    table = Table("", "what", "found", title="tfrep doctor", show_lines=False)
+    marks = {True: "[green]ok[/]", False: "[red]bad[/]", None: ""}
+    for finding in report.findings:
+        table.add_row(marks[finding.ok], finding.name, escape(finding.value))
+    Console().print(table)
+
+
+@contextlib.contextmanager
+def _output_to_stderr() -> Iterator[None]:
+    """Keeps what started processes print out of a report that may be read by a program."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+def _tried(name: str, find: Callable[[], str]) -> Finding:
+    try:
+        return Finding(name, find(), ok=True)
+    except Exception as error:  # A doctor reports every illness, whatever it is.
+        return Finding(name, f"{type(error).__name__}: {error}", ok=False)
+
+
+def _tensorflow() -> str:
+    import tensorflow as tf
+
+    return f"{tf.__version__}, {'built with CUDA' if tf.test.is_built_with_cuda() else 'built without CUDA'}"
+
+
+def _keras() -> str:
+    import keras
+
+    return f"{keras.__version__}, backend {keras.backend.backend()}"
+
+
+def _gpus() -> str:
+    import tensorflow as tf
+
+    devices = tf.config.list_physical_devices("GPU")
+    names = [tf.config.experimental.get_device_details(device).get("device_name", device.name) for device in devices]
+    return ", ".join(names) or "none"
+
+
+def _horovod() -> Finding:
+    found = status()
+    return Finding(
+        "Horovod",
+        found.describe().removeprefix("Horovod").lstrip(": "),
+        ok=None if found.version is None else not found.problem,
+    )
+
+
+def _nccl() -> str:
+    packages = (each for each in importlib.metadata.distributions() if each.name.startswith("nvidia-nccl"))
+    found = [f"{package.name} {package.version}" for package in packages]
+    return ", ".join(found) or find_library("nccl") or "none"
+
+
+def _self_test(communicator: str) -> Finding:
+    name = f"Self-test: {communicator}"
+    start = time.monotonic()
+    try:
+        sums = launch(_sum_of_ranks, num_replicas=2, communicator=communicator, timeout=SELF_TEST_SECONDS)
+    except TfrepError as error:
+        return Finding(name, str(error), ok=False)
+    took = f"2 processes, all-reduce gave {sums}, {time.monotonic() - start:.1f} s"
+    return Finding(name, took, ok=sums == [3.0, 3.0])
+
+
+def _sum_of_ranks() -> float:
+    """Runs on every rank: adds up rank + 1 over the ranks."""
+    import tensorflow as tf
+
+    strategy = tf.distribute.get_strategy()
+
+    def step() -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce("SUM", tf.constant(detect_environment().rank + 1.0))
+
+    return float(strategy.experimental_local_results(strategy.run(step))[0])

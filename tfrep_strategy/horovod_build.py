@@ -1,0 +1,298 @@
+"""Builds Horovod for the TensorFlow that is installed, which its last release cannot do by itself."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+from platformdirs import user_cache_dir
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from tfrep_strategy.errors import ConfigurationError, TfrepError, message
+
+HOROVOD_VERSION = "0.28.1"
+"""The release that is built."""
+
+EXTRAS = ("mpi", "nccl")
+"""What can be built in besides Gloo."""
+
+_PYTHON_NEEDS = ("cloudpickle", "psutil", "pyyaml", "packaging")
+_PERCENT = re.compile(r"\[\s*(\d+)%\]")
+_COMPILER_ERROR = re.compile(r":\d+:(?:\d+:)? (?:fatal )?error: |^\s*CMake Error|undefined reference to|\bnvcc fatal")
+_ANY_ERROR = re.compile(r"^(?!.*\bwarning\b).*\berror\b", re.IGNORECASE)
+
+# The compiler's search path of NCCL's header; Horovod's own variable goes first.
+_NCCL_HOMES = ("/usr", "/usr/local", "/usr/local/cuda")
+
+_PROBE = """
+import json
+import horovod.tensorflow as hvd
+print(json.dumps({"gloo": bool(hvd.gloo_built()), "mpi": bool(hvd.mpi_built()), "nccl": bool(hvd.nccl_built())}))
+"""
+
+
+@dataclass(frozen=True)
+class HorovodStatus:
+    """What the installed Horovod is.
+
+    Attributes:
+        version: Its version; `None` if it is not installed.
+        built_in: The transports it was built with.
+        problem: Why it cannot be used; empty if it can.
+    """
+
+    version: str | None
+    built_in: tuple[str, ...] = ()
+    problem: str = ""
+
+    def describe(self) -> str:
+        """Says it in a line or two.
+
+        Returns:
+            The text.
+
+        Example:
+            >>> HorovodStatus("0.28.1", ("gloo",)).describe()
+            'Horovod 0.28.1, built with gloo'
+        """
+        if self.version is None:
+            return f"Horovod: {self.problem}"
+        if self.problem:
+            return f"Horovod {self.version} does not work: {self.problem}"
+        return f"Horovod {self.version}, built with {', '.join(self.built_in)}"
+
+
+def status() -> HorovodStatus:
+    """Asks the installed Horovod what is built in.
+
+    A Horovod that was built for another TensorFlow may crash on import, so it is asked in a process of its own.
+
+    Returns:
+        The answer.
+
+    Example:
+        >>> status().version
+        '0.28.1'
+    """
+    try:
+        version = importlib.metadata.version("horovod")
+    except importlib.metadata.PackageNotFoundError:
+        return HorovodStatus(None, problem="not installed; run `tfrep horovod install`.")
+    probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=120, check=False)
+    if probe.returncode:
+        lines = probe.stderr.strip().splitlines() or [f"importing it ended with exit code {probe.returncode}"]
+        return HorovodStatus(version, problem=f"{lines[-1]}\nHint: run `tfrep horovod install`.")
+    built = json.loads(probe.stdout.strip().splitlines()[-1])
+    return HorovodStatus(version, tuple(name for name, there in built.items() if there))
+
+
+def build_wheel(extras: Iterable[str] = (), cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """Gets a wheel of Horovod that fits the installed TensorFlow and Python: from the cache, or by building it.
+
+    Args:
+        extras: What to build in besides Gloo: "nccl", "mpi".
+        cache_dir: Where wheels are kept; by default `TFREP_CACHE_DIR`, or the user's cache folder.
+
+    Returns:
+        Path of the wheel.
+
+    Raises:
+        ConfigurationError: An extra is unknown, or a tool that the build needs is missing.
+        TfrepError: The build failed; the message has the first error and the path of the log.
+
+    Example:
+        >>> install_wheel(build_wheel(["mpi"]))
+    """
+    chosen = sorted(set(extras))
+    for extra in chosen:
+        if extra not in EXTRAS:
+            raise ConfigurationError(
+                message("Horovod cannot be built with that.", hint="use nccl or mpi.", extra=extra)
+            )
+    folder = _cache(cache_dir) / _key(chosen)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        wheel = next(folder.glob("*.whl"), None)
+        if wheel is None:
+            _check_tools(chosen)
+            wheel = _build(chosen, folder)
+    return wheel
+
+
+def install_wheel(wheel: Path) -> None:
+    """Installs a wheel of Horovod and what its Python side needs, and leaves all else as it is.
+
+    Args:
+        wheel: From `build_wheel`.
+
+    Raises:
+        TfrepError: pip failed.
+
+    Example:
+        >>> install_wheel(build_wheel())
+    """
+    for arguments in (["--no-deps", "--force-reinstall", str(wheel)], _PYTHON_NEEDS):
+        done = subprocess.run([*_pip("install"), "--quiet", *arguments], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise TfrepError(message(f"pip could not install Horovod.\n{done.stderr.strip()}", wheel=wheel.name))
+
+
+def first_error(log: str) -> str:
+    """Finds what went wrong first in the output of a build.
+
+    Args:
+        log: The output.
+
+    Returns:
+        The line of the compiler's or CMake's first error, with what CMake says below it; else the first line that
+        speaks of an error, else the last line.
+
+    Example:
+        >>> first_error("[ 3%] Building\\na.cc:1:2: error: no such type\\nmake: *** Error 1")
+        'a.cc:1:2: error: no such type'
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip()] or ["no output"]
+    for pattern in (_COMPILER_ERROR, _ANY_ERROR):
+        for index, line in enumerate(lines):
+            if pattern.search(line):
+                return " ".join(lines[index : index + 2]) if line.startswith("CMake Error") else line
+    return lines[-1]
+
+
+def _key(extras: Sequence[str]) -> str:
+    import tensorflow as tf
+
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    return f"horovod-{HOROVOD_VERSION}-tensorflow-{tf.__version__}-{python}-{'-'.join(['gloo', *extras])}"
+
+
+def _cache(wanted: str | os.PathLike[str] | None) -> Path:
+    return Path(wanted or os.environ.get("TFREP_CACHE_DIR") or user_cache_dir("tfrep-strategy")).absolute()
+
+
+def _check_tools(extras: Sequence[str]) -> None:
+    needed = {"cmake": "pip install 'cmake<4'", "g++": "install a C++ compiler", "make": "install make"}
+    if "mpi" in extras:
+        needed["mpicxx"] = "install an MPI with its compiler wrappers, such as Open MPI"
+    if "nccl" in extras:
+        needed["nvcc"] = "install the CUDA toolkit and put its bin folder on PATH"
+    missing = {tool: hint for tool, hint in needed.items() if _which(tool) is None}
+    for module in ("setuptools", "wheel", "packaging"):
+        if importlib.util.find_spec(module) is None:
+            missing[module] = f"pip install {module}"
+    if "nccl" in extras:
+        homes = (os.environ.get("HOROVOD_NCCL_HOME", ""), *_NCCL_HOMES)
+        if not any(Path(home, "include", "nccl.h").exists() for home in homes if home):
+            missing["nccl.h"] = "install NCCL's development files, or set HOROVOD_NCCL_HOME"
+    if missing:
+        raise ConfigurationError(
+            message(
+                "Tools to build Horovod are missing.", hint="; ".join(missing.values()) + ".", missing=list(missing)
+            )
+        )
+
+
+def _build(extras: Sequence[str], folder: Path) -> Path:
+    log = folder / "build.log"
+    with tempfile.TemporaryDirectory(prefix="tfrep-horovod-") as name, open(log, "w", encoding="utf-8") as output:
+        work = Path(name)
+        with _progress() as progress:
+            task = progress.add_task(f"Getting Horovod {HOROVOD_VERSION}", total=100)
+            try:
+                source = _get_source(work)
+                progress.update(task, description="Building Horovod, about 5 minutes on two cores")
+                command = [
+                    *_pip("wheel"),
+                    "--no-build-isolation",
+                    "--no-deps",
+                    "-v",
+                    "-w",
+                    str(work / "wheels"),
+                    source,
+                ]
+                for line in _run(command, _build_environ(extras)):
+                    output.write(line)
+                    if match := _PERCENT.search(line):
+                        progress.update(task, completed=int(match[1]))
+            except subprocess.CalledProcessError as error:
+                output.write(error.stderr or "")
+                output.flush()
+                raise TfrepError(
+                    message(
+                        f"Horovod could not be built: {first_error(log.read_text('utf-8'))}",
+                        hint=f"the whole log is in {log}",
+                    )
+                ) from None
+        built = next((work / "wheels").glob("*.whl"))
+        # Renaming is atomic, copying is not, and the temporary folder may be on another disk.
+        return Path(shutil.copy(built, folder / "unfinished")).replace(folder / built.name)
+
+
+def _get_source(work: Path) -> str:
+    """Downloads and unpacks Horovod, less the one source file that current TensorFlow has no headers for."""
+    download = [*_pip("download"), "--no-deps", "--no-build-isolation", "--no-binary", ":all:", "-d", str(work)]
+    subprocess.run([*download, f"horovod=={HOROVOD_VERSION}"], check=True, capture_output=True, text=True)
+    shutil.unpack_archive(next(work.glob("horovod-*.tar.gz")), work, filter="data")
+    source = work / f"horovod-{HOROVOD_VERSION}"
+    listing = source / "horovod" / "tensorflow" / "CMakeLists.txt"
+    # It holds optional operations for XLA; nothing else refers to it.
+    kept = [line for line in listing.read_text("utf-8").splitlines(keepends=True) if "xla_mpi_ops.cc" not in line]
+    listing.write_text("".join(kept), "utf-8")
+    return str(source)
+
+
+def _build_environ(extras: Sequence[str]) -> dict[str, str]:
+    switches = {
+        "HOROVOD_WITH_TENSORFLOW": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        "HOROVOD_WITH_MPI" if "mpi" in extras else "HOROVOD_WITHOUT_MPI": "1",
+        "HOROVOD_WITHOUT_PYTORCH": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_CMAKE": str(_which("cmake")),
+        # CMake 4 refuses what Horovod's third parties ask for, unless told to go on.
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+    }
+    if "nccl" in extras:
+        switches["HOROVOD_GPU_OPERATIONS"] = "NCCL"
+    return {"MAKEFLAGS": f"-j{os.cpu_count() or 1}"} | os.environ | switches
+
+
+def _run(command: Sequence[str], environ: dict[str, str]) -> Iterator[str]:
+    """Runs a command and yields its output by lines."""
+    with subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield from process.stdout
+        except BaseException:
+            process.terminate()
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def _which(tool: str) -> str | None:
+    """Finds a tool, also one that pip put beside this Python."""
+    return shutil.which(tool) or shutil.which(tool, path=str(Path(sys.executable).parent))
+
+
+def _pip(command: str) -> list[str]:
+    return [sys.executable, "-m", "pip", "--disable-pip-version-check", command]
+
+
+def _progress() -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"))
+    return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))

@@ -1,0 +1,98 @@
+"""Saving: every process may ask for the same file, and one writes it. Downloading: one process fetches a file."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import filelock
+import keras
+
+from tfrep_strategy.errors import PeerError, message
+from tfrep_strategy.keras_integration.patching import replaces
+from tfrep_strategy.keras_integration.trainer import strategy_of
+
+_DOWNLOAD_SECONDS = 3600
+
+
+class _Coordination(threading.local):
+    """Whether a caller further up has already decided which process saves."""
+
+    done = False
+
+
+_coordination = _Coordination()
+
+
+@contextlib.contextmanager
+def already_coordinated() -> Iterator[None]:
+    """Lets `save` write without asking the other processes, which do not call it."""
+    before, _coordination.done = _coordination.done, True
+    try:
+        yield
+    finally:
+        _coordination.done = before
+
+
+def _saves_together(name: str) -> None:
+    @replaces(keras.Model, name)
+    def save(original: Any, self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        """Writes each file once: of the processes that give the same path, the first one writes.
+
+        All processes have to call it.
+        """
+        strategy = strategy_of(self)
+        if strategy is None or _coordination.done:
+            return original(self, filepath, *args, **kwargs)
+        strategy.synchronize_new_variables()
+        strategy.merge_replica_state()
+        path = os.path.abspath(os.fspath(filepath)) if isinstance(filepath, (str, os.PathLike)) else id(filepath)
+        failure: BaseException | None = None
+        if strategy.is_first_with(path):
+            try:
+                with already_coordinated():
+                    original(self, filepath, *args, **kwargs)
+            except Exception as error:
+                failure = error
+        failures = strategy.all_gather_object(None if failure is None else repr(failure))
+        if failure is not None:
+            raise failure
+        for rank, other in enumerate(failures):
+            if other is not None:
+                raise PeerError(message(f"Rank {rank} could not save the model: {other}", filepath=str(filepath)))
+        return None
+
+
+for _name in ("save", "save_weights", "export"):
+    _saves_together(_name)
+
+
+def _downloads_once(get_file: Any) -> Any:
+    @functools.wraps(get_file)
+    def get_file_once(*args: Any, **kwargs: Any) -> Any:
+        """Lets one process of this machine download a file at a time; the next finds it there."""
+        wanted = hashlib.sha256(repr((args, sorted(kwargs.items()))).encode()).hexdigest()[:16]
+        lock = os.path.join(tempfile.gettempdir(), f"tfrep-download-{wanted}.lock")
+        with filelock.FileLock(lock, timeout=_DOWNLOAD_SECONDS):
+            return get_file(*args, **kwargs)
+
+    return get_file_once
+
+
+def _replace_everywhere(function: Any, replacement: Any) -> None:
+    """Replaces a function of Keras in every module that has imported it by name, as Keras's data sets do."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "keras":
+            for attribute, value in list(vars(module).items()):
+                if value is function:
+                    setattr(module, attribute, replacement)
+
+
+_replace_everywhere(keras.utils.get_file, _downloads_once(keras.utils.get_file))

@@ -1,0 +1,47 @@
+"""The strategy that fits where this process runs."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import tensorflow as tf
+
+from tfrep_strategy.environments import detect_environment
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.strategies.base import SynchronousStrategy
+from tfrep_strategy.strategies.mirrored import MirroredStrategy
+from tfrep_strategy.strategies.multi_worker import MultiWorkerStrategy
+
+
+@functools.cache
+def auto_strategy() -> SynchronousStrategy:
+    """Makes the strategy of this run; calling it again returns the same one.
+
+    What `tfrep run` was asked for (`TFREP_STRATEGY`, `TFREP_COMMUNICATOR`) comes first; then several processes make a
+    `MultiWorkerStrategy`, several GPUs or logical CPUs of one process a `MirroredStrategy`, and one device a
+    `MultiWorkerStrategy` of one replica.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigurationError: when `TFREP_STRATEGY` names no strategy that can be made here.
+
+    Example:
+        >>> auto_strategy() is auto_strategy()
+        True
+    """
+    wanted = os.environ.get("TFREP_STRATEGY", "auto")
+    if wanted not in ("auto", "mirrored", "multi-worker"):
+        raise ConfigurationError(
+            message("Unknown strategy.", hint='use "auto", "mirrored" or "multi-worker".', TFREP_STRATEGY=wanted)
+        )
+    if wanted == "auto":
+        devices = tf.config.list_physical_devices("GPU")
+        alone = detect_environment().size == 1
+        several = len(devices) > 1 or (not devices and alone and len(tf.config.list_logical_devices("CPU")) > 1)
+        wanted = "mirrored" if alone and several else "multi-worker"
+    if wanted == "mirrored":
+        return MirroredStrategy()
+    return MultiWorkerStrategy(os.environ.get("TFREP_COMMUNICATOR", "auto"))

@@ -1,0 +1,184 @@
+"""Hands steps to whichever worker is free, and tells what became of them."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import Closure, RemoteValueImpl, is_server_failure
+from tfrep_strategy.errors import PeerError, ServerLostError, WorkerError, message
+
+_CHECK_SECONDS = 0.5
+
+
+class StepResult(RemoteValueImpl):
+    """What one scheduled step will return.
+
+    Unlike other remote values it is complete only when its value is on the coordinator: a worker that dies before that
+    has not done the step, and another one does it.
+
+    Attributes:
+        worker: Number of the worker that runs it, or ran it last.
+        attempts: How often it was begun.
+        out_of_data: Whether the worker's data had ended.
+    """
+
+    def __init__(self, type_spec: Any, on_complete: Callable[[StepResult], None]) -> None:
+        super().__init__(None, type_spec)
+        self._on_complete = on_complete
+        self.worker: int | None = None
+        self.attempts = 0
+        self.out_of_data = False
+        self.complete = False
+
+    def finish(self) -> None:
+        """Says that the step needs no further attempt."""
+        if not self.complete:
+            self.complete = True
+            self._on_complete(self)
+
+    def _set_error(self, error: Exception) -> None:
+        super()._set_error(error)
+        self.finish()
+
+
+class _StepClosure(Closure):
+    """A step in TensorFlow's queue."""
+
+    def __init__(
+        self, function: Any, cancellation: Any, args: tuple[Any, ...], on_complete: Callable[[StepResult], None]
+    ) -> None:
+        super().__init__(function, cancellation, args=args)
+        self.result = StepResult(self._output_type_spec, on_complete)
+        self._output_remote_value_ref = lambda: self.result
+
+    def execute_on(self, worker: Any) -> None:
+        self.result.worker = worker.worker_index
+        self.result.attempts += 1
+        try:
+            super().execute_on(worker)
+            self.result.get()
+        except tf.errors.OutOfRangeError:
+            # Not a failure: the steps of the other workers go on.
+            self.result.out_of_data = True
+            self.result._set_values(None)
+        self.result.finish()
+
+
+class StepRunner:
+    """Schedules steps, never more than are wanted at a time, and waits for them.
+
+    Args:
+        strategy: Whose workers run the steps.
+        max_in_flight: No step starts before the one `max_in_flight * workers` before it has ended, which bounds how old a
+            gradient can be. None: a slow worker holds nobody up.
+    """
+
+    def __init__(self, strategy: Any, max_in_flight: int | None) -> None:
+        self._strategy = strategy
+        self._max_in_flight = max_in_flight
+        self._condition = threading.Condition()
+        self._unfinished: collections.OrderedDict[int, StepResult] = collections.OrderedDict()
+        self._scheduled = 0
+        self._last_progress = time.monotonic()
+
+    @property
+    def _cluster(self) -> Any:
+        return self._strategy.coordinator._cluster
+
+    def schedule(self, function: Any, args: tuple[Any, ...]) -> StepResult:
+        """Queues a step, and first waits until it may be queued.
+
+        Args:
+            function: A concrete function.
+            args: Its arguments; per-worker values are replaced by the worker's own.
+
+        Returns:
+            The result to come.
+
+        Raises:
+            WorkerError: A step failed on its worker, or no worker is left.
+            ServerLostError: A parameter server is gone.
+        """
+        num_workers = len(self._cluster.workers)
+        per_worker = self._max_in_flight or 2
+        self._wait_for(lambda: self._backlog() < per_worker * num_workers)
+        number = self._scheduled
+        self._scheduled += 1
+
+        def on_complete(result: StepResult) -> None:
+            with self._condition:
+                if self._unfinished.pop(number, None) is not None:
+                    self._last_progress = time.monotonic()
+                self._condition.notify_all()
+
+        queue = self._cluster.closure_queue
+        closure = _StepClosure(function, queue._cancellation_mgr, args, on_complete)
+        with self._condition:
+            if not self._unfinished:
+                self._last_progress = time.monotonic()
+            self._unfinished[number] = closure.result
+        self._translating_errors(lambda: queue.put(closure))
+        return closure.result
+
+    def join(self) -> None:
+        """Waits for all steps.
+
+        Raises:
+            WorkerError: A step failed on its worker, or no worker is left.
+            ServerLostError: A parameter server is gone.
+        """
+        self._wait_for(lambda: not self._unfinished)
+        self._translating_errors(self._cluster.closure_queue.wait)
+
+    def wait_for(self, result: StepResult) -> None:
+        """Waits for one step."""
+        self._wait_for(lambda: result.complete)
+        if result._error is not None:
+            self._translating_errors(self._cluster.closure_queue.wait)
+
+    def _backlog(self) -> int:
+        if not self._unfinished:
+            return 0
+        if self._max_in_flight is None:
+            return len(self._unfinished)
+        return self._scheduled - next(iter(self._unfinished))
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        with self._condition:
+            while not self._condition.wait_for(condition, _CHECK_SECONDS):
+                self._check_workers()
+
+    def _check_workers(self) -> None:
+        waited = time.monotonic() - self._last_progress
+        workers = self._cluster.workers
+        if waited < self._strategy.worker_timeout or not all(worker._is_dead_with_error for worker in workers):
+            return
+        self._unfinished.clear()
+        addresses = self._strategy.addresses("worker")
+        raise WorkerError(
+            message(
+                f"No worker is left: all {len(workers)} have been gone for {waited:.0f} seconds.",
+                hint="start them again, or raise worker_timeout.",
+                workers=addresses,
+            )
+        )
+
+    def _translating_errors(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except PeerError:
+            raise
+        except Exception as error:
+            with self._condition:
+                failed = [result for result in self._unfinished.values() if result._error is error]
+                self._unfinished.clear()
+            raise self._explained(error, failed[0] if failed else self._failed.get(id(error))) from error
+
+    def _explained(self, error: Exception, result: StepResult | None) -> Exception:
+        raise NotImplementedError
