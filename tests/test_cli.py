@@ -1,0 +1,193 @@
+"""The command `tfrep`, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+import tfrep_strategy
+
+ROOT = str(Path(tfrep_strategy.__file__).parents[1])
+LIMIT = 120
+
+PLACE = """
+import json, sys, os
+import tensorflow as tf
+import helper
+strategy = tf.distribute.get_strategy()
+found = {
+    "argv": sys.argv, "path": sys.path[0], "name": __name__, "main": sys.modules["__main__"].__file__,
+    "replicas": strategy.num_replicas_in_sync, "same": tf.distribute.MirroredStrategy() is strategy,
+    "experimental": tf.distribute.experimental.MultiWorkerMirroredStrategy() is strategy,
+    "stock": isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy), "helper": helper.__file__,
+}
+print("FOUND " + json.dumps(found))
+"""
+DIES = """
+import os, signal, sys, time
+from tfrep_strategy.environments import detect_environment
+if detect_environment().rank == 1:
+    print("last words", flush=True)
+    {death}
+time.sleep(90)
+"""
+
+
+def environ(**more: str) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": ROOT, "TF_CPP_MIN_LOG_LEVEL": "3"} | more
+
+
+def tfrep(*arguments: str, cwd: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tfrep_strategy.cli", *arguments]
+    return subprocess.run(
+        command, cwd=cwd, env=environ(**more), capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with scripts of which one is in a folder of its own, beside a module that it imports."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "place.py").write_text(PLACE)
+    (tmp_path / "scripts" / "helper.py").touch()
+    return tmp_path
+
+
+def found_in(output: str) -> dict[str, object]:
+    lines = [line for line in output.splitlines() if line.startswith("FOUND ")]
+    assert len(lines) == 1
+    return json.loads(lines[0].removeprefix("FOUND "))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "mirrored"])
+def test_a_script_runs_as_python_would_run_it(project, strategy):
+    done = tfrep(
+        *("run", "-n", "2", "--strategy", strategy, "--log-dir", "logs"),
+        *("scripts/place.py", "-n", "3", "--strategy", "mine", "--help"),
+        cwd=project,
+    )
+    assert done.returncode == 0, done.stderr
+    assert found_in(done.stdout) == {
+        "argv": ["scripts/place.py", "-n", "3", "--strategy", "mine", "--help"],
+        "path": str(project / "scripts"),
+        "name": "__main__",
+        "main": "scripts/place.py",
+        "replicas": 2,
+        "same": True,
+        "experimental": True,
+        "stock": False,
+        "helper": str(project / "scripts" / "helper.py"),
+    }
+    logs = sorted((project / "logs").iterdir())
+    if strategy == "mirrored":
+        assert not logs
+    else:
+        assert [log.name for log in logs] == ["rank1.log"]
+        assert found_in(logs[0].read_text())["replicas"] == 2
+
+
+def test_a_module_runs_as_python_would_run_it(project):
+    done = tfrep("run", "-n", "1", "-m", "place", "--", "--epochs", "3", cwd=project / "scripts")
+    assert done.returncode == 0, done.stderr
+    found = found_in(done.stdout)
+    assert found["argv"] == [str(project / "scripts" / "place.py"), "--epochs", "3"]
+    assert found["path"] == str(project / "scripts")
+
+
+@pytest.mark.parametrize(
+    ("death", "code", "shown"),
+    [
+        ("sys.exit(3)", 3, "exit code 3"),
+        ("raise ValueError('seven')", 1, "ValueError: seven"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL"),
+    ],
+)
+def test_a_rank_that_dies_ends_the_run(tmp_path, death, code, shown):
+    (tmp_path / "dies.py").write_text(DIES.format(death=death))
+    word = f"marker-{uuid.uuid4().hex}"
+    done = tfrep("run", "-n", "2", "dies.py", word, cwd=tmp_path, TMPDIR=str(tmp_path))
+    assert done.returncode == code
+    assert "Rank 1 failed" in done.stderr
+    assert "last words" in done.stderr
+    assert shown in done.stderr
+    logs = Path(done.stderr.rpartition("Logs: ")[2].strip())
+    assert "last words" in (logs / "rank1.log").read_text()
+    assert not ranks_of(word)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_stopping_the_command_stops_its_ranks(tmp_path, number, code):
+    word = f"marker-{uuid.uuid4().hex}"
+    (tmp_path / "sleeps.py").write_text("import time; print('here', flush=True); time.sleep(90)")
+    command = [sys.executable, "-m", "tfrep_strategy.cli", "run", "-n", "2", "sleeps.py", word]
+    own = environ(TMPDIR=str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    with subprocess.Popen(command, cwd=tmp_path, env=own, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"here\n"
+            process.send_signal(number)
+            assert process.wait(20) == code
+        finally:
+            process.kill()
+    assert not ranks_of(word)
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def ranks_of(word: str) -> list[psutil.Process]:
+    """Lists the processes with a word in their command line that are still there after two seconds."""
+    deadline = time.monotonic() + 2
+    while (left := [each for each in psutil.process_iter(["cmdline"]) if word in (each.info["cmdline"] or ())]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
+    return left
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["-n", "0", "script.py"], "num_replicas=0"),
+        (["-n", "2", "missing.py"], "script='missing.py'"),
+        (["--strategy", "mirorred", "script.py"], "strategy='mirorred'"),
+        (["--communicator", "mpi", "script.py"], "communicator='mpi'"),
+        (["--hosts", "a", "script.py"], "hosts='a'"),
+        (["--hosts", "a:0", "script.py"], "hosts='a:0'"),
+        (["--hosts", "a:2", "-n", "3", "script.py"], "num_replicas=3"),
+        (["--hosts", "a:2", "--communicator", "tf", "script.py"], "communicator='tf'"),
+        (["--hosts", "a:2", "--strategy", "mirrored", "script.py"], "hosts='a:2'"),
+        (["--log-dir", "script.py/logs", "script.py"], "log_dir='script.py/logs'"),
+    ],
+)
+def test_bad_input(tmp_path, monkeypatch, capsys, arguments, named):
+    from tfrep_strategy.cli import main
+
+    (tmp_path / "script.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tfrep", "run", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert named in error
+    assert "Received: " in error
+    assert "Hint: " in error
+
+
+def test_version(monkeypatch, capsys):
+    from tfrep_strategy.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["tfrep", "--version"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 0
+    assert tfrep_strategy.__version__ in capsys.readouterr().out

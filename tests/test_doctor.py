@@ -1,0 +1,60 @@
+"""The report of `tfrep doctor`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tfrep_strategy import doctor
+from tfrep_strategy.launch.identity import horovod_is_installed
+
+
+def values(report: doctor.Report) -> dict[str, doctor.Finding]:
+    return {finding.name: finding for finding in report.findings}
+
+
+def test_self_test_on_every_communicator_that_is_there(capfd):
+    report = doctor.examine()
+    doctor.show(report, as_json=True)
+    assert json.loads(capfd.readouterr().out)["healthy"] is True
+    found = values(report)
+    names = {"Self-test: tf"} | ({"Self-test: horovod"} if horovod_is_installed() else set())
+    assert {name for name in found if name.startswith("Self-test")} == names
+    for name in names:
+        assert found[name].ok, found[name].value
+        assert "[3.0, 3.0]" in found[name].value
+
+
+def test_it_names_versions_and_the_environment(monkeypatch):
+    import keras
+    import tensorflow as tf
+
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}')
+    found = values(doctor.examine(self_test=False))
+    assert tf.__version__ in found["TensorFlow"].value
+    assert keras.__version__ in found["Keras"].value
+    assert "rank 1 of 2" in found["Environment"].value
+    assert "TF_CONFIG=" in found["Environment"].value
+
+
+def test_it_reports_what_is_broken(monkeypatch, capsys):
+    monkeypatch.setenv("TF_CONFIG", "not JSON")
+    report = doctor.examine(self_test=False)
+    assert not report.healthy
+    assert "not JSON" in values(report)["Environment"].value
+    doctor.show(report)
+    assert "bad" in capsys.readouterr().out
+
+
+def test_json(capsys):
+    report = doctor.Report([doctor.Finding("one", "[red]", ok=True), doctor.Finding("two", "2", ok=None)])
+    doctor.show(report, as_json=True)
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["healthy"] is True
+    assert shown["findings"][0] == {"name": "one", "value": "[red]", "ok": True}
+
+
+@pytest.mark.parametrize(("ok", "healthy"), [(True, True), (None, True), (False, False)])
+def test_healthy(ok, healthy):
+    assert doctor.Report([doctor.Finding("one", "1", ok=True), doctor.Finding("two", "2", ok=ok)]).healthy is healthy

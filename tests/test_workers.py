@@ -1,0 +1,40 @@
+"""The pool that the multi-process tests stand on."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import psutil
+import pytest
+import tensorflow as tf
+from workers import WorkerFailure
+
+
+def _sum_of_ranks(strategy, factor):
+    total = strategy.communicator.all_reduce([tf.constant(factor * strategy.rank)], "sum")[0]
+    return int(total), os.getpid()
+
+
+def _fail_on_one(strategy):
+    if strategy.rank == 1:
+        raise ValueError("rank 1 is unwell")
+    strategy.communicator.all_reduce([tf.zeros([1])], "sum")
+
+
+def _sleep(strategy):
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+def test_pool_keeps_its_processes_and_recovers(worker_pool, communicator):
+    pool = worker_pool(communicator, 2)
+    first = pool.run(_sum_of_ranks, 3)
+    assert [total for total, _ in first] == [3, 3]
+    assert pool.run(_sum_of_ranks, 3) == first
+    with pytest.raises(WorkerFailure, match="rank 1 is unwell"):
+        pool.run(_fail_on_one)
+    assert not any(psutil.pid_exists(pid) for _, pid in first)
+    with pytest.raises(WorkerFailure, match="Rank 0 did not finish"):
+        pool.run(_sleep, limit=1.0)
+    assert [total for total, _ in pool.run(_sum_of_ranks, 5)] == [5, 5]

@@ -1,0 +1,168 @@
+"""A pool of real processes that stay alive between tests: importing TensorFlow once per test would cost seconds each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from tfrep_strategy.launch.identity import identities, inherited_environ
+
+_BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from workers import main; main(*sys.argv[2:])"
+_KEY = b"tfrep-tests"
+_PEER_SECONDS = 5.0
+"""How long the others may go on once one rank has failed: a peer of theirs is missing, they may wait for ever."""
+
+
+class WorkerFailure(AssertionError):
+    """A function raised on some rank, a rank died, or the time was over."""
+
+
+class WorkerPool:
+    """`size` processes, each with a `MultiWorkerStrategy` of its own, that run what they are given.
+
+    Processes are started at the first use, and again after a failure.
+
+    Args:
+        communicator: "horovod" or "tf".
+        size: How many processes.
+    """
+
+    def __init__(self, communicator: str, size: int) -> None:
+        self.communicator, self.size = communicator, size
+        self._stack = contextlib.ExitStack()
+        self._connections: list[Connection] = []
+
+    def run(self, fn: Callable[..., Any], *args: Any, limit: float = 60.0) -> list[Any]:
+        """Calls `fn(strategy, *args)` on every rank at once.
+
+        Args:
+            fn: Travels by value, together with what its module defines.
+            *args: Picklable arguments, the same for every rank.
+            limit: Seconds after which all ranks are killed.
+
+        Returns:
+            What it returned, by rank.
+
+        Raises:
+            WorkerFailure: with the traceback of each rank that failed; the processes have ended.
+        """
+        if not self._connections:
+            self._start()
+        module = sys.modules[fn.__module__]
+        if module.__name__ != "__main__":
+            cloudpickle.register_pickle_by_value(module)
+        request = cloudpickle.dumps((fn, args))
+        for connection in self._connections:
+            connection.send_bytes(request)
+        return self._collect(limit)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._connections = []
+        self._stack.close()
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tfrep-pool-")))
+        listener = self._stack.enter_context(Listener(str(folder / "socket"), "AF_UNIX", authkey=_KEY))
+        environ = inherited_environ() | {
+            "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}  # fmt: skip
+        self._logs = [folder / f"rank{rank}.log" for rank in range(self.size)]
+        for rank, own in enumerate(self._stack.enter_context(identities(self.communicator, self.size))):
+            command = [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), listener.address, str(rank), self.communicator]
+            with open(self._logs[rank], "wb") as log:
+                process = subprocess.Popen(command, env=environ | own, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._stack.callback(_end, process)
+        accepted: dict[int, Connection] = {}
+        while len(accepted) < self.size:  # A worker connects before it imports anything that could fail.
+            connection = self._stack.enter_context(listener.accept())
+            accepted[connection.recv()] = connection
+        self._connections = [accepted[rank] for rank in range(self.size)]
+        self._collect(120.0)
+
+    def _collect(self, limit: float) -> list[Any]:
+        results: list[Any] = [None] * self.size
+        failures: dict[int, str] = {}
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        deadline = time.monotonic() + limit
+        while waiting and time.monotonic() < deadline:
+            for connection in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
+                rank = waiting.pop(connection)
+                try:
+                    good, result = pickle.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    good, result = False, "The process ended. Its log:\n" + self._logs[rank].read_text("utf-8", "replace")
+                if good:
+                    results[rank] = result
+                else:
+                    failures[rank] = result
+                    deadline = min(deadline, time.monotonic() + _PEER_SECONDS)
+        if not failures and not waiting:
+            return results
+        report = [f"Rank {rank}: {text[-4000:]}" for rank, text in sorted(failures.items())]
+        report += [f"Rank {rank} did not finish." for rank in sorted(waiting.values())]
+        self.close()
+        raise WorkerFailure(f"{self.communicator}, {self.size} processes\n" + "\n".join(report))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait(10)
+
+
+def main(address: str, rank: str, communicator: str) -> None:
+    """Is the life of a worker: makes its strategy, then runs what it is sent until its parent is gone."""
+    connection = Client(address, "AF_UNIX", authkey=_KEY)
+    connection.send(int(rank))
+    threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
+    state: dict[str, Any] = {}
+
+    def start() -> None:
+        import tfrep_strategy as tfrep
+
+        state["strategy"] = tfrep.MultiWorkerStrategy(communicator)
+
+    _answer(connection, start)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            request = connection.recv_bytes()
+
+            def work(request: bytes = request) -> Any:
+                fn, args = pickle.loads(request)
+                return fn(state["strategy"], *args)
+
+            _answer(connection, work)
+    os._exit(0)  # The others may be gone already: no farewell that would wait for them.
+
+
+def _answer(connection: Connection, work: Callable[[], Any]) -> None:
+    try:
+        answer = cloudpickle.dumps((True, work()))
+    except BaseException:
+        answer = pickle.dumps((False, traceback.format_exc()))
+    connection.send_bytes(answer)
+
+
+def _die_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)

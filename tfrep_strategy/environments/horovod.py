@@ -1,0 +1,73 @@
+"""Processes started by `horovodrun` (Gloo), or by anything else that sets Horovod's variables."""
+
+from __future__ import annotations
+
+import os
+
+from tfrep_strategy.environments.base import Environment, read_int
+
+
+class HorovodEnvironment(Environment):
+    """Reads `HOROVOD_RANK`, `HOROVOD_SIZE`, `HOROVOD_LOCAL_RANK`, `HOROVOD_LOCAL_SIZE` and `HOROVOD_HOSTNAME`.
+
+    Horovod tells a process its own host only, so the hosts of the other machines' ranks stay empty.
+
+    Raises:
+        ConfigurationError: A variable is missing or holds no fitting number.
+
+    Example:
+        >>> os.environ.update(HOROVOD_RANK="1", HOROVOD_SIZE="2")
+        >>> HorovodEnvironment().rank
+        1
+    """
+
+    name = "Horovod"
+    variables = (
+        "HOROVOD_RANK",
+        "HOROVOD_SIZE",
+        "HOROVOD_LOCAL_RANK",
+        "HOROVOD_LOCAL_SIZE",
+        "HOROVOD_CROSS_RANK",
+        "HOROVOD_CROSS_SIZE",
+        "HOROVOD_HOSTNAME",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT",
+        "HOROVOD_GLOO_IFACE",
+        "HOROVOD_CONTROLLER",
+        "HOROVOD_CPU_OPERATIONS",
+    )
+
+    @classmethod
+    def detect(cls) -> bool:
+        """Whether Horovod's rank or size is set."""
+        return "HOROVOD_RANK" in os.environ or "HOROVOD_SIZE" in os.environ
+
+    def __init__(self) -> None:
+        rank, size = read_int("HOROVOD_RANK"), read_int("HOROVOD_SIZE")
+        local_size = read_int("HOROVOD_LOCAL_SIZE", default=size)
+        super().__init__(
+            rank=rank,
+            size=size,
+            hosts=known_hosts(rank, size, local_size, os.environ.get("HOROVOD_HOSTNAME") or "localhost"),
+            local_rank=read_int("HOROVOD_LOCAL_RANK", default=rank),
+            local_size=local_size,
+        )
+
+
+def known_hosts(rank: int, size: int, local_size: int, host: str) -> list[str]:
+    """Hosts of all ranks when a process knows only its own.
+
+    Args:
+        rank: Number of this process.
+        size: How many processes take part.
+        local_size: How many of them are on this machine.
+        host: Name of this machine.
+
+    Returns:
+        `host` for every rank if all are here, else for this rank only, and an empty string for the others.
+
+    Example:
+        >>> known_hosts(1, 3, 1, "b")
+        ['', 'b', '']
+    """
+    return [host if local_size == size or other == rank else "" for other in range(size)]

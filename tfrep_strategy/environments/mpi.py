@@ -1,0 +1,61 @@
+"""Processes started by `mpirun`: Open MPI, or a PMI launcher such as MPICH's and Intel's Hydra."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from tfrep_strategy.environments.base import Environment, read_int
+from tfrep_strategy.environments.horovod import known_hosts
+
+
+class MpiEnvironment(Environment):
+    """Reads `OMPI_COMM_WORLD_*`, else `PMI_*` with Hydra's `MPI_LOCALRANKID` and `MPI_LOCALNRANKS`.
+
+    MPI tells a process its own host only, so the hosts of the other machines' ranks stay empty.
+
+    Raises:
+        ConfigurationError: A variable is missing or holds no fitting number.
+
+    Example:
+        >>> os.environ.update(OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2")
+        >>> MpiEnvironment().rank
+        1
+    """
+
+    name = "MPI"
+    variables = (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+    )
+
+    @classmethod
+    def detect(cls) -> bool:
+        """Whether an MPI rank is set, and not merely Slurm's own ranks repeated for MPI libraries."""
+        if "OMPI_COMM_WORLD_RANK" in os.environ:
+            return True
+        # `srun --mpi=pmi2` sets PMI_* beside its own variables, which tell more (the hosts). Under Hydra inside a Slurm
+        # job the two differ, and then it is Hydra that started this process.
+        repeated = all(
+            os.environ.get(slurm) == os.environ.get(pmi)
+            for slurm, pmi in (("SLURM_PROCID", "PMI_RANK"), ("SLURM_NTASKS", "PMI_SIZE"))
+        )
+        return "PMI_RANK" in os.environ and not repeated
+
+    def __init__(self) -> None:
+        rank = read_int("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+        size = read_int("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+        local_size = read_int("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", default=size)
+        super().__init__(
+            rank=rank,
+            size=size,
+            hosts=known_hosts(rank, size, local_size, socket.gethostname()),
+            local_rank=read_int("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", default=rank),
+            local_size=local_size,
+        )

@@ -1,0 +1,174 @@
+"""Processes started by Slurm's `srun`, on one node or many."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterator
+
+from tfrep_strategy.environments.base import Environment, read_int
+from tfrep_strategy.errors import ConfigurationError, message
+
+# All ranks compute the same ports from the job and its step, so that no port has to be passed around; the range stays
+# below the ports that Linux hands out by itself (32768 and up).
+_FIRST_PORT, _PORTS = 10_000, 20_000
+
+
+class SlurmEnvironment(Environment):
+    """Reads `SLURM_PROCID`, `SLURM_NTASKS`, `SLURM_LOCALID`, the node list and the number of tasks on each node.
+
+    Tasks may be spread over the nodes in blocks (Slurm's default) or cyclically.
+
+    Raises:
+        ConfigurationError: A variable is missing, cannot be read, or contradicts another.
+
+    Example:
+        >>> os.environ.update(SLURM_PROCID="2", SLURM_NTASKS="3", SLURM_STEP_NODELIST="node[1-2]",
+        ...                   SLURM_STEP_TASKS_PER_NODE="2,1", SLURM_JOB_ID="7")
+        >>> SlurmEnvironment().addresses
+        ['node1:10007', 'node1:10008', 'node2:10007']
+    """
+
+    name = "Slurm"
+    variables = (
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "SLURM_LOCALID",
+        "SLURM_NODEID",
+        "SLURM_STEP_NODELIST",
+        "SLURM_JOB_NODELIST",
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_TASKS_PER_NODE",
+        "SLURM_DISTRIBUTION",
+    )
+
+    @classmethod
+    def detect(cls) -> bool:
+        """Whether Slurm numbered this process; an interactive shell inside an allocation does not count."""
+        interactive = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+        return "SLURM_PROCID" in os.environ and "SLURM_NTASKS" in os.environ and not interactive
+
+    def __init__(self) -> None:
+        rank, size = read_int("SLURM_PROCID"), read_int("SLURM_NTASKS")
+        nodes = expand_nodes(_first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST", default="localhost"))
+        counts = expand_counts(
+            _first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", default=_even(size, len(nodes)))
+        )
+        if len(counts) != len(nodes) or sum(counts) != size:
+            raise ConfigurationError(
+                message(
+                    "Slurm: the tasks per node do not fit the nodes and the number of tasks.",
+                    hint="start the processes with srun, and without variables of another job.",
+                    nodes=nodes,
+                    tasks_per_node=counts,
+                    SLURM_NTASKS=size,
+                )
+            )
+        hosts = list(_spread(nodes, counts, cyclic=os.environ.get("SLURM_DISTRIBUTION", "").startswith("cyclic")))
+        here = read_int("SLURM_NODEID", default=-1)
+        if 0 <= rank < size and 0 <= here < len(nodes) and hosts[rank] != nodes[here]:
+            raise ConfigurationError(
+                message(
+                    "Slurm: this task is not on the node where it was expected.",
+                    hint="use srun --distribution=block or --distribution=cyclic.",
+                    SLURM_PROCID=rank,
+                    node=nodes[here],
+                    expected=hosts[rank],
+                )
+            )
+        first_port = _FIRST_PORT + (_job_number() + 1021 * read_int("SLURM_STEP_ID", default=0)) % _PORTS
+        super().__init__(
+            rank=rank,
+            size=size,
+            hosts=hosts,
+            addresses=[f"{host}:{first_port + hosts[:index].count(host)}" for index, host in enumerate(hosts)],
+            local_rank=read_int("SLURM_LOCALID") if "SLURM_LOCALID" in os.environ else None,
+        )
+
+
+def expand_nodes(text: str) -> list[str]:
+    """Writes out a compact node list.
+
+    Args:
+        text: Names with ranges in square brackets, separated by commas.
+
+    Returns:
+        The names, in Slurm's order.
+
+    Raises:
+        ConfigurationError: The list cannot be read.
+
+    Example:
+        >>> expand_nodes("node[01-03,07],gpu5")
+        ['node01', 'node02', 'node03', 'node07', 'gpu5']
+    """
+    # A name is made of plain pieces and of ranges in brackets; only a comma outside brackets ends it.
+    if not re.fullmatch(r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]|(?<=[^,]),(?=[^,]))+", text):
+        raise ConfigurationError(
+            message("Slurm: cannot read the node list.", hint='e.g. "node[01-03,07]".', nodes=text)
+        )
+    names: list[str] = []
+    for pattern in re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", text):
+        pieces = re.findall(r"\[([^\]]*)\]|([^\[\]]+)", pattern)
+        choices = [_expand_ranges(ranges) if ranges else [plain] for ranges, plain in pieces]
+        names += ["".join(parts) for parts in itertools.product(*choices)]
+    return names
+
+
+def expand_counts(text: str) -> list[int]:
+    """Writes out Slurm's compact numbers of tasks per node.
+
+    Args:
+        text: Numbers, with `(xN)` behind one that holds for N nodes in a row.
+
+    Returns:
+        One number per node.
+
+    Raises:
+        ConfigurationError: The text cannot be read.
+
+    Example:
+        >>> expand_counts("4(x2),2")
+        [4, 4, 2]
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if not match:
+            raise ConfigurationError(
+                message("Slurm: cannot read the tasks per node.", hint='e.g. "4(x2),2".', tasks_per_node=text)
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _expand_ranges(text: str) -> list[str]:
+    numbers: list[str] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return numbers
+
+
+def _spread(nodes: list[str], counts: list[int], *, cyclic: bool) -> Iterator[str]:
+    """Yields the node of each rank."""
+    if cyclic:
+        for turn in range(max(counts)):
+            yield from (node for node, count in zip(nodes, counts, strict=True) if turn < count)
+    else:
+        for node, count in zip(nodes, counts, strict=True):
+            yield from itertools.repeat(node, count)
+
+
+def _even(size: int, nodes: int) -> str:
+    """Tasks per node when Slurm does not tell: as equal as can be, the first nodes taking one more."""
+    return ",".join(str(size // nodes + (index < size % nodes)) for index in range(nodes))
+
+
+def _first(*names: str, default: str) -> str:
+    return next((os.environ[name] for name in names if os.environ.get(name)), default)
+
+
+def _job_number() -> int:
+    return read_int("SLURM_JOB_ID", "SLURM_JOBID", default=0)

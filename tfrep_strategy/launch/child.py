@@ -1,0 +1,137 @@
+"""What happens inside a rank before the user's code runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from tfrep_strategy.errors import ConfigurationError, message
+
+STRATEGIES = ("auto", "mirrored", "multi-worker")
+"""What a run may be asked for."""
+
+# A rank finds this package where its launcher found it, whatever folder it is started in. It gets its own search path
+# back before the user's script runs.
+_BOOTSTRAP = (
+    "import json, sys; own = sys.path[:]; sys.path[:] = json.loads(sys.argv[1]); "
+    "from tfrep_strategy.launch.{module} import main; main(sys.argv[2:], own)"
+)
+
+
+def rank_command(module: str, *arguments: str) -> list[str]:
+    """Gives the command line of a rank.
+
+    Args:
+        module: Module of this folder whose `main` it runs.
+        *arguments: What `main` gets.
+
+    Returns:
+        The command line.
+
+    Example:
+        >>> rank_command("script", "note.json", "script", "train.py")[1]
+        '-c'
+    """
+    return [
+        sys.executable,
+        "-c",
+        _BOOTSTRAP.format(module=module),
+        json.dumps(sys.path),
+        *arguments,
+    ]
+
+
+@contextlib.contextmanager
+def run_strategy_scope() -> Iterator[Any]:
+    """Makes the strategy that the launcher asked for, and enters its scope.
+
+    Code that makes its own mirrored or multi-worker strategy inside, TensorFlow's or ours, gets this one.
+
+    Yields:
+        The strategy.
+
+    Example:
+        >>> with run_strategy_scope() as strategy:
+        ...     assert tf.distribute.MirroredStrategy() is strategy
+    """
+    import tensorflow as tf
+
+    import tfrep_strategy as tfrep
+
+    if os.environ["TFREP_STRATEGY"] == "mirrored":
+        _show_devices(int(os.environ["TFREP_NUM_REPLICAS"]))
+    strategy = tfrep.auto_strategy()
+    with contextlib.ExitStack() as stack:
+        for owner, name in (
+            (tf.distribute, "MirroredStrategy"),
+            (tf.distribute, "MultiWorkerMirroredStrategy"),
+            (tf.distribute.experimental, "MultiWorkerMirroredStrategy"),
+            (tfrep, "MirroredStrategy"),
+            (tfrep, "MultiWorkerStrategy"),
+            (tfrep, "auto_strategy"),
+        ):
+            stock = getattr(owner, name)
+            setattr(owner, name, StandIn(stock, strategy))
+            stack.callback(setattr, owner, name, stock)
+        stack.enter_context(strategy.scope())
+        yield strategy
+
+
+def _show_devices(count: int) -> None:
+    """Lets TensorFlow see as many devices as a mirrored strategy is to have replicas: GPUs if there are any."""
+    import tensorflow as tf
+
+    import tfrep_strategy as tfrep
+
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        tfrep.use_logical_cpus(count)
+    elif count <= len(gpus):
+        tf.config.set_visible_devices(gpus[:count], "GPU")
+    else:
+        raise ConfigurationError(
+            message(
+                "There are not that many GPUs.",
+                hint="use fewer replicas, or hide the GPUs (CUDA_VISIBLE_DEVICES=-1) to use the CPU.",
+                num_replicas=count,
+                gpus=len(gpus),
+            )
+        )
+
+
+class StandIn:
+    """Stands where a strategy class was: calling it gives the run's strategy, everything else is the class's own.
+
+    `isinstance` must keep its meaning: Keras asks in this way what a strategy can do.
+
+    Args:
+        stock: The class.
+        strategy: The run's strategy.
+
+    Example:
+        >>> stand_in = StandIn(dict, strategy="the run's")
+        >>> stand_in(a=1), isinstance({}, stand_in)
+        ("the run's", True)
+    """
+
+    def __init__(self, stock: Any, strategy: Any) -> None:
+        self._stock, self._strategy = stock, strategy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._strategy
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, self._stock)
+
+    def __subclasscheck__(self, subclass: type) -> bool:
+        return issubclass(subclass, self._stock)
+
+    def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type, ...]:
+        return (self._stock,)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)

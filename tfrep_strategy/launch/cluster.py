@@ -1,0 +1,217 @@
+"""A cluster of parameter servers and workers on this machine, for a notebook, a test, or `tfrep run`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.errors import ConfigurationError, PeerError, message
+from tfrep_strategy.launch.child import rank_command
+from tfrep_strategy.launch.identity import free_ports, inherited_environ
+
+START_SECONDS = 60.0
+"""How long the servers may take to start."""
+
+
+class LocalCluster:
+    """The servers and workers of a cluster, each a process that listens on a port of its own.
+
+    They end with `stop`, and also when this process ends in any other way. Make one with `local_cluster`.
+
+    Args:
+        workers: How many workers.
+        servers: How many parameter servers.
+        on_end: Called with the name ("worker0"), the index and the exit code of a task that ended by itself.
+
+    Attributes:
+        spec: Addresses by job, as `tf.train.ClusterSpec` takes them.
+        log_dir: Folder with one log file for each task.
+    """
+
+    def __init__(self, workers: int, servers: int, on_end: Callable[[str, int], None] | None = None) -> None:
+        ports = free_ports(workers + servers)
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        self.spec: dict[str, list[str]] = {"worker": addresses[:workers], "ps": addresses[workers:]}
+        self.log_dir = Path(tempfile.mkdtemp(prefix="tfrep-cluster-"))
+        self._on_end = on_end
+        self._pids: dict[str, int] = {}
+        self._changed = threading.Condition()
+        environ = inherited_environ() | {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
+        self._process = subprocess.Popen(
+            rank_command("servers", json.dumps(self.spec), str(self.log_dir)),
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        try:
+            for job, tasks in self.spec.items():
+                for index in range(len(tasks)):
+                    self.start(job, index)
+        except BaseException:
+            self.stop()
+            raise
+
+    def start(self, job: str, index: int) -> None:
+        """Starts a task, or starts it again after it ended; returns when its process exists.
+
+        Args:
+            job: "worker" or "ps".
+            index: Which one.
+
+        Raises:
+            PeerError: The process does not start.
+        """
+        name = f"{job}{index}"
+        with self._changed:
+            if name in self._pids:
+                return
+            try:
+                print(json.dumps([job, index]), file=self._process.stdin)
+            except OSError:
+                raise PeerError(message("The servers of the cluster have ended.", logs=str(self.log_dir))) from None
+            if not self._changed.wait_for(lambda: name in self._pids, START_SECONDS):
+                raise PeerError(message("A task of the cluster does not start.", task=name, logs=str(self.log_dir)))
+
+    def kill(self, job: str, index: int) -> None:
+        """Kills a task without warning, as `kill -9` does, and returns when it is gone.
+
+        Args:
+            job: "worker" or "ps".
+            index: Which one.
+        """
+        name = f"{job}{index}"
+        with self._changed:
+            if name in self._pids:
+                os.kill(self._pids[name], signal.SIGKILL)
+                self._changed.wait_for(lambda: name not in self._pids, START_SECONDS)
+
+    def pid(self, job: str, index: int) -> int | None:
+        """Returns the process id of a task, or None if it does not run."""
+        return self._pids.get(f"{job}{index}")
+
+    def stop(self) -> None:
+        """Ends all tasks, and returns when they are gone."""
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # type: ignore[union-attr]
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(5)
+        self._process.stdout.close()  # type: ignore[union-attr]
+        shutil.rmtree(self.log_dir, ignore_errors=True)
+
+    def _read(self) -> None:
+        for line in self._process.stdout:  # type: ignore[union-attr]
+            event = json.loads(line)
+            with self._changed:
+                if "started" in event:
+                    self._pids[event["started"]] = event["pid"]
+                elif self._pids.get(event["ended"]) == event["pid"]:
+                    del self._pids[event["ended"]]
+                self._changed.notify_all()
+            if "ended" in event and self._on_end is not None:
+                self._on_end(event["ended"], event["code"])
+
+
+class LocalClusterResolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
+    """Tells a strategy the addresses of a `LocalCluster`.
+
+    Attributes:
+        cluster: The cluster, with `kill`, `start` and `pid`.
+    """
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        super().__init__(tf.train.ClusterSpec(cluster.spec), rpc_layer="grpc", task_type="chief", task_id=0)
+        self.cluster = cluster
+
+
+@contextlib.contextmanager
+def local_cluster(workers: int = 2, servers: int = 1) -> Iterator[LocalClusterResolver]:
+    """Starts workers and parameter servers as processes on this machine, and ends them with the body.
+
+    They end too when this process is killed. TensorFlow's servers listen on all interfaces and trust whoever connects.
+
+    Args:
+        workers: How many workers, at least one.
+        servers: How many parameter servers, at least one.
+
+    Yields:
+        What `ParameterServerStrategy` takes.
+
+    Raises:
+        ConfigurationError: A number cannot be used.
+        PeerError: The processes do not start.
+
+    Example:
+        >>> with tfrep.local_cluster(workers=2, servers=1) as cluster:
+        ...     strategy = tfrep.ParameterServerStrategy(cluster)
+    """
+    check_counts(workers=workers, servers=servers)
+    cluster = LocalCluster(workers, servers)
+    try:
+        yield LocalClusterResolver(cluster)
+    finally:
+        cluster.stop()
+
+
+def check_counts(**counts: Any) -> None:
+    """Refuses a number of workers or servers that is not a whole number above zero.
+
+    Raises:
+        ConfigurationError: for the first of them.
+    """
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigurationError(
+                message(f"A cluster needs at least one of its {name}.", hint="use 1 or more.", **{name: count})
+            )
+
+
+def wait_until_reachable(addresses: dict[str, str], seconds: float) -> list[str]:
+    """Waits until somebody listens at each address.
+
+    Args:
+        addresses: Address ("host:port") of each task, by the task's name.
+        seconds: How long to wait at most.
+
+    Returns:
+        The names of the tasks that cannot be reached.
+
+    Example:
+        >>> wait_until_reachable({"worker 0": "127.0.0.1:1"}, 0.1)
+        ['worker 0']
+    """
+    deadline = time.monotonic() + seconds
+    missing = dict(addresses)
+    while missing:
+        for name, address in list(missing.items()):
+            host, _, port = address.rpartition(":")
+            with contextlib.suppress(OSError, ValueError):
+                left = max(0.1, min(2.0, deadline - time.monotonic()))
+                socket.create_connection((host.strip("[]"), int(port)), timeout=left).close()
+                del missing[name]
+        if missing:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.05)
+    return list(missing)

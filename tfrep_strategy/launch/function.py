@@ -1,0 +1,107 @@
+"""Runs a Python function on several replicas, from a notebook or a script."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from tfrep_strategy.environments import detect_environment
+from tfrep_strategy.errors import PeerError
+from tfrep_strategy.launch.child import rank_command, run_strategy_scope
+from tfrep_strategy.launch.notes import noted_failure
+from tfrep_strategy.launch.processes import deferred_signals
+from tfrep_strategy.launch.runs import Options, RunFailed, run_to_end
+
+
+def launch(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_replicas: int = 2,
+    *,
+    communicator: str = "auto",
+    strategy: str | None = "multi-worker",
+    timeout: float | None = None,
+) -> list[Any]:
+    """Calls a function on every replica, in fresh processes on this machine, inside the scope of their strategy.
+
+    The function and its arguments travel by value, so it may be defined in a notebook. `tf.distribute.get_strategy()`
+    inside it is the strategy of the run.
+
+    Args:
+        fn: What to call.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        num_replicas: How many replicas take part.
+        communicator: "horovod", "tf", or "auto": Horovod if it is installed.
+        strategy: "multi-worker": one process per replica; "mirrored": one process with all replicas; `None`: one
+            process per replica that has to make its own strategy.
+        timeout: Seconds after which the run is stopped; by default it may take for ever.
+
+    Returns:
+        What the function returned, by rank; a single item for "mirrored".
+
+    Raises:
+        ConfigurationError: An argument cannot be used.
+        PeerError: The function raised on a rank, a rank died, or the time was over. All processes are gone by then.
+
+    Example:
+        >>> launch(lambda: tf.distribute.get_strategy().num_replicas_in_sync, num_replicas=2)
+        [2, 2]
+    """
+    options = Options(num_replicas, strategy=strategy, communicator=communicator, timeout=timeout)
+    scope = "" if strategy is None else "scope"
+    with (
+        deferred_signals() as events,
+        tempfile.TemporaryDirectory(prefix="tfrep-") as name,
+    ):
+        folder = Path(name)
+        (folder / "call").write_bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}))))
+        try:
+            run_to_end(
+                options,
+                lambda logs: rank_command("function", name, scope),
+                folder,
+                events,
+            )
+        except RunFailed as failed:
+            story, traceback = str(failed), failed.failure.traceback
+            if traceback:
+                story = (
+                    f"Rank {failed.failure.rank} raised, and all ranks were ended.\n{traceback}Logs: {failed.log_dir}"
+                )
+            raise PeerError(story) from None
+        processes = 1 if strategy == "mirrored" else num_replicas
+        return [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(processes)]
+
+
+def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
+    """Is the whole life of a rank.
+
+    Args:
+        arguments: Folder of the call and its results; "scope" if the strategy's scope is to be entered.
+        own_path: Unused: the function may need what its caller could import.
+
+    Example:
+        >>> main(["folder", "scope"], [])
+    """
+    del own_path
+    folder, scope = Path(arguments[0]), arguments[1]
+    rank = detect_environment().rank
+    with noted_failure(folder, rank):
+        fn, args, kwargs = pickle.loads((folder / "call").read_bytes())
+        if scope:
+            with run_strategy_scope():
+                result = fn(*args, **kwargs)
+        else:
+            result = fn(*args, **kwargs)
+        _result(folder, rank).write_bytes(cloudpickle.dumps(result))
+
+
+def _result(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.result"

@@ -1,0 +1,170 @@
+"""How the processes that this package starts learn who they are."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from tfrep_strategy.environments import identity_variables
+from tfrep_strategy.errors import ConfigurationError, message
+
+COMMUNICATORS = ("auto", "horovod", "tf")
+"""What a run may be asked to talk through."""
+
+RUN_VARIABLES = ("TFREP_STRATEGY", "TFREP_COMMUNICATOR", "TFREP_NUM_REPLICAS")
+"""What a run tells its processes about the strategy that they are to make."""
+
+_LOOPBACK = "127.0.0.1"
+
+
+def horovod_is_installed() -> bool:
+    """Tells whether Horovod is installed with its TensorFlow operations, without importing it.
+
+    Returns:
+        Whether it is.
+
+    Example:
+        >>> horovod_is_installed()
+        True
+    """
+    found = importlib.util.find_spec("horovod")
+    folders = found.submodule_search_locations or () if found else ()
+    return any(path for folder in folders for path in Path(folder, "tensorflow").glob("mpi_lib*"))
+
+
+def resolve_communicator(name: str) -> str:
+    """Turns a user's choice into "horovod" or "tf".
+
+    Args:
+        name: One of `COMMUNICATORS`; "auto" takes Horovod if it is installed.
+
+    Returns:
+        The communicator.
+
+    Raises:
+        ConfigurationError: The name is unknown, or Horovod is asked for and not installed.
+
+    Example:
+        >>> resolve_communicator("tf")
+        'tf'
+    """
+    if name not in COMMUNICATORS:
+        raise ConfigurationError(
+            message(
+                "Unknown communicator.",
+                hint='use "auto", "horovod" or "tf".',
+                communicator=name,
+            )
+        )
+    installed = name != "tf" and horovod_is_installed()
+    if name == "horovod" and not installed:
+        raise ConfigurationError(
+            message(
+                "Horovod is not installed.",
+                hint="run `tfrep horovod install`.",
+                communicator=name,
+            )
+        )
+    return "horovod" if installed else "tf"
+
+
+def inherited_environ() -> dict[str, str]:
+    """Copies this process's environment variables, less those by which another run would speak to the new one.
+
+    Returns:
+        The variables.
+
+    Example:
+        >>> "TF_CONFIG" in inherited_environ()
+        False
+    """
+    foreign = identity_variables().union(RUN_VARIABLES)
+    return {name: value for name, value in os.environ.items() if name not in foreign}
+
+
+@contextlib.contextmanager
+def identities(communicator: str, size: int) -> Iterator[list[dict[str, str]]]:
+    """Gives the variables that tell each of some processes on this machine who it is, and serves them meanwhile.
+
+    Args:
+        communicator: "horovod" or "tf".
+        size: How many processes there will be.
+
+    Yields:
+        One dictionary of environment variables per rank.
+
+    Example:
+        >>> with identities("tf", 2) as variables:
+        ...     sorted(variables[1])
+        ['TF_CONFIG']
+    """
+    if communicator == "horovod":
+        with _horovod_rendezvous(size) as variables:
+            yield variables
+    else:
+        workers = [f"{_LOOPBACK}:{port}" for port in free_ports(size)]
+        yield [
+            {
+                "TF_CONFIG": json.dumps(
+                    {
+                        "cluster": {"worker": workers},
+                        "task": {"type": "worker", "index": rank},
+                    }
+                )
+            }
+            for rank in range(size)
+        ]
+
+
+def free_ports(count: int) -> list[int]:
+    """Finds ports of the loopback interface that nobody listens on.
+
+    Args:
+        count: How many are needed.
+
+    Returns:
+        The ports, all different. Another program may take one before it is used; that cannot be ruled out.
+
+    Example:
+        >>> len(set(free_ports(3)))
+        3
+    """
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((_LOOPBACK, 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@contextlib.contextmanager
+def _horovod_rendezvous(size: int) -> Iterator[list[dict[str, str]]]:
+    """Serves the meeting point of Horovod's Gloo controller: what `horovodrun` does, on the loopback interface only."""
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    slots = get_host_assignments(parse_hosts(f"localhost:{size}"), size)
+    with RendezvousHTTPServer((_LOOPBACK, 0), RendezvousHandler, 0) as server:
+        server.init(slots)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        try:
+            common = create_run_env_vars(_LOOPBACK, [_loopback_interface()], str(server.server_port))
+            yield [{**common, **create_slot_env_vars(slot)} for slot in slots]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def _loopback_interface() -> str:
+    return next(
+        name for name, addresses in psutil.net_if_addrs().items() if _LOOPBACK in {each.address for each in addresses}
+    )

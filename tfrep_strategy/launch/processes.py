@@ -1,0 +1,302 @@
+"""Starts the processes of a run, watches them, and ends all of them when one fails or the launcher is told to stop.
+
+Nothing may be left behind, however a run ends. Every rank leads a session of its own, so that its whole group can be
+signalled at once; processes that left the group are found through the process tree. A launcher that is killed without
+warning can do nothing any more: a small guard process then reads the end of its pipe, and kills the ranks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tfrep_strategy.launch.notes import Note, read_notes
+
+GRACE_SECONDS = 3.0
+"""How long a rank may take to end once it was asked to, before it is killed."""
+
+Events = queue.SimpleQueue[tuple[int | None, int]]
+"""What the watcher waits for: (rank, return code) when a rank ended, (None, number) when a signal came."""
+
+TIMED_OUT = 124
+"""Exit code of a run whose time was over, as with the command `timeout`."""
+
+# The peers of a rank that dies fail a moment later, and may be noticed first. A rank that raises notes the time; one
+# that dies without a word cannot, so its death is taken to lie this much before it was seen. SIGABRT is how native code
+# reacts to the loss of a peer: it is a consequence, and earns no such credit.
+_SILENT_DEATH_CREDIT = 0.25
+_SETTLE_SECONDS = 0.1
+
+# What a rank's death would orphan is found through the rank, so it is looked for before anything is killed.
+_GUARD = """
+import contextlib, json, os, signal, sys
+groups = [int(line) for line in sys.stdin]
+sys.path[:] = json.loads(sys.argv[1])
+import psutil
+members = []
+for group in groups:
+    with contextlib.suppress(psutil.Error):
+        members += psutil.Process(group).children(recursive=True)
+for group in groups:
+    with contextlib.suppress(OSError):
+        os.killpg(group, signal.SIGKILL)
+for member in members:
+    with contextlib.suppress(psutil.Error):
+        member.kill()
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What one rank runs.
+
+    Attributes:
+        arguments: The command line.
+        environ: All of its environment variables.
+    """
+
+    arguments: Sequence[str]
+    environ: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a run failed.
+
+    Attributes:
+        rank: The rank that failed first; `None` when the run was stopped from outside or its time was over.
+        exit_code: The exit code of that rank and so of the run; 128 + n if signal n ended it.
+        traceback: Where Python left the rank's code, if it got to say so.
+        noted: Whether the rank itself told of its failure.
+    """
+
+    rank: int | None
+    exit_code: int
+    traceback: str = ""
+    noted: bool = False
+
+    @property
+    def stopped_by_signal(self) -> bool:
+        """Whether a signal to the launcher, and no rank, ended the run."""
+        return self.rank is None and self.exit_code != TIMED_OUT
+
+
+@contextlib.contextmanager
+def deferred_signals() -> Iterator[Events]:
+    """Collects SIGINT, SIGTERM and SIGHUP while the body runs, and delivers the first when it is done.
+
+    What the signal was meant to do (raise `KeyboardInterrupt`, end the process) thus happens after the clean-up.
+    Outside of the main thread Python offers no way to do this, and signals keep their meaning.
+
+    Yields:
+        The queue that receives the signals.
+
+    Example:
+        >>> with deferred_signals() as events:
+        ...     signal.raise_signal(signal.SIGINT)
+        ...     assert events.get() == (None, signal.SIGINT)
+        Traceback (most recent call last):
+        KeyboardInterrupt
+    """
+    events: Events = queue.SimpleQueue()
+    received: list[int] = []
+
+    def remember(number: int, frame: object) -> None:
+        received.append(number)
+        events.put((None, number))
+
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # Ignored on purpose, as by nohup: stays ignored.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                previous[number] = signal.signal(number, remember)
+    try:
+        yield events
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if received:
+            signal.raise_signal(received[0])
+
+
+def run_ranks(
+    commands: Sequence[Command],
+    events: Events,
+    *,
+    log_dir: Path,
+    note_dir: Path,
+    timeout: float | None = None,
+) -> Failure | None:
+    """Runs one process per command until all end well or one does not; none is left when this returns.
+
+    Rank 0 has the terminal: its input and output are those of this process. The others write to `rank<k>.log`.
+
+    Args:
+        commands: What each rank runs.
+        events: From `deferred_signals`.
+        log_dir: Folder of the log files.
+        note_dir: Folder in which ranks that fail leave their notes.
+        timeout: Seconds after which the run is stopped; by default it may take for ever.
+
+    Returns:
+        `None` if every rank ended with exit code 0, else what went wrong first.
+
+    Example:
+        >>> with deferred_signals() as events:
+        ...     failure = run_ranks([Command(["true"], os.environ)], events, log_dir=folder, note_dir=folder)
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    run = _Run(events, note_dir)
+    stop_with: int = signal.SIGTERM
+    with _guard() as watch_group:
+        try:
+            for rank, command in enumerate(commands):
+                watch_group(run.start(rank, command, log_dir))
+            try:
+                number = run.wait(deadline)
+            except queue.Empty:
+                return Failure(None, TIMED_OUT)
+            if number is not None:
+                stop_with = number
+                return Failure(None, 128 + number)
+            return run.failure()
+        finally:
+            run.end(stop_with)
+
+
+class _Run:
+    """The processes of one run, and how they ended."""
+
+    def __init__(self, events: Events, note_dir: Path) -> None:
+        self._events = events
+        self._note_dir = note_dir
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._codes: dict[int, int] = {}
+        self._ended_at: dict[int, float] = {}
+
+    def start(self, rank: int, command: Command, log_dir: Path) -> int:
+        """Starts a rank and a thread that reports its end; returns its process id."""
+        if rank:
+            with open(log_dir / f"rank{rank}.log", "wb") as log:
+                process = self._popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+        else:
+            process = self._popen(command)
+        self._processes.append(process)
+        threading.Thread(target=lambda: self._events.put((rank, process.wait())), daemon=True).start()
+        return process.pid
+
+    @staticmethod
+    def _popen(command: Command, **streams: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command.arguments,
+            env=dict(command.environ),
+            start_new_session=True,
+            **streams,
+        )
+
+    def wait(self, deadline: float | None) -> int | None:
+        """Waits until all ranks ended well or one failed; returns the number of a signal that came instead."""
+        while len(self._codes) < len(self._processes):
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            rank, code = self._events.get(timeout=left)
+            if rank is None:
+                return code
+            self._note_end(rank, code)
+            if code:
+                return self._settle()
+        return None
+
+    def failure(self) -> Failure | None:
+        """Tells which rank failed first, if any."""
+        notes = read_notes(self._note_dir)
+        died = {rank: code for rank, code in self._codes.items() if code}
+
+        def when(rank: int) -> float:
+            if rank in notes:
+                return notes[rank].time
+            return self._ended_at[rank] - (0 if died[rank] == -signal.SIGABRT else _SILENT_DEATH_CREDIT)
+
+        rank = min(notes.keys() | died.keys(), key=when, default=None)
+        if rank is None:
+            return None
+        note = notes.get(rank, Note(0.0, 0))
+        code = died.get(rank, note.exit_code)
+        return Failure(rank, 128 - code if code < 0 else code, note.traceback, noted=rank in notes)
+
+    def end(self, first_signal: int) -> None:
+        """Ends what still runs: asks, waits for the grace period, then kills."""
+        trees = [member for process in self._processes for member in _descendants(process.pid)]
+        running = len(self._codes) < len(self._processes)
+        if running:
+            self._signal(trees, first_signal)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while len(self._codes) < len(self._processes) and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                rank, code = self._events.get(timeout=left)
+                if rank is None:  # Somebody is impatient.
+                    break
+                self._note_end(rank, code)
+        self._signal(trees, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+
+    def _settle(self) -> int | None:
+        """Gives other deaths of the same moment the time to be seen."""
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                rank, code = self._events.get(timeout=left)
+                if rank is None:
+                    return code
+                self._note_end(rank, code)
+        return None
+
+    def _note_end(self, rank: int, code: int) -> None:
+        self._codes[rank], self._ended_at[rank] = code, time.monotonic()
+
+    def _signal(self, trees: Sequence[psutil.Process], number: int) -> None:
+        for process in self._processes:
+            # The group may outlive its leader, and may be gone.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, number)
+        for member in trees:
+            with contextlib.suppress(psutil.Error):
+                member.send_signal(number)
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+@contextlib.contextmanager
+def _guard() -> Iterator[Callable[[int], None]]:
+    """Starts the process that kills the groups it was told of if this process dies; it never outlives the body."""
+    arguments = [sys.executable, "-I", "-S", "-c", _GUARD, json.dumps(sys.path)]
+    guard = subprocess.Popen(arguments, stdin=subprocess.PIPE, text=True, bufsize=1, start_new_session=True)
+    try:
+        yield lambda pid: print(pid, file=guard.stdin)
+    finally:
+        guard.kill()
+        guard.communicate()

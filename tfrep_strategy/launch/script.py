@@ -1,0 +1,96 @@
+"""Runs a script or a module that need not know about strategies."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfrep_strategy.environments import detect_environment
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.launch.child import rank_command, run_strategy_scope
+from tfrep_strategy.launch.notes import noted_failure
+from tfrep_strategy.launch.processes import deferred_signals
+from tfrep_strategy.launch.runs import Options, run_to_end
+
+
+def run_script(target: str, arguments: Sequence[str], options: Options, *, as_module: bool = False) -> None:
+    """Runs a script on every replica, inside the scope of the run's strategy.
+
+    Args:
+        target: Path of the script, or name of the module.
+        arguments: What follows it in `sys.argv`.
+        options: What kind of run is wanted.
+        as_module: Whether `target` is a module, as for `python -m`.
+
+    Raises:
+        ConfigurationError: There is no such script.
+        RunFailed: A rank failed.
+
+    Example:
+        >>> run_script("train.py", ["--epochs", "3"], Options(num_replicas=2))
+    """
+    if not as_module and not Path(target).exists():
+        raise ConfigurationError(
+            message(
+                "There is no such script.",
+                hint="check the path; for a module use -m.",
+                script=target,
+            )
+        )
+    kind = "module" if as_module else "script"
+    with (
+        deferred_signals() as events,
+        tempfile.TemporaryDirectory(prefix="tfrep-") as notes,
+    ):
+        run_to_end(
+            options,
+            lambda logs: rank_command(
+                "script",
+                notes,
+                str(logs) if options.hosts else "",
+                kind,
+                target,
+                *arguments,
+            ),
+            Path(notes),
+            events,
+        )
+
+
+def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
+    """Is the whole life of a rank.
+
+    Args:
+        arguments: Folder of the notes, folder of the logs if this process has to open its own, "script" or "module",
+            its name, and its arguments.
+        own_path: The search path with which Python started.
+
+    Example:
+        >>> main(["notes", "", "script", "train.py", "--epochs", "3"], sys.path)
+    """
+    note_dir, log_dir, kind, target, *rest = arguments
+    rank = detect_environment().rank
+    if log_dir and rank:
+        _write_to(Path(log_dir, f"rank{rank}.log"))
+    with noted_failure(Path(note_dir), rank):
+        # Both are as Python would have set them for `python target` and `python -m target`.
+        sys.argv = [target, *rest]
+        first = os.getcwd() if kind == "module" else str(Path(target).resolve().parent)
+        with run_strategy_scope():
+            sys.path[:] = own_path if getattr(sys.flags, "safe_path", False) else [first, *own_path[1:]]
+            if kind == "module":
+                runpy.run_module(target, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(target, run_name="__main__")
+
+
+def _write_to(log: Path) -> None:
+    """Sends all further output of this process to a file; ranks that `horovodrun` started would share one terminal."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)

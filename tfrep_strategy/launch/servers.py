@@ -1,0 +1,110 @@
+"""The process that holds the servers of a local cluster: it starts them, restarts them, and ends them.
+
+TensorFlow is imported once, before anything of it is initialised, and every server is a fork, so that a worker is back
+within a fraction of a second. The process reads its orders from a pipe; when that ends, since whoever gave the orders has
+ended or was killed, all servers are killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str], own_path: list[str]) -> None:
+    """Is the whole life of the process.
+
+    Args:
+        arguments: The cluster as JSON, and the folder of the servers' logs.
+        own_path: Unused.
+
+    Example:
+        >>> main(['{"worker": ["127.0.0.1:2222"], "ps": ["127.0.0.1:2223"]}', "logs"], [])
+    """
+    del own_path
+    cluster, log_dir = json.loads(arguments[0]), Path(arguments[1])
+    orders = os.fdopen(os.dup(0), "r")
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    # Ctrl-C in a terminal reaches every process; the one that gives the orders decides what follows from it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import tensorflow  # noqa: F401  (what the forks share)
+
+    servers: dict[str, int] = {}
+    lock = threading.Lock()
+
+    def answer(**content: Any) -> None:
+        with lock:
+            print(json.dumps(content), file=answers)
+
+    def watch(name: str, pid: int) -> None:
+        _, status = os.waitpid(pid, 0)
+        answer(ended=name, pid=pid, code=os.waitstatus_to_exitcode(status))
+
+    parent = os.getpid()
+    try:
+        for line in orders:
+            job, index = json.loads(line)
+            name = f"{job}{index}"
+            pid = os.fork()
+            if pid == 0:
+                for stream in (orders, answers):
+                    os.close(stream.fileno())
+                _serve(cluster, job, index, log_dir / f"{name}.log", parent)
+            servers[name] = pid
+            threading.Thread(target=watch, args=(name, pid), daemon=True).start()
+            answer(started=name, pid=pid)
+    finally:
+        for pid in servers.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        os._exit(0)
+
+
+def _serve(cluster: dict[str, list[str]], job: str, index: int, log: Path, parent: int) -> None:
+    """Is the life of one server; never returns."""
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        with open(log, "ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        run_server(cluster, job, index)
+        code = 0
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_server(cluster: dict[str, Any], job: str, index: int) -> None:
+    """Serves as one worker or parameter server of a cluster until the process is ended.
+
+    Args:
+        cluster: Addresses ("host:port") by job: "worker" and "ps", and "chief" if it is known.
+        job: "worker" or "ps".
+        index: Which of that job's tasks this process is.
+
+    Example:
+        >>> run_server({"worker": ["127.0.0.1:2222"], "ps": ["127.0.0.1:2223"]}, "ps", 0)
+    """
+    # A call to a task that is gone fails at once instead of waiting for it to come back.
+    os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
+    import tensorflow as tf
+
+    config = tf.compat.v1.ConfigProto()
+    config.inter_op_parallelism_threads = max(4, len(cluster["worker"]) + 1)
+    server = tf.distribute.Server(tf.train.ClusterSpec(cluster), job, index, protocol="grpc", config=config)
+    server.join()
