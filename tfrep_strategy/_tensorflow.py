@@ -79,6 +79,15 @@ ServerDef = _private("distribute.collective_all_reduce_strategy", "tensorflow_se
 CoordinatedJob = _private("eager.context", "coordination_config_pb2").CoordinatedJob
 
 
-def global_seed() -> int | None:
-    """Returns TensorFlow's global seed in this thread's context, or None when none was set."""
-    return context()._seed
+def random_state() -> tuple[int | None, object]:
+    """Returns TensorFlow's global seed, or None, and the state of the generator that numbers unseeded operations."""
+    runtime = context()
+    return runtime._seed, runtime._rng.getstate() if runtime._seed is not None else None
+
+
+def set_random_state(seed: int, state: object) -> None:
+    """Gives TensorFlow's eager context a state that `random_state` returned, here or in another process."""
+    if context()._seed != seed:
+        tf.random.set_seed(seed)
+    if state is not None:
+        context()._rng.setstate(state)

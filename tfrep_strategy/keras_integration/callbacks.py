@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,11 +125,13 @@ def restore_backup(original: Any, self: Any, logs: Any = None) -> None:
     strategy = strategy_of(model)
     if strategy is None:
         return original(self, logs)
-    restores = None
+    restores, batches = False, 0
     if strategy.is_chief:
         restores = _file_utils.exists(self._weights_path) or _file_utils.exists(self._prev_weights_path)
         original(self, logs)
-    restores, model._initial_epoch = strategy.broadcast_object((restores, model._initial_epoch))
+        batches = _batches_done(self) if restores else 0
+    found = strategy.broadcast_object((restores, model._initial_epoch, batches))
+    restores, model._initial_epoch, strategy.batches_to_skip = found
     if restores:
         optimizer = model.optimizer
         if optimizer is not None and not optimizer.built:
@@ -137,6 +140,15 @@ def restore_backup(original: Any, self: Any, logs: Any = None) -> None:
         strategy.synchronize_new_variables()
         strategy.broadcast_variables(model.variables + (optimizer.variables if optimizer is not None else []))
     return None
+
+
+def _batches_done(callback: Any) -> int:
+    """Returns how many batches of the interrupted epoch the backup has seen; Keras itself starts that epoch again."""
+    if callback.save_freq == "epoch" or not _file_utils.exists(callback._training_metadata_path):
+        return 0
+    with _file_utils.File(callback._training_metadata_path, "r") as file:
+        batch = json.loads(file.read())["batch"]
+    return batch + 1 if batch else 0
 
 
 @replaces(keras.callbacks.BackupAndRestore, "on_train_end")

@@ -32,6 +32,9 @@ class KerasStrategy(Protocol):
     collectives_in_branches: bool
     """Whether a replica may call collectives inside `tf.cond`, which needs one program per process."""
 
+    batches_to_skip: int
+    """How many batches the next epoch passes over, since an interrupted run has trained on them."""
+
     def shard(self, batch: Any) -> Shards:
         """Cuts a whole global batch."""
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterator
 from typing import Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
@@ -32,10 +35,32 @@ def init_epoch_iterator(original: Any, self: Any, *args: Any, **kwargs: Any) -> 
     if not getattr(strategy, "drives_keras", False):
         return original(self, *args, **kwargs)
     strategy.share_random_state()
+    if isinstance(kwargs.get("x"), types.GeneratorType):
+        kwargs["x"] = _copied(kwargs["x"])
     original(self, *args, **kwargs)
     self._part_spec = self._distributed_dataset.part_spec
     self._distributed_dataset = self._distributed_dataset.for_keras()
     return None
+
+
+def _copied(generator: Iterator[Any]) -> Iterator[Any]:
+    """Copies what a generator yields: TensorFlow may write into memory that it shares with an aligned array."""
+    for batch in generator:
+        yield keras.tree.map_structure(lambda v: v.copy() if isinstance(v, np.ndarray) else v, batch)
+
+
+@replaces(_EpochIterator, "_enumerate_iterator")
+def enumerate_iterator(original: Any, self: Any) -> Any:
+    """Passes over the batches that an interrupted epoch has trained on already."""
+    strategy, skip = self._distribute_strategy, 0
+    if getattr(strategy, "drives_keras", False):
+        skip, strategy.batches_to_skip = strategy.batches_to_skip, 0
+    for first, last, iterator in original(self):
+        if last < skip:
+            for _ in range(first, last + 1):
+                next(iterator)
+        else:
+            yield first, last, iterator
 
 
 @replaces(_Trainer, "_maybe_symbolic_build")

@@ -44,6 +44,7 @@ class SynchronousStrategy(tf.distribute.Strategy):
         self.gradient_aggregator: Callable[..., list[Any]] | None = None
         self.bucket_bytes = bucket_bytes
         self.densify_sparse_gradients = densify_sparse_gradients
+        self.batches_to_skip = 0
 
     @property
     def is_chief(self) -> bool:
@@ -150,11 +151,18 @@ class SynchronousStrategy(tf.distribute.Strategy):
         """
         if not self.extended.state_differs:
             return
+        moving = [
+            variable
+            for _, variable in sorted(self.extended.replica_variables.items())
+            if variable.differs and variable.aggregation == tf.VariableAggregation.MEAN
+        ]
         with self.scope():
-            for _, variable in sorted(self.extended.replica_variables.items()):
-                if variable.differs and variable.aggregation == tf.VariableAggregation.MEAN:
-                    variable.assign(variable.read_value())
+            for variable, mean in zip(moving, self._means(moving), strict=True):
+                variable.assign(mean)
         self.extended.state_differs = False
+
+    def _means(self, variables: Sequence[Any]) -> list[tf.Tensor]:
+        return [variable.read_value() for variable in variables]
 
     def synchronize_new_variables(self) -> None:
         """Gives variables made since the last call the values of rank 0; nothing to do within one process."""

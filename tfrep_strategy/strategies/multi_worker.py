@@ -15,7 +15,8 @@ from tfrep_strategy.errors import ConfigurationError, DesyncError, message
 from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
-from tfrep_strategy.strategies.seeds import share_random_state
+from tfrep_strategy.strategies.checkpoint import write_checkpoints_once
+from tfrep_strategy.strategies.seeds import share_random_state, shuffle_seeds
 
 
 class MultiWorkerStrategy(SynchronousStrategy):
@@ -56,6 +57,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
             _Extended(self, self.communicator, _resolve(device, self.communicator)), bucket_bytes, densify_sparse_gradients
         )
         self.share_random_state()
+        write_checkpoints_once(self)
 
     @property
     def rank(self) -> int:
@@ -99,6 +101,9 @@ class MultiWorkerStrategy(SynchronousStrategy):
             shape = tf.concat([[tf.reduce_sum(rows)], value.dense_shape[1:]], 0)
             return tf.SparseTensor(gather(value.indices + offset), gather(value.values), shape)
         return gather(value[tf.newaxis] if value.shape.rank == 0 else value)
+
+    def _means(self, variables: Sequence[Any]) -> list[tf.Tensor]:
+        return self.communicator.all_reduce([variable.values[0].value() for variable in variables], "mean")
 
     def synchronize_new_variables(self) -> None:
         """Gives variables made since the last call the values of rank 0.
@@ -242,6 +247,19 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         # TensorFlow calls this to give all replicas the first one's value.
         return self._communicator.broadcast([tf.convert_to_tensor(tensor)])[0]
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> data.ReplicaDataset:
+        seeds = self._communicator.all_gather_object(shuffle_seeds(dataset))
+        for rank, other in enumerate(seeds):
+            if other != seeds[0] or (0, 0) in other:
+                raise ConfigurationError(
+                    message(
+                        "The ranks would shuffle this data set in different orders, so that examples were lost.",
+                        hint="make the strategy before the data set, or give shuffle(..., seed=...) the same on all ranks.",
+                        **{"rank_0": seeds[0], f"rank_{rank}": other},
+                    )
+                )
+        return super()._experimental_distribute_dataset(dataset, options)
 
     def _agreement(self, stop_together: bool) -> data.Agreement:
         c = self._communicator

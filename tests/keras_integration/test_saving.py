@@ -1,0 +1,210 @@
+"""Files: one process writes, everybody may read, and the number of replicas may change in between."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfrep_strategy as tfrep
+
+
+def build(optimizer: Any = None) -> keras.Model:
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(4, "tanh", kernel_initializer=keras.initializers.RandomUniform(seed=1)),
+            layers.BatchNormalization(momentum=0.5),
+            layers.Dense(1, kernel_initializer=keras.initializers.RandomUniform(seed=2)),
+        ]
+    )
+    model.compile(optimizer or keras.optimizers.Adam(0.05), "mse")
+    return model
+
+
+def rows(n: int = 32) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.RandomState(0)
+    return rng.randn(n, 4).astype("float32"), rng.randn(n, 1).astype("float32")
+
+
+def fit(model: Any, epochs: int, **kwargs: Any) -> Any:
+    return model.fit(*rows(), batch_size=8, epochs=epochs, shuffle=False, verbose=0, **kwargs)
+
+
+def state(model: Any) -> list[np.ndarray]:
+    return [keras.ops.convert_to_numpy(v) for v in model.weights + model.optimizer.variables]
+
+
+def plain() -> keras.Model:
+    """A model without statistics that depend on how a batch is cut."""
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1, kernel_initializer="ones")])
+    model.compile(keras.optimizers.Adam(0.05), "mse")
+    return model
+
+
+def save_all(strategy: Any, folder: str) -> list[np.ndarray]:
+    """Trains on all replicas and saves in every way there is, to the same paths on all ranks."""
+    with strategy.scope():
+        model = build()
+    fit(model, 1)
+    model.save(f"{folder}/model.keras")
+    model.save_weights(f"{folder}/model.weights.h5")
+    model.export(f"{folder}/exported", verbose=False)
+    tf.train.Checkpoint(model=model).write(f"{folder}/checkpoint")
+    # Every rank may read at once: the file is complete when `save` returns.
+    loaded = keras.models.load_model(f"{folder}/model.keras")
+    np.testing.assert_array_equal(loaded.get_weights()[0], model.get_weights()[0])
+    return state(model)
+
+
+def check_loaded(folder: str, expected: list[np.ndarray], scope: Any) -> None:
+    x, _ = rows()
+    with scope:
+        model = keras.models.load_model(f"{folder}/model.keras")
+        weights_only, from_checkpoint = build(), build()
+        weights_only.load_weights(f"{folder}/model.weights.h5")
+        tf.train.Checkpoint(model=from_checkpoint).restore(f"{folder}/checkpoint").expect_partial()
+    for found, want in zip(state(model), expected, strict=True):
+        np.testing.assert_allclose(found, want, rtol=1e-6)
+    num_weights = len(model.weights)
+    for other in (weights_only, from_checkpoint):
+        for found, want in zip(other.get_weights(), expected[:num_weights], strict=True):
+            np.testing.assert_allclose(found, want, rtol=1e-6)
+    predicted = model.predict(x, verbose=0)
+    exported = tf.saved_model.load(f"{folder}/exported")
+    np.testing.assert_allclose(exported.serve(tf.constant(x)), predicted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_mirrored_files_load_anywhere(num_replicas: int, tmp_path: pathlib.Path) -> None:
+    strategy = tfrep.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
+    expected = save_all(strategy, str(tmp_path))
+    check_loaded(str(tmp_path), expected, tf.distribute.get_strategy().scope())
+    check_loaded(str(tmp_path), expected, tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope())
+
+
+@pytest.mark.parametrize("communicator", ["horovod", "tf"])
+def test_process_files_load_anywhere(communicator: str, tmp_path: pathlib.Path, worker_pool: Any) -> None:
+    first, second = worker_pool(communicator, 2).run(save_all, str(tmp_path), limit=120)
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+    check_loaded(str(tmp_path), first, tf.distribute.get_strategy().scope())
+    check_loaded(str(tmp_path), first, tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope())
+    assert not [name for name in os.listdir(tmp_path) if "temp" in name]
+
+
+def save_on_own_paths(strategy: Any, folder: str) -> bool:
+    with strategy.scope():
+        model = plain()
+    fit(model, 1)
+    path = f"{folder}/rank{strategy.rank}.keras"
+    model.save(path)
+    return os.path.exists(path)
+
+
+@pytest.mark.parametrize("communicator", ["horovod", "tf"])
+def test_a_path_of_ones_own_is_written(communicator: str, tmp_path: pathlib.Path, worker_pool: Any) -> None:
+    assert worker_pool(communicator, 2).run(save_on_own_paths, str(tmp_path)) == [True, True]
+
+
+def continue_from(strategy: Any, path: str) -> list[np.ndarray]:
+    with strategy.scope():
+        model = keras.models.load_model(path)
+    fit(model, 2)
+    return state(model)
+
+
+def test_training_continues_on_another_number_of_replicas(tmp_path: pathlib.Path, worker_pool: Any) -> None:
+    reference = plain()
+    fit(reference, 4)
+    with tfrep.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"]).scope():
+        model = plain()
+    fit(model, 2)
+    model.save(tmp_path / "half.keras")
+    for rank_state in worker_pool("tf", 2).run(continue_from, str(tmp_path / "half.keras")):
+        for found, want in zip(rank_state, state(reference), strict=True):
+            np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Ends training as a preempted machine would, after some batches."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.left = after
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+def interrupted_and_resumed(strategy: Any, folder: str, save_freq: Any, after: int) -> list[np.ndarray]:
+    callbacks = keras.callbacks
+    with strategy.scope():
+        model = plain()
+    try:
+        fit(model, 4, callbacks=[callbacks.BackupAndRestore(folder, save_freq=save_freq), Interrupt(after)])
+    except KeyboardInterrupt:
+        pass
+    with strategy.scope():
+        model = plain()
+    fit(model, 4, callbacks=[callbacks.BackupAndRestore(folder, save_freq=save_freq)])
+    assert not os.path.exists(folder)
+    return state(model)
+
+
+# 4 batches an epoch: interrupted at the end of the second epoch, and after the second batch of the third.
+INTERRUPTIONS = [("epoch", 9), (1, 10)]
+
+
+@pytest.mark.parametrize(("save_freq", "after"), INTERRUPTIONS)
+def test_backup_resumes_where_it_stopped(save_freq: Any, after: int, tmp_path: pathlib.Path, worker_pool: Any) -> None:
+    reference = plain()
+    fit(reference, 4)
+    results = [interrupted_and_resumed(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]), str(tmp_path / "a"), save_freq, after)]
+    results += worker_pool("tf", 2).run(interrupted_and_resumed, str(tmp_path / "b"), save_freq, after)
+    results += worker_pool("horovod", 2).run(interrupted_and_resumed, str(tmp_path / "c"), save_freq, after)
+    for result in results:
+        for found, want in zip(result, state(reference), strict=True):
+            np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+
+
+def write_with_callbacks(strategy: Any, folder: str) -> dict[str, Any]:
+    saves: list[Any] = []
+    original = keras.Model.save
+    keras.Model.save = lambda self, *args, **kwargs: (saves.append(args), original(self, *args, **kwargs))[1]
+    try:
+        with strategy.scope():
+            model = plain()
+        C = keras.callbacks
+        fit(
+            model,
+            3,
+            callbacks=[
+                C.ModelCheckpoint(f"{folder}/best.keras", monitor="loss", save_best_only=True),
+                C.ModelCheckpoint(f"{folder}/step.weights.h5", save_weights_only=True, save_freq=2),
+                C.CSVLogger(f"{folder}/log.csv"),
+                C.TensorBoard(f"{folder}/board", update_freq="batch"),
+            ],
+        )
+    finally:
+        keras.Model.save = original
+    return {"saves": len(saves), "weights": model.get_weights()}
+
+
+@pytest.mark.parametrize("communicator", ["horovod", "tf"])
+def test_only_the_chief_writes(communicator: str, tmp_path: pathlib.Path, worker_pool: Any) -> None:
+    chief, other = worker_pool(communicator, 2).run(write_with_callbacks, str(tmp_path))
+    assert chief["saves"] == 3
+    assert other["saves"] == 0
+    best = keras.models.load_model(tmp_path / "best.keras")
+    np.testing.assert_allclose(best.get_weights()[0], chief["weights"][0], rtol=1e-6)
+    assert len((tmp_path / "log.csv").read_text().splitlines()) == 1 + 3
+    assert len(list((tmp_path / "board").rglob("events.out.tfevents*"))) == 1
