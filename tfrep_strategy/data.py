@@ -166,9 +166,7 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
             shards = self._iterator.get_next()
         else:
             parts, total = self._next_parts(self._agreement)
-            # An exhausted iterator raises what TensorFlow expects at the end of the data.
-            end = lambda: tuple(self._iterator.get_next() for _ in parts)  # noqa: E731
-            shards = Shards(tf.cond(total > 0, lambda: parts, end), total)
+            shards = Shards(tf.cond(total > 0, lambda: parts, lambda: _at_the_end(parts)), total)
         return shards if self._as_shards else pack(shards)
 
     def get_next_as_optional(self) -> Any:
@@ -241,6 +239,13 @@ class ReplicaIteratorSpec(tf.TypeSpec):
 
     def most_specific_common_supertype(self, others: Any) -> ReplicaIteratorSpec | None:
         return self if all(self == other for other in others) else None
+
+
+def _at_the_end(parts: Any) -> Any:
+    """Raises `tf.errors.OutOfRangeError` when it runs, as TensorFlow does at the end of the data."""
+    nothing = iter(tf.data.Dataset.range(0)).get_next()
+    with tf.control_dependencies([nothing]):
+        return tf.nest.map_structure(tf.identity, parts, expand_composites=True)
 
 
 def _part_spec(spec: Any, agreement: Agreement | None) -> Any:

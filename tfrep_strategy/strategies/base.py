@@ -15,7 +15,7 @@ from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.protocol import Shards, in_step
 from tfrep_strategy.strategies.groups import ReplicaGroup
-from tfrep_strategy.strategies.variables import with_our_class
+from tfrep_strategy.strategies.variables import ReplicaVariable, with_our_class
 
 GradientTransformer = Callable[[list[Any]], list[Any]]
 
@@ -211,7 +211,10 @@ class SynchronousExtended:
         lift = callable(kwargs.get("initial_value")) and not tf.executing_eagerly()
         with tf.init_scope() if lift else contextlib.nullcontext():
             variable = super()._create_variable(next_creator, **dict(kwargs))  # type: ignore[misc]
-            return with_our_class(self._contain(variable, **kwargs))
+            variable = with_our_class(self._contain(variable, **kwargs))
+            if isinstance(variable, ReplicaVariable):
+                variable.spread_initial_value()
+            return variable
 
     def _contain(self, variable: Any, **kwargs: Any) -> Any:
         """Puts what TensorFlow's class has made into a container, where it has not done so."""
@@ -224,6 +227,10 @@ class SynchronousExtended:
         agreement = self._agreement(stop_together=True)
         context = tf.distribute.InputContext(agreement.size, agreement.rank, self._num_replicas_in_sync)
         return data.ReplicaDataset(dataset_fn(context), self.num_local_replicas, agreement)
+
+    def value_of_first_replica(self, local: tf.Tensor) -> tf.Tensor:
+        """Returns replica 0's value, given that of the first replica of this process."""
+        return tf.identity(local)
 
     def _agreement(self, stop_together: bool) -> data.Agreement:
         return data.Agreement(0, 1, lambda counts: counts, stop_together)

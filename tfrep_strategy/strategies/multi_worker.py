@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy import data
-from tfrep_strategy._tensorflow import MirroredVariable, OneDeviceExtended, SyncOnReadVariable, ValueContext, is_mirrored
+from tfrep_strategy._tensorflow import DistributedVariable, MirroredVariable, OneDeviceExtended, SyncOnReadVariable, ValueContext, is_mirrored
 from tfrep_strategy.communicators import Communicator, SingleCommunicator, make_communicator
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, DesyncError, message
@@ -114,11 +114,9 @@ class MultiWorkerStrategy(SynchronousStrategy):
         if tf.executing_eagerly() and self.extended.new_variables:
             new, self.extended.new_variables = self.extended.new_variables, []
             self._check_equal_variables(new)
-            self._broadcast([v for variable in new for v in getattr(variable, "values", [variable])])
-            for variable in new:
-                # The total of a sum over ranks is what rank 0 holds.
-                if isinstance(variable, SyncOnReadVariable) and variable.aggregation == tf.VariableAggregation.SUM:
-                    variable.assign(variable.values[0])
+            # A sum over ranks is what rank 0 holds already; its parts on the other ranks are zero.
+            self._broadcast([v for v in new if v.synchronization != tf.VariableSynchronization.ON_READ
+                             or v.aggregation != tf.VariableAggregation.SUM])  # fmt: skip
 
     def _check_equal_variables(self, variables: Sequence[Any]) -> None:
         own = [(v.name, tuple(v.shape), v.dtype.name) for v in variables]
@@ -232,17 +230,24 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
             return value
 
         def local(v: Any) -> Any:
-            if hasattr(v, "values") and not isinstance(v, tf.IndexedSlices):
+            if isinstance(v, DistributedVariable):
                 v = v.values[0]
             return v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v)
 
         return self._replica_ctx_all_reduce(reduce_op, tf.nest.map_structure(local, value))
+
+    def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        local = var.values[0] if isinstance(var, DistributedVariable) else var
+        return super()._update(local, fn, args, kwargs, group)
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
         value = tf.convert_to_tensor(value)
         order = [axis] + [i for i in range(value.shape.rank) if i != axis]
         back = [order.index(i) for i in range(value.shape.rank)]
         return tf.transpose(self._communicator.all_gather(tf.transpose(value, order)), back)
+
+    def value_of_first_replica(self, local: tf.Tensor) -> tf.Tensor:
+        return self._communicator.broadcast([local])[0]
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         # TensorFlow calls this to give all replicas the first one's value.

@@ -41,7 +41,22 @@ class ReplicaVariable(SyncOnReadVariable):
                 assigned.append(variable.assign(value if first + i == 0 else tf.zeros_like(value)))
         return assigned[0]
 
+    def spread_initial_value(self) -> None:
+        """Leaves the initial value of a `SUM` to the first of all replicas, so that it counts once."""
+        if self.aggregation == tf.VariableAggregation.SUM:
+            first = self._distribute_strategy.extended.first_local_replica
+            for variable in self.values[first == 0 :]:
+                variable.assign(tf.zeros_like(variable))
+
+    def value(self) -> Any:
+        outside = tf.distribute.in_cross_replica_context() and not in_replica_update_context()
+        if outside and self.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+            return self._get_cross_replica()
+        return super().value()
+
     def _get_cross_replica(self) -> Any:
+        if self.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+            return self._distribute_strategy.extended.value_of_first_replica(self._primary.value())
         merged = self.aggregation == tf.VariableAggregation.MEAN and not (
             self.differs and self._distribute_strategy.extended.state_differs
         )
