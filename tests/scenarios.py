@@ -467,6 +467,13 @@ def fewer_rows_than_replicas() -> dict[str, Any]:
 
 
 @scenario
+def a_single_row() -> dict[str, Any]:
+    model = dense()
+    model.compile(_O.SGD(0.05), "mse", metrics=["mae"])
+    return trained(model, *regression(1))
+
+
+@scenario
 def validation() -> dict[str, Any]:
     model = dense()
     model.compile(_O.SGD(0.05), "mse", metrics=["mae"])

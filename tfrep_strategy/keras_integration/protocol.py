@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -73,6 +74,12 @@ class KerasStrategy(Protocol):
 
     def barrier(self) -> None:
         """Returns when every process has called it."""
+
+    def watching_peers(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which the error of a collective says which process has ended, where one has."""
+
+    def count_steps(self, model: Any, count: int) -> None:
+        """Is told how many steps a model has done."""
 
 
 class Step:

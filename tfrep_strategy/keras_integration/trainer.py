@@ -109,7 +109,10 @@ def make_function(original: Any, self: Any, step_function: Any) -> Any:
         strategy.mark_state_changed()
         if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
             iterator = map(strategy.shard, iterator)
-        return run(iterator)
+        with strategy.watching_peers():
+            logs = run(iterator)
+        strategy.count_steps(self, self.steps_per_execution)
+        return logs
 
     return function
 
@@ -165,7 +168,8 @@ def make_predict_function(original: Any, self: Any, force: bool = False) -> None
     run = self.predict_function
 
     def function(batches: Any) -> Any:
-        return run([batch if isinstance(batch, Shards) else strategy.shard(batch) for batch in batches])
+        with strategy.watching_peers():
+            return run([batch if isinstance(batch, Shards) else strategy.shard(batch) for batch in batches])
 
     function.takes_whole_batches = True  # type: ignore[attr-defined]
     self.predict_function = function

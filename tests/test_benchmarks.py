@@ -1,0 +1,71 @@
+"""The benchmarks run, with tiny settings, and say what they should. What they measure is not judged here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tfrep_strategy.launch.identity import horovod_is_installed
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.append(str(_REPOSITORY))  # At the end: where the package is installed, that one is tested.
+
+
+def _run(tmp_path, module, *arguments):
+    path = tmp_path / "result.json"
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, "--json", str(path)]
+    done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not [
+        p for p in psutil.process_iter(["cmdline"]) if f"benchmarks.{module}_worker" in (p.info["cmdline"] or [])
+    ]
+    return json.loads(path.read_text("utf-8"))["results"], done.stdout
+
+
+def test_step(tmp_path):
+    names = ["Keras", "stock mirrored", "ours, mirrored", "ours, 2 processes"]
+    results, text = _run(
+        tmp_path, "step", "--nets", "10 ms", "--rounds", "2", "--steps", "2", "--variants", *names
+    )  # fmt: skip
+    summary = results["10 ms"]
+    assert {"Keras", "ours, mirrored", "stock mirrored", "ours, 2 processes, tf"} <= set(summary["median_ms"])
+    assert ("ours, 2 processes, horovod" in summary["median_ms"]) == horovod_is_installed()
+    for name, samples in summary["samples_ms"].items():
+        assert len(samples) == 2
+        assert min(samples) > 0
+        assert name in text
+    compared = {(line["this"], line["other"]) for line in summary["ratios"]}
+    assert ("ours, mirrored", "stock mirrored") in compared
+    assert "reached" in text
+
+
+def test_all_reduce(tmp_path):
+    results, text = _run(tmp_path, "all_reduce", "--rounds", "2", "--times", "2")
+    assert set(results) == {"20 x 1 MB", "1 x 20 MB", "10 floats"}
+    for summary in results.values():
+        assert len(summary["median_ms"]) == (4 if horovod_is_installed() else 2)
+        assert all(median > 0 for median in summary["median_ms"].values())
+    assert ("times as long as" in text) == horovod_is_installed()
+
+
+def test_ratio_is_taken_round_by_round():
+    from benchmarks.report import ratio, summarize
+
+    samples = {"a": [1.0, 2.0, 30.0], "b": [2.0, 4.0, 10.0]}
+    assert ratio(samples, "a", "b") == 0.5
+    summary = summarize(samples, {("a", "b"): 0.75, ("a", "absent"): 1.0})
+    assert summary["median_ms"] == {"a": 2000.0, "b": 4000.0}
+    assert summary["ratios"] == [{"this": "a", "other": "b", "ratio": 0.5, "target": 0.75}]
+
+
+def test_a_process_that_fails_is_named_and_nothing_stays_behind():
+    from benchmarks.crews import Crew, Variant
+
+    with pytest.raises(RuntimeError, match="(?s)a bad one.*KeyError: 'no such strategy'"):
+        Crew(Variant("a bad one", {"strategy": "no such strategy"}, 2), "benchmarks.step_worker")
+    assert not [p for p in psutil.Process().children() if "benchmarks.step_worker" in p.cmdline()]

@@ -1,0 +1,81 @@
+"""`tfrep demo`, on fewer examples."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from rich.console import Console
+
+from tfrep_strategy import demo
+from tfrep_strategy.errors import PeerError
+from tfrep_strategy.launch.identity import horovod_is_installed
+
+_EXAMPLES = 333  # Does not divide by the batch, and its last batch not by two.
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """What a small demo returned, printed and drew."""
+    picture = tmp_path_factory.mktemp("demo") / "demo.png"
+    output = io.StringIO()
+    results = demo.run_demo(picture, epochs=3, examples=_EXAMPLES, console=Console(file=output, width=100))
+    return results, output.getvalue(), picture
+
+
+def test_every_variant_gives_the_answer_of_one_device(shown):
+    results, _, _ = shown
+    one_device, *others = results
+    assert one_device.variant == demo.ONE_DEVICE
+    assert len(others) == 2 + horovod_is_installed()
+    for result in others:
+        assert result.largest_difference < 1e-5, result.variant
+        assert result.accuracy == pytest.approx(one_device.accuracy, abs=1e-6)
+        np.testing.assert_allclose(result.losses, one_device.losses, rtol=1e-4)
+    assert any(result.largest_difference > 0 for result in others)  # They did add up in another order.
+
+
+def test_it_learns(shown):
+    for result in shown[0]:
+        assert len(result.losses) == 3
+        assert result.losses[-1] < 0.75 * result.losses[0]
+        assert result.accuracy > 0.2
+        assert result.examples_per_second > 0
+
+
+def test_table_has_a_line_for_each_variant(shown):
+    results, text, picture = shown
+    lines = text.splitlines()
+    for result in results:
+        row = next(line for line in lines if result.variant in line and "%" in line)
+        assert f"{result.accuracy:.1%}" in row
+        assert f"{result.examples_per_second:,.0f}" in row
+    assert str(picture) in text.replace("\n", "")
+
+
+def test_picture_is_a_picture(shown):
+    pixels = imread(shown[2])
+    assert pixels.shape[0] > 300
+    assert pixels.shape[1] > 800
+    assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 20
+
+
+def test_one_epoch_is_refused():
+    with pytest.raises(ValueError, match="epochs=1"):
+        demo.run_demo(None, epochs=1)
+
+
+def test_a_failure_is_told_and_nothing_stays_behind(monkeypatch, capfd, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(demo, "variants", lambda: [demo.Variant("one device", "none")])
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(PeerError, match="examples"):
+        demo.run_demo(tmp_path / "demo.png", epochs=2, examples="many", console=Console(file=io.StringIO()))  # type: ignore[arg-type]
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert "Traceback" in capfd.readouterr().err  # What the process wrote is shown after all.
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("tfrep-logs-")] == []

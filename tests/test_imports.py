@@ -1,0 +1,120 @@
+"""Who may import whom: the order of the rooms in docs/architecture.md, and the two rooms that touch private code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+_PACKAGE = _REPOSITORY / "tfrep_strategy"
+_SOURCES = sorted(_PACKAGE.rglob("*.py"))
+_LONGEST_FILE = 420
+# What a launcher starts is a program of its own, which stands above everything.
+_FROM_ABOVE = {("launch", "__init__")}
+
+
+def _imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Gives the modules that a file imports, and whether it does so when it is imported itself."""
+    tree = ast.parse(path.read_text("utf-8"))
+    inside = {node for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for node in ast.walk(f)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node not in inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            assert node.module is not None
+            # `from package import name` may mean a module or something in it; both belong to the same room.
+            whole = node.module == "tfrep_strategy"
+            yield from ((f"{node.module}.{a.name}" if whole else node.module, node not in inside) for a in node.names)
+
+
+def _room(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(_REPOSITORY).with_suffix("").parts
+    return ".".join(parts if parts[-1] != "__init__" else parts[:-1])
+
+
+def _floors() -> dict[str, int]:
+    """Reads the layout: the floor of every room, 0 at the top."""
+    text = (_REPOSITORY / "docs" / "architecture.md").read_text("utf-8")
+    layout = re.search(r"^## Layout.*?```\n(.*?)```", text, re.DOTALL | re.MULTILINE)
+    assert layout is not None
+    floors = {}
+    for floor, line in enumerate(layout[1].splitlines()):
+        names = re.match(r"((?:[\w]+(?:\.py|/)\s{1,2})+)", line + "  ")
+        assert names is not None, f"not a floor: {line}"
+        for name in names[1].split():
+            floors[name.removesuffix(".py").removesuffix("/")] = floor
+    return floors
+
+
+def test_every_room_stands_in_the_layout():
+    rooms = {path.relative_to(_PACKAGE).parts[0].removesuffix(".py") for path in _SOURCES}
+    assert rooms == set(_floors())
+
+
+@pytest.mark.parametrize("path", _SOURCES, ids=lambda path: str(path.relative_to(_PACKAGE)))
+def test_rooms_import_only_what_stands_below_them(path):
+    floors = _floors()
+    own = _room(_module(path))
+    for module, at_import in _imports(path):
+        if module.split(".")[0] == "tfrep_strategy" and (room := _room(module)) != own:
+            if (own, room) in _FROM_ABOVE:
+                assert not at_import, f"{own} may import {room} only when it runs"
+            else:
+                assert floors[room] > floors[own], f"{own} imports {room}, which does not stand below it"
+
+
+def test_no_import_circles():
+    modules = {_module(path): path for path in _SOURCES}
+    needs = {
+        name: {m for m, at_import in _imports(path) if at_import and m in modules and m != name}
+        for name, path in modules.items()
+    }
+    settled: set[str] = set()
+    while left := set(needs) - settled:
+        free = {name for name in left if needs[name] <= settled}
+        assert free, f"These import each other: {sorted(left)}"
+        settled |= free
+
+
+@pytest.mark.parametrize("path", _SOURCES, ids=lambda path: str(path.relative_to(_PACKAGE)))
+def test_private_code_is_touched_in_its_rooms_only(path):
+    for module, _ in _imports(path):
+        assert not module.startswith("tensorflow.python"), "private TensorFlow goes through _tensorflow.py"
+        assert not module.startswith("keras.src"), "private Keras goes through keras_integration/patching.py"
+    text = path.read_text("utf-8")
+    if path.name != "_tensorflow.py":
+        assert "tensorflow.python" not in text
+    if path.parent.name != "keras_integration":
+        assert "keras.src" not in text
+        assert "keras_internal" not in text
+
+
+@pytest.mark.parametrize("path", _SOURCES, ids=lambda path: str(path.relative_to(_PACKAGE)))
+def test_no_file_is_too_long(path):
+    assert len(path.read_text("utf-8").splitlines()) <= _LONGEST_FILE
+
+
+def test_a_moved_private_name_is_named():
+    from tfrep_strategy import _tensorflow
+    from tfrep_strategy.errors import UnsupportedVersionError
+
+    with pytest.raises(UnsupportedVersionError, match=r"moved `Gone` out of `tensorflow\.python\.distribute\.values`"):
+        _tensorflow._private("distribute.values", "Gone")
+
+
+def test_a_moved_keras_name_is_named():
+    from tfrep_strategy.errors import UnsupportedVersionError
+    from tfrep_strategy.keras_integration.patching import keras_internal
+
+    with pytest.raises(UnsupportedVersionError, match="gone"):
+        keras_internal("losses.loss", "gone")

@@ -1,0 +1,177 @@
+"""The wheel: built, installed into a fresh environment, and used from outside the checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import tfrep_strategy as tfrep
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+_LIMIT = 240.0
+
+
+def _run(command, **options):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=False, **options)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built from a copy, so that nothing is left in the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
+        shutil.copy(_REPOSITORY / name, source / name)
+    shutil.copytree(
+        _REPOSITORY / "tfrep_strategy", source / "tfrep_strategy", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder)]
+    _run([*build, str(source)])
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def fresh(wheel, tmp_path_factory):
+    """A fresh environment with the wheel, which borrows what the wheel depends on from the environment of the tests."""
+    folder = tmp_path_factory.mktemp("fresh") / "venv"
+    _run([sys.executable, "-m", "venv", str(folder)])
+    python = folder / "bin" / "python"
+    site = _run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip()
+    # Searched after the environment's own packages, so that the wheel goes first.
+    Path(site, "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n", "utf-8")
+    _run([python, "-m", "pip", "install", "--no-deps", "--no-index", "--force-reinstall", str(wheel)])
+    return python
+
+
+def _outside(python, code, tmp_path, *flags):
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return _run([python, *flags, "-c", code], cwd=tmp_path, env=environ | {"TF_CPP_MIN_LOG_LEVEL": "3"})
+
+
+def test_wheel_holds_what_it_should(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(next(n for n in names if n.endswith(".dist-info/METADATA"))).decode()
+        scripts = archive.read(next(n for n in names if n.endswith("entry_points.txt"))).decode()
+    expected = {
+        path.relative_to(_REPOSITORY).as_posix()
+        for path in (_REPOSITORY / "tfrep_strategy").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    packaged = {name for name in names if ".dist-info/" not in name}
+    assert packaged == expected
+    assert {"tfrep_strategy/py.typed", "tfrep_strategy/data_files/digits.npz", "tfrep_strategy/data_files/digits.txt"} <= (
+        packaged
+    )
+    assert any(name.endswith("LICENSE") for name in names)
+    assert f"Version: {tfrep.__version__}" in metadata
+    assert "License-Expression: Apache-2.0" in metadata
+    assert set(re.findall(r"Provides-Extra: (\S+)", metadata)) >= {"horovod", "test", "notebooks", "gpu"}
+    assert "tfrep = tfrep_strategy.cli:main" in scripts
+
+
+def test_installed_package_is_complete(fresh, tmp_path):
+    code = """
+import json, os
+import tfrep_strategy as tfrep
+from tfrep_strategy.digits import load_digits
+print(json.dumps({
+    "file": tfrep.__file__,
+    "version": tfrep.__version__,
+    "missing": [name for name in tfrep.__all__ if not hasattr(tfrep, name)],
+    "all": tfrep.__all__,
+    "digits": len(load_digits()[0].labels),
+    "typed": os.path.exists(os.path.join(os.path.dirname(tfrep.__file__), "py.typed")),
+}))
+"""
+    found = json.loads(_outside(fresh, code, tmp_path).splitlines()[-1])
+    assert Path(found["file"]).is_relative_to(fresh.parent.parent)
+    assert found["version"] == tfrep.__version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+([ab.]\S+)?", found["version"])
+    assert not found["missing"]
+    assert found["all"] == sorted(tfrep.__all__)
+    assert found["digits"] == 1437
+    assert found["typed"]
+
+
+def test_installed_command_runs(fresh, tmp_path):
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = fresh.parent / "tfrep"
+    assert _run([command, "--version"], cwd=tmp_path, env=environ).strip() == f"tfrep_strategy {tfrep.__version__}"
+    listed = _run([command, "--help"], cwd=tmp_path, env=environ)
+    for name in ("run", "doctor", "demo", "horovod"):
+        assert re.search(rf"\b{name}\b", listed)
+
+
+def test_installed_package_trains(fresh, tmp_path):
+    code = """
+import keras
+import tfrep_strategy as tfrep
+from tfrep_strategy.digits import load_digits
+strategy = tfrep.MirroredStrategy(tfrep.use_logical_cpus(2))
+(x, y), _ = load_digits()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+losses = model.fit(x[:256], y[:256], epochs=2, verbose=0).history["loss"]
+print(strategy.num_replicas_in_sync, losses[1] < losses[0])
+"""
+    assert _outside(fresh, code, tmp_path).splitlines()[-1] == "2 True"
+
+
+@pytest.mark.parametrize(
+    ("module", "version", "minimum"), [("tensorflow", "2.18.1", "2.19"), ("keras", "3.11.0", "3.12")]
+)
+def test_too_old_a_version_is_refused_at_import(fresh, tmp_path, module, version, minimum):
+    code = f"""
+import {module}
+{module}.__version__ = "{version}"
+try:
+    import tfrep_strategy
+except ImportError as error:
+    print(type(error).__name__, "|", str(error).replace(chr(10), " "))
+"""
+    said = _outside(fresh, code, tmp_path).splitlines()[-1]
+    assert said.startswith("UnsupportedVersionError")
+    assert f"{minimum} or newer" in said
+    assert version in said
+    assert "pip install" in said
+
+
+def test_another_keras_backend_is_refused_at_import(fresh, tmp_path):
+    code = """
+import keras
+keras.backend.backend = lambda: "jax"
+try:
+    import tfrep_strategy
+except ImportError as error:
+    print(str(error).replace(chr(10), " "))
+"""
+    said = _outside(fresh, code, tmp_path).splitlines()[-1]
+    assert "TensorFlow backend" in said
+    assert "KERAS_BACKEND=tensorflow" in said
+
+
+def test_every_public_name_is_documented():
+    for name in tfrep.__all__:
+        if name != "__version__":
+            assert (getattr(tfrep, name).__doc__ or "").strip(), name
+
+
+def test_facade_is_names_only():
+    text = (Path(tfrep.__file__)).read_text("utf-8")
+    assert len(text.splitlines()) < 80
+    assert not re.search(r"^(def|class) ", text, re.MULTILINE)
