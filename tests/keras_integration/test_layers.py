@@ -1,0 +1,146 @@
+"""State of layers: moving statistics and random generators."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfrep_strategy as tfrep
+
+
+def moving_statistics(strategy: Any) -> dict[str, Any]:
+    """Trains a plain BatchNormalization on one batch whose halves differ, and reads it in several ways."""
+    x = np.concatenate([np.full((4, 1), 1.0), np.full((4, 1), 5.0)]).astype("float32")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), layers.BatchNormalization(momentum=0.5, center=False, scale=False)])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    model.fit(x, x, batch_size=8, shuffle=False, verbose=0)
+    return {
+        "mean": float(model.layers[0].moving_mean.numpy()[0]),
+        "variance": float(model.layers[0].moving_variance.numpy()[0]),
+        "predict": [model.predict(x, batch_size=b, verbose=0).ravel().tolist() for b in (2, 8)],
+        "weights": [w.tolist() for w in model.get_weights()],
+    }
+
+
+def test_moving_statistics_are_the_mean_over_replicas(worker_pool: Any) -> None:
+    results = [moving_statistics(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))]
+    results += worker_pool("tf", 2).run(moving_statistics)
+    results += worker_pool("horovod", 2).run(moving_statistics)
+    for result in results:
+        # Replica means are 1 and 5, both variances 0; half of the old statistics (0 and 1) stay.
+        np.testing.assert_allclose(result["mean"], 0.5 * np.mean([1.0, 5.0]))
+        np.testing.assert_allclose(result["variance"], 0.5)
+        np.testing.assert_allclose(result["predict"][0], result["predict"][1])
+    assert all(result["weights"] == results[0]["weights"] for result in results)
+
+
+def test_a_replica_without_rows_keeps_its_statistics() -> None:
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), layers.BatchNormalization(), layers.Dense(1)])
+        model.compile("adam", "mse")
+    model.fit(np.ones((1, 2), "float32"), np.ones((1, 1), "float32"), verbose=0)
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+
+
+def dropout_masks(strategy: Any) -> list[Any]:
+    """Masks of two steps, one row for each replica, from a fixed seed."""
+    keras.utils.set_random_seed(11)
+
+    class AlwaysDrop(layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = layers.Dropout(0.5)
+
+        def call(self, x: Any) -> Any:
+            return self.drop(x, training=True)
+
+    with strategy.scope():
+        inputs = keras.Input((64,))
+        model = keras.Model(inputs, AlwaysDrop()(inputs))
+    ones = np.ones((strategy.num_replicas_in_sync, 64), "float32")
+    return [(model.predict(ones, verbose=0) > 0).tolist() for _ in range(2)]
+
+
+def test_dropout_differs_between_replicas_and_steps_and_follows_the_seed(worker_pool: Any) -> None:
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+    first, second = dropout_masks(strategy)
+    assert first[0] != first[1]
+    assert first != second
+    assert dropout_masks(strategy) == [first, second]
+    alone, _ = dropout_masks(tfrep.MirroredStrategy(["CPU:0"]))
+    assert alone[0] == first[0], "replica 0 draws what one device draws"
+    for communicator in ("tf", "horovod"):
+        for masks in worker_pool(communicator, 2).run(dropout_masks):
+            assert masks == [first, second], "processes draw what mirrored replicas draw"
+
+
+def test_weights_are_initialised_as_on_one_device() -> None:
+    def build() -> list[np.ndarray]:
+        keras.utils.set_random_seed(3)
+        return keras.Sequential([keras.Input((5,)), layers.Dense(4), layers.Dense(2)]).get_weights()
+
+    expected = build()
+    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        found = build()
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def aligned(shape: tuple[int, ...]) -> np.ndarray:
+    """An array whose memory TensorFlow could share: it starts at a multiple of 64 bytes."""
+    size = int(np.prod(shape)) * 4
+    raw = np.zeros(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(np.float32).reshape(shape)
+
+
+def test_nobodys_arrays_are_overwritten() -> None:
+    x, y = aligned((16, 4)), aligned((16, 1))
+    x[:], y[:] = np.random.RandomState(0).randn(16, 4), 1.0
+    before = x.copy(), y.copy()
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(((x, y) for _ in range(8)), verbose=0)
+    model.fit(x, y, verbose=0)
+    np.testing.assert_array_equal(x, before[0])
+    np.testing.assert_array_equal(y, before[1])
+
+
+XLA_PROGRAM = """
+import sys
+import keras, numpy as np, tensorflow as tf, tfrep_strategy as tfrep
+strategy = tfrep.MirroredStrategy(tfrep.use_logical_cpus(2))
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(1)])
+    model.compile("adam", "mse", jit_compile=sys.argv[1] == "True")
+model.fit(np.ones((32, 4)), np.ones((32, 1)), verbose=0)
+"""
+
+
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_xla_compiles_what_lies_between_collectives(jit_compile: bool, tmp_path: pathlib.Path) -> None:
+    environ = os.environ | {"XLA_FLAGS": f"--xla_dump_to={tmp_path}"}
+    subprocess.run([sys.executable, "-c", XLA_PROGRAM, str(jit_compile)], env=environ, check=True, timeout=120)
+    assert bool(list(tmp_path.glob("*cluster*"))) == jit_compile
+
+
+def test_scalar_variables_are_numbers() -> None:
+    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        optimizer = keras.optimizers.SGD(0.25)
+        plain = tf.Variable(3)
+    assert int(optimizer.iterations) == 0
+    assert float(optimizer.learning_rate) == 0.25
+    assert list(range(5))[plain] == 3
