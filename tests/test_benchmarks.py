@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +20,13 @@ sys.path.append(str(_REPOSITORY))  # At the end: where the package is installed,
 def _run(tmp_path, module, *arguments):
     path = tmp_path / "result.json"
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, "--json", str(path)]
-    done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=240, check=False)
+    environ = os.environ | {"TFREP_TEST": str(tmp_path)}  # By which its processes are known.
+    done = subprocess.run(
+        command, cwd=_REPOSITORY, env=environ, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert not [
-        p for p in psutil.process_iter(["cmdline"]) if f"benchmarks.{module}_worker" in (p.info["cmdline"] or [])
+        p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("TFREP_TEST") == str(tmp_path)
     ]
     return json.loads(path.read_text("utf-8"))["results"], done.stdout
 

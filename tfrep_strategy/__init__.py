@@ -20,16 +20,41 @@ from tfrep_strategy.collectives import (
 )
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.environments import Environment, register_environment
+from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
 from tfrep_strategy.launch import launch
+from tfrep_strategy.launch.cluster import local_cluster
+from tfrep_strategy.launch.parameter_server import exit_on_server_loss
+from tfrep_strategy.sidecar_evaluator import SidecarEvaluator
+from tfrep_strategy.replicator import (
+    InputContext,
+    InputReplicationMode,
+    MultiGpuReplicator,
+    MultiWorkerReplicator,
+    ParameterServerReplicator,
+    Replicator,
+    TpuReplicator,
+)
 from tfrep_strategy.strategies.auto import auto_strategy
+from tfrep_strategy.strategies.logical_devices import logical_device
 from tfrep_strategy.strategies.mirrored import MirroredStrategy, use_logical_cpus
 from tfrep_strategy.strategies.multi_worker import MultiWorkerStrategy
+from tfrep_strategy.strategies.parameter_server import ParameterServerStrategy
 
 __all__ = [
     "Communicator",
+    "DatasetCreator",
     "Environment",
+    "InputContext",
+    "InputReplicationMode",
     "MirroredStrategy",
+    "MultiGpuReplicator",
+    "MultiWorkerReplicator",
     "MultiWorkerStrategy",
+    "ParameterServerReplicator",
+    "ParameterServerStrategy",
+    "Replicator",
+    "SidecarEvaluator",
+    "TpuReplicator",
     "__version__",
     "all_gather",
     "all_gather_object",
@@ -41,7 +66,10 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "exit_on_server_loss",
     "launch",
+    "local_cluster",
+    "logical_device",
     "map_gather",
     "map_reduce",
     "num_replicas",

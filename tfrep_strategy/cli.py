@@ -65,7 +65,11 @@ def run(
         int | None, typer.Option("-n", "--num-replicas", help="How many replicas; else 1, or all of --hosts.")
     ] = None,
     strategy: Annotated[
-        str, typer.Option(help="auto, mirrored (one process) or multi-worker (a process per replica).")
+        str,
+        typer.Option(
+            help="auto, mirrored (one process), multi-worker (a process per replica), or parameter-server (SCRIPT"
+            " coordinates --workers that update variables on --servers)."
+        ),
     ] = "auto",
     communicator: Annotated[str, typer.Option(help="auto, horovod or tf.")] = "auto",
     hosts: Annotated[str | None, typer.Option(help="Machines to run on, through horovodrun: host1:4,host2:4.")] = None,
@@ -73,6 +77,11 @@ def run(
         Path | None, typer.Option(help="Folder for the output of ranks other than 0; else a temporary one.")
     ] = None,
     as_module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
+    workers: Annotated[int, typer.Option(help="parameter-server: how many workers.")] = 2,
+    servers: Annotated[int, typer.Option(help="parameter-server: how many servers.")] = 1,
+    max_restarts: Annotated[
+        int, typer.Option(help="parameter-server: how often all is started again after a server was lost.")
+    ] = 0,
 ) -> None:
     """Run a Keras script, which need not know about strategies, on several replicas.
 
@@ -83,6 +92,15 @@ def run(
     own_arguments = arguments or []
     if own_arguments[:1] == ["--"]:
         del own_arguments[0]
+    if strategy == "parameter-server":
+        from tfrep_strategy.launch.parameter_server import ClusterOptions, run_coordinator
+
+        cluster = ClusterOptions(workers=workers, servers=servers, max_restarts=max_restarts)
+        try:
+            failure = run_coordinator(script, own_arguments, cluster, as_module=as_module)
+        except KeyboardInterrupt:
+            raise typer.Exit(_INTERRUPTED) from None
+        raise typer.Exit(0 if failure is None else failure.exit_code)
     options = Options(num_replicas, strategy=strategy, communicator=communicator, hosts=hosts, log_dir=log_dir)
     try:
         run_script(script, own_arguments, options, as_module=as_module)

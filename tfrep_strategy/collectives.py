@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy import data
 from tfrep_strategy._collectives import checks, dtypes
 from tfrep_strategy._collectives.flow import Flow
 from tfrep_strategy._collectives.spread_work import Spread, reduce_nests
@@ -52,7 +53,7 @@ def all_reduce(nest: Nest, op: str = "sum", *, group: ReplicaGroup | None = None
     """
     def reduce(flow: Flow, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         if op == "product" and any(t.dtype.is_complex for t in tensors):
-            return [tf.reduce_prod(dtypes.gather_along(flow, t[tf.newaxis], 0), 0) for t in tensors]
+            return [dtypes.product(flow, t) for t in tensors]
         reduced = flow.all_reduce([dtypes.to_real(t) for t in tensors], op)
         return [dtypes.from_real(r, t) for r, t in zip(reduced, tensors, strict=True)]
 
@@ -128,6 +129,9 @@ def reduce_scatter(nest: Nest, op: str = "sum", *, group: ReplicaGroup | None = 
         checks.check_rows("reduce_scatter", tensor)
 
     def reduce(flow: Flow, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        own = flow.communicator.rank, flow.communicator.size
+        if op == "product" and any(t.dtype.is_complex for t in tensors):
+            return [data.cut(dtypes.product(flow, t), own[1], own[0]) for t in tensors]
         return [dtypes.from_real(flow.reduce_scatter(dtypes.to_real(t), op), t) for t in tensors]
 
     return _launch("reduce_scatter", nest, group, reduce, check=check, op=op)
@@ -231,19 +235,15 @@ def all_to_all(nest: Nest, splits: Any = None, *, group: ReplicaGroup | None = N
 
     def exchange(flow: Flow, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         size = flow.communicator.size
+        outside = group is not None and size < len(group)  # Keeps its own.
         result = []
-        if group is not None and size == 1:  # An outsider keeps its own.
-            counts[:] = [tf.zeros([len(group)], tf.int32) if splits is None else tf.convert_to_tensor(splits, tf.int32)]
-            return tensors
         for tensor in tensors:
-            own = _even_splits(tensor, size) if splits is None else tf.convert_to_tensor(splits, tf.int32)
-            if own.shape.rank != 1 or own.shape[0] not in (None, size):
-                raise ConfigurationError(
-                    message("all_to_all needs one number of rows for each replica.", splits=splits, num_replicas=size)
-                )
-            own = tf.ensure_shape(own, [size])
+            if outside or splits is None:
+                own = _even_splits(tensor, size)
+            else:
+                own = _to_splits(splits, size)
             rows, received = dtypes.all_to_all(flow, tensor, own)
-            counts[:] = [received]
+            counts[:] = [tf.zeros([len(group)], tf.int32) if outside and group is not None else received]
             result.append(rows)
         return result
 
@@ -508,3 +508,16 @@ def _even_splits(tensor: tf.Tensor, size: int) -> tf.Tensor:
     count = tf.shape(tensor)[0]
     tf.debugging.assert_equal(count % size, 0, "all_to_all: the rows do not divide among the replicas; give splits.")
     return tf.fill([size], count // size)
+
+
+def _to_splits(splits: Any, size: int) -> tf.Tensor:
+    own = tf.convert_to_tensor(splits, tf.int32)
+    if own.shape.rank != 1 or own.shape[0] not in (None, size):
+        raise ConfigurationError(
+            message(
+                f"all_to_all on replica {checks.replica_id()}: one number of rows is needed for each replica.",
+                splits=splits,
+                num_replicas=size,
+            )
+        )
+    return tf.ensure_shape(own, [size])

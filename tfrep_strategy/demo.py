@@ -154,7 +154,9 @@ def run_demo(
                 )
             progress.stop_task(task)
     count = len(load_digits()[0].labels[:examples])
-    results = [_result(variant, ranks, trainings[0][0], count) for variant, ranks in zip(wanted, trainings, strict=True)]
+    results = [
+        _result(variant, ranks, trainings[0][0], count) for variant, ranks in zip(wanted, trainings, strict=True)
+    ]
     console.print(_table(results))
     if picture is not None:
         _draw(results, Path(picture))
@@ -193,14 +195,16 @@ def _train(strategy: str, communicator: str, epochs: int, examples: int | None, 
         optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
         model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
     clock = _Clock(log)
-    history = model.fit(images[:examples], labels[:examples], batch_size=64, epochs=epochs, verbose=0, callbacks=[clock])
+    history = model.fit(
+        images[:examples], labels[:examples], batch_size=64, epochs=epochs, verbose=0, callbacks=[clock]
+    )
     _, accuracy = model.evaluate(*test, batch_size=len(test.labels), verbose=0)
     return Training(history.history["loss"], clock.seconds, float(accuracy), model.get_weights())
 
 
 def _network() -> keras.Model:
-    # A smooth one. The kinks of ReLU and the choices of max pooling turn rounding errors of 1e-7, which any change of the
-    # order of a sum brings, into differences of 1e-2 within ten epochs.
+    # A smooth one. The kinks of ReLU and the choices of max pooling turn rounding errors of 1e-7, which any change of
+    # the order of a sum brings, into differences of 1e-2 within ten epochs.
     layers = keras.layers
     return keras.Sequential(
         [

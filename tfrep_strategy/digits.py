@@ -27,8 +27,8 @@ def load_digits() -> tuple[Examples, Examples]:
     """Loads the UCI "optical recognition of handwritten digits" set that comes with the package.
 
     Returns:
-        1,437 examples to train on, and the last 360 to test with, in the order of the source. Source and licence stand in
-        `data_files/digits.txt`.
+        1,437 examples to train on, and the last 360 to test with, in the order of the source. Source and licence stand
+        in `data_files/digits.txt`.
 
     Example:
         >>> train, test = load_digits()

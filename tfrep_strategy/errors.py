@@ -14,6 +14,9 @@ from typing import Any
 class TfrepError(Exception):
     """Base of every exception that this package raises on its own account."""
 
+    # AutoGraph raises an error of the same class, with the user's lines added, only where it finds this very constructor.
+    __init__ = Exception.__init__
+
 
 class ConfigurationError(TfrepError, ValueError):
     """A setting, an argument or an environment variable cannot be used."""

@@ -296,3 +296,37 @@ def run_gradients(strategy, mode, dtypes=DIFFERENTIABLE):
             np.testing.assert_allclose(
                 result[key].astype(wide), expected.astype(wide), rtol=tolerance, atol=tolerance, err_msg=f"{key} {mode}"
             )
+
+
+# In `fit`.
+
+
+class Centered(keras.layers.Layer):
+    """Takes away the mean of the global batch, in a way that gradients of uneven parts are right only if they are weighed."""
+
+    def call(self, x):
+        total = tfrep.all_sum(tf.reduce_sum(x, 0))
+        return x - total / tfrep.all_sum(tf.cast(tf.shape(x)[0], x.dtype))
+
+
+def weights_after_fit(strategy, gather):
+    """Fits a model with collectives in a layer, on batches that do not divide."""
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(37, 3)).astype("float32"), rng.normal(size=(37, 1)).astype("float32")
+    with strategy.scope() if strategy else tf.name_scope("none"):
+        inputs = keras.Input((3,))
+        h = keras.layers.Dense(4, activation="tanh", kernel_initializer=keras.initializers.GlorotUniform(1))(inputs)
+        h = Centered()(h)
+        if gather:
+            h = Contrast()(h)
+        model = keras.Model(inputs, keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(2))(h))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+class Contrast(keras.layers.Layer):
+    """Compares each row with all rows of the global batch, as contrastive losses do."""
+
+    def call(self, x):
+        return x + tf.matmul(tf.nn.softmax(tf.matmul(x, tfrep.all_gather(x), transpose_b=True)), tfrep.all_gather(x))

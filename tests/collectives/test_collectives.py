@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import programs
 import pytest
 
@@ -17,7 +18,7 @@ def everywhere(request, worker_pool):
     kind, size = request.param
     if kind in ("tf", "horovod"):
         pool = worker_pool(kind, size)
-        run = lambda fn, *args: pool.run(fn, *args, limit=250)  # noqa: E731
+        run = lambda fn, *args: pool.run(fn, *args, limit=90)  # noqa: E731
     else:
         strategy = tfrep.MultiWorkerStrategy() if kind == "alone" else tfrep.MirroredStrategy([f"CPU:{i}" for i in range(size)])
         run = lambda fn, *args: [fn(strategy, *args)]  # noqa: E731
@@ -45,3 +46,11 @@ def test_groups(everywhere, mode):
 
 def _slow(mode):
     return mode in ("cond", "while", "nested")
+
+
+@pytest.mark.parametrize("gather", [False, True], ids=["sum", "gather"])
+def test_in_fit_with_uneven_batches(everywhere, gather):
+    expected = programs.weights_after_fit(None, gather)
+    for weights in everywhere(programs.weights_after_fit, gather):
+        for found, wanted in zip(weights, expected, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)

@@ -1,12 +1,16 @@
 """How replicas in different processes talk: one contract, one file per transport."""
 
-from tfrep_strategy.communicators.base import Communicator, REDUCE_OPS
+from __future__ import annotations
+
+from typing import Any
+
+from tfrep_strategy.communicators.base import REDUCE_OPS, Communicator
 from tfrep_strategy.communicators.single import SingleCommunicator
 
 __all__ = ["REDUCE_OPS", "Communicator", "SingleCommunicator", "make_communicator"]
 
 
-def make_communicator(name, environment, device=None):
+def make_communicator(name: str | Communicator, environment: Any, device: str | None = None) -> Communicator:
     """Makes the communicator that `name` asks for.
 
     Args:

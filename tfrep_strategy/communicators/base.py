@@ -139,6 +139,15 @@ class Communicator(abc.ABC):
         """Returns when every rank has called it."""
         self.all_reduce([tf.zeros([1])], "sum")
 
+    def abort(self, reason: str) -> None:  # noqa: B027
+        """Makes collectives fail that are under way or come later; called in a thread when they could only wait.
+
+        A transport that cannot do that leaves them to its own time limit.
+
+        Args:
+            reason: Goes into the message of the error.
+        """
+
     def close(self) -> None:
         """Ends the communication. Nothing else may be called afterwards."""
 

@@ -49,10 +49,8 @@ class ContextCommunicator(Communicator):
 
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         table = tf.reshape(self.all_gather(tf.cast(splits, tf.int32)), [self.size, self.size])
-        rows = self.all_gather(tensor)
-        starts = tf.reshape(tf.cumsum(tf.reshape(table, [-1]), exclusive=True), [self.size, self.size])[:, self.rank]
-        received = table[:, self.rank]
-        return tf.concat([rows[starts[s] : starts[s] + received[s]] for s in range(self.size)], 0), received
+        receivers = tf.repeat(tf.tile(tf.range(self.size), [self.size]), tf.reshape(table, [-1]))
+        return tf.boolean_mask(self.all_gather(tensor), tf.equal(receivers, self.rank)), table[:, self.rank]
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         raise ConfigurationError(

@@ -6,13 +6,17 @@ Only `horovod.tensorflow` ops are used. Horovod's Keras front end does not reduc
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, uncarry
+from tfrep_strategy.communicators.forking import sockets_closed_in_children
+from tfrep_strategy.communicators.limits import timeout_seconds
 from tfrep_strategy.communicators.naming import in_nested_graph, structural_name
+from tfrep_strategy.communicators.order import Order
 from tfrep_strategy.errors import ConfigurationError, message
 
 def is_installed() -> bool:
@@ -41,16 +45,15 @@ class HorovodCommunicator(Communicator):
             ) from error
         self._hvd = hvd
         if process_set is None:
-            hvd.init()
+            _limit_stalls()
+            with sockets_closed_in_children():
+                hvd.init()
             process_set = hvd.global_process_set
         self._process_set = process_set
         self.rank, self.size = process_set.rank(), process_set.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         self._subgroups: dict[tuple[int, ...], HorovodCommunicator | None] = {}
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._order = tf.raw_ops.VarHandleOp(
-                dtype=tf.float32, shape=[], shared_name=f"tfrep_horovod_order_{process_set.process_set_id}", name="order"
-            )
+        self._order = Order(f"tfrep_horovod_order_{process_set.process_set_id}", "CPU:0")
         self._ops = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
@@ -105,14 +108,11 @@ class HorovodCommunicator(Communicator):
             return operation(tensors, **options)
         # A function that is called twice, or the body of a loop, would have two collectives of one name under way, which
         # Horovod refuses. TensorFlow keeps operations on one resource in program order; Horovod's have none.
-        with tf.control_dependencies([self._mark_order()]):
+        with tf.control_dependencies([self._order.mark()]):
             result = operation(tf.nest.map_structure(tf.identity, tensors), **options)
         with tf.control_dependencies(tf.nest.flatten(result)):
-            self._mark_order()
+            self._order.mark()
         return result
-
-    def _mark_order(self) -> Any:
-        return tf.raw_ops.AssignVariableOp(resource=self._order, value=tf.constant(0.0))
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         ranks = self.check_group(ranks)
@@ -133,6 +133,9 @@ class HorovodCommunicator(Communicator):
             self._subgroups[tuple(ranks)] = HorovodCommunicator(process_set) if self.rank in ranks else None
         return self._subgroups[tuple(ranks)]
 
+    def abort(self, reason: str) -> None:
+        self._hvd.shutdown()
+
     def close(self) -> None:
         self._hvd.shutdown()
 
@@ -141,6 +144,14 @@ class HorovodCommunicator(Communicator):
         from horovod.tensorflow.mpi_ops import MPI_LIB
 
         return MPI_LIB
+
+
+def _limit_stalls() -> None:
+    """Has Horovod give up a collective that not all ranks call; what the user has set for it comes first."""
+    seconds = max(1, round(timeout_seconds()))
+    os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(seconds))
+    # Horovod ignores the limit unless it is longer than the time after which it warns.
+    os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(min(60, seconds // 2)))
 
 
 def _carry_bytes(tensor: tf.Tensor) -> tf.Tensor:

@@ -101,12 +101,12 @@ class LocalCommunicator(Communicator):
         tensors = [tf.convert_to_tensor(t) for t in tensors]
         if self._apart():
             return tensors if self.size == 1 else self._ring.broadcast(tensors, root)
-        return self._meet(tensors, lambda sent: [sent[root if len(sent) > 1 else 0]] * len(sent))
+        return self._meet((tensors, root), lambda sent: [sent[sent[0][1]][0]] * len(sent))
 
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         tensor, splits = tf.convert_to_tensor(tensor), tf.cast(splits, tf.int32)
         if self._apart():
-            return (tensor, splits) if self.size == 1 else self._ring.all_to_all(tensor, splits)
+            return (tf.identity(tensor), tf.identity(splits)) if self.size == 1 else self._ring.all_to_all(tensor, splits)
 
         def exchange(sent: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> list[Any]:
             parts = [tf.split(rows, counts, num=len(sent)) for rows, counts in sent]
@@ -157,11 +157,18 @@ class LocalCommunicator(Communicator):
             results: list[Any] = [None] * len(sent)
             for members in dict.fromkeys(one.members for one in sent):
                 for replica, result in zip(members, combine([sent[r].values for r in members]), strict=True):
-                    results[replica] = _of_replica(result, replica)
+                    results[replica] = self._on_replica(result, replica)
             return PerReplica(tuple(_Opaque(result) for result in results))
 
         context = tf.distribute.get_replica_context()
         return context.merge_call(meet, args=(_Opaque(_Sent(self._members, values)),)).content
+
+    def _on_replica(self, result: Any, replica: int) -> Any:
+        """Gives a replica a value of its own, on its device: TensorFlow takes one object for one value of all replicas."""
+        with tf.device(self._group.strategy.extended.worker_devices[replica]):
+            return tf.nest.map_structure(
+                lambda v: v.values[replica] if isinstance(v, PerReplica) else tf.identity(v) if tf.is_tensor(v) else v, result
+            )
 
     @functools.cached_property
     def _ring(self) -> RingCommunicator:
@@ -175,7 +182,3 @@ class _Opaque:
 
     def __init__(self, content: Any) -> None:
         self.content = content
-
-
-def _of_replica(result: Any, replica: int) -> Any:
-    return tf.nest.map_structure(lambda v: v.values[replica] if isinstance(v, PerReplica) else v, result)

@@ -55,7 +55,9 @@ def in_nested_graph() -> bool:
 
 def _graph_name(graph: Any, replica: int | None = None) -> str:
     if graph not in _graph_names:
-        own = re.sub(r"(_\d+)+$", "", getattr(graph, "name", None) or "graph")
+        # TensorFlow numbers functions throughout a process, and ranks may have built a different number of them.
+        own = re.sub(r"_\d+", "", getattr(graph, "name", None) or "graph")
+        own = re.sub(r"^_|[^A-Za-z0-9_.]", ".", own)  # An operation may not be called `<lambda>` or `_step`.
         outer = getattr(graph, "outer_graph", None)
         if not getattr(outer, "building_function", False):
             _graph_names[graph] = own

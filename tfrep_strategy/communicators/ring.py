@@ -9,10 +9,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, uncarry
-from tfrep_strategy.communicators.naming import structural_name
+from tfrep_strategy.communicators.limits import timeout_seconds
+from tfrep_strategy.communicators.naming import in_nested_graph, structural_name
+from tfrep_strategy.communicators.order import Order
 
 _MERGE_OPS = {"sum": "Add", "mean": "Add", "min": "Min", "max": "Max", "product": "Mul"}
-_COLLECTIVE_SECONDS = 600.0
 
 
 class RingCommunicator(Communicator):
@@ -41,12 +42,10 @@ class RingCommunicator(Communicator):
     ) -> None:
         self.rank, self.size = rank, size
         self._device, self._group_key, self._group_name, self._place = device, group_key, group_name, place
+        self._functions: dict[Any, Any] = {}
+        self._timeout = timeout_seconds()
         self._hint = "nccl" if "GPU" in device else "ring"
-        with tf.init_scope(), tf.device(device):
-            # TensorFlow's automatic control dependencies keep ops that share this resource in program order.
-            self._order = tf.raw_ops.VarHandleOp(
-                dtype=tf.float32, shape=[], shared_name=f"tfrep_collective_order_{group_key}_{rank}", name="collective_order"
-            )
+        self._order = Order(f"tfrep_collective_order_{group_key}_{rank}", device)
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
         self.check_op(op)
@@ -67,18 +66,7 @@ class RingCommunicator(Communicator):
         return reduced
 
     def _reduce(self, flat: tf.Tensor, op: str) -> tf.Tensor:
-        with tf.device(self._device):
-            result = tf.raw_ops.CollectiveReduceV2(
-                input=flat,
-                group_size=self.size,
-                group_key=self._group_key,
-                instance_key=self._instance_key("all_reduce", flat),
-                ordering_token=[self._order],
-                merge_op=_MERGE_OPS[op],
-                final_op="Id",
-                communication_hint=self._hint,
-                timeout_seconds=_COLLECTIVE_SECONDS,
-            )
+        result = self._run(tf.raw_ops.CollectiveReduceV2, "all_reduce", flat, merge_op=_MERGE_OPS[op], final_op="Id")
         return mean_of_sum(result, self.size) if op == "mean" else result
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -89,21 +77,42 @@ class RingCommunicator(Communicator):
         longest = tf.maximum(tf.reduce_max(counts), 1)
         padding = [[0, longest - rows[0]]] + [[0, 0]] * (tensor.shape.rank - 1)
         gathered = self._gather(tf.pad(carry(tensor), padding))
-        parts = [gathered[r * longest : r * longest + counts[r]] for r in range(self.size)]
-        result = uncarry(tf.concat(parts, 0), tensor.dtype)
+        result = uncarry(tf.boolean_mask(gathered, tf.reshape(tf.sequence_mask(counts, longest), [-1])), tensor.dtype)
         return tf.ensure_shape(result, [None, *tensor.shape[1:]])
 
     def _gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        with tf.device(self._device):
-            return tf.raw_ops.CollectiveGatherV2(
-                input=tensor,
-                group_size=self.size,
-                group_key=self._group_key,
-                instance_key=self._instance_key("all_gather", tensor),
-                ordering_token=[self._order],
-                communication_hint=self._hint,
-                timeout_seconds=_COLLECTIVE_SECONDS,
+        return self._run(tf.raw_ops.CollectiveGatherV2, "all_gather", tensor)
+
+    def _run(self, operation: Callable[..., tf.Tensor], kind: str, tensor: tf.Tensor, **options: Any) -> tf.Tensor:
+        def run(tensor: tf.Tensor, instance_key: tf.Tensor, order: tf.Tensor) -> tf.Tensor:
+            with tf.device(self._device):
+                return operation(
+                    input=tensor,
+                    group_size=self.size,
+                    group_key=self._group_key,
+                    instance_key=instance_key,
+                    ordering_token=[order],
+                    communication_hint=self._hint,
+                    timeout_seconds=self._timeout,
+                    **options,
+                )
+
+        instance_key = self._instance_key(kind, tensor)
+        if not in_nested_graph():
+            return run(tensor, instance_key, self._order.handle())
+        # TensorFlow tells apart what runs in different loops, and the members' loops are different ones. A function that is
+        # called, and not copied, into the body of a loop belongs to none.
+        key = (kind, tensor.dtype, tensor.shape.rank, *options.values())
+        if key not in self._functions:
+            signature = [
+                tf.TensorSpec([None] * tensor.shape.rank, tensor.dtype),
+                tf.TensorSpec([], tf.int32),
+                tf.TensorSpec([], tf.resource),
+            ]
+            self._functions[key] = tf.function(
+                run, signature, autograph=False, experimental_attributes={"_noinline": True}
             )
+        return self._functions[key](tensor, instance_key, self._order.handle())
 
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         self.check_root(root)
@@ -111,14 +120,10 @@ class RingCommunicator(Communicator):
         return self.all_reduce([t if self.rank == root else tf.zeros_like(t) for t in tensors], "sum")
 
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        splits = tf.cast(splits, tf.int32)
-        table = tf.reshape(self.all_gather(splits), [self.size, self.size])
-        rows = self.all_gather(tensor)
-        sender_starts = tf.cumsum(tf.reduce_sum(table, axis=1), exclusive=True)
-        offsets = tf.reduce_sum(table[:, : self.rank], axis=1) + sender_starts
-        received = table[:, self.rank]
-        parts = [rows[offsets[s] : offsets[s] + received[s]] for s in range(self.size)]
-        return tf.concat(parts, 0), received
+        table = tf.reshape(self.all_gather(tf.cast(splits, tf.int32)), [self.size, self.size])
+        receivers = tf.repeat(tf.tile(tf.range(self.size), [self.size]), tf.reshape(table, [-1]))
+        rows = tf.boolean_mask(self.all_gather(tensor), tf.equal(receivers, self.rank))
+        return tf.ensure_shape(rows, [None, *tensor.shape[1:]]), table[:, self.rank]
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         ranks = self.check_group(ranks)
@@ -133,7 +138,10 @@ class RingCommunicator(Communicator):
     def _instance_key(self, kind: str, tensor: tf.Tensor) -> tf.Tensor:
         """Identifies one collective: by its place in the program and by its shape, which TensorFlow caches with the key."""
         place = zlib.crc32(f"{self._place(self._group_name + kind)}.{tensor.dtype.name}".encode())
+        powers = [31**i for i in range(tensor.shape.rank)]
+        if tensor.shape.is_fully_defined():
+            mixed = sum(d * p for d, p in zip(tensor.shape.as_list(), powers, strict=True))
+            return tf.constant((place + mixed * 0x9E3779B1) % (2**31 - 1), tf.int32)
         with tf.device("CPU:0"):
-            shape = tf.shape(tensor, out_type=tf.int64)
-            mixed = tf.reduce_sum(shape * tf.constant([31**i for i in range(tensor.shape.rank)], tf.int64))
+            mixed = tf.reduce_sum(tf.shape(tensor, out_type=tf.int64) * tf.constant(powers, tf.int64))
             return tf.cast((place + mixed * 0x9E3779B1) % (2**31 - 1), tf.int32)

@@ -27,7 +27,7 @@ class SingleCommunicator(Communicator):
         return [tf.convert_to_tensor(t) for t in tensors]
 
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return tf.convert_to_tensor(tensor), tf.convert_to_tensor(splits, tf.int32)
+        return tf.identity(tensor), tf.identity(tf.cast(splits, tf.int32))
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         self.check_group(ranks)

@@ -9,10 +9,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import CoordinatedJob, ServerDef, context
+from tfrep_strategy.communicators.limits import timeout_seconds
 from tfrep_strategy.communicators.ring import RingCommunicator
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
 
 _CONNECT_SECONDS = 25
+_HEARTBEAT_SECONDS = 20.0
 
 
 class TensorFlowCommunicator(RingCommunicator):
@@ -47,6 +49,14 @@ class TensorFlowCommunicator(RingCommunicator):
             device = f"GPU:{self.local_rank}" if tf.config.list_physical_devices("GPU") else "CPU:0"
         super().__init__(self.rank, self.size, f"/job:worker/replica:0/task:{self.rank}/device:{device}", group_key=1)
 
+    def _heartbeat_seconds(self) -> float:
+        # On one machine the monitor of peers sees every end at once, and TensorFlow's heartbeats would only complain about
+        # ranks that ended well some time before the others. Between machines a firewall may hide the monitor.
+        return timeout_seconds() if self.local_size == self.size else _HEARTBEAT_SECONDS
+
+    def abort(self, reason: str) -> None:
+        context().abort_collective_ops(tf.errors.UNAVAILABLE, reason)
+
     def _start_server(self, addresses: list[str]) -> None:
         runtime = context()
         leader = "/job:worker/replica:0/task:0"
@@ -65,7 +75,7 @@ class TensorFlowCommunicator(RingCommunicator):
             service_type="standalone",
             service_leader=leader,
             coordinated_jobs=[CoordinatedJob(name="worker", num_tasks=self.size)],
-            heartbeat_timeout_in_ms=20_000,
+            heartbeat_timeout_in_ms=round(1000 * self._heartbeat_seconds()),
             cluster_register_timeout_in_ms=1000 * _CONNECT_SECONDS,
         )
         server = ServerDef(

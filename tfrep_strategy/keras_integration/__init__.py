@@ -23,13 +23,33 @@ if keras.backend.backend() != "tensorflow":
     )
 
 from tfrep_strategy.keras_integration import (  # noqa: E402
+    batch_callbacks,
     callbacks,
+    dataset_creator,
     layers,
     losses,
     metrics,
     optimizer,
+    parameter_server,
+    partitioned,
+    placement,
     saving,
+    server_state,
     trainer,
 )
 
-__all__ = ["callbacks", "layers", "losses", "metrics", "optimizer", "saving", "trainer"]
+__all__ = [
+    "batch_callbacks",
+    "callbacks",
+    "dataset_creator",
+    "layers",
+    "losses",
+    "metrics",
+    "optimizer",
+    "parameter_server",
+    "partitioned",
+    "placement",
+    "saving",
+    "server_state",
+    "trainer",
+]

@@ -106,8 +106,9 @@ def clip_gradients(original: Any, self: Any, grads: Any) -> Any:
     """Makes accumulated gradients global before anything looks at them: clipping comes first in an update."""
     if _phase.gradients != "local":
         return original(self, grads)
+    strategy: Any = replica_strategy()
     with _applying("global"):
-        return original(self, replica_strategy().aggregate_gradients(list(grads), None))
+        return original(self, strategy.aggregate_gradients(list(grads), None))
 
 
 @replaces(_TFOptimizer, "add_variable_from_reference")

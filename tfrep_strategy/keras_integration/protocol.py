@@ -36,6 +36,9 @@ class KerasStrategy(Protocol):
     batches_to_skip: int
     """How many batches the next epoch passes over, since an interrupted run has trained on them."""
 
+    def scope(self) -> Any:
+        """Returns the context manager in which variables belong to this strategy."""
+
     def shard(self, batch: Any) -> Shards:
         """Cuts a whole global batch."""
 
@@ -126,7 +129,9 @@ def replica_strategy() -> KerasStrategy | None:
     return strategy if strategy is not None and tf.distribute.get_replica_context() is not None else None
 
 
-def in_step(strategy: KerasStrategy, step_function: Callable[[Any], Any], num_examples: Callable[[Any], tf.Tensor]):
+def in_step(
+    strategy: KerasStrategy, step_function: Callable[[Any], Any], num_examples: Callable[[Any], tf.Tensor]
+) -> Callable[[Any, tf.Tensor], Any]:
     """Wraps a Keras step so that it knows, on each replica, which share of the global batch it has."""
 
     def replica_step(part: Any, total: tf.Tensor) -> Any:

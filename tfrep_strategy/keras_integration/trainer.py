@@ -31,7 +31,7 @@ def strategy_of(model: Any) -> KerasStrategy | None:
 @replaces(_EpochIterator, "__init__")
 def init_epoch_iterator(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Hands Keras's loops whole steps (`Shards`), so that a replica knows its share of the global batch."""
-    strategy = kwargs.get("distribute_strategy")
+    strategy: Any = kwargs.get("distribute_strategy")
     if not getattr(strategy, "drives_keras", False):
         return original(self, *args, **kwargs)
     strategy.share_random_state()
@@ -123,18 +123,18 @@ def _with_global_logs(model: Any, strategy: KerasStrategy, step_function: Any) -
     Metrics are not touched: they are read over all replicas when somebody asks for them.
     """
 
-    def step(batch: Any) -> Any:
+    def step_with_global_logs(batch: Any) -> Any:
         logs = step_function(batch)
         if isinstance(logs, dict) and set(logs) == set(model.get_metrics_result()):
             return logs
-        share = current_step().share
+        step: Any = current_step()
         flat = [tf.convert_to_tensor(value) for value in tf.nest.flatten(logs)]
         floats = [value for value in flat if value.dtype.is_floating]
-        weighed = [tf.math.multiply_no_nan(value, tf.cast(share, value.dtype)) for value in floats]
+        weighed = [tf.math.multiply_no_nan(value, tf.cast(step.share, value.dtype)) for value in floats]
         summed = iter(strategy.sum_over_replicas(weighed))
         return tf.nest.pack_sequence_as(logs, [next(summed) if v.dtype.is_floating else v for v in flat])
 
-    return step
+    return step_with_global_logs
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ def rank_command(module: str, *arguments: str) -> list[str]:
 def run_strategy_scope() -> Iterator[Any]:
     """Makes the strategy that the launcher asked for, and enters its scope.
 
-    Code that makes its own mirrored or multi-worker strategy inside, TensorFlow's or ours, gets this one.
+    Code that makes its own strategy inside, TensorFlow's or ours, gets this one.
 
     Yields:
         The strategy.
@@ -64,9 +64,15 @@ def run_strategy_scope() -> Iterator[Any]:
 
     if os.environ["TFREP_STRATEGY"] == "mirrored":
         _show_devices(int(os.environ["TFREP_NUM_REPLICAS"]))
-    strategy = tfrep.auto_strategy()
+    runs_on_servers = os.environ["TFREP_STRATEGY"] == "parameter-server"
+    strategy = tfrep.ParameterServerStrategy() if runs_on_servers else tfrep.auto_strategy()
     with contextlib.ExitStack() as stack:
+        if runs_on_servers:
+            stack.enter_context(tfrep.exit_on_server_loss(strategy))
         for owner, name in (
+            (tf.distribute, "ParameterServerStrategy"),
+            (tf.distribute.experimental, "ParameterServerStrategy"),
+            (tfrep, "ParameterServerStrategy"),
             (tf.distribute, "MirroredStrategy"),
             (tf.distribute, "MultiWorkerMirroredStrategy"),
             (tf.distribute.experimental, "MultiWorkerMirroredStrategy"),

@@ -34,14 +34,14 @@ class LocalCluster:
     Args:
         workers: How many workers.
         servers: How many parameter servers.
-        on_end: Called with the name ("worker0"), the index and the exit code of a task that ended by itself.
+        on_end: Called with the job, the index and the exit code of a task that ended.
 
     Attributes:
         spec: Addresses by job, as `tf.train.ClusterSpec` takes them.
         log_dir: Folder with one log file for each task.
     """
 
-    def __init__(self, workers: int, servers: int, on_end: Callable[[str, int], None] | None = None) -> None:
+    def __init__(self, workers: int, servers: int, on_end: Callable[[str, int, int], None] | None = None) -> None:
         ports = free_ports(workers + servers)
         addresses = [f"127.0.0.1:{port}" for port in ports]
         self.spec: dict[str, list[str]] = {"worker": addresses[:workers], "ps": addresses[workers:]}
@@ -130,7 +130,8 @@ class LocalCluster:
                     del self._pids[event["ended"]]
                 self._changed.notify_all()
             if "ended" in event and self._on_end is not None:
-                self._on_end(event["ended"], event["code"])
+                job = event["ended"].rstrip("0123456789")
+                self._on_end(job, int(event["ended"][len(job) :]), event["code"])
 
 
 class LocalClusterResolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
@@ -141,7 +142,7 @@ class LocalClusterResolver(tf.distribute.cluster_resolver.SimpleClusterResolver)
     """
 
     def __init__(self, cluster: LocalCluster) -> None:
-        super().__init__(tf.train.ClusterSpec(cluster.spec), rpc_layer="grpc", task_type="chief", task_id=0)
+        super().__init__(tf.train.ClusterSpec(cluster.spec), rpc_layer="grpc")
         self.cluster = cluster
 
 

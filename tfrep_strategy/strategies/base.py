@@ -14,6 +14,7 @@ from tfrep_strategy import data, gradients
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.protocol import Shards, in_step
+from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.groups import ReplicaGroup
 from tfrep_strategy.strategies.variables import ReplicaVariable, with_our_class
 
@@ -31,6 +32,7 @@ class SynchronousStrategy(tf.distribute.Strategy):
             `strategy.sum_over_replicas` is there to call.
         bucket_bytes: Gradients travel in groups of about this many bytes.
         densify_sparse_gradients: Whether `tf.IndexedSlices` travel as dense tensors.
+        check_sync_every: After how many steps of `fit` to call `assert_in_sync(model)` each time; None: never.
     """
 
     drives_keras = True
@@ -45,6 +47,8 @@ class SynchronousStrategy(tf.distribute.Strategy):
         self.bucket_bytes = bucket_bytes
         self.densify_sparse_gradients = densify_sparse_gradients
         self.batches_to_skip = 0
+        self.check_sync_every: int | None = None
+        self._steps_since_check = 0
 
     @property
     def is_chief(self) -> bool:
@@ -65,7 +69,8 @@ class SynchronousStrategy(tf.distribute.Strategy):
             shards = args[0]
             fn = in_step(self, fn, data.num_examples)
             args = (data.pack(shards), shards.total)
-        return super().run(fn, args, kwargs, options)
+        with self.watching_peers():
+            return super().run(fn, args, kwargs, options)
 
     def shard(self, batch: Any) -> Shards:
         """Cuts a whole global batch for the replicas of this process.
@@ -163,6 +168,43 @@ class SynchronousStrategy(tf.distribute.Strategy):
 
     def _means(self, variables: Sequence[Any]) -> list[tf.Tensor]:
         return [variable.read_value() for variable in variables]
+
+    def assert_in_sync(self, model_or_variables: Any, every: int | None = None) -> None:
+        """Raises unless all replicas hold the same values, bit by bit. Every process has to call it.
+
+        Args:
+            model_or_variables: A Keras model, with its optimizer, a layer, or a list of variables. What each replica keeps
+                for itself until somebody reads it (metrics, moving statistics) is left out.
+            every: Also check every so many steps of `fit` from now on; sets `check_sync_every`.
+
+        Raises:
+            DesyncError: names the first variable that differs, and what each replica holds.
+
+        Example:
+            >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+            >>> with strategy.scope():
+            ...     v = tf.Variable(1.0)
+            >>> strategy.assert_in_sync([v])
+        """
+        if every is not None:
+            self.check_sync_every = every
+        self.synchronize_new_variables()
+        checksums = sync_check.replica_checksums(
+            sync_check.variables_of(model_or_variables), self.extended.num_local_replicas
+        )
+        sync_check.compare([replica for process in self.all_gather_object(checksums) for replica in process])
+
+    def count_steps(self, model: Any, count: int) -> None:
+        """Checks a model every `check_sync_every` steps; called after `count` steps of `fit` or `evaluate`."""
+        if self.check_sync_every:
+            self._steps_since_check += count
+            if self._steps_since_check >= self.check_sync_every:
+                self._steps_since_check = 0
+                self.assert_in_sync(model)
+
+    def watching_peers(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which the error of a collective says which process has ended, where one has."""
+        return contextlib.nullcontext()
 
     def synchronize_new_variables(self) -> None:
         """Gives variables made since the last call the values of rank 0; nothing to do within one process."""

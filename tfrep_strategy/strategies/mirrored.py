@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -21,6 +22,7 @@ from tfrep_strategy.communicators.local import LocalGroup
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
+from tfrep_strategy.strategies.logical_devices import LogicalDevices
 from tfrep_strategy.strategies.replica_context import DeviceReplicaContext
 
 _MINIMUM_THREADS = 16
@@ -74,6 +76,9 @@ class MirroredStrategy(SynchronousStrategy):
 
     Args:
         devices: Device names such as `["GPU:0", "GPU:1"]`. Default: all GPUs, or all logical CPUs where there are none.
+        devices_per_replica: How many devices each replica has; the first are those of replica 0. See
+            `logical_device_for_variables` and `tfrep.logical_device`.
+        keras_layer_placement: The logical device of Keras layers, by name, for a model that was not written for several.
         bucket_bytes: Gradients travel in groups of about this many bytes.
         densify_sparse_gradients: Whether sparse gradients travel as dense tensors.
 
@@ -90,10 +95,14 @@ class MirroredStrategy(SynchronousStrategy):
         self,
         devices: Sequence[str] | None = None,
         *,
+        devices_per_replica: int = 1,
+        keras_layer_placement: Mapping[str, int] | None = None,
         bucket_bytes: int = 32 << 20,
         densify_sparse_gradients: bool = False,
     ) -> None:
-        super().__init__(_Extended(self, _resolve(devices)), bucket_bytes, densify_sparse_gradients)
+        self.logical_devices = LogicalDevices(_resolve(devices), devices_per_replica, keras_layer_placement or {})
+        first_devices = [devices_of_one[0] for devices_of_one in self.logical_devices.of_replica]
+        super().__init__(_Extended(self, first_devices), bucket_bytes, densify_sparse_gradients)
         self._all_replicas = LocalGroup(self, range(self.num_replicas_in_sync))
 
     # TensorFlow numbers the collectives of all strategies alike; each of ours starts at another number.
@@ -108,6 +117,23 @@ class MirroredStrategy(SynchronousStrategy):
             return tf.concat(strategy.experimental_local_results(value), 0)
 
         return tf.distribute.get_replica_context().merge_call(gather, args=(tensor,))
+
+    def logical_device_for_variables(self, index: int) -> contextlib.AbstractContextManager[None]:
+        """Puts variables that are created inside on one logical device of each replica.
+
+        Args:
+            index: 0 to `devices_per_replica - 1`.
+
+        Raises:
+            ConfigurationError: when a replica does not have it.
+
+        Example:
+            >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"], devices_per_replica=2)
+            >>> with strategy.scope(), strategy.logical_device_for_variables(1):
+            ...     tf.Variable(1.0).device.rpartition("device:")[2]
+            'CPU:1'
+        """
+        return self.logical_devices.for_variables(index)
 
     def communicator_of(self, replica: int) -> Communicator:
         return self._all_replicas.communicator(replica)
@@ -130,6 +156,12 @@ class _Extended(SynchronousExtended, MirroredExtended):
         on_gpus = all("GPU" in device for device in self._devices)
         self._cross_device_ops = NcclAllReduce() if on_gpus and len(self._devices) > 1 else ReductionToOneDevice()
         self._init_state()
+
+    def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        placement = self._container_strategy().logical_devices.placement()
+        if placement is not None and kwargs.get("colocate_with") is None:
+            kwargs["colocate_with"] = placement
+        return super()._create_variable(next_creator, **kwargs)
 
     # Replicas update their copies of a variable themselves, from the same global gradient, so that nothing has to leave
     # the replica to do it, and `tf.cond` may stand around an update.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import tensorflow as tf
 from tfrep_strategy import data
 from tfrep_strategy._tensorflow import DistributedVariable, MirroredVariable, OneDeviceExtended, SyncOnReadVariable, ValueContext, is_mirrored
 from tfrep_strategy.communicators import Communicator, SingleCommunicator, make_communicator
+from tfrep_strategy.communicators.checked import watched
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, DesyncError, message
 from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
@@ -52,7 +54,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
         densify_sparse_gradients: bool = False,
     ) -> None:
         self.environment = detect_environment()
-        self.communicator = make_communicator(communicator, self.environment, device)
+        self.communicator = watched(make_communicator(communicator, self.environment, device), self.environment.hosts)
         super().__init__(
             _Extended(self, self.communicator, _resolve(device, self.communicator)), bucket_bytes, densify_sparse_gradients
         )
@@ -154,6 +156,9 @@ class MultiWorkerStrategy(SynchronousStrategy):
 
     def barrier(self) -> None:
         self.communicator.barrier()
+
+    def watching_peers(self) -> contextlib.AbstractContextManager[None]:
+        return getattr(self.communicator, "watching", contextlib.nullcontext)()
 
 
 class _Scope:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import Closure, RemoteValueImpl, is_server_failure
-from tfrep_strategy.errors import PeerError, ServerLostError, WorkerError, message
+from tfrep_strategy.errors import ServerLostError, WorkerError, message
 
 _CHECK_SECONDS = 0.5
 
@@ -67,6 +68,9 @@ class _StepClosure(Closure):
             # Not a failure: the steps of the other workers go on.
             self.result.out_of_data = True
             self.result._set_values(None)
+        except Exception as error:
+            error.worker_index = worker.worker_index  # type: ignore[attr-defined]
+            raise
         self.result.finish()
 
 
@@ -172,13 +176,48 @@ class StepRunner:
     def _translating_errors(self, call: Callable[[], Any]) -> None:
         try:
             call()
-        except PeerError:
-            raise
         except Exception as error:
             with self._condition:
-                failed = [result for result in self._unfinished.values() if result._error is error]
                 self._unfinished.clear()
-            raise self._explained(error, failed[0] if failed else self._failed.get(id(error))) from error
+            raise self._explained(error) from error
 
-    def _explained(self, error: Exception, result: StepResult | None) -> Exception:
-        raise NotImplementedError
+    @contextlib.contextmanager
+    def naming_lost_servers(self) -> Iterator[None]:
+        """Raises `ServerLostError` where the coordinator's own access to a variable fails."""
+        try:
+            yield
+        except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
+            if not is_server_failure(error) and not self._strategy.lost_servers():
+                raise
+            raise self._server_lost() from error
+
+    @property
+    def num_unfinished(self) -> int:
+        """How many steps are queued or run."""
+        return len(self._unfinished)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits until a condition holds that depends on steps being complete, or until a step has failed."""
+        queue = self._cluster.closure_queue
+        self._wait_for(lambda: condition() or queue._error is not None)
+        if queue._error is not None:
+            self._translating_errors(queue.wait)
+
+    def _explained(self, error: Exception) -> Exception:
+        if is_server_failure(error):
+            return self._server_lost()
+        index = getattr(error, "worker_index", None)
+        name = "A worker"
+        if index is not None:
+            name = f"Worker {index} ({self._strategy.addresses('worker')[index]})"
+        return WorkerError(f"{name} raised {type(error).__name__}: {error}")
+
+    def _server_lost(self) -> ServerLostError:
+        lost = self._strategy.lost_servers()
+        return ServerLostError(
+            message(
+                "A parameter server is gone, and the variables that it held.",
+                hint="start the cluster again, and resume from a checkpoint (keras.callbacks.BackupAndRestore).",
+                servers=lost or self._strategy.addresses("ps"),
+            )
+        )

@@ -1,0 +1,72 @@
+"""What an all-reduce between two processes costs: `python -m benchmarks.all_reduce`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.crews import Variant
+from benchmarks.report import show, summarize, write_json
+from benchmarks.turns import take_turns
+from tfrep_strategy.launch.identity import horovod_is_installed
+
+REFERENCE = "TensorFlow's ring"
+_OURS, _BARE = "ours, horovod", "Horovod, bare"
+
+WORKLOADS = {
+    "20 x 1 MB": {"count": 20, "floats": 250_000, "times": 10},
+    "1 x 20 MB": {"count": 1, "floats": 5_000_000, "times": 10},
+    "10 floats": {"count": 1, "floats": 10, "times": 100},
+}
+
+TARGETS: dict[str, dict[tuple[str, str], float]] = {
+    "20 x 1 MB": {(_OURS, _BARE): 1.15, (_OURS, REFERENCE): 0.5},
+    "1 x 20 MB": {(_OURS, _BARE): 1.15, (_OURS, REFERENCE): 0.5},
+    "10 floats": {},
+}
+
+
+def variants() -> list[Variant]:
+    """Lists what can be measured here.
+
+    Returns:
+        The variants, two processes each.
+    """
+    horovod = [
+        Variant(_BARE, {"transport": "horovod"}, 2, "horovod"),
+        Variant(_OURS, {"transport": "ours, horovod"}, 2, "horovod"),
+    ]
+    return [
+        Variant(REFERENCE, {"transport": "tensorflow"}, 2),
+        *(horovod if horovod_is_installed() else []),
+        Variant("ours, tf", {"transport": "ours, tf"}, 2),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measures, prints tables, and writes JSON if asked to.
+
+    Args:
+        arguments: The command line; by default this process's own.
+
+    Returns:
+        What is written as JSON, by workload.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.all_reduce", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15, help="how often each variant gets its turn")
+    parser.add_argument("--times", type=int, help="how many all-reduces make a turn")
+    parser.add_argument("--json", metavar="PATH", help="also write all samples there")
+    chosen = parser.parse_args(arguments)
+    workloads = {name: {**load, "times": chosen.times or load["times"]} for name, load in WORKLOADS.items()}
+    samples = take_turns(variants(), "benchmarks.all_reduce_worker", workloads, chosen.rounds)
+    results = {name: summarize(samples[name], TARGETS[name]) for name in workloads}
+    for name, summary in results.items():
+        show(f"Sum over two processes of {name}", summary, REFERENCE)
+    if chosen.json:
+        write_json(chosen.json, results)
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Processes that stay alive for a whole benchmark and work only when it is their turn.
+
+Peers need processes of their own (another Keras, another way to start TensorFlow), and the machine's speed drifts, so
+all are started once and then measured in turns, again and again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tfrep_strategy.launch.identity import identities, inherited_environ
+
+_PIPE = "TFREP_BENCHMARK_PIPE"
+_PATIENCE_SECONDS = 300.0
+_ENVIRON = {
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "3600",  # Its clock runs on while a process rests.
+}
+_REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the things that are compared.
+
+    Attributes:
+        name: What the table calls it.
+        settings: What its processes are told.
+        processes: How many there are.
+        communicator: How they are told about each other: "horovod" or "tf".
+        environ: Environment variables that they need.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    processes: int = 1
+    communicator: str = "tf"
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+class Crew:
+    """The processes of one variant.
+
+    Args:
+        variant: What they are.
+        module: What they run: a module that calls `work`.
+
+    Raises:
+        RuntimeError: A process ended before it was ready; has what it wrote last.
+    """
+
+    def __init__(self, variant: Variant, module: str) -> None:
+        self.variant = variant
+        self._stack = contextlib.ExitStack()
+        self._connections: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)
+            self._start(module)
+            stack.pop_all()
+
+    def _start(self, module: str) -> None:
+        self._logs = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tfrep-benchmark-")))
+        told: list[dict[str, str]] = [{}]
+        if self.variant.processes > 1:
+            told = self._stack.enter_context(identities(self.variant.communicator, self.variant.processes))
+        for rank, variables in enumerate(told):
+            mine, theirs = Pipe()
+            environ = {**inherited_environ(), **_ENVIRON, **self.variant.environ, **variables}
+            with theirs, open(self._logs / f"{rank}.log", "wb") as log:
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", module],
+                        cwd=_REPOSITORY,
+                        env={**environ, _PIPE: str(theirs.fileno())},
+                        stdout=log,
+                        stderr=log,
+                        pass_fds=[theirs.fileno()],
+                    )
+                )
+            self._connections.append(mine)
+        self.ask(dict(self.variant.settings))
+
+    def ask(self, question: Any) -> Any:
+        """Gives all processes something to do.
+
+        Args:
+            question: What the function that they handed to `work` gets.
+
+        Returns:
+            The answer of rank 0.
+
+        Raises:
+            RuntimeError: A process ended; has what it wrote last.
+        """
+        self._signal(signal.SIGCONT)
+        for connection in self._connections:
+            connection.send(question)
+        answers = [self._answer(connection) for connection in self._connections]
+        self._rest()
+        return answers[0]
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        for connection in self._connections:
+            connection.close()
+        self._stack.close()
+
+    def _rest(self) -> None:
+        # Horovod looks for work a thousand times a second, which would slow down those whose turn it is. TensorFlow's
+        # processes do not, and would be missed by their coordination service.
+        if self.variant.communicator == "horovod" and self.variant.processes > 1:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            process.send_signal(number)
+
+    def _answer(self, connection: Connection) -> Any:
+        try:
+            if connection.poll(_PATIENCE_SECONDS):
+                return connection.recv()
+        except (EOFError, ConnectionError):
+            for process in self._processes:  # So that all is written that they have to say.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(2.0)
+            raise RuntimeError(f"{self.variant.name}: a process ended.\n{self._last_words()}") from None
+        raise RuntimeError(f"{self.variant.name}: no answer in {_PATIENCE_SECONDS:g} s.\n{self._last_words()}")
+
+    def _last_words(self) -> str:
+        return "\n".join(log.read_text("utf-8", "replace")[-3000:] for log in sorted(self._logs.glob("*.log")))
+
+
+def work(make: Callable[[dict[str, Any]], Callable[[Any], Any]]) -> None:
+    """Is the life of a process of a crew.
+
+    Args:
+        make: Gets the variant's settings, gives the function that answers questions.
+    """
+    with Connection(int(os.environ[_PIPE])) as connection, contextlib.suppress(EOFError):
+        answer = make(connection.recv())
+        connection.send(None)
+        while True:
+            connection.send(answer(connection.recv()))

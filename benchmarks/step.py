@@ -1,0 +1,106 @@
+"""What a training step costs: `python -m benchmarks.step`.
+
+Every variant trains the same dense net by `fit` on the same global batch, in processes of its own that live for the
+whole run, and they take turns, round after round. Replicas on CPUs share the cores that one device has for itself, so
+that a second one makes nothing faster: the numbers compare what strategies cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.crews import Variant
+from benchmarks.report import show, summarize, write_json
+from benchmarks.turns import take_turns
+from tfrep_strategy.launch.identity import horovod_is_installed
+
+REFERENCE = "Keras"
+
+# Widths of the layers; 0.01, 0.6 and 5.1 million parameters.
+NETS: dict[str, dict[str, Any]] = {
+    "tiny": {"widths": [32, 64, 10], "batch": 64, "steps": 200},
+    "10 ms": {"widths": [512, 640, 384, 10], "batch": 256, "steps": 40},
+    "5 million": {"widths": [1024, 1536, 1536, 768, 10], "batch": 256, "steps": 8},
+}
+
+TARGETS = {
+    "tiny": {},
+    "10 ms": {
+        ("ours, 1 replica (mirrored)", REFERENCE): 1.05,
+        ("ours, 1 replica (multi-worker)", REFERENCE): 1.05,
+        ("ours, mirrored", "stock mirrored"): 1.0,
+    },
+    "5 million": {
+        ("ours, mirrored", "stock mirrored"): 1.0,
+        ("ours, 2 processes, horovod", "stock multi-worker (tf_keras)"): 1 / 1.3,
+        ("ours, 2 processes, tf", "stock multi-worker (tf_keras)"): 1 / 1.3,
+    },
+}
+
+
+def variants() -> list[Variant]:
+    """Lists what can be measured here: peers that are not installed are left out.
+
+    Returns:
+        The variants.
+    """
+    # Stock replicas in one process may wait for each other for ever without threads of their own; ours see to it.
+    threads = {"TF_NUM_INTEROP_THREADS": "16"}
+    legacy = {"TF_USE_LEGACY_KERAS": "1"}
+    found = [
+        Variant(REFERENCE, {"strategy": "none", "jit_compile": False}),
+        Variant("Keras, XLA (its default)", {"strategy": "none", "jit_compile": "auto"}),
+        Variant("ours, 1 replica (mirrored)", {"strategy": "ours, 1 mirrored", "jit_compile": False}),
+        Variant("ours, 1 replica (multi-worker)", {"strategy": "ours, auto", "jit_compile": False}),
+        Variant("stock mirrored", {"strategy": "stock mirrored", "jit_compile": False}, environ=threads),
+        Variant("ours, mirrored", {"strategy": "ours, mirrored", "jit_compile": False}),
+    ]
+    if horovod_is_installed():
+        settings = {"strategy": "ours, horovod", "jit_compile": False}
+        found.append(Variant("ours, 2 processes, horovod", settings, 2, "horovod"))
+    found.append(Variant("ours, 2 processes, tf", {"strategy": "ours, tf", "jit_compile": False}, 2))
+    if importlib.util.find_spec("tf_keras"):
+        settings = {"strategy": "stock multi-worker", "jit_compile": False, "legacy_keras": True}
+        found.append(Variant("stock multi-worker (tf_keras)", settings, 2, environ=legacy))
+        if horovod_is_installed():
+            settings = {"strategy": "horovod", "jit_compile": False, "legacy_keras": True, "own_part_of": 2}
+            found.append(Variant("Horovod (tf_keras)", settings, 2, "horovod", legacy))
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measures, prints tables, and writes JSON if asked to.
+
+    Args:
+        arguments: The command line; by default this process's own.
+
+    Returns:
+        What is written as JSON, by net.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9, help="how often each variant gets its turn")
+    parser.add_argument(
+        "--nets", nargs="+", choices=list(NETS), default=list(NETS), metavar="NET", help=str(list(NETS))
+    )
+    parser.add_argument("--steps", type=int, help="steps of one turn; by default about half a second")
+    parser.add_argument(
+        "--variants", nargs="+", metavar="TEXT", help="measure only those whose name contains one of these"
+    )
+    parser.add_argument("--json", metavar="PATH", help="also write all samples there")
+    chosen = parser.parse_args(arguments)
+    wanted = [v for v in variants() if not chosen.variants or any(text in v.name for text in chosen.variants)]
+    nets = {name: {**NETS[name], "name": name, "steps": chosen.steps or NETS[name]["steps"]} for name in chosen.nets}
+    samples = take_turns(wanted, "benchmarks.step_worker", nets, chosen.rounds)
+    results = {name: summarize(samples[name], TARGETS[name]) for name in nets}
+    for name, summary in results.items():
+        show(f"A step of the net '{name}', batch {NETS[name]['batch']}", summary, REFERENCE, NETS[name]["batch"])
+    if chosen.json:
+        write_json(chosen.json, results)
+    return results
+
+
+if __name__ == "__main__":
+    main()

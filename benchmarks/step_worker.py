@@ -1,0 +1,139 @@
+"""One process of `benchmarks.step`. Imports only what its variant needs, so that peers run as their users run them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.crews import work
+
+_WARM_UP_STEPS = 3
+
+
+def main() -> None:
+    """Answers questions until the benchmark is over."""
+    work(make)
+
+
+def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float]:
+    """Sets a process up.
+
+    Args:
+        settings: "strategy": see `_strategies`; "jit_compile": what `compile` gets.
+
+    Returns:
+        A function that trains for one epoch and returns the seconds per step.
+    """
+    strategy = _strategies[settings["strategy"]]()
+    if settings.get("legacy_keras"):
+        import tf_keras as keras
+    else:
+        import keras
+    size = settings.get("own_part_of", 1)
+    models: dict[str, Any] = {}
+
+    def train(question: dict[str, Any]) -> float:
+        name, steps, batch = question["name"], question["steps"], question["batch"] // size
+        if name not in models:
+            with strategy.scope() if strategy is not None else contextlib.nullcontext():
+                models[name] = _model(keras, question["widths"])
+                models[name].compile(
+                    _optimizer(keras, settings["strategy"]),
+                    "sparse_categorical_crossentropy",
+                    jit_compile=settings["jit_compile"],
+                )
+            _epoch_seconds(keras, models[name], question["widths"], batch, _WARM_UP_STEPS)
+        return _epoch_seconds(keras, models[name], question["widths"], batch, steps) / steps
+
+    return train
+
+
+def _model(keras: Any, widths: list[int]) -> Any:
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(width, activation="relu") for width in widths[1:-1]]
+    return keras.Sequential([keras.Input((widths[0],)), *layers, keras.layers.Dense(widths[-1], activation="softmax")])
+
+
+def _optimizer(keras: Any, strategy: str) -> Any:
+    optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+    if strategy != "horovod":
+        return optimizer
+    import horovod.tensorflow.keras as hvd
+
+    return hvd.DistributedOptimizer(optimizer)
+
+
+def _epoch_seconds(keras: Any, model: Any, widths: list[int], batch: int, steps: int) -> float:
+    random = np.random.default_rng(0)
+    x = random.standard_normal((batch * steps, widths[0]), np.float32)
+    y = random.integers(widths[-1], size=batch * steps)
+    times = []
+    clock = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: times.append(time.perf_counter()),
+        on_epoch_end=lambda epoch, logs: times.append(time.perf_counter()),
+    )
+    model.fit(x, y, batch_size=batch, epochs=1, verbose=0, callbacks=[clock])
+    return times[1] - times[0]
+
+
+# How each variant is set up by those who use it.
+
+
+def _ours_mirrored(replicas: int) -> Any:
+    import tensorflow as tf
+
+    import tfrep_strategy as tfrep
+
+    gpus = tf.config.list_physical_devices("GPU")
+    if len(gpus) >= replicas:
+        return tfrep.MirroredStrategy([f"GPU:{i}" for i in range(replicas)])
+    return tfrep.MirroredStrategy(tfrep.use_logical_cpus(replicas))
+
+
+def _ours_multi_worker(communicator: str) -> Any:
+    import tfrep_strategy as tfrep
+
+    return tfrep.MultiWorkerStrategy(communicator)
+
+
+def _stock_mirrored() -> Any:
+    import tensorflow as tf
+
+    if tf.config.list_physical_devices("GPU"):
+        return tf.distribute.MirroredStrategy()
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def _stock_multi_worker() -> Any:
+    import tensorflow as tf
+
+    return tf.distribute.MultiWorkerMirroredStrategy()
+
+
+def _horovod() -> None:
+    import horovod.tensorflow.keras as hvd
+
+    hvd.init()
+
+
+_strategies: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "ours, 1 mirrored": lambda: _ours_mirrored(1),
+    "ours, mirrored": lambda: _ours_mirrored(2),
+    "ours, auto": lambda: _ours_multi_worker("auto"),
+    "ours, horovod": lambda: _ours_multi_worker("horovod"),
+    "ours, tf": lambda: _ours_multi_worker("tf"),
+    "stock mirrored": _stock_mirrored,
+    "stock multi-worker": _stock_multi_worker,
+    "horovod": _horovod,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Bad input: each error says which replica passed what."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+
+import tfrep_strategy as tfrep
+from tfrep_strategy.errors import ConfigurationError, DesyncError
+
+
+
+@pytest.fixture(params=["eager", "function"])
+def run(request):
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def run(*choices):
+        choices = choices if len(choices) > 1 else choices * 2
+        program = lambda: strategy.run(lambda: choices[tfrep.replica_id()]())  # noqa: E731
+        return program() if request.param == "eager" else tf.function(program)()
+
+    run.strategy = strategy
+    return run
+
+
+def test_structures_differ(run):
+    with pytest.raises(DesyncError, match=r"(?s)Replica 0 called all_reduce\(\{'a': float32\[2\]\}, op='sum'\).*"
+                                          r"Replica 1 called all_reduce\(\{'b': float32\[2\]\}, op='sum'\)"):  # fmt: skip
+        run(lambda: tfrep.all_sum({"a": tf.ones(2)}), lambda: tfrep.all_sum({"b": tf.ones(2)}))
+    with pytest.raises(DesyncError, match=r"(?s)\[float32\[2\]\].*\[float32\[2\], float32\[3\]\]"):
+        run(lambda: tfrep.all_sum([tf.ones(2)]), lambda: tfrep.all_sum([tf.ones(2), tf.ones(3)]))
+
+
+def test_calls_differ(run):
+    with pytest.raises(DesyncError, match=r"(?s)Replica 0 called all_reduce.*Replica 1 called all_gather"):
+        run(lambda: tfrep.all_sum(tf.ones(2)), lambda: tfrep.all_gather(tf.ones(2)))
+    with pytest.raises(DesyncError, match=r"(?s)op='sum'.*op='max'"):
+        run(lambda: tfrep.all_reduce(tf.ones(2), "sum"), lambda: tfrep.all_reduce(tf.ones(2), "max"))
+    with pytest.raises(DesyncError, match=r"(?s)float32\[2\].*int32\[2\]"):
+        run(lambda: tfrep.all_sum(tf.ones(2)), lambda: tfrep.all_sum(tf.ones(2, tf.int32)))
+
+
+def test_dimensions_differ(run):
+    with pytest.raises(DesyncError, match=r"(?s)Replica 0 called all_reduce\(float32\[2\].*Replica 1 .*float32\[3\]"):
+        run(lambda: tfrep.all_sum(tf.ones(2)), lambda: tfrep.all_sum(tf.ones(3)))
+    with pytest.raises(DesyncError, match=r"(?s)float32\[2, 4\].*float32\[2, 5\]"):
+        run(lambda: tfrep.all_gather(tf.ones([2, 4])), lambda: tfrep.all_gather(tf.ones([2, 5])))
+    with pytest.raises(DesyncError, match="stack=True"):
+        run(lambda: tfrep.all_gather(tf.ones(2), stack=True), lambda: tfrep.all_gather(tf.ones(3), stack=True))
+
+
+@pytest.mark.parametrize(
+    ("value", "op"), [("a", "sum"), (True, "sum"), (True, "mean"), (1j, "max"), (1j, "min"), ("a", "max"), (1.0, "median")]
+)
+def test_op_that_the_dtype_cannot_do(run, value, op):
+    with pytest.raises(ConfigurationError, match=f"all_reduce on replica 0.*op='{op}'"):
+        run(lambda: tfrep.all_reduce(tf.constant([value]), op))
+    with pytest.raises(ConfigurationError, match=f"op='{op}'"):
+        tfrep.all_reduce(tf.constant([value]), op)
+
+
+def test_no_such_source_or_member(run):
+    for source in (2, -1, True):
+        with pytest.raises(ConfigurationError, match=f"on replica 0: no such source.*source={source}"):
+            run(lambda source=source: tfrep.broadcast(tf.ones(2), source))
+    for members in ([0, 2], [], [1, 1], [-1], ["0"]):
+        with pytest.raises(ConfigurationError, match="replicas="):
+            run.strategy.new_group(members)
+    group = run.strategy.new_group([1])
+    with pytest.raises(ConfigurationError, match="no such source"):
+        run(lambda: tfrep.broadcast(tf.ones(2), 0, group=group))
+    other = tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).new_group([1])
+    with pytest.raises(ConfigurationError, match="another strategy"):
+        run(lambda: tfrep.all_sum(tf.ones(2), group=other))
+    with pytest.raises(ConfigurationError, match="Not a group"):
+        run(lambda: tfrep.all_sum(tf.ones(2), group=[0]))
+
+
+def test_shapes_that_do_not_do(run):
+    with pytest.raises(ConfigurationError, match="does not have that axis"):
+        run(lambda: tfrep.all_gather(tf.ones(2), axis=1))
+    with pytest.raises(ConfigurationError, match="stack=True to join scalars"):
+        run(lambda: tfrep.all_gather(tf.ones([])))
+    with pytest.raises(ConfigurationError, match="needs tensors that have rows"):
+        run(lambda: tfrep.reduce_scatter(tf.ones([])))
+    with pytest.raises(ConfigurationError, match="do not divide among 2 replicas"):
+        run(lambda: tfrep.all_to_all(tf.ones(3)))
+    with pytest.raises(ConfigurationError, match=r"splits=\[1, 1, 1\], num_replicas=2"):
+        run(lambda: tfrep.all_to_all(tf.ones(3), [1, 1, 1]))
+    with pytest.raises(ConfigurationError, match="something is no tensor"):
+        run(lambda: tfrep.all_sum({"a": object()}))
+    with pytest.raises(ConfigurationError, match="sparse and ragged"):
+        run(lambda: tfrep.all_sum(tf.ragged.constant([[1], [2, 3]])))
+    with pytest.raises(ConfigurationError, match="at least one item"):
+        run(lambda: tfrep.map_reduce(tf.identity, []))
+    with pytest.raises(ConfigurationError, match="Items 0 and 1"):
+        run(lambda: tfrep.map_gather(lambda i: tf.ones(2, tf.int32 if i else tf.float32), [0, 1]))
+
+
+def test_objects_are_for_outside(run):
+    with pytest.raises(ConfigurationError, match="inside a step"):
+        run(lambda: tfrep.broadcast_object(1))
+    assert tfrep.all_gather_object([1]) == [[1]]
+    with run.strategy.scope():
+        assert tfrep.broadcast_object({"a": 1}) == {"a": 1}
+        with pytest.raises(ConfigurationError, match="No such rank"):
+            tfrep.broadcast_object(1, 3)
+
+
+def test_one_replica_outside_a_step():
+    x = tf.constant([1.0, 2.0])
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+    for scope in (strategy.scope(), tf.name_scope("none")):
+        with scope:
+            assert tfrep.num_replicas() == 1
+            assert tfrep.replica_id() == 0
+            tfrep.barrier()
+            for y in (tfrep.all_mean(x), tfrep.all_gather(x), tfrep.broadcast(x), tfrep.reduce_scatter(x),
+                      tfrep.all_to_all(x), tfrep.map_gather(tf.identity, [x])[0], tfrep.map_reduce(tf.identity, [x])):  # fmt: skip
+                assert y.numpy().tolist() == [1.0, 2.0]
+            assert tfrep.all_gather(x, stack=True).shape == [1, 2]
+
+
+def test_an_inner_function_in_an_eager_step():
+    """It would wait for ever: the replicas run one after the other."""
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+    inner = tf.function(lambda: tfrep.all_sum(tf.ones(2)), autograph=False)
+    with pytest.raises(ConfigurationError, match="put the call of strategy.run into a tf.function"):
+        strategy.run(lambda: inner())
+    result = tf.function(lambda: strategy.run(lambda: inner()), autograph=False)()
+    assert result.values[1].numpy().tolist() == [2.0, 2.0]

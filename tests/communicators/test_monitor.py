@@ -1,0 +1,164 @@
+"""How ranks hear of each other's end. The hub is tested over real connections, the monitor in real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+import pytest
+
+from tfrep_strategy.communicators.calls import Call, Report
+from tfrep_strategy.communicators.hub import Hub
+from tfrep_strategy.communicators.monitor import PeerLostError, PeerMonitor, _connect
+
+BOTH = pytest.mark.parametrize("communicator", ["tf", "horovod"])
+SUM = Call("all_reduce", "sum", (("float32", (3,)),), "train.py:7")
+
+
+@contextlib.contextmanager
+def star(size: int, silence: float = 20.0) -> Iterator[list[Connection]]:
+    """Gives each rank's connection to a hub, which ends with the block."""
+    hub = Hub(size, True, silence)
+    with contextlib.ExitStack() as stack:
+        connections = [_connect(["127.0.0.1"], hub.port, hub.key, rank) for rank in range(size)]
+        for connection in connections:
+            stack.enter_context(connection)
+        yield connections
+        with contextlib.suppress(OSError):
+            connections[0].send(("ended", False, None))
+        hub.join()
+        assert not hub._thread.is_alive()
+
+
+def receive(connection: Connection) -> Any:
+    assert connection.poll(10.0), "Nothing came within 10 seconds."
+    return connection.recv()
+
+
+def test_all_hear_how_a_rank_ended() -> None:
+    with star(3) as (first, second, third):
+        second.send(("ended", False, "ValueError: boom"))
+        assert receive(first) == receive(third) == ("ended", 1, False, "ValueError: boom")
+        third.close()
+        assert receive(first) == ("ended", 2, True, None)
+
+
+def test_all_hear_that_the_first_rank_ended() -> None:
+    with star(2) as (first, second):
+        first.send(("ended", False, None))
+        assert receive(second) == ("ended", 0, False, None)
+        with pytest.raises(EOFError):
+            receive(second)
+
+
+def test_strangers_are_not_admitted() -> None:
+    hub = Hub(2, True, 20.0)
+    with socket.create_connection(("127.0.0.1", hub.port)) as stranger:
+        stranger.sendall(b"\x00\x00\x00\x04okay" * 4)
+        assert _connect(["127.0.0.1"], hub.port, b"wrong key", 1) is None
+    with _connect(["127.0.0.1"], hub.port, hub.key, 0) as first, _connect(["127.0.0.1"], hub.port, hub.key, 1) as second:
+        with pytest.raises(ConnectionError):  # All are here.
+            for _ in range(1000):
+                socket.create_connection(("127.0.0.1", hub.port), 1).close()
+        second.send(("ended", False, None))
+        assert receive(first) == ("ended", 1, False, None)
+        first.send(("ended", False, None))
+        hub.join()
+    assert not hub._thread.is_alive()
+
+
+def test_equal_calls_are_agreed_on() -> None:
+    with star(2) as (first, second):
+        elsewhere = SUM._replace(line="train.py:9")  # The line does not matter.
+        first.send(Report((0, 1), 0, SUM, True))
+        second.send(Report((0, 1), 0, elsewhere, True))
+        assert receive(first) == receive(second) == ("agreed", ((0, 1), 0))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        SUM._replace(kind="barrier"),
+        SUM._replace(option="mean"),
+        SUM._replace(tensors=(("int32", (3,)),)),
+        SUM._replace(tensors=(("float32", (4,)),)),
+        SUM._replace(tensors=()),
+    ],
+)
+@pytest.mark.parametrize("waits", [True, False])
+def test_different_calls_are_listed(other: Call, waits: bool) -> None:
+    with star(2) as (first, second):
+        first.send(Report((0, 1), 0, SUM, waits))
+        second.send(Report((0, 1), 0, other, waits))
+        kind, text = receive(first)
+        assert (kind, text) == receive(second)
+    assert kind == "desync"
+    assert f"rank 0: {SUM}" in text
+    assert f"rank 1: {other}" in text
+
+
+def test_rows_that_are_gathered_may_differ() -> None:
+    gather = SUM._replace(kind="all_gather", option="")
+    assert gather.fits(gather._replace(tensors=(("float32", (7,)),)))
+    assert not gather.fits(gather._replace(tensors=(("float32", (3, 1)),)))
+
+
+def test_a_silent_rank_is_reported_with_what_it_called_last() -> None:
+    with star(3, silence=0.5) as (first, second, third):
+        for connection in (first, second, third):
+            connection.send(Report((0, 1, 2), 0, SUM, True))
+        assert receive(first) == receive(third) == ("agreed", ((0, 1, 2), 0))
+        later = SUM._replace(line="train.py:20")
+        first.send(Report((0, 1, 2), 1, later, True))
+        third.send(Report((0, 1, 2), 1, later, True))
+        _, text = receive(first)
+    assert f"rank 1: nothing for 1 seconds; before that {SUM}" in text or f"nothing for 0 seconds; before that {SUM}" in text
+    assert f"rank 2: {later}" in text
+
+
+def test_a_rank_that_ended_well_is_reported_at_once_to_those_who_wait() -> None:
+    with star(2) as (first, second):
+        second.send(("ended", False, None))
+        assert receive(first)[0] == "ended"
+        first.send(Report((0, 1), 0, SUM, True))
+        assert "rank 1: has ended" in receive(first)[1]
+
+
+def _own_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("tfrep-")}
+
+
+def _start_and_close(strategy: Any) -> Any:
+    before, connections = _own_threads(), len(psutil.Process().net_connections())
+    inner = strategy.communicator.inner
+    monitor = PeerMonitor.start(inner)
+    during = len(_own_threads() - before)
+    if strategy.rank == 1:
+        monitor.close()
+    heard = None
+    if strategy.rank == 0:
+        with monitor._news:
+            assert monitor._news.wait_for(lambda: bool(monitor.ended), 10.0)
+        try:
+            monitor.check((0, 1))
+        except PeerLostError as error:
+            heard = str(error), monitor.ended[0].failed
+        monitor.check((0,))
+    inner.barrier()
+    monitor.close()
+    return during, len(_own_threads() - before), len(psutil.Process().net_connections()) - connections, heard
+
+
+@BOTH
+def test_goodbye_disturbs_nobody_and_leaves_nothing(worker_pool: Any, communicator: str) -> None:
+    first, second = worker_pool(communicator, 2).run(_start_and_close)
+    assert first[:3] == (2, 0, 0)  # The hub's thread and the monitor's; no connection is left.
+    assert second[:3] == (1, 0, 0)
+    text, failed = first[3]
+    assert text.startswith("Rank 1 ended ")
+    assert not failed

@@ -1,0 +1,114 @@
+"""A rank ends in the middle of training: the others end too, soon, and say which rank it was. No launcher helps."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tfrep_strategy.launch.identity import horovod_is_installed, identities, inherited_environ
+
+PROGRAM = Path(__file__).with_name("peer_programs.py")
+SURVIVORS_END_WITHIN = 30.0
+BOTH = pytest.mark.parametrize(
+    "communicator",
+    ["tf", pytest.param("horovod", marks=pytest.mark.skipif(not horovod_is_installed(), reason="no Horovod"))],
+)
+
+
+class Outcome(NamedTuple):
+    """What became of the ranks: exit codes, seconds from the end of the first to that of the last, and their output."""
+
+    codes: list[int]
+    seconds: float
+    output: list[str]
+
+
+def run_ranks(communicator: str, size: int, way: str, rank: int, folder: Path) -> Outcome:
+    """Runs the program on `size` ranks, and kills what has not ended after a minute and a half."""
+    environ = inherited_environ() | {"TF_CPP_MIN_LOG_LEVEL": "0", "CUDA_VISIBLE_DEVICES": ""}
+    environ["PYTHONPATH"] = ":".join(filter(None, sys.path))
+    command = [sys.executable, str(PROGRAM), communicator, way, str(rank), str(folder)]
+    logs = [folder / f"log{each}" for each in range(size)]
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for own, log in zip(stack.enter_context(identities(communicator, size)), logs, strict=True):
+            file = stack.enter_context(open(log, "wb"))
+            process = subprocess.Popen(command, env=environ | own, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        deadline = time.monotonic() + 90
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        codes = [process.poll() for process in processes]
+    ended = folder / "end"
+    seconds = time.time() - float(ended.read_text()) if ended.exists() else 0.0
+    ended.unlink(missing_ok=True)
+    output = [log.read_text("utf-8", "replace") for log in logs]
+    assert None not in codes, f"Still running: {codes}\n" + "\n".join(text[-3000:] for text in output)
+    return Outcome(codes, seconds, output)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("way", "how", "code"),
+    [
+        ("raise", "with ValueError: the data are spoiled.", 1),
+        ("exit", "without a word.", 0),
+        ("kill", "without a word.", -9),
+        ("leave", "ago.", 0),
+        ("forked", "without a word.", -9),
+    ],
+)
+def test_survivors_name_the_rank(communicator: str, way: str, how: str, code: int, tmp_path: Path) -> None:
+    outcome = run_ranks(communicator, 2, way, 1, tmp_path)
+    assert outcome.codes == [1, code]
+    assert outcome.seconds < SURVIVORS_END_WITHIN
+    caught = (tmp_path / "caught0").read_text()
+    assert caught.startswith("UnavailableError: Rank 1 ended ")
+    assert how in caught.splitlines()[0]
+    assert "Hint: " in caught
+
+
+@BOTH
+def test_all_others_hear_of_rank_0(communicator: str, tmp_path: Path) -> None:
+    outcome = run_ranks(communicator, 3, "kill", 0, tmp_path)
+    assert outcome.codes[0] == -9
+    assert 0 not in outcome.codes
+    assert outcome.seconds < SURVIVORS_END_WITHIN
+    for rank in (1, 2):
+        assert (tmp_path / f"caught{rank}").read_text().startswith("UnavailableError: Rank 0 ended ")
+
+
+@BOTH
+def test_the_first_to_end_is_named(communicator: str, tmp_path: Path) -> None:
+    outcome = run_ranks(communicator, 3, "raise", 2, tmp_path)
+    assert outcome.codes == [1, 1, 1]
+    for rank in (0, 1):
+        assert (tmp_path / f"caught{rank}").read_text().startswith("UnavailableError: Rank 2 ended ")
+
+
+@BOTH
+def test_own_loops_name_the_rank(communicator: str, tmp_path: Path) -> None:
+    outcome = run_ranks(communicator, 2, "kill-loop", 1, tmp_path)
+    assert outcome.codes == [1, -9]
+    assert outcome.seconds < SURVIVORS_END_WITHIN
+    assert "Rank 1 ended" in outcome.output[0]
+
+
+@BOTH
+@pytest.mark.parametrize("last", [0, 1])
+def test_ranks_that_end_at_different_times_end_well(communicator: str, last: int, tmp_path: Path) -> None:
+    outcome = run_ranks(communicator, 2, "late", last, tmp_path)
+    assert outcome.codes == [0, 0]
+    assert {path.name for path in tmp_path.glob("done*")} == {"done0", "done1"}
+    for text in outcome.output:
+        assert "Error" not in text.replace("CUDA_ERROR", "")
+        assert "StartAbort" not in text
+        assert "ended" not in text

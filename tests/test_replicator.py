@@ -1,0 +1,145 @@
+"""The example programs on every strategy, unchanged, with the answer of one replica; and what `Replicator` refuses."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import replicator_programs
+import tensorflow as tf
+
+import tfrep_strategy as tfrep
+from tfrep_strategy import replicator
+from tfrep_strategy.errors import ConfigurationError
+
+
+@pytest.fixture(params=["one", "mirrored", "tf", "horovod"])
+def everywhere(request, worker_pool):
+    """Gives `everywhere(name, mode)`, which runs a program in every process of a strategy of two replicas."""
+    if request.param in ("tf", "horovod"):
+        return lambda *args: worker_pool(request.param, 2).run(replicator_programs.run, *args, limit=100)
+    devices = ["CPU:0", "CPU:1"][: 1 if request.param == "one" else 2]
+    return lambda *args: [replicator_programs.run(tfrep.MirroredStrategy(devices), *args)]
+
+
+@pytest.fixture(scope="module")
+def one_replica():
+    known = {}
+
+    def answer(name):
+        if name not in known:
+            known[name] = replicator_programs.run(tfrep.MirroredStrategy(["CPU:3"]), name, "SINGLE")
+        return known[name]
+
+    return answer
+
+
+@pytest.mark.parametrize("name", sorted(replicator_programs.PROGRAMS))
+def test_programs_give_the_answer_of_one_replica(everywhere, one_replica, name):
+    losses, weights = one_replica(name)
+    for found_losses, found_weights in everywhere(name, "SINGLE"):
+        np.testing.assert_allclose(tf.nest.flatten(found_losses), tf.nest.flatten(losses), rtol=1e-4)
+        for found, wanted in zip(found_weights, weights, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["reinforcement_learning", "sonnet"])
+def test_programs_of_their_own_answer(everywhere, name):
+    everywhere(name, "PER_REPLICA")
+
+
+@pytest.mark.parametrize("mode", ["PER_WORKER", "PER_REPLICA"])
+def test_classification_with_sharded_pipelines(everywhere, mode):
+    results = everywhere("classification", mode)
+    assert results[0][0][-1] < results[0][0][0]
+    for losses, weights in results[1:]:
+        np.testing.assert_allclose(losses, results[0][0], rtol=1e-6)
+        for found, wanted in zip(weights, results[0][1], strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
+def _pair():
+    return tfrep.Replicator(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))
+
+
+def test_input_modes_call_as_often_as_they_say():
+    for mode, expected in (("SINGLE", [(1, 0)]), ("PER_WORKER", [(1, 0)]), ("PER_REPLICA", [(2, 0), (2, 1)])):
+        calls = []
+
+        def input_fn(ctx, calls=calls):
+            calls.append((ctx.num_input_pipelines, ctx.input_pipeline_id))
+            return tf.data.Dataset.range(8).batch(1)
+
+        modes = tfrep.InputReplicationMode
+        repl = tfrep.Replicator(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]), input_replication_mode=modes[mode])
+        step = tf.reduce_sum
+        seen = [[int(v) for v in repl.local_results(repl.run(step, input_fn))] for _ in range(2)]
+        assert calls == expected
+        assert seen == ([[0, 0], [1, 1]] if mode == "PER_REPLICA" else [[0, 1], [2, 3]])
+
+
+def test_compiles_once_and_keeps_the_iterator():
+    repl, traces = _pair(), []
+
+    def step(batch):
+        traces.append(tfrep.replica_id())
+        return tf.reduce_sum(batch)
+
+    def input_fn():
+        return tf.data.Dataset.range(12).batch(1)
+
+    results = [[int(v) for v in repl.local_results(repl.run(step, input_fn))] for _ in range(3)]
+    assert results == [[0, 1], [2, 3], [4, 5]]
+    assert traces == [0, 1]
+    assert [int(v) for v in repl.local_results(repl.run(step, input_fn, steps=3))] == [10, 11]
+    with pytest.raises(tf.errors.OutOfRangeError):
+        repl.run(step, input_fn)
+
+
+def test_refuses():
+    repl = _pair()
+    with pytest.raises(ConfigurationError, match=r"no tensor on replica 0.*returned='loss'"):
+        repl.run(lambda: {"a": tf.ones([]), "b": "loss"})
+    with pytest.raises(ConfigurationError, match="does not divide.*global_batch_size=7, num_replicas_in_sync=2"):
+        repl.run(tf.reduce_sum, lambda ctx: tf.data.Dataset.range(9).batch(ctx.get_per_replica_batch_size(7)))
+    with pytest.raises(ConfigurationError, match="returns a tf.data.Dataset"):
+        repl.run(tf.reduce_sum, lambda: [1, 2])
+    with pytest.raises(ConfigurationError, match="At least one step"):
+        repl.run(lambda: tf.ones([]), steps=0)
+    optimizer = repl.wrap_optimizer(keras.optimizers.SGD())
+    with pytest.raises(ConfigurationError, match="wrapped already"):
+        repl.wrap_optimizer(optimizer)
+    with pytest.raises(ConfigurationError, match="takes a Keras optimizer"):
+        repl.wrap_optimizer("sgd")
+    repl.shutdown()
+    with pytest.raises(ConfigurationError, match="shut down"):
+        repl.run(lambda: tf.ones([]))
+    with pytest.raises(ConfigurationError, match="Unknown input replication mode"):
+        tfrep.Replicator(tfrep.MirroredStrategy(["CPU:0"]), input_replication_mode="single")
+
+
+def test_replicators_without_their_hardware():
+    if not tf.config.list_logical_devices("TPU"):
+        with pytest.raises(ConfigurationError, match="no TPU"):
+            tfrep.TpuReplicator(1, 8)
+    with pytest.raises(ConfigurationError, match="The TPU has 8 cores.*num_workers=2"):
+        replicator._check_cores(8, 2, 8)
+    with pytest.raises(ConfigurationError, match="TensorFlow sees .* GPUs"):
+        tfrep.MultiGpuReplicator(len(tf.config.list_logical_devices("GPU")) + 1)
+    with pytest.raises(ConfigurationError, match="A parameter-server strategy is needed"):
+        tfrep.ParameterServerReplicator(tfrep.MirroredStrategy(["CPU:0"]))
+
+
+def test_a_strategy_of_tensorflow_itself():
+    """The path that a TPU takes: `tf.distribute`'s own strategy and its two collectives."""
+    repl = tfrep.Replicator(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
+
+    def input_fn(ctx):
+        return tf.data.Dataset.from_tensor_slices([1.0, 2.0, 3.0, 4.0]).batch(ctx.get_per_replica_batch_size(2))
+
+    def step(x):
+        return tfrep.all_reduce(x, "max"), tfrep.all_gather(x)
+
+    largest, everyone = repl.run(step, input_fn)
+    assert [v.numpy().tolist() for v in repl.local_results(largest)] == [[2.0], [2.0]]
+    assert repl.local_results(everyone)[1].numpy().tolist() == [1.0, 2.0]

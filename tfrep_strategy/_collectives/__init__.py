@@ -1,0 +1,1 @@
+"""What stands behind `collectives.py`."""

@@ -1,0 +1,76 @@
+"""What the transports do not know: strings, bool, complex numbers, other axes than the first."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfrep_strategy._collectives.flow import Flow
+
+
+def to_real(tensor: tf.Tensor) -> tf.Tensor:
+    """Shows bool as int32, and complex numbers as pairs (last dimension)."""
+    if tensor.dtype.is_bool:
+        return tf.cast(tensor, tf.int32)
+    if tensor.dtype.is_complex:
+        return tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], -1)
+    return tensor
+
+
+def from_real(real: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Undoes `to_real`."""
+    if like.dtype.is_complex:
+        return tf.complex(real[..., 0], real[..., 1])
+    return tf.cast(real, like.dtype)
+
+
+def product(flow: Flow, tensor: tf.Tensor) -> tf.Tensor:
+    """Multiplies over the replicas, for complex numbers, which are no pair of products."""
+    return tf.reduce_prod(gather_along(flow, tensor[tf.newaxis], 0), 0)
+
+
+def gather_along(flow: Flow, tensor: tf.Tensor, axis: int) -> tf.Tensor:
+    """Gathers along any axis, any dtype."""
+    axis %= tensor.shape.rank
+    order = [axis] + [i for i in range(tensor.shape.rank) if i != axis]
+    moved = tensor if axis == 0 else tf.transpose(tensor, order)
+    if tensor.dtype == tf.string:
+        gathered = _gather_strings(flow, moved)
+    else:
+        gathered = from_real(flow.all_gather(to_real(moved)), moved)
+    return gathered if axis == 0 else tf.transpose(gathered, [order.index(i) for i in range(tensor.shape.rank)])
+
+
+def _gather_strings(flow: Flow, tensor: tf.Tensor) -> tf.Tensor:
+    rows = tf.concat([[-1], tf.shape(tensor)[1:]], 0)
+    lengths = flow.all_gather(tf.reshape(tf.strings.length(tensor), [-1]))
+    return tf.reshape(_join_bytes(flow.all_gather(_bytes(tensor)), lengths), rows)
+
+
+def broadcast_strings(flow: Flow, tensor: tf.Tensor, source: int) -> tf.Tensor:
+    """Sends strings as their bytes, whose number only the source knows."""
+    is_source = tf.equal(flow.communicator.rank, source)
+    lengths = flow.broadcast([tf.strings.length(tensor)], source)[0]
+    sent = _bytes(tf.where(is_source, tensor, tf.constant("")))
+    return tf.reshape(_join_bytes(flow.all_gather(sent), tf.reshape(lengths, [-1])), tf.shape(tensor))
+
+
+def _bytes(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.io.decode_raw(tf.strings.reduce_join(tf.reshape(tensor, [-1])), tf.uint8)
+
+
+def _join_bytes(data: tf.Tensor, lengths: tf.Tensor) -> tf.Tensor:
+    characters = tf.gather(tf.constant([bytes([i]) for i in range(256)]), tf.cast(data, tf.int32))
+    return tf.strings.reduce_join(tf.RaggedTensor.from_row_lengths(characters, lengths).to_tensor(""), axis=-1)
+
+
+def all_to_all(flow: Flow, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Exchanges rows of any dtype."""
+    if tensor.dtype != tf.string:
+        rows, received = flow.all_to_all(to_real(tensor), splits)
+        return from_real(rows, tensor), received
+    lengths = tf.reshape(tf.strings.length(tensor), [tf.shape(tensor)[0], -1])
+    received_lengths, received = flow.all_to_all(lengths, splits)
+    part = tf.RaggedTensor.from_row_lengths(tf.reduce_sum(lengths, 1), splits)
+    data, _ = flow.all_to_all(_bytes(tensor), tf.reduce_sum(part, 1))
+    strings = _join_bytes(data, tf.reshape(received_lengths, [-1]))
+    return tf.reshape(strings, tf.concat([[-1], tf.shape(tensor)[1:]], 0)), received

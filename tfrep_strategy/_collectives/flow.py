@@ -1,0 +1,159 @@
+"""Collectives that gradients flow through.
+
+The one-device computation that they stand for has the objective `sum_r loss_r`, or, in a step that Keras drives,
+`sum_r share_r * loss_r`, where a replica's gradients are multiplied by its share only after backward. What flows back
+through a collective comes from the losses of other replicas, so that there it is multiplied by the share of the replica
+that it comes from, and divided by the share of the one that it arrives at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.communicators import Communicator
+from tfrep_strategy.keras_integration.protocol import Step
+
+Tensors = Sequence[tf.Tensor]
+
+
+class Flow:
+    """One replica's collectives on dense numeric tensors; gradients flow through those of floating and complex dtype.
+
+    Args:
+        communicator: Of this replica.
+        step: The step that Keras drives; None elsewhere.
+    """
+
+    def __init__(self, communicator: Communicator, step: Step | None) -> None:
+        self.communicator = communicator
+        self._step = step
+
+    def all_reduce(self, tensors: Tensors, op: str) -> list[tf.Tensor]:
+        """Reduces each tensor over the replicas."""
+        differentiable = [i for i, t in enumerate(tensors) if t.dtype.is_floating]
+        others = [i for i, t in enumerate(tensors) if not t.dtype.is_floating]
+        result: list[Any] = [None] * len(tensors)
+        reduced = self._reduce([tensors[i] for i in differentiable], op) if differentiable else []
+        reduced += self.communicator.all_reduce([tensors[i] for i in others], op) if others else []
+        for i, tensor in zip(differentiable + others, reduced, strict=True):
+            result[i] = tensor
+        return result
+
+    def _reduce(self, tensors: Tensors, op: str) -> list[tf.Tensor]:
+        if op == "mean":
+            return [total / tf.cast(self.communicator.size, total.dtype) for total in self._reduce(tensors, "sum")]
+
+        def forward(*xs: tf.Tensor) -> Any:
+            ys = self.communicator.all_reduce(list(xs), op)
+
+            def gradient(*dys: tf.Tensor) -> list[tf.Tensor]:
+                totals = self._back(dys, lambda ds: self._reduce(ds, "sum"))
+                if op == "sum":
+                    return totals
+                return self._product_gradient(xs, totals) if op == "product" else self._extremum_gradient(xs, ys, totals)
+
+            return list(ys), gradient
+
+        return _list(tf.custom_gradient(forward)(*tensors))
+
+    def _extremum_gradient(self, xs: Tensors, ys: Tensors, totals: Tensors) -> list[tf.Tensor]:
+        """Goes to the replicas that have the extremum, in equal parts."""
+        chosen = [tf.cast(tf.equal(x, y), x.dtype) for x, y in zip(xs, ys, strict=True)]
+        counts = self.communicator.all_reduce(chosen, "sum")
+        return [t * c / n for t, c, n in zip(totals, chosen, counts, strict=True)]
+
+    def _product_gradient(self, xs: Tensors, totals: Tensors) -> list[tf.Tensor]:
+        """Is the product of what the other replicas have."""
+        rank, size = self.communicator.rank, self.communicator.size
+        result = []
+        for x, total in zip(xs, totals, strict=True):
+            everyone = self.all_gather(x[tf.newaxis])
+            own = tf.reshape(tf.equal(tf.range(size), rank), [size] + [1] * x.shape.rank)
+            others = tf.reduce_prod(tf.where(own, tf.ones_like(everyone), everyone), axis=0)
+            result.append(total * others)
+        return result
+
+    def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Concatenates along the first dimension, which may differ."""
+        communicator = self.communicator
+
+        def forward(x: tf.Tensor) -> Any:
+            def gradient(dy: tf.Tensor) -> tf.Tensor:
+                total = self._back([dy], lambda ds: self._reduce(ds, "sum"))[0]
+                rows = communicator.all_gather(tf.shape(x)[:1])
+                start = tf.reduce_sum(rows[: communicator.rank])
+                return tf.ensure_shape(total[start : start + rows[communicator.rank]], x.shape)
+
+            return communicator.all_gather(x), gradient
+
+        return tf.custom_gradient(forward)(tensor) if tensor.dtype.is_floating else communicator.all_gather(tensor)
+
+    def broadcast(self, tensors: Tensors, source: int) -> list[tf.Tensor]:
+        """Gives each replica the tensors of `source`."""
+        communicator = self.communicator
+
+        def forward(*xs: tf.Tensor) -> Any:
+            def gradient(*dys: tf.Tensor) -> list[tf.Tensor]:
+                totals = self._back(dys, lambda ds: self._reduce(ds, "sum"))
+                return [tf.where(tf.equal(communicator.rank, source), t, tf.zeros_like(t)) for t in totals]
+
+            return list(communicator.broadcast(list(xs), source)), gradient
+
+        if all(t.dtype.is_floating for t in tensors):
+            return _list(tf.custom_gradient(forward)(*tensors))
+        return [
+            _list(tf.custom_gradient(forward)(t))[0] if t.dtype.is_floating else communicator.broadcast([t], source)[0]
+            for t in tensors
+        ]
+
+    def reduce_scatter(self, tensor: tf.Tensor, op: str) -> tf.Tensor:
+        """Reduces, and leaves each replica one part of the rows."""
+        communicator = self.communicator
+        if op == "mean":
+            if not tensor.dtype.is_floating:
+                return communicator.reduce_scatter(tensor, op)
+            total = self.reduce_scatter(tensor, "sum")
+            return total / tf.cast(communicator.size, total.dtype)
+
+        def forward(x: tf.Tensor) -> Any:
+            def gradient(dy: tf.Tensor) -> tf.Tensor:
+                total = self._back([dy], lambda ds: [self.all_gather(ds[0])])[0]
+                total = tf.ensure_shape(total, x.shape)
+                if op == "sum":
+                    return total
+                if op == "product":
+                    return self._product_gradient([x], [total])[0]
+                return self._extremum_gradient([x], communicator.all_reduce([x], op), [total])[0]
+
+            return communicator.reduce_scatter(x, op), gradient
+
+        return tf.custom_gradient(forward)(tensor) if tensor.dtype.is_floating else communicator.reduce_scatter(tensor, op)
+
+    def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Sends `splits[r]` rows to replica r; returns the rows received and how many came from each."""
+        communicator = self.communicator
+
+        def forward(x: tf.Tensor) -> Any:
+            rows, received = communicator.all_to_all(x, splits)
+
+            def gradient(dy: tf.Tensor, _: Any) -> tf.Tensor:
+                back = self._back([dy], lambda ds: [self.all_to_all(ds[0], received)[0]])[0]
+                return tf.ensure_shape(back, x.shape)
+
+            return (rows, received), gradient
+
+        return tf.custom_gradient(forward)(tensor) if tensor.dtype.is_floating else communicator.all_to_all(tensor, splits)
+
+    def _back(self, dys: Tensors, send: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> list[tf.Tensor]:
+        if self._step is None or self._step.loss_is_scaled:
+            return send(list(dys))
+        share = self._step.share
+        arrived = send([tf.math.multiply_no_nan(dy, tf.cast(share, dy.dtype)) for dy in dys])
+        return [tf.math.divide_no_nan(x, tf.cast(share, x.dtype)) for x in arrived]
+
+
+def _list(result: Any) -> list[tf.Tensor]:
+    return list(result) if isinstance(result, (list, tuple)) else [result]

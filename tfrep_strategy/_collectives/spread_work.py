@@ -1,0 +1,129 @@
+"""Work on a list of items, spread over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.errors import ConfigurationError, message
+
+Nest = Any
+_IDENTITY = {"sum": 0, "mean": 0, "product": 1}
+
+
+class Spread:
+    """The items of one `map_gather` or `map_reduce`, replica r having the items r, r + size, ...
+
+    Args:
+        fn: Makes a nest of tensors of an item.
+        items: All of them.
+        rank: This replica, or its place in a group.
+        size: How many replicas share the work.
+
+    Raises:
+        ConfigurationError: when `fn` makes nests of different structures or dtypes.
+    """
+
+    def __init__(self, fn: Callable[[Any], Nest], items: Sequence[Any], rank: Any, size: int) -> None:
+        if not isinstance(rank, int):
+            raise ConfigurationError("map_gather and map_reduce need a strategy that knows its replica while it traces.")
+        self._fn, self._items = fn, items
+        self._owners = [i % size for i in range(len(items))]
+        self._rank, self._size = rank, size
+        # A replica has to know the shapes of what the others compute. Tracing tells, and runs nothing.
+        self.specs = [tf.function(lambda item=item: self._tensors(item)).get_concrete_function().structured_outputs
+                      for item in items]  # fmt: skip
+        first = tf.nest.map_structure(lambda s: s.dtype, self.specs[0])
+        for i, spec in enumerate(self.specs):
+            if tf.nest.map_structure(lambda s: s.dtype, spec) != first:
+                raise ConfigurationError(
+                    message(f"Items 0 and {i} gave nests of different structures or dtypes.", item_0=self.specs[0],
+                            **{f"item_{i}": spec})
+                )  # fmt: skip
+
+    def _tensors(self, item: Any) -> Nest:
+        return tf.nest.map_structure(tf.convert_to_tensor, self._fn(item))
+
+    def own(self) -> list[Nest]:
+        """Computes this replica's items."""
+        return [self._tensors(item) for item, owner in zip(self._items, self._owners, strict=True) if owner == self._rank]
+
+    def gather(self, all_gather: Callable[[Nest], Nest]) -> list[Nest]:
+        """Gives the results of all items, in order; one collective for each tensor of the nest, and one for the shapes."""
+        own = [tf.nest.flatten(nest) for nest in self.own()]
+        flat_specs = [tf.nest.flatten(spec) for spec in self.specs]
+        columns = []
+        for j, spec in enumerate(flat_specs[0]):
+            mine = [tf.reshape(nest[j], [-1]) for nest in own]
+            data = tf.concat(mine, 0) if mine else tf.zeros([0], spec.dtype)
+            columns.append(all_gather(data))
+        shapes = self._shapes(own, flat_specs, all_gather)
+        order = sorted(range(len(self._items)), key=lambda i: (self._owners[i], i))
+        results: list[list[Any]] = [[] for _ in self._items]
+        for j, column in enumerate(columns):
+            sizes = [tf.reduce_prod(shapes[i][j]) for i in order]
+            for i, piece in zip(order, tf.split(column, tf.stack(sizes)), strict=True):
+                results[i].append(tf.ensure_shape(tf.reshape(piece, shapes[i][j]), flat_specs[i][j].shape))
+        return [tf.nest.pack_sequence_as(spec, flat) for spec, flat in zip(self.specs, results, strict=True)]
+
+    def _shapes(self, own: Any, flat_specs: Any, all_gather: Callable[[Nest], Nest]) -> list[list[Any]]:
+        if all(spec.shape.is_fully_defined() for specs in flat_specs for spec in specs):
+            return [[tf.constant(spec.shape.as_list(), tf.int32) for spec in specs] for specs in flat_specs]
+        mine = [tf.shape(tensor) for nest in own for tensor in nest]
+        everyone = all_gather(tf.concat(mine, 0) if mine else tf.zeros([0], tf.int32))
+        shapes: list[list[Any]] = [[] for _ in flat_specs]
+        start = 0
+        for i in sorted(range(len(flat_specs)), key=lambda i: (self._owners[i], i)):
+            for spec in flat_specs[i]:
+                shapes[i].append(everyone[start : start + spec.shape.rank])
+                start += spec.shape.rank
+        return shapes
+
+    def reduce(self, op: str, all_reduce: Callable[[Nest, str], Nest]) -> Nest:
+        """Reduces the results of all items: first those of each replica, then over the replicas."""
+        own = self.own()
+        partial = reduce_nests(own, "sum" if op == "mean" else op) if own else self._nothing(op)
+        total = all_reduce(partial, "sum" if op == "mean" else op)
+        if op != "mean":
+            return total
+        count = len(self._items)
+        return tf.nest.map_structure(
+            lambda t: tf.truncatediv(t, tf.cast(count, t.dtype)) if t.dtype.is_integer else t / tf.cast(count, t.dtype), total
+        )
+
+    def has_static_shapes(self) -> bool:
+        """Whether all results are of one shape that is known before they are computed."""
+        return all(
+            s.shape.is_fully_defined() and s.shape == first.shape
+            for spec in self.specs
+            for s, first in zip(tf.nest.flatten(spec), tf.nest.flatten(self.specs[0]), strict=True)
+        )
+
+    def _nothing(self, op: str) -> Nest:
+        def identity(spec: tf.TensorSpec) -> tf.Tensor:
+            if spec.dtype.is_bool:
+                return tf.fill(spec.shape, op == "min")
+            value = _IDENTITY.get(op)
+            if value is None:
+                lowest = -float("inf") if spec.dtype.is_floating else spec.dtype.min
+                highest = float("inf") if spec.dtype.is_floating else spec.dtype.max
+                value = highest if op == "min" else lowest
+            return tf.cast(tf.fill(spec.shape, tf.constant(value, spec.dtype)), spec.dtype)
+
+        return tf.nest.map_structure(identity, self.specs[0])
+
+
+def reduce_nests(nests: Sequence[Nest], op: str) -> Nest:
+    """Reduces nests of the same structure, tensor by tensor."""
+
+    def reduce(*tensors: tf.Tensor) -> tf.Tensor:
+        stacked = tf.stack(tensors)
+        if stacked.dtype.is_bool:
+            return (tf.reduce_all if op == "min" else tf.reduce_any)(stacked, 0)
+        reductions = {"sum": tf.reduce_sum, "mean": tf.reduce_mean, "min": tf.reduce_min, "max": tf.reduce_max,
+                      "product": tf.reduce_prod}  # fmt: skip
+        return reductions[op](stacked, 0)
+
+    return tf.nest.map_structure(reduce, *nests)

@@ -1,0 +1,104 @@
+"""What a rank says about a collective that it is about to call, and how the ranks' words are compared."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+_FREE_ROWS = ("all_gather", "all_to_all")
+
+
+class Call(NamedTuple):
+    """One collective, as one rank calls it.
+
+    Attributes:
+        kind: Name of the collective.
+        option: What else all ranks have to agree on, such as the reduction or the root.
+        tensors: Dtype and shape of each tensor.
+        line: File and line of the user's code.
+    """
+
+    kind: str
+    option: str
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    line: str
+
+    def __str__(self) -> str:
+        tensors = [f"{dtype}{list(shape)}" for dtype, shape in self.tensors]
+        return f"{self.kind}({', '.join([*tensors, *filter(None, [self.option])])}) at {self.line}"
+
+    def fits(self, other: Call) -> bool:
+        """Whether both can be part of one collective.
+
+        Example:
+            >>> Call("all_reduce", "sum", (("float32", (3,)),), "a.py:1").fits(
+            ...     Call("all_reduce", "sum", (("float32", (4,)),), "a.py:1"))
+            False
+        """
+        return self._agreed() == other._agreed()
+
+    def _agreed(self) -> tuple[Any, ...]:
+        free = self.kind in _FREE_ROWS
+        return self.kind, self.option, tuple((dtype, shape[1:] if free else shape) for dtype, shape in self.tensors)
+
+
+class Report(NamedTuple):
+    """A rank's word that it is about to call something.
+
+    Attributes:
+        group: The ranks that take part.
+        number: How many collectives of this group the rank called before.
+        call: What it calls.
+        waits: Whether it waits for the others' word before it goes on.
+    """
+
+    group: tuple[int, ...]
+    number: int
+    call: Call
+    waits: bool
+
+
+_OWN = tuple(
+    os.path.join(os.path.dirname(os.path.abspath(file)), "")
+    for file in (os.path.dirname(__file__), tf.__file__, keras.__file__)
+)
+_STANDARD = os.path.join(sysconfig.get_path("stdlib"), "")
+
+
+def user_line(stack: Iterable[tuple[str, int]] | None = None) -> str:
+    """Finds the line of the user's program that is being run.
+
+    Args:
+        stack: File and line of each frame, the innermost first. Default: the caller's.
+
+    Returns:
+        `"file.py:12"`, of the innermost frame outside TensorFlow, Keras, Python's own modules and this package.
+    """
+    for file, line in _frames() if stack is None else stack:
+        standard = file.startswith(_STANDARD) and "site-packages" not in file
+        if not file.startswith((*_OWN, "<")) and not standard and "__autograph_generated" not in file:
+            return f"{file}:{line}"
+    return "an unknown line"
+
+
+def _frames() -> Iterable[tuple[str, int]]:
+    frame = sys._getframe(2)
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def list_calls(words: Sequence[tuple[int, str]]) -> str:
+    """Formats what each rank did, one line for each.
+
+    Example:
+        >>> list_calls([(0, "a"), (1, "b")])
+        '  rank 0: a\\n  rank 1: b'
+    """
+    return "\n".join(f"  rank {rank}: {word}" for rank, word in words)

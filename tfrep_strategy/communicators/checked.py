@@ -1,0 +1,132 @@
+"""A communicator around another one: it says who is missing, and compares what the ranks call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from tfrep_strategy.communicators.base import Communicator
+from tfrep_strategy.communicators.calls import Call, user_line
+from tfrep_strategy.communicators.monitor import PeerMonitor
+from tfrep_strategy.communicators.order import Order
+
+_Result = TypeVar("_Result")
+
+
+class CheckedCommunicator(Communicator):
+    """Tells the other ranks about collectives before it hands them to the communicator inside.
+
+    Eager collectives are always told of. Rank 0 compares them while they run, and differences end them on every rank.
+    With `TFREP_DEBUG=1` the collectives in functions are told of too, each time that they run, and none begins before all
+    ranks have said the same.
+
+    Args:
+        inner: The communicator that does the work.
+        monitor: Carries the words.
+        group: The ranks that take part. Default: all.
+
+    Example:
+        >>> communicator = CheckedCommunicator(inner, PeerMonitor.start(inner))
+        >>> communicator.all_reduce([tf.ones([communicator.rank + 1])])
+        Traceback (most recent call last):
+        DesyncError: Ranks called different collectives.
+          rank 0: all_reduce(float32[1], sum) at train.py:7
+          rank 1: all_reduce(float32[2], sum) at train.py:7
+    """
+
+    def __init__(self, inner: Communicator, monitor: PeerMonitor, group: Sequence[int] | None = None) -> None:
+        self.inner, self.monitor = inner, monitor
+        self.name, self.rank, self.size = inner.name, inner.rank, inner.size
+        self.local_rank, self.local_size = inner.local_rank, inner.local_size
+        self._group = tuple(range(inner.size) if group is None else group)
+        if monitor.checks_every_call:
+            # A function of Python, which TensorFlow runs at any time, is put into program order by it.
+            self._order = Order(f"tfrep_checked_order_{'_'.join(map(str, self._group))}", "CPU:0")
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which errors of collectives say which rank has ended; see `PeerMonitor.watching`."""
+        return self.monitor.watching()
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
+        return self._call("all_reduce", op, tensors, lambda ts: self.inner.all_reduce(ts, op)) if tensors else []
+
+    def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        return self._call("all_gather", "", [tensor], lambda ts: self.inner.all_gather(ts[0]))
+
+    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
+        option = f"root={root}"
+        return self._call("broadcast", option, tensors, lambda ts: self.inner.broadcast(ts, root)) if tensors else []
+
+    def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return self._call("all_to_all", "", [tensor], lambda ts: self.inner.all_to_all(ts[0], splits))
+
+    def reduce_scatter(self, tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
+        return self._call("reduce_scatter", op, [tensor], lambda ts: self.inner.reduce_scatter(ts[0], op))
+
+    def barrier(self) -> None:
+        return self._call("barrier", "", [], lambda ts: self.inner.barrier())
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self._call("all_gather_object", "", [], lambda ts: self.inner.all_gather_object(value))
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return self._call("broadcast_object", f"root={root}", [], lambda ts: self.inner.broadcast_object(value, root))
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        ranks = self.check_group(ranks)
+        inner = self._call("subgroup", str(list(ranks)), [], lambda ts: self.inner.subgroup(ranks))
+        return None if inner is None else CheckedCommunicator(inner, self.monitor, [self._group[r] for r in ranks])
+
+    def abort(self, reason: str) -> None:
+        self.inner.abort(reason)
+
+    def close(self) -> None:
+        self.monitor.close()
+        self.inner.close()
+
+    def _call(
+        self, kind: str, option: str, tensors: Sequence[Any], work: Callable[[list[tf.Tensor]], _Result]
+    ) -> _Result:
+        tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        if not tf.executing_eagerly():
+            return work(self._report_in_graph(kind, option, tensors) if self.monitor.checks_every_call else tensors)
+        self.monitor.check(self._group)
+        shapes = tuple((tensor.dtype.name, tuple(tensor.shape)) for tensor in tensors)
+        self.monitor.report(self._group, Call(kind, option, shapes, user_line()))
+        with self.monitor.watching():
+            return work(tensors)
+
+    def _report_in_graph(self, kind: str, option: str, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Has the report made each time that the function runs, before the collective does."""
+        dtypes = [tensor.dtype.name for tensor in tensors]
+        mark = self._order.mark()
+        line = user_line((frame.filename, frame.lineno) for frame in reversed(mark.traceback))
+
+        def report(*shapes: np.ndarray) -> np.ndarray:
+            described = tuple((dtype, tuple(map(int, shape))) for dtype, shape in zip(dtypes, shapes, strict=True))
+            self.monitor.report(self._group, Call(kind, option, described, line))
+            return np.int32(0)
+
+        with tf.control_dependencies([mark]), tf.device("CPU:0"):
+            reported = tf.numpy_function(report, [tf.shape(tensor) for tensor in tensors], tf.int32)
+        with tf.control_dependencies([reported]):
+            self._order.mark()
+            return [tf.identity(tensor) for tensor in tensors]
+
+
+def watched(communicator: Communicator, hosts: Sequence[str] = ()) -> Communicator:
+    """Connects the ranks of a communicator to each other, so that none waits for one that has ended.
+
+    Args:
+        communicator: Of all ranks; each has to call this.
+        hosts: The machine of each rank, as far as known.
+
+    Returns:
+        A communicator around it, or itself where there is nobody to watch or the ranks cannot be connected.
+    """
+    monitor = PeerMonitor.start(communicator, hosts) if communicator.size > 1 else None
+    return communicator if monitor is None else CheckedCommunicator(communicator, monitor)

@@ -1,0 +1,200 @@
+"""The middle of the star through which ranks hear of each other; it lives in a thread of rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from typing import Any
+
+from tfrep_strategy.communicators.calls import Report, list_calls
+from tfrep_strategy.communicators.forking import close_in_children
+
+CONNECT_SECONDS = 10.0
+_ANSWER_SECONDS = 5
+_GATHER_SECONDS = 1.0
+"""How long a difference that was found waits for the words of the other ranks."""
+
+
+class Hub:
+    """Listens to all ranks, tells all when one ends, and compares what they are about to call.
+
+    Args:
+        size: How many ranks there are.
+        loopback: Whether all of them are on this machine.
+        silence_seconds: After how long a rank that has not called what others wait in is reported.
+
+    Attributes:
+        port: Where it listens until all ranks have connected.
+        key: What a rank has to know to connect.
+    """
+
+    def __init__(self, size: int, loopback: bool, silence_seconds: float) -> None:
+        self._size, self._silence = size, silence_seconds
+        self.key = secrets.token_bytes(32)
+        if loopback:
+            self._server = socket.create_server(("127.0.0.1", 0))
+        elif socket.has_dualstack_ipv6():
+            self._server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            self._server = socket.create_server(("", 0))
+        self.port: int = self._server.getsockname()[1]
+        self._ranks: dict[Connection, int] = {}
+        self._ended: dict[int, bool] = {}  # Whether it failed.
+        self._rounds: dict[tuple[tuple[int, ...], int], _Round] = {}
+        self._last: dict[int, Report] = {}
+        close_in_children(self, Hub._leave_to_parent)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="tfrep-hub")
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits until the hub has ended, which it does when rank 0 has said goodbye."""
+        self._thread.join(_ANSWER_SECONDS)
+
+    def stop_listening(self) -> None:
+        """Gives up waiting for ranks that have not connected."""
+        self._server.close()
+
+    def _run(self) -> None:
+        try:
+            self._accept()
+            self._serve()
+        finally:
+            for connection in self._ranks:
+                connection.close()
+
+    def _accept(self) -> None:
+        deadline = time.monotonic() + 2 * CONNECT_SECONDS
+        with self._server, contextlib.suppress(OSError):
+            self._server.settimeout(0.2)
+            while len(self._ranks) < self._size and time.monotonic() < deadline:
+                with contextlib.suppress(TimeoutError):
+                    self._admit(self._server.accept()[0])
+
+    def _admit(self, peer: socket.socket) -> None:
+        connection = connection_of(peer, _ANSWER_SECONDS)
+        try:
+            deliver_challenge(connection, self.key)
+            answer_challenge(connection, self.key)
+            rank = connection.recv()
+        except Exception:  # Whatever a stranger sends is no reason to end.
+            connection.close()
+            return
+        set_patience(connection, 0)
+        self._ranks[connection] = rank
+
+    def _serve(self) -> None:
+        while self._ranks and 0 not in self._ended:
+            for connection in wait(list(self._ranks), self._patience()):
+                self._hear(connection)  # type: ignore[arg-type]
+            self._judge()
+        while ready := wait(list(self._ranks), 0):  # What others said before rank 0 left is not lost.
+            for connection in ready:
+                self._hear(connection)  # type: ignore[arg-type]
+
+    def _hear(self, connection: Connection) -> None:
+        rank = self._ranks[connection]
+        try:
+            said = connection.recv()
+        except (EOFError, OSError):
+            said = "ended", True, None
+        if isinstance(said, Report):
+            self._note(rank, said)
+        else:
+            _, lost, error = said
+            del self._ranks[connection]
+            self._ended[rank] = lost or error is not None
+            self._tell(("ended", rank, lost, error))
+            connection.close()
+
+    def _tell(self, news: Any) -> None:
+        for connection in list(self._ranks):
+            with contextlib.suppress(OSError):  # Its end will be read next.
+                connection.send(news)
+
+    # What ranks are about to call.
+
+    def _note(self, rank: int, report: Report) -> None:
+        self._last[rank] = report
+        current = self._rounds.setdefault((report.group, report.number), _Round(report.waits, self._silence))
+        current.reports[rank] = report
+        first = next(iter(current.reports.values()))
+        if not report.call.fits(first.call) and not current.differs:
+            current.differs = True
+            current.deadline = time.monotonic() + _GATHER_SECONDS
+
+    def _judge(self) -> None:
+        now = time.monotonic()
+        for key, current in list(self._rounds.items()):
+            group, number = key
+            missing = [rank for rank in group if rank not in current.reports]
+            if not missing and not current.differs:
+                if current.waits:
+                    self._tell(("agreed", key))
+            elif current.differs and (not missing or now > current.deadline):
+                self._tell(("desync", self._describe("Ranks called different collectives.", group, current)))
+            elif any(self._ended.get(rank) for rank in missing):
+                pass  # Who waits has been told of a rank that failed.
+            elif current.waits and (now > current.deadline or not self._ended.keys().isdisjoint(missing)):
+                what = f"Only some of the ranks {list(group)} called their collective number {number + 1}."
+                self._tell(("desync", self._describe(what, group, current)))
+            else:
+                continue
+            del self._rounds[key]
+
+    def _describe(self, what: str, group: tuple[int, ...], current: _Round) -> str:
+        words = []
+        for rank in group:
+            if rank in current.reports:
+                words.append((rank, str(current.reports[rank].call)))
+            else:
+                waited = time.monotonic() - current.began
+                word = "has ended" if rank in self._ended else f"nothing for {waited:.0f} seconds"
+                last = self._last.get(rank)
+                words.append((rank, word + (f"; before that {last.call}" if last else "")))
+        hint = "all ranks of a group have to call the same collectives in the same order, with the same dtypes and shapes."
+        return f"{what}\n{list_calls(words)}\nHint: {hint}"
+
+    def _patience(self) -> float | None:
+        deadlines = [each.deadline for each in self._rounds.values() if each.differs or each.waits]
+        return max(0.0, min(deadlines) - time.monotonic()) + 0.01 if deadlines else None
+
+    def _leave_to_parent(self) -> None:
+        self._server.close()
+        for connection in self._ranks:
+            connection.close()
+
+
+class _Round:
+    """The reports of one collective."""
+
+    def __init__(self, waits: bool, silence: float) -> None:
+        self.reports: dict[int, Report] = {}
+        self.waits, self.differs = waits, False
+        self.began = time.monotonic()
+        self.deadline = self.began + silence
+
+
+def connection_of(peer: socket.socket, seconds: int) -> Connection:
+    """Turns a connected socket into a connection of Python objects, whose reads give up after some seconds."""
+    peer.settimeout(None)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # A machine that is gone without a word is noticed after 5 + 4 * 3 seconds.
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    connection = Connection(peer.detach())
+    set_patience(connection, seconds)
+    return connection
+
+
+def set_patience(connection: Connection, seconds: int) -> None:
+    """Sets after how many seconds a read from a connection gives up; 0: never."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, 0))

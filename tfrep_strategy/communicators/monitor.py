@@ -1,0 +1,356 @@
+"""Knows which ranks have ended, and says so when a collective fails or could only wait."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+import psutil
+import tensorflow as tf
+
+from tfrep_strategy.communicators.base import Communicator
+from tfrep_strategy.communicators.calls import Call, Report
+from tfrep_strategy.communicators.forking import close_in_children
+from tfrep_strategy.communicators.hub import CONNECT_SECONDS, Hub, connection_of, set_patience
+from tfrep_strategy.errors import DesyncError, PeerError, message
+
+_log = logging.getLogger(__name__)
+
+_LOST_SECONDS = 0.5
+_LEFT_SECONDS = 5.0
+"""How long a call may go on after a rank has ended well; what that rank has sent may still be on its way."""
+_NEWS_SECONDS = 2.0
+_TICK_SECONDS = 0.1
+_END_SECONDS = 5.0
+_SILENCE_SECONDS = 25.0
+
+# What is raised where a rank is gone; the other errors are this rank's own.
+_FAILURES = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.FailedPreconditionError,
+    tf.errors.InternalError,
+    tf.errors.InvalidArgumentError,
+    tf.errors.UnknownError,
+)
+
+
+class PeerLostError(PeerError, tf.errors.UnavailableError):
+    """A rank has ended while this one needed it; also a `tf.errors.UnavailableError`."""
+
+    def __init__(self, text: str) -> None:
+        tf.errors.UnavailableError.__init__(self, None, None, text)
+
+    def __reduce__(self) -> Any:
+        return PeerLostError, (self.message,)
+
+
+class Ended:
+    """What is known of a rank that has ended.
+
+    Args:
+        rank: Which.
+        lost: Whether it ended without a word: killed, or by `os._exit`.
+        error: The error that ended it, if one did.
+    """
+
+    def __init__(self, rank: int, lost: bool, error: str | None) -> None:
+        self.rank, self.lost, self.error = rank, lost, error
+        self.when = time.monotonic()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has not come to the end of its program."""
+        return self.lost or self.error is not None
+
+    @property
+    def how(self) -> str:
+        """What is known of the reason, to follow the word "ended"."""
+        return " without a word" if self.lost else f" with {self.error}" if self.error else ""
+
+    def __str__(self) -> str:
+        return f"Rank {self.rank} ended {time.monotonic() - self.when:.1f} seconds ago{self.how}."
+
+
+class PeerMonitor:
+    """This rank's place in the star of connections through which ranks hear of each other's end.
+
+    Args:
+        connection: To the hub, in rank 0.
+        communicator: Its collectives are ended when they could only wait.
+        hub: The hub, in rank 0.
+        checks_every_call: Whether ranks agree on every collective before they call it.
+
+    Attributes:
+        ended: The ranks that have ended, in that order.
+    """
+
+    def __init__(
+        self, connection: Connection, communicator: Communicator, hub: Hub | None, checks_every_call: bool
+    ) -> None:
+        self.rank, self.size, self.checks_every_call = communicator.rank, communicator.size, checks_every_call
+        self.ended: list[Ended] = []
+        self._desync: str | None = None
+        self._connection, self._hub, self._abort = connection, hub, communicator.abort
+        self._news = threading.Condition()
+        self._sending = threading.Lock()
+        self._numbers: collections.Counter[tuple[int, ...]] = collections.Counter()
+        self._agreed: set[Any] = set()
+        self._calls: dict[int, float] = {}
+        self._call_ids = itertools.count()
+        self._aborting: threading.Thread | None = None
+        self._closing = False
+        close_in_children(self, PeerMonitor._leave_to_parent)
+        self._thread = threading.Thread(target=self._listen, daemon=True, name="tfrep-monitor")
+        self._thread.start()
+        atexit.register(self.close)
+
+    @classmethod
+    def start(
+        cls, communicator: Communicator, hosts: Sequence[str] = (), silence_seconds: float = _SILENCE_SECONDS
+    ) -> PeerMonitor | None:
+        """Connects all ranks; each has to call it.
+
+        Args:
+            communicator: Carries the address and the key.
+            hosts: The machine of each rank, as far as known.
+            silence_seconds: With `TFREP_DEBUG=1`, how long a rank may keep others waiting in a collective.
+
+        Returns:
+            The monitor; None, with a warning, when some rank cannot reach rank 0.
+
+        Example:
+            >>> PeerMonitor.start(communicator).ended
+            []
+        """
+        loopback = communicator.local_size == communicator.size
+        hub = Hub(communicator.size, loopback, silence_seconds) if communicator.rank == 0 else None
+        own = (_own_hosts(loopback, hosts), hub.port, hub.key) if hub else None
+        addresses, port, key = communicator.broadcast_object(own)
+        if communicator.rank == 0:
+            addresses = ["127.0.0.1"]
+        connection = _connect(addresses, port, key, communicator.rank)
+        debug = os.environ.get("TFREP_DEBUG", "0") not in ("", "0")
+        answers = communicator.all_gather_object((connection is not None, debug))
+        unreachable = [rank for rank, (reached, _) in enumerate(answers) if not reached]
+        if connection is not None and not unreachable:
+            return cls(connection, communicator, hub, any(debugs for _, debugs in answers))
+        if connection is not None:
+            connection.close()
+        if hub is not None:
+            hub.stop_listening()
+            _log.warning(
+                "Ranks %s cannot reach rank 0 (%s, any port): that a rank has ended will be noticed later.",
+                unreachable, ", ".join(addresses))  # fmt: skip
+        return None
+
+    # For those who call collectives.
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Ends the collectives inside when they wait for a rank that has ended, and says which.
+
+        Raises:
+            PeerLostError: instead of the error that TensorFlow or Horovod raises.
+            DesyncError: when the ranks did not call the same.
+        """
+        number = next(self._call_ids)
+        self._calls[number] = time.monotonic()
+        try:
+            yield
+        except (PeerLostError, DesyncError):
+            raise
+        except _FAILURES as error:
+            explained = self._explain()
+            if explained is None:
+                raise
+            raise explained from error
+        finally:
+            del self._calls[number]
+
+    def check(self, group: Sequence[int]) -> None:
+        """Raises unless the ranks of a group can still call collectives together.
+
+        Raises:
+            PeerLostError: when one has ended.
+            DesyncError: when ranks did not call the same before.
+        """
+        if self._desync:
+            raise DesyncError(self._desync)
+        ended = [each for each in self.ended if each.rank in group]
+        if ended:
+            raise _lost(ended[0])
+
+    def report(self, group: tuple[int, ...], call: Call) -> None:
+        """Says what this rank is about to call; with `checks_every_call` waits until the others have said the same.
+
+        Raises:
+            DesyncError: when they did not.
+            PeerLostError: when a rank failed meanwhile.
+        """
+        self.check([each.rank for each in self.ended if each.failed])
+        number = self._numbers[group]
+        self._numbers[group] += 1
+        self._send(Report(group, number, call, self.checks_every_call))
+        if not self.checks_every_call:
+            return
+        key = group, number
+
+        def heard() -> bool:
+            failed = any(each.failed and each.rank in group for each in self.ended)
+            return key in self._agreed or self._desync is not None or failed or not self._thread.is_alive()
+
+        with self._news:
+            while not self._news.wait_for(heard, 1.0):
+                pass
+            if key in self._agreed:
+                self._agreed.remove(key)
+                return
+        self.check(group)
+
+    def close(self) -> None:
+        """Says goodbye. Ranks that still need this one learn that it has ended; the others are not disturbed."""
+        if self._closing:
+            return
+        self._closing = True
+        atexit.unregister(self.close)
+        error = getattr(sys, "last_value", None)
+        self._send(("ended", False, None if error is None else _one_line(error)))
+        self._thread.join(_END_SECONDS)
+        if self._hub is not None:
+            self._hub.join()
+        if self._aborting is not None:
+            self._aborting.join(_END_SECONDS)
+
+    # What the thread does.
+
+    def _listen(self) -> None:
+        with self._connection:
+            while True:
+                try:
+                    if not self._connection.poll(_TICK_SECONDS if self.ended else None):
+                        self._consider_abort()
+                        continue
+                    news = self._connection.recv()
+                except (EOFError, OSError):
+                    break
+                with self._news:
+                    self._hear(*news)
+                    self._news.notify_all()
+            with self._news:
+                if not self._closing and all(each.rank != 0 for each in self.ended):
+                    self._hear("ended", 0, True, None)
+                self._news.notify_all()
+            while not self._closing and not self._consider_abort():
+                time.sleep(_TICK_SECONDS)
+
+    def _hear(self, kind: str, *what: Any) -> None:
+        if kind == "agreed":
+            self._agreed.add(what[0])
+        elif kind == "desync":
+            if self._desync is None:
+                self._desync = what[0]
+                _log.error(self._desync)
+            self._start_abort(self._desync)
+        else:
+            ended = Ended(*what)
+            self.ended.append(ended)
+            if ended.failed and not self._closing and sum(each.failed for each in self.ended) == 1:
+                _log.error("Rank %d ended%s. The other ranks cannot go on without it.", ended.rank, ended.how)
+
+    def _consider_abort(self) -> bool:
+        """Ends the collectives once it is certain that they cannot finish; returns whether that has happened."""
+        if self._aborting is not None or self._closing:
+            return True
+        now = time.monotonic()
+        failed = [each for each in self.ended if each.failed]
+        if failed and now - failed[0].when > _LOST_SECONDS:
+            self._start_abort(str(failed[0]))
+        elif self.ended:
+            began = min(list(self._calls.values()), default=now)
+            if now - max(began, self.ended[0].when) > _LEFT_SECONDS:
+                self._start_abort(str(self.ended[0]))
+        return self._aborting is not None
+
+    def _start_abort(self, reason: str) -> None:
+        if self._aborting is None and not self._closing:
+            # In a thread of its own: it may take its time, and news still come.
+            self._aborting = threading.Thread(target=self._abort, args=(reason,), daemon=True, name="tfrep-abort")
+            self._aborting.start()
+
+    def _explain(self) -> Exception | None:
+        with self._news:
+            self._news.wait_for(lambda: self._desync is not None or bool(self.ended), _NEWS_SECONDS)
+        if self._desync:
+            return DesyncError(self._desync)
+        ended = sorted(self.ended, key=lambda each: not each.failed)
+        return _lost(ended[0]) if ended else None
+
+    def _send(self, said: Any) -> None:
+        with self._sending, contextlib.suppress(OSError):
+            self._connection.send(said)
+
+    def _leave_to_parent(self) -> None:
+        self._closing = True
+        atexit.unregister(self.close)
+        self._connection.close()
+
+
+def _lost(ended: Ended) -> PeerLostError:
+    hint = f"look for the reason in the output of rank {ended.rank}"
+    hint += "; the system may have killed it for want of memory." if ended.lost else "."
+    if not ended.failed:
+        hint = "every rank has to call the same collectives; its program ended before that of the others."
+    return PeerLostError(message(f"{ended} No collective can finish without it.", hint=hint))
+
+
+def _one_line(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+def _own_hosts(loopback: bool, hosts: Sequence[str]) -> list[str]:
+    """Where the other ranks may find this machine, the best first."""
+    if loopback:
+        return ["127.0.0.1"]
+    numbers = [
+        each.address
+        for addresses in psutil.net_if_addrs().values()
+        for each in addresses
+        if each.family in (socket.AF_INET, socket.AF_INET6) and not each.address.startswith(("127.", "::1", "fe80:"))
+    ]
+    named = [hosts[0].strip("[]")] if hosts and hosts[0] else []
+    return list(dict.fromkeys([*named, *numbers, socket.gethostname(), "127.0.0.1"]))
+
+
+def _connect(addresses: Sequence[str], port: int, key: bytes, rank: int) -> Connection | None:
+    deadline = time.monotonic() + CONNECT_SECONDS
+    for address in addresses:
+        patience = min(3.0, deadline - time.monotonic())
+        if patience <= 0:
+            break
+        with contextlib.suppress(Exception):  # Something else may listen there, and answer anything.
+            connection = connection_of(socket.create_connection((address, port), patience), 3)
+            try:
+                answer_challenge(connection, key)
+                deliver_challenge(connection, key)
+                connection.send(rank)
+                set_patience(connection, 0)
+            except Exception:
+                connection.close()
+                raise
+            return connection
+    return None

@@ -1,0 +1,114 @@
+"""A function that makes a data set, in the place of the data set: it works under every strategy and under none."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfrep_strategy.keras_integration.patching import keras_internal, replaces
+
+_adapters = keras_internal("trainers.data_adapters")
+
+
+class DatasetCreator:
+    """Data for `fit`, `evaluate` and `predict` that is made where it is read.
+
+    Under a parameter-server strategy, with `steps_per_epoch`, every worker runs a pipeline of its own, which goes on from
+    epoch to epoch and should repeat and shuffle. Under a multi-worker strategy every process makes the pipeline of its
+    replica. Under no strategy, and in `evaluate` and `predict` under a parameter-server strategy, one pipeline is read.
+
+    Args:
+        dataset_fn: Takes a `tf.distribute.InputContext` and returns a `tf.data.Dataset` of batches. The batches are those
+            of one replica: `context.get_per_replica_batch_size(global_batch_size)`.
+        input_options: `tf.distribute.InputOptions` for the strategy, if any.
+
+    Raises:
+        TypeError: `dataset_fn` is not callable or takes no argument, or `input_options` is something else; and when the
+            data is made, if it is not a `tf.data.Dataset`.
+
+    Example:
+        >>> def dataset_fn(context):
+        ...     return tf.data.Dataset.from_tensor_slices((x, y)).repeat().shuffle(1024).batch(32)
+        >>> model.fit(tfrep.DatasetCreator(dataset_fn), epochs=2, steps_per_epoch=10)
+    """
+
+    def __init__(self, dataset_fn: Callable[[Any], Any], input_options: Any = None) -> None:
+        if not callable(dataset_fn):
+            raise TypeError(f"`dataset_fn` for `DatasetCreator` must be a `callable`. Received: {dataset_fn!r}")
+        if input_options is not None and not isinstance(input_options, tf.distribute.InputOptions):
+            raise TypeError(
+                "`input_options` for `DatasetCreator` must be a `tf.distribute.InputOptions`."
+                f" Received: {input_options!r}"
+            )
+        try:
+            inspect.signature(dataset_fn).bind(None)
+        except TypeError:
+            raise TypeError(
+                "`dataset_fn` for `DatasetCreator` must take one argument, a `tf.distribute.InputContext`."
+                f" Received: {dataset_fn!r} with the signature {inspect.signature(dataset_fn)}"
+            ) from None
+        except ValueError:
+            pass  # A builtin without a signature.
+        self.dataset_fn = dataset_fn
+        self.input_options = input_options
+
+    def __call__(self, input_context: Any = None) -> Any:
+        """Makes the data set.
+
+        Args:
+            input_context: What `dataset_fn` gets; by default that of one process with one replica.
+
+        Returns:
+            A `tf.data.Dataset`.
+
+        Raises:
+            TypeError: `dataset_fn` returned something else.
+        """
+        dataset = self.dataset_fn(tf.distribute.InputContext() if input_context is None else input_context)
+        if not isinstance(dataset, tf.data.Dataset):
+            raise TypeError(
+                "`dataset_fn` for `DatasetCreator` must return a `tf.data.Dataset`."
+                f" Received: {dataset!r} (of type {type(dataset)})"
+            )
+        return dataset
+
+
+@replaces(_adapters, "get_data_adapter")
+def get_data_adapter(original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Takes a `DatasetCreator`, as the strategy in scope or none would have it."""
+    if isinstance(x, DatasetCreator):
+        strategy = _reading.strategy
+        if strategy is not None and getattr(strategy, "drives_keras", False):
+            x = strategy.distribute_datasets_from_function(x, x.input_options)
+        else:
+            x = x()
+        kwargs["shuffle"] = False
+    return original(x, *args, **kwargs)
+
+
+class _Reading:
+    strategy: Any = None
+
+
+_reading = _Reading()
+
+
+@replaces(keras_internal("backend.tensorflow.trainer", "TFEpochIterator"), "__init__")
+def init_epoch_iterator(original: Any, self: Any, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Notes for whom a `DatasetCreator` makes its data."""
+    before, _reading.strategy = _reading.strategy, distribute_strategy
+    try:
+        original(self, *args, distribute_strategy=distribute_strategy, **kwargs)
+    finally:
+        _reading.strategy = before
+
+
+if not hasattr(keras.utils, "experimental"):
+    # Where it was in Keras 2, so that scripts written for it run.
+    keras.utils.experimental = types.ModuleType("keras.utils.experimental")
+    keras.utils.experimental.DatasetCreator = DatasetCreator

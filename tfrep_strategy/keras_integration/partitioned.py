@@ -1,0 +1,178 @@
+"""Variables that are cut into parts, on several servers, behind `keras.Variable`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import CompositeTensorGradient, ShardedVariable
+from tfrep_strategy.keras_integration.patching import keras_internal, replaces
+
+_Variable = keras_internal("backend.tensorflow.core", "Variable")
+_TFOptimizer = keras_internal("backend.tensorflow.optimizer", "TFOptimizer")
+
+
+class PartitionedVariable(ShardedVariable):
+    """The parts of a variable, cut along the first axis."""
+
+    @property
+    def device(self) -> str:
+        """Where the first part is."""
+        return self.variables[0].device
+
+    @property
+    def handle(self) -> Any:
+        """What a gradient tape asks for: the parts, through `__composite_gradient__`."""
+        return self
+
+    def __array__(self, dtype: Any = None) -> np.ndarray:
+        return np.asarray(self.numpy(), dtype)
+
+    def read_value(self) -> tf.Tensor:
+        """Returns the whole value."""
+        return tf.convert_to_tensor(self)
+
+    def assign(self, value: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
+        return super().assign(tf.convert_to_tensor(value, self.dtype))
+
+    def assign_add(self, delta: Any, use_locking: Any = False, name: Any = None, read_value: bool = True) -> Any:
+        return super().assign_add(tf.convert_to_tensor(delta, self.dtype))
+
+    def assign_sub(self, delta: Any, use_locking: Any = False, name: Any = None, read_value: bool = True) -> Any:
+        return super().assign_sub(tf.convert_to_tensor(delta, self.dtype))
+
+    def cut(self, gradient: Any) -> list[Any]:
+        """Cuts a gradient of the whole, dense or sparse, into those of the parts."""
+        if isinstance(gradient, tf.IndexedSlices):
+            return [
+                tf.IndexedSlices(cut.values, cut.indices, tf.constant(part.shape.as_list(), cut.indices.dtype))
+                for cut, part in zip(self._decompose_indexed_slices(gradient), self.variables, strict=True)
+            ]
+        return tf.split(gradient, [part.shape[0] for part in self.variables])
+
+    @property
+    def __composite_gradient__(self) -> Any:
+        return _PartGradients()
+
+
+class _PartGradients(CompositeTensorGradient):
+    """Takes gradients by the parts, and puts them together."""
+
+    def get_gradient_components(self, value: Any) -> Any:
+        return [part.handle for part in value.variables]
+
+    def replace_gradient_components(self, value: Any, component_grads: Sequence[Any]) -> Any:
+        parts = value.variables
+        if all(grad is None for grad in component_grads):
+            return None
+        if any(isinstance(grad, tf.IndexedSlices) for grad in component_grads):
+            return _joined_slices(value.shape, parts, component_grads)
+        return tf.concat(
+            [tf.zeros(p.shape, p.dtype) if g is None else g for p, g in zip(parts, component_grads, strict=True)], 0
+        )
+
+
+def _joined_slices(shape: Any, parts: Sequence[Any], grads: Sequence[Any]) -> tf.IndexedSlices:
+    values, indices, start = [], [], 0
+    for part, grad in zip(parts, grads, strict=True):
+        if grad is not None:
+            if not isinstance(grad, tf.IndexedSlices):
+                grad = tf.IndexedSlices(grad, tf.range(part.shape[0]))
+            values.append(grad.values)
+            indices.append(tf.cast(grad.indices, tf.int64) + start)
+        start += part.shape[0]
+    return tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), tf.constant(shape.as_list(), tf.int64))
+
+
+@replaces(_Variable, "_initialize")
+def initialize(original: Any, self: Any, value: Any) -> None:
+    """Tells a partitioner the shape and the dtype, so that each part is initialised where it is."""
+    if callable(value) and tf.distribute.has_strategy() and _is_partitioned_strategy():
+        self._value = tf.Variable(
+            value,
+            shape=tf.TensorShape(self._shape),
+            dtype=self._dtype,
+            trainable=self.trainable,
+            name=self.name,
+            aggregation=self._map_aggregation(self.aggregation),
+            synchronization=self._map_synchronization(self.synchronization),
+        )
+    else:
+        original(self, value)
+
+
+def _is_partitioned_strategy() -> bool:
+    strategy = tf.distribute.get_strategy()
+    return getattr(strategy, "trains_asynchronously", False) and strategy.extended._variable_partitioner is not None
+
+
+# What optimizers do with a part.
+
+
+@replaces(_TFOptimizer, "_var_key")
+def var_key(original: Any, self: Any, variable: Any) -> Any:
+    """Knows a part by the whole that it belongs to."""
+    container = getattr(variable, "_sharded_container", None)
+    whole = None if container is None else container()
+    if whole is not None:
+        return whole._unique_id
+    if isinstance(getattr(variable, "_value", variable), PartitionedVariable):
+        return getattr(variable, "_value", variable)._unique_id
+    return original(self, variable)
+
+
+@replaces(_TFOptimizer, "_distributed_tf_update_step")
+def update_step(original: Any, self: Any, distribution: Any, grads_and_vars: Any, learning_rate: Any) -> None:
+    """Updates each part where it is, from its part of the gradient and of the optimizer's state."""
+    pairs = []
+    for grad, variable in grads_and_vars:
+        if not isinstance(variable, PartitionedVariable):
+            pairs.append((grad, variable))
+            continue
+        for index, part_grad in enumerate(variable.cut(grad)):
+            with _only_part(self, variable, index):
+                original(self, distribution, [(part_grad, variable.variables[index])], learning_rate)
+    if pairs:
+        original(self, distribution, pairs, learning_rate)
+
+
+@contextlib.contextmanager
+def _only_part(optimizer: Any, variable: PartitionedVariable, index: int) -> Iterator[None]:
+    """Makes the optimizer's partitioned slots of one shape be their part `index`, while one part is updated."""
+    slots = [
+        slot
+        for slot in optimizer.variables
+        if isinstance(slot._value, PartitionedVariable) and slot._value.shape == variable.shape
+    ]
+    wholes = [(slot, slot._value, slot._shape) for slot in slots]
+    try:
+        for slot, whole, _ in wholes:
+            slot._value = whole.variables[index]
+            slot._shape = tuple(slot._value.shape)
+        yield
+    finally:
+        for slot, whole, shape in wholes:
+            slot._value, slot._shape = whole, shape
+
+
+@replaces(keras.layers.Embedding, "call")
+def embed(original: Any, self: Any, inputs: Any) -> Any:
+    """Fetches the rows that are looked up, and not the whole table, from the servers."""
+    variable = getattr(self, "_embeddings", None)
+    remote = isinstance(variable, _Variable) and (
+        isinstance(variable._value, PartitionedVariable) or hasattr(variable._value, "cached_read_value")
+    )
+    whole = self.lora_enabled or isinstance(inputs, (keras.KerasTensor, tf.SparseTensor, tf.RaggedTensor))
+    if not remote or whole or self.quantization_mode is not None:
+        return original(self, inputs)
+    ids = tf.cast(inputs, tf.int64) if inputs.dtype not in (tf.int32, tf.int64) else inputs
+    ids = tf.where(ids < 0, ids + tf.cast(self.input_dim, ids.dtype), ids)
+    value = variable._value
+    parts = value.variables if isinstance(value, PartitionedVariable) else [value]
+    rows = tf.compat.v1.nn.embedding_lookup(parts, ids, partition_strategy="div")
+    return tf.cast(rows, self.compute_dtype)

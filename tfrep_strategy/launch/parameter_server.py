@@ -1,0 +1,161 @@
+"""Runs a script as the coordinator of servers and workers on this machine, and starts all of it again if a server dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tfrep_strategy.errors import ConfigurationError, ServerLostError, message
+from tfrep_strategy.launch.child import rank_command
+from tfrep_strategy.launch.identity import free_ports, inherited_environ
+from tfrep_strategy.launch.processes import Command, Failure, deferred_signals, run_ranks
+
+SERVER_LOST = 75
+"""Exit code of a coordinator that lost a server: with the cluster started again, it can resume from a checkpoint."""
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """What kind of cluster a run has.
+
+    Args:
+        workers: How many workers.
+        servers: How many parameter servers.
+        max_restarts: How often the cluster and the script are started again after a server, or the script's process, was
+            lost. Workers that are lost are always started again.
+
+    Raises:
+        ConfigurationError: A number cannot be used.
+
+    Example:
+        >>> ClusterOptions(workers=2, servers=1, max_restarts=3)
+        ClusterOptions(workers=2, servers=1, max_restarts=3)
+    """
+
+    workers: int = 2
+    servers: int = 1
+    max_restarts: int = 0
+
+    def __post_init__(self) -> None:
+        from tfrep_strategy.launch.cluster import check_counts
+
+        check_counts(workers=self.workers, servers=self.servers)
+        restarts = self.max_restarts
+        if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
+            raise ConfigurationError(
+                message("A run cannot be restarted that often.", hint="use 0 or more.", max_restarts=restarts)
+            )
+
+
+def run_coordinator(
+    target: str, arguments: Sequence[str], options: ClusterOptions, *, as_module: bool = False
+) -> Failure | None:
+    """Runs a script as the coordinator of a cluster on this machine, in the scope of its strategy.
+
+    Args:
+        target: Path of the script, or name of the module.
+        arguments: What follows it in `sys.argv`.
+        options: What kind of cluster is wanted.
+        as_module: Whether `target` is a module, as for `python -m`.
+
+    Returns:
+        None if the script ended well, else how it failed the last time. No process is left.
+
+    Raises:
+        ConfigurationError: There is no such script.
+
+    Example:
+        >>> run_coordinator("train.py", ["--epochs", "3"], ClusterOptions(workers=2, servers=1, max_restarts=1))
+    """
+    if not as_module and not Path(target).exists():
+        raise ConfigurationError(
+            message("There is no such script.", hint="check the path; for a module use -m.", script=target)
+        )
+    kind = "module" if as_module else "script"
+    with deferred_signals() as events:
+        for attempt in range(options.max_restarts + 1):
+            with _restarting_cluster(options.workers, options.servers) as spec, _temporary_folder() as notes:
+                cluster = {"chief": [f"127.0.0.1:{free_ports(1)[0]}"], **spec()}
+                environ = inherited_environ() | {
+                    "PYTHONUNBUFFERED": "1",
+                    "TFREP_STRATEGY": "parameter-server",
+                    "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}}),
+                }
+                command = Command(rank_command("script", str(notes), "", kind, target, *arguments), environ)
+                failure = run_ranks([command], events, log_dir=notes, note_dir=notes)
+            lost = failure is not None and failure.rank is not None and _was_lost(failure)
+            if not lost or attempt == options.max_restarts:
+                return failure
+            left = options.max_restarts - attempt
+            print(f"tfrep: the cluster is started again ({left} of {options.max_restarts} left).", file=sys.stderr)
+    return None
+
+
+def _was_lost(failure: Failure) -> bool:
+    """Whether the coordinator ended since it lost a server, or was killed itself; a script's own errors come again."""
+    return failure.exit_code == SERVER_LOST or failure.exit_code > 128
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="tfrep-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _restarting_cluster(workers: int, servers: int) -> Iterator[Callable[[], dict[str, list[str]]]]:
+    """Starts a cluster whose workers are started again when they end by themselves."""
+    from tfrep_strategy.launch.cluster import LocalCluster
+
+    stopping = threading.Event()
+
+    def on_end(job: str, index: int, code: int) -> None:
+        if job == "worker" and not stopping.is_set():
+            print(f"tfrep: worker {index} ended with code {code}, and is started again.", file=sys.stderr)
+            # Not here: what reads the cluster's messages must not wait for one.
+            threading.Thread(target=_start_again, args=(index,), daemon=True).start()
+
+    def _start_again(index: int) -> None:
+        with contextlib.suppress(Exception):
+            cluster.start("worker", index)
+
+    cluster = LocalCluster(workers, servers, on_end)
+    try:
+        yield lambda: cluster.spec
+    finally:
+        stopping.set()
+        cluster.stop()
+
+
+@contextlib.contextmanager
+def exit_on_server_loss(strategy: Any, code: int = SERVER_LOST) -> Iterator[None]:
+    """Ends this process with a message and an exit code when a parameter server is lost.
+
+    Args:
+        strategy: The parameter-server strategy.
+        code: The exit code, by which whatever started this process knows that a restart may help.
+
+    Yields:
+        Nothing.
+
+    Example:
+        >>> with tfrep.exit_on_server_loss(strategy):
+        ...     model.fit(x, y, callbacks=[keras.callbacks.BackupAndRestore("backup")])
+    """
+    try:
+        with strategy.step_runner.naming_lost_servers():
+            yield
+    except ServerLostError as error:
+        print(f"tfrep: {error}", file=sys.stderr, flush=True)
+        sys.exit(code)

@@ -1,0 +1,151 @@
+"""Evaluates checkpoints in a process of its own, beside the training that writes them."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
+
+_SUFFIXES = (".weights.h5", ".keras")
+
+
+class SidecarEvaluator:
+    """Waits for checkpoints, and evaluates each new one.
+
+    The training writes them with `keras.callbacks.ModelCheckpoint(..., "ckpt-{epoch}.weights.h5", save_weights_only=True)`,
+    or as whole models (`.keras`). When several are new, the newest is evaluated. It stops after the checkpoint with number
+    `max_evaluations`, or after that many evaluations where the names have no number.
+
+    Args:
+        model: A compiled model of the same architecture, outside of any strategy.
+        data: What `model.evaluate` takes as `x`: a `tf.data.Dataset`, a `tfrep.DatasetCreator`, arrays, or a tuple (x, y).
+        checkpoint_dir: Folder of the checkpoints. It may not exist yet.
+        steps: Batches for each evaluation; None for all of the data.
+        max_evaluations: When to stop; None for never.
+        callbacks: Callbacks for `model.evaluate`, such as `keras.callbacks.TensorBoard`.
+        poll_seconds: How often to look for a new checkpoint.
+        timeout: Seconds without a new checkpoint after which to stop; None for never.
+
+    Raises:
+        ConfigurationError: The model is not compiled, or a setting cannot be used.
+
+    Example:
+        >>> evaluator = tfrep.SidecarEvaluator(model, data, "checkpoints", max_evaluations=10)
+        >>> evaluator.start()
+        >>> evaluator.history["loss"]
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        data: Any,
+        checkpoint_dir: str | os.PathLike[str],
+        steps: int | None = None,
+        max_evaluations: int | None = None,
+        callbacks: Sequence[keras.callbacks.Callback] | None = None,
+        *,
+        poll_seconds: float = 1.0,
+        timeout: float | None = None,
+    ) -> None:
+        if not getattr(model, "compiled", False):
+            raise ConfigurationError(message("The model is not compiled.", hint="call model.compile.", model=model.name))
+        for name, count in (("steps", steps), ("max_evaluations", max_evaluations)):
+            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+                raise ConfigurationError(message(f"{name} is a whole number, at least 1.", **{name: count}))
+        if poll_seconds <= 0:
+            raise ConfigurationError(message("Time has to pass between two looks.", poll_seconds=poll_seconds))
+        self.model = model
+        self.data = data
+        self.checkpoint_dir = Path(checkpoint_dir)
+        self.steps = steps
+        self.max_evaluations = max_evaluations
+        self.callbacks = list(callbacks or ())
+        self.poll_seconds = poll_seconds
+        self.timeout = timeout
+        self.history: dict[str, list[float]] = {}
+        """What was measured, by the metric's name; `checkpoint` has the number of each."""
+
+    def start(self) -> dict[str, list[float]]:
+        """Evaluates checkpoints as they come, until it is time to stop.
+
+        Returns:
+            The history.
+        """
+        evaluations = 0
+        for path, number in self._new_checkpoints():
+            if not self._load(path):
+                continue
+            evaluations += 1
+            logs = self._evaluate()
+            self.history.setdefault("checkpoint", []).append(evaluations if number is None else number)
+            for name, value in logs.items():
+                self.history.setdefault(name, []).append(value)
+            shown = " - ".join(f"{metric}: {value:.4f}" for metric, value in logs.items())
+            print(f"{path.name}: {shown}", flush=True)
+            if self.max_evaluations is not None and max(number or 0, evaluations) >= self.max_evaluations:
+                break
+        return self.history
+
+    def _new_checkpoints(self) -> Iterator[tuple[Path, int | None]]:
+        seen: tuple[str, int] | None = None
+        last_new = time.monotonic()
+        while True:
+            newest = self._newest()
+            if newest is not None and newest != seen:
+                seen, last_new = newest, time.monotonic()
+                path = self.checkpoint_dir / newest[0]
+                yield path, _number(path.name)
+            elif self.timeout is not None and time.monotonic() - last_new > self.timeout:
+                return
+            else:
+                time.sleep(self.poll_seconds)
+
+    def _newest(self) -> tuple[str, int] | None:
+        found = []
+        if self.checkpoint_dir.is_dir():
+            for path in self.checkpoint_dir.iterdir():
+                if path.name.endswith(_SUFFIXES):
+                    try:
+                        found.append((_number(path.name) or 0, path.stat().st_mtime_ns, path.name))
+                    except FileNotFoundError:  # Replaced or removed by the training meanwhile.
+                        continue
+        if not found:
+            return None
+        _, written, name = max(found)
+        return name, written
+
+    def _load(self, path: Path) -> bool:
+        """Loads a checkpoint; tells whether it was whole. One that is still being written is tried again."""
+        for _ in range(5):
+            try:
+                if path.name.endswith(".keras"):
+                    self.model.set_weights(keras.models.load_model(path, compile=False).get_weights())
+                else:
+                    self.model.load_weights(path)
+                return True
+            except OSError:
+                time.sleep(self.poll_seconds)
+        return False
+
+    def _evaluate(self) -> dict[str, float]:
+        data = self.data
+        x, y = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
+        if isinstance(x, DatasetCreator):
+            x = x()
+        return self.model.evaluate(
+            x, y, steps=self.steps, callbacks=self.callbacks, return_dict=True, verbose=0
+        )
+
+
+def _number(name: str) -> int | None:
+    """Returns the number in a checkpoint's name: the last one before the suffix."""
+    numbers = re.findall(r"\d+", name.removesuffix(".weights.h5").removesuffix(".keras"))
+    return int(numbers[-1]) if numbers else None

@@ -1,0 +1,256 @@
+"""Variables live on servers; workers read and update them on their own."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import CachingVariable, ParameterServerExtended, ShardedVariable
+from tfrep_strategy.environments import SlurmEnvironment
+from tfrep_strategy.errors import ConfigurationError, PeerError, message
+from tfrep_strategy.keras_integration.partitioned import PartitionedVariable
+from tfrep_strategy.launch.cluster import wait_until_reachable
+from tfrep_strategy.launch.servers import run_server
+from tfrep_strategy.strategies.step_runner import StepRunner
+
+
+class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
+    """Asynchronous training: workers take batches on their own, and update variables that live on servers.
+
+    This process is the coordinator. One step is one batch on one worker, so that 100 steps on 4 workers are about 25 on
+    each. No worker waits for another one, and one that dies is done without.
+
+    Args:
+        cluster_resolver: Says where the workers ("worker") and servers ("ps") are. By default `TF_CONFIG` tells, or
+            Slurm, where rank 0 is the coordinator, the next `TFREP_SERVERS` (1) ranks are servers, and the rest workers.
+            On a worker or server this then serves until the process is ended, so that all can run the same script.
+        variable_partitioner: Says into how many parts to cut a variable along its first axis; see
+            `tf.distribute.experimental.partitioners`.
+        max_in_flight: No step starts before the one `max_in_flight * workers` before it has ended: a gradient is then
+            applied after at most about that many other updates. None: a slow worker holds nobody up.
+        sync: Whether an update takes the mean gradient of several workers that read the same weights, instead of each
+            gradient as it comes.
+        replicas_to_aggregate: With `sync`, how many gradients make an update. The slowest of the other workers' gradients
+            are dropped. Default: as many as there are workers.
+        worker_timeout: Seconds without any worker after which training fails.
+        connect_timeout: Seconds that servers and workers may take to come up.
+
+    Raises:
+        ConfigurationError: The cluster has no server or no worker, or a setting cannot be used.
+        PeerError: An address cannot be reached; it is named.
+
+    Example:
+        >>> with tfrep.local_cluster(workers=2, servers=1) as cluster:
+        ...     strategy = tfrep.ParameterServerStrategy(cluster)
+        ...     with strategy.scope():
+        ...         model = build_and_compile()
+        ...     model.fit(x, y)
+    """
+
+    trains_asynchronously = True
+
+    def __init__(
+        self,
+        cluster_resolver: Any = None,
+        variable_partitioner: Callable[..., Any] | None = None,
+        *,
+        max_in_flight: int | None = None,
+        sync: bool = False,
+        replicas_to_aggregate: int | None = None,
+        worker_timeout: float = 60.0,
+        connect_timeout: float = 20.0,
+    ) -> None:
+        resolver = _resolver_from_environment() if cluster_resolver is None else cluster_resolver
+        self._jobs = _checked_jobs(resolver)
+        if resolver.task_type in ("worker", "ps"):
+            run_server(resolver.cluster_spec().as_dict(), resolver.task_type, resolver.task_id)
+            sys.exit(0)
+        if variable_partitioner is not None and not callable(variable_partitioner):
+            raise ConfigurationError(
+                message(
+                    "A partitioner is a function of a shape and a dtype.",
+                    hint="use one of tf.distribute.experimental.partitioners.",
+                    variable_partitioner=variable_partitioner,
+                )
+            )
+        num_workers = len(self._jobs["worker"])
+        _check_count("max_in_flight", max_in_flight, None)
+        _check_count("replicas_to_aggregate", replicas_to_aggregate, num_workers)
+        if replicas_to_aggregate is not None and not sync:
+            raise ConfigurationError(
+                message(
+                    "Without sync every gradient is an update.",
+                    hint="set sync=True.",
+                    replicas_to_aggregate=replicas_to_aggregate,
+                )
+            )
+        for name, seconds in (("worker_timeout", worker_timeout), ("connect_timeout", connect_timeout)):
+            if not seconds > 0:
+                raise ConfigurationError(message("A time limit must be above 0 seconds.", **{name: seconds}))
+        self.max_in_flight = max_in_flight
+        self.replicas_to_aggregate = (replicas_to_aggregate or num_workers) if sync else None
+        self.worker_timeout = worker_timeout
+        self._refuse_unreachable(connect_timeout)
+        super().__init__(resolver, variable_partitioner)
+        # TensorFlow's class makes its own `extended`; the second call puts ours in its place.
+        tf.distribute.Strategy.__init__(self, _Extended(self, resolver, variable_partitioner))
+        self._step_numbers = itertools.count()
+        self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self)
+        self.step_runner = StepRunner(self, max_in_flight)
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers the cluster has, dead ones included."""
+        return len(self._jobs["worker"])
+
+    def addresses(self, job: str) -> list[str]:
+        """Returns the address ("host:port") of each task of a job, "worker" or "ps"."""
+        return list(self._jobs[job])
+
+    def lost_servers(self) -> list[str]:
+        """Returns the addresses of the parameter servers that cannot be reached now."""
+        servers = {address: address for address in self._jobs["ps"]}
+        return wait_until_reachable(servers, 1.0)
+
+    def next_step_number(self) -> int:
+        """Returns another number for each step that Keras drives."""
+        return next(self._step_numbers)
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Says that what is traced meanwhile will run on workers."""
+        self.extended._being_scheduled = True
+        try:
+            yield
+        finally:
+            self.extended._being_scheduled = False
+
+    def _refuse_unreachable(self, seconds: float) -> None:
+        tasks = {f"{job} {i}": self._jobs[job][i] for job in ("worker", "ps") for i in range(len(self._jobs[job]))}
+        missing = wait_until_reachable(tasks, seconds)
+        if missing:
+            raise PeerError(
+                message(
+                    f"Nobody listens at {', '.join(f'{tasks[name]} ({name})' for name in missing)}"
+                    f" after {seconds:g} seconds.",
+                    hint="start the servers and workers, or correct the cluster's addresses.",
+                    cluster=self._jobs,
+                )
+            )
+
+
+class _Extended(ParameterServerExtended):
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        like = kwargs.get("colocate_with")
+        if isinstance(like, PartitionedVariable):
+            return self._create_like(like, next_creator, **kwargs)
+        variable = super()._create_variable(next_creator, **kwargs)
+        if isinstance(variable, ShardedVariable):
+            # An optimizer hands a part, not the whole, to the function that updates it.
+            parts = [part.get() if isinstance(part, CachingVariable) else part for part in variable.variables]
+            return PartitionedVariable(parts, name=kwargs.get("name") or "Variable")
+        return variable
+
+    def _create_like(self, like: PartitionedVariable, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        """Makes an optimizer's slot: each part is where the part is that it belongs to."""
+        whole = kwargs.pop("initial_value")
+        whole = tf.convert_to_tensor(whole() if callable(whole) else whole, kwargs.get("dtype"))
+        name = kwargs.pop("name", None) or "Variable"
+        kwargs.pop("shape", None)
+        if whole.shape != like.shape:
+            kwargs.update(initial_value=whole, name=name, colocate_with=like.variables[0])
+            return super()._create_variable(next_creator, **kwargs)
+        parts, start = [], 0
+        for index, part in enumerate(like.variables):
+            stop = start + part.shape[0]
+            kwargs.update(initial_value=whole[start:stop], name=f"{name}/part_{index}", colocate_with=part)
+            slot = super()._create_variable(next_creator, **kwargs)
+            parts.append(slot.get() if isinstance(slot, CachingVariable) else slot)
+            start = stop
+        return PartitionedVariable(parts, name=name)
+
+    # With one device, nothing has to be merged over a worker's replicas, and updates may stand inside `tf.cond`.
+    def _use_merge_call(self) -> bool:
+        return self._num_replicas_in_sync > 1
+
+    def _replica_ctx_update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        if self._use_merge_call():
+            return super()._replica_ctx_update(var, fn, args, kwargs, group)
+        return self._update(var, fn, args, kwargs, group)
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        if self._use_merge_call():
+            return super()._replica_ctx_all_reduce(reduce_op, value, options)
+        return value
+
+    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
+        if not isinstance(colocate_with_variable, PartitionedVariable):
+            super()._validate_colocate_with_variable(colocate_with_variable)
+
+
+def _checked_jobs(resolver: Any) -> dict[str, list[str]]:
+    spec = resolver.cluster_spec()
+    jobs = {job: spec.job_tasks(job) for job in spec.jobs}
+    for job, what in (("ps", "parameter server"), ("worker", "worker")):
+        if not jobs.get(job):
+            raise ConfigurationError(
+                message(f"The cluster has no {what}.", hint=f'list its address under "{job}".', cluster=jobs)
+            )
+    unknown = sorted(set(jobs) - {"chief", "worker", "ps", "evaluator"})
+    if unknown:
+        raise ConfigurationError(
+            message("The cluster has a job of another kind.", hint="use chief, worker, ps, evaluator.", jobs=unknown)
+        )
+    if resolver.task_type == "evaluator":
+        raise ConfigurationError(
+            message(
+                "An evaluator takes no part in the training.", hint="run tfrep.SidecarEvaluator there.", type="evaluator"
+            )
+        )
+    return jobs
+
+
+def _check_count(name: str, count: int | None, maximum: int | None) -> None:
+    if count is None:
+        return
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1 or (maximum is not None and count > maximum):
+        limit = "at least 1" if maximum is None else f"from 1 to the number of workers, {maximum}"
+        raise ConfigurationError(message(f"{name} is a whole number, {limit}.", **{name: count}))
+
+
+def _resolver_from_environment() -> Any:
+    if os.environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
+        return tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    if SlurmEnvironment.detect():
+        return _resolver_from_slurm()
+    raise ConfigurationError(
+        message(
+            "Nothing describes the cluster.",
+            hint="pass a cluster resolver (tfrep.local_cluster starts a cluster on this machine), or set TF_CONFIG.",
+            cluster_resolver=None,
+        )
+    )
+
+
+def _resolver_from_slurm() -> Any:
+    environment = SlurmEnvironment()
+    servers = int(os.environ.get("TFREP_SERVERS", "1"))
+    addresses = environment.addresses or []
+    cluster = {"chief": addresses[:1], "ps": addresses[1 : 1 + servers], "worker": addresses[1 + servers :]}
+    place = next(
+        (job, tasks.index(addresses[environment.rank]))
+        for job, tasks in cluster.items()
+        if addresses[environment.rank] in tasks
+    )
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({job: tasks for job, tasks in cluster.items() if tasks}),
+        rpc_layer="grpc",
+        task_type=place[0],
+        task_id=place[1],
+    )

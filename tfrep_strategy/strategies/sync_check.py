@@ -1,0 +1,107 @@
+"""Shows that all replicas hold the same values."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import SyncOnReadVariable
+from tfrep_strategy.errors import DesyncError, message
+
+
+class Checksum(NamedTuple):
+    """What replicas compare of one variable.
+
+    Attributes:
+        name: Path of the variable.
+        dtype: Name of its dtype.
+        shape: Its shape.
+        crc: CRC-32 of its bytes, which decides.
+        total: Sum of its elements in float64, for people to read; None where there is none.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    crc: int
+    total: float | None
+
+    def __str__(self) -> str:
+        total = "" if self.total is None else f"sum {self.total:.17g}, "
+        return f"{total}crc32 {self.crc:08x}, {self.dtype}{list(self.shape)}"
+
+
+def checksum(name: str, value: Any) -> Checksum:
+    """Makes the checksum of one array.
+
+    Example:
+        >>> checksum("kernel", np.ones([2, 3], "float32")).total
+        6.0
+    """
+    array = np.ascontiguousarray(value)
+    if array.dtype == object:  # Strings.
+        data, total = repr(array.tolist()).encode(), None
+    else:
+        data, total = array.tobytes(), float(array.astype(np.float64).sum())
+    return Checksum(name, str(array.dtype), np.shape(value), zlib.crc32(data), total)
+
+
+def variables_of(model_or_variables: Any) -> list[Any]:
+    """Returns the variables of a model, with those of its optimizer, or the given ones, once each."""
+    variables = model_or_variables
+    if hasattr(variables, "variables"):
+        optimizer = getattr(variables, "optimizer", None)
+        variables = [*variables.variables, *(optimizer.variables if optimizer is not None else ())]
+    return list({id(each): each for each in variables}.values())
+
+
+def replica_checksums(variables: Sequence[Any], num_local_replicas: int) -> list[list[Checksum]]:
+    """Makes the checksums of the copies that the replicas of this process hold.
+
+    Args:
+        variables: Of Keras or TensorFlow. Those of which each replica keeps its own value until somebody reads it, such as
+            the totals of metrics, are left out.
+        num_local_replicas: How many copies a variable has here.
+
+    Returns:
+        For each replica of this process the checksums of all variables, in order.
+    """
+    replicas: list[list[Checksum]] = [[] for _ in range(num_local_replicas)]
+    for variable in variables:
+        inner = variable if isinstance(variable, tf.Variable) else variable.value
+        if isinstance(inner, SyncOnReadVariable):
+            continue
+        copies = getattr(inner, "values", None) or [inner] * num_local_replicas
+        for checksums, copy in zip(replicas, copies, strict=True):
+            checksums.append(checksum(getattr(variable, "path", variable.name), copy.numpy()))
+    return replicas
+
+
+def compare(replicas: Sequence[Sequence[Checksum]]) -> None:
+    """Raises unless all replicas have the same checksums.
+
+    Args:
+        replicas: The checksums of each replica, in order of their ids.
+
+    Raises:
+        DesyncError: names the first variable that differs, and what each replica holds.
+
+    Example:
+        >>> compare([[checksum("w", np.ones(2))], [checksum("w", np.ones(2))]])
+    """
+    lengths = [len(checksums) for checksums in replicas]
+    if len(set(lengths)) > 1:
+        raise DesyncError(
+            message("Replicas hold different numbers of variables.", hint="build the same model everywhere.", held=lengths)
+        )
+    for copies in zip(*replicas, strict=True):
+        if any(copy[1:4] != copies[0][1:4] for copy in copies):
+            lines = "\n".join(f"  replica {replica}: {copy}" for replica, copy in enumerate(copies))
+            raise DesyncError(
+                f"Variable {copies[0].name!r} differs between the replicas.\n{lines}\n"
+                "Hint: something changes it on one replica only, or from values of one replica only."
+            )
