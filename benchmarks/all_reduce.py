@@ -59,10 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", metavar="PATH", help="also write all samples there")
     chosen = parser.parse_args(arguments)
     workloads = {name: {**load, "times": chosen.times or load["times"]} for name, load in WORKLOADS.items()}
-    samples = take_turns(variants(), "benchmarks.all_reduce_worker", workloads, chosen.rounds)
-    results = {name: summarize(samples[name], TARGETS[name]) for name in workloads}
-    for name, summary in results.items():
-        show(f"Sum over two processes of {name}", summary, REFERENCE)
+    results = {}
+    for name, samples in take_turns(variants(), "benchmarks.all_reduce_worker", workloads, chosen.rounds):
+        results[name] = summarize(samples, TARGETS[name])
+        show(f"Sum over two processes of {name}", results[name], REFERENCE)
     if chosen.json:
         write_json(chosen.json, results)
     return results

@@ -93,10 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     chosen = parser.parse_args(arguments)
     wanted = [v for v in variants() if not chosen.variants or any(text in v.name for text in chosen.variants)]
     nets = {name: {**NETS[name], "name": name, "steps": chosen.steps or NETS[name]["steps"]} for name in chosen.nets}
-    samples = take_turns(wanted, "benchmarks.step_worker", nets, chosen.rounds)
-    results = {name: summarize(samples[name], TARGETS[name]) for name in nets}
-    for name, summary in results.items():
-        show(f"A step of the net '{name}', batch {NETS[name]['batch']}", summary, REFERENCE, NETS[name]["batch"])
+    results = {}
+    for name, samples in take_turns(wanted, "benchmarks.step_worker", nets, chosen.rounds):
+        results[name] = summarize(samples, TARGETS[name])
+        batch = NETS[name]["batch"]
+        show(f"A step of the net '{name}', batch {batch}", results[name], REFERENCE, batch)
     if chosen.json:
         write_json(chosen.json, results)
     return results

@@ -154,11 +154,11 @@ def sonnet(repl):
     np.testing.assert_allclose(w.numpy(), 1 - 0.01 * np.full([3, 1], expected), rtol=1e-5)
 
 
-PROGRAMS = {f.__name__: f for f in (classification, gan, global_batch_norm)}
+PROGRAMS = {f.__name__: f for f in (classification, gan, global_batch_norm, reinforcement_learning, sonnet)}
 
 
 def run(strategy, name, mode):
     """Runs a program on a strategy that exists already; `mode` is the name of an `InputReplicationMode`."""
     keras.utils.set_random_seed(0)
     with tfrep.Replicator(strategy, input_replication_mode=tfrep.InputReplicationMode[mode]) as repl:
-        return globals()[name](repl)
+        return PROGRAMS[name](repl)

@@ -397,14 +397,13 @@ def custom_loop() -> dict[str, Any]:
         model, optimizer = dense(), _O.Adam(0.05)
         per_example, mean = _L.MeanSquaredError(reduction=None), _L.MeanSquaredError()
 
-        def step(batch: Any, kind: str = kind, model: Any = model, optimizer: Any = optimizer) -> Any:
+        hand_written = lambda y, p, losses=per_example: tf.reduce_sum(losses(y, p)) / 16.0  # noqa: E731
+        loss_of = mean if kind == "keras_loss" else hand_written
+
+        def step(batch: Any, loss_of: Any = loss_of, model: Any = model, optimizer: Any = optimizer) -> Any:
             bx, by = batch
             with tf.GradientTape() as tape:
-                predicted = model(bx, training=True)
-                if kind == "keras_loss":
-                    loss = mean(by, predicted)
-                else:
-                    loss = tf.reduce_sum(per_example(by, predicted)) / 16.0
+                loss = loss_of(by, model(bx, training=True))
             variables = model.trainable_variables
             optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
             return loss

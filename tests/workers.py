@@ -110,7 +110,7 @@ class WorkerPool:
                 try:
                     good, result = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
-                    good, result = False, "The process ended. Its log:\n" + self._logs[rank].read_text("utf-8", "replace")
+                    good, result = False, "The process ended. Its log:\n" + self._log(rank)
                 if good:
                     results[rank] = result
                 else:
@@ -119,9 +119,12 @@ class WorkerPool:
         if not failures and not waiting:
             return results
         report = [f"Rank {rank}: {text[-4000:]}" for rank, text in sorted(failures.items())]
-        report += [f"Rank {rank} did not finish." for rank in sorted(waiting.values())]
+        report += [f"Rank {rank} did not finish. Its log:\n{self._log(rank)}" for rank in sorted(waiting.values())]
         self.close()
         raise WorkerFailure(f"{self.communicator}, {self.size} processes\n" + "\n".join(report))
+
+    def _log(self, rank: int) -> str:
+        return self._logs[rank].read_text("utf-8", "replace")[-2000:]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -61,7 +61,10 @@ def test_strangers_are_not_admitted() -> None:
     with socket.create_connection(("127.0.0.1", hub.port)) as stranger:
         stranger.sendall(b"\x00\x00\x00\x04okay" * 4)
         assert _connect(["127.0.0.1"], hub.port, b"wrong key", 1) is None
-    with _connect(["127.0.0.1"], hub.port, hub.key, 0) as first, _connect(["127.0.0.1"], hub.port, hub.key, 1) as second:
+    with (
+        _connect(["127.0.0.1"], hub.port, hub.key, 0) as first,
+        _connect(["127.0.0.1"], hub.port, hub.key, 1) as second,
+    ):
         with pytest.raises(ConnectionError):  # All are here.
             for _ in range(1000):
                 socket.create_connection(("127.0.0.1", hub.port), 1).close()
@@ -117,7 +120,10 @@ def test_a_silent_rank_is_reported_with_what_it_called_last() -> None:
         first.send(Report((0, 1, 2), 1, later, True))
         third.send(Report((0, 1, 2), 1, later, True))
         _, text = receive(first)
-    assert f"rank 1: nothing for 1 seconds; before that {SUM}" in text or f"nothing for 0 seconds; before that {SUM}" in text
+    assert (
+        f"rank 1: nothing for 1 seconds; before that {SUM}" in text
+        or f"nothing for 0 seconds; before that {SUM}" in text
+    )
     assert f"rank 2: {later}" in text
 
 

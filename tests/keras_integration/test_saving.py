@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 from typing import Any
@@ -149,10 +150,8 @@ def interrupted_and_resumed(strategy: Any, folder: str, save_freq: Any, after: i
     callbacks = keras.callbacks
     with strategy.scope():
         model = plain()
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         fit(model, 4, callbacks=[callbacks.BackupAndRestore(folder, save_freq=save_freq), Interrupt(after)])
-    except KeyboardInterrupt:
-        pass
     with strategy.scope():
         model = plain()
     fit(model, 4, callbacks=[callbacks.BackupAndRestore(folder, save_freq=save_freq)])

@@ -17,13 +17,17 @@ import numpy as np
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
+from tfrep_strategy.errors import PeerError
 
 LATE_SECONDS = 3.0
+HANG_SECONDS = 20.0
 
 
 def end(way: str, folder: Path) -> None:
     """Ends this process."""
     (folder / "end").write_text(str(time.time()))
+    if way == "hang":
+        return time.sleep(HANG_SECONDS)
     if way == "raise":
         raise ValueError("the data are spoiled")
     if way == "exit":
@@ -74,7 +78,7 @@ def main(communicator: str, way: str, rank: int, folder: Path) -> None:
             loop(strategy, ends, way, folder)
         else:
             train(strategy, [EndInEpoch(way, folder)] if ends and way != "late" else [])
-    except tf.errors.OpError as error:
+    except (tf.errors.OpError, PeerError) as error:
         name = "UnavailableError" if isinstance(error, tf.errors.UnavailableError) else type(error).__name__
         (folder / f"caught{strategy.rank}").write_text(f"{name}: {error}")
         raise

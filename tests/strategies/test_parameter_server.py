@@ -170,19 +170,19 @@ def test_dropout_differs_between_steps(strategy: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer",
+    "make_optimizer",
     [
-        keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.01, 10, 0.9), clipnorm=1.0),
-        keras.optimizers.SGD(0.01, momentum=0.9, gradient_accumulation_steps=2),
-        keras.optimizers.AdamW(0.01, use_ema=True, ema_overwrite_frequency=5),
-        keras.optimizers.Ftrl(0.1),
+        lambda: keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.01, 10, 0.9), clipnorm=1.0),
+        lambda: keras.optimizers.SGD(0.01, momentum=0.9, gradient_accumulation_steps=2),
+        lambda: keras.optimizers.AdamW(0.01, use_ema=True, ema_overwrite_frequency=5),
+        lambda: keras.optimizers.Ftrl(0.1),
     ],
     ids=["schedule and clipping", "accumulation", "moving average", "ftrl"],
 )
-def test_optimizers(strategy: Any, optimizer: Any) -> None:
+def test_optimizers(strategy: Any, make_optimizer: Any) -> None:
     x, y = _data()
     with strategy.scope():
-        own = type(optimizer).from_config(optimizer.get_config())
+        own = make_optimizer()
     model = _model(strategy, own, layers=(keras.layers.BatchNormalization(),))
     first = model.evaluate(x, y, verbose=0)[0]
     model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0)
@@ -264,7 +264,7 @@ class _AtBatch(keras.callbacks.Callback):
 def test_batch_callbacks_are_refused_unless_they_say_otherwise(strategy: Any) -> None:
     x, y = _data()
     model = _model(strategy)
-    with pytest.raises(ValueError, match="_AtBatch looks at single batches .*supports_remote_logs"):
+    with pytest.raises(ValueError, match="_AtBatch looks at single batches"):
         model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[_AtBatch()])
     assert int(model.optimizer.iterations) == 0
     callback = _AtBatch()

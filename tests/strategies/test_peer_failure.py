@@ -103,6 +103,15 @@ def test_own_loops_name_the_rank(communicator: str, tmp_path: Path) -> None:
 
 
 @BOTH
+def test_a_rank_that_hangs_is_given_up(communicator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFREP_TIMEOUT", "5")
+    outcome = run_ranks(communicator, 2, "hang", 1, tmp_path)
+    assert outcome.codes == [1, 1]
+    assert "All ranks are alive" in (tmp_path / "caught0").read_text()
+    assert "Rank 0 ended " in (tmp_path / "caught1").read_text()
+
+
+@BOTH
 @pytest.mark.parametrize("last", [0, 1])
 def test_ranks_that_end_at_different_times_end_well(communicator: str, last: int, tmp_path: Path) -> None:
     outcome = run_ranks(communicator, 2, "late", last, tmp_path)

@@ -157,7 +157,9 @@ class Hub:
                 word = "has ended" if rank in self._ended else f"nothing for {waited:.0f} seconds"
                 last = self._last.get(rank)
                 words.append((rank, word + (f"; before that {last.call}" if last else "")))
-        hint = "all ranks of a group have to call the same collectives in the same order, with the same dtypes and shapes."
+        hint = (
+            "all ranks of a group have to call the same collectives in the same order, with the same dtypes and shapes."
+        )
         return f"{what}\n{list_calls(words)}\nHint: {hint}"
 
     def _patience(self) -> float | None:

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
@@ -23,6 +23,7 @@ from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.calls import Call, Report
 from tfrep_strategy.communicators.forking import close_in_children
 from tfrep_strategy.communicators.hub import CONNECT_SECONDS, Hub, connection_of, set_patience
+from tfrep_strategy.communicators.limits import timeout_seconds
 from tfrep_strategy.errors import DesyncError, PeerError, message
 
 _log = logging.getLogger(__name__)
@@ -166,6 +167,7 @@ class PeerMonitor:
         Raises:
             PeerLostError: instead of the error that TensorFlow or Horovod raises.
             DesyncError: when the ranks did not call the same.
+            PeerError: when the time limit was reached while all ranks are alive.
         """
         number = next(self._call_ids)
         self._calls[number] = time.monotonic()
@@ -174,7 +176,7 @@ class PeerMonitor:
         except (PeerLostError, DesyncError):
             raise
         except _FAILURES as error:
-            explained = self._explain()
+            explained = self._explain(time.monotonic() - self._calls[number])
             if explained is None:
                 raise
             raise explained from error
@@ -291,13 +293,19 @@ class PeerMonitor:
             self._aborting = threading.Thread(target=self._abort, args=(reason,), daemon=True, name="tfrep-abort")
             self._aborting.start()
 
-    def _explain(self) -> Exception | None:
+    def _explain(self, waited: float) -> Exception | None:
         with self._news:
             self._news.wait_for(lambda: self._desync is not None or bool(self.ended), _NEWS_SECONDS)
         if self._desync:
             return DesyncError(self._desync)
         ended = sorted(self.ended, key=lambda each: not each.failed)
-        return _lost(ended[0]) if ended else None
+        if ended:
+            return _lost(ended[0])
+        if waited < 0.9 * timeout_seconds():
+            return None
+        hint = "TFREP_DEBUG=1 tells which rank does not call it; TFREP_TIMEOUT is the limit."
+        return PeerError(message("A collective was given up. All ranks are alive, but not all have called it.", hint=hint,
+                                 waited_seconds=round(waited)))  # fmt: skip
 
     def _send(self, said: Any) -> None:
         with self._sending, contextlib.suppress(OSError):

@@ -17,7 +17,6 @@ from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
 from tfrep_strategy.keras_integration.server_state import (
     AsyncStep,
-    is_on_servers,
     kept_on_worker,
     new_local,
     tracing_step,
@@ -114,12 +113,20 @@ def maybe_symbolic_build(original: Any, self: Any, iterator: Any = None, data_ba
         spec = iterator._distributed_dataset.element_spec
         data_batch = tf.nest.map_structure(lambda s: None if isinstance(s, tf.OptionalSpec) else s, spec)
     with strategy.scope():
+        _adopt(strategy, self.optimizer)
         if all(getattr(type(self), name) is getattr(_Trainer, name) for name in ("train_step", "test_step")):
             self._symbolic_build(data_batch=data_batch)
         elif self.built and isinstance(self.optimizer, keras.optimizers.Optimizer) and not self.optimizer.built:
             # Nothing says what else such a step calls; what it makes lazily is made when it is traced.
             self.optimizer.build(self.trainable_variables)
     return None
+
+
+def _adopt(strategy: Any, optimizer: Any) -> None:
+    """Takes over an optimizer that was made outside the strategy's scope, so that its slots are on the servers."""
+    while isinstance(optimizer, keras.optimizers.Optimizer) and not optimizer.built:
+        optimizer._distribution_strategy = strategy
+        optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
 # What a step does.
@@ -289,7 +296,7 @@ class StepFunction:
 
     def _steps(self, data: Any, number: tf.Tensor, on_worker: bool, layout: _Layout) -> tf.Tensor:
         model = self.model
-        layout.metrics = _distinct(v for metric in model.metrics for v in metric.variables if is_on_servers(v))
+        layout.metrics = _distinct(v for metric in model.metrics for v in metric.variables)
         layout.counters = _counters(model) if self._updates and self._sync is None else []
         step = AsyncStep(number[0], self._sync, number[1])
         count = model.steps_per_execution if on_worker else len(data)
@@ -306,7 +313,12 @@ class StepFunction:
         return tf.concat([*sums, *(tf.reshape(tf.cast(value, tf.float64), [-1]) for value in logs.values())], 0)
 
     def _one_step(self, batch: Any) -> Any:
-        return run_on_worker(self.strategy, self._step_function, batch, "auto")
+        def step(batch: Any) -> Any:
+            # Nothing may be counted before the batch is there: the data may have ended.
+            with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+                return self._step_function(batch)
+
+        return run_on_worker(self.strategy, step, batch, "auto")
 
 
 def run_on_worker(strategy: Any, step_function: Any, batch: Any, reduction: str) -> Any:
@@ -363,7 +375,7 @@ def _counters(model: Any) -> list[Any]:
     while optimizer is not None:
         counters.append(optimizer._iterations)
         optimizer = getattr(optimizer, "inner_optimizer", None)
-    return [variable for variable in _distinct(counters) if is_on_servers(variable)]
+    return _distinct(counters)
 
 
 def _as_tensors(batch: Any) -> Any:

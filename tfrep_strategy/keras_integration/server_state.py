@@ -68,6 +68,16 @@ def is_on_servers(variable: Any) -> bool:
     return isinstance(variable._value, (CachingVariable, AggregatingVariable, PartitionedVariable))
 
 
+def _is_shared(variable: Any) -> bool:
+    """Whether several workers may change a Keras variable at once; one made outside the scope is on the coordinator."""
+    if is_on_servers(variable):
+        return True
+    graph_of_workers = not tf.executing_eagerly() and getattr(
+        tf.distribute.get_strategy(), "trains_asynchronously", False
+    )
+    return graph_of_workers and isinstance(variable._value, tf.Variable)
+
+
 def new_local(variable: Any) -> Any:
     """Makes, in the function that is traced, a variable of zeros that lives for one call on the worker.
 
@@ -108,7 +118,7 @@ def _adds_atomically(name: str, sign: int) -> None:
     @replaces(_Variable, name)
     def method(original: Any, self: Any, value: Any) -> Any:
         """Adds on the server in one operation; Keras reads, adds, and writes, and loses what came in between."""
-        if self._value is None or _in_stateless_scope() or not is_on_servers(self):
+        if self._value is None or _in_stateless_scope() or not _is_shared(self):
             return original(self, value)
         value = tf.broadcast_to(self._convert_to_tensor(value, dtype=self._dtype), self.shape)
         if _steps.current is not None and id(self) in _steps.current.added:
@@ -123,7 +133,7 @@ _adds_atomically("assign_sub", -1)
 @replaces(keras.random.SeedGenerator, "next")
 def next_seed(original: Any, self: Any, ordered: bool = True) -> Any:
     """Gives every step of every worker another seed, though two of them may read the same state."""
-    if tf.executing_eagerly() or not is_on_servers(self.state):
+    if tf.executing_eagerly() or not _is_shared(self.state):
         return original(self, ordered=ordered)
     seed = self.state.value * 1
     self.state.assign_add([0, 1])

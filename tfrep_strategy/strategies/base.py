@@ -241,6 +241,7 @@ class SynchronousExtended:
 
     first_local_replica = 0
     num_local_replicas = 1
+    _num_replicas_in_sync: Any
 
     def _init_state(self) -> None:
         # By order of creation, which is the same on every process.

@@ -1,0 +1,89 @@
+"""What must not go wrong silently: models that differ between ranks, and gradients that are no numbers."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from scenarios import dense, regression
+
+import tfrep_strategy as tfrep
+from tfrep_strategy.errors import DesyncError
+
+BOTH = pytest.mark.parametrize("communicator", ["tf", "horovod"])
+
+
+def _unequal(strategy: Any, how: str) -> tuple[str, float, float]:
+    began = time.monotonic()
+    widths = {"shape": [4, 5, 1], "number": [4, 8, 8, 1]}.get(how, [4, 8, 1]) if strategy.rank == 1 else [4, 8, 1]
+    dtype = "float16" if strategy.rank == 1 and how == "dtype" else "float32"
+    text = "none"
+    try:
+        with strategy.scope():
+            for inputs, units in itertools.pairwise(widths):
+                keras.layers.Dense(units, dtype=dtype).build((None, inputs))
+    except DesyncError as error:
+        text = str(error)
+    seconds = time.monotonic() - began
+    with strategy.scope():  # What comes afterwards is not confused by it.
+        model = dense()
+        model.compile("sgd", "mse")
+    history = model.fit(*regression(), batch_size=16, epochs=1, verbose=0)
+    return text, seconds, history.history["loss"][0]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("shape", ["of shape (4, 8), float32", "of shape (4, 5), float32"]),
+        ("dtype", ["of shape (4, 8), float32", "of shape (4, 8), float16"]),
+        ("number", ["of shape (8, 1), float32", "of shape (8, 8), float32"]),
+    ],
+)
+def test_models_that_differ_are_refused(worker_pool: Any, communicator: str, how: str, words: list[str]) -> None:
+    results = worker_pool(communicator, 2).run(_unequal, how)
+    assert results[0][0] == results[1][0]
+    assert results[0][2] == results[1][2]
+    for text, seconds, _ in results:
+        assert text.startswith("Ranks 0 and 1 made different variables.")
+        assert "rank_0='kernel" in text
+        assert all(word in text for word in words)
+        assert seconds < 30
+
+
+class Batches(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.count += 1
+
+
+def _not_a_number(strategy: Any) -> dict[str, Any]:
+    """Only the last row, which the last replica reads, is spoiled."""
+    with strategy.scope():
+        model = dense()
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    x, y = regression(16)
+    y[-1] = np.nan
+    batches = Batches()
+    model.fit(x, y, batch_size=16, epochs=5, shuffle=False, verbose=0,
+              callbacks=[keras.callbacks.TerminateOnNaN(), batches])  # fmt: skip
+    strategy.assert_in_sync(model)
+    finite = [bool(np.isfinite(value).all()) for value in model.get_weights()]
+    return {"finite": finite, "batches": batches.count}
+
+
+def test_mirrored_replicas_all_see_a_gradient_that_is_no_number() -> None:
+    assert _not_a_number(tfrep.MirroredStrategy(["CPU:0", "CPU:1"])) == {"finite": [False] * 4, "batches": 1}
+
+
+@BOTH
+def test_ranks_all_see_a_gradient_that_is_no_number(worker_pool: Any, communicator: str) -> None:
+    assert worker_pool(communicator, 2).run(_not_a_number) == [{"finite": [False] * 4, "batches": 1}] * 2

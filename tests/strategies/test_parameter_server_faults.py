@@ -1,0 +1,230 @@
+"""What dies, and what becomes of the training; every case with real processes of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from .parameter_server_support import ROOT, run, start
+
+_EPOCHS = """
+x, y = data(2000)
+
+class Report(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        print("epoch", epoch, int(self.model.optimizer.iterations), logs["rows"], flush=True)
+
+class Rows(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="rows")
+        self.rows = self.add_variable((), "zeros", name="rows")
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.rows.assign_add(keras.ops.cast(keras.ops.shape(y_true)[0], "float32"))
+    def result(self):
+        return self.rows * 1.0
+
+def after(seconds, *actions):
+    def act():
+        for action in actions:
+            time.sleep(seconds)
+            action()
+    threading.Thread(target=act, daemon=True).start()
+"""
+
+
+def test_a_worker_dies_and_comes_back(tmp_path: Path) -> None:
+    code = (
+        _EPOCHS
+        + """
+with tfrep.local_cluster(workers=2, servers=1) as resolver:
+    cluster = resolver.cluster
+    strategy = tfrep.ParameterServerStrategy(resolver)
+    with strategy.scope():
+        model = dense_model(metrics=[Rows()])
+    model.fit(x[:100], y[:100], batch_size=10, verbose=0)
+    after(0.4, lambda: cluster.kill("worker", 0), lambda: cluster.start("worker", 0))
+    history = model.fit(x, y, batch_size=10, epochs=6, verbose=0, callbacks=[Report()]).history
+    assert cluster.pid("worker", 0)
+    assert history["rows"] == [2000.0] * 6, history["rows"]
+    assert int(model.optimizer.iterations) == 10 + 1200, int(model.optimizer.iterations)
+    assert history["loss"][-1] < 0.05
+    print("held")
+"""
+    )
+    status, out, err = run(code, folder=tmp_path)
+    assert status == 0, out + err[-3000:]
+    assert out.endswith("held\n")
+
+
+def test_no_worker_left(tmp_path: Path) -> None:
+    code = (
+        _EPOCHS
+        + """
+with tfrep.local_cluster(workers=2, servers=1) as resolver:
+    cluster = resolver.cluster
+    strategy = tfrep.ParameterServerStrategy(resolver, worker_timeout=4)
+    with strategy.scope():
+        model = dense_model(metrics=[Rows()])
+    model.fit(x[:100], y[:100], batch_size=10, verbose=0)
+    after(0.4, lambda: (cluster.kill("worker", 0), cluster.kill("worker", 1)))
+    began = time.monotonic()
+    try:
+        model.fit(x, y, batch_size=10, epochs=1000, verbose=0)
+    except RuntimeError as error:
+        print(str(error), time.monotonic() - began)
+        assert "No worker is left" in str(error) and time.monotonic() - began < 15
+        sys.exit(7)
+"""
+    )
+    status, out, err = run(code, folder=tmp_path)
+    assert status == 7, out + err[-3000:]
+
+
+def test_a_server_dies(tmp_path: Path) -> None:
+    code = (
+        _EPOCHS
+        + """
+with tfrep.local_cluster(workers=2, servers=2) as resolver:
+    cluster = resolver.cluster
+    strategy = tfrep.ParameterServerStrategy(resolver)
+    with strategy.scope():
+        model = dense_model(metrics=[Rows()])
+    model.fit(x[:100], y[:100], batch_size=10, verbose=0)
+    after(0.4, lambda: cluster.kill("ps", 1))
+    with tfrep.exit_on_server_loss(strategy):
+        model.fit(x, y, batch_size=10, epochs=1000, verbose=0)
+"""
+    )
+    status, out, err = run(code, folder=tmp_path)
+    assert status == 75, out + err[-3000:]
+    assert "tfrep: A parameter server is gone" in err
+
+
+def _alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+def test_the_coordinator_is_killed(tmp_path: Path) -> None:
+    code = """
+with tfrep.local_cluster(workers=2, servers=1) as resolver:
+    cluster = resolver.cluster
+    print(cluster.pid("worker", 0), cluster.pid("worker", 1), cluster.pid("ps", 0), flush=True)
+    time.sleep(100)
+"""
+    process = start(code, folder=tmp_path)
+    try:
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(_alive(pids)) == 3
+    finally:
+        process.kill()
+        process.communicate()
+    deadline = time.monotonic() + 10
+    while _alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _alive(pids)
+
+
+_SCRIPT = """
+import sys
+import keras, numpy as np
+rng = np.random.RandomState(0)
+x = rng.randn(1000, 4).astype("float32")
+y = (x @ rng.randn(4, 1)).astype("float32")
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+model.compile(keras.optimizers.SGD(0.01), "mse")
+tell = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: print("epoch", epoch, flush=True))
+model.fit(x, y, batch_size=10, epochs=12, verbose=0, callbacks=[keras.callbacks.BackupAndRestore("backup"), tell])
+print(type(model.distribute_strategy).__name__, int(model.optimizer.iterations), model.evaluate(x, y, verbose=0) < 0.1)
+"""
+
+
+def _children(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
+    return {child.pid: child for child in psutil.Process(process.pid).children(recursive=True)}
+
+
+@pytest.mark.parametrize("victim", ["none", "server", "coordinator of the launcher"])
+def test_the_command(tmp_path: Path, victim: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_SCRIPT)
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
+    arguments = ["run", "--strategy", "parameter-server", "--workers", "2", "--servers", "1", "--max-restarts", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tfrep_strategy.cli", *arguments, str(script)],
+        cwd=tmp_path,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        lines = []
+        while not lines or not lines[-1].startswith("epoch 3"):
+            lines.append(process.stdout.readline())
+            assert lines[-1], process.stderr.read()[-3000:]
+        family = _children(process)
+        if victim == "server":
+            # The servers are forks of one process; the last started is the parameter server.
+            host = next(child for child in family.values() if "launch.servers" in " ".join(child.cmdline()))
+            host.children()[-1].kill()
+        elif victim != "none":
+            process.send_signal(signal.SIGKILL)
+        out, err = process.communicate(timeout=150)
+    finally:
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 15
+    while _alive(list(family)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _alive(list(family))
+    if victim in ("none", "server"):
+        assert process.returncode == 0, err[-3000:]
+        assert out.splitlines()[-1] == "ParameterServerStrategy 1200 True"
+        assert ("the cluster is started again" in err) == (victim == "server")
+
+
+def test_twenty_workers_killed_in_one_training(tmp_path: Path) -> None:
+    code = (
+        _EPOCHS
+        + """
+import random
+with tfrep.local_cluster(workers=2, servers=1) as resolver:
+    cluster = resolver.cluster
+    strategy = tfrep.ParameterServerStrategy(resolver)
+    with strategy.scope():
+        model = dense_model(metrics=[Rows()])
+    model.fit(x[:100], y[:100], batch_size=10, verbose=0)
+    kills, stop = [], threading.Event()
+
+    def kill_at_random():
+        while len(kills) < 20:
+            index = random.randrange(2)
+            cluster.kill("worker", index)
+            kills.append(index)
+            time.sleep(random.uniform(0.05, 0.5))
+            cluster.start("worker", index)
+            time.sleep(random.uniform(0.5, 1.5))
+        stop.set()
+
+    threading.Thread(target=kill_at_random, daemon=True).start()
+    epochs = 0
+    while not stop.is_set() or epochs < 5:
+        history = model.fit(x, y, batch_size=10, verbose=0).history
+        epochs += 1
+        assert history["rows"] == [2000.0], history
+        assert int(model.optimizer.iterations) == 10 + 200 * epochs
+    assert len(kills) == 20
+    assert model.evaluate(x, y, verbose=0)[0] < 0.01
+    print("held")
+"""
+    )
+    status, out, err = run(code, folder=tmp_path, seconds=280)
+    assert status == 0, out + err[-3000:]
+    assert out.endswith("held\n")
+
