@@ -9,7 +9,6 @@ import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError, DesyncError
 
 
-
 @pytest.fixture(params=["eager", "function"])
 def run(request):
     strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])

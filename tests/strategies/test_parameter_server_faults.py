@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .parameter_server_support import ROOT, run, start
+from parameter_server_support import ROOT, run, start
 
 _EPOCHS = """
 x, y = data(2000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .parameter_server_support import run
+from parameter_server_support import run
 
 _MODEL = """
 partitioners = tf.distribute.experimental.partitioners

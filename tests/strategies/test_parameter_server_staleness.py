@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .parameter_server_support import run
+from parameter_server_support import run
 
 
 def test_sync_updates_are_those_of_one_device_with_a_larger_batch(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ class Communicator(abc.ABC):
             reason: Goes into the message of the error.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Ends the communication. Nothing else may be called afterwards."""
 
     # Objects, for what happens once per run rather than once per step.

@@ -19,6 +19,7 @@ from tfrep_strategy.communicators.naming import in_nested_graph, structural_name
 from tfrep_strategy.communicators.order import Order
 from tfrep_strategy.errors import ConfigurationError, message
 
+
 def is_installed() -> bool:
     """Whether Horovod can be imported. It may still lack TensorFlow support, which `HorovodCommunicator` reports."""
     return importlib.util.find_spec("horovod") is not None
@@ -104,6 +105,10 @@ class HorovodCommunicator(Communicator):
         name = structural_name(f"group{group}.{kind}" if group else kind)
         operation = getattr(self._mpi, f"horovod_{kind}")
         options |= {"name": name, "ignore_name_scope": True, "process_set_id": group}
+        if not tf.executing_eagerly():
+            # Horovod's operations are not marked as having effects. One whose input is a constant would run once, while the
+            # function is optimised, and never again; on this rank alone if it is a constant only here.
+            tensors = tf.nest.map_structure(lambda t: tf.compat.v1.placeholder_with_default(t, t.shape), tensors)
         if not in_nested_graph():
             return operation(tensors, **options)
         # A function that is called twice, or the body of a loop, would have two collectives of one name under way, which

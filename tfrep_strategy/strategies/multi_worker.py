@@ -9,15 +9,22 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy import data
-from tfrep_strategy._tensorflow import DistributedVariable, MirroredVariable, OneDeviceExtended, SyncOnReadVariable, ValueContext, is_mirrored
+from tfrep_strategy._tensorflow import (
+    DistributedVariable,
+    MirroredVariable,
+    OneDeviceExtended,
+    SyncOnReadVariable,
+    ValueContext,
+    is_mirrored,
+)
 from tfrep_strategy.communicators import Communicator, SingleCommunicator, make_communicator
 from tfrep_strategy.communicators.checked import watched
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, DesyncError, message
 from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
+from tfrep_strategy.strategies.checkpoint import write_checkpoints_once
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
-from tfrep_strategy.strategies.checkpoint import write_checkpoints_once
 from tfrep_strategy.strategies.seeds import share_random_state, shuffle_seeds
 
 
