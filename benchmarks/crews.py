@@ -88,6 +88,7 @@ class Crew:
                         stdout=log,
                         stderr=log,
                         pass_fds=[theirs.fileno()],
+                        start_new_session=True,  # As launchers do: the scheduler shares the machine out by session.
                     )
                 )
             self._connections.append(mine)

@@ -42,7 +42,7 @@ class ServerLostError(PeerError):
     """A parameter server is gone, and the variables with it."""
 
 
-def message(what: str, hint: str | None = None, **received: Any) -> str:
+def message(what: str, hint: Any = None, **received: Any) -> str:
     """Formats an error message.
 
     Args:

@@ -27,18 +27,19 @@ def end(way: str, folder: Path) -> None:
     """Ends this process."""
     (folder / "end").write_text(str(time.time()))
     if way == "hang":
-        return time.sleep(HANG_SECONDS)
-    if way == "raise":
+        time.sleep(HANG_SECONDS)
+    elif way == "raise":
         raise ValueError("the data are spoiled")
-    if way == "exit":
+    elif way == "exit":
         os._exit(0)
-    if way == "leave":
+    elif way == "leave":
         sys.exit(0)
-    if way == "forked" and not os.fork():  # A child that outlives its parent keeps every descriptor open.
+    elif way == "forked" and not os.fork():  # A child that outlives its parent keeps every descriptor open.
         while (folder / "end").exists():
             time.sleep(0.1)
         os._exit(0)
-    os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class EndInEpoch(keras.callbacks.Callback):

@@ -51,7 +51,7 @@ def test_models_that_differ_are_refused(worker_pool: Any, communicator: str, how
     assert results[0][2] == results[1][2]
     for text, seconds, _ in results:
         assert text.startswith("Ranks 0 and 1 made different variables.")
-        assert "rank_0='kernel" in text
+        assert "/kernel" in text
         assert all(word in text for word in words)
         assert seconds < 30
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from parameter_server_support import ROOT, run, start
 
 _EPOCHS = """

@@ -42,7 +42,7 @@ with tfrep.local_cluster(workers=2, servers=1) as cluster:
 
 def test_a_slow_worker_is_not_waited_for_with_a_backup_worker_but_with_a_window(tmp_path: Path) -> None:
     code = """
-import os, signal
+import os, signal, subprocess
 x, y = data(400)
 mode = sys.argv[1]
 settings = {"backup": dict(sync=True, replicas_to_aggregate=1), "window": dict(max_in_flight=1), "free": {}}[mode]
@@ -52,24 +52,27 @@ with tfrep.local_cluster(workers=2, servers=1) as resolver:
         model = dense_model()
     model.fit(x, y, batch_size=10, verbose=0)
     pid = resolver.cluster.pid("worker", 1)
-    done = []
+    times = []
 
     class Watch(keras.callbacks.Callback):
         supports_remote_logs = True
         def on_train_batch_end(self, batch, logs=None):
-            done.append(batch)
+            times.append(time.monotonic())
+            if batch == 10:
+                # Another process wakes it: TensorFlow may wait for the worker with the interpreter's lock in its hands.
+                subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {pid}"])
+                os.kill(pid, signal.SIGSTOP)
 
-    os.kill(pid, signal.SIGSTOP)
-    threading.Thread(target=lambda: (time.sleep(4), print(len(done), flush=True), os.kill(pid, signal.SIGCONT)),
-                     daemon=True).start()
     model.fit(x, y, batch_size=10, verbose=0, callbacks=[Watch()])
-    assert len(done) == 40
+    assert len(times) == 40
+    print(sum(when < times[10] + 3.5 for when in times))
 """
     counts = {}
     for mode in ("backup", "window", "free"):
         status, out, err = run(code, mode, folder=tmp_path)
         assert status == 0, out + err[-3000:]
         counts[mode] = int(out.split()[-1])
-    assert counts["window"] <= 3
+    print(counts)
+    assert counts["window"] <= 14
     assert counts["backup"] >= 39
     assert counts["free"] >= 39

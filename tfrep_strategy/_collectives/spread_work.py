@@ -105,7 +105,7 @@ class Spread:
         def identity(spec: tf.TensorSpec) -> tf.Tensor:
             if spec.dtype.is_bool:
                 return tf.fill(spec.shape, op == "min")
-            value = _IDENTITY.get(op)
+            value: Any = _IDENTITY.get(op)
             if value is None:
                 lowest = -float("inf") if spec.dtype.is_floating else spec.dtype.min
                 highest = float("inf") if spec.dtype.is_floating else spec.dtype.max

@@ -21,8 +21,8 @@ class CheckedCommunicator(Communicator):
     """Tells the other ranks about collectives before it hands them to the communicator inside.
 
     Eager collectives are always told of. Rank 0 compares them while they run, and differences end them on every rank.
-    With `TFREP_DEBUG=1` the collectives in functions are told of too, each time that they run, and none begins before all
-    ranks have said the same.
+    With `TFREP_DEBUG=1` the collectives in functions are told of too, each time that they run, and none begins before
+    all ranks have said the same.
 
     Args:
         inner: The communicator that does the work.
@@ -97,7 +97,7 @@ class CheckedCommunicator(Communicator):
         self.monitor.check(self._group)
         shapes = tuple((tensor.dtype.name, tuple(tensor.shape)) for tensor in tensors)
         self.monitor.report(self._group, Call(kind, option, shapes, user_line()))
-        with self.monitor.watching():
+        with self.monitor.watching(single=True):
             return work(tensors)
 
     def _report_in_graph(self, kind: str, option: str, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -106,7 +106,7 @@ class CheckedCommunicator(Communicator):
         mark = self._order.mark()
         line = user_line((frame.filename, frame.lineno) for frame in reversed(mark.traceback))
 
-        def report(*shapes: np.ndarray) -> np.ndarray:
+        def report(*shapes: Any) -> Any:
             described = tuple((dtype, tuple(map(int, shape))) for dtype, shape in zip(dtypes, shapes, strict=True))
             self.monitor.report(self._group, Call(kind, option, described, line))
             return np.int32(0)

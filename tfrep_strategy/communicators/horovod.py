@@ -6,15 +6,13 @@ Only `horovod.tensorflow` ops are used. Horovod's Keras front end does not reduc
 from __future__ import annotations
 
 import importlib.util
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, uncarry
 from tfrep_strategy.communicators.forking import sockets_closed_in_children
-from tfrep_strategy.communicators.limits import timeout_seconds
 from tfrep_strategy.communicators.naming import in_nested_graph, structural_name
 from tfrep_strategy.communicators.order import Order
 from tfrep_strategy.errors import ConfigurationError, message
@@ -46,7 +44,6 @@ class HorovodCommunicator(Communicator):
             ) from error
         self._hvd = hvd
         if process_set is None:
-            _limit_stalls()
             with sockets_closed_in_children():
                 hvd.init()
             process_set = hvd.global_process_set
@@ -84,7 +81,8 @@ class HorovodCommunicator(Communicator):
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         tensor = tf.convert_to_tensor(tensor)
-        return uncarry(self._call("allgather", _carry_bytes(tensor)), tensor.dtype)
+        gathered = uncarry(self._call("allgather", _carry_bytes(tensor)), tensor.dtype)
+        return tf.ensure_shape(gathered, [None, *tensor.shape[1:]])
 
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         self.check_root(root)
@@ -105,19 +103,28 @@ class HorovodCommunicator(Communicator):
         name = structural_name(f"group{group}.{kind}" if group else kind)
         operation = getattr(self._mpi, f"horovod_{kind}")
         options |= {"name": name, "ignore_name_scope": True, "process_set_id": group}
-        if not tf.executing_eagerly():
-            # Horovod's operations are not marked as having effects. One whose input is a constant would run once, while the
-            # function is optimised, and never again; on this rank alone if it is a constant only here.
-            tensors = tf.nest.map_structure(lambda t: tf.compat.v1.placeholder_with_default(t, t.shape), tensors)
-        if not in_nested_graph():
+        if tf.executing_eagerly():
             return operation(tensors, **options)
+        if not in_nested_graph():
+            return self._in_graph(operation, tensors, options)
         # A function that is called twice, or the body of a loop, would have two collectives of one name under way, which
         # Horovod refuses. TensorFlow keeps operations on one resource in program order; Horovod's have none.
         with tf.control_dependencies([self._order.mark()]):
-            result = operation(tf.nest.map_structure(tf.identity, tensors), **options)
+            result = self._in_graph(operation, tensors, options)
         with tf.control_dependencies(tf.nest.flatten(result)):
             self._order.mark()
         return result
+
+    def _in_graph(self, operation: Callable[..., Any], tensors: Any, options: dict[str, Any]) -> Any:
+        # Horovod's operations are not marked as having effects. One with nothing but constants to send would be run while
+        # the function is optimised, and not with it; on this rank alone if they are constants only here.
+        first, *rest = tensors if isinstance(tensors, list) else [tensors]
+        is_scalar = first.shape.rank == 0
+        first = tf.reshape(first, tf.shape(tf.reshape(first, [1]) if is_scalar else first) + self._order.zero())
+        result = operation([first, *rest] if isinstance(tensors, list) else first, **options)
+        if not is_scalar:
+            return result
+        return [tf.reshape(result[0], []), *result[1:]] if isinstance(tensors, list) else tf.reshape(result, [])
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         ranks = self.check_group(ranks)
@@ -149,14 +156,6 @@ class HorovodCommunicator(Communicator):
         from horovod.tensorflow.mpi_ops import MPI_LIB
 
         return MPI_LIB
-
-
-def _limit_stalls() -> None:
-    """Has Horovod give up a collective that not all ranks call; what the user has set for it comes first."""
-    seconds = max(1, round(timeout_seconds()))
-    os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(seconds))
-    # Horovod ignores the limit unless it is longer than the time after which it warns.
-    os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(min(60, seconds // 2)))
 
 
 def _carry_bytes(tensor: tf.Tensor) -> tf.Tensor:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket
-import struct
 import threading
 import time
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from typing import Any
 
 from tfrep_strategy.communicators.calls import Report, list_calls
+from tfrep_strategy.communicators.connecting import CONNECT_SECONDS, connection_of, set_patience
 from tfrep_strategy.communicators.forking import close_in_children
+from tfrep_strategy.communicators.limits import timeout_seconds
 
-CONNECT_SECONDS = 10.0
 _ANSWER_SECONDS = 5
 _GATHER_SECONDS = 1.0
 """How long a difference that was found waits for the words of the other ranks."""
@@ -48,6 +47,8 @@ class Hub:
         self._ended: dict[int, bool] = {}  # Whether it failed.
         self._rounds: dict[tuple[tuple[int, ...], int], _Round] = {}
         self._last: dict[int, Report] = {}
+        self._idle_since: dict[int, float | None] = {}
+        self._limit = timeout_seconds()
         close_in_children(self, Hub._leave_to_parent)
         self._thread = threading.Thread(target=self._run, daemon=True, name="tfrep-hub")
         self._thread.start()
@@ -105,6 +106,8 @@ class Hub:
             said = "ended", True, None
         if isinstance(said, Report):
             self._note(rank, said)
+        elif said[0] == "state":
+            self._weigh(rank, *said[1:])
         else:
             _, lost, error = said
             del self._ranks[connection]
@@ -116,6 +119,14 @@ class Hub:
         for connection in list(self._ranks):
             with contextlib.suppress(OSError):  # Its end will be read next.
                 connection.send(news)
+
+    def _weigh(self, rank: int, busy: float | None, idle: float) -> None:
+        """Tells all when a rank waits in a call and another calls nothing, both for longer than the limit."""
+        now = time.monotonic()
+        self._idle_since[rank] = None if busy is not None else now - idle
+        for other, since in self._idle_since.items():
+            if busy is not None and busy > self._limit and since is not None and now - since > self._limit:
+                self._tell(("hang", other, now - since))
 
     # What ranks are about to call.
 
@@ -180,23 +191,3 @@ class _Round:
         self.waits, self.differs = waits, False
         self.began = time.monotonic()
         self.deadline = self.began + silence
-
-
-def connection_of(peer: socket.socket, seconds: int) -> Connection:
-    """Turns a connected socket into a connection of Python objects, whose reads give up after some seconds."""
-    peer.settimeout(None)
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # A machine that is gone without a word is noticed after 5 + 4 * 3 seconds.
-    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, name):
-            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    connection = Connection(peer.detach())
-    set_patience(connection, seconds)
-    return connection
-
-
-def set_patience(connection: Connection, seconds: int) -> None:
-    """Sets after how many seconds a read from a connection gives up; 0: never."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as own:
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, 0))

@@ -8,21 +8,21 @@ import contextlib
 import itertools
 import logging
 import os
-import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from typing import Any
 
-import psutil
 import tensorflow as tf
 
 from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.calls import Call, Report
+from tfrep_strategy.communicators.connecting import connect, own_hosts
+from tfrep_strategy.communicators.ended import Ended, PeerLostError, lost
 from tfrep_strategy.communicators.forking import close_in_children
-from tfrep_strategy.communicators.hub import CONNECT_SECONDS, Hub, connection_of, set_patience
+from tfrep_strategy.communicators.hub import Hub
 from tfrep_strategy.communicators.limits import timeout_seconds
 from tfrep_strategy.errors import DesyncError, PeerError, message
 
@@ -49,43 +49,6 @@ _FAILURES = (
 )
 
 
-class PeerLostError(PeerError, tf.errors.UnavailableError):
-    """A rank has ended while this one needed it; also a `tf.errors.UnavailableError`."""
-
-    def __init__(self, text: str) -> None:
-        tf.errors.UnavailableError.__init__(self, None, None, text)
-
-    def __reduce__(self) -> Any:
-        return PeerLostError, (self.message,)
-
-
-class Ended:
-    """What is known of a rank that has ended.
-
-    Args:
-        rank: Which.
-        lost: Whether it ended without a word: killed, or by `os._exit`.
-        error: The error that ended it, if one did.
-    """
-
-    def __init__(self, rank: int, lost: bool, error: str | None) -> None:
-        self.rank, self.lost, self.error = rank, lost, error
-        self.when = time.monotonic()
-
-    @property
-    def failed(self) -> bool:
-        """Whether it has not come to the end of its program."""
-        return self.lost or self.error is not None
-
-    @property
-    def how(self) -> str:
-        """What is known of the reason, to follow the word "ended"."""
-        return " without a word" if self.lost else f" with {self.error}" if self.error else ""
-
-    def __str__(self) -> str:
-        return f"Rank {self.rank} ended {time.monotonic() - self.when:.1f} seconds ago{self.how}."
-
-
 class PeerMonitor:
     """This rank's place in the star of connections through which ranks hear of each other's end.
 
@@ -105,12 +68,15 @@ class PeerMonitor:
         self.rank, self.size, self.checks_every_call = communicator.rank, communicator.size, checks_every_call
         self.ended: list[Ended] = []
         self._desync: str | None = None
+        self._hang: str | None = None
         self._connection, self._hub, self._abort = connection, hub, communicator.abort
         self._news = threading.Condition()
         self._sending = threading.Lock()
         self._numbers: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._agreed: set[Any] = set()
-        self._calls: dict[int, float] = {}
+        self._calls: dict[int, tuple[float, bool]] = {}
+        self._idle_since = time.monotonic()
+        self._limit = timeout_seconds()
         self._call_ids = itertools.count()
         self._aborting: threading.Thread | None = None
         self._closing = False
@@ -139,11 +105,11 @@ class PeerMonitor:
         """
         loopback = communicator.local_size == communicator.size
         hub = Hub(communicator.size, loopback, silence_seconds) if communicator.rank == 0 else None
-        own = (_own_hosts(loopback, hosts), hub.port, hub.key) if hub else None
+        own = (own_hosts(loopback, hosts), hub.port, hub.key) if hub else None
         addresses, port, key = communicator.broadcast_object(own)
         if communicator.rank == 0:
             addresses = ["127.0.0.1"]
-        connection = _connect(addresses, port, key, communicator.rank)
+        connection = connect(addresses, port, key, communicator.rank)
         debug = os.environ.get("TFREP_DEBUG", "0") not in ("", "0")
         answers = communicator.all_gather_object((connection is not None, debug))
         unreachable = [rank for rank, (reached, _) in enumerate(answers) if not reached]
@@ -161,27 +127,32 @@ class PeerMonitor:
     # For those who call collectives.
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Ends the collectives inside when they wait for a rank that has ended, and says which.
+    def watching(self, single: bool = False) -> Iterator[None]:
+        """Ends the collectives inside when they could wait for ever, and says for which rank.
+
+        Args:
+            single: Whether there is one collective inside, which the time limit applies to. What holds several may take
+                long; it is ended when it waits while another rank calls nothing for as long as the limit.
 
         Raises:
             PeerLostError: instead of the error that TensorFlow or Horovod raises.
             DesyncError: when the ranks did not call the same.
-            PeerError: when the time limit was reached while all ranks are alive.
+            PeerError: when the time limit was reached, `TFREP_TIMEOUT`, while all ranks are alive.
         """
         number = next(self._call_ids)
-        self._calls[number] = time.monotonic()
+        self._calls[number] = time.monotonic(), single
         try:
             yield
         except (PeerLostError, DesyncError):
             raise
         except _FAILURES as error:
-            explained = self._explain(time.monotonic() - self._calls[number])
+            explained = self._explain(time.monotonic() - self._calls[number][0])
             if explained is None:
                 raise
             raise explained from error
         finally:
             del self._calls[number]
+            self._idle_since = time.monotonic()
 
     def check(self, group: Sequence[int]) -> None:
         """Raises unless the ranks of a group can still call collectives together.
@@ -189,12 +160,15 @@ class PeerMonitor:
         Raises:
             PeerLostError: when one has ended.
             DesyncError: when ranks did not call the same before.
+            PeerError: when the others have waited too long for a rank.
         """
         if self._desync:
             raise DesyncError(self._desync)
+        if self._hang:
+            raise PeerError(self._hang)
         ended = [each for each in self.ended if each.rank in group]
         if ended:
-            raise _lost(ended[0])
+            raise lost(ended[0])
 
     def report(self, group: tuple[int, ...], call: Call) -> None:
         """Says what this rank is about to call; with `checks_every_call` waits until the others have said the same.
@@ -213,7 +187,7 @@ class PeerMonitor:
 
         def heard() -> bool:
             failed = any(each.failed and each.rank in group for each in self.ended)
-            return key in self._agreed or self._desync is not None or failed or not self._thread.is_alive()
+            return key in self._agreed or bool(self._desync or self._hang) or failed or not self._thread.is_alive()
 
         with self._news:
             while not self._news.wait_for(heard, 1.0):
@@ -243,7 +217,8 @@ class PeerMonitor:
         with self._connection:
             while True:
                 try:
-                    if not self._connection.poll(_TICK_SECONDS if self.ended else None):
+                    if not self._connection.poll(_TICK_SECONDS if self.ended else self._limit / 4):
+                        self._send(("state", *self._state()))
                         self._consider_abort()
                         continue
                     news = self._connection.recv()
@@ -267,7 +242,12 @@ class PeerMonitor:
                 self._desync = what[0]
                 _log.error(self._desync)
             self._start_abort(self._desync)
-        else:
+        elif kind == "hang" and self._hang is None:
+            self._hang = message(f"Rank {what[0]} has called no collective for {what[1]:.0f} seconds, and others wait.",
+                                 hint="see what it does; TFREP_TIMEOUT sets how long that may take.")  # fmt: skip
+            _log.error(self._hang)
+            self._start_abort(self._hang)
+        elif kind == "ended":
             ended = Ended(*what)
             self.ended.append(ended)
             if ended.failed and not self._closing and sum(each.failed for each in self.ended) == 1:
@@ -281,11 +261,21 @@ class PeerMonitor:
         failed = [each for each in self.ended if each.failed]
         if failed and now - failed[0].when > _LOST_SECONDS:
             self._start_abort(str(failed[0]))
-        elif self.ended:
-            began = min(list(self._calls.values()), default=now)
+            return True
+        calls = list(self._calls.values())
+        if self.ended:
+            began = min([began for began, _ in calls], default=now)
             if now - max(began, self.ended[0].when) > _LEFT_SECONDS:
                 self._start_abort(str(self.ended[0]))
+        if any(single and now - began > self._limit for began, single in calls):
+            self._start_abort(f"A collective has not finished within {self._limit:.0f} seconds.")
         return self._aborting is not None
+
+    def _state(self) -> tuple[float | None, float]:
+        """For how long this rank is in a call, if it is, and how long ago it last was."""
+        now = time.monotonic()
+        calls = [now - began for began, _ in list(self._calls.values())]
+        return max(calls, default=None), now - self._idle_since
 
     def _start_abort(self, reason: str) -> None:
         if self._aborting is None and not self._closing:
@@ -295,13 +285,15 @@ class PeerMonitor:
 
     def _explain(self, waited: float) -> Exception | None:
         with self._news:
-            self._news.wait_for(lambda: self._desync is not None or bool(self.ended), _NEWS_SECONDS)
+            self._news.wait_for(lambda: bool(self._desync or self._hang or self.ended), _NEWS_SECONDS)
         if self._desync:
             return DesyncError(self._desync)
+        if self._hang:
+            return PeerError(self._hang)
         ended = sorted(self.ended, key=lambda each: not each.failed)
         if ended:
-            return _lost(ended[0])
-        if waited < 0.9 * timeout_seconds():
+            return lost(ended[0])
+        if waited < 0.9 * self._limit:
             return None
         hint = "TFREP_DEBUG=1 tells which rank does not call it; TFREP_TIMEOUT is the limit."
         return PeerError(message("A collective was given up. All ranks are alive, but not all have called it.", hint=hint,
@@ -317,48 +309,6 @@ class PeerMonitor:
         self._connection.close()
 
 
-def _lost(ended: Ended) -> PeerLostError:
-    hint = f"look for the reason in the output of rank {ended.rank}"
-    hint += "; the system may have killed it for want of memory." if ended.lost else "."
-    if not ended.failed:
-        hint = "every rank has to call the same collectives; its program ended before that of the others."
-    return PeerLostError(message(f"{ended} No collective can finish without it.", hint=hint))
-
-
 def _one_line(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     return text if len(text) <= 200 else text[:200] + "..."
-
-
-def _own_hosts(loopback: bool, hosts: Sequence[str]) -> list[str]:
-    """Where the other ranks may find this machine, the best first."""
-    if loopback:
-        return ["127.0.0.1"]
-    numbers = [
-        each.address
-        for addresses in psutil.net_if_addrs().values()
-        for each in addresses
-        if each.family in (socket.AF_INET, socket.AF_INET6) and not each.address.startswith(("127.", "::1", "fe80:"))
-    ]
-    named = [hosts[0].strip("[]")] if hosts and hosts[0] else []
-    return list(dict.fromkeys([*named, *numbers, socket.gethostname(), "127.0.0.1"]))
-
-
-def _connect(addresses: Sequence[str], port: int, key: bytes, rank: int) -> Connection | None:
-    deadline = time.monotonic() + CONNECT_SECONDS
-    for address in addresses:
-        patience = min(3.0, deadline - time.monotonic())
-        if patience <= 0:
-            break
-        with contextlib.suppress(Exception):  # Something else may listen there, and answer anything.
-            connection = connection_of(socket.create_connection((address, port), patience), 3)
-            try:
-                answer_challenge(connection, key)
-                deliver_challenge(connection, key)
-                connection.send(rank)
-                set_patience(connection, 0)
-            except Exception:
-                connection.close()
-                raise
-            return connection
-    return None

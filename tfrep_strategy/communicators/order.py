@@ -17,7 +17,9 @@ class Order:
 
     def __init__(self, name: str, device: str) -> None:
         with tf.init_scope(), tf.device(device):
-            self._handle = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=name, name="collective_order")
+            self._handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=name, name="collective_order")
+            if tf.executing_eagerly():
+                tf.raw_ops.AssignVariableOp(resource=self._handle, value=tf.constant(0))
 
     def handle(self) -> tf.Tensor:
         """Returns the resource, for use in the graph that is being built."""
@@ -33,4 +35,8 @@ class Order:
 
     def mark(self) -> Any:
         """Makes an operation that comes after all that was marked or ordered before, and before all that follows."""
-        return tf.raw_ops.AssignVariableOp(resource=self.handle(), value=tf.constant(0.0))
+        return tf.raw_ops.AssignVariableOp(resource=self.handle(), value=tf.constant(0))
+
+    def zero(self) -> tf.Tensor:
+        """Returns an int32 scalar of 0 that no optimisation of the graph can know to be 0."""
+        return tf.raw_ops.ReadVariableOp(resource=self.handle(), dtype=tf.int32)

@@ -52,7 +52,7 @@ class TensorFlowCommunicator(RingCommunicator):
     def _heartbeat_seconds(self) -> float:
         # On one machine the monitor of peers sees every end at once, and TensorFlow's heartbeats would only complain about
         # ranks that ended well some time before the others. Between machines a firewall may hide the monitor.
-        return timeout_seconds() if self.local_size == self.size else _HEARTBEAT_SECONDS
+        return max(timeout_seconds(), _HEARTBEAT_SECONDS) if self.local_size == self.size else _HEARTBEAT_SECONDS
 
     def abort(self, reason: str) -> None:
         context().abort_collective_ops(tf.errors.UNAVAILABLE, reason)

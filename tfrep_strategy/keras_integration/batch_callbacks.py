@@ -33,8 +33,11 @@ def _refuses(kind: str) -> None:
     def on_begin(original: Any, self: Any, logs: Any = None) -> None:
         """Refuses, before the first step, callbacks that expect to see each batch."""
         if self.model is not None and server_strategy_of(self.model) is not None:
+            function = getattr(self.model, f"{kind}_function", None)
+            watched = False
             for callback in self.callbacks:
                 hooks = [name for name in _HOOKS[kind] if not _is_default(getattr(callback, name))]
+                watched |= bool(hooks) and getattr(callback, "verbose", 1) != 0
                 if hooks and not _accepts_remote_logs(callback):
                     raise ConfigurationError(
                         message(
@@ -46,6 +49,8 @@ def _refuses(kind: str) -> None:
                             callback=callback,
                         )
                     )
+            if function is not None:
+                function.is_watched = watched
         original(self, logs)
 
 

@@ -27,6 +27,8 @@ from tfrep_strategy.keras_integration.trainer import compiled_between_collective
 _trainer = keras_internal("backend.tensorflow.trainer")
 _Trainer = _trainer.TensorFlowTrainer
 _EpochIterator = _trainer.TFEpochIterator
+_StatelessScope = keras_internal("backend.common.stateless_scope", "StatelessScope")
+_DataAdapter: Any = keras_internal("trainers.data_adapters.data_adapter", "DataAdapter")
 _SHOW_SECONDS = 0.25
 
 
@@ -77,7 +79,7 @@ def init_epoch_iterator(original: Any, self: Any, distribute_strategy: Any = Non
         kwargs["x"] = _WorkerAdapter()
     _trainer.EpochIterator.__init__(self, *args, **kwargs)
     self._distribute_strategy = distribute_strategy
-    dataset = None if on_workers else self.data_adapter.get_tf_dataset()
+    dataset: Any = None if on_workers else self.data_adapter.get_tf_dataset()
     endless = on_workers or int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
     if self.steps_per_epoch is None and endless:
         raise ConfigurationError(
@@ -87,7 +89,7 @@ def init_epoch_iterator(original: Any, self: Any, distribute_strategy: Any = Non
     return None
 
 
-class _WorkerAdapter(keras_internal("trainers.data_adapters.data_adapter", "DataAdapter")):
+class _WorkerAdapter(_DataAdapter):  # type: ignore[misc, valid-type]
     """Stands for data that the coordinator does not see."""
 
     num_batches = batch_size = has_partial_batch = partial_batch_size = None
@@ -173,6 +175,8 @@ class StepFunction:
         self._updates = updates
         self._traced: dict[Any, Any] = {}
         self._pending: list[Any] = []
+        self.is_watched = True
+        """Whether somebody looks at the logs while an epoch runs."""
         self._sync = SyncUpdates(strategy, model) if updates and strategy.replicas_to_aggregate else None
         self._reset()
         _functions_of(strategy).add(self)
@@ -185,7 +189,9 @@ class StepFunction:
     def _reset(self) -> None:
         self._totals: np.ndarray | None = None
         self._logs: dict[str, float] = {}
-        self._shown, self._shown_at, self._retried, self._base = {}, 0.0, False, None
+        self._shown: dict[str, float] = {}
+        self._shown_at, self._retried = 0.0, False
+        self._base: Any = None
         self._out_of_data = False
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
@@ -202,10 +208,11 @@ class StepFunction:
         concrete, layout = self._trace(data)
         if self._base is None and self._updates:
             self._base = [variable.numpy() for variable in layout.counters]
-        number, update = self.strategy.next_step_number(), 0
-        if self._sync is not None:
-            update = self._sync.wait_for_turn()
-        result = self._runner.schedule(concrete, (data, tf.constant([number, update], tf.int64)))
+        arguments = (data,)
+        if layout.is_numbered:
+            update = 0 if self._sync is None else self._sync.wait_for_turn()
+            arguments += (tf.constant([self.strategy.next_step_number(), update], tf.int64),)
+        result = self._runner.schedule(concrete, arguments)
         self._pending.append((result, layout))
         if self._sync is not None:
             self._sync.add(result)
@@ -270,12 +277,17 @@ class StepFunction:
                 variable.assign(total.astype(tf.as_dtype(variable._dtype).as_numpy_dtype))
 
     def _read_metrics(self) -> dict[str, float]:
-        return keras_internal("utils.python_utils", "pythonify_logs")(self.model.get_metrics_result())
+        """Computes the metrics of the steps that are done, from sums that are here already."""
+        if self._totals is None:
+            return {}
+        sums = zip(self._layout.metrics, self._layout.split(self._totals), strict=False)
+        values = [(variable, tf.constant(total, variable._dtype)) for variable, total in sums]
+        with _StatelessScope(state_mapping=values):
+            return keras_internal("utils.python_utils", "pythonify_logs")(self.model.get_metrics_result())
 
     def _current_logs(self) -> dict[str, float]:
         now = time.monotonic()
-        if self._totals is not None and now - self._shown_at > _SHOW_SECONDS:
-            self._write_metrics()
+        if self.is_watched and self._totals is not None and now - self._shown_at > _SHOW_SECONDS:
             metrics = self._read_metrics()
             self._shown = {name: metrics.get(name, value) for name, value in self._logs.items()}
             self._shown_at = time.monotonic()
@@ -283,29 +295,32 @@ class StepFunction:
 
     def _trace(self, data: Any) -> tuple[Any, Any]:
         on_worker = isinstance(data, PerWorkerValues)
-        key = id(data) if on_worker else str(tf.nest.map_structure(_relaxed_spec, data))
-        key = key, self.model.steps_per_execution
+        data_key = id(data) if on_worker else str(tf.nest.map_structure(_relaxed_spec, data))
+        key = data_key, self.model.steps_per_execution
         if key not in self._traced:
             argument = data._values[0]._type_spec if on_worker else tf.nest.map_structure(_relaxed_spec, data)
             layout = _Layout()
-            function = tf.function(lambda data, number: self._steps(data, number, on_worker, layout), autograph=False)
+            # Each argument that the coordinator sends costs a message.
+            layout.is_numbered = self._sync is not None or _draws_random_numbers(self.model)
+            arguments = (argument, tf.TensorSpec([2], tf.int64)) if layout.is_numbered else (argument,)
+            function = tf.function(lambda data, *number: self._steps(data, on_worker, layout, *number), autograph=False)
             with self.strategy.scope(), self.strategy.tracing():
-                concrete = function.get_concrete_function(argument, tf.TensorSpec([2], tf.int64))
+                concrete = function.get_concrete_function(*arguments)
             self._traced[key] = concrete, layout, (data if on_worker else None)
         return self._traced[key][:2]
 
-    def _steps(self, data: Any, number: tf.Tensor, on_worker: bool, layout: _Layout) -> tf.Tensor:
+    def _steps(self, data: Any, on_worker: bool, layout: _Layout, number: tf.Tensor | None = None) -> tf.Tensor:
         model = self.model
         layout.metrics = _distinct(v for metric in model.metrics for v in metric.variables)
         layout.counters = _counters(model) if self._updates and self._sync is None else []
-        step = AsyncStep(number[0], self._sync, number[1])
+        step = AsyncStep() if number is None else AsyncStep(number[0], self._sync, number[1])
         count = model.steps_per_execution if on_worker else len(data)
         one_step = tf.function(lambda batch: self._one_step(batch), autograph=False) if count > 1 else self._one_step
         with kept_on_worker(layout.metrics) as metrics, tracing_step(step):
             counters = [new_local(variable) for variable in layout.counters]
             step.added = {id(v): local for v, local in zip(layout.counters, counters, strict=True)}
             for index in range(count):
-                step.number = number[0] * count + index
+                step.number = None if number is None else number[0] * count + index
                 logs = one_step(next(data) if on_worker else data[index])
             sums = [tf.reshape(tf.cast(v.read_value(), tf.float64), [-1]) for v in metrics + counters]
         logs = logs if isinstance(logs, dict) else {}
@@ -315,7 +330,8 @@ class StepFunction:
     def _one_step(self, batch: Any) -> Any:
         def step(batch: Any) -> Any:
             # Nothing may be counted before the batch is there: the data may have ended.
-            with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+            leaves = tf.nest.flatten(batch, expand_composites=True)
+            with tf.control_dependencies([leaf for leaf in leaves if tf.is_tensor(leaf)]):
                 return self._step_function(batch)
 
         return run_on_worker(self.strategy, step, batch, "auto")
@@ -338,6 +354,7 @@ class _Layout:
     def __init__(self) -> None:
         self.metrics: list[Any] = []
         self.counters: list[Any] = []
+        self.is_numbered = False
         self.log_shapes: dict[str, tuple[int, ...]] = {}
         self.size = 0
 
@@ -363,6 +380,10 @@ class _Layout:
             values.append(totals[start : start + size].reshape(tuple(variable.shape)))
             start += size
         return values
+
+
+def _draws_random_numbers(model: Any) -> bool:
+    return any(variable.name == "seed_generator_state" for variable in model.variables)
 
 
 def _distinct(variables: Any) -> list[Any]:
@@ -424,13 +445,14 @@ class PredictFunction(StepFunction):
 
     def __call__(self, batches: Any) -> Any:
         data = tuple(_as_tensors(batch) for batch in batches)
-        concrete, _ = self._trace(data)
-        return Prediction(self._runner, self._runner.schedule(concrete, (data, tf.constant([0, 0], tf.int64))))
+        concrete, layout = self._trace(data)
+        arguments = (data, tf.zeros([2], tf.int64)) if layout.is_numbered else (data,)
+        return Prediction(self._runner, self._runner.schedule(concrete, arguments))
 
     def drain(self) -> None:
         """Has nothing to wait for: whoever needs a prediction waits for it."""
 
-    def _steps(self, data: Any, number: tf.Tensor, on_worker: bool, layout: _Layout) -> Any:
+    def _steps(self, data: Any, on_worker: bool, layout: _Layout, number: tf.Tensor | None = None) -> Any:
         outputs = [run_on_worker(self.strategy, self._step_function, batch, "concat") for batch in data]
         return keras.tree.map_structure(lambda *parts: parts[0] if len(parts) == 1 else _trainer.concat(parts), *outputs)
 

@@ -172,7 +172,7 @@ def embed(original: Any, self: Any, inputs: Any) -> Any:
         return original(self, inputs)
     ids = tf.cast(inputs, tf.int64) if inputs.dtype not in (tf.int32, tf.int64) else inputs
     ids = tf.where(ids < 0, ids + tf.cast(self.input_dim, ids.dtype), ids)
-    value = variable._value
+    value: Any = variable._value  # type: ignore[union-attr]
     parts = value.variables if isinstance(value, PartitionedVariable) else [value]
     rows = tf.compat.v1.nn.embedding_lookup(parts, ids, partition_strategy="div")
     return tf.cast(rows, self.compute_dtype)

@@ -29,12 +29,12 @@ class AsyncStep:
     """What is known while a step that Keras drives is traced.
 
     Args:
-        number: int64 scalar, different for each step of the coordinator.
+        number: int64 scalar, different for each step of the coordinator, where the step draws random numbers.
         sync: What collects gradients where several make one update, else None.
         update: int64 scalar, the number of the update that the gradient is for.
     """
 
-    def __init__(self, number: tf.Tensor, sync: Any = None, update: tf.Tensor | None = None) -> None:
+    def __init__(self, number: tf.Tensor | None = None, sync: Any = None, update: tf.Tensor | None = None) -> None:
         self.number, self.sync, self.update = number, sync, update
         self.added: dict[int, Any] = {}
         """By Keras variable: a variable of the worker that counts what this step has added to it."""
@@ -137,7 +137,7 @@ def next_seed(original: Any, self: Any, ordered: bool = True) -> Any:
         return original(self, ordered=ordered)
     seed = self.state.value * 1
     self.state.assign_add([0, 1])
-    if _steps.current is not None:
+    if _steps.current is not None and _steps.current.number is not None:
         offset = _steps.current.number
     else:
         # Not `tf.random.uniform`: with a global seed it would draw the same on all workers.
@@ -152,6 +152,7 @@ def add_variable(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Makes the updates of a metric exact in custom loops too."""
     variable = original(self, *args, **kwargs)
     if is_on_servers(variable):
+        owner: Any
         for owner in type(self).__mro__:
             update = vars(owner).get("update_state")
             if update is not None and owner is not keras.metrics.Metric and not hasattr(update, "adds_atomically"):

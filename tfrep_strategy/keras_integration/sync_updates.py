@@ -57,7 +57,7 @@ class SyncUpdates:
     def push(self, gradients: list[Any], variables: list[Any], update: tf.Tensor) -> None:
         """Sends a worker's gradients to the accumulators; called while a step is traced."""
         self._variables = [v for v, g in zip(variables, gradients, strict=True) if g is not None]
-        for index, (gradient, variable) in enumerate(zip([g for g in gradients if g is not None], self._variables)):
+        for index, (gradient, variable) in enumerate(zip((g for g in gradients if g is not None), self._variables, strict=True)):
             gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
             tf.raw_ops.ResourceAccumulatorApplyGradient(
                 handle=self._accumulator(index, variable), local_step=update, gradient=gradient
@@ -88,7 +88,8 @@ class SyncUpdates:
                 dtype=tf.as_dtype(variable.dtype),
             )
             gradients.append(tf.ensure_shape(gradient, variable.shape))
-        optimizer = self._model().optimizer
+        model: Any = self._model()
+        optimizer = model.optimizer
         self._strategy.run(lambda: optimizer.apply(gradients, self._variables))
 
     def _accumulator(self, index: int, variable: Any) -> tf.Tensor:

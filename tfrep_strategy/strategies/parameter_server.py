@@ -147,6 +147,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
 class _Extended(ParameterServerExtended):
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        # What a step makes lazily, such as an optimizer's slots, does not wait for the step's batch.
+        with tf.control_dependencies(None):
+            return self._created(next_creator, **kwargs)
+
+    def _created(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         like = kwargs.get("colocate_with")
         if isinstance(like, PartitionedVariable):
             return self._create_like(like, next_creator, **kwargs)

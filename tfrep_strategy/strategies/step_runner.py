@@ -64,6 +64,9 @@ class _StepClosure(Closure):
         try:
             super().execute_on(worker)
             self.result.get()
+            # What is left on the worker is given up at once, by this thread: to do so later, when the worker may hang,
+            # would hold up every thread of this process.
+            self.result._values = None
         except tf.errors.OutOfRangeError:
             # Not a failure: the steps of the other workers go on.
             self.result.out_of_data = True

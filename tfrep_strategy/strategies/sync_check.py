@@ -63,8 +63,8 @@ def replica_checksums(variables: Sequence[Any], num_local_replicas: int) -> list
     """Makes the checksums of the copies that the replicas of this process hold.
 
     Args:
-        variables: Of Keras or TensorFlow. Those of which each replica keeps its own value until somebody reads it, such as
-            the totals of metrics, are left out.
+        variables: Of Keras or TensorFlow. Those of which each replica keeps its own value until somebody reads it, such
+            as the totals of metrics, are left out.
         num_local_replicas: How many copies a variable has here.
 
     Returns:

@@ -1,0 +1,372 @@
+"""`fit`, `evaluate`, `predict` and custom loops on a real cluster: two workers, two servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfrep_strategy as tfrep
+
+ROWS, BATCH = 200, 10
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Iterator[Any]:
+    with tfrep.local_cluster(workers=2, servers=2) as cluster:
+        yield tfrep.ParameterServerStrategy(cluster)
+
+
+def _data(rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.RandomState(0)
+    x = rng.randn(rows, 4).astype("float32")
+    return x, (x @ rng.randn(4, 1)).astype("float32")
+
+
+def _model(strategy: Any, optimizer: Any = None, layers: tuple[Any, ...] = (), **compile_options: Any) -> Any:
+    compile_options.setdefault("metrics", ["mae"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
+        model.compile(optimizer or keras.optimizers.SGD(0.05), "mse", **compile_options)
+    return model
+
+
+def _single_device(model: Any) -> Any:
+    """The same model, with the same weights, on one device."""
+    copy = keras.models.clone_model(model)
+    copy.set_weights(model.get_weights())
+    copy.compile("sgd", "mse", metrics=["mae"])
+    return copy
+
+
+class _Rows(keras.metrics.Metric):
+    """Counts examples, as a user would write it: it reads, then writes."""
+
+    def __init__(self, name: str = "rows") -> None:
+        super().__init__(name=name)
+        self.rows = self.add_variable((), "zeros", name="rows")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.rows.assign(self.rows + keras.ops.cast(keras.ops.shape(y_true)[0], self.dtype))
+
+    def result(self) -> Any:
+        return self.rows
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "unknown length", "generator"])
+def test_every_example_is_seen_once_per_epoch(strategy: Any, kind: str) -> None:
+    x, y = _data(205)
+    model = _model(strategy, metrics=[_Rows()])
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    source = {
+        "arrays": x,
+        "dataset": dataset,
+        "unknown length": dataset.filter(lambda *_: True),
+        "generator": ((x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, 205, BATCH)),
+    }[kind]
+    epochs = 1 if kind == "generator" else 3
+    arrays = {"y": y, "batch_size": BATCH} if kind == "arrays" else {}
+    history = model.fit(source, epochs=epochs, verbose=0, **arrays).history
+    assert history["rows"] == [205.0] * epochs
+    assert int(model.optimizer.iterations) == 21 * epochs
+    assert np.all(np.isfinite(history["loss"]))
+
+
+def test_a_creator_runs_on_the_workers_and_goes_on_from_epoch_to_epoch(strategy: Any) -> None:
+    seen = []
+
+    def dataset_fn(context: Any) -> tf.data.Dataset:
+        seen.append(context)
+        return tf.data.Dataset.from_tensor_slices(_data()).repeat().shuffle(ROWS).batch(BATCH)
+
+    model = _model(strategy, metrics=[_Rows()])
+    history = model.fit(tfrep.DatasetCreator(dataset_fn), epochs=3, steps_per_epoch=15, verbose=0).history
+    assert history["rows"] == [150.0] * 3
+    assert int(model.optimizer.iterations) == 45
+    assert isinstance(seen[0], tf.distribute.InputContext)
+
+
+def test_training_reaches_what_one_device_reaches(strategy: Any) -> None:
+    x, y = _data(640)
+    model = _model(strategy, keras.optimizers.Adam(0.05))
+    model.fit(x, y, batch_size=BATCH, epochs=4, verbose=0)
+    assert model.evaluate(x, y, verbose=0)[0] < 0.01
+
+
+def test_evaluate_is_exact_also_with_metrics_that_are_not_means(strategy: Any) -> None:
+    x, y = _data(205)
+    y = (y > 0).astype("float32")
+    metrics = lambda: [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]  # noqa: E731
+    model = _model(strategy, layers=(keras.layers.Dense(3, "tanh"),), metrics=metrics())
+    single = _single_device(model)
+    single.compile("sgd", "mse", metrics=metrics())
+    expected = single.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
+    result = model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
+    assert result == pytest.approx(expected, rel=1e-5)
+
+
+def test_predict_keeps_the_order(strategy: Any) -> None:
+    x, _ = _data(37)
+    model = _model(strategy)
+    single = _single_device(model)
+    np.testing.assert_allclose(
+        model.predict(x, batch_size=8, verbose=0), single.predict(x, batch_size=8, verbose=0), rtol=1e-5
+    )
+    np.testing.assert_allclose(model.predict_on_batch(x), single.predict_on_batch(x), rtol=1e-5)
+
+
+def test_a_batch_at_a_time(strategy: Any) -> None:
+    x, y = _data(16)
+    model = _model(strategy)
+    single = _single_device(model)
+    single.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae"])
+    for _ in range(3):
+        assert model.train_on_batch(x, y) == pytest.approx(single.train_on_batch(x, y), rel=1e-4)
+    assert model.test_on_batch(x, y) == pytest.approx(single.test_on_batch(x, y), rel=1e-4)
+
+
+def test_several_steps_in_one_execution(strategy: Any) -> None:
+    x, y = _data(205)
+    model = _model(strategy, metrics=[_Rows()], steps_per_execution=4)
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0).history
+    assert history["rows"] == [205.0] * 2
+    assert int(model.optimizer.iterations) == 42
+
+
+def test_validation_and_early_stopping(strategy: Any) -> None:
+    x, y = _data()
+    model = _model(strategy, keras.optimizers.SGD(0.0))
+    stop = keras.callbacks.EarlyStopping("val_loss", patience=1)
+    history = model.fit(x, y, validation_data=(x, y), batch_size=BATCH, epochs=9, verbose=0, callbacks=[stop]).history
+    assert len(history["val_loss"]) == 2
+    assert history["val_loss"][0] == pytest.approx(history["loss"][0], rel=1e-5)
+
+
+def test_dropout_differs_between_steps(strategy: Any) -> None:
+    class Kept(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="distinct")
+            self.bits = self.add_variable((64,), "zeros", name="bits")
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            # Each step has one row of 6 inputs of 1: its mask is a number below 64.
+            number = keras.ops.sum(keras.ops.cast(y_pred > 0, "int32") * [[1, 2, 4, 8, 16, 32]])
+            self.bits.assign_add(keras.ops.one_hot(number, 64))
+
+        def result(self) -> Any:
+            return keras.ops.sum(keras.ops.cast(self.bits > 0, "float32"))
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.5, seed=3)])
+        model.compile(loss="mse", metrics=[Kept()], optimizer=None)
+    ones = np.ones((64, 6), "float32")
+    history = model.fit(ones, ones, batch_size=1, verbose=0).history
+    # 64 draws of 64 masks show about 41 different ones; equal seeds on two workers would show at most 32.
+    assert history["distinct"][0] > 33
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda: keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.01, 10, 0.9), clipnorm=1.0),
+        lambda: keras.optimizers.SGD(0.01, momentum=0.9, gradient_accumulation_steps=2),
+        lambda: keras.optimizers.AdamW(0.01, use_ema=True, ema_overwrite_frequency=5),
+        lambda: keras.optimizers.Ftrl(0.1),
+    ],
+    ids=["schedule and clipping", "accumulation", "moving average", "ftrl"],
+)
+def test_optimizers(strategy: Any, make_optimizer: Any) -> None:
+    x, y = _data()
+    with strategy.scope():
+        own = make_optimizer()
+    model = _model(strategy, own, layers=(keras.layers.BatchNormalization(),))
+    first = model.evaluate(x, y, verbose=0)[0]
+    model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0)
+    assert int(own._iterations) == 60
+    assert model.evaluate(x, y, verbose=0)[0] < first
+
+
+def test_mixed_precision_counts_its_steps(strategy: Any) -> None:
+    x, y = _data()
+    with strategy.scope():
+        layers = [keras.Input((4,)), keras.layers.Dense(8, dtype="mixed_float16"), keras.layers.Dense(1)]
+        model = keras.Sequential(layers)
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=16.0)
+        model.compile(optimizer, "mse")
+    model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0)
+    assert int(optimizer.inner_optimizer.iterations) == 40
+
+
+def test_moving_statistics_move(strategy: Any) -> None:
+    x, y = _data()
+    norm = keras.layers.BatchNormalization(momentum=0.5)
+    model = _model(strategy, layers=(norm,))
+    model.fit(x + 3.0, y, batch_size=BATCH, epochs=2, verbose=0)
+    np.testing.assert_allclose(norm.moving_mean.numpy(), 3.0, atol=0.8)
+
+
+def test_a_custom_loop_loses_nothing(strategy: Any) -> None:
+    x, y = _data(64)
+    model = _model(strategy)
+    with strategy.scope():
+        model.optimizer.build(model.trainable_variables)
+        total, precision = keras.metrics.Sum(), keras.metrics.TruePositives()
+
+    def step(batch: Any) -> None:
+        model.train_step(batch)
+        total.update_state(tf.ones([16]))
+        precision.update_state(tf.ones([16]), tf.ones([16]))
+
+    @tf.function
+    def worker_step(iterator: Any) -> None:
+        strategy.run(step, args=(next(iterator),))
+
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    assert coordinator is strategy.coordinator
+    dataset = coordinator.create_per_worker_dataset(
+        lambda: strategy.distribute_datasets_from_function(
+            lambda context: tf.data.Dataset.from_tensor_slices((x, y)).batch(16).repeat()
+        )
+    )
+    iterator = iter(dataset)
+    for _ in range(100):
+        coordinator.schedule(worker_step, args=(iterator,))
+    coordinator.join()
+    assert coordinator.done()
+    assert int(model.optimizer.iterations) == 100
+    assert float(total.result()) == 1600.0
+    assert float(precision.result()) == 1600.0
+
+
+def test_saving_and_checkpoints(strategy: Any, tmp_path: Any) -> None:
+    x, y = _data()
+    model = _model(strategy, keras.optimizers.Adam(0.01))
+    path = str(tmp_path / "best-{epoch}.keras")
+    logs = keras.callbacks.TensorBoard(str(tmp_path / "logs"))
+    model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[keras.callbacks.ModelCheckpoint(path), logs])
+    loaded = keras.models.load_model(tmp_path / "best-2.keras")
+    assert int(loaded.optimizer.iterations) == 40
+    np.testing.assert_allclose(loaded.predict(x, verbose=0), model.predict(x, verbose=0), rtol=1e-5)
+    assert any("tfevents" in file.name for file in (tmp_path / "logs").rglob("*"))
+
+
+class _AtBatch(keras.callbacks.Callback):
+    calls = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.calls += 1
+
+
+def test_batch_callbacks_are_refused_unless_they_say_otherwise(strategy: Any) -> None:
+    x, y = _data()
+    model = _model(strategy)
+    with pytest.raises(ValueError, match="_AtBatch looks at single batches"):
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[_AtBatch()])
+    assert int(model.optimizer.iterations) == 0
+    callback = _AtBatch()
+    callback.supports_remote_logs = True
+    model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[callback])
+    assert callback.calls == 20
+
+
+def test_epoch_callbacks_get_numbers(strategy: Any) -> None:
+    x, y = _data()
+    seen: list[Any] = []
+    record = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(logs))
+    _model(strategy).fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[record])
+    assert len(seen) == 2
+    assert all(isinstance(value, float) for logs in seen for value in logs.values())
+
+
+def test_one_bar_moves_while_the_epoch_runs(strategy: Any, capsys: Any) -> None:
+    x, y = _data()
+    _model(strategy).fit(x, y, batch_size=BATCH, verbose=1)
+    out = capsys.readouterr().out
+    assert out.count("20/20") == 1 or out.rstrip().count("\n") == 0
+    assert "1/20" in out
+    assert "loss" in out
+
+
+def test_data_that_ends_early_warns_and_counts_what_there_was(strategy: Any) -> None:
+    x, y = _data(50)
+    creator = tfrep.DatasetCreator(lambda context: tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH))
+    model = _model(strategy, metrics=[_Rows()])
+    with pytest.warns(UserWarning, match="ran out of data"):
+        history = model.fit(creator, steps_per_epoch=100, verbose=0).history
+    assert history["rows"] == [100.0]  # Both workers have read all of it.
+    assert int(model.optimizer.iterations) == 10
+    with pytest.warns(UserWarning, match="ran out of data"):
+        model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH), steps_per_epoch=100, verbose=0)
+    assert int(model.optimizer.iterations) == 15
+
+
+def test_an_error_on_a_worker_names_it(strategy: Any) -> None:
+    def dataset_fn(context: Any) -> tf.data.Dataset:
+        bad = tf.data.Dataset.range(100).map(lambda i: tf.debugging.check_numerics(1.0 / tf.cast(7 - i, "float32"), "!"))
+        return bad.map(lambda v: (tf.fill([BATCH, 4], v), tf.zeros([BATCH, 1])))
+
+    model = _model(strategy)
+    with pytest.raises(RuntimeError, match=r"Worker \d \(127.0.0.1:\d+\) raised InvalidArgumentError"):
+        model.fit(tfrep.DatasetCreator(dataset_fn), steps_per_epoch=50, verbose=0)
+    x, y = _data()
+    model.fit(x, y, batch_size=BATCH, verbose=0)  # The workers are still there.
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "text"),
+    [
+        ({"run_eagerly": True}, {}, "run_eagerly"),
+        ({}, {"x": tf.data.Dataset.from_tensors((tf.ones([2, 4]), tf.ones([2, 1]))).repeat()}, "steps_per_epoch"),
+    ],
+)
+def test_bad_input(strategy: Any, options: Any, arguments: Any, text: str) -> None:
+    x, y = _data()
+    model = _model(strategy, **options)
+    with pytest.raises(ValueError, match=text):
+        model.fit(**(arguments or {"x": x, "y": y}), verbose=0)
+
+
+def test_a_dataset_function_that_returns_something_else(strategy: Any) -> None:
+    with pytest.raises(TypeError, match="must return a `tf.data.Dataset`"):
+        _model(strategy).fit(tfrep.DatasetCreator(lambda context: [1, 2]), steps_per_epoch=2, verbose=0)
+
+
+def _resolver(**jobs: list[str]) -> Any:
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec(jobs), rpc_layer="grpc")
+
+
+@pytest.mark.parametrize(
+    ("jobs", "settings", "text"),
+    [
+        ({"worker": ["127.0.0.1:1"]}, {}, "no parameter server"),
+        ({"ps": ["127.0.0.1:1"]}, {}, "no worker"),
+        ({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, {"max_in_flight": 0}, "max_in_flight"),
+        ({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, {"replicas_to_aggregate": 1}, "sync"),
+        (
+            {"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]},
+            {"sync": True, "replicas_to_aggregate": 2},
+            "number of workers",
+        ),
+        ({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, {"variable_partitioner": 3}, "partitioner"),
+        ({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, {"connect_timeout": 0}, "connect_timeout"),
+    ],
+)
+def test_bad_clusters_and_settings(jobs: Any, settings: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        tfrep.ParameterServerStrategy(_resolver(**jobs), **settings)
+
+
+def test_an_address_where_nobody_listens_is_named() -> None:
+    resolver = _resolver(ps=["127.0.0.1:1"], worker=["127.0.0.1:2"])
+    with pytest.raises(RuntimeError, match=r"127.0.0.1:2 \(worker 0\)"):
+        tfrep.ParameterServerStrategy(resolver, connect_timeout=0.5)
+
+
+@pytest.mark.parametrize("counts", [{"workers": 0}, {"servers": 0}, {"workers": 1.5}, {"servers": True}])
+def test_bad_local_clusters(counts: Any) -> None:
+    with pytest.raises(ValueError, match="at least one"), tfrep.local_cluster(**counts):
+        pass

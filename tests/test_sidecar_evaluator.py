@@ -1,0 +1,86 @@
+"""Checkpoints are evaluated while a training in another process writes them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfrep_strategy as tfrep
+
+_TRAINING = """
+import time
+import keras, numpy as np
+x = np.random.RandomState(0).randn(64, 4).astype("float32")
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile(keras.optimizers.SGD(0.1), "mse")
+save = keras.callbacks.ModelCheckpoint("checkpoints/ckpt-{epoch}.weights.h5", save_weights_only=True)
+pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.7))
+model.fit(x, x[:, :1], epochs=4, verbose=0, callbacks=[save, pause])
+"""
+
+
+def _model() -> Any:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def _data() -> tf.data.Dataset:
+    x = np.random.RandomState(0).randn(64, 4).astype("float32")
+    return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(16)
+
+
+def test_each_new_checkpoint_is_evaluated(tmp_path: Path) -> None:
+    environ = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
+    training = subprocess.Popen([sys.executable, "-c", _TRAINING], cwd=tmp_path, env=environ)
+    try:
+        logs = keras.callbacks.TensorBoard(str(tmp_path / "logs"))
+        evaluator = tfrep.SidecarEvaluator(
+            _model(), _data(), tmp_path / "checkpoints", max_evaluations=4, callbacks=[logs], poll_seconds=0.1, timeout=60
+        )
+        history = evaluator.start()
+        assert training.wait(60) == 0
+    finally:
+        training.kill()
+        training.wait()
+    assert history["checkpoint"] == sorted(set(history["checkpoint"]))
+    assert history["checkpoint"][-1] == 4
+    assert len(history["loss"]) >= 2
+    assert history["loss"][-1] < history["loss"][0]
+
+
+def test_it_stops_when_nothing_comes(tmp_path: Path) -> None:
+    evaluator = tfrep.SidecarEvaluator(_model(), _data(), tmp_path / "none", poll_seconds=0.05, timeout=0.3)
+    assert evaluator.start() == {}
+
+
+def test_whole_models_and_a_file_that_is_still_written(tmp_path: Path) -> None:
+    model = _model()
+    (tmp_path / "model-1.weights.h5").write_bytes(b"half a file")
+    data = tfrep.DatasetCreator(lambda context: _data())
+    evaluator = tfrep.SidecarEvaluator(_model(), data, tmp_path, poll_seconds=0.05, timeout=1.0)
+    assert evaluator.start() == {}
+    model.save(tmp_path / "model-2.keras")
+    history = evaluator.start()
+    assert history["checkpoint"] == [2]
+    assert history["loss"][0] == pytest.approx(model.evaluate(_data(), verbose=0), rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"steps": 0}, {"max_evaluations": -1}, {"poll_seconds": 0}])
+def test_bad_settings(tmp_path: Path, settings: Any) -> None:
+    with pytest.raises(ValueError, match="Received"):
+        tfrep.SidecarEvaluator(_model(), _data(), tmp_path, **settings)
+
+
+def test_a_model_that_is_not_compiled(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match="not compiled"):
+        tfrep.SidecarEvaluator(model, _data(), tmp_path)

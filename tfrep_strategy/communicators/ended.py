@@ -1,0 +1,56 @@
+"""A rank that has ended, and what the others say about it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.errors import PeerError, message
+
+
+class PeerLostError(PeerError, tf.errors.UnavailableError):
+    """A rank has ended while this one needed it; also a `tf.errors.UnavailableError`."""
+
+    def __init__(self, text: str) -> None:
+        tf.errors.UnavailableError.__init__(self, None, None, text)
+
+    def __reduce__(self) -> Any:
+        return PeerLostError, (self.message,)
+
+
+class Ended:
+    """What is known of a rank that has ended.
+
+    Args:
+        rank: Which.
+        lost: Whether it ended without a word: killed, or by `os._exit`.
+        error: The error that ended it, if one did.
+    """
+
+    def __init__(self, rank: int, lost: bool, error: str | None) -> None:
+        self.rank, self.lost, self.error = rank, lost, error
+        self.when = time.monotonic()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has not come to the end of its program."""
+        return self.lost or self.error is not None
+
+    @property
+    def how(self) -> str:
+        """What is known of the reason, to follow the word "ended"."""
+        return " without a word" if self.lost else f" with {self.error}" if self.error else ""
+
+    def __str__(self) -> str:
+        return f"Rank {self.rank} ended {time.monotonic() - self.when:.1f} seconds ago{self.how}."
+
+
+def lost(ended: Ended) -> PeerLostError:
+    """Says that this process cannot go on without a rank that has ended."""
+    hint = f"look for the reason in the output of rank {ended.rank}"
+    hint += "; the system may have killed it for want of memory." if ended.lost else "."
+    if not ended.failed:
+        hint = "every rank has to call the same collectives; its program ended before that of the others."
+    return PeerLostError(message(f"{ended} No collective can finish without it.", hint=hint))
