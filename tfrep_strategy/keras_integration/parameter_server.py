@@ -208,10 +208,10 @@ class StepFunction:
         concrete, layout = self._trace(data)
         if self._base is None and self._updates:
             self._base = [variable.numpy() for variable in layout.counters]
-        arguments = (data,)
+        arguments: tuple[Any, ...] = (data,)
         if layout.is_numbered:
             update = 0 if self._sync is None else self._sync.wait_for_turn()
-            arguments += (tf.constant([self.strategy.next_step_number(), update], tf.int64),)
+            arguments = (data, tf.constant([self.strategy.next_step_number(), update], tf.int64))
         result = self._runner.schedule(concrete, arguments)
         self._pending.append((result, layout))
         if self._sync is not None:
