@@ -145,11 +145,14 @@ def main(address: str, rank: str, communicator: str) -> None:
         state["strategy"] = tfrep.MultiWorkerStrategy(communicator)
 
     _answer(connection, start)
+    import keras
+
     with contextlib.suppress(EOFError, OSError):
         while True:
             request = connection.recv_bytes()
 
             def work(request: bytes = request) -> Any:
+                keras.utils.clear_session()  # Names of layers count from one again, on every rank.
                 fn, args = pickle.loads(request)
                 return fn(state["strategy"], *args)
 
