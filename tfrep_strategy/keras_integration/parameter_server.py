@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import time
-import weakref
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import PerWorkerValues, regroup
-from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
+from tfrep_strategy.keras_integration import server_data  # noqa: F401  (reads what `fit` is given)
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
-from tfrep_strategy.keras_integration.server_state import (
-    AsyncStep,
-    kept_on_worker,
-    new_local,
-    tracing_step,
-)
-from tfrep_strategy.keras_integration.sync_updates import SyncUpdates
-from tfrep_strategy.keras_integration.trainer import compiled_between_collectives
+from tfrep_strategy.keras_integration.server_predictions import PredictFunction, Prediction
+from tfrep_strategy.keras_integration.server_steps import PendingLogs, StepFunction, step_functions
 
 _trainer = keras_internal("backend.tensorflow.trainer")
 _Trainer = _trainer.TensorFlowTrainer
 _EpochIterator = _trainer.TFEpochIterator
-_StatelessScope = keras_internal("backend.common.stateless_scope", "StatelessScope")
-_DataAdapter: Any = keras_internal("trainers.data_adapters.data_adapter", "DataAdapter")
-_SHOW_SECONDS = 0.25
 
 
 def server_strategy_of(model: Any) -> Any:
@@ -41,66 +26,12 @@ def server_strategy_of(model: Any) -> Any:
 # What is read.
 
 
-class FedData:
-    """Batches that the coordinator reads and sends to whichever worker is free: each example is seen once per epoch."""
-
-    def __init__(self, dataset: tf.data.Dataset) -> None:
-        self.element_spec = dataset.element_spec
-        self._dataset = dataset.prefetch(tf.data.AUTOTUNE)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._dataset)
-
-
-class WorkerData:
-    """Pipelines on the workers, one each, that go on from epoch to epoch."""
-
-    def __init__(self, strategy: Any, source: Any) -> None:
-        if isinstance(source, DatasetCreator):
-            creator = source
-            source = lambda: strategy.distribute_datasets_from_function(creator, creator.input_options)  # noqa: E731
-        distributed = strategy.coordinator.create_per_worker_dataset(source)
-        self.element_spec = distributed.element_spec
-        self._iterator = iter(distributed)
-
-    def __iter__(self) -> PerWorkerValues:
-        return self._iterator
-
-
-@replaces(_EpochIterator, "__init__")
-def init_epoch_iterator(original: Any, self: Any, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Lets the coordinator read what it is given, and the workers what a `DatasetCreator` makes."""
-    if not getattr(distribute_strategy, "trains_asynchronously", False):
-        return original(self, *args, distribute_strategy=distribute_strategy, **kwargs)
-    source = kwargs.get("x")
-    distributed = isinstance(source, tf.distribute.DistributedDataset)
-    on_workers = distributed or (isinstance(source, DatasetCreator) and kwargs.get("steps_per_epoch") is not None)
-    if on_workers:
-        kwargs["x"] = _WorkerAdapter()
-    _trainer.EpochIterator.__init__(self, *args, **kwargs)
-    self._distribute_strategy = distribute_strategy
-    dataset: Any = None if on_workers else self.data_adapter.get_tf_dataset()
-    endless = on_workers or int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
-    if self.steps_per_epoch is None and endless:
-        raise ConfigurationError(
-            message("The data never ends.", hint="say how long an epoch is: steps_per_epoch=...", steps_per_epoch=None)
-        )
-    self._distributed_dataset = WorkerData(distribute_strategy, source) if on_workers else FedData(dataset)
-    return None
-
-
-class _WorkerAdapter(_DataAdapter):  # type: ignore[misc, valid-type]
-    """Stands for data that the coordinator does not see."""
-
-    num_batches = batch_size = has_partial_batch = partial_batch_size = None
-
-
 @replaces(_EpochIterator, "tf_sync")
 def tf_sync(original: Any, self: Any) -> None:
     """Waits for the steps of an epoch."""
     if not getattr(self._distribute_strategy, "trains_asynchronously", False):
         return original(self)
-    for function in list(_functions_of(self._distribute_strategy)):
+    for function in list(step_functions(self._distribute_strategy)):
         function.drain()
     return None
 
@@ -134,294 +65,7 @@ def _adopt(strategy: Any, optimizer: Any) -> None:
 # What a step does.
 
 
-def _functions_of(strategy: Any) -> Any:
-    if not hasattr(strategy, "_step_functions"):
-        strategy._step_functions = weakref.WeakSet()
-    return strategy._step_functions
-
-
-class PendingLogs(dict[str, float]):
-    """The logs of the steps that are done so far; who wants those of the epoch asks the function for them."""
-
-    def __init__(self, function: StepFunction, logs: dict[str, float]) -> None:
-        super().__init__(logs)
-        self.function = function
-
-
-class StepFunction:
-    """Stands where Keras keeps its compiled step: a call hands one step to a worker.
-
-    The metrics of a step stay on the worker, and travel with its result, as what the step has added to them. They are
-    counted here when the step is complete, so that a step that was begun twice counts once.
-
-    Args:
-        model: The model.
-        step_function: `model.train_step`, `test_step` or `predict_step`.
-        strategy: The strategy of the model.
-        updates: Whether the step changes the model.
-    """
-
-    def __init__(self, model: Any, step_function: Callable[[Any], Any], strategy: Any, updates: bool) -> None:
-        if model.run_eagerly:
-            raise ConfigurationError(
-                message("Workers run compiled steps only.", hint="compile with run_eagerly=False.", run_eagerly=True)
-            )
-        if model.jit_compile:
-            step_function = compiled_between_collectives(step_function)
-        self._model = weakref.ref(model)
-        self._step_function = model._autoconvert_optionals(step_function)
-        self.strategy = strategy
-        self._runner = strategy.step_runner
-        self._updates = updates
-        self._traced: dict[Any, Any] = {}
-        self._pending: list[Any] = []
-        self.is_watched = True
-        """Whether somebody looks at the logs while an epoch runs."""
-        self._sync = SyncUpdates(strategy, model) if updates and strategy.replicas_to_aggregate else None
-        self._reset()
-        _functions_of(strategy).add(self)
-
-    @property
-    def model(self) -> Any:
-        """The model whose steps these are."""
-        return self._model()
-
-    def _reset(self) -> None:
-        self._totals: np.ndarray | None = None
-        self._logs: dict[str, float] = {}
-        self._shown: dict[str, float] = {}
-        self._shown_at, self._retried = 0.0, False
-        self._base: Any = None
-        self._out_of_data = False
-
-    def __call__(self, iterator: Any) -> dict[str, Any]:
-        """Hands the next step to a worker."""
-        model = self.model
-        if isinstance(iterator, PerWorkerValues):
-            data: Any = iterator
-        else:
-            data = self._next_batches(iterator, model.steps_per_execution)
-        self._collect()
-        if self._out_of_data:
-            self.drain()
-            raise StopIteration
-        concrete, layout = self._trace(data)
-        if self._base is None and self._updates:
-            self._base = [variable.numpy() for variable in layout.counters]
-        arguments: tuple[Any, ...] = (data,)
-        if layout.is_numbered:
-            update = 0 if self._sync is None else self._sync.wait_for_turn()
-            arguments = (data, tf.constant([self.strategy.next_step_number(), update], tf.int64))
-        result = self._runner.schedule(concrete, arguments)
-        self._pending.append((result, layout))
-        if self._sync is not None:
-            self._sync.add(result)
-        return PendingLogs(self, self._current_logs())
-
-    def _next_batches(self, iterator: Any, count: int) -> tuple[Any, ...]:
-        batches: list[Any] = []
-        for batch in iterator:
-            batches.append(_as_tensors(batch))
-            if len(batches) == count:
-                break
-        if not batches:
-            self.drain()
-            raise StopIteration
-        return tuple(batches)
-
-    def drain(self) -> None:
-        """Waits for all steps, and writes what the metrics are into the model."""
-        if not self._pending and self._totals is None:
-            return
-        self._runner.join()
-        if self._sync is not None:
-            self._sync.finish()
-        self._collect()
-        self._write_metrics()
-        if self._retried and self._updates:
-            # A worker that died may have added to a counter on the server before another one did the step again.
-            for variable, base, added in zip(self._layout.counters, self._base, self._added(), strict=True):
-                variable.assign(base + added)
-        logs, shown = self._logs, self._read_metrics()
-        self._reset()
-        self._logs = {name: shown.get(name, value) for name, value in logs.items()}
-
-    @property
-    def logs(self) -> dict[str, float]:
-        """The logs of an epoch whose steps are done."""
-        return dict(self._logs)
-
-    def _collect(self) -> None:
-        waiting = []
-        for result, layout in self._pending:
-            if not result.complete:
-                waiting.append((result, layout))
-                continue
-            self._retried |= result.attempts > 1
-            if result.out_of_data:
-                self._out_of_data = True
-            elif result._error is None:
-                values = result.get().numpy()
-                self._layout = layout
-                self._logs = layout.read_logs(values)
-                totals = values[: layout.size]
-                self._totals = totals if self._totals is None else self._totals + totals
-        self._pending = waiting
-
-    def _added(self) -> list[np.ndarray]:
-        return self._layout.split(self._totals)[len(self._layout.metrics) :]
-
-    def _write_metrics(self) -> None:
-        if self._totals is not None:
-            for variable, total in zip(self._layout.metrics, self._layout.split(self._totals), strict=False):
-                variable.assign(total.astype(tf.as_dtype(variable._dtype).as_numpy_dtype))
-
-    def _read_metrics(self) -> dict[str, float]:
-        """Computes the metrics of the steps that are done, from sums that are here already."""
-        if self._totals is None:
-            return {}
-        sums = zip(self._layout.metrics, self._layout.split(self._totals), strict=False)
-        values = [(variable, tf.constant(total, variable._dtype)) for variable, total in sums]
-        with _StatelessScope(state_mapping=values):
-            return keras_internal("utils.python_utils", "pythonify_logs")(self.model.get_metrics_result())
-
-    def _current_logs(self) -> dict[str, float]:
-        now = time.monotonic()
-        if self.is_watched and self._totals is not None and now - self._shown_at > _SHOW_SECONDS:
-            metrics = self._read_metrics()
-            self._shown = {name: metrics.get(name, value) for name, value in self._logs.items()}
-            self._shown_at = time.monotonic()
-        return self._shown
-
-    def _trace(self, data: Any) -> tuple[Any, Any]:
-        on_worker = isinstance(data, PerWorkerValues)
-        data_key = id(data) if on_worker else str(tf.nest.map_structure(_relaxed_spec, data))
-        key = data_key, self.model.steps_per_execution
-        if key not in self._traced:
-            argument = data._values[0]._type_spec if on_worker else tf.nest.map_structure(_relaxed_spec, data)
-            layout = _Layout()
-            # Each argument that the coordinator sends costs a message.
-            layout.is_numbered = self._sync is not None or _draws_random_numbers(self.model)
-            arguments = (argument, tf.TensorSpec([2], tf.int64)) if layout.is_numbered else (argument,)
-            function = tf.function(lambda data, *number: self._steps(data, on_worker, layout, *number), autograph=False)
-            with self.strategy.scope(), self.strategy.tracing():
-                concrete = function.get_concrete_function(*arguments)
-            self._traced[key] = concrete, layout, (data if on_worker else None)
-        return self._traced[key][:2]
-
-    def _steps(self, data: Any, on_worker: bool, layout: _Layout, number: tf.Tensor | None = None) -> tf.Tensor:
-        model = self.model
-        layout.metrics = _distinct(v for metric in model.metrics for v in metric.variables)
-        layout.counters = _counters(model) if self._updates and self._sync is None else []
-        step = AsyncStep() if number is None else AsyncStep(number[0], self._sync, number[1])
-        count = model.steps_per_execution if on_worker else len(data)
-        one_step = tf.function(lambda batch: self._one_step(batch), autograph=False) if count > 1 else self._one_step
-        with kept_on_worker(layout.metrics) as metrics, tracing_step(step):
-            counters = [new_local(variable) for variable in layout.counters]
-            step.added = {id(v): local for v, local in zip(layout.counters, counters, strict=True)}
-            for index in range(count):
-                step.number = None if number is None else number[0] * count + index
-                logs = one_step(next(data) if on_worker else data[index])
-            sums = [tf.reshape(tf.cast(v.read_value(), tf.float64), [-1]) for v in metrics + counters]
-        logs = logs if isinstance(logs, dict) else {}
-        layout.describe(logs)
-        return tf.concat([*sums, *(tf.reshape(tf.cast(value, tf.float64), [-1]) for value in logs.values())], 0)
-
-    def _one_step(self, batch: Any) -> Any:
-        def step(batch: Any) -> Any:
-            # Nothing may be counted before the batch is there: the data may have ended.
-            leaves = tf.nest.flatten(batch, expand_composites=True)
-            with tf.control_dependencies([leaf for leaf in leaves if tf.is_tensor(leaf)]):
-                return self._step_function(batch)
-
-        return run_on_worker(self.strategy, step, batch, "auto")
-
-
-def run_on_worker(strategy: Any, step_function: Any, batch: Any, reduction: str) -> Any:
-    """Runs a step on the devices of a worker, each of which gets its part of the batch."""
-    replicas = strategy.num_replicas_in_sync
-    if replicas > 1:
-        from tfrep_strategy.data import cut
-
-        batch = regroup(tuple(cut(batch, replicas, index) for index in range(replicas)))
-    outputs = strategy.run(step_function, args=(batch,))
-    return _trainer.reduce_per_replica(outputs, strategy, reduction)
-
-
-class _Layout:
-    """How the numbers of a step's result are laid out: metrics, counters, logs."""
-
-    def __init__(self) -> None:
-        self.metrics: list[Any] = []
-        self.counters: list[Any] = []
-        self.is_numbered = False
-        self.log_shapes: dict[str, tuple[int, ...]] = {}
-        self.size = 0
-
-    def describe(self, logs: dict[str, Any]) -> None:
-        """Notes which logs follow the sums."""
-        self.log_shapes = {name: tuple(value.shape) for name, value in logs.items()}
-        self.size = sum(int(np.prod(v.shape)) for v in self.metrics + self.counters)
-
-    def read_logs(self, values: np.ndarray) -> dict[str, Any]:
-        """Reads the logs of a step from its result."""
-        logs, start = {}, self.size
-        for name, shape in self.log_shapes.items():
-            size = int(np.prod(shape))
-            logs[name] = values[start : start + size].reshape(shape) if shape else float(values[start])
-            start += size
-        return logs
-
-    def split(self, totals: np.ndarray) -> list[np.ndarray]:
-        """Cuts the sums into the values of the single variables."""
-        values, start = [], 0
-        for variable in self.metrics + self.counters:
-            size = int(np.prod(variable.shape))
-            values.append(totals[start : start + size].reshape(tuple(variable.shape)))
-            start += size
-        return values
-
-
-def _draws_random_numbers(model: Any) -> bool:
-    return any(variable.name == "seed_generator_state" for variable in model.variables)
-
-
-def _distinct(variables: Any) -> list[Any]:
-    return list({id(variable): variable for variable in variables}.values())
-
-
-def _counters(model: Any) -> list[Any]:
-    """Returns the counters of steps: of the optimizer, and of what it wraps."""
-    counters, optimizer = [], getattr(model, "optimizer", None)
-    while optimizer is not None:
-        counters.append(optimizer._iterations)
-        optimizer = getattr(optimizer, "inner_optimizer", None)
-    return _distinct(counters)
-
-
-def _as_tensors(batch: Any) -> Any:
-    return tf.nest.map_structure(lambda v: v if v is None or _is_tensor(v) else tf.convert_to_tensor(v), batch)
-
-
-def _is_tensor(value: Any) -> bool:
-    return tf.is_tensor(value) or isinstance(value, tf.experimental.Optional)
-
-
-def _relaxed_spec(value: Any) -> Any:
-    """Describes a value but for the size of its batch, so that a smaller last batch needs no other program."""
-    if value is None:
-        return None
-    spec = tf.type_spec_from_value(value)
-    if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
-        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
-    if isinstance(spec, tf.SparseTensorSpec):
-        return tf.SparseTensorSpec([None, *spec.shape[1:]], spec.dtype)
-    if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.RaggedTensorSpec([None, *spec.shape[1:]], spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
-    return spec
-
-
-def _makes(name: str, attribute: str, step: str, updates: bool) -> None:
+def _makes(name: str, attribute: str, step: str, function_class: type[StepFunction], updates: bool) -> None:
     @replaces(_Trainer, name)
     def make_function(original: Any, self: Any, force: bool = False) -> Any:
         """Makes the function that hands a step to a worker."""
@@ -429,55 +73,16 @@ def _makes(name: str, attribute: str, step: str, updates: bool) -> None:
         if strategy is None:
             return original(self, force=force)
         if getattr(self, attribute) is None or force:
-            setattr(self, attribute, StepFunction(self, getattr(self, step), strategy, updates))
+            setattr(self, attribute, function_class(self, getattr(self, step), strategy, updates))
         return getattr(self, attribute)
 
 
-_makes("make_train_function", "train_function", "train_step", True)
-_makes("make_test_function", "test_function", "test_step", False)
+_makes("make_train_function", "train_function", "train_step", StepFunction, True)
+_makes("make_test_function", "test_function", "test_step", StepFunction, False)
+_makes("make_predict_function", "predict_function", "predict_step", PredictFunction, False)
 
 
-# What is predicted.
-
-
-class PredictFunction(StepFunction):
-    """Stands where Keras keeps its compiled prediction; a call returns a result to come."""
-
-    def __call__(self, batches: Any) -> Any:
-        data = tuple(_as_tensors(batch) for batch in batches)
-        concrete, layout = self._trace(data)
-        arguments = (data, tf.zeros([2], tf.int64)) if layout.is_numbered else (data,)
-        return Prediction(self._runner, self._runner.schedule(concrete, arguments))
-
-    def drain(self) -> None:
-        """Has nothing to wait for: whoever needs a prediction waits for it."""
-
-    def _steps(self, data: Any, on_worker: bool, layout: _Layout, number: tf.Tensor | None = None) -> Any:
-        outputs = [run_on_worker(self.strategy, self._step_function, batch, "concat") for batch in data]
-        return keras.tree.map_structure(lambda *parts: parts[0] if len(parts) == 1 else _trainer.concat(parts), *outputs)
-
-
-class Prediction:
-    """The outputs of a step that a worker may not have done yet."""
-
-    def __init__(self, runner: Any, result: Any) -> None:
-        self._runner, self._result = runner, result
-
-    def get(self) -> Any:
-        """Waits for the outputs, and returns them."""
-        self._runner.wait_for(self._result)
-        return self._result.get()
-
-
-@replaces(_Trainer, "make_predict_function")
-def make_predict_function(original: Any, self: Any, force: bool = False) -> Any:
-    """Makes the function that hands a batch to a worker."""
-    strategy = server_strategy_of(self)
-    if strategy is None:
-        return original(self, force=force)
-    if self.predict_function is None or force:
-        self.predict_function = PredictFunction(self, self.predict_step, strategy, False)
-    return self.predict_function
+# What is reported.
 
 
 @replaces(_trainer, "potentially_ragged_concat")
@@ -487,9 +92,6 @@ def potentially_ragged_concat(original: Any, tensors: Any) -> Any:
         return original(tensors)
     outputs = [prediction.get() for prediction in tensors]
     return keras.tree.map_structure(lambda *parts: original(list(parts)), *outputs)
-
-
-# What is reported.
 
 
 @replaces(_Trainer, "_get_metrics_result_or_logs")

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import CachingVariable, ParameterServerExtended, ShardedVariable
+from tfrep_strategy.data import pack, shard
 from tfrep_strategy.environments import SlurmEnvironment
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
 from tfrep_strategy.keras_integration.partitioned import PartitionedVariable
@@ -117,6 +118,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         """Returns the addresses of the parameter servers that cannot be reached now."""
         servers = {address: address for address in self._jobs["ps"]}
         return wait_until_reachable(servers, 1.0)
+
+    def cut_for_replicas(self, batch: Any) -> Any:
+        """Cuts a batch for the devices of a worker, which `run` hands their parts."""
+        replicas = self.num_replicas_in_sync
+        return batch if replicas == 1 else pack(shard(batch, replicas, 0, replicas))
 
     def next_step_number(self) -> int:
         """Returns another number for each step that Keras drives."""

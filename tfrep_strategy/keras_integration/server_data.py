@@ -1,0 +1,71 @@
+"""What workers read: batches that the coordinator sends them, or pipelines of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import PerWorkerValues
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
+from tfrep_strategy.keras_integration.patching import keras_internal, replaces
+
+_trainer = keras_internal("backend.tensorflow.trainer")
+_EpochIterator = _trainer.TFEpochIterator
+_DataAdapter: Any = keras_internal("trainers.data_adapters.data_adapter", "DataAdapter")
+
+
+class FedData:
+    """Batches that the coordinator reads and sends to whichever worker is free: each example is seen once per epoch."""
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        self.element_spec = dataset.element_spec
+        self._dataset = dataset.prefetch(tf.data.AUTOTUNE)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._dataset)
+
+
+class WorkerData:
+    """Pipelines on the workers, one each, that go on from epoch to epoch."""
+
+    def __init__(self, strategy: Any, source: Any) -> None:
+        if isinstance(source, DatasetCreator):
+            creator = source
+            source = lambda: strategy.distribute_datasets_from_function(creator, creator.input_options)  # noqa: E731
+        distributed = strategy.coordinator.create_per_worker_dataset(source)
+        self.element_spec = distributed.element_spec
+        self._iterator = iter(distributed)
+
+    def __iter__(self) -> PerWorkerValues:
+        return self._iterator
+
+
+@replaces(_EpochIterator, "__init__")
+def init_epoch_iterator(original: Any, self: Any, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Lets the coordinator read what it is given, and the workers what a `DatasetCreator` makes."""
+    if not getattr(distribute_strategy, "trains_asynchronously", False):
+        return original(self, *args, distribute_strategy=distribute_strategy, **kwargs)
+    source = kwargs.get("x")
+    distributed = isinstance(source, tf.distribute.DistributedDataset)
+    on_workers = distributed or (isinstance(source, DatasetCreator) and kwargs.get("steps_per_epoch") is not None)
+    if on_workers:
+        kwargs["x"] = _WorkerAdapter()
+    _trainer.EpochIterator.__init__(self, *args, **kwargs)
+    self._distribute_strategy = distribute_strategy
+    dataset: Any = None if on_workers else self.data_adapter.get_tf_dataset()
+    endless = on_workers or int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
+    if self.steps_per_epoch is None and endless:
+        raise ConfigurationError(
+            message("The data never ends.", hint="say how long an epoch is: steps_per_epoch=...", steps_per_epoch=None)
+        )
+    self._distributed_dataset = WorkerData(distribute_strategy, source) if on_workers else FedData(dataset)
+    return None
+
+
+class _WorkerAdapter(_DataAdapter):  # type: ignore[misc, valid-type]
+    """Stands for data that the coordinator does not see."""
+
+    num_batches = batch_size = has_partial_batch = partial_batch_size = None

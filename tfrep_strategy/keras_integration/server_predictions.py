@@ -1,0 +1,42 @@
+"""Predictions that workers make, each of a few batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.server_steps import StepFunction, StepLayout, as_tensors, run_on_worker
+
+_concat = keras_internal("backend.tensorflow.trainer", "concat")
+
+
+class PredictFunction(StepFunction):
+    """Stands where Keras keeps its compiled prediction; a call returns a result to come."""
+
+    def __call__(self, batches: Any) -> Any:
+        data = tuple(as_tensors(batch) for batch in batches)
+        concrete, layout = self._trace(data)
+        arguments = (data, tf.zeros([2], tf.int64)) if layout.is_numbered else (data,)
+        return Prediction(self._runner, self._runner.schedule(concrete, arguments))
+
+    def drain(self) -> None:
+        """Has nothing to wait for: whoever needs a prediction waits for it."""
+
+    def _steps(self, data: Any, on_worker: bool, layout: StepLayout, number: tf.Tensor | None = None) -> Any:
+        outputs = [run_on_worker(self.strategy, self._step_function, batch, "concat") for batch in data]
+        return keras.tree.map_structure(lambda *parts: parts[0] if len(parts) == 1 else _concat(parts), *outputs)
+
+
+class Prediction:
+    """The outputs of a step that a worker may not have done yet."""
+
+    def __init__(self, runner: Any, result: Any) -> None:
+        self._runner, self._result = runner, result
+
+    def get(self) -> Any:
+        """Waits for the outputs, and returns them."""
+        self._runner.wait_for(self._result)
+        return self._result.get()
