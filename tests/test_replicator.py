@@ -9,8 +9,8 @@ import replicator_programs
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
-from tfrep_strategy import replicator
 from tfrep_strategy.errors import ConfigurationError
+from tfrep_strategy.replicator import kinds
 
 
 @pytest.fixture(params=["one", "mirrored", "tf", "horovod"])
@@ -123,7 +123,7 @@ def test_replicators_without_their_hardware():
         with pytest.raises(ConfigurationError, match="no TPU"):
             tfrep.TpuReplicator(1, 8)
     with pytest.raises(ConfigurationError, match="The TPU has 8 cores.*num_workers=2"):
-        replicator._check_cores(8, 2, 8)
+        kinds.check_cores(8, 2, 8)
     with pytest.raises(ConfigurationError, match="TensorFlow sees .* GPUs"):
         tfrep.MultiGpuReplicator(len(tf.config.list_logical_devices("GPU")) + 1)
     with pytest.raises(ConfigurationError, match="A parameter-server strategy is needed"):

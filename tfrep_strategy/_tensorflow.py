@@ -55,6 +55,10 @@ is_mirrored = _private("distribute.distribute_utils", "is_mirrored")
 regroup = _private("distribute.distribute_utils", "regroup")
 in_replica_update_context = _private("distribute.values_util", "in_replica_update_context")
 
+# XLA: the names of the operations that it can compile.
+xla_cpu_kernel_names = _private("util.pywrap_xla_ops", "get_cpu_kernel_names")
+xla_gpu_kernel_names = _private("util.pywrap_xla_ops", "get_gpu_kernel_names")
+
 # Input.
 auto_shard_dataset = _private("distribute.input_ops", "auto_shard_dataset")
 

@@ -11,17 +11,22 @@ import tfrep_strategy as tfrep
 NUMBERS = ["float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32",
            "uint64", "complex64", "complex128"]  # fmt: skip
 DTYPES = [*NUMBERS, "bool", "string"]
-FEW = ["bfloat16", "float32", "int64", "uint8", "bool", "string"]
+FEW = ["bfloat16", "float32", "int64", "bool", "string"]
+DIFFERENTIABLE = ["float16", "bfloat16", "float32", "float64", "complex64"]
 OPS = ["sum", "mean", "min", "max", "product"]
-MODES = ["eager", "function", "layer", "cond", "while", "nested"]
+MODES = ["eager", "layer", "function", "cond", "while", "nested"]
 
 
-def ops_of(dtype):
+def can(dtype, op):
     if dtype == "string":
-        return []
+        return False
     if dtype == "bool":
-        return ["min", "max"]
-    return [op for op in OPS if not (dtype.startswith("complex") and op in ("min", "max"))]
+        return op in ("min", "max")
+    return not (dtype.startswith("complex") and op in ("min", "max"))
+
+
+def splits_of(size):
+    return [1] * (size - 1) + [5 - size]
 
 
 def value(dtype, replica, rows=4):
@@ -36,54 +41,64 @@ def value(dtype, replica, rows=4):
     return numbers.astype(tf.dtypes.as_dtype(dtype).as_numpy_dtype)
 
 
-def tensors(replica):
-    result = {}
-    for dtype in DTYPES:
-        result[dtype] = tf.constant(value(dtype, replica), dtype)
-        result["ragged " + dtype] = tf.constant(value(dtype, replica, rows=replica + 1), dtype)
-    return result
+def tensors(replica, dtypes, rows=4):
+    return {dtype: tf.constant(value(dtype, replica, rows), dtype) for dtype in dtypes}
 
 
-def forward(x, size, group=None, dtypes=DTYPES):
-    """Calls every primitive on every dtype that it takes."""
-    last = size - 1
-    splits = [1] * last + [4 - last]
+def forward(x, ragged, size, group=None):
+    """Calls every primitive on a nest of tensors, one of each dtype that it takes.
+
+    Returns the results by primitive, option and dtype, such as `"all_reduce sum float32"`.
+    """
     out = {}
-    for dtype in dtypes:
-        v = x[dtype]
-        for op in ops_of(dtype):
-            out["all_reduce", op, dtype] = tfrep.all_reduce(v, op, group=group)
-            out["reduce_scatter", op, dtype] = tfrep.reduce_scatter(v, op, group=group)
-        out["all_gather", "rows", dtype] = tfrep.all_gather(x["ragged " + dtype], group=group)
-        out["all_gather", "columns", dtype] = tfrep.all_gather(v, axis=-1, group=group)
-        out["all_gather", "stack", dtype] = tfrep.all_gather(v, stack=True, group=group)
-        out["broadcast", "last", dtype] = tfrep.broadcast(v, last if group is None else group.replicas[-1], group=group)
-        out["all_to_all", "splits", dtype], out["all_to_all", "received", dtype] = tfrep.all_to_all(v, splits, group=group)
-        if 4 % size == 0:
-            out["all_to_all", "even", dtype] = tfrep.all_to_all(v, group=group)
+
+    def add(name, nest):
+        out.update({f"{name} {dtype}": tensor for dtype, tensor in nest.items()})
+
+    for op in OPS:
+        some = {dtype: v for dtype, v in x.items() if can(dtype, op)}
+        add(f"all_reduce {op}", tfrep.all_reduce(some, op, group=group))
+        add(f"reduce_scatter {op}", tfrep.reduce_scatter(some, op, group=group))
+    add("all_gather rows", tfrep.all_gather(ragged, group=group))
+    add("all_gather columns", tfrep.all_gather(x, axis=-1, group=group))
+    add("all_gather stack", tfrep.all_gather(x, stack=True, group=group))
+    add("broadcast last", tfrep.broadcast(x, size - 1 if group is None else group.replicas[-1], group=group))
+    rows, out["all_to_all received int32"] = tfrep.all_to_all(x, splits_of(size), group=group)
+    add("all_to_all splits", rows)
+    if 4 % size == 0:
+        add("all_to_all even", tfrep.all_to_all(x, group=group))
+    mapped = tfrep.map_gather(lambda i: {dtype: v[i] for dtype, v in x.items()}, [0, 1, 2], group=group)
+    for i, nest in enumerate(mapped):
+        add(f"map_gather {i}", nest)
+    some = {dtype: v for dtype, v in x.items() if can(dtype, "max")}
+    add("map_reduce max", tfrep.map_reduce(lambda i: {dtype: v[i] for dtype, v in some.items()}, [0, 1, 2], "max", group=group))
+    tfrep.barrier(group=group)
     return out
 
 
-def expected_forward(members, rank, dtypes=DTYPES):
+def expected_forward(members, rank, dtypes):
     """What `forward` gives the member of that rank; in NumPy."""
-    size, last = len(members), len(members) - 1
-    splits = [1] * last + [4 - last]
-    starts = np.cumsum([0, *splits])
-    out = {}
+    size = len(members)
+    starts = np.cumsum([0, *splits_of(size)])
+    out = {"all_to_all received int32": np.full(size, splits_of(size)[rank], np.int32)}
     for dtype in dtypes:
         values = [value(dtype, r) for r in members]
-        for op in ops_of(dtype):
-            reduced = reduce_numpy(values, op)
-            out["all_reduce", op, dtype] = reduced
-            out["reduce_scatter", op, dtype] = np.array_split(reduced, size)[rank]
-        out["all_gather", "rows", dtype] = np.concatenate([value(dtype, r, rows=r + 1) for r in members])
-        out["all_gather", "columns", dtype] = np.concatenate(values, -1)
-        out["all_gather", "stack", dtype] = np.stack(values)
-        out["broadcast", "last", dtype] = values[-1]
-        out["all_to_all", "splits", dtype] = np.concatenate([v[starts[rank] : starts[rank + 1]] for v in values])
-        out["all_to_all", "received", dtype] = np.full(size, splits[rank])
+        for op in OPS:
+            if can(dtype, op):
+                reduced = reduce_numpy(values, op)
+                out[f"all_reduce {op} {dtype}"] = reduced
+                out[f"reduce_scatter {op} {dtype}"] = np.array_split(reduced, size)[rank]
+        out[f"all_gather rows {dtype}"] = np.concatenate([value(dtype, r, rows=r + 1) for r in members])
+        out[f"all_gather columns {dtype}"] = np.concatenate(values, -1)
+        out[f"all_gather stack {dtype}"] = np.stack(values)
+        out[f"broadcast last {dtype}"] = values[-1]
+        out[f"all_to_all splits {dtype}"] = np.concatenate([v[starts[rank] : starts[rank + 1]] for v in values])
         if 4 % size == 0:
-            out["all_to_all", "even", dtype] = np.concatenate([np.split(v, size)[rank] for v in values])
+            out[f"all_to_all even {dtype}"] = np.concatenate([np.split(v, size)[rank] for v in values])
+        items = [values[i % size][i] for i in range(3)]
+        out.update({f"map_gather {i} {dtype}": item for i, item in enumerate(items)})
+        if can(dtype, "max"):
+            out[f"map_reduce max {dtype}"] = reduce_numpy(items, "max")
     return out
 
 
@@ -104,15 +119,14 @@ def check_forward(found, members, rank, dtypes):
     assert found.keys() == expected.keys()
     for key, wanted in expected.items():
         got = found[key]
-        if key[-1] == "string" and key[1] != "received":
+        if key.endswith("string"):
             got = np.vectorize(bytes.decode, otypes=[object])(got) if got.size else got
             assert got.tolist() == wanted.tolist(), key
-        elif key[-1] in ("float16", "bfloat16") and key[1] == "mean":
-            np.testing.assert_allclose(got.astype(np.float32), wanted.astype(np.float32), rtol=1e-2, err_msg=str(key))
-        else:
-            np.testing.assert_allclose(got, wanted, rtol=1e-6, err_msg=str(key))
-            if key[1] != "received":
-                assert got.dtype == wanted.dtype, key
+            continue
+        assert got.dtype == wanted.dtype, key
+        rtol = 1e-2 if "mean" in key and key.endswith("float16") else 1e-6  # bfloat16 too
+        wide = np.complex128 if got.dtype.kind == "c" else np.float64
+        np.testing.assert_allclose(got.astype(wide), wanted.astype(wide), rtol=rtol, err_msg=key)
 
 
 class Calls(keras.layers.Layer):
@@ -126,21 +140,21 @@ class Calls(keras.layers.Layer):
         return self.fn(x)
 
 
-def in_mode(mode, fn, otherwise=None):
-    """Wraps `fn`, from a tensor or dict of tensors to a tensor or dict, in what the mode puts around it.
+def in_mode(mode, fn, otherwise):
+    """Wraps `fn`, from a nest of tensors to a dict of tensors, in what the mode puts around it.
 
-    `otherwise` gives anything of the structure and dtypes of what `fn` gives; by default that is what `fn` gives.
+    `otherwise` gives anything of the structure and dtypes of what `fn` gives.
     """
     if mode == "layer":
         return Calls(fn)
     if mode == "cond":
-        return lambda x: tf.cond(tf.identity(True), lambda: fn(x), otherwise or (lambda: fn(x)))
+        return lambda x: tf.cond(tf.identity(True), lambda: fn(x), otherwise)
     if mode == "nested":
         return tf.function(fn, autograph=False)
     if mode == "while":
 
         def loop(x):
-            first = otherwise() if otherwise else tf.zeros_like(fn(x))
+            first = otherwise()
             free = tf.nest.map_structure(lambda t: tf.TensorShape(None), first)
             return tf.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, fn(x)), (0, first), (tf.TensorShape([]), free))[1]
 
@@ -154,147 +168,132 @@ def on_replicas(strategy, step, mode):
     def run():
         return strategy.run(lambda: step(tfrep.replica_id()))
 
-    if mode != "eager":
+    if mode not in ("eager", "layer"):
         run = tf.function(run, autograph=False)
     with strategy.scope():
         result = run()
-    count = strategy.extended.num_local_replicas
-    return [
-        tf.nest.map_structure(lambda v, i=i: strategy.experimental_local_results(v)[min(i, _n(strategy, v) - 1)].numpy(), result)
-        for i in range(count)
-    ]
+    local = tf.nest.map_structure(strategy.experimental_local_results, result)
+    return [{key: values[i].numpy() for key, values in local.items()} for i in range(strategy.extended.num_local_replicas)]
 
 
-def _n(strategy, v):
-    return len(strategy.experimental_local_results(v))
-
-
-def run_forward(strategy, mode, members=None, dtypes=DTYPES):
+def run_forward(strategy, mode, dtypes=DTYPES, members=None):
     """Runs every primitive and checks it; `members` puts them into a group."""
-    size = strategy.num_replicas_in_sync
     group = None if members is None else strategy.new_group(members)
-    members = list(range(size)) if members is None else members
-    names = {}
+    members = list(range(strategy.num_replicas_in_sync)) if members is None else members
 
     def step(replica):
-        def call(x):
-            out = forward({k.replace("_", " "): v for k, v in x.items()}, len(members), group, dtypes)
-            names.update({"/".join(k): k for k in out})
-            return {"/".join(k): v for k, v in out.items()}
-
         def otherwise():
-            keys = expected_forward(members, 0, dtypes)
-            return {"/".join(k): tf.zeros([], "int32" if k[1] == "received" else k[2]) for k in keys}
+            return {key: tf.zeros([], key.split()[-1]) for key in expected_forward(members, 0, dtypes)}
 
-        return in_mode(mode, call, otherwise)({k.replace(" ", "_"): v for k, v in tensors(replica).items()})
+        call = in_mode(mode, lambda x: forward(*x, len(members), group), otherwise)
+        return call([tensors(replica, dtypes), tensors(replica, dtypes, rows=replica + 1)])
 
-    first = strategy.extended.first_local_replica
-    for i, result in enumerate(on_replicas(strategy, step, mode)):
-        replica = first + i
+    for replica, result in enumerate(on_replicas(strategy, step, mode), strategy.extended.first_local_replica):
         if replica in members:
-            check_forward({names[k]: v for k, v in result.items()}, members, members.index(replica), dtypes)
+            check_forward(result, members, members.index(replica), dtypes)
 
 
 # Gradients.
 
-DIFFERENTIABLE = ["float16", "bfloat16", "float32", "float64", "complex64"]
+_REDUCTIONS = {"sum": tf.reduce_sum, "mean": tf.reduce_mean, "min": tf.reduce_min, "max": tf.reduce_max,
+               "product": tf.reduce_prod}  # fmt: skip
+_FACTORS = (2, 3, 4)
 
 
-def gradient_value(dtype, replica, rows=4):
-    numbers = ((np.arange(rows * 3).reshape(rows, 3) * 7 + 3 * replica) % 5) / 2
-    if dtype == "complex64":
-        return tf.constant(numbers + 1j * (replica + 1), dtype)
-    return tf.cast(tf.constant(numbers), dtype)
-
-
-def sensitivity(shape, dtype, replica):
-    """The weights with which an output enters the loss of a replica."""
-    count = tf.cast(tf.range(tf.reduce_prod(shape)) % 7 + 1 + replica, tf.float32)
-    return tf.cast(tf.reshape(count, shape), dtype)
-
-
-def differentiable(x, ragged, size, dtype):
-    ops = ops_of(dtype)
-    last = size - 1
-    splits = [1] * last + [4 - last]
-    out = {f"all_reduce {op}": lambda op=op: tfrep.all_reduce(x, op) for op in ops}
-    out |= {f"reduce_scatter {op}": lambda op=op: tfrep.reduce_scatter(x, op) for op in ops}
-    out["all_gather"] = lambda: tfrep.all_gather(ragged)
-    out["all_gather columns"] = lambda: tfrep.all_gather(x, axis=1)
-    out["all_gather stack"] = lambda: tfrep.all_gather(x, stack=True)
-    out["broadcast"] = lambda: tfrep.broadcast(x, last)
-    out["all_to_all"] = lambda: tfrep.all_to_all(x, splits)[0]
-    out["map_gather"] = lambda: tf.stack(tfrep.map_gather(lambda k: k * x[0], [tf.cast(k, dtype) for k in (2, 3, 4)]))
-    if not dtype.startswith("complex"):
-        out["map_reduce"] = lambda: tfrep.map_reduce(lambda k: k * x[0], [tf.cast(k, dtype) for k in (2, 3, 4)], "mean")
+def differentiable(size):
+    """Gives every differentiable primitive as a function of a nest (a dict) of tensors."""
+    out = {}
+    for op in OPS:
+        out[f"all_reduce {op}"] = lambda x, op=op: tfrep.all_reduce(x, op)
+        out[f"reduce_scatter {op}"] = lambda x, op=op: tfrep.reduce_scatter(x, op)
+    out["all_gather rows"] = tfrep.all_gather
+    out["all_gather columns"] = lambda x: tfrep.all_gather(x, axis=1)
+    out["all_gather stack"] = lambda x: tfrep.all_gather(x, stack=True)
+    out["broadcast last"] = lambda x: tfrep.broadcast(x, size - 1)
+    out["all_to_all splits"] = lambda x: tfrep.all_to_all(x, splits_of(size))[0]
+    scaled = lambda x, k: {dtype: tf.cast(k, v.dtype) * v[0] for dtype, v in x.items()}  # noqa: E731
+    out["map_gather stacked"] = lambda x: tf.nest.map_structure(
+        lambda *results: tf.stack(results), *tfrep.map_gather(lambda k: scaled(x, k), _FACTORS)
+    )
+    out["map_reduce mean"] = lambda x: tfrep.map_reduce(lambda k: scaled(x, k), _FACTORS, "mean")
     return out
 
 
-def expected_outputs(name, xs, rags):
+def expected_outputs(name, xs):
     """One device's computation of what each replica would get."""
-    size, last = len(xs), len(xs) - 1
-    splits = [1] * last + [4 - last]
-    kind, _, option = name.partition(" ")
-    reductions = {"sum": tf.reduce_sum, "mean": tf.reduce_mean, "min": tf.reduce_min, "max": tf.reduce_max,
-                  "product": tf.reduce_prod}  # fmt: skip
+    size = len(xs)
+    kind, option = name.split()
     if kind in ("all_reduce", "reduce_scatter"):
-        y = reductions[option](tf.stack(xs), 0)
+        y = _REDUCTIONS[option](tf.stack(xs), 0)
         sizes = [4 // size + (r < 4 % size) for r in range(size)]
         return [y] * size if kind == "all_reduce" else tf.split(y, sizes)
     if kind == "all_gather":
-        y = {"": lambda: tf.concat(rags, 0), "columns": lambda: tf.concat(xs, 1), "stack": lambda: tf.stack(xs)}[option]()
-        return [y] * size
+        return [{"rows": tf.concat, "columns": lambda v, _: tf.concat(v, 1), "stack": tf.stack}[option](xs, 0)] * size
     if kind == "broadcast":
         return [xs[-1]] * size
     if kind == "all_to_all":
-        parts = [tf.split(x, splits) for x in xs]
+        parts = [tf.split(x, splits_of(size)) for x in xs]
         return [tf.concat([p[r] for p in parts], 0) for r in range(size)]
-    items = [tf.cast(k, xs[0].dtype) * xs[i % size][0] for i, k in enumerate((2, 3, 4))]
+    items = [tf.cast(k, xs[0].dtype) * xs[i % size][0] for i, k in enumerate(_FACTORS)]
     return [tf.stack(items) if kind == "map_gather" else tf.add_n(items) / 3] * size
+
+
+def gradient_inputs(replica, size, dtypes):
+    """One tensor for each primitive and dtype, so that their gradients do not mix."""
+
+    def tensor(name, dtype):
+        rows = replica + 1 if name == "all_gather rows" else 4
+        numbers = ((np.arange(rows * 3).reshape(rows, 3) * 7 + 3 * replica) % 5) / 2
+        return tf.constant(numbers + 1j * (replica + 1), dtype) if "complex" in dtype else tf.cast(tf.constant(numbers), dtype)
+
+    return {
+        name: {dtype: tensor(name, dtype) for dtype in dtypes if can(dtype, name.split()[1])} for name in differentiable(size)
+    }
+
+
+def loss_of(outputs, replica):
+    """A weighted sum of all outputs of a replica, which has weights of its own."""
+    losses = []
+    for y in tf.nest.flatten(outputs):
+        weights = tf.cast(tf.range(tf.size(y)) % 7 + 1 + replica, tf.float32)
+        losses.append(tf.reduce_sum(tf.cast(tf.math.real(y * tf.cast(tf.reshape(weights, tf.shape(y)), y.dtype)), tf.float32)))
+    return tf.add_n(losses)
 
 
 def run_gradients(strategy, mode, dtypes=DIFFERENTIABLE):
     """Compares the gradients of `sum_r loss_r` with those of one device that has all values."""
     size = strategy.num_replicas_in_sync
-    names = {}
+    calls = differentiable(size)
 
     def step(replica):
-        result = {}
-        for dtype in dtypes:
-            for name in differentiable(tf.zeros([4, 3], dtype), tf.zeros([1, 3], dtype), size, dtype):
-                x, ragged = gradient_value(dtype, replica), gradient_value(dtype, replica, rows=replica + 1)
-                names[f"{dtype}/{name}"] = dtype, name
-
-                def call(v, name=name, dtype=dtype):
-                    return differentiable(v["x"], v["ragged"], size, dtype)[name]()
-
-                with tf.GradientTape() as tape:
-                    tape.watch([x, ragged])
-                    y = in_mode(mode, call)({"x": x, "ragged": ragged})
-                    loss = tf.reduce_sum(tf.math.real(y * sensitivity(tf.shape(y), dtype, replica)))
-                used = ragged if name == "all_gather" else x
-                result[f"{dtype}/{name}"] = tape.gradient(loss, used)
-        return result
+        x = gradient_inputs(replica, size, dtypes)
+        y = lambda x: {name: calls[name](x[name]) for name in calls}  # noqa: E731
+        otherwise = lambda: tf.nest.map_structure(lambda v: tf.zeros([], v.dtype), x)  # noqa: E731
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = loss_of(in_mode(mode, y, otherwise)(x), replica)
+        gradients = tape.gradient(loss, x)
+        return {f"{name} {dtype}": gradients[name][dtype] for name in x for dtype in x[name]}
 
     found = on_replicas(strategy, step, mode)
-    for key, (dtype, name) in names.items():
-        xs = [gradient_value(dtype, r) for r in range(size)]
-        rags = [gradient_value(dtype, r, rows=r + 1) for r in range(size)]
-        used = rags if name == "all_gather" else xs
-        with tf.GradientTape() as tape:
-            tape.watch([xs, rags])
-            outputs = expected_outputs(name, xs, rags)
-            losses = [
-                tf.reduce_sum(tf.math.real(y * sensitivity(tf.shape(y), dtype, r))) for r, y in enumerate(outputs)
-            ]
-            loss = tf.add_n(losses)
-        wanted = tape.gradient(loss, used, unconnected_gradients="zero")
-        for i, result in enumerate(found):
-            expected = wanted[strategy.extended.first_local_replica + i].numpy()
+    xs = [gradient_inputs(r, size, dtypes) for r in range(size)]
+    with tf.GradientTape() as tape:
+        tape.watch(xs)
+        losses = []
+        for name in calls:
+            for dtype in xs[0][name]:
+                outputs = expected_outputs(name, [x[name][dtype] for x in xs])
+                losses += [loss_of(y, r) for r, y in enumerate(outputs)]
+        loss = tf.add_n(losses)
+    wanted = tape.gradient(loss, xs, unconnected_gradients="zero")
+    for replica, result in enumerate(found, strategy.extended.first_local_replica):
+        for key, got in result.items():
+            name, _, dtype = key.rpartition(" ")
+            expected = wanted[replica][name][dtype].numpy()
             tolerance = 3e-2 if dtype in ("float16", "bfloat16") else 1e-5
-            wide = np.complex128 if dtype == "complex64" else np.float64
+            wide = np.complex128 if "complex" in dtype else np.float64
             np.testing.assert_allclose(
-                result[key].astype(wide), expected.astype(wide), rtol=tolerance, atol=tolerance, err_msg=f"{key} {mode}"
+                got.astype(wide), expected.astype(wide), rtol=tolerance, atol=tolerance, err_msg=f"{key}, replica {replica}"
             )
 
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from keras import layers
 
@@ -117,24 +112,6 @@ def test_nobodys_arrays_are_overwritten() -> None:
     model.fit(x, y, verbose=0)
     np.testing.assert_array_equal(x, before[0])
     np.testing.assert_array_equal(y, before[1])
-
-
-XLA_PROGRAM = """
-import sys
-import keras, numpy as np, tensorflow as tf, tfrep_strategy as tfrep
-strategy = tfrep.MirroredStrategy(tfrep.use_logical_cpus(2))
-with strategy.scope():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(1)])
-    model.compile("adam", "mse", jit_compile=sys.argv[1] == "True")
-model.fit(np.ones((32, 4)), np.ones((32, 1)), verbose=0)
-"""
-
-
-@pytest.mark.parametrize("jit_compile", [True, False])
-def test_xla_compiles_what_lies_between_collectives(jit_compile: bool, tmp_path: pathlib.Path) -> None:
-    environ = os.environ | {"XLA_FLAGS": f"--xla_dump_to={tmp_path}"}
-    subprocess.run([sys.executable, "-c", XLA_PROGRAM, str(jit_compile)], env=environ, check=True, timeout=120)
-    assert bool(list(tmp_path.glob("*cluster*"))) == jit_compile
 
 
 def test_scalar_variables_are_numbers() -> None:

@@ -24,8 +24,17 @@ _PEER_SECONDS = 10.0
 """How long the others may go on once a test has failed here: they may wait for what this rank did not reach."""
 
 
+# Some of Keras's tests import this from the conftest of its repository, which is not installed.
+sys.modules.setdefault("conftest", sys.modules[__name__])
+
+
+def skip_if_backend(backend: str, reason: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(backend == "tensorflow", reason=reason)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "requires_trainable_backend: of Keras")
+    for marker in ("requires_trainable_backend", "multi_device"):
+        config.addinivalue_line("markers", f"{marker}: of Keras")
     strategy = make_strategy()
     if strategy is not None:
         enter_in_set_up(strategy)

@@ -28,11 +28,14 @@ def server_strategy_of(model: Any) -> Any:
 
 @replaces(_EpochIterator, "tf_sync")
 def tf_sync(original: Any, self: Any) -> None:
-    """Waits for the steps of an epoch."""
+    """Waits for the steps of an epoch, and tells Keras if a worker had no data for one of them."""
     if not getattr(self._distribute_strategy, "trains_asynchronously", False):
         return original(self)
-    for function in list(step_functions(self._distribute_strategy)):
+    functions = list(step_functions(self._distribute_strategy))
+    for function in functions:
         function.drain()
+    if any(function.take_out_of_data() for function in functions):
+        raise tf.errors.OutOfRangeError(None, None, "The data of a worker has ended.")
     return None
 
 

@@ -46,14 +46,16 @@ class PartitionedVariable(ShardedVariable):
     def assign_sub(self, delta: Any, use_locking: Any = False, name: Any = None, read_value: bool = True) -> Any:
         return super().assign_sub(tf.convert_to_tensor(delta, self.dtype))
 
-    def cut(self, gradient: Any) -> list[Any]:
-        """Cuts a gradient of the whole, dense or sparse, into those of the parts."""
-        if isinstance(gradient, tf.IndexedSlices):
+    def cut(self, value: Any) -> list[Any]:
+        """Cuts what belongs to the whole, a variable or a gradient, dense or sparse, into what belongs to the parts."""
+        if isinstance(value, PartitionedVariable):
+            return list(value.variables)
+        if isinstance(value, tf.IndexedSlices):
             return [
                 tf.IndexedSlices(cut.values, cut.indices, tf.constant(part.shape.as_list(), cut.indices.dtype))
-                for cut, part in zip(self._decompose_indexed_slices(gradient), self.variables, strict=True)
+                for cut, part in zip(self._decompose_indexed_slices(value), self.variables, strict=True)
             ]
-        return tf.split(gradient, [part.shape[0] for part in self.variables])
+        return tf.split(value, [part.shape[0] for part in self.variables])
 
     @property
     def __composite_gradient__(self) -> Any:
@@ -126,6 +128,13 @@ def var_key(original: Any, self: Any, variable: Any) -> Any:
     return original(self, variable)
 
 
+# What these do with one number of a variable does not depend on the others.
+_ELEMENTWISE = tuple(
+    getattr(keras.optimizers, name)
+    for name in ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
+)
+
+
 @replaces(_TFOptimizer, "_distributed_tf_update_step")
 def update_step(original: Any, self: Any, distribution: Any, grads_and_vars: Any, learning_rate: Any) -> None:
     """Updates each part where it is, from its part of the gradient and of the optimizer's state."""
@@ -133,10 +142,12 @@ def update_step(original: Any, self: Any, distribution: Any, grads_and_vars: Any
     for grad, variable in grads_and_vars:
         if not isinstance(variable, PartitionedVariable):
             pairs.append((grad, variable))
-            continue
-        for index, part_grad in enumerate(variable.cut(grad)):
-            with _only_part(self, variable, index):
-                original(self, distribution, [(part_grad, variable.variables[index])], learning_rate)
+        elif type(self) not in _ELEMENTWISE:
+            self.update_step(grad, variable, learning_rate)
+        else:
+            for index, part_grad in enumerate(variable.cut(grad)):
+                with _only_part(self, variable, index):
+                    original(self, distribution, [(part_grad, variable.variables[index])], learning_rate)
     if pairs:
         original(self, distribution, pairs, learning_rate)
 

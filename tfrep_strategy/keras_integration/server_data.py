@@ -29,18 +29,17 @@ class FedData:
 
 
 class WorkerData:
-    """Pipelines on the workers, one each, that go on from epoch to epoch."""
+    """Pipelines on the workers, one each, that go on from epoch to epoch until one of them ends."""
 
     def __init__(self, strategy: Any, source: Any) -> None:
         if isinstance(source, DatasetCreator):
             creator = source
             source = lambda: strategy.distribute_datasets_from_function(creator, creator.input_options)  # noqa: E731
-        distributed = strategy.coordinator.create_per_worker_dataset(source)
-        self.element_spec = distributed.element_spec
-        self._iterator = iter(distributed)
+        self._distributed = strategy.coordinator.create_per_worker_dataset(source)
+        self.element_spec = self._distributed.element_spec
 
     def __iter__(self) -> PerWorkerValues:
-        return self._iterator
+        return iter(self._distributed)
 
 
 @replaces(_EpochIterator, "__init__")

@@ -15,7 +15,7 @@ from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.server_state import AsyncStep, kept_on_worker, new_local, tracing_step
 from tfrep_strategy.keras_integration.sync_updates import SyncUpdates
-from tfrep_strategy.keras_integration.trainer import compiled_between_collectives
+from tfrep_strategy.keras_integration.xla import compiled_between_collectives
 
 _trainer = keras_internal("backend.tensorflow.trainer")
 _StatelessScope = keras_internal("backend.common.stateless_scope", "StatelessScope")
@@ -67,6 +67,7 @@ class StepFunction:
         self.is_watched = True
         """Whether somebody looks at the logs while an epoch runs."""
         self._sync = SyncUpdates(strategy, model) if updates and strategy.replicas_to_aggregate else None
+        self._out_of_data = False
         self._reset()
         step_functions(strategy).add(self)
 
@@ -81,7 +82,6 @@ class StepFunction:
         self._shown: dict[str, float] = {}
         self._shown_at, self._retried = 0.0, False
         self._base: Any = None
-        self._out_of_data = False
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
         """Hands the next step to a worker."""
@@ -93,6 +93,7 @@ class StepFunction:
         self._collect()
         if self._out_of_data:
             self.drain()
+            self.take_out_of_data()
             raise StopIteration
         concrete, layout = self._trace(data)
         if self._base is None and self._updates:
@@ -134,6 +135,11 @@ class StepFunction:
         logs, shown = self._logs, self._read_metrics()
         self._reset()
         self._logs = {name: shown.get(name, value) for name, value in logs.items()}
+
+    def take_out_of_data(self) -> bool:
+        """Tells, once, whether a worker had no data for a step that is done."""
+        out_of_data, self._out_of_data = self._out_of_data, False
+        return out_of_data
 
     @property
     def logs(self) -> dict[str, float]:

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
 from tfrep_strategy.keras_integration.protocol import KerasStrategy, Shards, current_step
+from tfrep_strategy.keras_integration.xla import compiled_between_collectives
 
 _trainer = keras_internal("backend.tensorflow.trainer")
 _Trainer = _trainer.TensorFlowTrainer
@@ -145,16 +146,6 @@ def _without_jit(model: Any) -> Iterator[None]:
         yield
     finally:
         model._jit_compile = jit_compile
-
-
-def compiled_between_collectives(step_function: Any) -> Any:
-    """Wraps a step so that XLA compiles what lies between its collectives: forward, backward, update."""
-
-    def step(batch: Any) -> Any:
-        with tf.xla.experimental.jit_scope():
-            return step_function(batch)
-
-    return step
 
 
 @replaces(_Trainer, "make_predict_function")

@@ -195,6 +195,15 @@ class _Extended(ParameterServerExtended):
             return super()._replica_ctx_update(var, fn, args, kwargs, group)
         return self._update(var, fn, args, kwargs, group)
 
+    def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        if not isinstance(var, PartitionedVariable):
+            return super()._update(var, fn, args, kwargs, group)
+        cut = [var.cut(arg) for arg in args]
+        return [
+            super(_Extended, self)._update(part, fn, tuple(parts[index] for parts in cut), kwargs, group)
+            for index, part in enumerate(var.variables)
+        ]
+
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         if self._use_merge_call():
             return super()._replica_ctx_all_reduce(reduce_op, value, options)

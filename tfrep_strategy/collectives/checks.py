@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfrep_strategy.collectives.replicas import replica_id
 from tfrep_strategy.communicators import REDUCE_OPS
 from tfrep_strategy.errors import ConfigurationError, DesyncError, message
 from tfrep_strategy.strategies.groups import ReplicaGroup
@@ -40,15 +41,6 @@ def describe(kind: str, options: dict[str, Any], nest: Any, tensors: Sequence[tf
 class _Leaf(str):
     def __repr__(self) -> str:
         return str(self)
-
-
-def replica_id() -> Any:
-    """Returns this replica's number as an int where it is known while tracing; 0 outside a step."""
-    context = tf.distribute.get_replica_context()
-    if context is None:
-        return 0
-    known = tf.get_static_value(context.replica_id_in_sync_group)
-    return context.replica_id_in_sync_group if known is None else int(known)
 
 
 def to_tensor(kind: str, leaf: Any) -> tf.Tensor:

@@ -50,15 +50,16 @@ class Spread:
         """Computes this replica's items."""
         return [self._tensors(item) for item, owner in zip(self._items, self._owners, strict=True) if owner == self._rank]
 
+    def _nothing_of_first(self) -> list[tf.Tensor]:
+        """Takes no rows of the first item's results: without items, gradients still have to flow on this replica too."""
+        return [tensor[tf.newaxis][:0] for tensor in tf.nest.flatten(self._tensors(self._items[0]))]
+
     def gather(self, all_gather: Callable[[Nest], Nest]) -> list[Nest]:
         """Gives the results of all items, in order; one collective for each tensor of the nest, and one for the shapes."""
         own = [tf.nest.flatten(nest) for nest in self.own()]
         flat_specs = [tf.nest.flatten(spec) for spec in self.specs]
-        columns = []
-        for j, spec in enumerate(flat_specs[0]):
-            mine = [tf.reshape(nest[j], [-1]) for nest in own]
-            data = tf.concat(mine, 0) if mine else tf.zeros([0], spec.dtype)
-            columns.append(all_gather(data))
+        parts = own or [self._nothing_of_first()]
+        columns = [all_gather(tf.concat([tf.reshape(t, [-1]) for t in column], 0)) for column in zip(*parts, strict=True)]
         shapes = self._shapes(own, flat_specs, all_gather)
         order = sorted(range(len(self._items)), key=lambda i: (self._owners[i], i))
         results: list[list[Any]] = [[] for _ in self._items]
@@ -110,9 +111,14 @@ class Spread:
                 lowest = -float("inf") if spec.dtype.is_floating else spec.dtype.min
                 highest = float("inf") if spec.dtype.is_floating else spec.dtype.max
                 value = highest if op == "min" else lowest
-            return tf.cast(tf.fill(spec.shape, tf.constant(value, spec.dtype)), spec.dtype)
+            return tf.fill(spec.shape, tf.cast(value, spec.dtype))
 
-        return tf.nest.map_structure(identity, self.specs[0])
+        specs = tf.nest.flatten(self.specs[0])
+        flat = [
+            tf.concat([identity(spec)[tf.newaxis], nothing], 0)[0]
+            for spec, nothing in zip(specs, self._nothing_of_first(), strict=True)
+        ]
+        return tf.nest.pack_sequence_as(self.specs[0], flat)
 
 
 def reduce_nests(nests: Sequence[Nest], op: str) -> Nest:

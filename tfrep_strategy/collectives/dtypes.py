@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfrep_strategy._collectives.flow import Flow
+from tfrep_strategy.collectives.flow import Flow
 
 
 def to_real(tensor: tf.Tensor) -> tf.Tensor:
@@ -63,7 +63,7 @@ def _join_bytes(data: tf.Tensor, lengths: tf.Tensor) -> tf.Tensor:
     return tf.strings.reduce_join(tf.RaggedTensor.from_row_lengths(characters, lengths).to_tensor(""), axis=-1)
 
 
-def all_to_all(flow: Flow, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def exchange_rows(flow: Flow, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Exchanges rows of any dtype."""
     if tensor.dtype != tf.string:
         rows, received = flow.all_to_all(to_real(tensor), splits)

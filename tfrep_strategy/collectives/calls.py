@@ -1,0 +1,98 @@
+"""How every collective starts: what is refused, who talks, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.collectives.checks import check_equal, describe, to_tensor
+from tfrep_strategy.collectives.flow import Flow
+from tfrep_strategy.collectives.replicas import replica_id
+from tfrep_strategy.communicators import Communicator, SingleCommunicator
+from tfrep_strategy.communicators.context import ContextCommunicator
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.strategies.groups import ReplicaGroup
+
+Nest = Any
+
+
+def launch(
+    kind: str,
+    nest: Nest,
+    group: ReplicaGroup | None,
+    work: Callable[[Flow, list[tf.Tensor]], list[tf.Tensor]],
+    check: Callable[[tf.Tensor], None] = lambda tensor: None,
+    **options: Any,
+) -> Nest:
+    """Runs one collective; all of them pass through here.
+
+    Args:
+        kind: Its name.
+        nest: What this replica brings.
+        group: Who takes part.
+        work: Does it: from this replica's flow and tensors to the resulting tensors.
+        check: Refuses a tensor that the collective cannot take.
+        **options: What else all replicas have to agree on.
+
+    Returns:
+        The result, in the structure of `nest`.
+    """
+    tensors = [to_tensor(kind, leaf) for leaf in tf.nest.flatten(nest)]
+    flow = flow_of(group)
+    try:
+        for tensor in tensors:
+            check(tensor)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{kind} on replica {replica_id()}: {error}") from None
+    if hasattr(flow.communicator, "compare"):
+        call = describe(kind, options, nest, tensors)
+        flow.communicator.compare((replica_id(), call, tensors), check_equal)
+    return tf.nest.pack_sequence_as(nest, work(flow, tensors) if tensors else [])
+
+
+def flow_of(group: ReplicaGroup | None) -> Flow:
+    """Returns the collectives of the replica that asks, between all replicas or those of a group.
+
+    Raises:
+        ConfigurationError: where replicas cannot talk, or the group is of another strategy.
+    """
+    context = tf.distribute.get_replica_context()
+    strategy = tf.distribute.get_strategy()
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        raise ConfigurationError(
+            message(
+                "Under a ParameterServerStrategy the workers do not wait for each other, so that they cannot talk.",
+                hint="use a MirroredStrategy or a MultiWorkerStrategy for collectives.",
+                strategy=type(strategy).__name__,
+            )
+        )
+    if group is not None and not isinstance(group, ReplicaGroup):
+        raise ConfigurationError(message("Not a group.", hint="make one by strategy.new_group([0, 2]).", group=group))
+    if context is None or (context.num_replicas_in_sync == 1 and not hasattr(strategy, "communicator_of")):
+        return Flow(SingleCommunicator(), None)
+    if group is not None and group.strategy is not strategy:
+        raise ConfigurationError(message("The group belongs to another strategy.", group=group))
+    replica = replica_id()
+    communicator: Communicator
+    if group is not None:
+        communicator = group.communicator_of(replica)
+    elif hasattr(strategy, "communicator_of"):
+        communicator = strategy.communicator_of(replica)
+    else:
+        communicator = ContextCommunicator(context)
+    return Flow(communicator, current_step())
+
+
+def strategy_outside_step() -> Any:
+    """Returns the strategy in scope, if it is one of this package and the caller is not inside a replica."""
+    strategy = tf.distribute.get_strategy()
+    outside = tf.distribute.get_replica_context() is None
+    return strategy if outside and hasattr(strategy, "communicator_of") else None
+
+
+def process_communicator() -> Communicator:
+    """Returns what this process talks to the others with, outside a step."""
+    return getattr(strategy_outside_step(), "communicator", None) or SingleCommunicator()

@@ -1,0 +1,154 @@
+"""Collectives that move values between replicas, and leave them as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.collectives.calls import Nest, launch
+from tfrep_strategy.collectives.checks import check_rows, check_source
+from tfrep_strategy.collectives.dtypes import broadcast_strings, exchange_rows, from_real, gather_along, to_real
+from tfrep_strategy.collectives.flow import Flow
+from tfrep_strategy.collectives.replicas import replica_id
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.strategies.groups import ReplicaGroup
+
+
+def all_gather(nest: Nest, axis: int = 0, stack: bool = False, *, group: ReplicaGroup | None = None) -> Nest:
+    """Gives every replica the tensors of all, joined in replica order.
+
+    Args:
+        nest: Of tensors of any dtype, string included. The sizes along `axis` may differ between replicas.
+        axis: Dimension along which they are joined.
+        stack: Joins along a new dimension `axis` instead; the shapes are then equal on all replicas.
+        group: Only these replicas take part.
+
+    Returns:
+        A nest of the same structure.
+
+    Raises:
+        ConfigurationError: for an axis that a tensor does not have.
+        DesyncError: when dimensions other than `axis` differ.
+
+    Example:
+        >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> def step():
+        ...     return tfrep.all_gather(tf.range(tfrep.replica_id() + 1)), tfrep.all_gather(tfrep.replica_id(), stack=True)
+        >>> joined, stacked = strategy.run(step)
+        >>> joined.values[0].numpy().tolist(), stacked.values[1].numpy().tolist()
+        ([0, 0, 1], [0, 1])
+    """
+
+    def check(tensor: tf.Tensor) -> None:
+        rank = tensor.shape.rank + bool(stack)
+        if not -rank <= axis < rank:
+            hint = "use stack=True to join scalars." if tensor.shape.rank == 0 else f"the tensor has {rank} dimensions."
+            raise ConfigurationError(message("A tensor does not have that axis.", hint=hint, axis=axis, shape=tensor.shape))
+
+    def gather(flow: Flow, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return [gather_along(flow, tf.expand_dims(t, axis) if stack else t, axis) for t in tensors]
+
+    return launch("all_gather", nest, group, gather, check=check, axis=axis, stack=stack)
+
+
+def broadcast(nest: Nest, source: int = 0, *, group: ReplicaGroup | None = None) -> Nest:
+    """Gives every replica the tensors of one.
+
+    Args:
+        nest: Of tensors of any dtype, string included; the same shapes on all replicas.
+        source: Replica id of the sender (also with a group: the id in the strategy).
+        group: Only these replicas take part.
+
+    Returns:
+        The source's nest. Its gradient arrives at the source.
+
+    Raises:
+        ConfigurationError: when no such replica exists, or it is not in the group.
+
+    Example:
+        >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> [int(v) for v in strategy.run(lambda: tfrep.broadcast(tfrep.replica_id() + 5, 1)).values]
+        [6, 6]
+    """
+
+    def send(flow: Flow, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        root = check_source(source, group, flow.communicator.size)
+        real = [to_real(t) for t in tensors if t.dtype != tf.string]
+        sent = iter(flow.broadcast(real, root)) if real else iter([])
+        return [
+            broadcast_strings(flow, t, root) if t.dtype == tf.string else from_real(next(sent), t) for t in tensors
+        ]
+
+    return launch("broadcast", nest, group, send, source=source)
+
+
+def all_to_all(nest: Nest, splits: Any = None, *, group: ReplicaGroup | None = None) -> Nest:
+    """Sends a part of the rows to each replica, and receives what each has sent to this one.
+
+    Args:
+        nest: Of tensors of shape `[rows, ...]` of any dtype, string included.
+        splits: int32 of shape `[num_replicas]`: how many rows go to each replica; they add up to `rows`. Default: equal
+            parts.
+        group: Only these replicas take part.
+
+    Returns:
+        A nest of the rows received, in replica order; with `splits`, a pair of that and of how many came from each (int32
+        of shape `[num_replicas]`).
+
+    Raises:
+        ConfigurationError: for a scalar, splits of another length, or rows that do not divide.
+
+    Example:
+        >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> def step():
+        ...     return tfrep.all_to_all(tf.constant([1, 2]) + 10 * tfrep.replica_id())
+        >>> [v.numpy().tolist() for v in strategy.run(step).values]
+        [[1, 11], [2, 12]]
+    """
+    counts: list[tf.Tensor] = []
+
+    def exchange(flow: Flow, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        size = flow.communicator.size
+        outside = group is not None and size < len(group)  # Keeps its own.
+        result = []
+        for tensor in tensors:
+            if outside or splits is None:
+                own = _even_splits(tensor, size)
+            else:
+                own = _to_splits(splits, size)
+            rows, received = exchange_rows(flow, tensor, own)
+            counts[:] = [tf.zeros([len(group)], tf.int32) if outside and group is not None else received]
+            result.append(rows)
+        return result
+
+    rows = launch("all_to_all", nest, group, exchange, check=lambda t: check_rows("all_to_all", t))
+    return rows if splits is None else (rows, counts[0])
+
+
+def _even_splits(tensor: tf.Tensor, size: int) -> tf.Tensor:
+    rows = tensor.shape[0]
+    if rows is not None and rows % size:
+        raise ConfigurationError(
+            message(
+                f"all_to_all on replica {replica_id()}: the rows do not divide among {size} replicas.",
+                hint="give splits.",
+                shape=tensor.shape,
+            )
+        )
+    count = tf.shape(tensor)[0]
+    tf.debugging.assert_equal(count % size, 0, "all_to_all: the rows do not divide among the replicas; give splits.")
+    return tf.fill([size], count // size)
+
+
+def _to_splits(splits: Any, size: int) -> tf.Tensor:
+    own = tf.convert_to_tensor(splits, tf.int32)
+    if own.shape.rank != 1 or own.shape[0] not in (None, size):
+        raise ConfigurationError(
+            message(
+                f"all_to_all on replica {replica_id()}: one number of rows is needed for each replica.",
+                splits=splits,
+                num_replicas=size,
+            )
+        )
+    return tf.ensure_shape(own, [size])

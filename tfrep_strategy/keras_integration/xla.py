@@ -1,0 +1,58 @@
+"""`jit_compile=True` on replicas: XLA compiles what lies between the collectives of a step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import xla_cpu_kernel_names, xla_gpu_kernel_names
+
+# What replicas say to each other is not meant to be compiled. The others only pass values on.
+_NOT_MEANT = ("Collective", "Horovod", "Nccl", "ScopedAllocator", "Placeholder", "_Arg", "_Retval")
+
+
+def compiled_between_collectives(step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wraps a step so that XLA compiles its parts: forward, backward, update.
+
+    What XLA has no kernel for runs as it would without XLA, and a warning names it, once for each wrapped step.
+    """
+    told: set[str] = set()
+
+    def step(batch: Any) -> Any:
+        if tf.executing_eagerly():
+            return step_function(batch)
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
+        with tf.xla.experimental.jit_scope():
+            result = step_function(batch)
+        beyond_xla = _without_kernel(graph.get_operations()[before:]) - told
+        if beyond_xla:
+            told.update(beyond_xla)
+            warnings.warn(
+                f"jit_compile=True: XLA cannot compile {', '.join(sorted(beyond_xla))}. These operations run without it, "
+                f"the others of the step are compiled.",
+                stacklevel=2,
+            )
+        return result
+
+    return step
+
+
+def _without_kernel(operations: list[tf.Operation]) -> set[str]:
+    kernel_names = xla_gpu_kernel_names if tf.config.list_logical_devices("GPU") else xla_cpu_kernel_names
+    return {name for name in _types(operations) if not name.startswith(_NOT_MEANT)} - set(kernel_names())
+
+
+def _types(operations: list[tf.Operation]) -> Iterator[str]:
+    """Gives the types of operations, and of those in the functions and branches that they call."""
+    functions: dict[str, Any] = {}
+    for operation in operations:
+        yield operation.type
+        if not functions and any(value.type == "func" for value in operation.op_def.attr):
+            library = operation.graph.as_graph_def().library.function
+            functions = {function.signature.name: function.node_def for function in library}
+    for nodes in functions.values():
+        yield from (node.op for node in nodes)

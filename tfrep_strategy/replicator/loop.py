@@ -1,0 +1,237 @@
+"""Step functions on every replica, in a loop of one's own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfrep_strategy import collectives
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.replicator.inputs import InputFn, InputReplicationMode, make_input
+from tfrep_strategy.strategies.auto import auto_strategy
+
+StepFn = Callable[..., Any]
+
+
+class Replicator:
+    """Runs step functions on every replica of a strategy.
+
+    Inside `run`, a step computes what one device would: its loss is the mean over its own batch, and an optimizer applies
+    the gradient of the mean over the batches of all replicas.
+
+    Args:
+        strategy: Default: `tfrep.auto_strategy()`.
+        input_replication_mode: How input functions are called.
+
+    Example:
+        >>> repl = Replicator(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))
+        >>> def input_fn(ctx):
+        ...     return tf.data.Dataset.range(8).batch(ctx.get_per_replica_batch_size(4))
+        >>> [int(v) for v in repl.local_results(repl.run(lambda batch: tf.reduce_sum(batch), input_fn))]
+        [1, 5]
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy | None = None,
+        *,
+        input_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+    ) -> None:
+        if not isinstance(input_replication_mode, InputReplicationMode):
+            raise ConfigurationError(
+                message(
+                    "Unknown input replication mode.",
+                    hint="use a member of tfrep.InputReplicationMode.",
+                    input_replication_mode=input_replication_mode,
+                )
+            )
+        self.strategy = auto_strategy() if strategy is None else strategy
+        self.input_replication_mode = input_replication_mode
+        # By function; the functions are kept, so that their identity is not used again.
+        self._inputs: dict[Any, Any] = {}
+        self._compiled: dict[Any, Any] = {}
+        self._reduce = tf.function(self._all_reduce, autograph=False)
+        self._is_shut_down = False
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas run a step together."""
+        return self.strategy.num_replicas_in_sync
+
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context manager in which variables, models and optimizers belong to the replicas.
+
+        Example:
+            >>> with Replicator(tfrep.MirroredStrategy(["CPU:0", "CPU:1"])).context():
+            ...     tf.distribute.get_strategy().num_replicas_in_sync
+            2
+        """
+        return self.strategy.scope()
+
+    def init(self) -> None:
+        """Waits until all processes are there; `run` needs no call of it."""
+        self._check_alive()
+        with self.context():
+            collectives.barrier()
+
+    def shutdown(self) -> None:
+        """Lets go of pipelines and compiled steps. Nothing may be run afterwards."""
+        self._inputs.clear()
+        self._compiled.clear()
+        self._is_shut_down = True
+
+    def __enter__(self) -> Replicator:
+        self.init()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    def wrap_optimizer(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+        """Makes a Keras optimizer aggregate the gradients of all replicas before it uses them, as `fit` does.
+
+        Args:
+            optimizer: Any Keras optimizer.
+
+        Returns:
+            The same optimizer; its `apply` and `apply_gradients` may be called in a step.
+
+        Raises:
+            ConfigurationError: for something else, or when it was wrapped before.
+
+        Example:
+            >>> Replicator(tfrep.MirroredStrategy(["CPU:0"])).wrap_optimizer(keras.optimizers.SGD()).name
+            'sgd'
+        """
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise ConfigurationError(
+                message("wrap_optimizer takes a Keras optimizer.", type=type(optimizer).__name__)
+            )
+        if getattr(optimizer, "_tfrep_is_wrapped", False):
+            raise ConfigurationError(
+                message("The optimizer is wrapped already.", hint="wrap it once.", optimizer=optimizer.name)
+            )
+        # Under the strategies of this package every optimizer aggregates; what is left is to notice mistakes.
+        optimizer._tfrep_is_wrapped = True
+        return optimizer
+
+    def run(self, step_fn: StepFn, input_fn: InputFn | None = None, *, steps: int = 1) -> Any:
+        """Runs one step, or several, on every replica.
+
+        Args:
+            step_fn: Called as `step_fn(batch)`, or `step_fn()` without an `input_fn`; compiled once. Returns a nest of
+                tensors.
+            input_fn: Called once for each pipeline, as `input_fn(input_context)` or `input_fn()`; returns a
+                `tf.data.Dataset` of batches of one replica, or a callable that gives such a batch whenever it is called.
+                The iterator is kept from one `run` to the next.
+            steps: How many steps to run in this one call.
+
+        Returns:
+            What `step_fn` returned on each replica of this process in the last step; see `local_results` and `reduce`.
+
+        Raises:
+            ConfigurationError: after `shutdown`, for a step that returns something that is no tensor, or fewer than one
+                step.
+            tf.errors.OutOfRangeError: at the end of the data.
+
+        Example:
+            >>> repl = Replicator(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))
+            >>> float(repl.reduce(repl.run(lambda: tf.constant(2.0)), "sum"))
+            4.0
+        """
+        self._check_alive()
+        if steps < 1:
+            raise ConfigurationError(message("At least one step is needed.", steps=steps))
+        key = step_fn, input_fn, steps
+        if key not in self._compiled:
+            self._compiled[key] = tf.function(self._program(step_fn, self._input(input_fn), steps), autograph=False)
+        with self.context():
+            source = self._input(input_fn)
+            return self._compiled[key](*([] if source is None or callable(source) else [source]))
+
+    def reduce(self, value: Any, op: str = "mean") -> Any:
+        """Reduces what `run` returned over all replicas.
+
+        Args:
+            value: A nest of per-replica tensors.
+            op: As for `tfrep.all_reduce`.
+
+        Returns:
+            A nest of tensors, equal in every process.
+
+        Example:
+            >>> repl = Replicator(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))
+            >>> int(repl.reduce(repl.run(lambda: tf.constant(tfrep.replica_id())), "max"))
+            1
+        """
+        with self.context():
+            reduced = self._reduce(value, op)
+        return tf.nest.map_structure(lambda v: self.local_results(v)[0], reduced)
+
+    def _all_reduce(self, value: Any, op: str) -> Any:
+        return self.strategy.run(lambda v: collectives.all_reduce(v, op), args=(value,))
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """Returns what the replicas of this process returned: one entry for each, of a tensor that `run` gave."""
+        return self.strategy.experimental_local_results(value)
+
+    # How a step is built.
+
+    def _program(self, step_fn: StepFn, source: Any, steps: int) -> Callable[..., Any]:
+        strategy = self.strategy
+
+        def one_step(*iterator: Any) -> Any:
+            if source is None:
+                return strategy.run(self._checked(step_fn))
+            batch = source() if callable(source) else next(iterator[0])
+            return strategy.run(self._checked(step_fn), args=(batch,))
+
+        def program(*iterator: Any) -> Any:
+            if steps > 1:
+
+                def body(i: tf.Tensor) -> tuple[tf.Tensor]:
+                    one_step(*iterator)
+                    return (i + 1,)
+
+                first = tf.while_loop(lambda i: i < steps - 1, body, (tf.constant(0),), parallel_iterations=1)
+                with tf.control_dependencies(list(first)):
+                    return one_step(*iterator)
+            return one_step(*iterator)
+
+        return program
+
+    @staticmethod
+    def _checked(step_fn: StepFn) -> StepFn:
+        def step(*inputs: Any) -> Any:
+            result = step_fn(*inputs)
+            for leaf in tf.nest.flatten(result):
+                if leaf is not None and not tf.is_tensor(leaf) and not isinstance(leaf, (tf.Variable, keras.Variable)):
+                    raise ConfigurationError(
+                        message(
+                            f"The step returned something that is no tensor on replica {collectives.replica_id()}.",
+                            hint="return tensors, or a nest of them.",
+                            returned=leaf,
+                        )
+                    )
+            return result
+
+        return step
+
+    # What a step reads.
+
+    def _input(self, input_fn: InputFn | None) -> Any:
+        if input_fn is not None and input_fn not in self._inputs:
+            with self.context():
+                self._inputs[input_fn] = self._make_input(input_fn)
+        return self._inputs.get(input_fn)
+
+    def _make_input(self, input_fn: InputFn) -> Any:
+        return make_input(self.strategy, self.input_replication_mode, input_fn)
+
+    def _check_alive(self) -> None:
+        if self._is_shut_down:
+            raise ConfigurationError("The replicator was shut down.\nHint: make a new one.")

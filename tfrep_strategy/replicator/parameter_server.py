@@ -1,0 +1,65 @@
+"""Steps on the workers of a parameter-server strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.collectives.spread_work import reduce_nests
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.replicator.inputs import InputFn, call_input
+from tfrep_strategy.replicator.loop import Replicator, StepFn
+from tfrep_strategy.strategies.parameter_server import ParameterServerStrategy
+
+
+class ParameterServerReplicator(Replicator):
+    """Workers that run steps without waiting for each other, on variables that live on parameter servers.
+
+    `run` hands `steps` steps to whichever workers are free, waits for all of them, and returns one result for each step, in
+    order. Collectives cannot be called in a step, and gradients are not aggregated: every step updates by itself.
+
+    Args:
+        strategy: A parameter-server strategy; made in the coordinator. Default: `tfrep.ParameterServerStrategy()`.
+
+    Raises:
+        ConfigurationError: for another strategy.
+    """
+
+    def __init__(self, strategy: tf.distribute.ParameterServerStrategy | None = None) -> None:
+        strategy = ParameterServerStrategy() if strategy is None else strategy
+        if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
+            raise ConfigurationError(message("A parameter-server strategy is needed.", type=type(strategy).__name__))
+        super().__init__(strategy)
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+
+    def init(self) -> None:
+        """Nothing has to be waited for."""
+        self._check_alive()
+
+    def run(self, step_fn: StepFn, input_fn: InputFn | None = None, *, steps: int = 1) -> Any:
+        """Runs `steps` steps, each on one worker, and returns their results in a list; see `Replicator.run`."""
+        self._check_alive()
+        if steps < 1:
+            raise ConfigurationError(message("At least one step is needed.", steps=steps))
+        key = step_fn, input_fn
+        if key not in self._compiled:
+            self._compiled[key] = tf.function(self._program(step_fn, self._input(input_fn), 1), autograph=False)
+        source = self._input(input_fn)
+        with self.context():
+            scheduled = [
+                self._coordinator.schedule(self._compiled[key], args=() if source is None else (source,))
+                for _ in range(steps)
+            ]
+        self._coordinator.join()
+        return [each.fetch() for each in scheduled]
+
+    def reduce(self, value: Any, op: str = "mean") -> Any:
+        """Reduces the results of the steps of one `run`."""
+        return reduce_nests(value, op)
+
+    def _make_input(self, input_fn: InputFn) -> Any:
+        made = self._coordinator.create_per_worker_dataset(
+            lambda: self.strategy.distribute_datasets_from_function(lambda ctx: call_input(input_fn, ctx))
+        )
+        return iter(made)
