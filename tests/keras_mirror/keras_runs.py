@@ -72,7 +72,7 @@ def _run_once(variant: str, size: int, tests: Sequence[str], skip: int, folder: 
     """Runs all tests but the first `skip`; returns whether the last one was reached."""
     environ = inherited_environ() | {
         "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path]),
+        "PYTHONDONTWRITEBYTECODE": "1", "TF_NUM_INTRAOP_THREADS": "1", "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path]),
         "TFREP_MIRROR_VARIANT": variant, "TFREP_MIRROR_SIZE": str(size), "TFREP_MIRROR_SKIP": str(skip),
         "TFREP_MIRROR_FOLDER": str(folder)}  # fmt: skip
     command = [sys.executable, "-m", "pytest", *_OPTIONS, *[str(KERAS / test) for test in tests]]

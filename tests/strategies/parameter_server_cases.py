@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pandas as pd
 import pytest
 import tensorflow as tf
 
@@ -57,19 +58,20 @@ class _Rows(keras.metrics.Metric):
         return self.rows
 
 
-@pytest.mark.parametrize("kind", ["arrays", "dataset", "unknown length", "generator"])
+@pytest.mark.parametrize("kind", ["arrays", "data frames", "dataset", "unknown length", "generator"])
 def test_every_example_is_seen_once_per_epoch(strategy: Any, kind: str) -> None:
     x, y = _data(205)
     model = _model(strategy, metrics=[_Rows()])
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
     source = {
         "arrays": x,
+        "data frames": pd.DataFrame(x),
         "dataset": dataset,
         "unknown length": dataset.filter(lambda *_: True),
         "generator": ((x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, 205, BATCH)),
     }[kind]
     epochs = 1 if kind == "generator" else 3
-    arrays = {"y": y, "batch_size": BATCH} if kind == "arrays" else {}
+    arrays = {"y": y, "batch_size": BATCH} if kind in ("arrays", "data frames") else {}
     history = model.fit(source, epochs=epochs, verbose=0, **arrays).history
     assert history["rows"] == [205.0] * epochs
     assert int(model.optimizer.iterations) == 21 * epochs
@@ -97,7 +99,9 @@ def test_training_reaches_what_one_device_reaches(strategy: Any) -> None:
     assert model.evaluate(x, y, verbose=0)[0] < 0.01
 
 
-def test_evaluate_is_exact_also_with_metrics_that_are_not_means(strategy: Any) -> None:
+def test_evaluate_is_spread_and_exact_also_with_metrics_that_are_not_means(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, y = _data(205)
     y = (y > 0).astype("float32")
     metrics = lambda: [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]  # noqa: E731
@@ -105,8 +109,14 @@ def test_evaluate_is_exact_also_with_metrics_that_are_not_means(strategy: Any) -
     single = _single_device(model)
     single.compile("sgd", "mse", metrics=metrics())
     expected = single.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
+    workers, schedule = [], strategy.step_runner.schedule
+    monkeypatch.setattr(strategy.step_runner, "schedule", lambda *step: workers.append(schedule(*step)) or workers[-1])
     result = model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
     assert result == pytest.approx(expected, rel=1e-5)
+    assert {step.worker for step in workers} == {0, 1}
+    # What a step reads of the model is its weights: the metrics cost the servers nothing.
+    ((function, *_),) = model.test_function._traced.values()
+    assert len([1 for tensor in function.captured_inputs if tensor.dtype == tf.resource]) == len(model.weights)
 
 
 def test_predict_keeps_the_order(strategy: Any) -> None:
@@ -282,6 +292,13 @@ def test_epoch_callbacks_get_numbers(strategy: Any) -> None:
     assert all(isinstance(value, float) for logs in seen for value in logs.values())
 
 
+def test_training_ends_at_once_when_the_loss_is_nan(strategy: Any) -> None:
+    x, y = _data()
+    stop = keras.callbacks.TerminateOnNaN()
+    history = _model(strategy).fit(x * np.nan, y, batch_size=2, epochs=9, verbose=0, callbacks=[stop])
+    assert history.epoch == [0]
+
+
 def test_one_bar_moves_while_the_epoch_runs(strategy: Any, capsys: Any) -> None:
     x, y = _data()
     _model(strategy).fit(x, y, batch_size=BATCH, verbose=1)
@@ -337,8 +354,18 @@ def test_a_dataset_function_that_returns_something_else(strategy: Any) -> None:
         _model(strategy).fit(tfrep.DatasetCreator(lambda context: [1, 2]), steps_per_epoch=2, verbose=0)
 
 
-def _resolver(**jobs: list[str]) -> Any:
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec(jobs), rpc_layer="grpc")
+def test_a_layer_that_talks_to_other_replicas(strategy: Any) -> None:
+    class Sums(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            return tfrep.all_sum(inputs)
+
+    with pytest.raises(ValueError, match="workers do not wait for each other, so that they cannot talk"):
+        _model(strategy, layers=(Sums(),))
+
+
+def _resolver(task_type: str | None = None, **jobs: list[str]) -> Any:
+    spec = tf.train.ClusterSpec(jobs)
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(spec, rpc_layer="grpc", task_type=task_type, task_id=0)
 
 
 @pytest.mark.parametrize(
@@ -346,6 +373,7 @@ def _resolver(**jobs: list[str]) -> Any:
     [
         ({"worker": ["127.0.0.1:1"]}, {}, "no parameter server"),
         ({"ps": ["127.0.0.1:1"]}, {}, "no worker"),
+        ({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "task_type": "evaluator"}, {}, "SidecarEvaluator"),
         ({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, {"max_in_flight": 0}, "max_in_flight"),
         ({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, {"replicas_to_aggregate": 1}, "sync"),
         (

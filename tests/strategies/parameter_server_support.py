@@ -28,15 +28,27 @@ def dense_model(optimizer=None, metrics=("mae",)):
 """
 
 
-def start(code: str, *arguments: str, folder: Path) -> subprocess.Popen[str]:
+def environ_in(folder: Path) -> dict[str, str]:
+    """The environment of a process whose temporary files are in a folder of its own."""
+    temporary = folder / "temporary"
+    temporary.mkdir(exist_ok=True)
+    own = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1", "TMPDIR": str(temporary)}
+    return os.environ | own
+
+
+def left_behind(folder: Path) -> list[str]:
+    """The temporary files of this package that are still there."""
+    return [path.name for path in (folder / "temporary").glob("tfrep-*")]
+
+
+def start(code: str, *arguments: str, folder: Path, **environ: str) -> subprocess.Popen[str]:
     """Starts a script with the prelude before it, in a process of its own."""
     script = folder / "script.py"
     script.write_text(PRELUDE + textwrap.dedent(code))
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
     return subprocess.Popen(
         [sys.executable, str(script), *arguments],
         cwd=folder,
-        env=environ,
+        env=environ_in(folder) | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -44,11 +56,12 @@ def start(code: str, *arguments: str, folder: Path) -> subprocess.Popen[str]:
 
 
 def run(code: str, *arguments: str, folder: Path, seconds: float = 200.0) -> tuple[int, str, str]:
-    """Runs a script to its end; returns its exit code, output and errors."""
+    """Runs a script to its end, after which nothing may be left; returns its exit code, output and errors."""
     process = start(code, *arguments, folder=folder)
     try:
         out, err = process.communicate(timeout=seconds)
     finally:
         process.kill()
         process.wait()
+    assert not left_behind(folder)
     return process.returncode, out, err

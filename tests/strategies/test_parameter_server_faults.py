@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from parameter_server_support import ROOT, run, start
+from parameter_server_support import environ_in, left_behind, run, start
 
 _EPOCHS = """
 x, y = data(2000)
@@ -125,9 +124,10 @@ with tfrep.local_cluster(workers=2, servers=1) as resolver:
         process.kill()
         process.communicate()
     deadline = time.monotonic() + 10
-    while _alive(pids) and time.monotonic() < deadline:
+    while (_alive(pids) or left_behind(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not _alive(pids)
+    assert not left_behind(tmp_path)
 
 
 _SCRIPT = """
@@ -144,20 +144,19 @@ print(type(model.distribute_strategy).__name__, int(model.optimizer.iterations),
 """
 
 
-def _children(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
-    return {child.pid: child for child in psutil.Process(process.pid).children(recursive=True)}
+def _found(family: list[psutil.Process], module: str) -> psutil.Process:
+    return next(process for process in family if f"launch.{module}" in " ".join(process.cmdline()))
 
 
-@pytest.mark.parametrize("victim", ["none", "server", "coordinator of the launcher"])
+@pytest.mark.parametrize("victim", ["server", "coordinator", "launcher", "nobody, but Ctrl-C"])
 def test_the_command(tmp_path: Path, victim: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT)
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
     arguments = ["run", "--strategy", "parameter-server", "--workers", "2", "--servers", "1", "--max-restarts", "1"]
     process = subprocess.Popen(
         [sys.executable, "-m", "tfrep_strategy.cli", *arguments, str(script)],
         cwd=tmp_path,
-        env=environ,
+        env=environ_in(tmp_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -167,25 +166,30 @@ def test_the_command(tmp_path: Path, victim: str) -> None:
         while not lines or not lines[-1].startswith("epoch 3"):
             lines.append(process.stdout.readline())
             assert lines[-1], process.stderr.read()[-3000:]
-        family = _children(process)
+        family = psutil.Process(process.pid).children(recursive=True)
         if victim == "server":
             # The servers are forks of one process; the last started is the parameter server.
-            host = next(child for child in family.values() if "launch.servers" in " ".join(child.cmdline()))
-            host.children()[-1].kill()
-        elif victim != "none":
-            process.send_signal(signal.SIGKILL)
+            _found(family, "servers").children()[-1].kill()
+        elif victim == "coordinator":
+            _found(family, "script").kill()
+        else:
+            process.send_signal(signal.SIGKILL if victim == "launcher" else signal.SIGINT)
         out, err = process.communicate(timeout=150)
     finally:
         process.kill()
         process.wait()
+    pids = [member.pid for member in family]
     deadline = time.monotonic() + 15
-    while _alive(list(family)) and time.monotonic() < deadline:
+    while (_alive(pids) or left_behind(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not _alive(list(family))
-    if victim in ("none", "server"):
+    assert not _alive(pids)
+    assert not left_behind(tmp_path)
+    if victim in ("server", "coordinator"):
         assert process.returncode == 0, err[-3000:]
         assert out.splitlines()[-1] == "ParameterServerStrategy 1200 True"
-        assert ("the cluster is started again" in err) == (victim == "server")
+        assert "the cluster is started again (1 of 1 left)" in err
+    else:
+        assert process.returncode == (-signal.SIGKILL if victim == "launcher" else 130)
 
 
 def test_twenty_workers_killed_in_one_training(tmp_path: Path) -> None:
@@ -226,4 +230,3 @@ with tfrep.local_cluster(workers=2, servers=1) as resolver:
     status, out, err = run(code, folder=tmp_path, seconds=280)
     assert status == 0, out + err[-3000:]
     assert out.endswith("held\n")
-

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfrep_strategy.errors import ConfigurationError, ServerLostError, message
 from tfrep_strategy.launch.child import rank_command
 from tfrep_strategy.launch.identity import free_ports, inherited_environ
 from tfrep_strategy.launch.processes import Command, Failure, deferred_signals, run_ranks
+
+if TYPE_CHECKING:
+    from tfrep_strategy.launch.cluster import LocalCluster
 
 SERVER_LOST = 75
 """Exit code of a coordinator that lost a server: with the cluster started again, it can resume from a checkpoint."""
@@ -82,8 +83,9 @@ def run_coordinator(
     kind = "module" if as_module else "script"
     with deferred_signals() as events:
         for attempt in range(options.max_restarts + 1):
-            with _restarting_cluster(options.workers, options.servers) as spec, _temporary_folder() as notes:
-                cluster = {"chief": [f"127.0.0.1:{free_ports(1)[0]}"], **spec()}
+            with _restarting_cluster(options.workers, options.servers) as servers:
+                cluster = {"chief": [f"127.0.0.1:{free_ports(1)[0]}"], **servers.spec}
+                notes = servers.log_dir
                 environ = inherited_environ() | {
                     "PYTHONUNBUFFERED": "1",
                     "TFREP_STRATEGY": "parameter-server",
@@ -105,16 +107,7 @@ def _was_lost(failure: Failure) -> bool:
 
 
 @contextlib.contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="tfrep-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _restarting_cluster(workers: int, servers: int) -> Iterator[Callable[[], dict[str, list[str]]]]:
+def _restarting_cluster(workers: int, servers: int) -> Iterator[LocalCluster]:
     """Starts a cluster whose workers are started again when they end by themselves."""
     from tfrep_strategy.launch.cluster import LocalCluster
 
@@ -132,7 +125,7 @@ def _restarting_cluster(workers: int, servers: int) -> Iterator[Callable[[], dic
 
     cluster = LocalCluster(workers, servers, on_end)
     try:
-        yield lambda: cluster.spec
+        yield cluster
     finally:
         stopping.set()
         cluster.stop()

@@ -2,7 +2,7 @@
 
 TensorFlow is imported once, before anything of it is initialised, and every server is a fork, so that a worker is back
 within a fraction of a second. The process reads its orders from a pipe; when that ends, since whoever gave the orders has
-ended or was killed, all servers are killed.
+ended or was killed, all servers are killed, and their logs removed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,7 @@ def main(arguments: list[str], own_path: list[str]) -> None:
         for pid in servers.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(log_dir, ignore_errors=True)
         os._exit(0)
 
 
@@ -89,13 +92,14 @@ def _serve(cluster: dict[str, list[str]], job: str, index: int, log: Path, paren
         os._exit(code)
 
 
-def run_server(cluster: dict[str, Any], job: str, index: int) -> None:
+def run_server(cluster: dict[str, Any], job: str, index: int, *, ends_with_coordinator: bool = False) -> None:
     """Serves as one worker or parameter server of a cluster until the process is ended.
 
     Args:
         cluster: Addresses ("host:port") by job: "worker" and "ps", and "chief" if it is known.
         job: "worker" or "ps".
         index: Which of that job's tasks this process is.
+        ends_with_coordinator: Whether the process ends, with exit code 0, when the chief has been there and is gone.
 
     Example:
         >>> run_server({"worker": ["127.0.0.1:2222"], "ps": ["127.0.0.1:2223"]}, "ps", 0)
@@ -107,4 +111,16 @@ def run_server(cluster: dict[str, Any], job: str, index: int) -> None:
     config = tf.compat.v1.ConfigProto()
     config.inter_op_parallelism_threads = max(4, len(cluster["worker"]) + 1)
     server = tf.distribute.Server(tf.train.ClusterSpec(cluster), job, index, protocol="grpc", config=config)
+    if ends_with_coordinator:
+        threading.Thread(target=_end_with, args=(cluster["chief"][0],), daemon=True).start()
     server.join()
+
+
+def _end_with(address: str) -> None:
+    from tfrep_strategy.launch.cluster import wait_until_reachable
+
+    while wait_until_reachable({"chief": address}, 60.0):
+        pass
+    while not wait_until_reachable({"chief": address}, 5.0):
+        time.sleep(1.0)
+    os._exit(0)

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import CachingVariable, ParameterServerExtended, ShardedVariable
 from tfrep_strategy.data import pack, shard
 from tfrep_strategy.environments import SlurmEnvironment
+from tfrep_strategy.environments.base import read_int
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
 from tfrep_strategy.keras_integration.partitioned import PartitionedVariable
 from tfrep_strategy.launch.cluster import wait_until_reachable
@@ -30,7 +31,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     Args:
         cluster_resolver: Says where the workers ("worker") and servers ("ps") are. By default `TF_CONFIG` tells, or
             Slurm, where rank 0 is the coordinator, the next `TFREP_SERVERS` (1) ranks are servers, and the rest workers.
-            On a worker or server this then serves until the process is ended, so that all can run the same script.
+            On a worker or server this then serves until the process is ended (under Slurm: until the coordinator has
+            ended), so that all can run the same script.
         variable_partitioner: Says into how many parts to cut a variable along its first axis; see
             `tf.distribute.experimental.partitioners`.
         max_in_flight: No step starts before the one `max_in_flight * workers` before it has ended: a gradient is then
@@ -70,7 +72,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         resolver = _resolver_from_environment() if cluster_resolver is None else cluster_resolver
         self._jobs = _checked_jobs(resolver)
         if resolver.task_type in ("worker", "ps"):
-            run_server(resolver.cluster_spec().as_dict(), resolver.task_type, resolver.task_id)
+            cluster, under_slurm = resolver.cluster_spec().as_dict(), getattr(resolver, "from_slurm", False)
+            run_server(cluster, resolver.task_type, resolver.task_id, ends_with_coordinator=under_slurm)
             sys.exit(0)
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise ConfigurationError(
@@ -260,17 +263,15 @@ def _resolver_from_environment() -> Any:
 
 def _resolver_from_slurm() -> Any:
     environment = SlurmEnvironment()
-    servers = int(os.environ.get("TFREP_SERVERS", "1"))
-    addresses = environment.addresses or []
+    addresses, servers = environment.addresses or [], read_int("TFREP_SERVERS", default=1)
     cluster = {"chief": addresses[:1], "ps": addresses[1 : 1 + servers], "worker": addresses[1 + servers :]}
-    place = next(
-        (job, tasks.index(addresses[environment.rank]))
-        for job, tasks in cluster.items()
-        if addresses[environment.rank] in tasks
-    )
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+    own = addresses[environment.rank]
+    job = next(job for job, tasks in cluster.items() if own in tasks)
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({job: tasks for job, tasks in cluster.items() if tasks}),
         rpc_layer="grpc",
-        task_type=place[0],
-        task_id=place[1],
+        task_type=job,
+        task_id=cluster[job].index(own),
     )
+    resolver.from_slurm = True
+    return resolver
