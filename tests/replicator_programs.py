@@ -94,7 +94,9 @@ def reinforcement_learning(repl):
         return tfrep.all_gather(reward[:1])
 
     first = repl.local_results(repl.run(step_fn, input_fn))[0].numpy()
-    assert first.shape == (repl.num_replicas_in_sync,)
+    np.testing.assert_array_equal(first, np.zeros(repl.num_replicas_in_sync))
+    third = repl.local_results(repl.run(step_fn, input_fn, steps=2))[0].numpy()
+    np.testing.assert_array_equal(third, np.full(repl.num_replicas_in_sync, 4.0))  # The third batch of each queue.
     assert all(np.isfinite(w.numpy()).all() for w in policy.weights)
     return [tf.identity(w).numpy() for w in policy.weights]
 

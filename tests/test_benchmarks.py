@@ -57,6 +57,18 @@ def test_all_reduce(tmp_path):
     assert ("times as long as" in text) == horovod_is_installed()
 
 
+def test_collectives(tmp_path):
+    results, text = _run(
+        tmp_path, "collectives", "--rounds", "2", "--times", "2", "--sizes", "40 bytes", "--primitives", "all_reduce max", "barrier"
+    )  # fmt: skip
+    assert set(results) == {"all_reduce max of 40 bytes", "barrier of 40 bytes"}
+    for summary in results.values():
+        assert {"ours, tf", "TensorFlow, bare"} <= set(summary["median_ms"])
+        assert len(summary["ratios"]) == (2 if horovod_is_installed() else 1)
+        assert all(median > 0 for median in summary["median_ms"].values())
+    assert "barrier of 40 bytes" in text
+
+
 def test_ratio_is_taken_round_by_round():
     from benchmarks.report import ratio, summarize
 

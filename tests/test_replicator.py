@@ -17,7 +17,7 @@ from tfrep_strategy.replicator import kinds
 def everywhere(request, worker_pool):
     """Gives `everywhere(name, mode)`, which runs a program in every process of a strategy of two replicas."""
     if request.param in ("tf", "horovod"):
-        return lambda *args: worker_pool(request.param, 2).run(replicator_programs.run, *args, limit=100)
+        return lambda *args: worker_pool(request.param, 2).run(replicator_programs.run, *args, limit=240)
     devices = ["CPU:0", "CPU:1"][: 1 if request.param == "one" else 2]
     return lambda *args: [replicator_programs.run(tfrep.MirroredStrategy(devices), *args)]
 
@@ -100,7 +100,7 @@ def test_refuses():
     repl = _pair()
     with pytest.raises(ConfigurationError, match=r"no tensor on replica 0.*returned='loss'"):
         repl.run(lambda: {"a": tf.ones([]), "b": "loss"})
-    with pytest.raises(ConfigurationError, match="does not divide.*global_batch_size=7, num_replicas_in_sync=2"):
+    with pytest.raises(ConfigurationError, match="does not divide.*size=7, num_replicas_in_sync=2, input_pipeline_id=0"):
         repl.run(tf.reduce_sum, lambda ctx: tf.data.Dataset.range(9).batch(ctx.get_per_replica_batch_size(7)))
     with pytest.raises(ConfigurationError, match="returns a tf.data.Dataset"):
         repl.run(tf.reduce_sum, lambda: [1, 2])
@@ -130,9 +130,13 @@ def test_replicators_without_their_hardware():
         tfrep.ParameterServerReplicator(tfrep.MirroredStrategy(["CPU:0"]))
 
 
-def test_a_strategy_of_tensorflow_itself():
-    """The path that a TPU takes: `tf.distribute`'s own strategy and its two collectives."""
-    repl = tfrep.Replicator(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
+def test_a_strategy_of_tensorflow_itself(one_replica):
+    """The path that a TPU takes: `tf.distribute`'s own strategy, Keras's own aggregation, and two collectives."""
+    stock = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    _, weights = replicator_programs.run(stock, "global_batch_norm", "PER_WORKER")
+    for found, wanted in zip(weights, one_replica("global_batch_norm")[1], strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    repl = tfrep.Replicator(stock)
 
     def input_fn(ctx):
         return tf.data.Dataset.from_tensor_slices([1.0, 2.0, 3.0, 4.0]).batch(ctx.get_per_replica_batch_size(2))
@@ -143,3 +147,7 @@ def test_a_strategy_of_tensorflow_itself():
     largest, everyone = repl.run(step, input_fn)
     assert [v.numpy().tolist() for v in repl.local_results(largest)] == [[2.0], [2.0]]
     assert repl.local_results(everyone)[1].numpy().tolist() == [1.0, 2.0]
+    with pytest.raises(ConfigurationError, match="does not divide"):
+        repl.run(step, lambda ctx: tf.data.Dataset.range(4).batch(ctx.get_per_replica_batch_size(3)))
+    with pytest.raises(ConfigurationError, match="Under this strategy an input function returns a tf.data.Dataset"):
+        repl.run(step, lambda: lambda: tf.ones([1]))

@@ -21,6 +21,7 @@ from tfrep_strategy.collectives import (
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.environments import Environment, register_environment
 from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
+from tfrep_strategy.keras_integration.timed_checkpoint import TimedCheckpoint
 from tfrep_strategy.launch import launch
 from tfrep_strategy.launch.cluster import local_cluster
 from tfrep_strategy.launch.parameter_server import exit_on_server_loss
@@ -43,7 +44,7 @@ from tfrep_strategy.strategies.parameter_server import ParameterServerStrategy
 __all__ = [
     "Communicator", "DatasetCreator", "Environment", "InputContext", "InputReplicationMode", "MirroredStrategy",
     "MultiGpuReplicator", "MultiWorkerReplicator", "MultiWorkerStrategy", "ParameterServerReplicator",
-    "ParameterServerStrategy", "Replicator", "SidecarEvaluator", "TpuReplicator", "__version__", "all_gather",
+    "ParameterServerStrategy", "Replicator", "SidecarEvaluator", "TimedCheckpoint", "TpuReplicator", "__version__", "all_gather",
     "all_gather_object", "all_mean", "all_reduce", "all_sum", "all_to_all", "auto_strategy", "barrier", "broadcast",
     "broadcast_object", "exit_on_server_loss", "launch", "local_cluster", "logical_device", "map_gather",
     "map_reduce", "num_replicas", "reduce_scatter", "register_environment", "replica_id", "use_logical_cpus",

@@ -74,6 +74,8 @@ BaseResourceVariable = _private("ops.resource_variable_ops", "BaseResourceVariab
 CachingVariable = _private("distribute.ps_values", "CachingVariable")
 AggregatingVariable = _private("distribute.ps_values", "AggregatingVariable")
 anonymous_name = _private("eager.context", "anonymous_name")
+executor_scope = _private("eager.context", "executor_scope")
+new_executor = _private("eager.executor", "new_executor")
 variable_handle = _private("ops.resource_variable_ops", "_variable_handle_from_shape_and_dtype")
 CompositeTensorGradient = _private("framework.composite_tensor_gradient", "CompositeTensorGradient")
 

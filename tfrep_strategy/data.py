@@ -53,11 +53,16 @@ def cut(batch: Any, num_parts: int, index: int) -> Any:
         if isinstance(leaf, tf.SparseTensor):
             start, stop = _bounds(leaf.dense_shape[0], num_parts, index)
             rest = leaf.dense_shape[1:]
-            return tf.sparse.slice(
+            part = tf.sparse.slice(
                 leaf,
                 tf.concat([[start], tf.zeros_like(rest)], 0),
                 tf.concat([[stop - start], rest], 0),
             )
+            if leaf.shape.rank is None:
+                return part
+            # TensorFlow forgets the dimensions that are known.
+            known = [part.dense_shape[i] if size is None else size for i, size in enumerate([None, *leaf.shape[1:]])]
+            return tf.SparseTensor(part.indices, part.values, tf.stack(known))
         if isinstance(leaf, tf.RaggedTensor):
             start, stop = _bounds(leaf.nrows(), num_parts, index)
             return leaf[start:stop]

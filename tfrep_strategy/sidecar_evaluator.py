@@ -21,8 +21,9 @@ class SidecarEvaluator:
     """Waits for checkpoints, and evaluates each new one.
 
     The training writes them with `keras.callbacks.ModelCheckpoint(..., "ckpt-{epoch}.weights.h5", save_weights_only=True)`,
-    or as whole models (`.keras`). When several are new, the newest is evaluated. It stops after the checkpoint with number
-    `max_evaluations`, or after that many evaluations where the names have no number.
+    or as whole models (`.keras`). When several are new, the newest is evaluated. A name with a number is evaluated once; a
+    file without one each time that it was written again. It stops after the checkpoint with number `max_evaluations`, or
+    after that many evaluations where the names have no number.
 
     Args:
         model: A compiled model of the same architecture, outside of any strategy.
@@ -56,7 +57,9 @@ class SidecarEvaluator:
         timeout: float | None = None,
     ) -> None:
         if not getattr(model, "compiled", False):
-            raise ConfigurationError(message("The model is not compiled.", hint="call model.compile.", model=model.name))
+            raise ConfigurationError(
+                message("The model is not compiled.", hint="call model.compile.", model=model.name)
+            )
         for name, count in (("steps", steps), ("max_evaluations", max_evaluations)):
             if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
                 raise ConfigurationError(message(f"{name} is a whole number, at least 1.", **{name: count}))
@@ -96,23 +99,29 @@ class SidecarEvaluator:
 
     def _new_checkpoints(self) -> Iterator[tuple[Path, int | None]]:
         seen: tuple[str, int] | None = None
+        last: tuple[str, int] | None = None
         last_new = time.monotonic()
         while True:
             newest = self._newest()
-            if newest is not None and newest != seen:
+            is_new = (
+                newest is not None and newest != seen and _number(newest[0]) not in self.history.get("checkpoint", ())
+            )
+            # A file that is still being written changes between two looks.
+            if newest is not None and is_new and newest == last:
                 seen, last_new = newest, time.monotonic()
                 path = self.checkpoint_dir / newest[0]
                 yield path, _number(path.name)
-            elif self.timeout is not None and time.monotonic() - last_new > self.timeout:
+            elif not is_new and self.timeout is not None and time.monotonic() - last_new > self.timeout:
                 return
             else:
+                last = newest
                 time.sleep(self.poll_seconds)
 
     def _newest(self) -> tuple[str, int] | None:
         found = []
         if self.checkpoint_dir.is_dir():
             for path in self.checkpoint_dir.iterdir():
-                if path.name.endswith(_SUFFIXES):
+                if path.name.endswith(_SUFFIXES) and not path.name.startswith("."):
                     try:
                         found.append((_number(path.name) or 0, path.stat().st_mtime_ns, path.name))
                     except FileNotFoundError:  # Replaced or removed by the training meanwhile.
@@ -140,9 +149,7 @@ class SidecarEvaluator:
         x, y = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
         if isinstance(x, DatasetCreator):
             x = x()
-        return self.model.evaluate(
-            x, y, steps=self.steps, callbacks=self.callbacks, return_dict=True, verbose=0
-        )
+        return self.model.evaluate(x, y, steps=self.steps, callbacks=self.callbacks, return_dict=True, verbose=0)
 
 
 def _number(name: str) -> int | None:

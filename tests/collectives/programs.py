@@ -11,7 +11,7 @@ import tfrep_strategy as tfrep
 NUMBERS = ["float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32",
            "uint64", "complex64", "complex128"]  # fmt: skip
 DTYPES = [*NUMBERS, "bool", "string"]
-FEW = ["bfloat16", "float32", "int64", "bool", "string"]
+FEW = ["float32", "int64", "bool", "string"]
 DIFFERENTIABLE = ["float16", "bfloat16", "float32", "float64", "complex64"]
 OPS = ["sum", "mean", "min", "max", "product"]
 MODES = ["eager", "layer", "function", "cond", "while", "nested"]
@@ -308,16 +308,14 @@ class Centered(keras.layers.Layer):
         return x - total / tfrep.all_sum(tf.cast(tf.shape(x)[0], x.dtype))
 
 
-def weights_after_fit(strategy, gather):
+def weights_after_fit(strategy):
     """Fits a model with collectives in a layer, on batches that do not divide."""
     rng = np.random.default_rng(1)
     x, y = rng.normal(size=(37, 3)).astype("float32"), rng.normal(size=(37, 1)).astype("float32")
     with strategy.scope() if strategy else tf.name_scope("none"):
         inputs = keras.Input((3,))
         h = keras.layers.Dense(4, activation="tanh", kernel_initializer=keras.initializers.GlorotUniform(1))(inputs)
-        h = Centered()(h)
-        if gather:
-            h = Contrast()(h)
+        h = Contrast()(Centered()(h))
         model = keras.Model(inputs, keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(2))(h))
         model.compile(keras.optimizers.SGD(0.1), "mse")
         model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,44 +38,62 @@ class Outcome(NamedTuple):
     why: str
 
 
-def run(variant: str, tests: Sequence[str], limit: float) -> dict[str, Outcome]:
+def run(
+    variant: str, tests: Sequence[str], limit: float, first: int = 0, every: int = 1, without: Collection[str] = ()
+) -> dict[str, Outcome]:
     """Runs tests of Keras.
 
     Args:
         variant: "one device", or one of `VARIANTS`: two replicas, on two logical CPUs or in two processes.
         tests: Files below `keras/src`, or single tests as pytest names them.
         limit: Seconds for all of it.
+        first: The first test to run, of all in order.
+        every: Which of those that follow: 1 for all, 2 for every other one.
+        without: Tests that are left out.
 
     Returns:
         What became of each test, by pytest's name.
 
     Raises:
         TimeoutError: It took too long.
-        RuntimeError: pytest could not begin.
+        RuntimeError: pytest could not run.
     """
     size = 2 if variant in ("tf", "horovod") else 1
+    arguments = [str(KERAS / test) for test in tests] + [f"--deselect={test}" for test in without]
     outcomes: dict[str, Outcome] = {}
     deadline = time.monotonic() + limit
     finished = False
     while not finished:
         with tempfile.TemporaryDirectory(prefix="tfrep-keras-") as name:
             folder = Path(name)
-            finished = _run_once(variant, size, tests, len(outcomes), folder, deadline)
+            finished = _run_once(variant, size, arguments, (first, every, len(outcomes)), folder, deadline)
             found = _outcomes(folder, size)
             if not (found or finished):
-                raise RuntimeError("pytest could not begin:\n" + _logs(folder))
+                raise RuntimeError("pytest could not run:\n" + _logs(folder))
             outcomes.update(found)
     return outcomes
 
 
-def _run_once(variant: str, size: int, tests: Sequence[str], skip: int, folder: Path, deadline: float) -> bool:
-    """Runs all tests but the first `skip`; returns whether the last one was reached."""
+def _run_once(
+    variant: str, size: int, arguments: Sequence[str], which: tuple[int, int, int], folder: Path, deadline: float
+) -> bool:
+    """Runs some tests, `which` are `[first::every][skip:]` of all; returns whether the last one was reached."""
+    first, every, skip = map(str, which)
     environ = inherited_environ() | {
-        "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONDONTWRITEBYTECODE": "1", "TF_NUM_INTRAOP_THREADS": "1", "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path]),
-        "TFREP_MIRROR_VARIANT": variant, "TFREP_MIRROR_SIZE": str(size), "TFREP_MIRROR_SKIP": str(skip),
-        "TFREP_MIRROR_FOLDER": str(folder)}  # fmt: skip
-    command = [sys.executable, "-m", "pytest", *_OPTIONS, *[str(KERAS / test) for test in tests]]
+        "KERAS_BACKEND": "tensorflow",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "TF_NUM_INTRAOP_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path]),
+        "TFREP_MIRROR_VARIANT": variant,
+        "TFREP_MIRROR_SIZE": str(size),
+        "TFREP_MIRROR_FIRST": first,
+        "TFREP_MIRROR_EVERY": every,
+        "TFREP_MIRROR_SKIP": skip,
+        "TFREP_MIRROR_FOLDER": str(folder),
+    }
+    command = [sys.executable, "-m", "pytest", *_OPTIONS, *arguments]
     with contextlib.ExitStack() as stack:
         who = stack.enter_context(identities(variant, size)) if size > 1 else [{}]
         processes = []
@@ -92,7 +110,7 @@ def _run_once(variant: str, size: int, tests: Sequence[str], skip: int, folder: 
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_FAREWELL_SECONDS)
-    return (folder / "0.finished").exists()
+    return all((folder / f"{rank}.finished").exists() for rank in range(size))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 
 VARIANT, RANK, SIZE = (os.environ[f"TFREP_MIRROR_{name}"] for name in ("VARIANT", "RANK", "SIZE"))
-FOLDER, SKIP = Path(os.environ["TFREP_MIRROR_FOLDER"]), int(os.environ["TFREP_MIRROR_SKIP"])
+FIRST, EVERY, SKIP = (int(os.environ[f"TFREP_MIRROR_{name}"]) for name in ("FIRST", "EVERY", "SKIP"))
+FOLDER = Path(os.environ["TFREP_MIRROR_FOLDER"])
+_STDERR = os.fdopen(os.dup(2), "w")  # pytest will capture the other one.
 _TEST_SECONDS = 90.0
 _PEER_SECONDS = 10.0
 """How long the others may go on once a test has failed here: they may wait for what this rank did not reach."""
@@ -38,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     strategy = make_strategy()
     if strategy is not None:
         enter_in_set_up(strategy)
-    config.pluginmanager.register(Records())
+    config.pluginmanager.register(Records(strategy))
 
 
 def make_strategy() -> Any:
@@ -70,29 +72,31 @@ def enter_in_set_up(strategy: Any) -> None:
 class Records:
     """Writes what became of each test, and waits for the other ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
         self.number = SKIP
         self.outcome, self.why = "passed", ""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        del items[:SKIP]
+        items[:] = items[FIRST::EVERY][SKIP:]
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self.outcome, self.why = "passed", ""
         (FOLDER / f"{self.number}.{RANK}.begun").write_text(item.nodeid, "utf-8")
-        faulthandler.dump_traceback_later(_TEST_SECONDS, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(_TEST_SECONDS, exit=True, file=_STDERR)
         result = yield
-        faulthandler.cancel_dump_traceback_later()
         unnamed = FOLDER / f"{self.number}.{RANK}.part"
         unnamed.write_text(json.dumps([self.outcome, self.why]), "utf-8")
         unnamed.rename(unnamed.with_suffix(".ended"))
         self.meet_peers()
+        faulthandler.cancel_dump_traceback_later()
         self.number += 1
         return result
 
-    def pytest_sessionfinish(self) -> None:
-        (FOLDER / f"{RANK}.finished").touch()
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+            (FOLDER / f"{RANK}.finished").touch()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome != "passed" and self.outcome != "failed":
@@ -110,3 +114,8 @@ class Records:
                 time.sleep(0.002)
             if json.loads(ended.read_text("utf-8"))[0] != self.outcome:
                 os._exit(1)  # The ranks may be at different places now.
+        if self.outcome == "failed" and int(SIZE) > 1:
+            try:
+                self.strategy.barrier()
+            except Exception:
+                os._exit(1)  # They cannot talk any more.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -264,6 +265,17 @@ def test_saving_and_checkpoints(strategy: Any, tmp_path: Any) -> None:
     assert any("tfevents" in file.name for file in (tmp_path / "logs").rglob("*"))
 
 
+def test_checkpoints_by_the_clock(strategy: Any, tmp_path: Any) -> None:
+    x, y = _data()
+    model = _model(strategy)
+    seen: list[int] = []
+    save = tfrep.TimedCheckpoint(tmp_path / "ckpt-{epoch}.weights.h5", minutes=1e-6)
+    look = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(len(os.listdir(tmp_path))))
+    model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[save, look])
+    assert seen == [1, 2]
+    _single_device(model).load_weights(tmp_path / "ckpt-2.weights.h5")
+
+
 class _AtBatch(keras.callbacks.Callback):
     calls = 0
 
@@ -325,7 +337,9 @@ def test_data_that_ends_early_warns_and_counts_what_there_was(strategy: Any) -> 
 
 def test_an_error_on_a_worker_names_it(strategy: Any) -> None:
     def dataset_fn(context: Any) -> tf.data.Dataset:
-        bad = tf.data.Dataset.range(100).map(lambda i: tf.debugging.check_numerics(1.0 / tf.cast(7 - i, "float32"), "!"))
+        bad = tf.data.Dataset.range(100).map(
+            lambda i: tf.debugging.check_numerics(1.0 / tf.cast(7 - i, "float32"), "!")
+        )
         return bad.map(lambda v: (tf.fill([BATCH, 4], v), tf.zeros([BATCH, 1])))
 
     model = _model(strategy)

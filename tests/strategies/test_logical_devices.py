@@ -116,7 +116,7 @@ def test_bad_input():
         with tfrep.logical_device(-1):
             return tf.ones([])
 
-    with pytest.raises(ConfigurationError, match="logical_device=-1"):
+    with pytest.raises(ConfigurationError, match="logical_device=-1, replica=0"):
         strategy.run(tf.function(step))
     with tfrep.logical_device(0):
         assert float(tf.ones([])) == 1.0

@@ -12,7 +12,7 @@ from parameter_server_support import start
 from tfrep_strategy.launch.identity import free_ports
 
 _SCRIPT = """
-strategy = tfrep.ParameterServerStrategy()
+strategy = tfrep.ParameterServerStrategy(connect_timeout=100)  # Several imports at once take a while.
 with strategy.scope():
     model = dense_model()
 model.fit(*data(), batch_size=32, verbose=0)
@@ -40,7 +40,7 @@ def test_one_script_on_all_tasks(tmp_path: Path, tasks: object) -> None:
             folder = tmp_path / str(index)
             folder.mkdir()
             processes.append(start(_SCRIPT, folder=folder, **environ))
-        out, err = processes[0].communicate(timeout=120)
+        out, err = processes[0].communicate(timeout=200)
         assert processes[0].returncode == 0, err[-3000:]
         assert out == "steps 20\n"
         for server in processes[1:]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -168,8 +169,10 @@ def test_the_command(tmp_path: Path, victim: str) -> None:
             assert lines[-1], process.stderr.read()[-3000:]
         family = psutil.Process(process.pid).children(recursive=True)
         if victim == "server":
-            # The servers are forks of one process; the last started is the parameter server.
-            _found(family, "servers").children()[-1].kill()
+            # The servers are forks of one process, each with a log of its own.
+            next(
+                p for p in _found(family, "servers").children() if "ps0.log" in os.readlink(f"/proc/{p.pid}/fd/1")
+            ).kill()
         elif victim == "coordinator":
             _found(family, "script").kill()
         else:

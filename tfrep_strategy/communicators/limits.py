@@ -31,3 +31,13 @@ def timeout_seconds() -> float:
     if not 0 < seconds < math.inf:
         raise ConfigurationError(message("TFREP_TIMEOUT is no positive number of seconds.", TFREP_TIMEOUT=given))
     return seconds
+
+
+def is_debugging() -> bool:
+    """Returns whether `TFREP_DEBUG` asks for every collective to be checked before it is called.
+
+    Example:
+        >>> is_debugging()
+        False
+    """
+    return os.environ.get("TFREP_DEBUG", "0") not in ("", "0")

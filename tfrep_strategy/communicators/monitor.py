@@ -7,7 +7,6 @@ import collections
 import contextlib
 import itertools
 import logging
-import os
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from tfrep_strategy.communicators.connecting import connect, own_hosts
 from tfrep_strategy.communicators.ended import Ended, PeerLostError, lost
 from tfrep_strategy.communicators.forking import close_in_children
 from tfrep_strategy.communicators.hub import Hub
-from tfrep_strategy.communicators.limits import timeout_seconds
+from tfrep_strategy.communicators.limits import is_debugging, timeout_seconds
 from tfrep_strategy.errors import DesyncError, PeerError, message
 
 _log = logging.getLogger(__name__)
@@ -110,8 +109,7 @@ class PeerMonitor:
         if communicator.rank == 0:
             addresses = ["127.0.0.1"]
         connection = connect(addresses, port, key, communicator.rank)
-        debug = os.environ.get("TFREP_DEBUG", "0") not in ("", "0")
-        answers = communicator.all_gather_object((connection is not None, debug))
+        answers = communicator.all_gather_object((connection is not None, is_debugging()))
         unreachable = [rank for rank, (reached, _) in enumerate(answers) if not reached]
         if connection is not None and not unreachable:
             return cls(connection, communicator, hub, any(debugs for _, debugs in answers))

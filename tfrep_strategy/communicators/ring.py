@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, uncarry
-from tfrep_strategy.communicators.limits import timeout_seconds
+from tfrep_strategy.communicators.limits import is_debugging, timeout_seconds
 from tfrep_strategy.communicators.naming import in_nested_graph, structural_name
 from tfrep_strategy.communicators.order import Order
 
@@ -43,7 +43,9 @@ class RingCommunicator(Communicator):
         self.rank, self.size = rank, size
         self._device, self._group_key, self._group_name, self._place = device, group_key, group_name, place
         self._functions: dict[Any, Any] = {}
-        self._timeout = timeout_seconds()
+        # TensorFlow lets two threads sleep for every collective until its time limit is over, however soon it has finished:
+        # thousands in a fast training loop. Between processes the peer monitor keeps the limit.
+        self._timeout = timeout_seconds() if is_debugging() else 0.0
         self._hint = "nccl" if "GPU" in device else "ring"
         self._order = Order(f"tfrep_collective_order_{group_key}_{rank}", device)
 

@@ -1,28 +1,33 @@
-"""Callbacks that decide alike on every process, and write on the chief alone."""
+"""Callbacks that decide alike on every process, and write each file once."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
-from tfrep_strategy.keras_integration.saving import already_coordinated
+from tfrep_strategy.keras_integration.saving import failing_together, written_once
 from tfrep_strategy.keras_integration.trainer import strategy_of
 
 _file_utils = keras_internal("utils.file_utils")
 _is_default = keras_internal("utils.python_utils", "is_default")
 
-WRITERS = (
-    keras.callbacks.CSVLogger,
-    keras.callbacks.ProgbarLogger,
-    keras.callbacks.RemoteMonitor,
-    keras.callbacks.TensorBoard,
-)
-"""Callbacks that do nothing but write or show; only the chief keeps them."""
+_DESTINATIONS: dict[type, Callable[[Any], str]] = {
+    keras.callbacks.CSVLogger: lambda callback: os.path.abspath(callback.filename),
+    keras.callbacks.ProgbarLogger: lambda callback: "terminal",
+    keras.callbacks.RemoteMonitor: lambda callback: callback.root + callback.path,
+    keras.callbacks.TensorBoard: lambda callback: os.path.abspath(callback.log_dir),
+}
+"""Callbacks that do nothing but write or show, and where to; of those with the same destination one writes."""
+
+
+def _destination(callback: Any) -> str | None:
+    return next((where(callback) for kind, where in _DESTINATIONS.items() if isinstance(callback, kind)), None)
 
 
 @replaces(keras.callbacks.CallbackList, "__init__")
@@ -30,13 +35,15 @@ def init_callback_list(
     original: Any, self: Any, callbacks: Any = None, add_history: bool = False, add_progbar: bool = False,
     model: Any = None, **params: Any,
 ) -> None:  # fmt: skip
-    """Leaves out what only the chief does, and notes whether somebody looks at the logs of single batches."""
+    """Leaves out what another process writes, and notes whether somebody looks at the logs of single batches."""
     strategy = None if model is None else strategy_of(model)
     callbacks = list(keras.tree.flatten(callbacks)) if callbacks else []
     self._shares_batch_logs = strategy is not None and any(map(_uses_batch_logs, callbacks))
-    if strategy is not None and not strategy.is_chief:
-        callbacks = [callback for callback in callbacks if not isinstance(callback, WRITERS)]
-        add_progbar = False
+    if strategy is not None:
+        destinations = list(map(_destination, callbacks))
+        firsts = strategy.first_with(destinations)
+        callbacks = [c for c, d, first in zip(callbacks, destinations, firsts, strict=True) if first or d is None]
+        add_progbar = add_progbar and strategy.is_chief
     original(self, callbacks, add_history=add_history, add_progbar=add_progbar, model=model, **params)
 
 
@@ -95,27 +102,25 @@ def _silently(callback: Any) -> Iterator[None]:
 
 @replaces(keras.callbacks.ModelCheckpoint, "_save_model")
 def save_checkpoint(original: Any, self: Any, epoch: int, batch: int | None, logs: Any) -> None:
-    """Decides on every process whether to save, and saves on the chief."""
+    """Decides on every process whether to save, and saves where `save` would."""
     strategy = strategy_of(self.model)
     if strategy is None:
         return original(self, epoch, batch, logs)
-    strategy.merge_replica_state()
-    with already_coordinated(), contextlib.nullcontext() if strategy.is_chief else _silently(self):
+    with written_once(strategy, self.filepath) as writes, contextlib.nullcontext() if writes else _silently(self):
         original(self, epoch, batch, logs)
-    return strategy.barrier()
+    return None
 
 
 @replaces(keras.callbacks.BackupAndRestore, "_save_model")
 def save_backup(original: Any, self: Any) -> None:
-    """Backs up on the chief."""
+    """Backs up where `save` would."""
     strategy = strategy_of(self.model)
     if strategy is None:
         return original(self)
-    strategy.merge_replica_state()
-    if strategy.is_chief:
-        with already_coordinated():
+    with written_once(strategy, self.backup_dir) as writes:
+        if writes:
             original(self)
-    return strategy.barrier()
+    return None
 
 
 @replaces(keras.callbacks.BackupAndRestore, "on_train_begin")
@@ -125,19 +130,20 @@ def restore_backup(original: Any, self: Any, logs: Any = None) -> None:
     strategy = strategy_of(model)
     if strategy is None:
         return original(self, logs)
-    restores, batches = False, 0
-    if strategy.is_chief:
-        restores = _file_utils.exists(self._weights_path) or _file_utils.exists(self._prev_weights_path)
-        original(self, logs)
-        batches = _batches_done(self) if restores else 0
-    found = strategy.broadcast_object((restores, model._initial_epoch, batches))
-    restores, model._initial_epoch, strategy.batches_to_skip = found
+    optimizer = model.optimizer
+    exists = _file_utils.exists(self._weights_path) or _file_utils.exists(self._prev_weights_path)
+    restores = strategy.broadcast_object(exists)
+    if restores and model.built and optimizer is not None and not optimizer.built:
+        with strategy.scope():
+            optimizer.build(model.trainable_variables)
+    strategy.synchronize_new_variables()
+    batches = 0
+    with failing_together(strategy), strategy.acting_alone():
+        if strategy.is_chief:
+            original(self, logs)
+            batches = _batches_done(self) if restores else 0
+    model._initial_epoch, strategy.batches_to_skip = strategy.broadcast_object((model._initial_epoch, batches))
     if restores:
-        optimizer = model.optimizer
-        if optimizer is not None and not optimizer.built:
-            with strategy.scope():
-                optimizer.build(model.trainable_variables)
-        strategy.synchronize_new_variables()
         strategy.broadcast_variables(model.variables + (optimizer.variables if optimizer is not None else []))
     return None
 
@@ -153,9 +159,11 @@ def _batches_done(callback: Any) -> int:
 
 @replaces(keras.callbacks.BackupAndRestore, "on_train_end")
 def remove_backup(original: Any, self: Any, logs: Any = None) -> None:
-    """Removes the backup on the chief."""
+    """Removes the backup where it was written."""
     strategy = strategy_of(self.model)
-    if strategy is None or strategy.is_chief:
-        original(self, logs)
-    if strategy is not None:
-        strategy.barrier()
+    if strategy is None:
+        return original(self, logs)
+    with written_once(strategy, self.backup_dir) as writes:
+        if writes:
+            original(self, logs)
+    return None

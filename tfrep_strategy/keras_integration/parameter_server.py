@@ -138,16 +138,16 @@ def predict_on_batch(original: Any, self: Any, x: Any) -> Any:
 # What may happen meanwhile.
 
 
-def _names_lost_servers(name: str) -> None:
+def _drives_workers(name: str) -> None:
     @replaces(_Trainer, name)
     def method(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Says that a server is gone where the coordinator itself notices it first."""
+        """Waits for no worker that hangs, and says that a server is gone where the coordinator notices it first."""
         strategy = server_strategy_of(self)
         if strategy is None:
             return original(self, *args, **kwargs)
-        with strategy.step_runner.naming_lost_servers():
+        with strategy.step_runner.driving():
             return original(self, *args, **kwargs)
 
 
 for _name in ("fit", "evaluate", "predict"):
-    _names_lost_servers(_name)
+    _drives_workers(_name)

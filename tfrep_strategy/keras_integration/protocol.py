@@ -60,6 +60,9 @@ class KerasStrategy(Protocol):
     def synchronize_new_variables(self) -> None:
         """Gives variables made since the last call the values of rank 0."""
 
+    def acting_alone(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which this process may make variables that the others do not make."""
+
     def share_random_state(self) -> None:
         """Gives the random generators of all processes rank 0's state."""
 
@@ -69,8 +72,8 @@ class KerasStrategy(Protocol):
     def all_gather_object(self, value: Any) -> list[Any]:
         """Returns every process's picklable object, in rank order."""
 
-    def is_first_with(self, value: Any) -> bool:
-        """Whether no process before this one calls this with an equal value. Every process has to call it."""
+    def first_with(self, values: Sequence[Any]) -> list[bool]:
+        """Tells of each value whether no process before this one gives it. Every process has to call it."""
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Gives these Keras variables the values of rank 0."""

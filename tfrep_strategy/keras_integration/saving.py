@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import pickle
 import sys
 import tempfile
 import threading
@@ -15,8 +16,9 @@ from typing import Any
 import filelock
 import keras
 
-from tfrep_strategy.errors import PeerError, message
+from tfrep_strategy.errors import PeerError
 from tfrep_strategy.keras_integration.patching import replaces
+from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.trainer import strategy_of
 
 _DOWNLOAD_SECONDS = 3600
@@ -33,12 +35,60 @@ _coordination = _Coordination()
 
 @contextlib.contextmanager
 def already_coordinated() -> Iterator[None]:
-    """Lets `save` write without asking the other processes, which do not call it."""
+    """Lets `save` write without asking the other processes, which may not call it."""
     before, _coordination.done = _coordination.done, True
     try:
         yield
     finally:
         _coordination.done = before
+
+
+@contextlib.contextmanager
+def failing_together(strategy: KerasStrategy) -> Iterator[None]:
+    """Makes what fails on one process fail on all, after all have come to the end of the block.
+
+    Raises:
+        Exception: The one of the first process that failed, on the others too if it can travel, else `PeerError`.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    failures = strategy.all_gather_object(None if failure is None else (repr(failure), _pickled(failure)))
+    if failure is not None:
+        raise failure
+    for rank, other in enumerate(failures):
+        if other is not None:
+            description, pickled = other
+            cause = PeerError(f"Rank {rank} failed: {description}")
+            if pickled is None:
+                raise cause
+            raise pickle.loads(pickled) from cause
+
+
+def _pickled(error: Exception) -> bytes | None:
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:
+        return None
+    return data
+
+
+@contextlib.contextmanager
+def written_once(strategy: KerasStrategy, filepath: Any) -> Iterator[bool]:
+    """Yields whether this process writes a file: of those that give the same path, the first one does.
+
+    All processes have to enter it, and leave it when the file is there.
+    """
+    strategy.synchronize_new_variables()
+    strategy.merge_replica_state()
+    is_path = isinstance(filepath, (str, os.PathLike))  # Else a file of this process.
+    is_first = strategy.first_with([os.path.abspath(os.fspath(filepath)) if is_path else None])[0]
+    # Keras makes an optimizer of its own when it first saves, to see which attributes every optimizer has.
+    with failing_together(strategy), already_coordinated(), strategy.acting_alone():
+        yield is_first or not is_path
 
 
 def _saves_together(name: str) -> None:
@@ -51,22 +101,9 @@ def _saves_together(name: str) -> None:
         strategy = strategy_of(self)
         if strategy is None or _coordination.done:
             return original(self, filepath, *args, **kwargs)
-        strategy.synchronize_new_variables()
-        strategy.merge_replica_state()
-        path = os.path.abspath(os.fspath(filepath)) if isinstance(filepath, (str, os.PathLike)) else id(filepath)
-        failure: BaseException | None = None
-        if strategy.is_first_with(path):
-            try:
-                with already_coordinated():
-                    original(self, filepath, *args, **kwargs)
-            except Exception as error:
-                failure = error
-        failures = strategy.all_gather_object(None if failure is None else repr(failure))
-        if failure is not None:
-            raise failure
-        for rank, other in enumerate(failures):
-            if other is not None:
-                raise PeerError(message(f"Rank {rank} could not save the model: {other}", filepath=str(filepath)))
+        with written_once(strategy, filepath) as writes:
+            if writes:
+                original(self, filepath, *args, **kwargs)
         return None
 
 

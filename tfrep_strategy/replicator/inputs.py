@@ -63,6 +63,7 @@ class InputContext(tf.distribute.InputContext):
                     hint=f"use a multiple of {self.num_replicas_in_sync}.",
                     global_batch_size=global_batch_size,
                     num_replicas_in_sync=self.num_replicas_in_sync,
+                    input_pipeline_id=self.input_pipeline_id,
                 )
             )
         return global_batch_size // self.num_replicas_in_sync
@@ -75,6 +76,29 @@ def call_input(input_fn: InputFn, context: Any) -> Any:
     except ValueError:  # A builtin tells nothing.
         takes_context = True
     return input_fn(context) if takes_context else input_fn()
+
+
+def per_pipeline(strategy: tf.distribute.Strategy, input_fn: InputFn) -> Any:
+    """Makes a distributed data set by TensorFlow's own means, for strategies that do not cut batches themselves.
+
+    Raises:
+        ConfigurationError: for an input function that returns no data set.
+    """
+
+    def dataset_of(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        own = InputContext(context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync)
+        made = call_input(input_fn, own)
+        if not isinstance(made, tf.data.Dataset):
+            raise ConfigurationError(
+                message(
+                    "Under this strategy an input function returns a tf.data.Dataset.",
+                    strategy=type(strategy).__name__,
+                    returned=type(made).__name__,
+                )
+            )
+        return made
+
+    return strategy.distribute_datasets_from_function(dataset_of)
 
 
 def make_input(strategy: tf.distribute.Strategy, mode: InputReplicationMode, input_fn: InputFn) -> Any:
@@ -92,7 +116,7 @@ def make_input(strategy: tf.distribute.Strategy, mode: InputReplicationMode, inp
         ConfigurationError: for an input function that returns something else.
     """
     if not isinstance(strategy, SynchronousStrategy):
-        return iter(strategy.distribute_datasets_from_function(lambda context: call_input(input_fn, context)))
+        return iter(per_pipeline(strategy, input_fn))
     extended = strategy.extended
     agreement = extended._agreement(stop_together=True)
     count, first, total = extended.num_local_replicas, extended.first_local_replica, strategy.num_replicas_in_sync

@@ -21,7 +21,7 @@ class Replicator:
     """Runs step functions on every replica of a strategy.
 
     Inside `run`, a step computes what one device would: its loss is the mean over its own batch, and an optimizer applies
-    the gradient of the mean over the batches of all replicas.
+    the gradient of the mean over the batches of all replicas. Under a strategy of TensorFlow itself its conventions hold.
 
     Args:
         strategy: Default: `tfrep.auto_strategy()`.
@@ -115,8 +115,8 @@ class Replicator:
             raise ConfigurationError(
                 message("The optimizer is wrapped already.", hint="wrap it once.", optimizer=optimizer.name)
             )
-        # Under the strategies of this package every optimizer aggregates; what is left is to notice mistakes.
         optimizer._tfrep_is_wrapped = True
+        # Under every strategy optimizers aggregate anyway; what is left is to notice mistakes.
         return optimizer
 
     def run(self, step_fn: StepFn, input_fn: InputFn | None = None, *, steps: int = 1) -> Any:

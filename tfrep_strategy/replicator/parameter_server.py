@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfrep_strategy.collectives.spread_work import reduce_nests
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.replicator.inputs import InputFn, call_input
+from tfrep_strategy.replicator.inputs import InputFn, per_pipeline
 from tfrep_strategy.replicator.loop import Replicator, StepFn
 from tfrep_strategy.strategies.parameter_server import ParameterServerStrategy
 
@@ -59,7 +59,4 @@ class ParameterServerReplicator(Replicator):
         return reduce_nests(value, op)
 
     def _make_input(self, input_fn: InputFn) -> Any:
-        made = self._coordinator.create_per_worker_dataset(
-            lambda: self.strategy.distribute_datasets_from_function(lambda ctx: call_input(input_fn, ctx))
-        )
-        return iter(made)
+        return iter(self._coordinator.create_per_worker_dataset(lambda: per_pipeline(self.strategy, input_fn)))

@@ -209,6 +209,10 @@ class SynchronousStrategy(tf.distribute.Strategy):
     def synchronize_new_variables(self) -> None:
         """Gives variables made since the last call the values of rank 0; nothing to do within one process."""
 
+    def acting_alone(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which this process may make variables that the others do not make."""
+        return contextlib.nullcontext()
+
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Gives variables the values of rank 0; nothing to do within one process."""
 
@@ -223,10 +227,11 @@ class SynchronousStrategy(tf.distribute.Strategy):
         """Returns every process's picklable object, in rank order."""
         return [value]
 
-    def is_first_with(self, value: Any) -> bool:
-        """Whether no process before this one calls this with an equal value. Every process has to call it."""
-        values = self.all_gather_object(value)
-        return values.index(value) == (self.extended.first_local_replica if len(values) > 1 else 0)
+    def first_with(self, values: Sequence[Any]) -> list[bool]:
+        """Tells of each value whether no process before this one gives it. Every process has to call it."""
+        gathered = self.all_gather_object(list(values))
+        before = gathered[: self.extended.first_local_replica] if len(gathered) > 1 else []
+        return [all(value not in others for others in before) for value in values]
 
     def barrier(self) -> None:
         """Returns when every process has called it."""

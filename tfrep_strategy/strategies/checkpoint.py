@@ -37,7 +37,7 @@ def _written_once(write: Any) -> Any:
         if strategy is None:
             return write(self, file_prefix, options)
         strategy.merge_replica_state()
-        if strategy.is_first_with(os.path.abspath(os.fspath(file_prefix))):
+        if strategy.first_with([os.path.abspath(os.fspath(file_prefix))])[0]:
             path = write(self, file_prefix, options)
             strategy.barrier()
             return path

@@ -48,8 +48,8 @@ class LogicalDevices:
             self.check(index)
         self._creating = threading.local()
 
-    def check(self, index: int) -> int:
-        """Returns a logical device's number; raises a ConfigurationError where a replica does not have it."""
+    def check(self, index: int, **details: Any) -> int:
+        """Returns a logical device's number; raises a ConfigurationError, with details, where a replica does not have it."""
         count = len(self.of_replica[0])
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < count:
             raise ConfigurationError(
@@ -57,6 +57,7 @@ class LogicalDevices:
                     f"A replica has {count} logical device(s).",
                     hint="make the strategy with devices_per_replica=...; the first device is 0.",
                     logical_device=index,
+                    **details,
                 )
             )
         return index
@@ -79,9 +80,9 @@ class LogicalDevices:
     @contextlib.contextmanager
     def for_operations(self, index: int) -> Iterator[None]:
         """Puts operations that are built inside on a logical device of the replica that builds them."""
-        index = self.check(index)
         context = tf.distribute.get_replica_context()
         replica = 0 if context is None else int(tf.get_static_value(context.replica_id_in_sync_group))
+        index = self.check(index, replica=replica)
         with tf.device(self.of_replica[replica][index]):
             yield
 
@@ -117,7 +118,7 @@ def logical_device(index: int) -> contextlib.AbstractContextManager[Any]:
         >>> def step():
         ...     with tfrep.logical_device(1):
         ...         return tf.ones([]) + 1.0
-        >>> strategy.run(tf.function(step)).device.rpartition("device:")[2]
+        >>> strategy.run(step).device.rpartition("device:")[2]
         'CPU:1'
     """
     devices = getattr(tf.distribute.get_strategy(), "logical_devices", None) or LogicalDevices([""], 1, {})

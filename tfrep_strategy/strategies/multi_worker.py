@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -126,6 +126,14 @@ class MultiWorkerStrategy(SynchronousStrategy):
             # A sum over ranks is what rank 0 holds already; its parts on the other ranks are zero.
             self._broadcast([v for v in new if v.synchronization != tf.VariableSynchronization.ON_READ
                              or v.aggregation != tf.VariableAggregation.SUM])  # fmt: skip
+
+    @contextlib.contextmanager
+    def acting_alone(self) -> Iterator[None]:
+        before, self.extended.new_variables = self.extended.new_variables, []
+        try:
+            yield
+        finally:
+            self.extended.new_variables = before
 
     def _check_equal_variables(self, variables: Sequence[Any]) -> None:
         own = [(v.name, tuple(v.shape), v.dtype.name) for v in variables]

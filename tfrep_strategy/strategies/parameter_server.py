@@ -233,7 +233,9 @@ def _checked_jobs(resolver: Any) -> dict[str, list[str]]:
     if resolver.task_type == "evaluator":
         raise ConfigurationError(
             message(
-                "An evaluator takes no part in the training.", hint="run tfrep.SidecarEvaluator there.", type="evaluator"
+                "An evaluator takes no part in the training.",
+                hint="run tfrep.SidecarEvaluator there.",
+                type="evaluator",
             )
         )
     return jobs

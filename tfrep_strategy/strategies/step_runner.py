@@ -11,7 +11,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import Closure, RemoteValueImpl, is_server_failure
+from tfrep_strategy._tensorflow import (
+    Closure,
+    RemoteValueImpl,
+    context,
+    executor_scope,
+    is_server_failure,
+    new_executor,
+)
 from tfrep_strategy.errors import ServerLostError, WorkerError, message
 
 _CHECK_SECONDS = 0.5
@@ -59,13 +66,14 @@ class _StepClosure(Closure):
         self._output_remote_value_ref = lambda: self.result
 
     def execute_on(self, worker: Any) -> None:
+        # Whoever leaves the executor that threads share by default waits for what it has sent to a worker that hangs.
+        context().executor = worker.executor
         self.result.worker = worker.worker_index
         self.result.attempts += 1
         try:
             super().execute_on(worker)
             self.result.get()
-            # What is left on the worker is given up at once, by this thread: to do so later, when the worker may hang,
-            # would hold up every thread of this process.
+            # What is left on the worker is given up at once, before the worker may hang.
             self.result._values = None
         except tf.errors.OutOfRangeError:
             # Not a failure: the steps of the other workers go on.
@@ -193,6 +201,12 @@ class StepRunner:
             if not is_server_failure(error) and not self._strategy.lost_servers():
                 raise
             raise self._server_lost() from error
+
+    @contextlib.contextmanager
+    def driving(self) -> Iterator[None]:
+        """Lets this thread run operations of its own without waiting for a worker that hangs."""
+        with self.naming_lost_servers(), executor_scope(new_executor(enable_async=False)):
+            yield
 
     @property
     def num_unfinished(self) -> int:

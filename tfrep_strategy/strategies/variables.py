@@ -12,7 +12,20 @@ from tfrep_strategy._tensorflow import MirroredVariable, SyncOnReadVariable, in_
 _creation_order = itertools.count()
 
 
-class ReplicaVariable(SyncOnReadVariable):
+class _AsNumber:
+    """Lets a scalar variable convert to Python's numbers, as plain variables do."""
+
+    def __int__(self) -> int:
+        return int(self.read_value())  # type: ignore[attr-defined]
+
+    def __float__(self) -> float:
+        return float(self.read_value())  # type: ignore[attr-defined]
+
+    def __index__(self) -> int:
+        return self.read_value().__index__()  # type: ignore[attr-defined]
+
+
+class ReplicaVariable(_AsNumber, SyncOnReadVariable):
     """An `ON_READ` variable: metric totals (`SUM`), moving statistics (`MEAN`).
 
     TensorFlow spreads what is assigned to a `SUM` variable evenly, which loses counts where they do not divide; here the
@@ -68,17 +81,8 @@ class ReplicaVariable(SyncOnReadVariable):
         return copy
 
 
-class ReplicatedVariable(MirroredVariable):
-    """An `ON_WRITE` variable with a copy on each replica; also converts to Python numbers, as plain variables do."""
-
-    def __int__(self) -> int:
-        return int(self.numpy())
-
-    def __float__(self) -> float:
-        return float(self.numpy())
-
-    def __index__(self) -> int:
-        return self.numpy().__index__()
+class ReplicatedVariable(_AsNumber, MirroredVariable):
+    """An `ON_WRITE` variable with a copy on each replica."""
 
 
 def with_our_class(variable: Any) -> Any:

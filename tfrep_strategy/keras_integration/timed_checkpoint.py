@@ -1,0 +1,77 @@
+"""A checkpoint every few minutes, for epochs that take hours."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.keras_integration.trainer import strategy_of
+
+_SUFFIX = ".weights.h5"
+
+
+class TimedCheckpoint(keras.callbacks.Callback):
+    """Saves the weights when a step begins and enough time has passed since the last time.
+
+    Under a parameter-server strategy the workers go on meanwhile: what is saved is the weights as they are read, one after
+    the other. A file is complete as soon as it has its name.
+
+    Args:
+        filepath: Where to save. It ends in ".weights.h5", and may contain "{epoch}", which is replaced by the number of
+            epochs begun.
+        minutes: How much time passes between two checkpoints.
+
+    Raises:
+        ConfigurationError: A setting cannot be used; when training begins, a strategy of several processes, whose clocks
+            would not agree.
+
+    Example:
+        >>> model.fit(x, y, callbacks=[tfrep.TimedCheckpoint("checkpoints/ckpt-{epoch}.weights.h5", minutes=10)])
+    """
+
+    supports_remote_logs = True
+
+    def __init__(self, filepath: str | os.PathLike[str], minutes: float = 10.0) -> None:
+        super().__init__()
+        if not str(filepath).endswith(_SUFFIX):
+            raise ConfigurationError(
+                message("A checkpoint holds weights.", hint=f'end its name in "{_SUFFIX}".', filepath=str(filepath))
+            )
+        if not minutes > 0:
+            raise ConfigurationError(message("Time has to pass between two checkpoints.", minutes=minutes))
+        self.filepath = str(filepath)
+        self.minutes = minutes
+        self._epoch = 0
+        self._saved_at = 0.0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        strategy = strategy_of(self.model)
+        processes = 1 if strategy is None else len(strategy.all_gather_object(None))
+        if processes > 1:
+            raise ConfigurationError(
+                message(
+                    "Processes that train together cannot save by the clock, since their clocks do not agree.",
+                    hint="use keras.callbacks.ModelCheckpoint(save_freq=...), which counts steps.",
+                    processes=processes,
+                )
+            )
+        self._saved_at = time.monotonic()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch + 1
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if time.monotonic() - self._saved_at < 60 * self.minutes:
+            return
+        path = Path(self.filepath.format(epoch=self._epoch))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # `SidecarEvaluator` passes over names that begin with a dot.
+        unfinished = path.with_name(f".{path.name}")
+        self.model.save_weights(unfinished)
+        unfinished.replace(path)
+        self._saved_at = time.monotonic()
