@@ -21,7 +21,7 @@ VARIANT, RANK, SIZE = (os.environ[f"TFREP_MIRROR_{name}"] for name in ("VARIANT"
 FIRST, EVERY, SKIP = (int(os.environ[f"TFREP_MIRROR_{name}"]) for name in ("FIRST", "EVERY", "SKIP"))
 FOLDER = Path(os.environ["TFREP_MIRROR_FOLDER"])
 _STDERR = os.fdopen(os.dup(2), "w")  # pytest will capture the other one.
-_TEST_SECONDS = 90.0
+_TEST_SECONDS = 180.0
 _PEER_SECONDS = 10.0
 """How long the others may go on once a test has failed here: they may wait for what this rank did not reach."""
 

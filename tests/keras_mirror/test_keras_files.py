@@ -17,14 +17,14 @@ ALL = os.environ.get("TFREP_KERAS_TESTS") == "all"
 FILES = {
     True: [
         "trainers/trainer_test.py",
-        "callbacks/*_test.py",
+        "callbacks/[!o]*_test.py",  # Not Orbax, which is not installed.
         "optimizers/**/*_test.py",
         "saving/*_test.py",
         "metrics/*_test.py",
     ],
     False: [
         "trainers/trainer_test.py",
-        "callbacks/*_test.py",
+        "callbacks/[!o]*_test.py",
         "optimizers/optimizer_test.py",
         "optimizers/loss_scale_optimizer_test.py",
         "saving/saving_api_test.py",
@@ -33,7 +33,8 @@ FILES = {
 }
 EVERY = {True: 1, False: 3}
 """Each variant runs every test, or every third one, beginning at another: together they run them all."""
-LIMIT = {True: 3600.0, False: 280.0}
+LIMIT = {True: 7200.0, False: 600.0}
+"""Seconds for one variant."""
 
 
 @pytest.mark.timeout(LIMIT[ALL] * 2)

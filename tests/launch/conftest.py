@@ -19,7 +19,7 @@ def marker() -> Iterator[str]:
     word = f"marker-{uuid.uuid4().hex}"
     yield word
     with contextlib.suppress(AssertionError):
-        wait_until(lambda: not alive(word), 2.0)
+        wait_until(lambda: not alive(word), 10.0)
     left = alive(word)
     for process in left:
         process.kill()

@@ -98,7 +98,9 @@ class Flow:
         def forward(*xs: tf.Tensor) -> Any:
             def gradient(*dys: tf.Tensor) -> list[tf.Tensor]:
                 totals = self._back(dys, lambda ds: self._reduce(ds, "sum"))
-                return [tf.where(tf.equal(communicator.rank, source), t, tf.zeros_like(t)) for t in totals]
+                # With a condition that is known, TensorFlow would leave the sum out on all replicas but one.
+                is_source = tf.raw_ops.PlaceholderWithDefault(input=tf.equal(communicator.rank, source), shape=[])
+                return [tf.where(is_source, t, tf.zeros_like(t)) for t in totals]
 
             return list(communicator.broadcast(list(xs), source)), gradient
 
