@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import MirroredVariable, SyncOnReadVariable, in_replica_update_context
@@ -12,8 +13,11 @@ from tfrep_strategy._tensorflow import MirroredVariable, SyncOnReadVariable, in_
 _creation_order = itertools.count()
 
 
-class _AsNumber:
-    """Lets a scalar variable convert to Python's numbers, as plain variables do."""
+class _Converts:
+    """Lets a variable convert to Python's numbers and NumPy's arrays, scalars too, as plain variables do."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.read_value().numpy(), dtype)  # type: ignore[attr-defined]
 
     def __int__(self) -> int:
         return int(self.read_value())  # type: ignore[attr-defined]
@@ -25,7 +29,7 @@ class _AsNumber:
         return self.read_value().__index__()  # type: ignore[attr-defined]
 
 
-class ReplicaVariable(_AsNumber, SyncOnReadVariable):
+class ReplicaVariable(_Converts, SyncOnReadVariable):
     """An `ON_READ` variable: metric totals (`SUM`), moving statistics (`MEAN`).
 
     TensorFlow spreads what is assigned to a `SUM` variable evenly, which loses counts where they do not divide; here the
@@ -81,7 +85,7 @@ class ReplicaVariable(_AsNumber, SyncOnReadVariable):
         return copy
 
 
-class ReplicatedVariable(_AsNumber, MirroredVariable):
+class ReplicatedVariable(_Converts, MirroredVariable):
     """An `ON_WRITE` variable with a copy on each replica."""
 
 
