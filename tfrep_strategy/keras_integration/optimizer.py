@@ -139,3 +139,12 @@ for _name in (
     "_overwrite_model_variables_with_average_value",
 ):
     _on_each_replica(_name)
+
+
+@replaces(_LossScaleOptimizer, "_tf_apply")
+def apply_scaled_on_each_replica(original: Any, self: Any, grads: Any, trainable_variables: Any = None) -> None:
+    """Applies global gradients as one device does, outside replicas too, where Keras refuses."""
+    if current_strategy() is None:
+        original(self, grads, trainable_variables=trainable_variables)
+    else:
+        self._common_apply(grads, trainable_variables=trainable_variables)
