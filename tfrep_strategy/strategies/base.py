@@ -156,13 +156,16 @@ class SynchronousStrategy(tf.distribute.Strategy):
         """
         if not self.extended.state_differs:
             return
-        moving = [
-            variable
-            for _, variable in sorted(self.extended.replica_variables.items())
+        moving = {
+            order: variable
+            for order, variable in sorted(self.extended.replica_variables.items())
             if variable.differs and variable.aggregation == tf.VariableAggregation.MEAN
-        ]
+        }
+        # Those of a model that is gone may be collected on one process, and not yet on another.
+        alive = set.intersection(*map(set, self.all_gather_object(list(moving))))
+        common = [variable for order, variable in moving.items() if order in alive]
         with self.scope():
-            for variable, mean in zip(moving, self._means(moving), strict=True):
+            for variable, mean in zip(common, self._means(common), strict=True):
                 variable.assign(mean)
         self.extended.state_differs = False
 
