@@ -6,7 +6,7 @@ Only `horovod.tensorflow` ops are used. Horovod's Keras front end does not reduc
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -105,26 +105,21 @@ class HorovodCommunicator(Communicator):
         options |= {"name": name, "ignore_name_scope": True, "process_set_id": group}
         if tf.executing_eagerly():
             return operation(tensors, **options)
-        if not in_nested_graph():
-            return self._in_graph(operation, tensors, options)
         # A function that is called twice, or the body of a loop, would have two collectives of one name under way, which
         # Horovod refuses. TensorFlow keeps operations on one resource in program order; Horovod's have none.
-        with tf.control_dependencies([self._order.mark()]):
-            result = self._in_graph(operation, tensors, options)
+        with tf.control_dependencies([self._order.mark()] if in_nested_graph() else []):
+            # Horovod's operations are not marked as having effects. One with nothing but constants to send would be run while
+            # the function is optimised; one whose result nobody uses, on this rank alone perhaps, would be left out.
+            sent = tf.nest.map_structure(self._no_constant, tensors)
+            result = tf.nest.map_structure(_opaque, operation(sent, **options))
         with tf.control_dependencies(tf.nest.flatten(result)):
             self._order.mark()
         return result
 
-    def _in_graph(self, operation: Callable[..., Any], tensors: Any, options: dict[str, Any]) -> Any:
-        # Horovod's operations are not marked as having effects. One with nothing but constants to send would be run while
-        # the function is optimised, and not with it; on this rank alone if they are constants only here.
-        first, *rest = tensors if isinstance(tensors, list) else [tensors]
-        is_scalar = first.shape.rank == 0
-        first = tf.reshape(first, tf.shape(tf.reshape(first, [1]) if is_scalar else first) + self._order.zero())
-        result = operation([first, *rest] if isinstance(tensors, list) else first, **options)
-        if not is_scalar:
-            return result
-        return [tf.reshape(result[0], []), *result[1:]] if isinstance(tensors, list) else tf.reshape(result, [])
+    def _no_constant(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns the tensor, shared and not copied, as one of whose rows TensorFlow cannot know that they are all."""
+        start = self._order.zero()
+        return tf.reshape(tensor, [1])[start] if tensor.shape.rank == 0 else tensor[start:]
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         ranks = self.check_group(ranks)
@@ -156,6 +151,11 @@ class HorovodCommunicator(Communicator):
         from horovod.tensorflow.mpi_ops import MPI_LIB
 
         return MPI_LIB
+
+
+def _opaque(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the tensor through an operation that TensorFlow's optimiser neither evaluates nor removes."""
+    return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
 
 
 def _carry_bytes(tensor: tf.Tensor) -> tf.Tensor:
