@@ -154,7 +154,7 @@ def in_mode(mode, fn, otherwise):
     if mode == "while":
 
         def loop(x):
-            first = otherwise()
+            first = tf.nest.map_structure(tf.zeros_like, fn(x))  # TensorFlow takes the rank of a loop's first value for granted.
             free = tf.nest.map_structure(lambda t: tf.TensorShape(None), first)
             return tf.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, fn(x)), (0, first), (tf.TensorShape([]), free))[1]
 

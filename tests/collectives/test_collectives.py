@@ -14,47 +14,40 @@ STRATEGIES = [("mirrored", n) for n in (1, 2, 3, 4)] + [(c, n) for c in ("tf", "
 STRATEGIES += [("alone", 1)]
 
 
-@pytest.fixture(params=STRATEGIES, ids=lambda p: f"{p[0]}-{p[1]}", scope="module")
+def checks(size):
+    """Gives what to run on a number of replicas: a name, a function, and its arguments after the strategy.
+
+    Building graphs takes most of the time: two replicas show every dtype and every mode, others a choice of them. Loops and
+    inner functions are built by the replicas apart, as branches are.
+    """
+    for mode in programs.MODES if size == 2 else ["eager", "layer", "function", "cond"]:
+        every = mode in ("eager", "layer") or (mode == "function" and size == 2)
+        yield f"forward-{mode}", programs.run_forward, (mode, programs.DTYPES if every else programs.FEW)
+        every = mode in ("eager", "function") and size == 2
+        yield f"gradients-{mode}", programs.run_gradients, (mode, programs.DIFFERENTIABLE if every else ["float32"])
+    if size > 2:
+        yield "group-eager", programs.run_forward, ("eager", programs.DTYPES, [0, 2])
+        yield "group-cond", programs.run_forward, ("cond", programs.FEW, [0, 2])
+
+
+@pytest.fixture
 def everywhere(request, worker_pool):
     """Gives `everywhere(fn, *args)`, which runs `fn(strategy, *args)` in every process of a strategy."""
     kind, size = request.param
     if kind in ("tf", "horovod"):
         pool = worker_pool(kind, size)
-        run = lambda fn, *args: pool.run(fn, *args, limit=240)  # noqa: E731
-    else:
-        strategy = tfrep.MultiWorkerStrategy() if kind == "alone" else tfrep.MirroredStrategy([f"CPU:{i}" for i in range(size)])
-        run = lambda fn, *args: [fn(strategy, *args)]  # noqa: E731
-    run.size = size
-    return run
+        return lambda fn, *args: pool.run(fn, *args, limit=240)
+    strategy = tfrep.MultiWorkerStrategy() if kind == "alone" else tfrep.MirroredStrategy([f"CPU:{i}" for i in range(size)])
+    return lambda fn, *args: [fn(strategy, *args)]
 
 
-# Building graphs takes most of the time: two replicas show every dtype and every mode, others a choice of them.
-
-
-@pytest.mark.parametrize("mode", programs.MODES)
-def test_forward(everywhere, mode):
-    _skip_what_two_replicas_show(everywhere, mode)
-    all_dtypes = mode in ("eager", "layer") or (mode == "function" and everywhere.size == 2)
-    everywhere(programs.run_forward, mode, programs.DTYPES if all_dtypes else programs.FEW)
-
-
-@pytest.mark.parametrize("mode", programs.MODES)
-def test_gradients(everywhere, mode):
-    _skip_what_two_replicas_show(everywhere, mode)
-    all_dtypes = mode in ("eager", "function") and everywhere.size == 2
-    everywhere(programs.run_gradients, mode, programs.DIFFERENTIABLE if all_dtypes else ["float32"])
-
-
-@pytest.mark.parametrize("mode", ["eager", "cond"])
-def test_groups(everywhere, mode):
-    if everywhere.size < 3:
-        pytest.skip("A part of the replicas that is no single one needs three.")
-    everywhere(programs.run_forward, mode, programs.DTYPES if mode == "eager" else programs.FEW, [0, 2])
-
-
-def _skip_what_two_replicas_show(everywhere, mode):
-    if mode in ("while", "nested") and everywhere.size != 2:
-        pytest.skip("Loops and inner functions are built by the replicas apart, as branches are.")
+@pytest.mark.parametrize(
+    ("everywhere", "check", "args"),
+    [pytest.param(s, fn, args, id=f"{s[0]}-{s[1]}-{name}") for s in STRATEGIES for name, fn, args in checks(s[1])],
+    indirect=["everywhere"],
+)
+def test_as_on_one_device(everywhere, check, args):
+    everywhere(check, *args)
 
 
 @functools.cache
@@ -62,6 +55,7 @@ def _one_device():
     return programs.weights_after_fit(None)
 
 
+@pytest.mark.parametrize("everywhere", STRATEGIES, ids=lambda s: f"{s[0]}-{s[1]}", indirect=True)
 def test_in_fit_with_uneven_batches(everywhere):
     for weights in everywhere(programs.weights_after_fit):
         for found, wanted in zip(weights, _one_device(), strict=True):
