@@ -20,13 +20,14 @@ def checks(size):
     Building graphs takes most of the time: two replicas show every dtype and every mode, others a choice of them. Loops and
     inner functions are built by the replicas apart, as branches are.
     """
-    for mode in programs.MODES if size == 2 else ["eager", "layer", "function", "cond"]:
+    for mode in {2: programs.MODES, 4: ["eager", "function"]}.get(size, ["eager", "layer", "function", "cond"]):
         every = mode in ("eager", "layer") or (mode == "function" and size == 2)
         yield f"forward-{mode}", programs.run_forward, (mode, programs.DTYPES if every else programs.FEW)
         every = mode in ("eager", "function") and size == 2
         yield f"gradients-{mode}", programs.run_gradients, (mode, programs.DIFFERENTIABLE if every else ["float32"])
     if size > 2:
         yield "group-eager", programs.run_forward, ("eager", programs.DTYPES, [0, 2])
+    if size == 3:
         yield "group-cond", programs.run_forward, ("cond", programs.FEW, [0, 2])
 
 

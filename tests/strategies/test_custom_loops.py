@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -196,15 +197,27 @@ def test_auto_shard_policy(communicator: str, tmp_path: Any, worker_pool: Any) -
     assert sorted(first) == sorted(second) == lines
 
 
-def short_on_one_rank(strategy: Any) -> int:
+def short_on_one_rank(strategy: Any, log: str) -> tuple[int, str]:
     data = strategy.distribute_datasets_from_function(
         lambda context: tf.data.Dataset.range(8 if context.input_pipeline_id == 0 else 4).batch(2)
     )
-    return len(list(data))
+    # TensorFlow writes to the process's own stderr.
+    before = os.dup(2)
+    with open(f"{log}.{strategy.rank}", "w+") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            batches = len(list(data))
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+        file.seek(0)
+        return batches, file.read()
 
 
-def test_data_that_ends_on_one_rank_ends_for_all(worker_pool: Any) -> None:
-    assert worker_pool("tf", 2).run(short_on_one_rank) == [2, 2]
+def test_data_that_ends_on_one_rank_ends_for_all(worker_pool: Any, tmp_path: Any) -> None:
+    (first, said), (second, _) = worker_pool("tf", 2).run(short_on_one_rank, str(tmp_path / "log"))
+    assert (first, second) == (2, 2)
+    assert "the data of rank [1] ended before that of the other ranks" in said
 
 
 def different_orders(strategy: Any) -> str:
