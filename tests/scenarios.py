@@ -431,6 +431,14 @@ def steps_per_execution() -> dict[str, Any]:
 
 
 @scenario
+def unrolled_steps_per_execution() -> dict[str, Any]:
+    model = dense()
+    model.compile(_O.SGD(0.05), "mse", metrics=["mae"], steps_per_execution=3)
+    model.unrolled_steps_per_execution = 3
+    return trained(model, *regression(), batch_size=4)
+
+
+@scenario
 def run_eagerly() -> dict[str, Any]:
     model = dense()
     model.compile(_O.SGD(0.05, momentum=0.9), "mse", metrics=["mae"], run_eagerly=True)

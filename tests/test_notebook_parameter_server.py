@@ -25,7 +25,7 @@ def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.read(_REPOSITORY / "notebooks" / "parameter_server.ipynb", as_version=4)
     NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     results = [cell.outputs[-1].data["text/plain"] for cell in notebook.cells if cell.source.endswith("accuracy")]
-    assert float(results[-1]) > 0.9
+    assert 0.8 < float(results[-1]) <= 1.0  # The notebook itself compares it with one device.
     deadline = time.monotonic() + 20
     while _marked(str(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -55,6 +55,9 @@ is_mirrored = _private("distribute.distribute_utils", "is_mirrored")
 regroup = _private("distribute.distribute_utils", "regroup")
 in_replica_update_context = _private("distribute.values_util", "in_replica_update_context")
 
+# Graphs of branches and loop bodies.
+BranchGraph = _private("ops.control_flow_v2_func_graphs", "ControlFlowFuncGraph")
+
 # XLA: the names of the operations that it can compile.
 xla_cpu_kernel_names = _private("util.pywrap_xla_ops", "get_cpu_kernel_names")
 xla_gpu_kernel_names = _private("util.pywrap_xla_ops", "get_gpu_kernel_names")

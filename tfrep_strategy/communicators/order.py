@@ -6,6 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy._tensorflow import BranchGraph
+
 
 class Order:
     """A resource that collectives share: TensorFlow keeps operations on one resource in program order.
@@ -28,10 +30,11 @@ class Order:
     def _in_graph(self, graph: Any) -> tf.Tensor:
         if not getattr(graph, "building_function", False):
             return self._handle
-        # The gradient of a branch or a loop body can take what the body itself has taken from around it, and nothing else.
+        # The gradient of a branch or a loop body can take what the body itself has taken from the graph around it, and
+        # nothing else. A function takes it from nowhere: branches share its trace, and not what one of them has taken.
         if hasattr(graph, "_forward_graph"):
             return self._in_graph(graph._forward_graph)
-        return graph.capture(self._in_graph(graph.outer_graph))
+        return graph.capture(self._in_graph(graph.outer_graph) if isinstance(graph, BranchGraph) else self._handle)
 
     def mark(self) -> Any:
         """Makes an operation that comes after all that was marked or ordered before, and before all that follows."""

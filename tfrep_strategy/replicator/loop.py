@@ -104,8 +104,8 @@ class Replicator:
             ConfigurationError: for something else, or when it was wrapped before.
 
         Example:
-            >>> Replicator(tfrep.MirroredStrategy(["CPU:0"])).wrap_optimizer(keras.optimizers.SGD()).name
-            'sgd'
+            >>> Replicator(tfrep.MirroredStrategy(["CPU:0"])).wrap_optimizer(keras.optimizers.SGD(name="mine")).name
+            'mine'
         """
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise ConfigurationError(
