@@ -19,54 +19,64 @@ AllGather = Callable[[tf.Tensor], tf.Tensor]
 def aggregate(
     gradients: Sequence[Gradient],
     *,
-    weight: tf.Tensor | None,
     all_reduce: AllReduce,
     all_gather: AllGather,
     bucket_bytes: int,
-    densify: bool = False,
 ) -> list[Gradient]:
-    """Sums weighed gradients over the replicas.
+    """Sums gradients over the replicas.
 
     Args:
-        gradients: This replica's gradients; None where a variable has none.
-        weight: float32 scalar that multiplies this replica's gradients, or None for a plain sum. A weight of zero makes a
-            gradient zero even where it is not finite: a replica without examples has nothing to say.
+        gradients: This replica's gradients, weighed; None where a variable has none.
         all_reduce: Sums a list of dense tensors over the replicas.
         all_gather: Concatenates tensors of different length along the first dimension, in replica order.
         bucket_bytes: Gradients are sent in groups of about this size. The last variables go first, since backward reaches
             them first, so that a bucket leaves while the next is still being computed.
-        densify: Whether to send sparse gradients (`tf.IndexedSlices`) as dense ones.
 
     Returns:
-        The global gradients, in the order given; sparse ones stay sparse unless `densify`.
+        The global gradients, in the order given; sparse ones stay sparse.
 
     Example:
         >>> one_replica = dict(all_reduce=lambda ts: ts, all_gather=lambda t: t, bucket_bytes=1 << 20)
-        >>> g = aggregate([tf.constant([2.0]), None], weight=tf.constant(0.5), **one_replica)
+        >>> g = aggregate([tf.constant([2.0]), None], **one_replica)
         >>> g[0].numpy().tolist(), g[1]
-        ([1.0], None)
+        ([2.0], None)
     """
-    if densify:
-        gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     result: list[Gradient] = [None] * len(gradients)
-    dense = [i for i, g in enumerate(gradients) if g is not None and not isinstance(g, tf.IndexedSlices)]
-    for bucket in buckets(dense, [gradients[i] for i in dense], bucket_bytes):
-        reduced = all_reduce([weighed(gradients[i], weight) for i in bucket])
-        for i, gradient in zip(bucket, reduced, strict=True):
+    tensors = [i for i, g in enumerate(gradients) if g is not None and not isinstance(g, tf.IndexedSlices)]
+    for bucket in buckets(tensors, [gradients[i] for i in tensors], bucket_bytes):
+        for i, gradient in zip(bucket, all_reduce([gradients[i] for i in bucket]), strict=True):
             result[i] = gradient
     for i, gradient in enumerate(gradients):
         if isinstance(gradient, tf.IndexedSlices):
             result[i] = tf.IndexedSlices(
-                values=all_gather(weighed(gradient.values, weight)),
+                values=all_gather(gradient.values),
                 indices=all_gather(gradient.indices),
                 dense_shape=gradient.dense_shape,
             )
     return result
 
 
-def weighed(tensor: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor:
-    """Returns `weight * tensor`, and zeros where the weight is zero."""
-    return tensor if weight is None else tf.math.multiply_no_nan(tensor, tf.cast(weight, tensor.dtype))
+def weighed(gradient: Gradient, weight: tf.Tensor | None) -> Gradient:
+    """Multiplies a gradient with a replica's share of the global batch.
+
+    Args:
+        gradient: `tf.Tensor`, `tf.IndexedSlices` or None.
+        weight: float32 scalar; None leaves the gradient as it is. A weight of zero makes a gradient zero even where it is not
+            finite: a replica without examples has nothing to say.
+
+    Returns:
+        As `gradient`.
+    """
+    if gradient is None or weight is None:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(weighed(gradient.values, weight), gradient.indices, gradient.dense_shape)
+    return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
+
+
+def dense(gradient: Gradient) -> Gradient:
+    """Returns a sparse gradient as a dense one, others as they are."""
+    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def buckets(indices: Sequence[int], tensors: Sequence[tf.Tensor], bucket_bytes: int) -> Iterator[list[int]]:

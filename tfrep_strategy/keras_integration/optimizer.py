@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy.gradients import dense, weighed
 from tfrep_strategy.keras_integration.layers import creating_partial_sums
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
 from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_step, current_strategy, replica_strategy
@@ -42,7 +43,7 @@ def _apply(original: Any, optimizer: Any, grads: Any, trainable_variables: Any) 
         return original(optimizer, grads, trainable_variables)
     share = _share_still_to_apply()
     if _accumulates_locally(optimizer, strategy):
-        own = [g if g is None or share is None else _weighed(g, share) for g in grads]
+        own = [weighed(dense(g), share) for g in grads]  # Keras collects in dense variables.
         with _applying("local"):
             return original(optimizer, own, trainable_variables)
     with _applying("global"):
@@ -74,11 +75,6 @@ def _scale_by_share(original: Any, self: Any, loss: Any) -> Any:
 
 replaces(_BaseOptimizer, "scale_loss")(_scale_by_share)
 replaces(_LossScaleOptimizer, "scale_loss")(_scale_by_share)
-
-
-def _weighed(gradient: Any, share: tf.Tensor) -> tf.Tensor:
-    gradient = tf.convert_to_tensor(gradient)
-    return tf.math.multiply_no_nan(gradient, tf.cast(share, gradient.dtype))
 
 
 def _accumulates_locally(optimizer: Any, strategy: KerasStrategy) -> bool:

@@ -19,6 +19,7 @@ from tfrep_strategy.strategies.groups import ReplicaGroup
 from tfrep_strategy.strategies.variables import ReplicaVariable, with_our_class
 
 GradientTransformer = Callable[[list[Any]], list[Any]]
+GradientAggregator = Callable[[list[Any], Communicator], list[Any]]
 
 
 class SynchronousStrategy(tf.distribute.Strategy):
@@ -27,9 +28,10 @@ class SynchronousStrategy(tf.distribute.Strategy):
     Attributes:
         gradient_transformers: Functions applied in order to the global gradients (a list in, a list out) before the
             optimizer clips or uses them, as TensorFlow 2.4's optimizers had it.
-        gradient_aggregator: Replaces the aggregation: `f(gradients, weight, strategy)` gets this replica's gradients and
-            its float32 share of the global batch (None in custom loops) and returns the global gradients.
-            `strategy.sum_over_replicas` is there to call.
+        gradient_aggregator: Replaces the aggregation: `f(gradients, communicator)` is called in every replica with its
+            gradients, weighed so that their sum over the replicas is the global gradient, and with what the replica talks
+            to the others with, and returns the global gradients.
+            The default does what `lambda gradients, communicator: communicator.all_reduce(gradients, "sum")` does.
         bucket_bytes: Gradients travel in groups of about this many bytes.
         densify_sparse_gradients: Whether `tf.IndexedSlices` travel as dense tensors.
         check_sync_every: After how many steps of `fit` to call `assert_in_sync(model)` each time; None: never.
@@ -43,7 +45,7 @@ class SynchronousStrategy(tf.distribute.Strategy):
             raise ConfigurationError(message("A bucket needs a positive size.", bucket_bytes=bucket_bytes))
         super().__init__(extended)
         self.gradient_transformers: list[GradientTransformer] = []
-        self.gradient_aggregator: Callable[..., list[Any]] | None = None
+        self.gradient_aggregator: GradientAggregator | None = None
         self.bucket_bytes = bucket_bytes
         self.densify_sparse_gradients = densify_sparse_gradients
         self.batches_to_skip = 0
@@ -99,16 +101,18 @@ class SynchronousStrategy(tf.distribute.Strategy):
         Returns:
             `sum over replicas of weight * gradient`, transformed by `gradient_transformers`.
         """
+        own = [gradients.weighed(gradient, weight) for gradient in replica_gradients]
+        if self.densify_sparse_gradients:
+            own = [gradients.dense(gradient) for gradient in own]
         if self.gradient_aggregator is not None:
-            result = list(self.gradient_aggregator(list(replica_gradients), weight, self))
+            replica = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+            result = list(self.gradient_aggregator(own, self.communicator_of(replica)))
         else:
             result = gradients.aggregate(
-                replica_gradients,
-                weight=weight,
+                own,
                 all_reduce=self.sum_over_replicas,
                 all_gather=self.gather_over_replicas,
                 bucket_bytes=self.bucket_bytes,
-                densify=self.densify_sparse_gradients,
             )
         for transform in self.gradient_transformers:
             result = list(transform(result))
