@@ -1,0 +1,52 @@
+"""How gradients are weighed, put into buckets, and sent."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+from tfrep_strategy.gradients import aggregate, buckets, dense, weighed
+
+
+def sparse(values: list[list[float]], rows: list[int]) -> tf.IndexedSlices:
+    return tf.IndexedSlices(tf.constant(values), tf.constant(rows), tf.constant([4, 2]))
+
+
+def test_a_weight_of_zero_silences_what_is_not_finite() -> None:
+    zero = tf.constant(0.0)
+    np.testing.assert_array_equal(weighed(tf.constant([np.nan, np.inf, 1.0]), zero), [0.0, 0.0, 0.0])
+    np.testing.assert_array_equal(weighed(sparse([[np.nan, 1.0]], [2]), zero).values, [[0.0, 0.0]])
+    assert weighed(None, zero) is None
+    half = weighed(tf.constant([2.0], tf.float16), tf.constant(0.5))
+    assert half.dtype == tf.float16
+    assert half.numpy() == 1.0
+
+
+def test_dense_adds_up_rows_that_occur_twice() -> None:
+    np.testing.assert_array_equal(dense(sparse([[1.0, 2.0], [3.0, 4.0]], [1, 1])), [[0, 0], [4, 6], [0, 0], [0, 0]])
+    assert dense(None) is None
+
+
+def test_buckets_are_full_go_last_first_and_have_one_dtype() -> None:
+    tensors = [tf.zeros([4]), tf.zeros([2], tf.float16), tf.zeros([4]), tf.zeros([4]), tf.zeros([2], tf.float16)]
+    assert list(buckets(range(5), tensors, bucket_bytes=32)) == [[3, 2], [4, 1], [0]]
+    assert list(buckets(range(5), tensors, bucket_bytes=1)) == [[4], [3], [2], [1], [0]]
+    assert list(buckets([], [], bucket_bytes=1)) == []
+
+
+def test_few_collectives_and_the_order_that_was_given() -> None:
+    calls = []
+
+    def doubled(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        calls.append(len(tensors))
+        return [2.0 * t for t in tensors]
+
+    gradients = [tf.constant([1.0]), None, sparse([[1.0, 2.0]], [3]), tf.constant([[5.0]])]
+    first, none, rows, last = aggregate(
+        gradients, all_reduce=doubled, all_gather=lambda t: tf.concat([t, t], 0), bucket_bytes=1 << 20
+    )
+    assert calls == [2]
+    assert none is None
+    assert (float(first[0]), float(last[0, 0])) == (2.0, 10.0)
+    np.testing.assert_array_equal(rows.indices, [3, 3])
+    np.testing.assert_array_equal(dense(rows)[3], [2.0, 4.0])
