@@ -6,6 +6,7 @@ Only `horovod.tensorflow` ops are used. Horovod's Keras front end does not reduc
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ class HorovodCommunicator(Communicator):
             ) from error
         self._hvd = hvd
         if process_set is None:
+            os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")  # Subgroups are made when somebody asks for them.
             with sockets_closed_in_children():
                 hvd.init()
             process_set = hvd.global_process_set
@@ -133,7 +135,7 @@ class HorovodCommunicator(Communicator):
                 raise ConfigurationError(
                     message(
                         "Horovod refuses new groups of ranks.",
-                        hint="set HOROVOD_DYNAMIC_PROCESS_SETS=1 before the processes start; `tfrep run` does.",
+                        hint="set HOROVOD_DYNAMIC_PROCESS_SETS=1 before `horovod.init()` is called.",
                         ranks=ranks,
                     )
                 ) from error
