@@ -55,6 +55,9 @@ is_mirrored = _private("distribute.distribute_utils", "is_mirrored")
 regroup = _private("distribute.distribute_utils", "regroup")
 in_replica_update_context = _private("distribute.values_util", "in_replica_update_context")
 
+# The graph that remembers scopes outside functions.
+default_graph_stack = _private("framework.ops", "_default_graph_stack")
+
 # Graphs of branches and loop bodies.
 BranchGraph = _private("ops.control_flow_v2_func_graphs", "ControlFlowFuncGraph")
 

@@ -35,6 +35,7 @@ from tfrep_strategy.keras_integration import (  # noqa: E402
     placement,
     saving,
     server_state,
+    session,
     trainer,
 )
 
@@ -51,5 +52,6 @@ __all__ = [
     "placement",
     "saving",
     "server_state",
+    "session",
     "trainer",
 ]

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import os
 import pickle
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import filelock
 import keras
 
 from tfrep_strategy.errors import PeerError
-from tfrep_strategy.keras_integration.patching import replaces
+from tfrep_strategy.keras_integration.patching import replace_everywhere, replaces
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.trainer import strategy_of
 
@@ -123,13 +122,4 @@ def _downloads_once(get_file: Any) -> Any:
     return get_file_once
 
 
-def _replace_everywhere(function: Any, replacement: Any) -> None:
-    """Replaces a function of Keras in every module that has imported it by name, as Keras's data sets do."""
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "keras":
-            for attribute, value in list(vars(module).items()):
-                if value is function:
-                    setattr(module, attribute, replacement)
-
-
-_replace_everywhere(keras.utils.get_file, _downloads_once(keras.utils.get_file))
+replace_everywhere(keras.utils.get_file, _downloads_once(keras.utils.get_file))
