@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import tensorflow as tf
 
-from tfrep_strategy.launch.child import StandIn
+from tfrep_strategy.launch.child import StandIn, run_strategy_scope
 
 
 def test_stand_in():
@@ -20,3 +21,14 @@ def test_stand_in():
     class Own(stand_in): ...
 
     assert Own.__mro__[1] is tf.distribute.OneDeviceStrategy
+
+
+def test_settings_that_come_too_late_are_warnings(monkeypatch):
+    tf.constant(0)  # TensorFlow runs from here on.
+    monkeypatch.setenv("TFREP_STRATEGY", "multi-worker")
+    threads = tf.config.threading.get_intra_op_parallelism_threads()
+    with run_strategy_scope(), pytest.warns(UserWarning, match="set_intra_op_parallelism_threads has no effect"):
+        tf.config.threading.set_intra_op_parallelism_threads(threads + 1)
+    with pytest.raises(RuntimeError, match="cannot be modified"):
+        tf.config.threading.set_intra_op_parallelism_threads(threads + 1)
+    assert tf.config.threading.get_intra_op_parallelism_threads() == threads

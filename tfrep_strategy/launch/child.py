@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, message
@@ -62,6 +64,8 @@ def run_strategy_scope() -> Iterator[Any]:
 
     import tfrep_strategy as tfrep
 
+    for gpu in tf.config.list_physical_devices("GPU"):  # Ranks may share them, and scripts ask for it when it is too late.
+        tf.config.experimental.set_memory_growth(gpu, True)
     if os.environ["TFREP_STRATEGY"] == "mirrored":
         _show_devices(int(os.environ["TFREP_NUM_REPLICAS"]))
     runs_on_servers = os.environ["TFREP_STRATEGY"] == "parameter-server"
@@ -80,11 +84,35 @@ def run_strategy_scope() -> Iterator[Any]:
             (tfrep, "MultiWorkerStrategy"),
             (tfrep, "auto_strategy"),
         ):
-            stock = getattr(owner, name)
-            setattr(owner, name, StandIn(stock, strategy))
-            stack.callback(setattr, owner, name, stock)
+            _put(stack, owner, name, StandIn(getattr(owner, name), strategy))
+        for owner, name in (
+            (tf.config, "set_logical_device_configuration"),
+            (tf.config, "set_visible_devices"),
+            (tf.config.experimental, "set_memory_growth"),
+            (tf.config.threading, "set_inter_op_parallelism_threads"),
+            (tf.config.threading, "set_intra_op_parallelism_threads"),
+        ):
+            _put(stack, owner, name, _warns_when_late(getattr(owner, name)))
         stack.enter_context(strategy.scope())
         yield strategy
+
+
+def _put(stack: contextlib.ExitStack, owner: Any, name: str, replacement: Any) -> None:
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, replacement)
+
+
+def _warns_when_late(setting: Callable[..., None]) -> Callable[..., None]:
+    """Lets a script go on whose settings come when the run's strategy has started TensorFlow already."""
+
+    @functools.wraps(setting)
+    def set_or_warn(*args: Any, **kwargs: Any) -> None:
+        try:
+            setting(*args, **kwargs)
+        except RuntimeError as error:
+            warnings.warn(f"tf.config: {setting.__name__} has no effect in this run. {str(error).rstrip('.')}.", stacklevel=2)
+
+    return set_or_warn
 
 
 def _show_devices(count: int) -> None:
