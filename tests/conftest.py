@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -16,6 +17,8 @@ import tfrep_strategy as tfrep  # noqa: E402
 from tfrep_strategy.launch.identity import horovod_is_installed  # noqa: E402
 
 tfrep.use_logical_cpus(4)
+gc.collect()
+gc.freeze()  # As in a worker: what is imported stays.
 
 _POOLS_ALIVE = 2  # An idle process keeps some hundred megabytes.
 

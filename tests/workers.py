@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import pickle
@@ -146,12 +147,14 @@ def main(address: str, rank: str, communicator: str) -> None:
     _answer(connection, start)
     import keras
 
+    gc.collect()
+    gc.freeze()  # What is imported stays; to look through it again and again is a large part of what a small test costs.
     with contextlib.suppress(EOFError, OSError):
         while True:
             request = connection.recv_bytes()
 
             def work(request: bytes = request) -> Any:
-                keras.utils.clear_session()  # Names of layers count from one again, on every rank.
+                keras.utils.clear_session(free_memory=False)  # Names of layers count from one again, on every rank.
                 fn, args = pickle.loads(request)
                 return fn(state["strategy"], *args)
 

@@ -44,7 +44,7 @@ class Ended:
         return " without a word" if self.lost else f" with {self.error}" if self.error else ""
 
     def __str__(self) -> str:
-        return f"Rank {self.rank} ended {time.monotonic() - self.when:.1f} seconds ago{self.how}."
+        return f"Rank {self.rank} ended {time.monotonic() - self.when:.1f} seconds ago{self.how.rstrip('.')}."
 
 
 def lost(ended: Ended) -> PeerLostError:
