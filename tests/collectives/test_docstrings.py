@@ -27,5 +27,5 @@ def test_examples(name):
     assert tests or name in _WITHOUT_EXAMPLE
     said = []
     for test in tests:
-        doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=said.append, clear_globs=False)
+        doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(test, out=said.append, clear_globs=False)
     assert not said, "".join(said)
