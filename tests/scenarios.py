@@ -474,6 +474,34 @@ def fewer_rows_than_replicas() -> dict[str, Any]:
 
 
 @scenario
+def convolutions_of_no_rows() -> dict[str, Any]:
+    model = keras.Sequential(
+        [
+            keras.Input((6, 6, 2)),
+            layers.Conv2D(4, 2, kernel_initializer=init(1)),
+            layers.BatchNormalization(synchronized=True, momentum=0.5),
+            layers.DepthwiseConv2D(2, depth_multiplier=2, activation="tanh", depthwise_initializer=init(2)),
+            layers.SeparableConv2D(3, 2, depthwise_initializer=init(3), pointwise_initializer=init(4)),
+            layers.Conv2DTranspose(2, 2, kernel_initializer=init(5)),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(1, kernel_initializer=init(6)),
+        ]
+    )
+    model.compile(_O.SGD(0.02), "mse", metrics=["mae"])
+    rng = np.random.RandomState(0)
+    return trained(model, rng.randn(9, 6, 6, 2).astype("float32"), rng.randn(9, 1).astype("float32"), batch_size=4)
+
+
+@scenario
+def parts_known_to_be_empty() -> dict[str, Any]:
+    model = dense()
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    model.compile(_O.SGD(0.05), loss, metrics=["mae"])
+    weight = np.linspace(0.5, 2.0, 7).astype("float32")
+    return trained(model, *regression(7), batch_size=1, sample_weight=weight)
+
+
+@scenario
 def a_single_row() -> dict[str, Any]:
     model = dense()
     model.compile(_O.SGD(0.05), "mse", metrics=["mae"])

@@ -25,6 +25,7 @@ if keras.backend.backend() != "tensorflow":
 from tfrep_strategy.keras_integration import (  # noqa: E402
     batch_callbacks,
     callbacks,
+    convolutions,
     dataset_creator,
     layers,
     losses,
@@ -42,6 +43,7 @@ from tfrep_strategy.keras_integration import (  # noqa: E402
 __all__ = [
     "batch_callbacks",
     "callbacks",
+    "convolutions",
     "dataset_creator",
     "layers",
     "losses",

@@ -38,8 +38,6 @@ def reduce_values(
     if strategy is None or strategy.num_replicas_in_sync == 1 or reduction in (None, "none") or not len(values.shape):
         return original(values, sample_weight, reduction)
     total = ops.sum(values)
-    if 0 in values.shape:  # A replica that is known to have no examples; Keras would not even reduce them.
-        return total
     weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
     if reduction == "sum":
         # The gradient will be multiplied by the share, which a sum is free of.
@@ -49,6 +47,8 @@ def reduce_values(
         divisor = strategy.sum_over_replicas([ops.cast(divisor, total.dtype)])[0]
         mean = ops.divide_no_nan(total, divisor)
         return mean if step is None else ops.divide_no_nan(mean, ops.cast(step.share, mean.dtype))
+    if 0 in values.shape:  # A replica that is known to have no examples; Keras would not even reduce them.
+        return total
     return original(values, sample_weight, reduction)
 
 
