@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
@@ -47,7 +46,6 @@ class WorkerPool:
         self.communicator, self.size = communicator, size
         self._stack = contextlib.ExitStack()
         self._connections: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
 
     def run(self, fn: Callable[..., Any], *args: Any, limit: float = 60.0) -> list[Any]:
         """Calls `fn(strategy, *args)` on every rank at once.
@@ -69,16 +67,13 @@ class WorkerPool:
         if module.__name__ != "__main__":
             cloudpickle.register_pickle_by_value(module)
         request = cloudpickle.dumps((fn, args))
-        self._signal(signal.SIGCONT)
         for connection in self._connections:
             connection.send_bytes(request)
-        results = self._collect(limit)
-        self._signal(signal.SIGSTOP)
-        return results
+        return self._collect(limit)
 
     def close(self) -> None:
         """Ends the processes."""
-        self._connections, self._processes = [], []
+        self._connections = []
         self._stack.close()
 
     def __enter__(self) -> WorkerPool:
@@ -96,7 +91,6 @@ class WorkerPool:
             command = [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), listener.address, str(rank), self.communicator]
             with open(self._logs[rank], "wb") as log:
                 process = subprocess.Popen(command, env=environ | own, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            self._processes.append(process)
             self._stack.callback(_end, process)
         accepted: dict[int, Connection] = {}
         while len(accepted) < self.size:  # A worker connects before it imports anything that could fail.
@@ -128,11 +122,6 @@ class WorkerPool:
         report += [f"Rank {rank} did not finish. Its log:\n{self._log(rank)}" for rank in sorted(waiting.values())]
         self.close()
         raise WorkerFailure(f"{self.communicator}, {self.size} processes\n" + "\n".join(report))
-
-    def _signal(self, number: signal.Signals) -> None:
-        """Wakes the processes, or puts them to sleep: Horovod's ask each other for news all the time, an eighth of a core each."""
-        for process in self._processes if self.communicator == "horovod" else []:
-            process.send_signal(number)
 
     def _log(self, rank: int) -> str:
         return self._logs[rank].read_text("utf-8", "replace")[-2000:]
