@@ -41,8 +41,8 @@ def test_a_closure_and_its_arguments_travel(temporary_files):
     found = launch(
         lambda value, *, plus: value * factor + plus,
         (4,),
-        {"plus": 2},
         1,
+        kwargs={"plus": 2},
         communicator="tf",
         strategy=None,
         timeout=LIMIT,

@@ -21,9 +21,9 @@ from tfrep_strategy.launch.runs import Options, RunFailed, run_to_end
 def launch(
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
     num_replicas: int = 2,
     *,
+    kwargs: Mapping[str, Any] | None = None,
     communicator: str = "auto",
     strategy: str | None = "multi-worker",
     timeout: float | None = None,
@@ -36,8 +36,8 @@ def launch(
     Args:
         fn: What to call.
         args: Its positional arguments.
-        kwargs: Its keyword arguments.
         num_replicas: How many replicas take part.
+        kwargs: The function's keyword arguments.
         communicator: "horovod", "tf", or "auto": Horovod if it is installed.
         strategy: "multi-worker": one process per replica; "mirrored": one process with all replicas; `None`: one
             process per replica that has to make its own strategy.
