@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from tfrep_strategy._version import __version__
-from tfrep_strategy.errors import ConfigurationError, TfrepError
+from tfrep_strategy.errors import ConfigurationError, TfrepError, message
 
 app = typer.Typer(
     name="tfrep",
@@ -26,6 +26,15 @@ app.add_typer(horovod_app, name="horovod")
 
 _INTERRUPTED = 130
 _BAD_INPUT = 2
+
+_ON_PROCESSES = ("auto", "multi-worker")
+_IN_STEP = (*_ON_PROCESSES, "mirrored")
+_ON_SERVERS = ("parameter-server",)
+_STRATEGIES_WITH = {
+    "num_replicas": _IN_STEP, "log_dir": _IN_STEP, "communicator": _ON_PROCESSES, "hosts": _ON_PROCESSES,
+    "workers": _ON_SERVERS, "servers": _ON_SERVERS, "max_restarts": _ON_SERVERS,
+}  # fmt: skip
+"""Which strategies an option of `tfrep run` is for."""
 
 
 def main() -> None:
@@ -59,6 +68,7 @@ def _options(
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
+    context: typer.Context,
     script: Annotated[str, typer.Argument(help="The script to run.", show_default=False)],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its own arguments.")] = None,
     num_replicas: Annotated[
@@ -92,6 +102,7 @@ def run(
     own_arguments = arguments or []
     if own_arguments[:1] == ["--"]:
         del own_arguments[0]
+    _check_options(context, strategy)
     if strategy == "parameter-server":
         from tfrep_strategy.launch.parameter_server import ClusterOptions, run_coordinator
 
@@ -110,6 +121,23 @@ def run(
         raise typer.Exit(failed.failure.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
+
+
+def _check_options(context: typer.Context, strategy: str) -> None:
+    """Refuses a strategy that does not exist, and options that would mean nothing to it."""
+    known = (*_IN_STEP, *_ON_SERVERS)
+    if strategy not in known:
+        raise ConfigurationError(message("Unknown strategy.", hint=f"use {', '.join(known)}.", strategy=strategy))
+    for name, strategies in _STRATEGIES_WITH.items():
+        source = context.get_parameter_source(name)
+        if strategy not in strategies and source is not None and source.name == "COMMANDLINE":
+            raise ConfigurationError(
+                message(
+                    f"This strategy has no --{name.replace('_', '-')}.",
+                    hint=f"that is for --strategy {' or '.join(strategies)}.",
+                    strategy=strategy,
+                )
+            )
 
 
 @app.command()
