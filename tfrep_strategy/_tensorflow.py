@@ -39,8 +39,6 @@ ReplicaContext = _private("distribute.distribute_lib", "ReplicaContext")
 ValueContext = _private("distribute.distribute_lib", "ValueContext")
 ReductionToOneDevice = _private("distribute.cross_device_ops", "ReductionToOneDevice")
 NcclAllReduce = _private("distribute.cross_device_ops", "NcclAllReduce")
-reduce_non_distributed_value = _private("distribute.cross_device_ops", "reduce_non_distributed_value")
-device_resolve = _private("distribute.device_util", "resolve")
 
 # Values.
 DistributedVariable = _private("distribute.values", "DistributedVariable")
@@ -48,9 +46,7 @@ MirroredVariable = _private("distribute.values", "MirroredVariable")
 SyncOnReadVariable = _private("distribute.values", "SyncOnReadVariable")
 PerReplica = _private("distribute.values", "PerReplica")
 PerReplicaSpec = _private("distribute.values", "PerReplicaSpec")
-VARIABLE_CLASS_MAPPING = _private("distribute.distribute_utils", "VARIABLE_CLASS_MAPPING")
 VARIABLE_POLICY_MAPPING = _private("distribute.distribute_utils", "VARIABLE_POLICY_MAPPING")
-create_mirrored_variable = _private("distribute.distribute_utils", "create_mirrored_variable")
 is_mirrored = _private("distribute.distribute_utils", "is_mirrored")
 regroup = _private("distribute.distribute_utils", "regroup")
 in_replica_update_context = _private("distribute.values_util", "in_replica_update_context")
@@ -60,6 +56,10 @@ default_graph_stack = _private("framework.ops", "_default_graph_stack")
 
 # Graphs of branches and loop bodies.
 BranchGraph = _private("ops.control_flow_v2_func_graphs", "ControlFlowFuncGraph")
+
+# AutoGraph leaves the functions of this package as they are, as it does TensorFlow's own, and converts what users hand to them.
+autograph_rules = _private("autograph.core", "config")
+autograph_rules.CONVERSION_RULES = (autograph_rules.DoNotConvert("tfrep_strategy"), *autograph_rules.CONVERSION_RULES)
 
 # XLA: the names of the operations that it can compile.
 xla_cpu_kernel_names = _private("util.pywrap_xla_ops", "get_cpu_kernel_names")
@@ -71,7 +71,6 @@ auto_shard_dataset = _private("distribute.input_ops", "auto_shard_dataset")
 # Parameter servers.
 ParameterServerExtended = _private("distribute.parameter_server_strategy_v2", "ParameterServerStrategyV2Extended")
 Closure = _private("distribute.coordinator.cluster_coordinator", "Closure")
-PSUnavailableError = _private("distribute.coordinator.cluster_coordinator", "PSUnavailableError")
 is_server_failure = _private("distribute.coordinator.cluster_coordinator", "_is_ps_failure")
 RemoteValueImpl = _private("distribute.coordinator.values", "RemoteValueImpl")
 PerWorkerValues = _private("distribute.coordinator.values", "PerWorkerValues")

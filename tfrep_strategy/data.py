@@ -175,7 +175,17 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         return shards if self._as_shards else pack(shards)
 
     def get_next_as_optional(self) -> Any:
-        """Returns the next step's batch as a `tf.experimental.Optional` of `Shards`, empty at the end of the data."""
+        """Returns what `get_next` would as a `tf.experimental.Optional`, which is empty at the end of the data."""
+        optional = self._next_shards()
+        if self._as_shards:
+            return optional
+        return tf.cond(
+            optional.has_value(),
+            lambda: tf.experimental.Optional.from_value(pack(optional.get_value())),
+            lambda: tf.experimental.Optional.empty(self.element_spec),
+        )
+
+    def _next_shards(self) -> Any:
         if self._agreement is None:
             return self._iterator.get_next_as_optional()
         shards = Shards(*self._next_parts(self._agreement))
@@ -303,11 +313,24 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         return int(self.dataset.cardinality()) if self.agreement is None else int(tf.data.UNKNOWN_CARDINALITY)
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Folds `reduce_func(state, batch)` over the steps."""
+        """Folds `reduce_func(state, batch)` over the steps; a `for` loop in a `tf.function` is such a fold too."""
+        if not tf.executing_eagerly():
+            return self._reduce_in_graph(initial_state, reduce_func)
         state = initial_state
         for batch in self:
             state = reduce_func(state, batch)
         return state
+
+    def _reduce_in_graph(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        iterator: Any = iter(self)
+
+        def step(optional: Any, state: Any) -> tuple[Any, Any]:
+            state = reduce_func(state, optional.get_value())
+            return iterator.get_next_as_optional(), state
+
+        # One step after the other: each reads the next batch.
+        start = iterator.get_next_as_optional(), initial_state
+        return tf.while_loop(lambda optional, state: optional.has_value(), step, start, parallel_iterations=1)[1]
 
     def for_keras(self) -> Any:
         """Returns an iterable whose elements are `Shards`, for Keras's training loops."""

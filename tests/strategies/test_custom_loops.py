@@ -171,6 +171,16 @@ def test_datasets(worker_pool: Any) -> None:
     everywhere(check_datasets, worker_pool)
 
 
+def check_loops_in_functions(strategy: Any) -> None:
+    import loops_in_functions  # AutoGraph needs functions of a module that can be imported.
+
+    loops_in_functions.check(strategy)
+
+
+def test_loops_in_functions(worker_pool: Any) -> None:
+    everywhere(check_loops_in_functions, worker_pool)
+
+
 def file_examples(strategy: Any, folder: str, policy: str) -> list[str]:
     """Trains nothing; tells which lines this process reads from several files."""
     options = tf.data.Options()

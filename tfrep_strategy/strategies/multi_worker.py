@@ -274,6 +274,8 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
         return self._communicator.broadcast([tf.convert_to_tensor(tensor)])[0]
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> data.ReplicaDataset:
+        if self._communicator.size == 1:
+            return super()._experimental_distribute_dataset(dataset, options)
         seeds = self._communicator.all_gather_object(shuffle_seeds(dataset))
         for rank, other in enumerate(seeds):
             if other != seeds[0] or (0, 0) in other:
