@@ -14,6 +14,7 @@ import tensorflow as tf
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 AllReduce = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 AllGather = Callable[[tf.Tensor], tf.Tensor]
+_SMALL = 1024
 
 
 def aggregate(
@@ -72,6 +73,24 @@ def weighed(gradient: Gradient, weight: tf.Tensor | None) -> Gradient:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(weighed(gradient.values, weight), gradient.indices, gradient.dense_shape)
     return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
+
+
+def zero_unless(has_examples: tf.Tensor, gradients: Sequence[Gradient]) -> list[Gradient]:
+    """Makes the gradients of a replica without examples zero, whose loss is a mean over nothing.
+
+    What reaches a variable through an empty batch is zero already. Another number gets only what enters the loss after that
+    mean, such as a learned weight of a loss; to look at small dense gradients is enough, and costs nothing.
+
+    Args:
+        has_examples: bool scalar.
+        gradients: This replica's gradients.
+    """
+
+    def zeroed(gradient: Gradient) -> Gradient:
+        small = isinstance(gradient, tf.Tensor) and (gradient.shape.num_elements() or _SMALL + 1) <= _SMALL
+        return tf.where(has_examples, gradient, tf.zeros_like(gradient)) if small else gradient
+
+    return [zeroed(gradient) for gradient in gradients]
 
 
 def dense(gradient: Gradient) -> Gradient:

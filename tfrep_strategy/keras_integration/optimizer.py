@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.gradients import dense, weighed
+from tfrep_strategy.gradients import dense, weighed, zero_unless
 from tfrep_strategy.keras_integration.layers import creating_partial_sums
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
 from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_step, current_strategy, replica_strategy
@@ -41,22 +41,24 @@ def _apply(original: Any, optimizer: Any, grads: Any, trainable_variables: Any) 
     strategy = replica_strategy()
     if strategy is None or _phase.gradients is not None:
         return original(optimizer, grads, trainable_variables)
-    share = _share_still_to_apply()
+    grads, share = _to_be_weighed(optimizer, list(grads))
     if _accumulates_locally(optimizer, strategy):
         own = [weighed(dense(g), share) for g in grads]  # Keras collects in dense variables.
         with _applying("local"):
             return original(optimizer, own, trainable_variables)
     with _applying("global"):
-        return original(optimizer, strategy.aggregate_gradients(list(grads), share), trainable_variables)
+        return original(optimizer, strategy.aggregate_gradients(grads, share), trainable_variables)
 
 
-def _share_still_to_apply() -> tf.Tensor | None:
-    """Returns what the gradients have to be multiplied by, or None where their loss was."""
+def _to_be_weighed(optimizer: Any, grads: list[Any]) -> tuple[list[Any], tf.Tensor | None]:
+    """Returns the gradients and what they have to be multiplied by, which is None where their loss was."""
     step = current_step()
     if step is None:
-        return None
-    scaled, step.loss_is_scaled = step.loss_is_scaled, False
-    return None if scaled else step.share
+        return grads, None
+    if not step.scaled_losses[id(optimizer)]:
+        return grads, step.share
+    step.scaled_losses[id(optimizer)] -= 1
+    return zero_unless(step.num_examples > 0, grads), None
 
 
 def _scale_by_share(original: Any, self: Any, loss: Any) -> Any:
@@ -69,7 +71,7 @@ def _scale_by_share(original: Any, self: Any, loss: Any) -> Any:
     loss = original(self, loss)
     if step is None:
         return loss
-    step.loss_is_scaled = True
+    step.scaled_losses[id(self)] += 1
     return tf.math.multiply_no_nan(loss, tf.cast(step.share, loss.dtype))
 
 

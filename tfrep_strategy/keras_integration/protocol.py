@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
@@ -101,10 +102,15 @@ class Step:
         self.strategy = strategy
         self.num_examples = num_examples
         self.total_examples = total_examples
-        self.loss_is_scaled = False
-        """Whether the loss whose gradients come next was multiplied by the share, which they are then spared."""
+        self.scaled_losses: collections.Counter[int] = collections.Counter()
+        """By the id of an optimizer: how many losses whose gradients it will get were multiplied by the share."""
         self.share = tf.math.divide_no_nan(tf.cast(num_examples, tf.float32), tf.cast(total_examples, tf.float32))
         """float32 scalar: the part of the global batch that this replica has, between 0 and 1."""
+
+    @property
+    def loss_is_scaled(self) -> bool:
+        """Whether the loss that gradients are taken of now was multiplied by the share."""
+        return any(self.scaled_losses.values())
 
 
 class _Steps(threading.local):

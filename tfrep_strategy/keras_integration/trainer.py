@@ -11,8 +11,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfrep_strategy.keras_integration.logs import with_global_logs
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
-from tfrep_strategy.keras_integration.protocol import KerasStrategy, Shards, current_step
+from tfrep_strategy.keras_integration.protocol import KerasStrategy, Shards
 from tfrep_strategy.keras_integration.xla import compiled_between_collectives
 
 _trainer = keras_internal("backend.tensorflow.trainer")
@@ -99,7 +100,7 @@ def make_function(original: Any, self: Any, step_function: Any) -> Any:
     strategy = strategy_of(self)
     if strategy is None:
         return original(self, step_function)
-    step_function = _with_global_logs(self, strategy, step_function)
+    step_function = with_global_logs(self, strategy, step_function)
     if self.jit_compile:
         step_function = compiled_between_collectives(step_function)
     with _without_jit(self):
@@ -116,26 +117,6 @@ def make_function(original: Any, self: Any, step_function: Any) -> Any:
         return logs
 
     return function
-
-
-def _with_global_logs(model: Any, strategy: KerasStrategy, step_function: Any) -> Any:
-    """Wraps a step so that logs which are no metrics, such as a bare loss, are those of the global batch.
-
-    Metrics are not touched: they are read over all replicas when somebody asks for them.
-    """
-
-    def step_with_global_logs(batch: Any) -> Any:
-        logs = step_function(batch)
-        if isinstance(logs, dict) and set(logs) == set(model.get_metrics_result()):
-            return logs
-        step: Any = current_step()
-        flat = [tf.convert_to_tensor(value) for value in tf.nest.flatten(logs)]
-        floats = [value for value in flat if value.dtype.is_floating]
-        weighed = [tf.math.multiply_no_nan(value, tf.cast(step.share, value.dtype)) for value in floats]
-        summed = iter(strategy.sum_over_replicas(weighed))
-        return tf.nest.pack_sequence_as(logs, [next(summed) if v.dtype.is_floating else v for v in flat])
-
-    return step_with_global_logs
 
 
 @contextlib.contextmanager
