@@ -342,11 +342,31 @@ def test_an_error_on_a_worker_names_it(strategy: Any) -> None:
         )
         return bad.map(lambda v: (tf.fill([BATCH, 4], v), tf.zeros([BATCH, 1])))
 
-    model = _model(strategy)
+    model = _model(strategy, metrics=[_Rows()])
     with pytest.raises(RuntimeError, match=r"Worker \d \(127.0.0.1:\d+\) raised InvalidArgumentError"):
         model.fit(tfrep.DatasetCreator(dataset_fn), steps_per_epoch=50, verbose=0)
     x, y = _data()
-    model.fit(x, y, batch_size=BATCH, verbose=0)  # The workers are still there.
+    assert model.fit(x, y, batch_size=BATCH, verbose=0).history["rows"] == [ROWS]  # The workers are still there.
+
+
+def test_an_interrupted_training_leaves_nothing_behind(strategy: Any) -> None:
+    class Stop(keras.callbacks.Callback):
+        supports_remote_logs = True
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 5:
+                raise KeyboardInterrupt
+
+    x, y = _data()
+    model = _model(strategy, metrics=[_Rows()])
+    for use in (model.fit, model.evaluate):
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[Stop()])
+        rows = use(x, y, batch_size=BATCH, verbose=0)
+        assert (rows.history["rows"] if use == model.fit else rows[1:]) == [ROWS]
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[Stop()])
+    assert model.train_on_batch(x, y, return_dict=True)["rows"] == ROWS
 
 
 @pytest.mark.parametrize(
