@@ -159,6 +159,8 @@ def test_shapes_that_do_not_do(run):
         run(lambda: tfrep.all_sum(tf.ragged.constant([[1], [2, 3]])))
     with pytest.raises(ConfigurationError, match="at least one item"):
         run(lambda: tfrep.map_reduce(tf.identity, []))
+    with pytest.raises(ConfigurationError, match="needs a first dimension that is known"):
+        run(lambda: tfrep.map_gather(tf.identity, tf.ones([])))
     with pytest.raises(ConfigurationError, match="Items 0 and 1"):
         run(lambda: tfrep.map_gather(lambda i: tf.ones(2, tf.int32 if i else tf.float32), [0, 1]))
 
