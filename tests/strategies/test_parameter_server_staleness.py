@@ -57,7 +57,7 @@ with tfrep.local_cluster(workers=2, servers=1) as cluster:
         model = dense_model()
     model.fit(creator(lambda i: (tf.ones([10, 4]), tf.ones([10, 1]))), steps_per_epoch=100, verbose=0)
     ended = int(model.optimizer.iterations)
-    assert ended == 5, ended  # Each worker has five batches.
+    assert 3 <= ended <= 5, ended  # Each worker has five batches; over when the first has no more.
     model.fit(x, y, batch_size=10, verbose=0)
     assert int(model.optimizer.iterations) == ended + 32
     try:
