@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import programs
 import pytest
+import tensorflow as tf
 
 import tfrep_strategy as tfrep
 
@@ -60,3 +61,17 @@ def test_in_fit_with_uneven_batches(everywhere):
     for weights in everywhere(programs.weights_after_fit):
         for found, wanted in zip(weights, _one_device(), strict=True):
             np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [list, tuple, np.array, tf.constant, tf.Variable, lambda numbers: range(3)])
+def test_items_are_a_list_or_an_array(make):
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+    items = make([0, 1, 2])
+
+    def step():
+        squares = tfrep.map_gather(lambda i: i * i, items)
+        return tf.stack(squares), tfrep.map_reduce(lambda i: i + 1, items)
+
+    squares, total = tf.function(lambda: strategy.run(step))()
+    assert squares.values[1].numpy().tolist() == [0, 1, 4]
+    assert total.values[0] == 6

@@ -48,6 +48,73 @@ def test_dimensions_differ(run):
         run(lambda: tfrep.all_gather(tf.ones(2), stack=True), lambda: tfrep.all_gather(tf.ones(3), stack=True))
 
 
+UNEVEN = {
+    "sum": lambda x: tfrep.all_sum({"a": tf.ones([]), "b": x}),
+    "max": lambda x: tfrep.all_reduce(x, "max"),
+    "broadcast": lambda x: tfrep.broadcast(x, 1),
+    "scatter": tfrep.reduce_scatter,
+    "stack": lambda x: tfrep.all_gather(x, stack=True),
+    "columns": lambda x: tfrep.all_gather(x[tf.newaxis], axis=0),
+    "exchange": lambda x: tfrep.all_to_all(tf.stack([x, x])),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("mode", "name"), [*(("function", name) for name in UNEVEN), ("cond", "sum"), ("cond", "columns")])
+def test_dimensions_that_only_the_run_tells_differ(mode, name):
+    """As the last batch of an epoch: nothing is known of its rows while the step is built."""
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+    batches = strategy.experimental_distribute_dataset(tf.data.Dataset.range(7).batch(4))
+    call = UNEVEN[name]
+
+    def step(x):
+        total = lambda: tf.add_n([tf.size(y) for y in tf.nest.flatten(call(x))])  # noqa: E731
+        return tf.cond(tf.identity(True), total, lambda: 0) if mode == "cond" else total()
+
+    program = tf.function(lambda iterator: strategy.run(step, (next(iterator),)), autograph=False)
+    iterator = iter(batches)
+    assert program(iterator).values[0] > 0
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"different shapes.*replica 0:\].*2.*replica 1:\].*1\]"):
+        program(iterator)
+
+
+def _in_cond(fn):
+    return tf.cond(tf.identity(True), fn, lambda: 0.0)
+
+
+def _in_function(fn):
+    return tf.function(fn, autograph=False)()
+
+
+INNER = {
+    "cond": _in_cond,
+    "while": lambda fn: tf.while_loop(lambda i, y: i < 2, lambda i, y: (i + 1, y + fn()), (0, 0.0))[1],
+    "function": _in_function,
+    "cond in function": lambda fn: _in_function(lambda: _in_cond(fn)),
+    "function in cond": lambda fn: _in_cond(lambda: _in_function(fn)),
+}
+
+
+@pytest.mark.timeout(60)  # Between replicas that build their own branches and functions, what differs would wait for ever.
+@pytest.mark.parametrize("inner", INNER)
+def test_calls_in_branches_and_functions_differ(inner):
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def run(*choices):
+        call = lambda: tf.reduce_sum(choices[tfrep.replica_id()]())  # noqa: E731
+        return tf.function(lambda: strategy.run(lambda: INNER[inner](call)), autograph=False)()
+
+    same = lambda: tfrep.all_sum(tf.ones([2]))  # noqa: E731
+    assert run(same, same).values[1] == (8.0 if inner == "while" else 4.0)
+    with pytest.raises(DesyncError, match=r"(?s)Replica 0 called all_reduce\(float32\[2\].*Replica 1 .*float32\[3\]"):
+        run(same, lambda: tfrep.all_sum(tf.ones([3])))
+    with pytest.raises(DesyncError, match=r"(?s)op='sum'.*op='max'"):
+        run(same, lambda: tfrep.all_reduce(tf.ones([2]), "max"))
+    if "function" not in inner:
+        with pytest.raises(RuntimeError, match="different number"):
+            run(same, lambda: tf.ones([2]))
+
+
 @pytest.mark.parametrize(
     ("value", "op"), [("a", "sum"), (True, "sum"), (True, "mean"), (1j, "max"), (1j, "min"), ("a", "max"), (1.0, "median")]
 )
@@ -92,6 +159,8 @@ def test_shapes_that_do_not_do(run):
         run(lambda: tfrep.all_sum(tf.ragged.constant([[1], [2, 3]])))
     with pytest.raises(ConfigurationError, match="at least one item"):
         run(lambda: tfrep.map_reduce(tf.identity, []))
+    with pytest.raises(ConfigurationError, match="needs a first dimension that is known"):
+        run(lambda: tfrep.map_gather(tf.identity, tf.ones([])))
     with pytest.raises(ConfigurationError, match="Items 0 and 1"):
         run(lambda: tfrep.map_gather(lambda i: tf.ones(2, tf.int32 if i else tf.float32), [0, 1]))
 

@@ -93,6 +93,57 @@ def test_a_creator_runs_on_the_workers_and_goes_on_from_epoch_to_epoch(strategy:
     assert isinstance(seen[0], tf.distribute.InputContext)
 
 
+def _numbers(count: int = 40) -> tfrep.DatasetCreator:
+    """Batches whose rows are all 0, all 1, all 2, and so on."""
+    row = lambda i: tf.fill([BATCH, 4], tf.cast(i, tf.float32))  # noqa: E731
+    return tfrep.DatasetCreator(lambda context: tf.data.Dataset.range(count).map(lambda i: (row(i), row(i)[:, :1])))
+
+
+def test_a_creator_is_read_once_and_from_its_start_where_nothing_is_trained(strategy: Any) -> None:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[_Rows()])
+    expected = np.mean((3.0 * np.arange(20)) ** 2)
+    for _ in range(2):
+        assert model.evaluate(_numbers(), steps=20, verbose=0) == pytest.approx([expected, 20.0 * BATCH])
+        predictions = model.predict(_numbers(), steps=3, verbose=0)
+        np.testing.assert_allclose(predictions[:, 0], np.repeat([0.0, 4.0, 8.0], BATCH))
+    x, y = _data()
+    validation = {"validation_data": _numbers(), "validation_steps": 20}
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, **validation).history
+    assert history["val_loss"] == pytest.approx([expected] * 2)
+
+
+def test_a_creator_with_class_weights_and_with_what_it_should_yield_itself(strategy: Any) -> None:
+    labels = tfrep.DatasetCreator(
+        lambda context: tf.data.Dataset.from_tensors((tf.ones([BATCH, 4]), tf.repeat([0, 1], BATCH // 2))).repeat()
+    )
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, "sigmoid", kernel_initializer="zeros")])
+        model.compile(keras.optimizers.SGD(0.0), "binary_crossentropy")
+    history = model.fit(labels, steps_per_epoch=4, class_weight={0: 1.0, 1: 3.0}, verbose=0).history
+    assert history["loss"][0] == pytest.approx(2.0 * np.log(2.0), rel=1e-5)
+    for unused in ({"y": np.ones(3)}, {"sample_weight": np.ones(3)}):
+        with pytest.raises(ValueError, match="should not be passed"):
+            model.fit(labels, steps_per_epoch=4, verbose=0, **unused)
+
+
+def test_new_data_of_the_same_kind_needs_no_new_program(strategy: Any) -> None:
+    model = _model(strategy)
+    for _ in range(3):
+        model.fit(_numbers(), steps_per_epoch=4, verbose=0)
+        model.evaluate(_numbers(), steps=4, verbose=0)
+    assert len(model.train_function._traced) == len(model.test_function._traced) == 1
+
+
+def test_no_step_is_done_and_not_counted_where_data_ends(strategy: Any) -> None:
+    model = _model(strategy, metrics=[_Rows()], steps_per_execution=4)
+    with pytest.warns(UserWarning, match="ran out of data"):
+        rows = model.fit(_numbers(6), steps_per_epoch=100, verbose=0).history["rows"]
+    assert int(model.optimizer.iterations) == rows[0] / BATCH
+    assert rows[0] in (4 * BATCH, 8 * BATCH)
+
+
 def test_training_reaches_what_one_device_reaches(strategy: Any) -> None:
     x, y = _data(640)
     model = _model(strategy, keras.optimizers.Adam(0.05))
@@ -199,6 +250,18 @@ def test_optimizers(strategy: Any, make_optimizer: Any) -> None:
     model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0)
     assert int(own._iterations) == 60
     assert model.evaluate(x, y, verbose=0)[0] < first
+
+
+def test_accumulated_gradients_are_all_there(strategy: Any) -> None:
+    """The updates that they would make never come: what is there at the end is their sum."""
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=1000)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+        model.compile(optimizer, "mse")
+    x, y = np.ones((400, 4), "float32"), -np.ones((400, 1), "float32")
+    model.fit(x, y, batch_size=1, verbose=0)
+    (accumulated,) = optimizer._accumulated_gradients
+    np.testing.assert_allclose(accumulated.numpy(), 800.0)
 
 
 def test_mixed_precision_counts_its_steps(strategy: Any) -> None:
@@ -342,11 +405,31 @@ def test_an_error_on_a_worker_names_it(strategy: Any) -> None:
         )
         return bad.map(lambda v: (tf.fill([BATCH, 4], v), tf.zeros([BATCH, 1])))
 
-    model = _model(strategy)
+    model = _model(strategy, metrics=[_Rows()])
     with pytest.raises(RuntimeError, match=r"Worker \d \(127.0.0.1:\d+\) raised InvalidArgumentError"):
         model.fit(tfrep.DatasetCreator(dataset_fn), steps_per_epoch=50, verbose=0)
     x, y = _data()
-    model.fit(x, y, batch_size=BATCH, verbose=0)  # The workers are still there.
+    assert model.fit(x, y, batch_size=BATCH, verbose=0).history["rows"] == [ROWS]  # The workers are still there.
+
+
+def test_an_interrupted_training_leaves_nothing_behind(strategy: Any) -> None:
+    class Stop(keras.callbacks.Callback):
+        supports_remote_logs = True
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 5:
+                raise KeyboardInterrupt
+
+    x, y = _data()
+    model = _model(strategy, metrics=[_Rows()])
+    for use in (model.fit, model.evaluate):
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[Stop()])
+        rows = use(x, y, batch_size=BATCH, verbose=0)
+        assert (rows.history["rows"] if use == model.fit else rows[1:]) == [ROWS]
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[Stop()])
+    assert model.train_on_batch(x, y, return_dict=True)["rows"] == ROWS
 
 
 @pytest.mark.parametrize(

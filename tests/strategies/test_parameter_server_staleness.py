@@ -40,6 +40,81 @@ with tfrep.local_cluster(workers=2, servers=1) as cluster:
     assert out.endswith("held\n")
 
 
+def test_sync_updates_wait_for_no_gradient_that_does_not_come(tmp_path: Path) -> None:
+    """The data ends, or a worker fails; what follows makes its updates."""
+    code = """
+def creator(map_fn):
+    return tfrep.DatasetCreator(lambda context: tf.data.Dataset.range(5).map(map_fn))
+
+def fails(i):
+    value = tf.debugging.check_numerics(1.0 / tf.cast(3 - i, "float32"), "!")
+    return tf.fill([10, 4], value), tf.zeros([10, 1])
+
+x, y = data(640)
+with tfrep.local_cluster(workers=2, servers=1) as cluster:
+    strategy = tfrep.ParameterServerStrategy(cluster, sync=True)
+    with strategy.scope():
+        model = dense_model()
+    model.fit(creator(lambda i: (tf.ones([10, 4]), tf.ones([10, 1]))), steps_per_epoch=100, verbose=0)
+    ended = int(model.optimizer.iterations)
+    assert 3 <= ended <= 5, ended  # Each worker has five batches; over when the first has no more.
+    model.fit(x, y, batch_size=10, verbose=0)
+    assert int(model.optimizer.iterations) == ended + 32
+    try:
+        model.fit(creator(fails), steps_per_epoch=100, verbose=0)
+    except RuntimeError:
+        before = int(model.optimizer.iterations)
+    model.fit(x, y, batch_size=10, verbose=0)
+    assert int(model.optimizer.iterations) == before + 32
+    print("held")
+"""
+    status, out, err = run(code, folder=tmp_path)
+    assert status == 0, out + err[-3000:]
+    assert out.endswith("held\n")
+
+
+def test_sync_updates_of_two_optimizers_and_of_several_steps_in_one_execution(tmp_path: Path) -> None:
+    code = """
+init = lambda k: keras.initializers.RandomUniform(-0.5, 0.5, seed=k)
+
+class Pair(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = (keras.layers.Dense(1, kernel_initializer=init(k)) for k in range(2))
+        for layer in (self.one, self.two):
+            layer.build((None, 4))
+        self.built = True
+        self.second = keras.optimizers.Adam(0.02)
+
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape(persistent=True) as tape:
+            losses = {"one": keras.ops.mean((self.one(x) - y) ** 2), "two": keras.ops.mean((self.two(x) - 2 * y) ** 2)}
+        for layer, optimizer in ((self.one, self.optimizer), (self.two, self.second)):
+            gradients = tape.gradient(losses[("one", "two")[layer is self.two]], layer.trainable_variables)
+            optimizer.apply(gradients, layer.trainable_variables)
+        return losses
+
+x, y = data(640)
+with tfrep.local_cluster(workers=2, servers=1) as cluster:
+    strategy = tfrep.ParameterServerStrategy(cluster, sync=True)
+    with strategy.scope():
+        spread = Pair()
+        spread.compile(keras.optimizers.SGD(0.05), steps_per_execution=4)
+    single = Pair()
+    single.compile(keras.optimizers.SGD(0.05))
+    spread.fit(x, y, batch_size=10, shuffle=False, verbose=0)
+    single.fit(x, y, batch_size=20, shuffle=False, verbose=0)
+    assert int(spread.optimizer.iterations) == int(spread.second.iterations) == 32
+    for a, b in zip(spread.get_weights(), single.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    print("held")
+"""
+    status, out, err = run(code, folder=tmp_path)
+    assert status == 0, out + err[-3000:]
+    assert out.endswith("held\n")
+
+
 def test_a_slow_worker_is_not_waited_for_with_a_backup_worker_but_with_a_window(tmp_path: Path) -> None:
     """A worker is stopped after step 10 of 40, until step 36 is handed out or some time has passed."""
     code = """

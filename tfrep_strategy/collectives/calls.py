@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.collectives.checks import check_equal, describe, to_tensor
+from tfrep_strategy.collectives.checks import check_equal, check_shapes, describe, to_tensor
 from tfrep_strategy.collectives.flow import Flow
 from tfrep_strategy.collectives.replicas import replica_id
 from tfrep_strategy.communicators import Communicator, SingleCommunicator
@@ -49,7 +49,9 @@ def launch(
         raise ConfigurationError(f"{kind} on replica {replica_id()}: {error}") from None
     if hasattr(flow.communicator, "compare"):
         call = describe(kind, options, nest, tensors)
-        flow.communicator.compare((replica_id(), call, tensors), check_equal)
+        replicas = flow.communicator.compare((replica_id(), call), check_equal)
+        if replicas:
+            tensors = check_shapes(call, tensors, replicas, flow.communicator)
     return tf.nest.pack_sequence_as(nest, work(flow, tensors) if tensors else [])
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfrep_strategy.collectives.replicas import replica_id
-from tfrep_strategy.communicators import REDUCE_OPS
+from tfrep_strategy.communicators import REDUCE_OPS, Communicator
 from tfrep_strategy.errors import ConfigurationError, DesyncError, message
 from tfrep_strategy.strategies.groups import ReplicaGroup
 
@@ -21,11 +21,13 @@ class Call(NamedTuple):
         kind: Name of the collective.
         options: What else it was given, such as `op`.
         structure: The nest, with each tensor as its dtype and static shape.
+        specs: Dtype and static shape of each tensor.
     """
 
     kind: str
     options: tuple[tuple[str, Any], ...]
     structure: str
+    specs: tuple[tf.TensorSpec, ...]
 
     def __str__(self) -> str:
         options = "".join(f", {name}={value!r}" for name, value in self.options)
@@ -35,7 +37,8 @@ class Call(NamedTuple):
 def describe(kind: str, options: dict[str, Any], nest: Any, tensors: Sequence[tf.Tensor]) -> Call:
     """Describes what a replica is about to call."""
     leaves = [_Leaf(f"{t.dtype.name}{t.shape.as_list()}") for t in tensors]
-    return Call(kind, tuple(options.items()), str(tf.nest.pack_sequence_as(nest, leaves)))
+    specs = tuple(tf.TensorSpec(t.shape, t.dtype) for t in tensors)
+    return Call(kind, tuple(options.items()), str(tf.nest.pack_sequence_as(nest, leaves)), specs)
 
 
 class _Leaf(str):
@@ -65,34 +68,58 @@ def to_tensor(kind: str, leaf: Any) -> tf.Tensor:
     return tensor
 
 
-def check_equal(calls: Sequence[tuple[int, Call, list[tf.Tensor]]]) -> None:
+def check_equal(calls: Sequence[tuple[int, Call]]) -> list[int]:
     """Refuses replicas that call different collectives, or bring what does not fit together.
 
     Args:
-        calls: Each replica's number, what it is about to call, and with which tensors.
+        calls: Each replica's number, and what it is about to call.
+
+    Returns:
+        The replicas, if they have dimensions left to be compared that only the run will tell.
 
     Raises:
         DesyncError: says which replica passed what.
     """
-    first, call, tensors = calls[0]
-    for replica, other, other_tensors in calls[1:]:
+    first, call = calls[0]
+    for replica, other in calls[1:]:
         same = call[:2] == other[:2] and _skeleton(call.structure) == _skeleton(other.structure)
-        if not same or not all(_fit(call, a, b) for a, b in zip(tensors, other_tensors, strict=True)):
+        if not same or not all(_fit(call, a, b) for a, b in zip(call.specs, other.specs, strict=True)):
             raise DesyncError(
                 f"Replicas {first} and {replica} do not fit together.\n"
                 f"Replica {first} called {call}\nReplica {replica} called {other}"
             )
+    sizes = [d for _, each in calls for spec in each.specs for d in _fixed_sizes(each, spec.shape.as_list())]
+    return [replica for replica, _ in calls] if None in sizes and len(calls) > 1 else []
 
 
-def _fit(call: Call, a: tf.Tensor, b: tf.Tensor) -> bool:
+def check_shapes(
+    call: Call, tensors: Sequence[tf.Tensor], replicas: Sequence[int], communicator: Communicator
+) -> list[tf.Tensor]:
+    """Returns tensors whose use fails, in a message with all shapes, if those of the replicas do not fit together."""
+    own = tf.stack([size for t in tensors for size in _fixed_sizes(call, tf.unstack(tf.shape(t), t.shape.rank))])
+    everyone = communicator.all_gather(own[tf.newaxis])
+    told = [f"{call.kind}: the replicas pass tensors of different shapes. The dimensions that have to be equal are,"]
+    for i, replica in enumerate(replicas):
+        told += [f"on replica {replica}:", everyone[i]]
+    equal = tf.reduce_all(tf.equal(everyone, everyone[:1]))
+    with tf.control_dependencies([tf.debugging.Assert(equal, told, summarize=100)]):
+        return [tf.identity(t) for t in tensors]
+
+
+def _fit(call: Call, a: tf.TensorSpec, b: tf.TensorSpec) -> bool:
     if a.shape.rank != b.shape.rank or a.dtype != b.dtype:
         return False
+    pairs = zip(*(_fixed_sizes(call, spec.shape.as_list()) for spec in (a, b)), strict=True)
+    return all(None in (m, n) or m == n for m, n in pairs)
+
+
+def _fixed_sizes(call: Call, sizes: list[Any]) -> list[Any]:
+    """Leaves out the dimension that may differ between replicas."""
     options = dict(call.options)
     free = 0 if call.kind == "all_to_all" else None
     if call.kind == "all_gather" and not options["stack"]:
-        free = options["axis"] % a.shape.rank
-    pairs = zip(a.shape.as_list(), b.shape.as_list(), strict=True)
-    return all(i == free or None in (m, n) or m == n for i, (m, n) in enumerate(pairs))
+        free = options["axis"] % len(sizes)
+    return [size for i, size in enumerate(sizes) if i != free]
 
 
 def _skeleton(structure: str) -> str:

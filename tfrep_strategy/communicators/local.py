@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import PerReplica
+from tfrep_strategy._tensorflow import BranchGraph, PerReplica
 from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, uncarry
 from tfrep_strategy.communicators.naming import replica_name
 from tfrep_strategy.communicators.ring import RingCommunicator
@@ -32,6 +33,8 @@ class LocalGroup:
     def __init__(self, strategy: Any, members: Sequence[int]) -> None:
         self.strategy, self.members = strategy, tuple(members)
         self.key = next(_group_keys)
+        self.called: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        """What the first member called at each place in the inner functions of a graph."""
         self._communicators: dict[int, LocalCommunicator] = {}
 
     def communicator(self, replica: int) -> LocalCommunicator:
@@ -121,18 +124,35 @@ class LocalCommunicator(Communicator):
         ranks = self.check_group(ranks)
         return LocalGroup(self._group.strategy, [self._members[r] for r in ranks]).communicator(self._replica)
 
-    def compare(self, called: Any, check: Callable[[Sequence[Any]], None]) -> None:
-        """Compares what the replicas are about to call, where that costs nothing: while the program is being built."""
+    def compare(self, called: Any, check: Callable[[Sequence[Any]], Any]) -> Any:
+        """Compares what the replicas are about to call, where that costs nothing: while the program is being built.
+
+        Args:
+            called: What this replica calls; it holds no tensors.
+            check: Gets what the members call, in order.
+
+        Returns:
+            What `check` returned. None in an inner `tf.function`: a replica that has built it before does not come by again,
+            so that nobody can wait for it, and each is compared with the first that built it.
+        """
+        shared = self._shared_graph()
         if not self._apart():
-
-            def check_group(sent: Sequence[Any]) -> Sequence[None]:
-                check(sent)
-                return [None] * len(sent)
-
-            self._meet(called, check_group)
+            return self._meet(called, lambda sent: [check(sent)] * len(sent))
+        if _is_branch_of(shared):
+            with tf.Graph.as_default(shared):  # Replicas meet in no other graph.
+                return self._meet(called, lambda sent: [check(sent)] * len(sent))
+        if self.size > 1:
+            place = replica_name("compare", self._replica)
+            first = self._group.called.setdefault(shared, {}).setdefault(place, called)
+            check([first, called])
+        return None
 
     def _apart(self) -> bool:
         """Whether this replica builds a graph of its own."""
+        return tf.compat.v1.get_default_graph() is not self._shared_graph()
+
+    def _shared_graph(self) -> Any:
+        """Returns the graph that all replicas build."""
         thread = threading.current_thread()
         shared = getattr(thread, "graph", None)
         if shared is None:
@@ -140,14 +160,13 @@ class LocalCommunicator(Communicator):
                 "A collective of MirroredStrategy was called outside the step that it belongs to.\n"
                 "Hint: take gradients inside the function that strategy.run gets."
             )
-        apart = tf.compat.v1.get_default_graph() is not shared
-        if apart and getattr(thread, "in_eager", False):
+        if tf.compat.v1.get_default_graph() is not shared and getattr(thread, "in_eager", False):
             raise ConfigurationError(
                 "A collective inside a tf.function, itself inside a step that runs eagerly, would wait for ever: the replicas"
                 " of MirroredStrategy run one after the other there.\n"
                 "Hint: put the call of strategy.run into a tf.function."
             )
-        return apart
+        return shared
 
     def _meet(self, values: Any, combine: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
         """Gives the values of a group's members to `combine`, and each member what it returns for it."""
@@ -175,6 +194,14 @@ class LocalCommunicator(Communicator):
         device = self._group.strategy.extended.worker_devices[self._replica]
         place = functools.partial(replica_name, replica=self._replica)
         return RingCommunicator(self.rank, self.size, device, self._group.key, f"group{self._group.key}/", place)
+
+
+def _is_branch_of(shared: Any) -> bool:
+    """Whether what is being built are branches and loop bodies, and nothing else, inside the shared graph."""
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(graph, BranchGraph):
+        graph = graph.outer_graph
+    return graph is shared
 
 
 class _Opaque:

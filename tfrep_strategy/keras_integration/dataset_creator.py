@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -13,14 +13,16 @@ import tensorflow as tf
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
 
 _adapters = keras_internal("trainers.data_adapters")
+_make_class_weight_map_fn = keras_internal("trainers.data_adapters.tf_dataset_adapter", "make_class_weight_map_fn")
 
 
 class DatasetCreator:
     """Data for `fit`, `evaluate` and `predict` that is made where it is read.
 
-    Under a parameter-server strategy, with `steps_per_epoch`, every worker runs a pipeline of its own, which goes on from
-    epoch to epoch and should repeat and shuffle. Under a multi-worker strategy every process makes the pipeline of its
-    replica. Under no strategy, and in `evaluate` and `predict` under a parameter-server strategy, one pipeline is read.
+    In `fit` under a parameter-server strategy, with `steps_per_epoch`, every worker runs a pipeline of its own, which goes
+    on from epoch to epoch and should repeat and shuffle. Under a multi-worker strategy every process makes the pipeline of
+    its replica. Under no strategy, and in validation, `evaluate` and `predict` under a parameter-server strategy, one
+    pipeline is read, each time from its start.
 
     Args:
         dataset_fn: Takes a `tf.distribute.InputContext` and returns a `tf.data.Dataset` of batches. The batches are those
@@ -77,11 +79,18 @@ class DatasetCreator:
             )
         return dataset
 
+    def with_class_weight(self, class_weight: Mapping[int, float]) -> DatasetCreator:
+        """Returns a creator whose examples (x, y) have the weights of their classes, as `fit` gives them."""
+        weigh = _make_class_weight_map_fn(class_weight)
+        return DatasetCreator(lambda context: self(context).map(weigh), self.input_options)
+
 
 @replaces(_adapters, "get_data_adapter")
 def get_data_adapter(original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Takes a `DatasetCreator`, as the strategy in scope or none would have it."""
     if isinstance(x, DatasetCreator):
+        class_weight = kwargs.pop("class_weight", None)
+        x = x if class_weight is None else x.with_class_weight(class_weight)
         strategy = _reading.strategy
         if strategy is not None and getattr(strategy, "drives_keras", False):
             x = strategy.distribute_datasets_from_function(x, x.input_options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -10,7 +12,7 @@ import tensorflow as tf
 from tfrep_strategy.keras_integration import server_data  # noqa: F401  (reads what `fit` is given)
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
 from tfrep_strategy.keras_integration.server_predictions import PredictFunction, Prediction
-from tfrep_strategy.keras_integration.server_steps import PendingLogs, StepFunction, step_functions
+from tfrep_strategy.keras_integration.server_steps import PendingLogs, StepFunction
 
 _trainer = keras_internal("backend.tensorflow.trainer")
 _Trainer = _trainer.TensorFlowTrainer
@@ -23,6 +25,41 @@ def server_strategy_of(model: Any) -> Any:
     return strategy if getattr(strategy, "trains_asynchronously", False) else None
 
 
+# Who drives the workers.
+
+_driving: list[tuple[Any, str]] = []
+"""The models that train, evaluate or predict now, innermost last, and the attribute that has the function of each."""
+
+
+@contextlib.contextmanager
+def _drives(model: Any, strategy: Any, function_name: str) -> Iterator[None]:
+    with strategy.step_runner.driving():
+        function = getattr(model, function_name)
+        if function is not None:
+            function.begin()
+        _driving.append((model, function_name))
+        try:
+            yield
+        finally:
+            _driving.pop()
+
+
+def _drives_workers(name: str, function_name: str) -> None:
+    @replaces(_Trainer, name)
+    def method(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Starts clean, and says that a server is gone where the coordinator notices it first."""
+        strategy = server_strategy_of(self)
+        if strategy is None:
+            return original(self, *args, **kwargs)
+        with _drives(self, strategy, function_name):
+            return original(self, *args, **kwargs)
+
+
+_drives_workers("fit", "train_function")
+_drives_workers("evaluate", "test_function")
+_drives_workers("predict", "predict_function")
+
+
 # What is read.
 
 
@@ -31,10 +68,10 @@ def tf_sync(original: Any, self: Any) -> None:
     """Waits for the steps of an epoch, and tells Keras if a worker had no data for one of them."""
     if not getattr(self._distribute_strategy, "trains_asynchronously", False):
         return original(self)
-    functions = list(step_functions(self._distribute_strategy))
-    for function in functions:
-        function.drain()
-    if any(function.take_out_of_data() for function in functions):
+    model, name = _driving[-1]
+    function = getattr(model, name)
+    function.drain()
+    if function.take_out_of_data():
         raise tf.errors.OutOfRangeError(None, None, "The data of a worker has ended.")
     return None
 
@@ -108,15 +145,28 @@ def metrics_or_logs(original: Any, self: Any, logs: Any) -> Any:
     return original(self, logs)
 
 
+@replaces(_Trainer, "predict_on_batch")
+def predict_on_batch(original: Any, self: Any, x: Any) -> Any:
+    """Waits for the outputs of a worker."""
+    strategy = server_strategy_of(self)
+    if strategy is None:
+        return original(self, x)
+    with _drives(self, strategy, "predict_function"):
+        self.make_predict_function()
+        return keras.tree.map_structure(_trainer.convert_to_np_if_not_ragged, self.predict_function([(x,)]).get())
+
+
 def _waits(name: str, function_name: str) -> None:
     @replaces(_Trainer, name)
     def on_batch(original: Any, self: Any, *args: Any, return_dict: bool = False, **kwargs: Any) -> Any:
         """Waits for the step, and returns its metrics."""
-        if server_strategy_of(self) is None:
+        strategy = server_strategy_of(self)
+        if strategy is None:
             return original(self, *args, return_dict=return_dict, **kwargs)
-        original(self, *args, return_dict=True, **kwargs)
-        function = getattr(self, function_name)
-        function.drain()
+        with _drives(self, strategy, function_name):
+            original(self, *args, return_dict=True, **kwargs)
+            function = getattr(self, function_name)
+            function.drain()
         logs = self._get_metrics_result_or_logs(function.logs)
         logs = keras_internal("utils.python_utils", "pythonify_logs")(logs)
         return logs if return_dict else self._flatten_metrics_in_order(logs)
@@ -124,30 +174,3 @@ def _waits(name: str, function_name: str) -> None:
 
 _waits("train_on_batch", "train_function")
 _waits("test_on_batch", "test_function")
-
-
-@replaces(_Trainer, "predict_on_batch")
-def predict_on_batch(original: Any, self: Any, x: Any) -> Any:
-    """Waits for the outputs of a worker."""
-    if server_strategy_of(self) is None:
-        return original(self, x)
-    self.make_predict_function()
-    return keras.tree.map_structure(_trainer.convert_to_np_if_not_ragged, self.predict_function([(x,)]).get())
-
-
-# What may happen meanwhile.
-
-
-def _drives_workers(name: str) -> None:
-    @replaces(_Trainer, name)
-    def method(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Waits for no worker that hangs, and says that a server is gone where the coordinator notices it first."""
-        strategy = server_strategy_of(self)
-        if strategy is None:
-            return original(self, *args, **kwargs)
-        with strategy.step_runner.driving():
-            return original(self, *args, **kwargs)
-
-
-for _name in ("fit", "evaluate", "predict"):
-    _drives_workers(_name)

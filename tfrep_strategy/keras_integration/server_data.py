@@ -14,6 +14,7 @@ from tfrep_strategy.keras_integration.patching import keras_internal, replaces
 
 _trainer = keras_internal("backend.tensorflow.trainer")
 _EpochIterator = _trainer.TFEpochIterator
+_adapters = keras_internal("trainers.data_adapters")
 _DataAdapter: Any = keras_internal("trainers.data_adapters.data_adapter", "DataAdapter")
 
 
@@ -44,14 +45,17 @@ class WorkerData:
 
 @replaces(_EpochIterator, "__init__")
 def init_epoch_iterator(original: Any, self: Any, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Lets the coordinator read what it is given, and the workers what a `DatasetCreator` makes."""
+    """Lets the coordinator read what it is given, and the workers what a `DatasetCreator` makes for training."""
     if not getattr(distribute_strategy, "trains_asynchronously", False):
         return original(self, *args, distribute_strategy=distribute_strategy, **kwargs)
     source = kwargs.get("x")
-    distributed = isinstance(source, tf.distribute.DistributedDataset)
-    on_workers = distributed or (isinstance(source, DatasetCreator) and kwargs.get("steps_per_epoch") is not None)
+    # Of `fit`, `evaluate` and `predict`, only `fit` has class weights.
+    trains = "class_weight" in kwargs
+    created = isinstance(source, DatasetCreator) and trains and kwargs.get("steps_per_epoch") is not None
+    on_workers = created or isinstance(source, tf.distribute.DistributedDataset)
     if on_workers:
-        kwargs["x"] = _WorkerAdapter()
+        source = _as_dataset_only(source, **kwargs)
+        kwargs |= {"x": _WorkerAdapter(), "class_weight": None}
     _trainer.EpochIterator.__init__(self, *args, **kwargs)
     self._distribute_strategy = distribute_strategy
     dataset: Any = None if on_workers else self.data_adapter.get_tf_dataset()
@@ -62,6 +66,26 @@ def init_epoch_iterator(original: Any, self: Any, distribute_strategy: Any = Non
         )
     self._distributed_dataset = WorkerData(distribute_strategy, source) if on_workers else FedData(dataset)
     return None
+
+
+def _as_dataset_only(
+    source: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, **unused: Any
+) -> Any:
+    """Refuses what Keras refuses beside a data set, and gives the examples of a `DatasetCreator` their class's weight."""
+    for name, value, what in (("y", y, "the targets"), ("sample_weight", sample_weight, "the sample weights")):
+        if value is not None:
+            _adapters.raise_unsupported_arg(name, what, type(source).__name__)
+    if class_weight is None:
+        return source
+    if not isinstance(source, DatasetCreator):
+        raise ConfigurationError(
+            message(
+                "Class weights cannot be added to a data set that is distributed already.",
+                hint="let it yield (x, y, sample_weight), or pass a tfrep.DatasetCreator.",
+                class_weight=class_weight,
+            )
+        )
+    return source.with_class_weight(class_weight)
 
 
 class _WorkerAdapter(_DataAdapter):  # type: ignore[misc, valid-type]

@@ -21,6 +21,7 @@ from tfrep_strategy.keras_integration.partitioned import PartitionedVariable
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
 
 _Variable = keras_internal("backend.tensorflow.core", "Variable")
+_TFOptimizer = keras_internal("backend.tensorflow.optimizer", "TFOptimizer")
 _in_stateless_scope = keras_internal("backend.common.stateless_scope", "in_stateless_scope")
 _GOLDEN = 0x9E3779B9
 
@@ -128,6 +129,20 @@ def _adds_atomically(name: str, sign: int) -> None:
 
 _adds_atomically("assign_add", 1)
 _adds_atomically("assign_sub", -1)
+
+
+@replaces(_TFOptimizer, "_backend_increment_gradient_accumulators")
+def increment_gradient_accumulators(original: Any, self: Any, grads: Any, acc_grads: Any) -> None:
+    """Adds on the servers what workers accumulate; Keras reads, adds, and writes."""
+    if not all(map(is_on_servers, acc_grads)):
+        return original(self, grads, acc_grads)
+
+    def add(strategy: Any, grads: Any, accumulators: Any) -> None:
+        for grad, accumulator in zip(grads, accumulators, strict=True):
+            strategy.extended.update(accumulator, self.assign_add, args=(grad,), group=False)
+
+    accumulators = [accumulator.value for accumulator in acc_grads]
+    return tf.__internal__.distribute.interim.maybe_merge_call(add, self._distribution_strategy, grads, accumulators)
 
 
 @replaces(keras.random.SeedGenerator, "next")

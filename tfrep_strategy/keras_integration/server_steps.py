@@ -22,13 +22,6 @@ _StatelessScope = keras_internal("backend.common.stateless_scope", "StatelessSco
 _SHOW_SECONDS = 0.25
 
 
-def step_functions(strategy: Any) -> Any:
-    """Returns the step functions of a strategy's models that are in use."""
-    if not hasattr(strategy, "_step_functions"):
-        strategy._step_functions = weakref.WeakSet()
-    return strategy._step_functions
-
-
 class PendingLogs(dict[str, float]):
     """The logs of the steps that are done so far; who wants those of the epoch asks the function for them."""
 
@@ -66,10 +59,9 @@ class StepFunction:
         self._pending: list[Any] = []
         self.is_watched = True
         """Whether somebody looks at the logs while an epoch runs."""
-        self._sync = SyncUpdates(strategy, model) if updates and strategy.replicas_to_aggregate else None
-        self._out_of_data = False
+        self._sync = SyncUpdates(strategy) if updates and strategy.replicas_to_aggregate else None
+        self._is_drained, self._out_of_data = True, False
         self._reset()
-        step_functions(strategy).add(self)
 
     @property
     def model(self) -> Any:
@@ -83,13 +75,34 @@ class StepFunction:
         self._shown_at, self._retried = 0.0, False
         self._base: Any = None
 
+    def begin(self) -> None:
+        """Forgets what a training or an evaluation has left that was interrupted. No step of it runs any more."""
+        if self._is_drained:
+            return
+        self._pending, self._is_drained, self._out_of_data = [], True, False
+        self._reset()
+        if self._sync is not None:
+            # Gradients of abandoned steps may be in the accumulators, whose names the traced programs hold.
+            self._sync.close()
+            self._sync = SyncUpdates(self.strategy)
+            self._traced.clear()
+
     def __call__(self, iterator: Any) -> dict[str, Any]:
         """Hands the next step to a worker."""
-        model = self.model
-        if isinstance(iterator, PerWorkerValues):
-            data: Any = iterator
+        count = self.model.steps_per_execution
+        on_worker = isinstance(iterator, PerWorkerValues)
+        data = iterator if on_worker else self._next_batches(iterator, count)
+        if self._sync is None:
+            self._hand_out(data)
         else:
-            data = self._next_batches(iterator, model.steps_per_execution)
+            # Each gradient is for an update of its own.
+            for batches in [data] * count if on_worker else [(batch,) for batch in data]:
+                self._hand_out(batches)
+        return PendingLogs(self, self._current_logs())
+
+    def _hand_out(self, data: Any) -> None:
+        self._is_drained = False
+        update = 0 if self._sync is None else self._sync.wait_for_turn()
         self._collect()
         if self._out_of_data:
             self.drain()
@@ -100,13 +113,11 @@ class StepFunction:
             self._base = [variable.numpy() for variable in layout.counters]
         arguments: tuple[Any, ...] = (data,)
         if layout.is_numbered:
-            update = 0 if self._sync is None else self._sync.wait_for_turn()
             arguments = (data, tf.constant([self.strategy.next_step_number(), update], tf.int64))
         result = self._runner.schedule(concrete, arguments)
         self._pending.append((result, layout))
         if self._sync is not None:
             self._sync.add(result)
-        return PendingLogs(self, self._current_logs())
 
     def _next_batches(self, iterator: Any, count: int) -> tuple[Any, ...]:
         batches: list[Any] = []
@@ -121,7 +132,7 @@ class StepFunction:
 
     def drain(self) -> None:
         """Waits for all steps, and writes what the metrics are into the model."""
-        if not self._pending and self._totals is None:
+        if self._is_drained:
             return
         self._runner.join()
         if self._sync is not None:
@@ -134,6 +145,7 @@ class StepFunction:
                 variable.assign(base + added)
         logs, shown = self._logs, self._read_metrics()
         self._reset()
+        self._is_drained = True
         self._logs = {name: shown.get(name, value) for name, value in logs.items()}
 
     def take_out_of_data(self) -> bool:
@@ -155,7 +167,7 @@ class StepFunction:
             self._retried |= result.attempts > 1
             if result.out_of_data:
                 self._out_of_data = True
-            elif result._error is None:
+            elif result.has_value:
                 values = result.get().numpy()
                 self._layout = layout
                 self._logs = layout.read_logs(values)
@@ -190,10 +202,9 @@ class StepFunction:
 
     def _trace(self, data: Any) -> tuple[Any, Any]:
         on_worker = isinstance(data, PerWorkerValues)
-        data_key = id(data) if on_worker else str(tf.nest.map_structure(_relaxed_spec, data))
-        key = data_key, self.model.steps_per_execution
+        argument = data._values[0]._type_spec if on_worker else tf.nest.map_structure(_relaxed_spec, data)
+        key = str(argument), self.model.steps_per_execution
         if key not in self._traced:
-            argument = data._values[0]._type_spec if on_worker else tf.nest.map_structure(_relaxed_spec, data)
             layout = StepLayout()
             # Each argument that the coordinator sends costs a message.
             layout.is_numbered = self._sync is not None or _draws_random_numbers(self.model)
@@ -201,22 +212,23 @@ class StepFunction:
             function = tf.function(lambda data, *number: self._steps(data, on_worker, layout, *number), autograph=False)
             with self.strategy.scope(), self.strategy.tracing():
                 concrete = function.get_concrete_function(*arguments)
-            self._traced[key] = concrete, layout, (data if on_worker else None)
-        return self._traced[key][:2]
+            self._traced[key] = concrete, layout
+        return self._traced[key]
 
     def _steps(self, data: Any, on_worker: bool, layout: StepLayout, number: tf.Tensor | None = None) -> tf.Tensor:
         model = self.model
         layout.metrics = _distinct(v for metric in model.metrics for v in metric.variables)
         layout.counters = _counters(model) if self._updates and self._sync is None else []
         step = AsyncStep() if number is None else AsyncStep(number[0], self._sync, number[1])
-        count = model.steps_per_execution if on_worker else len(data)
+        count = len(data) if not on_worker else model.steps_per_execution if self._sync is None else 1
         one_step = tf.function(lambda batch: self._one_step(batch), autograph=False) if count > 1 else self._one_step
+        batches = _all_or_none([next(data) for _ in range(count)]) if on_worker else data
         with kept_on_worker(layout.metrics) as metrics, tracing_step(step):
             counters = [new_local(variable) for variable in layout.counters]
             step.added = {id(v): local for v, local in zip(layout.counters, counters, strict=True)}
-            for index in range(count):
+            for index, batch in enumerate(batches):
                 step.number = None if number is None else number[0] * count + index
-                logs = one_step(next(data) if on_worker else data[index])
+                logs = one_step(batch)
             sums = [tf.reshape(tf.cast(v.read_value(), tf.float64), [-1]) for v in metrics + counters]
         logs = logs if isinstance(logs, dict) else {}
         layout.describe(logs)
@@ -270,6 +282,14 @@ class StepLayout:
             values.append(totals[start : start + size].reshape(tuple(variable.shape)))
             start += size
         return values
+
+
+def _all_or_none(batches: list[Any]) -> list[Any]:
+    """Makes batches that are there when all are: where the data ends before, none of their steps is done."""
+    leaves = tf.nest.flatten(batches, expand_composites=True)
+    with tf.control_dependencies([leaf for leaf in leaves if tf.is_tensor(leaf)]):
+        leaves = [tf.identity(leaf) if tf.is_tensor(leaf) else leaf for leaf in leaves]
+    return tf.nest.pack_sequence_as(batches, leaves, expand_composites=True)
 
 
 def _draws_random_numbers(model: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-import weakref
 from typing import Any
 
 import tensorflow as tf
@@ -17,33 +16,40 @@ class SyncUpdates:
     """Collects the gradients of an update on the servers, next to the variables.
 
     A worker's gradient goes to accumulators that know which update it is for, and drop it if that one has been made.
-    When enough workers have said that theirs are there, the coordinator has the optimizer take the means.
+    When enough workers have done their step, the coordinator has the optimizers take the means.
 
     Args:
         strategy: The strategy, with `replicas_to_aggregate`.
-        model: The model that is updated.
     """
 
-    def __init__(self, strategy: Any, model: Any) -> None:
+    def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
-        self._model = weakref.ref(model)
         self._name = f"gradients_{uuid.uuid4().hex}"
         self._update = 0
         self._results: list[Any] = []
-        self._variables: list[Any] = []
+        self._variables: dict[Any, dict[int, Any]] = {}
+        """By optimizer, in the order in which a step applies them: the Keras variables that have gradients."""
         self._apply: Any = None
 
     def wait_for_turn(self) -> int:
-        """Waits until a worker is free for another gradient; returns the number of the update that it is for."""
-        runner, workers = self._strategy.step_runner, self._strategy.num_workers
-        while True:
-            runner.wait_until(lambda: self._num_complete() >= self._wanted or self._may_begin(workers))
-            if self._num_complete() < self._wanted:
-                return self._update
-            self._make_update(self._wanted)
+        """Waits until a worker is free for another gradient, or has no more data.
 
-    def _may_begin(self, workers: int) -> bool:
+        Returns:
+            The number of the update that the gradient is for.
+        """
+        runner = self._strategy.step_runner
+        while True:
+            runner.wait_until(lambda: self._num_pushed() >= self._wanted or self._may_begin() or self._is_out_of_data())
+            if self._num_pushed() < self._wanted:
+                return self._update
+            self._make_update()
+
+    def _may_begin(self) -> bool:
+        workers = self._strategy.num_workers
         return len(self._results) < workers and self._strategy.step_runner.num_unfinished < workers
+
+    def _is_out_of_data(self) -> bool:
+        return any(result.out_of_data for result in self._results)
 
     def add(self, result: Any) -> None:
         """Is told of a step whose gradient is for the present update."""
@@ -51,57 +57,80 @@ class SyncUpdates:
 
     def finish(self) -> None:
         """Makes an update of the gradients that are left at the end of an epoch."""
-        if self._num_complete():
-            self._make_update(min(self._num_complete(), self._wanted))
+        if self._num_pushed():
+            self._make_update()
+        self._results = []
 
-    def push(self, gradients: list[Any], variables: list[Any], update: tf.Tensor) -> None:
+    def close(self) -> None:
+        """Frees the accumulators, which no program may use after this."""
+        for optimizer, variables in self._variables.items():
+            for variable in variables.values():
+                tf.raw_ops.DestroyResourceOp(resource=self._accumulator(optimizer, variable))
+
+    def push(self, optimizer: Any, gradients: list[Any], variables: list[Any], update: tf.Tensor) -> None:
         """Sends a worker's gradients to the accumulators; called while a step is traced."""
-        self._variables = [v for v, g in zip(variables, gradients, strict=True) if g is not None]
-        for index, (gradient, variable) in enumerate(zip((g for g in gradients if g is not None), self._variables, strict=True)):
-            gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
-            tf.raw_ops.ResourceAccumulatorApplyGradient(
-                handle=self._accumulator(index, variable), local_step=update, gradient=gradient
-            )
+        known = self._variables.setdefault(optimizer, {})
+        for gradient, variable in zip(gradients, variables, strict=True):
+            if gradient is not None:
+                known[id(variable)] = variable
+                tf.raw_ops.ResourceAccumulatorApplyGradient(
+                    handle=self._accumulator(optimizer, variable),
+                    local_step=update,
+                    gradient=tf.cast(tf.convert_to_tensor(gradient), variable.dtype),
+                )
 
     @property
     def _wanted(self) -> int:
         return self._strategy.replicas_to_aggregate
 
-    def _num_complete(self) -> int:
-        return sum(result.complete for result in self._results)
+    def _num_pushed(self) -> int:
+        return sum(result.has_value for result in self._results)
 
-    def _make_update(self, num_gradients: int) -> None:
-        if self._apply is None:
-            self._apply = tf.function(self._take_and_apply, autograph=False)
+    def _make_update(self) -> None:
         with self._strategy.scope(), self._strategy.tracing():
+            if self._apply is None:
+                for optimizer, variables in self._variables.items():
+                    if not optimizer.built:
+                        optimizer.build(list(variables.values()))
+                self._apply = tf.function(self._take_and_apply, autograph=False)
             # On the coordinator, which is not done twice: what was taken from the accumulators is gone from them.
-            self._apply(tf.constant(num_gradients, tf.int32))
+            self._apply(tf.constant(self._update, tf.int64))
         self._update += 1
         self._results = []
 
-    def _take_and_apply(self, num_gradients: tf.Tensor) -> None:
-        gradients = []
-        for index, variable in enumerate(self._variables):
-            gradient = tf.raw_ops.ResourceAccumulatorTakeGradient(
-                handle=self._accumulator(index, variable),
-                num_required=num_gradients,
-                dtype=tf.as_dtype(variable.dtype),
-            )
-            gradients.append(tf.ensure_shape(gradient, variable.shape))
-        model: Any = self._model()
-        optimizer = model.optimizer
-        self._strategy.run(lambda: optimizer.apply(gradients, self._variables))
+    def _take_and_apply(self, update: tf.Tensor) -> None:
+        for optimizer, known in self._variables.items():
+            variables = list(known.values())
+            handles = [self._accumulator(optimizer, variable) for variable in variables]
+            counts = [tf.raw_ops.ResourceAccumulatorNumAccumulated(handle=handle) for handle in handles]
 
-    def _accumulator(self, index: int, variable: Any) -> tf.Tensor:
+            def apply(optimizer: Any = optimizer, variables: Any = variables, handles: Any = handles) -> None:
+                gradients = [_take(handle, variable) for handle, variable in zip(handles, variables, strict=True)]
+                self._strategy.run(lambda: optimizer.apply(gradients, variables))
+
+            # A step may leave an optimizer out (`tf.cond`), and taking would wait for a gradient that never comes.
+            tf.cond(tf.reduce_min(tf.stack(counts)) > 0, apply, lambda: None)
+            for handle in handles:
+                tf.raw_ops.ResourceAccumulatorSetGlobalStep(handle=handle, new_global_step=update + 1)
+
+    def _accumulator(self, optimizer: Any, variable: Any) -> tf.Tensor:
         value = variable._value
         place = value.variables[0] if isinstance(value, PartitionedVariable) else value
+        of_optimizer, of_variable = list(self._variables).index(optimizer), list(self._variables[optimizer]).index(id(variable))
         with tf.device(place.device):
             return tf.raw_ops.ResourceConditionalAccumulator(
                 dtype=tf.as_dtype(variable.dtype),
                 shape=variable.shape,
-                shared_name=f"{self._name}_{index}",
+                shared_name=f"{self._name}_{of_optimizer}_{of_variable}",
                 reduction_type="MEAN",
             )
+
+
+def _take(handle: tf.Tensor, variable: Any) -> tf.Tensor:
+    """Takes the mean of all the gradients that are there."""
+    dtype = tf.as_dtype(variable.dtype)
+    gradient = tf.raw_ops.ResourceAccumulatorTakeGradient(handle=handle, num_required=1, dtype=dtype)
+    return tf.ensure_shape(gradient, variable.shape)
 
 
 def _collect_instead(owner: Any) -> None:
@@ -112,7 +141,7 @@ def _collect_instead(owner: Any) -> None:
         if step is None or step.sync is None:
             return original(self, grads, trainable_variables)
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
-        return step.sync.push(list(grads), variables, step.update)
+        return step.sync.push(self, list(grads), variables, step.update)
 
 
 for _module, _class in (

@@ -44,6 +44,11 @@ class StepResult(RemoteValueImpl):
         self.out_of_data = False
         self.complete = False
 
+    @property
+    def has_value(self) -> bool:
+        """Whether the step was done: it did not fail, was not cancelled, and had data."""
+        return self.complete and self._error is None and not self.out_of_data
+
     def finish(self) -> None:
         """Says that the step needs no further attempt."""
         if not self.complete:
@@ -101,6 +106,7 @@ class StepRunner:
         self._unfinished: collections.OrderedDict[int, StepResult] = collections.OrderedDict()
         self._scheduled = 0
         self._last_progress = time.monotonic()
+        self._is_driving = self._has_abandoned = False
 
     @property
     def _cluster(self) -> Any:
@@ -174,7 +180,6 @@ class StepRunner:
         workers = self._cluster.workers
         if waited < self._strategy.worker_timeout or not all(worker._is_dead_with_error for worker in workers):
             return
-        self._unfinished.clear()
         addresses = self._strategy.addresses("worker")
         raise WorkerError(
             message(
@@ -204,9 +209,32 @@ class StepRunner:
 
     @contextlib.contextmanager
     def driving(self) -> Iterator[None]:
-        """Lets this thread run operations of its own without waiting for a worker that hangs."""
+        """Surrounds a training, an evaluation or a prediction, which begins when no step of an interrupted one runs.
+
+        In it, this thread runs operations of its own without waiting for a worker that hangs.
+        """
         with self.naming_lost_servers(), executor_scope(new_executor(enable_async=False)):
-            yield
+            is_outermost = not self._is_driving
+            if is_outermost and self._has_abandoned:
+                self._forget_abandoned()
+            self._is_driving = True
+            try:
+                yield
+            except BaseException:
+                self._has_abandoned = True
+                raise
+            finally:
+                self._is_driving = not is_outermost
+
+    def _forget_abandoned(self) -> None:
+        """Waits for the steps that an interrupted training has left; how they end is nobody's business any more."""
+        queue = self._cluster.closure_queue
+        self._last_progress = time.monotonic()
+        self._wait_for(lambda: not self._unfinished or queue._error is not None)
+        with contextlib.suppress(Exception):
+            queue.wait()
+        self._unfinished.clear()
+        self._has_abandoned = False
 
     @property
     def num_unfinished(self) -> int:
