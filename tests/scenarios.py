@@ -163,6 +163,40 @@ def float16_overflow_on_one_replica() -> dict[str, Any]:
 # Losses and weights.
 
 
+class TwoScaledOptimizers(keras.Model):
+    """Scales both losses before it applies either gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = dense(), dense()
+        self.optimizers = [_O.LossScaleOptimizer(_O.SGD(rate), initial_scale=64.0) for rate in (0.05, 0.1)]
+        for optimizer, net in zip(self.optimizers, (self.first, self.second), strict=True):
+            optimizer.build(net.trainable_variables)
+
+    def call(self, x: Any) -> Any:
+        return self.first(x) + self.second(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        nets, tapes = (self.first, self.second), (tf.GradientTape(), tf.GradientTape())
+        scaled = []
+        for optimizer, net, tape in zip(self.optimizers, nets, tapes, strict=True):
+            with tape:
+                scaled.append(optimizer.scale_loss(tf.reduce_mean(tf.square(net(x) - y))))
+        for optimizer, net, tape, loss in zip(self.optimizers, nets, tapes, scaled, strict=True):
+            optimizer.apply(tape.gradient(loss, net.trainable_variables), net.trainable_variables)
+        return {"loss": scaled[0] / 64.0}
+
+
+@scenario
+def two_scaled_optimizers() -> dict[str, Any]:
+    x, y = regression()
+    model = TwoScaledOptimizers()
+    model.compile()
+    model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0)
+    return {"weights": model.get_weights()}
+
+
 def _loss(name: str, loss: Callable[[], Any], **compile_args: Any) -> None:
     def fn() -> dict[str, Any]:
         model = dense()
@@ -354,6 +388,63 @@ def custom_train_step() -> dict[str, Any]:
     x, y = regression()
     history = model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0)
     return {"weights": model.get_weights(), "history": history.history}
+
+
+class OwnLogs(keras.Model):
+    """Logs bare losses beside results of metrics, and uses the old `minimize`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = dense(activation="sigmoid")
+        self.auc, self.mean = keras.metrics.AUC(name="area"), keras.metrics.Mean(name="mean_loss")
+
+    def call(self, x: Any) -> Any:
+        return self.net(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        self.optimizer.minimize(loss, self.trainable_variables, tape=tape)
+        self.auc.update_state(y, self(x))
+        self.mean.update_state(loss)
+        return {"bare": loss, "auc": self.auc.result(), "mean_loss": self.mean.result()}
+
+
+@scenario
+def logs_of_ones_own() -> dict[str, Any]:
+    x, y = regression()
+    model = OwnLogs()
+    model(x[:1])
+    model.compile(_O.SGD(0.1))
+    history = model.fit(x, (y > 0).astype("float32"), batch_size=16, epochs=3, shuffle=False, verbose=0)
+    return {"weights": model.get_weights(), "history": history.history}
+
+
+class LearnedLossWeight(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = dense()
+        self.log_weight = self.add_weight(shape=(), initializer="zeros", name="log_weight")
+
+    def call(self, x: Any) -> Any:
+        outputs = self.net(x)
+        self.add_loss(tf.exp(-self.log_weight) * tf.reduce_mean(tf.square(outputs)) + self.log_weight)
+        return outputs
+
+
+def _squared(y: Any, p: Any) -> Any:
+    return tf.reduce_mean(tf.square(y - p))
+
+
+@scenario
+def means_over_no_examples() -> dict[str, Any]:
+    """A last batch of one row: a loss that is a mean is no number on a replica without rows."""
+    x, y = regression(33)
+    model = LearnedLossWeight()
+    model(x[:1])
+    model.compile(_O.SGD(0.05), _squared, metrics=[_squared])
+    return trained(model, x, y)
 
 
 @scenario

@@ -96,6 +96,19 @@ def random_state() -> tuple[int | None, object]:
     return runtime._seed, runtime._rng.getstate() if runtime._seed is not None else None
 
 
+def use_random_seed(graph: Any, seed: int | None) -> int | None:
+    """Changes the seed of a graph's random operations, or of eager ones where `graph` is None; returns the one before.
+
+    Unlike `tf.random.set_seed`, it leaves the generator alone that numbers operations.
+    """
+    if graph is not None:
+        before, graph.seed = graph.seed, seed
+    else:
+        runtime = context()
+        before, runtime._seed = runtime._seed, seed
+    return before
+
+
 def set_random_state(seed: int, state: object) -> None:
     """Gives TensorFlow's eager context a state that `random_state` returned, here or in another process."""
     if context()._seed != seed:

@@ -57,6 +57,7 @@ def save_all(strategy: Any, folder: str) -> list[np.ndarray]:
     model.save(f"{folder}/model.keras")
     model.save_weights(f"{folder}/model.weights.h5")
     model.export(f"{folder}/exported", verbose=False)
+    keras.saving.save_model(model, f"{folder}/by_function.keras")
     tf.train.Checkpoint(model=model).write(f"{folder}/checkpoint")
     # Every rank may read at once: the file is complete when `save` returns.
     loaded = keras.models.load_model(f"{folder}/model.keras")
@@ -157,6 +158,40 @@ def interrupted_and_resumed(strategy: Any, folder: str, save_freq: Any, after: i
     fit(model, 4, callbacks=[callbacks.BackupAndRestore(folder, save_freq=save_freq)])
     assert not os.path.exists(folder)
     return state(model)
+
+
+def ordered_data(kind: str) -> tuple[Any, dict[str, Any]]:
+    """Data in an order that the random seed decides, for `fit`."""
+    x, y = rows()
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x))
+    if kind == "arrays":
+        return (x, y), {"batch_size": 8, "shuffle": True}
+    if kind == "data set":
+        return (dataset.batch(8),), {}
+    if kind == "of unknown length":
+        return (dataset.batch(8).filter(lambda *_: True),), {}
+    return (dataset.repeat().batch(8),), {"steps_per_epoch": 4}
+
+
+@pytest.mark.parametrize("kind", ["arrays", "data set", "of unknown length", "endless"])
+def test_backup_goes_on_with_the_order_of_the_data(kind: str, tmp_path: pathlib.Path) -> None:
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def train(*callbacks: Any) -> list[np.ndarray]:
+        keras.utils.set_random_seed(3)  # As a process that starts.
+        with strategy.scope():
+            model = plain()
+        data, options = ordered_data(kind)
+        with contextlib.suppress(KeyboardInterrupt):
+            model.fit(*data, epochs=4, verbose=0, callbacks=list(callbacks), **options)
+        return state(model)
+
+    reference = train()
+    backup = lambda: keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=1)  # noqa: E731
+    train(backup(), Interrupt(9))
+    train(backup(), Interrupt(2))
+    for found, want in zip(train(backup()), reference, strict=True):
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
 
 
 # 4 batches an epoch: interrupted at the end of the second epoch, and after the second batch of the third.

@@ -67,11 +67,14 @@ def on_train_batch_end(original: Any, self: Any, batch: int, logs: Any = None) -
 
 @replaces(keras.callbacks.CallbackList, "on_epoch_end")
 def on_epoch_end(original: Any, self: Any, epoch: int, logs: Any = None) -> None:
-    """Merges moving statistics before callbacks read or save the model."""
+    """Merges moving statistics before callbacks read or save the model; one process that wants to stop stops all."""
     strategy = None if self.model is None else strategy_of(self.model)
-    if strategy is not None:
-        strategy.merge_replica_state()
+    if strategy is None:
+        return original(self, epoch, logs)
+    strategy.merge_replica_state()
     original(self, epoch, logs)
+    self.model.stop_training = any(strategy.all_gather_object(self.model.stop_training))
+    return None
 
 
 class _Unsaved:
@@ -142,8 +145,11 @@ def restore_backup(original: Any, self: Any, logs: Any = None) -> None:
         if strategy.is_chief:
             original(self, logs)
             batches = _batches_done(self) if restores else 0
-    model._initial_epoch, strategy.batches_to_skip = strategy.broadcast_object((model._initial_epoch, batches))
+    model._initial_epoch, batches = strategy.broadcast_object((model._initial_epoch, batches))
     if restores:
+        strategy.resumes_at = model._initial_epoch or 0, batches
+        # Else a second interruption would be noted as one of epoch 0.
+        self._current_epoch = model._initial_epoch or 0
         strategy.broadcast_variables(model.variables + (optimizer.variables if optimizer is not None else []))
     return None
 
@@ -153,8 +159,7 @@ def _batches_done(callback: Any) -> int:
     if callback.save_freq == "epoch" or not _file_utils.exists(callback._training_metadata_path):
         return 0
     with _file_utils.File(callback._training_metadata_path, "r") as file:
-        batch = json.loads(file.read())["batch"]
-    return batch + 1 if batch else 0
+        return json.loads(file.read())["batch"] + 1
 
 
 @replaces(keras.callbacks.BackupAndRestore, "on_train_end")
@@ -163,6 +168,7 @@ def remove_backup(original: Any, self: Any, logs: Any = None) -> None:
     strategy = strategy_of(self.model)
     if strategy is None:
         return original(self, logs)
+    strategy.resumes_at = 0, 0  # Where there was no epoch left to do.
     with written_once(strategy, self.backup_dir) as writes:
         if writes:
             original(self, logs)

@@ -45,6 +45,7 @@ def reduce_values(
     if step is None or weighs:
         divisor = ops.sum(sample_weight) if weighs else ops.prod(ops.cast(ops.shape(values), "int32"))
         divisor = strategy.sum_over_replicas([ops.cast(divisor, total.dtype)])[0]
+        divisor = divisor if weighs else ops.stop_gradient(divisor)  # A count has none.
         mean = ops.divide_no_nan(total, divisor)
         return mean if step is None else ops.divide_no_nan(mean, ops.cast(step.share, mean.dtype))
     if 0 in values.shape:  # A replica that is known to have no examples; Keras would not even reduce them.
@@ -63,6 +64,6 @@ def apply_mask(original: Any, sample_weight: Any, mask: Any, dtype: Any, reducti
         return weight
     total = ops.cast(ops.size(mask), dtype)
     valid = ops.sum(ops.cast(mask, dtype))
-    all_total, all_valid = strategy.sum_over_replicas([total, valid])
+    all_total, all_valid = map(ops.stop_gradient, strategy.sum_over_replicas([total, valid]))
     local, wanted = ops.divide_no_nan(total, valid), ops.divide_no_nan(all_total, all_valid)
     return weight * ops.divide_no_nan(wanted, local)

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.gradients import dense, weighed, zero_unless
 from tfrep_strategy.keras_integration.layers import creating_partial_sums
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
@@ -23,6 +24,8 @@ class _Phase(threading.local):
     """What this replica's thread is applying: nothing, global gradients, or local ones that become global later."""
 
     gradients: str | None = None
+    builds_inner = False
+    """Whether it builds an optimizer that another one wraps."""
 
 
 _phase = _Phase()
@@ -99,6 +102,37 @@ def apply_scaled(original: Any, self: Any, grads: Any, trainable_variables: Any 
     return _apply(original, self, grads, trainable_variables)
 
 
+if not hasattr(_BaseOptimizer, "minimize"):
+
+    def minimize(self: Any, loss: Any, var_list: Any, tape: tf.GradientTape | None = None) -> Any:
+        """Takes the gradient of a loss and applies it, as the optimizers of Keras 2 did.
+
+        Args:
+            loss: A scalar tensor, with the `tape` that has recorded it, or a function that returns one.
+            var_list: Keras variables, or a function that returns them.
+            tape: A `tf.GradientTape`; needed where `loss` is a tensor.
+
+        Raises:
+            ConfigurationError: `loss` is a tensor and there is no tape.
+        """
+        if not callable(loss):
+            if tape is None:
+                raise ConfigurationError(
+                    message("A loss that is a tensor has no gradient of itself.", hint="pass its tape=...", loss=loss)
+                )
+        else:
+            tape = tf.GradientTape() if tape is None else tape
+            with tape:
+                loss = loss()
+        variables = list(var_list() if callable(var_list) else var_list)
+        with tape:  # Records the scaling too.
+            scaled = self.scale_loss(loss)
+        return self.apply(tape.gradient(scaled, variables), variables)
+
+    # Scripts that were written for Keras 2 call it; Keras 3 has left it out.
+    _BaseOptimizer.minimize = minimize
+
+
 @replaces(_BaseOptimizer, "_clip_gradients")
 def clip_gradients(original: Any, self: Any, grads: Any) -> Any:
     """Makes accumulated gradients global before anything looks at them: clipping comes first in an update."""
@@ -109,11 +143,22 @@ def clip_gradients(original: Any, self: Any, grads: Any) -> Any:
         return original(self, strategy.aggregate_gradients(list(grads), None))
 
 
+@replaces(_LossScaleOptimizer, "build")
+def build_with_inner(original: Any, self: Any, var_list: Any) -> None:
+    """Notes that the optimizer inside is built for global gradients."""
+    _phase.builds_inner = True
+    try:
+        original(self, var_list)
+    finally:
+        _phase.builds_inner = False
+
+
 @replaces(_TFOptimizer, "add_variable_from_reference")
 def add_variable_from_reference(original: Any, self: Any, reference_variable: Any, name: Any = None, **kwargs: Any) -> Any:
     """Lets gradient accumulators hold a part of the sum on each process, and be saved as their sum."""
     strategy = current_strategy()
     accumulates = name == "gradient_accumulator" and strategy is not None and _accumulates_locally(self, strategy)
+    accumulates = accumulates and not _phase.builds_inner  # That one gets gradients which are global already.
     with creating_partial_sums() if accumulates else contextlib.nullcontext():
         return original(self, reference_variable, name=name, **kwargs)
 

@@ -34,8 +34,8 @@ class KerasStrategy(Protocol):
     collectives_in_branches: bool
     """Whether a replica may call collectives inside `tf.cond`, which needs one program per process."""
 
-    batches_to_skip: int
-    """How many batches the next epoch passes over, since an interrupted run has trained on them."""
+    resumes_at: tuple[int, int]
+    """How many epochs, and batches of the one after them, the next `fit` passes over: an interrupted run has done them."""
 
     def scope(self) -> Any:
         """Returns the context manager in which variables belong to this strategy."""

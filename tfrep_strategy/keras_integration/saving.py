@@ -110,12 +110,32 @@ for _name in ("save", "save_weights", "export"):
     _saves_together(_name)
 
 
+def _saves_model_together(save_model: Any) -> Any:
+    @functools.wraps(save_model)
+    def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """Writes a file once, as `model.save` does."""
+        strategy = strategy_of(model) if isinstance(model, keras.Model) else None
+        if strategy is None or _coordination.done:
+            return save_model(model, filepath, *args, **kwargs)
+        with written_once(strategy, filepath) as writes:
+            if writes:
+                save_model(model, filepath, *args, **kwargs)
+        return None
+
+    return save
+
+
+for _function in (keras.saving.save_model, keras.saving.save_weights):
+    replace_everywhere(_function, _saves_model_together(_function))
+
+
 def _downloads_once(get_file: Any) -> Any:
     @functools.wraps(get_file)
     def get_file_once(*args: Any, **kwargs: Any) -> Any:
         """Lets one process of this machine download a file at a time; the next finds it there."""
         wanted = hashlib.sha256(repr((args, sorted(kwargs.items()))).encode()).hexdigest()[:16]
-        lock = os.path.join(tempfile.gettempdir(), f"tfrep-download-{wanted}.lock")
+        # Another user of the machine could not open the file.
+        lock = os.path.join(tempfile.gettempdir(), f"tfrep-download-{os.getuid()}-{wanted}.lock")
         with filelock.FileLock(lock, timeout=_DOWNLOAD_SECONDS):
             return get_file(*args, **kwargs)
 

@@ -53,16 +53,28 @@ def _copied(generator: Iterator[Any]) -> Iterator[Any]:
 
 @replaces(_EpochIterator, "_enumerate_iterator")
 def enumerate_iterator(original: Any, self: Any) -> Any:
-    """Passes over the batches that an interrupted epoch has trained on already."""
-    strategy, skip = self._distribute_strategy, 0
+    """Passes over what an interrupted run has trained on already, so that the order of the data goes on."""
+    strategy, epochs, batches = self._distribute_strategy, 0, 0
     if getattr(strategy, "drives_keras", False):
-        skip, strategy.batches_to_skip = strategy.batches_to_skip, 0
+        (epochs, batches), strategy.resumes_at = strategy.resumes_at, (0, 0)
+    for _ in range(epochs):
+        _pass_over_epoch(self, original)
     for first, last, iterator in original(self):
-        if last < skip:
+        if last < batches:
             for _ in range(first, last + 1):
                 next(iterator)
         else:
             yield first, last, iterator
+
+
+def _pass_over_epoch(epoch_iterator: Any, enumerate_steps: Any) -> None:
+    # Where each epoch starts an iterator of its own, one batch of it is enough to have the next epoch's order drawn.
+    starts_again = epoch_iterator.steps_per_epoch is None and epoch_iterator.num_batches is not None
+    with contextlib.suppress(StopIteration):
+        for first, last, iterator in enumerate_steps(epoch_iterator):
+            if first == 0 or not starts_again:
+                for _ in range(first, last + 1):
+                    next(iterator)
 
 
 @replaces(_Trainer, "_maybe_symbolic_build")

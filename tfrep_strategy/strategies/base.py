@@ -16,7 +16,7 @@ from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.protocol import Shards, in_step
 from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.groups import ReplicaGroup
-from tfrep_strategy.strategies.variables import ReplicaVariable, with_our_class
+from tfrep_strategy.strategies.variables import ReplicaVariable, StepsSinceMerge, with_our_class
 
 GradientTransformer = Callable[[list[Any]], list[Any]]
 GradientAggregator = Callable[[list[Any], Communicator], list[Any]]
@@ -48,7 +48,7 @@ class SynchronousStrategy(tf.distribute.Strategy):
         self.gradient_aggregator: GradientAggregator | None = None
         self.bucket_bytes = bucket_bytes
         self.densify_sparse_gradients = densify_sparse_gradients
-        self.batches_to_skip = 0
+        self.resumes_at = 0, 0
         self.check_sync_every: int | None = None
         self._steps_since_check = 0
 
@@ -66,11 +66,13 @@ class SynchronousStrategy(tf.distribute.Strategy):
         of the global batch.
         """
         self.synchronize_new_variables()
-        self.mark_state_changed()
         if len(args) == 1 and isinstance(args[0], Shards):
+            self.mark_state_changed()
             shards = args[0]
             fn = in_step(self, fn, data.num_examples)
             args = (data.pack(shards), shards.total)
+        else:
+            self.extended.note_step()
         with self.watching_peers():
             return super().run(fn, args, kwargs, options)
 
@@ -151,14 +153,14 @@ class SynchronousStrategy(tf.distribute.Strategy):
 
     def mark_state_changed(self) -> None:
         """Says that replicas have run a step since their own state was merged."""
-        self.extended.state_differs = True
+        self.extended.steps.mark()
 
     def merge_replica_state(self) -> None:
         """Makes the state that every replica keeps for itself (moving statistics) its mean, everywhere.
 
         Every process has to call it. Keras's `fit`, `evaluate` and `predict` do.
         """
-        if not self.extended.state_differs:
+        if not self.extended.steps.not_merged():
             return
         moving = {
             order: variable
@@ -171,7 +173,7 @@ class SynchronousStrategy(tf.distribute.Strategy):
         with self.scope():
             for variable, mean in zip(common, self._means(common), strict=True):
                 variable.assign(mean)
-        self.extended.state_differs = False
+        self.extended.steps.merged()
 
     def _means(self, variables: Sequence[Any]) -> list[tf.Tensor]:
         return [variable.read_value() for variable in variables]
@@ -258,7 +260,14 @@ class SynchronousExtended:
     def _init_state(self) -> None:
         # By order of creation, which is the same on every process.
         self.replica_variables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self.state_differs = False
+        self.steps = StepsSinceMerge()
+
+    def note_step(self) -> None:
+        """Notes a step that the user's own loop runs."""
+        if tf.executing_eagerly():
+            self.steps.mark()
+        else:
+            self.steps.mark_in_graph()
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         # A variable first made inside a step (an optimizer slot, a lazily built layer) belongs to the program, not to the

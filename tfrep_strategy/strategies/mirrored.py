@@ -110,13 +110,14 @@ class MirroredStrategy(SynchronousStrategy):
     _instances = 0
 
     def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return self.extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, list(tensors))
+        return self._own_communicator().all_reduce(list(tensors), "sum") if tensors else []
 
     def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
-        def gather(strategy: Any, value: Any) -> tf.Tensor:
-            return tf.concat(strategy.experimental_local_results(value), 0)
+        return self._own_communicator().all_gather(tensor)
 
-        return tf.distribute.get_replica_context().merge_call(gather, args=(tensor,))
+    def _own_communicator(self) -> Communicator:
+        context: Any = tf.distribute.get_replica_context()
+        return self.communicator_of(int(tf.get_static_value(context.replica_id_in_sync_group)))
 
     def logical_device_for_variables(self, index: int) -> contextlib.AbstractContextManager[None]:
         """Puts variables that are created inside on one logical device of each replica.

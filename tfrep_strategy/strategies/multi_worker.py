@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,13 +20,13 @@ from tfrep_strategy._tensorflow import (
 )
 from tfrep_strategy.communicators import Communicator, SingleCommunicator, make_communicator
 from tfrep_strategy.communicators.checked import watched
-from tfrep_strategy.environments import detect_environment
+from tfrep_strategy.environments import Environment, TfConfigEnvironment, detect_environment
 from tfrep_strategy.errors import ConfigurationError, DesyncError, message
 from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
 from tfrep_strategy.strategies.checkpoint import write_checkpoints_once
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
-from tfrep_strategy.strategies.seeds import share_random_state, shuffle_seeds
+from tfrep_strategy.strategies.seeds import own_random_operations, share_random_state, shuffle_seeds, unordered_operations
 
 
 class MultiWorkerStrategy(SynchronousStrategy):
@@ -66,6 +67,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
             _Extended(self, self.communicator, _resolve(device, self.communicator)), bucket_bytes, densify_sparse_gradients
         )
         self.share_random_state()
+        self.extended._cluster_resolver = _cluster_resolver(self.environment)
         write_checkpoints_once(self)
 
     @property
@@ -124,8 +126,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
             new, self.extended.new_variables = self.extended.new_variables, []
             self._check_equal_variables(new)
             # A sum over ranks is what rank 0 holds already; its parts on the other ranks are zero.
-            self._broadcast([v for v in new if v.synchronization != tf.VariableSynchronization.ON_READ
-                             or v.aggregation != tf.VariableAggregation.SUM])  # fmt: skip
+            self._broadcast([v for v in new if not _is_sum(v)])
 
     @contextlib.contextmanager
     def acting_alone(self) -> Iterator[None]:
@@ -152,7 +153,11 @@ class MultiWorkerStrategy(SynchronousStrategy):
                     )
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        self._broadcast([getattr(v, "value", v) if not isinstance(v, tf.Variable) else v for v in variables])
+        own = [getattr(v, "value", v) if not isinstance(v, tf.Variable) else v for v in variables]
+        self._broadcast([v for v in own if not _is_sum(v)])
+        for variable in own if self.rank else []:
+            if _is_sum(variable):  # Rank 0 holds all of it.
+                variable.values[0].assign(tf.zeros_like(variable.values[0]))
 
     def _broadcast(self, variables: Sequence[Any]) -> None:
         local = [v.values[0] if hasattr(v, "values") else v for v in variables]
@@ -228,7 +233,8 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
         return variable
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with tf.device(self._device), ProcessReplicaContext(self._container_strategy(), self._communicator.rank):
+        strategy, rank = self._container_strategy(), self._communicator.rank
+        with tf.device(self._device), ProcessReplicaContext(strategy, rank), own_random_operations(rank):
             return fn(*args, **kwargs)
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
@@ -276,7 +282,12 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> data.ReplicaDataset:
         if self._communicator.size == 1:
             return super()._experimental_distribute_dataset(dataset, options)
-        seeds = self._communicator.all_gather_object(shuffle_seeds(dataset))
+        return super()._experimental_distribute_dataset(self._in_one_order(dataset), options)
+
+    def _in_one_order(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns a data set whose elements are the same on all ranks, as far as that can be known before it is read."""
+        gathered = self._communicator.all_gather_object((shuffle_seeds(dataset), int(dataset.cardinality())))
+        seeds, sizes = zip(*gathered, strict=True)
         for rank, other in enumerate(seeds):
             if other != seeds[0] or (0, 0) in other:
                 raise ConfigurationError(
@@ -286,7 +297,28 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
                         **{"rank_0": seeds[0], f"rank_{rank}": other},
                     )
                 )
-        return super()._experimental_distribute_dataset(dataset, options)
+        unordered = unordered_operations(dataset)
+        if unordered:
+            raise ConfigurationError(
+                message(
+                    "The ranks would read this data set in different orders, so that examples were lost.",
+                    hint="leave out deterministic=False.",
+                    operations=unordered,
+                )
+            )
+        known = [size for size in sizes if size >= 0]
+        if len(set(sizes)) > 1 and known:
+            shortest = min(known)
+            ranks = [rank for rank, size in enumerate(sizes) if size == shortest]
+            warnings.warn(
+                f"The data of rank {ranks} has {shortest} batches, and that of the other ranks more, so that an epoch ends"
+                f" there for all. Received: batches={list(sizes)}",
+                stacklevel=2,
+            )
+            dataset = dataset.take(shortest)
+        in_order = tf.data.Options()
+        in_order.deterministic = True
+        return dataset.with_options(in_order)
 
     def _agreement(self, stop_together: bool) -> data.Agreement:
         c = self._communicator
@@ -312,6 +344,21 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
     @property
     def should_save_summary(self) -> bool:
         return self._communicator.rank == 0
+
+
+def _is_sum(variable: Any) -> bool:
+    on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
+    return on_read and variable.aggregation == tf.VariableAggregation.SUM
+
+
+def _cluster_resolver(environment: Environment) -> Any:
+    """Returns what scripts for TensorFlow's strategies ask for their place, `strategy.cluster_resolver`."""
+    resolvers = tf.distribute.cluster_resolver
+    if isinstance(environment, TfConfigEnvironment):
+        return resolvers.TFConfigClusterResolver()
+    addresses = environment.addresses or [f"{host or 'localhost'}:{rank}" for rank, host in enumerate(environment.hosts)]
+    cluster = tf.train.ClusterSpec({"worker": addresses})
+    return resolvers.SimpleClusterResolver(cluster, task_type="worker", task_id=environment.rank, rpc_layer="grpc")
 
 
 def _op_name(reduce_op: Any) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import random_state, set_random_state
+from tfrep_strategy._tensorflow import random_state, set_random_state, use_random_seed
 from tfrep_strategy.communicators import Communicator
+
+_GOLDEN = 0x9E3779B1
 
 
 def share_random_state(communicator: Communicator) -> None:
@@ -37,10 +42,38 @@ def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     Returns:
         A pair of seeds for each `shuffle`; `(0, 0)` is one that was made without any seed, which no two ranks draw alike.
     """
-    found, waiting = [], [dataset]
+    return [(int(part._seed), int(part._seed2)) for part in _parts(dataset) if hasattr(part, "_seed2")]
+
+
+def unordered_operations(dataset: tf.data.Dataset) -> list[str]:
+    """Lists the parts of a data set that were told to hand on whatever is ready first (`deterministic=False`)."""
+    return [type(part).__name__.strip("_") for part in _parts(dataset) if getattr(part, "_deterministic", None) == "false"]
+
+
+def _parts(dataset: tf.data.Dataset) -> Iterator[Any]:
+    waiting = [dataset]
     while waiting:
         current = waiting.pop()
-        if hasattr(current, "_seed2"):
-            found.append((int(current._seed), int(current._seed2)))
+        yield current
         waiting.extend(current._inputs())
-    return found
+
+
+@contextlib.contextmanager
+def own_random_operations(rank: int) -> Iterator[None]:
+    """Makes TensorFlow's random operations draw other numbers on each rank, and on rank 0 those of one device.
+
+    Args:
+        rank: The rank of this process.
+    """
+    shared = random_state()[0]
+    if rank == 0 or shared is None:
+        yield
+        return
+    own = (shared + rank * _GOLDEN) % 2**31
+    # Functions that are traced inside inherit the seed.
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    before = use_random_seed(graph, own)
+    try:
+        yield
+    finally:
+        use_random_seed(graph, before)

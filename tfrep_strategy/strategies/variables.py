@@ -13,6 +13,34 @@ from tfrep_strategy._tensorflow import MirroredVariable, SyncOnReadVariable, in_
 _creation_order = itertools.count()
 
 
+class StepsSinceMerge:
+    """Whether replicas have run steps since the state that each keeps for itself was merged."""
+
+    def __init__(self) -> None:
+        self._marked = False
+        self._count_when_merged = 0
+        with tf.device("CPU:0"):
+            self._count = tf.Variable(0, trainable=False, dtype=tf.int64)
+
+    def mark(self) -> None:
+        """Says that a step runs now."""
+        self._marked = True
+
+    def mark_in_graph(self) -> None:
+        """Makes the function that is traced say so whenever it runs, which nothing in Python sees."""
+        self._count.assign_add(1)
+
+    def not_merged(self) -> bool:
+        """Whether a step has run since the last call of `merged`."""
+        with tf.init_scope():
+            return self._marked or int(self._count) != self._count_when_merged
+
+    def merged(self) -> None:
+        """Says that the state is one value on all replicas."""
+        self._marked = False
+        self._count_when_merged = int(self._count)
+
+
 class _Converts:
     """Lets a variable convert to Python's numbers and NumPy's arrays, scalars too, as plain variables do."""
 
@@ -75,7 +103,7 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
         if self.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
             return self._distribute_strategy.extended.value_of_first_replica(self._primary.value())
         merged = self.aggregation == tf.VariableAggregation.MEAN and not (
-            self.differs and self._distribute_strategy.extended.state_differs
+            self.differs and self._distribute_strategy.extended.steps.not_merged()
         )
         return tf.identity(self._primary) if merged else super()._get_cross_replica()
 
