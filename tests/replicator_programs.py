@@ -101,6 +101,21 @@ def reinforcement_learning(repl):
     return [tf.identity(w).numpy() for w in policy.weights]
 
 
+def numbered_queue(repl):
+    """One queue for all replicas, which take from it in turn."""
+
+    def input_fn():
+        queue = tf.queue.FIFOQueue(20, [tf.int32], [[1]])
+        for i in range(12):
+            queue.enqueue([[i]])
+        return queue.dequeue
+
+    n = repl.num_replicas_in_sync
+    for step in range(2):
+        taken = repl.local_results(repl.run(tfrep.all_gather, input_fn))[0].numpy()
+        np.testing.assert_array_equal(taken, np.arange(step * n, (step + 1) * n))
+
+
 class GlobalBatchNorm(keras.layers.Layer):
     """The blog post's example of a primitive in a layer: statistics of the global batch."""
 
@@ -156,7 +171,7 @@ def sonnet(repl):
     np.testing.assert_allclose(w.numpy(), 1 - 0.01 * np.full([3, 1], expected), rtol=1e-5)
 
 
-PROGRAMS = {f.__name__: f for f in (classification, gan, global_batch_norm, reinforcement_learning, sonnet)}
+PROGRAMS = {f.__name__: f for f in (classification, gan, global_batch_norm, numbered_queue, reinforcement_learning, sonnet)}
 
 
 def run(strategy, name, mode):

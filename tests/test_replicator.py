@@ -43,9 +43,11 @@ def test_programs_give_the_answer_of_one_replica(everywhere, one_replica, name):
             np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["reinforcement_learning", "sonnet"])
-def test_programs_of_their_own_answer(everywhere, name):
-    everywhere(name, "PER_REPLICA")
+@pytest.mark.parametrize(
+    ("name", "mode"), [("reinforcement_learning", "PER_REPLICA"), ("sonnet", "PER_REPLICA"), ("numbered_queue", "SINGLE")]
+)
+def test_programs_of_their_own_answer(everywhere, name, mode):
+    everywhere(name, mode)
 
 
 @pytest.mark.parametrize("mode", ["PER_WORKER", "PER_REPLICA"])
@@ -62,7 +64,8 @@ def _pair():
     return tfrep.Replicator(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))
 
 
-def test_input_modes_call_as_often_as_they_say():
+@pytest.mark.parametrize("make_strategy", [tfrep.MirroredStrategy, tf.distribute.MirroredStrategy])
+def test_input_modes_call_as_often_as_they_say(make_strategy):
     for mode, expected in (("SINGLE", [(1, 0)]), ("PER_WORKER", [(1, 0)]), ("PER_REPLICA", [(2, 0), (2, 1)])):
         calls = []
 
@@ -71,11 +74,27 @@ def test_input_modes_call_as_often_as_they_say():
             return tf.data.Dataset.range(8).batch(1)
 
         modes = tfrep.InputReplicationMode
-        repl = tfrep.Replicator(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]), input_replication_mode=modes[mode])
+        repl = tfrep.Replicator(make_strategy(["CPU:0", "CPU:1"]), input_replication_mode=modes[mode])
         step = tf.reduce_sum
         seen = [[int(v) for v in repl.local_results(repl.run(step, input_fn))] for _ in range(2)]
         assert calls == expected
         assert seen == ([[0, 0], [1, 1]] if mode == "PER_REPLICA" else [[0, 1], [2, 3]])
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_data_that_ends_in_the_middle_of_a_step(capfd, steps):
+    """A replica without a batch would make every mean NaN."""
+    repl = _pair()
+
+    def input_fn():
+        return tf.data.Dataset.from_tensor_slices([1.0, 2.0, 3.0]).batch(1)
+
+    if steps == 1:
+        assert float(repl.reduce(repl.run(tf.reduce_mean, input_fn))) == 1.5
+        assert "left out" not in capfd.readouterr().err
+    with pytest.raises(tf.errors.OutOfRangeError):
+        repl.run(tf.reduce_mean, input_fn, steps=steps)
+    assert "the middle of a step, which is left out. Replicas without a batch: [1]" in capfd.readouterr().err
 
 
 def test_compiles_once_and_keeps_the_iterator():
@@ -126,6 +145,9 @@ def test_replicators_without_their_hardware():
         kinds.check_cores(8, 2, 8)
     with pytest.raises(ConfigurationError, match="TensorFlow sees .* GPUs"):
         tfrep.MultiGpuReplicator(len(tf.config.list_logical_devices("GPU")) + 1)
+    servers = tf.distribute.ParameterServerStrategy
+    with pytest.raises(ConfigurationError, match="do not run steps together.*\n.*ParameterServerReplicator"):
+        tfrep.Replicator(servers.__new__(servers))
     with pytest.raises(ConfigurationError, match="A parameter-server strategy is needed"):
         tfrep.ParameterServerReplicator(tfrep.MirroredStrategy(["CPU:0"]))
 

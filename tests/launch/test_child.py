@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
+import tfrep_strategy as tfrep
 from tfrep_strategy.launch.child import StandIn, run_strategy_scope
 
 
@@ -32,3 +33,11 @@ def test_settings_that_come_too_late_are_warnings(monkeypatch):
     with pytest.raises(RuntimeError, match="cannot be modified"):
         tf.config.threading.set_intra_op_parallelism_threads(threads + 1)
     assert tf.config.threading.get_intra_op_parallelism_threads() == threads
+
+
+def test_replicators_take_the_strategy_of_the_run(monkeypatch):
+    monkeypatch.setenv("TFREP_STRATEGY", "multi-worker")
+    with run_strategy_scope() as strategy:
+        assert tfrep.Replicator().strategy is strategy
+        assert tfrep.MultiWorkerReplicator().strategy is strategy
+    assert tfrep.MultiWorkerReplicator().strategy is not strategy

@@ -59,6 +59,21 @@ class _Rows(keras.metrics.Metric):
         return self.rows
 
 
+class _Error(keras.metrics.Metric):
+    """Says how its state changes with the mean error of a batch."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__(name="error")
+        self.state = self.add_variable((), "zeros", name="state")
+        self.change = change
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.change(self.state, keras.ops.mean(keras.ops.abs(y_true - y_pred)))
+
+    def result(self) -> Any:
+        return self.state + 0.0
+
+
 @pytest.mark.parametrize("kind", ["arrays", "data frames", "dataset", "unknown length", "generator"])
 def test_every_example_is_seen_once_per_epoch(strategy: Any, kind: str) -> None:
     x, y = _data(205)
@@ -197,6 +212,46 @@ def test_several_steps_in_one_execution(strategy: Any) -> None:
     history = model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0).history
     assert history["rows"] == [205.0] * 2
     assert int(model.optimizer.iterations) == 42
+
+
+_NO_SUMS = {
+    "maximum": lambda state, error: state.assign(keras.ops.maximum(state, error)),
+    "last value": lambda state, error: state.assign(error),
+    "moving average": lambda state, error: state.assign(0.99 * state + 0.01 * error),
+}
+_SUMS = {
+    "atomic": lambda state, error: state.assign_add(error),
+    "read and written": lambda state, error: state.assign(error + state),
+    "in a branch": lambda state, error: state.assign(tf.cond(error > 0, lambda: state + error, lambda: state * 1.0)),
+    "in two steps": lambda state, error: (state.assign_add(2.0 * error), state.assign_sub(error)),
+}
+
+
+@pytest.mark.parametrize("kind", _NO_SUMS)
+def test_a_metric_whose_state_is_no_sum_is_refused(strategy: Any, kind: str) -> None:
+    x, y = _data()
+    made_outside = _Error(_NO_SUMS[kind])
+    with strategy.scope():
+        made_inside = _Error(_NO_SUMS[kind])
+    for metric in (made_inside, made_outside):
+        model = _model(strategy, metrics=[metric])
+        for use in (model.fit, model.fit, model.evaluate):
+            with pytest.raises(ValueError, match="The state of _Error is no sum: .* `state`"):
+                use(x, y, batch_size=BATCH, verbose=0)
+        assert int(model.optimizer.iterations) == 0
+    step = tf.function(lambda: strategy.run(lambda: made_inside.update_state(tf.ones([3]), tf.zeros([3]))))
+    with pytest.raises(ValueError, match="The state of _Error is no sum"):
+        strategy.coordinator.schedule(step)
+
+
+@pytest.mark.parametrize("kind", _SUMS)
+def test_a_metric_whose_state_is_a_sum_is_taken(strategy: Any, kind: str) -> None:
+    x, y = _data()
+    with strategy.scope():
+        metric = _Error(_SUMS[kind])
+    model = _model(strategy, metrics=[metric])
+    error = model.evaluate(x, y, batch_size=BATCH, verbose=0)[1]
+    assert error == pytest.approx(np.mean(np.abs(model.predict(x, verbose=0) - y)) * ROWS / BATCH, rel=1e-4)
 
 
 def test_validation_and_early_stopping(strategy: Any) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import (
@@ -17,6 +20,7 @@ from tfrep_strategy._tensorflow import (
     anonymous_name,
     variable_handle,
 )
+from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.partitioned import PartitionedVariable
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
 
@@ -167,25 +171,103 @@ def add_variable(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Makes the updates of a metric exact in custom loops too."""
     variable = original(self, *args, **kwargs)
     if is_on_servers(variable):
-        owner: Any
-        for owner in type(self).__mro__:
-            update = vars(owner).get("update_state")
-            if update is not None and owner is not keras.metrics.Metric and not hasattr(update, "adds_atomically"):
-                owner.update_state = _adding_atomically(update)
+        make_exact(self)
     return variable
+
+
+def make_exact(metric: Any) -> None:
+    """Makes the updates of a metric's class atomic on the servers, and has its state be a sum, on workers too."""
+    owner: Any
+    for owner in type(metric).__mro__:
+        update = vars(owner).get("update_state")
+        if update is not None and owner is not keras.metrics.Metric and not hasattr(update, "adds_atomically"):
+            owner.update_state = _adding_atomically(update)
 
 
 def _adding_atomically(update: Any) -> Any:
     @functools.wraps(update)
     def update_state(self: Any, *args: Any, **kwargs: Any) -> Any:
         variables = [variable for variable in self.variables if variable._value is not None]
-        if tf.executing_eagerly() or _in_stateless_scope() or not variables or not all(map(is_on_servers, variables)):
+        if tf.executing_eagerly() or _in_stateless_scope() or not variables:
             return update(self, *args, **kwargs)
-        with kept_on_worker(variables) as locals_:
-            update(self, *args, **kwargs)
-        for variable, local in zip(variables, locals_, strict=True):
-            variable._value.assign_add(local.read_value())
-        return None
+        result = None
+        if all(map(is_on_servers, variables)):
+            with kept_on_worker(variables) as locals_:
+                update(self, *args, **kwargs)
+            for variable, local in zip(variables, locals_, strict=True):
+                variable._value.assign_add(local.read_value())
+        else:
+            result = update(self, *args, **kwargs)
+            if _steps.current is None:
+                return result
+        if not update.__module__.startswith("keras."):  # Those of Keras are sums.
+            _refuse_what_is_no_sum(self, functools.partial(update, self), args, kwargs)
+        return result
 
     update_state.adds_atomically = True  # type: ignore[attr-defined]
     return update_state
+
+
+_known_as_sums: Any = weakref.WeakSet()
+_PROBE_ROWS = 4
+
+
+def _refuse_what_is_no_sum(metric: Any, update: Any, args: Any, kwargs: Any) -> None:
+    """Tries, once for each metric, whether what an update adds to its state depends on the state: a maximum, say.
+
+    Workers count from zero, and what they have counted is added up. Only where the update says on the same made-up batch
+    that it does not add is a metric refused: one that cannot be tried is believed.
+    """
+    if metric in _known_as_sums:
+        return
+    _known_as_sums.add(metric)  # First: an update may call that of its base class.
+    try:
+        # What is traced here, and under which strategy, does not hold in another thread.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            variable = thread.submit(_first_that_is_no_sum, metric, update, args, kwargs).result()
+    except Exception:  # Whatever a stranger's code does not like about made-up numbers.
+        return
+    if variable is not None:
+        _known_as_sums.discard(metric)
+        raise ConfigurationError(
+            message(
+                f"The state of {type(metric).__name__} is no sum: its update does more than add to `{variable.name}`. Workers"
+                " each count from zero, and what they have counted is added up.",
+                hint="keep sums and counts (assign_add), and compute what is wanted of them in result().",
+                metric=metric.name,
+            )
+        )
+
+
+def _first_that_is_no_sum(metric: Any, update: Any, args: Any, kwargs: Any) -> Any:
+    variables = [v for v in metric.variables if tf.as_dtype(v._dtype).is_floating or tf.as_dtype(v._dtype).is_integer]
+    random = np.random.RandomState(0)
+
+    def numbers(shape: Any, dtype: Any) -> tf.Tensor:
+        """Makes numbers between 0 and 1; ones where they have to be whole."""
+        return tf.cast(tf.constant(random.uniform(size=shape) if tf.as_dtype(dtype).is_floating else np.ones(shape)), dtype)
+
+    def made_up(value: Any) -> Any:
+        if not tf.is_tensor(value):
+            return value
+        return numbers([_PROBE_ROWS if size is None else size for size in value.shape], value.dtype)
+
+    @tf.function(autograph=False)
+    def end(starts: list[tf.Tensor]) -> list[tf.Tensor]:
+        with kept_on_worker(metric.variables):
+            for variable, start in zip(variables, starts, strict=True):
+                variable._value.assign(start)
+            update(*batch[0], **batch[1])
+            return [tf.cast(variable._value.read_value(), tf.float64) for variable in variables]
+
+    batch = tf.nest.map_structure(made_up, (args, kwargs))
+    zeros = [tf.zeros(variable.shape, variable._dtype) for variable in variables]
+    starts = [1 + numbers(variable.shape, variable._dtype) for variable in variables]
+    from_zero, again, moved = ([value.numpy() for value in end(values)] for values in (zeros, zeros, starts))
+    for variable, start, one, two, other in zip(variables, starts, from_zero, again, moved, strict=True):
+        tolerance = (0.05 if variable._dtype in ("float16", "bfloat16") else 1e-5) * np.abs(other).max(initial=1.0)
+        is_random = not np.array_equal(one, two, equal_nan=True)
+        added = other - tf.cast(start, tf.float64).numpy()
+        if not is_random and not np.allclose(added, one, rtol=0.0, atol=tolerance, equal_nan=True):
+            return variable
+    return None

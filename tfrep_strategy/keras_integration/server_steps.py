@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import PerWorkerValues
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.patching import keras_internal
-from tfrep_strategy.keras_integration.server_state import AsyncStep, kept_on_worker, new_local, tracing_step
+from tfrep_strategy.keras_integration.server_state import AsyncStep, kept_on_worker, make_exact, new_local, tracing_step
 from tfrep_strategy.keras_integration.sync_updates import SyncUpdates
 from tfrep_strategy.keras_integration.xla import compiled_between_collectives
 
@@ -217,6 +217,8 @@ class StepFunction:
 
     def _steps(self, data: Any, on_worker: bool, layout: StepLayout, number: tf.Tensor | None = None) -> tf.Tensor:
         model = self.model
+        for metric in _flat(model.metrics):
+            make_exact(metric)
         layout.metrics = _distinct(v for metric in model.metrics for v in metric.variables)
         layout.counters = _counters(model) if self._updates and self._sync is None else []
         step = AsyncStep() if number is None else AsyncStep(number[0], self._sync, number[1])
@@ -294,6 +296,12 @@ def _all_or_none(batches: list[Any]) -> list[Any]:
 
 def _draws_random_numbers(model: Any) -> bool:
     return any(variable.name == "seed_generator_state" for variable in model.variables)
+
+
+def _flat(metrics: Any) -> Iterator[Any]:
+    for metric in metrics:
+        yield metric
+        yield from _flat(getattr(metric, "metrics", metric._metrics))
 
 
 def _distinct(variables: Any) -> list[Any]:

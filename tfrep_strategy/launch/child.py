@@ -83,6 +83,10 @@ def run_strategy_scope() -> Iterator[Any]:
             (tfrep, "MirroredStrategy"),
             (tfrep, "MultiWorkerStrategy"),
             (tfrep, "auto_strategy"),
+            (tfrep.replicator.loop, "auto_strategy"),
+            (tfrep.replicator.kinds, "MirroredStrategy"),
+            (tfrep.replicator.kinds, "MultiWorkerStrategy"),
+            (tfrep.replicator.parameter_server, "ParameterServerStrategy"),
         ):
             _put(stack, owner, name, StandIn(getattr(owner, name), strategy))
         for owner, name in (

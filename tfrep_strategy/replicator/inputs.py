@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import inspect
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -24,8 +25,8 @@ class InputReplicationMode(enum.Enum):
     """
 
     SINGLE = "single"
-    """One pipeline; its elements go to the replicas in turn. Processes each read it and take what is theirs, so that it has
-    to give the same elements everywhere."""
+    """One pipeline; its elements go to the replicas in turn. Processes each read all of it, data set or callable, and take
+    what is theirs, so that it has to give the same elements everywhere."""
     PER_WORKER = "per_worker"
     """One pipeline in each process."""
     PER_REPLICA = "per_replica"
@@ -78,7 +79,7 @@ def call_input(input_fn: InputFn, context: Any) -> Any:
     return input_fn(context) if takes_context else input_fn()
 
 
-def per_pipeline(strategy: tf.distribute.Strategy, input_fn: InputFn) -> Any:
+def per_pipeline(strategy: tf.distribute.Strategy, mode: InputReplicationMode, input_fn: InputFn) -> Any:
     """Makes a distributed data set by TensorFlow's own means, for strategies that do not cut batches themselves.
 
     Raises:
@@ -86,19 +87,65 @@ def per_pipeline(strategy: tf.distribute.Strategy, input_fn: InputFn) -> Any:
     """
 
     def dataset_of(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        own = InputContext(context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync)
-        made = call_input(input_fn, own)
-        if not isinstance(made, tf.data.Dataset):
+        process = _Process(context.input_pipeline_id, context.num_input_pipelines, context.num_replicas_in_sync)
+        made = process.call(mode, input_fn)
+        if not all(isinstance(m, tf.data.Dataset) for m in made):
             raise ConfigurationError(
                 message(
                     "Under this strategy an input function returns a tf.data.Dataset.",
                     strategy=type(strategy).__name__,
-                    returned=type(made).__name__,
+                    returned=type(made[0]).__name__,
                 )
             )
-        return made
+        return process.joined(mode, made)
 
     return strategy.distribute_datasets_from_function(dataset_of)
+
+
+class _Process(NamedTuple):
+    """Whose input functions are called.
+
+    Attributes:
+        rank: Which process this is.
+        size: How many there are.
+        total: How many replicas all of them have.
+    """
+
+    rank: int
+    size: int
+    total: int
+
+    @property
+    def replicas(self) -> range:
+        """The replicas of this process."""
+        count = self.total // self.size
+        return range(self.rank * count, (self.rank + 1) * count)
+
+    def call(self, mode: InputReplicationMode, input_fn: InputFn) -> list[Any]:
+        """Calls an input function once for each pipeline of this process."""
+        places = {
+            InputReplicationMode.SINGLE: [(1, 0)],
+            InputReplicationMode.PER_WORKER: [(self.size, self.rank)],
+            InputReplicationMode.PER_REPLICA: [(self.total, replica) for replica in self.replicas],
+        }[mode]
+        return [call_input(input_fn, InputContext(n, i, self.total)) for n, i in places]
+
+    def joined(self, mode: InputReplicationMode, made: list[tf.data.Dataset]) -> tf.data.Dataset:
+        """Makes one data set of the pipelines, whose elements go to the replicas of this process in turn."""
+        if mode == InputReplicationMode.SINGLE and self.size > 1:
+            made = [made[0].shard(self.total, replica) for replica in self.replicas]
+        if len(made) == 1:
+            return made[0]
+        return tf.data.Dataset.choose_from_datasets(made, tf.data.Dataset.range(len(made)).repeat())
+
+    def take(self, mode: InputReplicationMode, made: list[Callable[[], Any]]) -> tuple[Any, ...]:
+        """Takes a batch for each replica of this process."""
+        if mode == InputReplicationMode.SINGLE:
+            taken = [made[0]() for _ in range(self.total)]
+            own = [taken[replica] for replica in self.replicas]
+        else:
+            own = [made[i % len(made)]() for i in range(len(self.replicas))]
+        return tuple(tf.nest.map_structure(tf.convert_to_tensor, batch) for batch in own)
 
 
 def make_input(strategy: tf.distribute.Strategy, mode: InputReplicationMode, input_fn: InputFn) -> Any:
@@ -116,27 +163,17 @@ def make_input(strategy: tf.distribute.Strategy, mode: InputReplicationMode, inp
         ConfigurationError: for an input function that returns something else.
     """
     if not isinstance(strategy, SynchronousStrategy):
-        return iter(per_pipeline(strategy, input_fn))
-    extended = strategy.extended
-    agreement = extended._agreement(stop_together=True)
-    count, first, total = extended.num_local_replicas, extended.first_local_replica, strategy.num_replicas_in_sync
-    places = {
-        InputReplicationMode.SINGLE: [(1, 0)],
-        InputReplicationMode.PER_WORKER: [(agreement.size, agreement.rank)],
-        InputReplicationMode.PER_REPLICA: [(total, first + i) for i in range(count)],
-    }[mode]
-    made = [call_input(input_fn, InputContext(n, i, total)) for n, i in places]
+        return iter(per_pipeline(strategy, mode, input_fn))
+    agreement = strategy.extended._agreement(stop_together=True)
+    process = _Process(agreement.rank, agreement.size, strategy.num_replicas_in_sync)
+    made = process.call(mode, input_fn)
     if all(isinstance(m, tf.data.Dataset) for m in made):
-        dataset = made[0]
-        if len(made) > 1:
-            dataset = tf.data.Dataset.choose_from_datasets(made, tf.data.Dataset.range(count).repeat())
-        if mode == InputReplicationMode.SINGLE:
-            dataset = dataset.shard(agreement.size, agreement.rank)
-        return data.ReplicaIterator(iter(dataset), count, agreement, as_shards=True)
+        dataset = process.joined(mode, made)
+        return data.ReplicaIterator(iter(dataset), len(process.replicas), agreement, as_shards=True)
     if all(callable(m) for m in made):
 
         def batches() -> Shards:
-            parts = tuple(tf.nest.map_structure(tf.convert_to_tensor, made[i % len(made)]()) for i in range(count))
+            parts = process.take(mode, made)
             return Shards(parts, agreement.examples(tf.add_n([data.num_examples(part) for part in parts])))
 
         return batches
@@ -144,6 +181,23 @@ def make_input(strategy: tf.distribute.Strategy, mode: InputReplicationMode, inp
         message(
             "An input function returns a tf.data.Dataset, or a callable that gives a nest of tensors.",
             returned=[type(m).__name__ for m in made],
-            first_replica=first,
+            first_replica=process.replicas[0],
         )
     )
+
+
+def whole_step(batch: Any) -> Any:
+    """Ends the data, with a warning, when it has ended in the middle of a step: a replica without a batch has no mean."""
+    if not isinstance(batch, Shards) or len(batch.parts) == 1:
+        return batch
+    missing = tf.reshape(tf.where(tf.stack([data.num_examples(part) for part in batch.parts]) == 0), [-1])
+
+    def end() -> tf.Tensor:
+        warning = tf.print("Warning: the data ended in the middle of a step, which is left out. Replicas without a batch:",
+                           missing, output_stream=sys.stderr)  # fmt: skip
+        with tf.control_dependencies([] if warning is None else [warning]):
+            return iter(tf.data.Dataset.range(0)).get_next()
+
+    ended = tf.cond(tf.size(missing) > 0, end, lambda: tf.constant(0, tf.int64))
+    with tf.control_dependencies([ended]):
+        return tf.nest.map_structure(tf.identity, batch, expand_composites=True)

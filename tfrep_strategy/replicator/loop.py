@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfrep_strategy import collectives
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.replicator.inputs import InputFn, InputReplicationMode, make_input
+from tfrep_strategy.replicator.inputs import InputFn, InputReplicationMode, make_input, whole_step
 from tfrep_strategy.strategies.auto import auto_strategy
 
 StepFn = Callable[..., Any]
@@ -50,6 +50,7 @@ class Replicator:
                 )
             )
         self.strategy = auto_strategy() if strategy is None else strategy
+        self._check_strategy()
         self.input_replication_mode = input_replication_mode
         # By function; the functions are kept, so that their identity is not used again.
         self._inputs: dict[Any, Any] = {}
@@ -136,7 +137,8 @@ class Replicator:
         Raises:
             ConfigurationError: after `shutdown`, for a step that returns something that is no tensor, or fewer than one
                 step.
-            tf.errors.OutOfRangeError: at the end of the data.
+            tf.errors.OutOfRangeError: at the end of the data; a last step that is not whole, since not every replica has a
+                batch, is left out with a warning.
 
         Example:
             >>> repl = Replicator(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))
@@ -187,7 +189,7 @@ class Replicator:
         def one_step(*iterator: Any) -> Any:
             if source is None:
                 return strategy.run(self._checked(step_fn))
-            batch = source() if callable(source) else next(iterator[0])
+            batch = source() if callable(source) else whole_step(next(iterator[0]))
             return strategy.run(self._checked(step_fn), args=(batch,))
 
         def program(*iterator: Any) -> Any:
@@ -231,6 +233,16 @@ class Replicator:
 
     def _make_input(self, input_fn: InputFn) -> Any:
         return make_input(self.strategy, self.input_replication_mode, input_fn)
+
+    def _check_strategy(self) -> None:
+        if isinstance(self.strategy, tf.distribute.ParameterServerStrategy):
+            raise ConfigurationError(
+                message(
+                    "The workers of a parameter-server strategy do not run steps together.",
+                    hint="use tfrep.ParameterServerReplicator.",
+                    strategy=type(self.strategy).__name__,
+                )
+            )
 
     def _check_alive(self) -> None:
         if self._is_shut_down:

@@ -27,11 +27,8 @@ class ParameterServerReplicator(Replicator):
     """
 
     def __init__(self, strategy: tf.distribute.ParameterServerStrategy | None = None) -> None:
-        strategy = ParameterServerStrategy() if strategy is None else strategy
-        if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
-            raise ConfigurationError(message("A parameter-server strategy is needed.", type=type(strategy).__name__))
-        super().__init__(strategy)
-        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        super().__init__(ParameterServerStrategy() if strategy is None else strategy)
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
 
     def init(self) -> None:
         """Nothing has to be waited for."""
@@ -59,4 +56,9 @@ class ParameterServerReplicator(Replicator):
         return reduce_nests(value, op)
 
     def _make_input(self, input_fn: InputFn) -> Any:
-        return iter(self._coordinator.create_per_worker_dataset(lambda: per_pipeline(self.strategy, input_fn)))
+        mode = self.input_replication_mode
+        return iter(self._coordinator.create_per_worker_dataset(lambda: per_pipeline(self.strategy, mode, input_fn)))
+
+    def _check_strategy(self) -> None:
+        if not isinstance(self.strategy, tf.distribute.ParameterServerStrategy):
+            raise ConfigurationError(message("A parameter-server strategy is needed.", type=type(self.strategy).__name__))
