@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -181,6 +183,91 @@ def test_loops_in_functions(worker_pool: Any) -> None:
     everywhere(check_loops_in_functions, worker_pool)
 
 
+def check_moving_statistics(strategy: Any) -> None:
+    """What each replica keeps for itself is the mean whenever it is read, also after steps that Python does not see."""
+    with strategy.scope():
+        layer = keras.layers.BatchNormalization(momentum=0.5)
+        layer.build((None, 2))
+    step = tf.function(lambda batch: strategy.run(lambda part: tf.reduce_sum(layer(part, training=True)), args=(batch,)))
+    want = np.zeros(2)
+    for shift in range(3):
+        rows = np.arange(16, dtype="float32").reshape(8, 2) ** 2 + shift
+        for batch in strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensors(tf.constant(rows))):
+            step(batch)
+        want = (want + rows.mean(0)) / 2
+        np.testing.assert_allclose(layer.moving_mean.numpy(), want, rtol=1e-5)
+        strategy.merge_replica_state()
+        np.testing.assert_allclose(layer.moving_mean.numpy(), want, rtol=1e-5)
+
+
+def test_moving_statistics(worker_pool: Any) -> None:
+    everywhere(check_moving_statistics, worker_pool)
+
+
+def check_random_operations(strategy: Any) -> None:
+    """Replicas draw other numbers than each other, and the first one draws those of one device."""
+
+    def draw() -> Any:
+        return tf.random.uniform([4]), tf.nn.dropout(tf.ones([64]), 0.5)
+
+    def all_of(strategy: Any) -> list[np.ndarray]:
+        tf.random.set_seed(5)
+        run = tf.function(lambda: tf.nest.map_structure(lambda v: strategy.gather(v, 0), strategy.run(draw)))
+        return [np.split(v.numpy(), strategy.num_replicas_in_sync) for _ in range(2) for v in run()]
+
+    drawn = all_of(strategy)
+    for replicas in drawn:
+        assert len({replica.tobytes() for replica in replicas}) == strategy.num_replicas_in_sync
+    assert not np.array_equal(drawn[0], drawn[2]), "the next step draws other numbers"
+    np.testing.assert_equal(all_of(strategy), drawn)
+
+
+def test_random_operations(worker_pool: Any) -> None:
+    everywhere(check_random_operations, worker_pool)
+
+
+def check_synchronization_in_inner_functions(strategy: Any) -> None:
+    """A loss in a function of its own, and an update that stands in a branch, give what one device gives."""
+    x = np.arange(14, dtype="float32").reshape(7, 2) / 10
+    y = 2 * x.sum(1, keepdims=True)
+
+    def train(strategy: Any) -> np.ndarray:
+        with strategy.scope():
+            layer, optimizer = keras.layers.Dense(1, kernel_initializer="ones"), keras.optimizers.SGD(0.1)
+            layer.build((None, 2))
+            optimizer.build(layer.trainable_variables)
+            loss = keras.losses.MeanSquaredError()
+        loss_of = tf.function(lambda x, y: loss(y, layer(x)), autograph=False)
+
+        def step(batch: Any, updates: Any) -> None:
+            with tf.GradientTape() as tape:
+                value = loss_of(*batch)
+            gradients = tape.gradient(value, layer.trainable_variables)
+            tf.cond(
+                updates,
+                lambda: optimizer.apply(gradients, layer.trainable_variables) or tf.constant(0),
+                lambda: tf.constant(0),
+            )
+
+        run = tf.function(lambda batch, updates: strategy.run(step, args=(batch, updates)), autograph=False)
+        for _ in range(2):
+            batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+            for i, batch in enumerate(strategy.experimental_distribute_dataset(batches)):
+                run(batch, tf.constant(i == 0))
+        return np.concatenate([w.ravel() for w in layer.get_weights()])
+
+    # As one device does it; no strategy may be left in another one's scope.
+    kernel, bias = np.ones((2, 1)), np.zeros(1)
+    for _ in range(2):
+        error = x[:4] @ kernel + bias - y[:4]
+        kernel, bias = kernel - 0.1 * 2 * x[:4].T @ error / 4, bias - 0.1 * 2 * error.mean(0)
+    np.testing.assert_allclose(train(strategy), np.append(kernel, bias), rtol=1e-5)
+
+
+def test_synchronization_in_inner_functions(worker_pool: Any) -> None:
+    everywhere(check_synchronization_in_inner_functions, worker_pool)
+
+
 def file_examples(strategy: Any, folder: str, policy: str) -> list[str]:
     """Trains nothing; tells which lines this process reads from several files."""
     options = tf.data.Options()
@@ -245,9 +332,82 @@ def test_different_orders_are_refused(worker_pool: Any) -> None:
         assert "rank_1=" in text
 
 
+def unordered(strategy: Any) -> tuple[str, list[int]]:
+    read = lambda v: tf.data.Dataset.range(4 * v, 4 * v + 4)  # noqa: E731
+    refused = tf.data.Dataset.range(8).map(lambda v: v, num_parallel_calls=4, deterministic=False).batch(4)
+    options = tf.data.Options()
+    options.deterministic = False
+    taken = tf.data.Dataset.range(8).interleave(read, cycle_length=4, num_parallel_calls=4).batch(8).with_options(options)
+    seen = [int(v) for batch in strategy.experimental_distribute_dataset(taken) for v in batch]
+    try:
+        strategy.experimental_distribute_dataset(refused)
+    except tfrep.errors.ConfigurationError as error:
+        return str(error), seen
+    return "", seen
+
+
+def test_data_without_an_order(worker_pool: Any) -> None:
+    """Where nothing in particular is said about one operation, the ranks read in one order; else they say what it is."""
+    (text, first), (_, second) = worker_pool("tf", 2).run(unordered)
+    assert "ParallelMapDataset" in text
+    assert "deterministic=False" in text
+    assert sorted(first + second) == list(range(32))
+
+
+def shorter_on_one_rank(strategy: Any) -> tuple[int, list[str]]:
+    rows = 16 if strategy.rank == 0 else 8
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    steps = []
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(np.ones((rows, 2)), np.ones((rows, 1)), batch_size=4, verbose=0, callbacks=[count])
+    return len(steps), [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+def test_fit_ends_for_all_with_the_shortest_data(communicator: str, worker_pool: Any) -> None:
+    for steps, said in worker_pool(communicator, 2).run(shorter_on_one_rank):
+        assert steps == 2
+        assert any("The data of rank [1] ends after 2 batches" in text for text in said)
+
+
+def stopped_on_one_rank(strategy: Any) -> int:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+
+    def stop(epoch: int, logs: Any) -> None:
+        model.stop_training = strategy.rank == 1 and epoch == 1
+
+    callbacks = [keras.callbacks.LambdaCallback(on_epoch_end=stop)]
+    return len(model.fit(np.ones((8, 2)), np.ones((8, 1)), epochs=5, verbose=0, callbacks=callbacks).epoch)
+
+
+@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+def test_one_rank_stops_all(communicator: str, worker_pool: Any) -> None:
+    assert worker_pool(communicator, 2).run(stopped_on_one_rank) == [2, 2]
+
+
+def place_in_cluster(strategy: Any) -> tuple[str, int, int]:
+    resolver = strategy.cluster_resolver
+    return resolver.task_type, resolver.task_id, resolver.cluster_spec().num_tasks("worker")
+
+
+@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+def test_scripts_may_ask_for_their_place(communicator: str, worker_pool: Any) -> None:
+    assert worker_pool(communicator, 2).run(place_in_cluster) == [("worker", 0, 2), ("worker", 1, 2)]
+
+
 def shuffled_without_seed(strategy: Any) -> list[int]:
     data = tf.data.Dataset.range(32).shuffle(32).batch(8)
     return [int(v) for batch in strategy.experimental_distribute_dataset(data) for v in batch]
+
+
+def test_one_process_shuffles_as_it_likes() -> None:
+    assert sorted(shuffled_without_seed(tfrep.MultiWorkerStrategy())) == list(range(32))
 
 
 @pytest.mark.parametrize("communicator", ["tf", "horovod"])

@@ -67,6 +67,9 @@ class KerasStrategy(Protocol):
     def share_random_state(self) -> None:
         """Gives the random generators of all processes rank 0's state."""
 
+    def shortest_epoch(self, num_batches: int) -> int:
+        """Returns how many batches all processes have, given how many this one has; negative where nobody knows."""
+
     def broadcast_object(self, value: Any) -> Any:
         """Returns rank 0's picklable object on every process."""
 

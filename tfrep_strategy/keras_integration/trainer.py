@@ -41,8 +41,26 @@ def init_epoch_iterator(original: Any, self: Any, *args: Any, **kwargs: Any) -> 
         kwargs["x"] = _copied(kwargs["x"])
     original(self, *args, **kwargs)
     self._part_spec = self._distributed_dataset.part_spec
+    self._common_batches = _batches_of_all(strategy, self._distributed_dataset.cardinality, self._num_batches)
+    self._num_batches = self._common_batches
     self._distributed_dataset = self._distributed_dataset.for_keras()
     return None
+
+
+def _batches_of_all(strategy: KerasStrategy, cardinality: int, num_batches: int | None) -> int | None:
+    """Returns after how many batches an epoch ends on every process; None where only the data can tell."""
+    if num_batches is None:
+        return None
+    # A data set that knows its size was made as long as the shortest when it was distributed.
+    return min(num_batches, cardinality) if cardinality >= 0 else strategy.shortest_epoch(num_batches)
+
+
+@replaces(_EpochIterator, "reset")
+def reset(original: Any, self: Any) -> None:
+    """Forgets the state of an epoch, but not that the data of another process is shorter."""
+    original(self)
+    if getattr(self._distribute_strategy, "drives_keras", False):
+        self._num_batches = self._common_batches
 
 
 def _copied(generator: Iterator[Any]) -> Iterator[Any]:

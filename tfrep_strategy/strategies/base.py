@@ -228,6 +228,10 @@ class SynchronousStrategy(tf.distribute.Strategy):
     def share_random_state(self) -> None:
         """Gives the random generators of all processes rank 0's state; nothing to do within one process."""
 
+    def shortest_epoch(self, num_batches: int) -> int:
+        """Returns how many batches all processes have, given how many this one has; negative where nobody knows."""
+        return num_batches
+
     def broadcast_object(self, value: Any) -> Any:
         """Returns rank 0's picklable object on every process."""
         return value

@@ -165,6 +165,19 @@ class MultiWorkerStrategy(SynchronousStrategy):
         for variable, value in zip(numeric, self.communicator.broadcast([v.value() for v in numeric]), strict=True):
             variable.assign(value)
 
+    def shortest_epoch(self, num_batches: int) -> int:
+        sizes = self.communicator.all_gather_object(num_batches)
+        known = [size for size in sizes if size >= 0]
+        if len(set(sizes)) == 1 or not known:
+            return num_batches
+        ranks = [rank for rank, size in enumerate(sizes) if size == min(known)]
+        warnings.warn(
+            f"The data of rank {ranks} ends after {min(known)} batches, before that of the other ranks, so that an epoch"
+            f" ends there for all. Received: batches={sizes}",
+            stacklevel=2,
+        )
+        return min(known)
+
     def share_random_state(self) -> None:
         share_random_state(self.communicator)
 
@@ -286,8 +299,7 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
 
     def _in_one_order(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns a data set whose elements are the same on all ranks, as far as that can be known before it is read."""
-        gathered = self._communicator.all_gather_object((shuffle_seeds(dataset), int(dataset.cardinality())))
-        seeds, sizes = zip(*gathered, strict=True)
+        seeds = self._communicator.all_gather_object(shuffle_seeds(dataset))
         for rank, other in enumerate(seeds):
             if other != seeds[0] or (0, 0) in other:
                 raise ConfigurationError(
@@ -306,15 +318,8 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
                     operations=unordered,
                 )
             )
-        known = [size for size in sizes if size >= 0]
-        if len(set(sizes)) > 1 and known:
-            shortest = min(known)
-            ranks = [rank for rank, size in enumerate(sizes) if size == shortest]
-            warnings.warn(
-                f"The data of rank {ranks} has {shortest} batches, and that of the other ranks more, so that an epoch ends"
-                f" there for all. Received: batches={list(sizes)}",
-                stacklevel=2,
-            )
+        shortest = self._container_strategy().shortest_epoch(int(dataset.cardinality()))
+        if shortest >= 0:
             dataset = dataset.take(shortest)
         in_order = tf.data.Options()
         in_order.deterministic = True
