@@ -43,6 +43,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             are dropped. Default: as many as there are workers.
         worker_timeout: Seconds without any worker after which training fails.
         connect_timeout: Seconds that servers and workers may take to come up.
+        coordinator_timeout: Seconds that workers and servers wait for the coordinator under Slurm, whose job would
+            otherwise last as long as they do.
 
     Raises:
         ConfigurationError: The cluster has no server or no worker, or a setting cannot be used.
@@ -68,12 +70,22 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         replicas_to_aggregate: int | None = None,
         worker_timeout: float = 60.0,
         connect_timeout: float = 20.0,
+        coordinator_timeout: float = 600.0,
     ) -> None:
         resolver = _resolver_from_environment() if cluster_resolver is None else cluster_resolver
         self._jobs = _checked_jobs(resolver)
+        resolver = _without_evaluator(resolver)
+        for name, seconds in (
+            ("worker_timeout", worker_timeout),
+            ("connect_timeout", connect_timeout),
+            ("coordinator_timeout", coordinator_timeout),
+        ):
+            if not seconds > 0:
+                raise ConfigurationError(message("A time limit must be above 0 seconds.", **{name: seconds}))
         if resolver.task_type in ("worker", "ps"):
-            cluster, under_slurm = resolver.cluster_spec().as_dict(), getattr(resolver, "from_slurm", False)
-            run_server(cluster, resolver.task_type, resolver.task_id, ends_with_coordinator=under_slurm)
+            timeout = coordinator_timeout if getattr(resolver, "from_slurm", False) else None
+            cluster = resolver.cluster_spec().as_dict()
+            run_server(cluster, resolver.task_type, resolver.task_id, coordinator_timeout=timeout)
             sys.exit(0)
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise ConfigurationError(
@@ -94,9 +106,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
                     replicas_to_aggregate=replicas_to_aggregate,
                 )
             )
-        for name, seconds in (("worker_timeout", worker_timeout), ("connect_timeout", connect_timeout)):
-            if not seconds > 0:
-                raise ConfigurationError(message("A time limit must be above 0 seconds.", **{name: seconds}))
         self.max_in_flight = max_in_flight
         self.replicas_to_aggregate = (replicas_to_aggregate or num_workers) if sync else None
         self.worker_timeout = worker_timeout
@@ -239,6 +248,16 @@ def _checked_jobs(resolver: Any) -> dict[str, list[str]]:
             )
         )
     return jobs
+
+
+def _without_evaluator(resolver: Any) -> Any:
+    """Leaves the evaluator out of a cluster: nobody serves at its address, and TensorFlow would wait for it."""
+    jobs = resolver.cluster_spec().as_dict()
+    if jobs.pop("evaluator", None) is None:
+        return resolver
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(jobs), rpc_layer=resolver.rpc_layer, task_type=resolver.task_type, task_id=resolver.task_id
+    )
 
 
 def _check_count(name: str, count: int | None, maximum: int | None) -> None:
