@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import sys
@@ -16,7 +17,7 @@ from tfrep_strategy.data import pack, shard
 from tfrep_strategy.environments import SlurmEnvironment
 from tfrep_strategy.environments.base import read_int
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
-from tfrep_strategy.keras_integration.partitioned import PartitionedVariable
+from tfrep_strategy.keras_integration.partitioned import PartInitializer, PartitionedVariable
 from tfrep_strategy.launch.cluster import wait_until_reachable
 from tfrep_strategy.launch.servers import run_server
 from tfrep_strategy.strategies.step_runner import StepRunner
@@ -182,20 +183,24 @@ class _Extended(ParameterServerExtended):
 
     def _create_like(self, like: PartitionedVariable, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         """Makes an optimizer's slot: each part is where the part is that it belongs to."""
-        whole = kwargs.pop("initial_value")
-        whole = tf.convert_to_tensor(whole() if callable(whole) else whole, kwargs.get("dtype"))
+        value, shape = kwargs.pop("initial_value"), kwargs.pop("shape", None)
         name = kwargs.pop("name", None) or "Variable"
-        kwargs.pop("shape", None)
-        if whole.shape != like.shape:
-            kwargs.update(initial_value=whole, name=name, colocate_with=like.variables[0])
+        if not isinstance(value, PartInitializer):
+            value = tf.convert_to_tensor(value() if callable(value) else value, kwargs.get("dtype"))
+            shape = value.shape
+        if like.shape != shape:
+            kwargs.update(initial_value=value, name=name, colocate_with=like.variables[0])
             return super()._create_variable(next_creator, **kwargs)
         parts, start = [], 0
         for index, part in enumerate(like.variables):
-            stop = start + part.shape[0]
-            kwargs.update(initial_value=whole[start:stop], name=f"{name}/part_{index}", colocate_with=part)
+            if isinstance(value, PartInitializer):
+                initial = functools.partial(value, part.shape, (start, *[0] * (like.shape.rank - 1)))
+            else:
+                initial = value[start : start + part.shape[0]]
+            kwargs.update(initial_value=initial, name=f"{name}/part_{index}", colocate_with=part)
             slot = super()._create_variable(next_creator, **kwargs)
             parts.append(slot.get() if isinstance(slot, CachingVariable) else slot)
-            start = stop
+            start += part.shape[0]
         return PartitionedVariable(parts, name=name)
 
     # With one device, nothing has to be merged over a worker's replicas, and updates may stand inside `tf.cond`.
