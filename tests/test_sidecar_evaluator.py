@@ -74,6 +74,47 @@ def test_whole_models_and_a_file_that_is_still_written(tmp_path: Path) -> None:
     assert history["loss"][0] == pytest.approx(model.evaluate(_data(), verbose=0), rel=1e-5)
 
 
+def _save(folder: Path, name: str, written: float) -> float:
+    """Saves a model that was never saved before; returns its loss."""
+    model = _model()
+    model.save(folder / name)
+    os.utime(folder / name, (written, written))
+    return model.evaluate(_data(), verbose=0)
+
+
+def test_the_newest_is_the_one_that_was_written_last(tmp_path: Path) -> None:
+    """Whatever the numbers in the names are: epochs, or decimals of a loss."""
+    _save(tmp_path, "01-0.90.keras", 1000)
+    loss = _save(tmp_path, "02-0.35.keras", 2000)
+    evaluator = tfrep.SidecarEvaluator(_model(), _data(), tmp_path, poll_seconds=0.05, timeout=0.5)
+    history = evaluator.start()
+    assert history == {"checkpoint": [2], "loss": [pytest.approx(loss, rel=1e-5)]}
+    # Written in the same moment: the later epoch. The same decimals: another checkpoint.
+    _save(tmp_path, "9-0.90.keras", 3000)
+    loss = _save(tmp_path, "10-0.35.keras", 3000)
+    assert evaluator.start()["checkpoint"] == [2, 10]
+    assert history["loss"][1] == pytest.approx(loss, rel=1e-5)
+    # Nothing is evaluated twice, though it was written again, unless its name has no number.
+    _save(tmp_path, "10-0.35.keras", 4000)
+    assert evaluator.start()["checkpoint"] == [2, 10]
+    for written in (5000, 6000):
+        _save(tmp_path, "best.keras", written)
+        evaluator.start()
+    assert history["checkpoint"] == [2, 10, 1, 1]
+
+
+def test_half_a_model_is_tried_again(tmp_path: Path) -> None:
+    model = _model()
+    model.save(tmp_path / "whole.keras")
+    content = (tmp_path / "whole.keras").read_bytes()
+    (tmp_path / "whole.keras").unlink()
+    (tmp_path / "model-1.keras").write_bytes(content[: len(content) // 2])
+    evaluator = tfrep.SidecarEvaluator(_model(), _data(), tmp_path, poll_seconds=0.01, timeout=0.1)
+    assert evaluator.start() == {}
+    (tmp_path / "model-1.keras").write_bytes(content)
+    assert evaluator.start()["checkpoint"] == [1]
+
+
 @pytest.mark.parametrize("settings", [{"steps": 0}, {"max_evaluations": -1}, {"poll_seconds": 0}])
 def test_bad_settings(tmp_path: Path, settings: Any) -> None:
     with pytest.raises(ValueError, match="Received"):

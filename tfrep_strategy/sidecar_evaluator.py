@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,10 @@ class SidecarEvaluator:
     """Waits for checkpoints, and evaluates each new one.
 
     The training writes them with `keras.callbacks.ModelCheckpoint(..., "ckpt-{epoch}.weights.h5", save_weights_only=True)`,
-    or as whole models (`.keras`). When several are new, the newest is evaluated. A name with a number is evaluated once; a
-    file without one each time that it was written again. It stops after the checkpoint with number `max_evaluations`, or
-    after that many evaluations where the names have no number.
+    or as whole models (`.keras`). When several are new, the one written last is evaluated. A name with a number is evaluated
+    once; a file without one each time that it was written again. It stops after the checkpoint with number
+    `max_evaluations`, or after that many evaluations where the names have no number. The number is the last whole one:
+    5 in "run2-05-0.31.keras".
 
     Args:
         model: A compiled model of the same architecture, outside of any strategy.
@@ -73,6 +76,7 @@ class SidecarEvaluator:
         self.callbacks = list(callbacks or ())
         self.poll_seconds = poll_seconds
         self.timeout = timeout
+        self._evaluated: set[Any] = set()
         self.history: dict[str, list[float]] = {}
         """What was measured, by the metric's name; `checkpoint` has the number of each."""
 
@@ -83,9 +87,11 @@ class SidecarEvaluator:
             The history.
         """
         evaluations = 0
-        for path, number in self._new_checkpoints():
+        for path, written in self._new_checkpoints():
             if not self._load(path):
                 continue
+            number = _number(path.name)
+            self._evaluated.add(path.name if number is not None else (path.name, written))
             evaluations += 1
             logs = self._evaluate()
             self.history.setdefault("checkpoint", []).append(evaluations if number is None else number)
@@ -97,50 +103,47 @@ class SidecarEvaluator:
                 break
         return self.history
 
-    def _new_checkpoints(self) -> Iterator[tuple[Path, int | None]]:
-        seen: tuple[str, int] | None = None
-        last: tuple[str, int] | None = None
+    def _new_checkpoints(self) -> Iterator[tuple[Path, int]]:
+        """Gives each new checkpoint, and when it was written."""
+        tried: tuple[Path, int] | None = None
+        last: tuple[Path, int] | None = None
         last_new = time.monotonic()
         while True:
             newest = self._newest()
-            is_new = (
-                newest is not None and newest != seen and _number(newest[0]) not in self.history.get("checkpoint", ())
-            )
+            is_new = newest is not None and newest != tried and not {newest[0].name, (newest[0].name, newest[1])} & self._evaluated
             # A file that is still being written changes between two looks.
             if newest is not None and is_new and newest == last:
-                seen, last_new = newest, time.monotonic()
-                path = self.checkpoint_dir / newest[0]
-                yield path, _number(path.name)
+                tried, last_new = newest, time.monotonic()
+                yield newest
             elif not is_new and self.timeout is not None and time.monotonic() - last_new > self.timeout:
                 return
             else:
                 last = newest
                 time.sleep(self.poll_seconds)
 
-    def _newest(self) -> tuple[str, int] | None:
+    def _newest(self) -> tuple[Path, int] | None:
         found = []
         if self.checkpoint_dir.is_dir():
             for path in self.checkpoint_dir.iterdir():
                 if path.name.endswith(_SUFFIXES) and not path.name.startswith("."):
-                    try:
-                        found.append((_number(path.name) or 0, path.stat().st_mtime_ns, path.name))
-                    except FileNotFoundError:  # Replaced or removed by the training meanwhile.
-                        continue
-        if not found:
-            return None
-        _, written, name = max(found)
-        return name, written
+                    # Replaced or removed by the training meanwhile.
+                    with contextlib.suppress(FileNotFoundError):
+                        found.append((path, path.stat().st_mtime_ns))
+        return max(found, key=lambda each: (each[1], _natural_order(each[0].name)), default=None)
 
     def _load(self, path: Path) -> bool:
         """Loads a checkpoint; tells whether it was whole. One that is still being written is tried again."""
         for _ in range(5):
             try:
                 if path.name.endswith(".keras"):
+                    # The table of contents, without which it is no zip file, is written last.
+                    if not zipfile.is_zipfile(path):
+                        raise OSError(f"{path} is not whole.")
                     self.model.set_weights(keras.models.load_model(path, compile=False).get_weights())
                 else:
                     self.model.load_weights(path)
                 return True
-            except OSError:
+            except (OSError, zipfile.BadZipFile):
                 time.sleep(self.poll_seconds)
         return False
 
@@ -153,6 +156,12 @@ class SidecarEvaluator:
 
 
 def _number(name: str) -> int | None:
-    """Returns the number in a checkpoint's name: the last one before the suffix."""
-    numbers = re.findall(r"\d+", name.removesuffix(".weights.h5").removesuffix(".keras"))
+    """Returns the number in a checkpoint's name: the last whole one before the suffix."""
+    stem = name.removesuffix(".weights.h5").removesuffix(".keras")
+    numbers = re.findall(r"\d+", re.sub(r"\d+\.\d+", "", stem))
     return int(numbers[-1]) if numbers else None
+
+
+def _natural_order(name: str) -> list[Any]:
+    """Sorts numbers in names by their values."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import tensorflow as tf
 
@@ -197,3 +199,24 @@ def test_an_inner_function_in_an_eager_step():
         strategy.run(lambda: inner())
     result = tf.function(lambda: strategy.run(lambda: inner()), autograph=False)()
     assert result.values[1].numpy().tolist() == [2.0, 2.0]
+
+
+def test_structures_differ_between_processes(monkeypatch):
+    """Found in debug mode, and only there."""
+    monkeypatch.setenv("TFREP_DEBUG", "1")
+
+    def differ():
+        strategy = tf.distribute.get_strategy()
+        messages = []
+        for run in (strategy.run, tf.function(strategy.run, autograph=False)):
+            assert run(lambda: tfrep.all_sum({"a": tf.ones([])})["a"]) == 2.0
+            try:
+                run(lambda: tfrep.all_sum({"ab"[strategy.rank]: tf.ones([])}))
+            except tf.errors.InvalidArgumentError as error:
+                messages.append(str(error))
+        return messages
+
+    for messages in tfrep.launch(differ, communicator="tf", timeout=100):
+        assert len(messages) == 2
+        for message in messages:
+            assert re.search(r"(?s)different nests.*replica 0:.*{.*a.*: _}.*replica 1:.*{.*b.*: _}", message)

@@ -535,6 +535,7 @@ def _resolver(task_type: str | None = None, **jobs: list[str]) -> Any:
         ),
         ({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, {"variable_partitioner": 3}, "partitioner"),
         ({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, {"connect_timeout": 0}, "connect_timeout"),
+        ({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, {"coordinator_timeout": 0}, "coordinator_timeout"),
     ],
 )
 def test_bad_clusters_and_settings(jobs: Any, settings: Any, text: str) -> None:

@@ -22,8 +22,9 @@ print("steps", int(model.optimizer.iterations), flush=True)
 
 def _tf_config() -> list[dict[str, str]]:
     chief, server, worker = (f"127.0.0.1:{port}" for port in free_ports(3))
-    cluster = {"chief": [chief], "ps": [server], "worker": [worker]}
-    return [{"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": job, "index": 0}})} for job in cluster]
+    jobs = {"chief": [chief], "ps": [server], "worker": [worker]}
+    cluster = jobs | {"evaluator": ["127.0.0.1:1"]}  # Who takes no part, and does not serve.
+    return [{"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": job, "index": 0}})} for job in jobs]
 
 
 def _slurm() -> list[dict[str, str]]:
@@ -52,3 +53,15 @@ def test_one_script_on_all_tasks(tmp_path: Path, tasks: object) -> None:
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def test_a_server_does_not_wait_for_ever_for_a_coordinator(tmp_path: Path) -> None:
+    """Under Slurm, where the job would last as long as it waits."""
+    process = start("tfrep.ParameterServerStrategy(coordinator_timeout=0.5)", folder=tmp_path, **_slurm()[1])
+    try:
+        _, err = process.communicate(timeout=100)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1
+    assert "has not come after 0.5 seconds" in err

@@ -195,6 +195,19 @@ def test_the_command(tmp_path: Path, victim: str) -> None:
         assert process.returncode == (-signal.SIGKILL if victim == "launcher" else 130)
 
 
+def test_a_script_that_gives_up_is_not_started_again(tmp_path: Path) -> None:
+    """Its exit code is then above 128, as that of one that was killed."""
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nprint('once', flush=True)\nsys.exit(-1)\n")
+    arguments = ["run", "--strategy", "parameter-server", "--workers", "1", "--servers", "1", "--max-restarts", "1"]
+    command = [sys.executable, "-m", "tfrep_strategy.cli", *arguments, str(script)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ_in(tmp_path), capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 255, done.stderr[-3000:]
+    assert done.stdout == "once\n"
+
+
 def test_twenty_workers_killed_in_one_training(tmp_path: Path) -> None:
     code = (
         _EPOCHS

@@ -71,6 +71,48 @@ with tfrep.local_cluster(workers=1, servers=2) as cluster:
     assert out.endswith("held\n")
 
 
+def test_each_part_is_made_where_it_is(tmp_path: Path) -> None:
+    code = (
+        _MODEL
+        + """
+asked = []
+
+class Watched(keras.initializers.Initializer):
+    def __call__(self, shape, dtype=None):
+        asked.append(tuple(shape))
+        return tf.reshape(tf.range(np.prod(shape), dtype=dtype), shape)
+
+with tfrep.local_cluster(workers=1, servers=2) as cluster:
+    strategy = tfrep.ParameterServerStrategy(cluster, partitioners.FixedShardsPartitioner(2))
+    initializers = keras.initializers
+    drawn = initializers.RandomUniform.__call__
+    initializers.RandomUniform.__call__ = lambda self, shape, dtype=None: asked.append(tuple(shape)) or drawn(self, shape, dtype)
+    with strategy.scope():
+        made = {name: keras.Variable(initializer, shape=(51, 4)) for name, initializer in dict(
+            uniform=initializers.RandomUniform(0.0, 1.0, seed=3), zeros="zeros", whole=Watched(),
+            rows=initializers.Constant(np.arange(4.0)), glorot=initializers.GlorotUniform(seed=1),
+        ).items()}
+        optimizer = keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.5)
+        optimizer.build([made["uniform"]])
+    assert asked == [(26, 4), (25, 4), (51, 4), (51, 4)], asked
+    assert all(len(variable._value.variables) == 2 for variable in made.values())
+    uniform = made["uniform"].numpy()
+    assert len(np.unique(uniform)) == uniform.size and 0.4 < uniform.mean() < 0.6
+    np.testing.assert_array_equal(made["zeros"].numpy(), 0.0)
+    np.testing.assert_array_equal(made["whole"].numpy(), np.arange(204.0).reshape(51, 4))
+    np.testing.assert_array_equal(made["rows"].numpy(), np.tile(np.arange(4.0), (51, 1)))
+    np.testing.assert_array_equal(made["glorot"].numpy(), initializers.GlorotUniform(seed=1)((51, 4)))
+    (slot,) = optimizer._accumulators
+    np.testing.assert_array_equal(slot.numpy(), 0.5)
+    assert [p.device for p in slot._value.variables] == [p.device for p in made["uniform"]._value.variables]
+    print("held")
+"""
+    )
+    status, out, err = run(code, folder=tmp_path)
+    assert status == 0, err[-3000:]
+    assert out.endswith("held\n")
+
+
 def test_all_optimizers_and_partitioners(tmp_path: Path) -> None:
     """Dense and sparse gradients change a variable in parts as they change a whole one."""
     code = (

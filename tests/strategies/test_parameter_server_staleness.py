@@ -78,6 +78,8 @@ def test_sync_updates_of_two_optimizers_and_of_several_steps_in_one_execution(tm
 init = lambda k: keras.initializers.RandomUniform(-0.5, 0.5, seed=k)
 
 class Pair(keras.Model):
+    times = 1
+
     def __init__(self):
         super().__init__()
         self.one, self.two = (keras.layers.Dense(1, kernel_initializer=init(k)) for k in range(2))
@@ -92,7 +94,8 @@ class Pair(keras.Model):
             losses = {"one": keras.ops.mean((self.one(x) - y) ** 2), "two": keras.ops.mean((self.two(x) - 2 * y) ** 2)}
         for layer, optimizer in ((self.one, self.optimizer), (self.two, self.second)):
             gradients = tape.gradient(losses[("one", "two")[layer is self.two]], layer.trainable_variables)
-            optimizer.apply(gradients, layer.trainable_variables)
+            for _ in range(self.times):
+                optimizer.apply(gradients, layer.trainable_variables)
         return losses
 
 x, y = data(640)
@@ -108,7 +111,13 @@ with tfrep.local_cluster(workers=2, servers=1) as cluster:
     assert int(spread.optimizer.iterations) == int(spread.second.iterations) == 32
     for a, b in zip(spread.get_weights(), single.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-    print("held")
+    spread.times = 2
+    spread.make_train_function(force=True)
+    try:
+        spread.fit(x, y, batch_size=10, verbose=0)
+    except ValueError as error:
+        assert "A step updates a variable twice" in str(error), error
+        print("held")
 """
     status, out, err = run(code, folder=tmp_path)
     assert status == 0, out + err[-3000:]

@@ -7,10 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.collectives.checks import check_equal, check_shapes, describe, to_tensor
+from tfrep_strategy.collectives.checks import check_equal, check_shapes, check_structures, describe, to_tensor
 from tfrep_strategy.collectives.flow import Flow
 from tfrep_strategy.collectives.replicas import replica_id
 from tfrep_strategy.communicators import Communicator, SingleCommunicator
+from tfrep_strategy.communicators.checked import CheckedCommunicator
 from tfrep_strategy.communicators.context import ContextCommunicator
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.protocol import current_step
@@ -47,8 +48,11 @@ def launch(
             check(tensor)
     except ConfigurationError as error:
         raise ConfigurationError(f"{kind} on replica {replica_id()}: {error}") from None
-    if hasattr(flow.communicator, "compare"):
-        call = describe(kind, options, nest, tensors)
+    call = describe(kind, options, nest, tensors)
+    if isinstance(flow.communicator, CheckedCommunicator) and flow.communicator.monitor.checks_every_call and tensors:
+        members = range(flow.communicator.size) if group is None else group.replicas
+        tensors = check_structures(call, tensors, members, flow)
+    elif hasattr(flow.communicator, "compare"):
         replicas = flow.communicator.compare((replica_id(), call), check_equal)
         if replicas:
             tensors = check_shapes(call, tensors, replicas, flow.communicator)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfrep_strategy.collectives.dtypes import gather_along
+from tfrep_strategy.collectives.flow import Flow
 from tfrep_strategy.collectives.replicas import replica_id
 from tfrep_strategy.communicators import REDUCE_OPS, Communicator
 from tfrep_strategy.errors import ConfigurationError, DesyncError, message
@@ -97,8 +99,18 @@ def check_shapes(
 ) -> list[tf.Tensor]:
     """Returns tensors whose use fails, in a message with all shapes, if those of the replicas do not fit together."""
     own = tf.stack([size for t in tensors for size in _fixed_sizes(call, tf.unstack(tf.shape(t), t.shape.rank))])
-    everyone = communicator.all_gather(own[tf.newaxis])
-    told = [f"{call.kind}: the replicas pass tensors of different shapes. The dimensions that have to be equal are,"]
+    what = f"{call.kind}: the replicas pass tensors of different shapes. Those dimensions that have to be equal,"
+    return _if_equal(tensors, communicator.all_gather(own[tf.newaxis]), replicas, what)
+
+
+def check_structures(call: Call, tensors: Sequence[tf.Tensor], replicas: Sequence[int], flow: Flow) -> list[tf.Tensor]:
+    """Returns tensors whose use fails if the replicas pass different nests; costs collectives of its own."""
+    everyone = gather_along(flow, tf.constant([_skeleton(call.structure)]), 0)
+    return _if_equal(tensors, everyone, replicas, f"{call.kind}: the replicas pass different nests,")
+
+
+def _if_equal(tensors: Sequence[tf.Tensor], everyone: tf.Tensor, replicas: Sequence[int], what: str) -> list[tf.Tensor]:
+    told: list[Any] = [what]
     for i, replica in enumerate(replicas):
         told += [f"on replica {replica}:", everyone[i]]
     equal = tf.reduce_all(tf.equal(everyone, everyone[:1]))
@@ -124,7 +136,7 @@ def _fixed_sizes(call: Call, sizes: list[Any]) -> list[Any]:
 
 def _skeleton(structure: str) -> str:
     """The structure without dtypes and shapes, which `_fit` compares."""
-    return re.sub(r"\w+\[[\dNone, ]*\]", "", structure)
+    return re.sub(r"\w+\[[\dNone, ]*\]", "_", structure)
 
 
 def check_op(op: str, tensor: tf.Tensor) -> None:

@@ -91,12 +91,53 @@ def _joined_slices(shape: Any, parts: Sequence[Any], grads: Sequence[Any]) -> tf
     return tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), tf.constant(shape.as_list(), tf.int64))
 
 
-@replaces(_Variable, "_initialize")
-def initialize(original: Any, self: Any, value: Any) -> None:
-    """Tells a partitioner the shape and the dtype, so that each part is initialised where it is."""
-    if callable(value) and tf.distribute.has_strategy() and _is_partitioned_strategy():
+# Initializers that treat all numbers of a variable alike, so that each server can make its own part.
+_PART_BY_PART = tuple(
+    getattr(keras.initializers, name)
+    for name in ("Zeros", "Ones", "Constant", "RandomNormal", "RandomUniform", "TruncatedNormal")
+)
+
+
+_GOLDEN = 0x9E3779B9
+
+
+class PartInitializer:
+    """The initial value of a variable, or of a part of it, as TensorFlow asks for it.
+
+    Zeros, ones, a constant and random numbers that are all drawn alike are made part by part, on the server that holds the
+    part: no process needs the room for the whole. Each part then draws with a seed of its own, so that the numbers are
+    others than those of a whole variable. For other initializers, such as `GlorotUniform`, which looks at the whole shape,
+    each server makes the whole and keeps its part.
+
+    Args:
+        initializer: What Keras makes the variable with.
+        shape: The shape of the whole.
+        dtype: The dtype.
+    """
+
+    def __init__(self, initializer: Any, shape: Sequence[int], dtype: str) -> None:
+        self._initializer, self._shape, self._dtype = initializer, shape, dtype
+
+    def __call__(
+        self, partition_shape: Sequence[int] | None = None, partition_offset: Sequence[int] | None = None
+    ) -> tf.Tensor:
+        if partition_shape is None or partition_offset is None:
+            return self._initializer(self._shape, dtype=self._dtype)
+        initializer, start = self._initializer, partition_offset[0]
+        if type(initializer) not in _PART_BY_PART or np.ndim(getattr(initializer, "value", 0)):
+            return self()[start : start + partition_shape[0]]
+        seed = getattr(initializer, "seed", None)
+        if isinstance(seed, int):  # With which it draws the same each time.
+            initializer = initializer.from_config(initializer.get_config() | {"seed": (seed + start * _GOLDEN) % 2**31})
+        return initializer(partition_shape, dtype=self._dtype)
+
+
+@replaces(_Variable, "_initialize_with_initializer")
+def initialize(original: Any, self: Any, initializer: Any) -> None:
+    """Tells a partitioner the shape and the dtype, and lets each part be initialised where it is."""
+    if tf.distribute.has_strategy() and _is_partitioned_strategy():
         self._value = tf.Variable(
-            value,
+            PartInitializer(initializer, self._shape, self._dtype),
             shape=tf.TensorShape(self._shape),
             dtype=self._dtype,
             trainable=self.trainable,
@@ -105,7 +146,7 @@ def initialize(original: Any, self: Any, value: Any) -> None:
             synchronization=self._map_synchronization(self.synchronization),
         )
     else:
-        original(self, value)
+        original(self, initializer)
 
 
 def _is_partitioned_strategy() -> bool:

@@ -43,6 +43,8 @@ class AsyncStep:
         self.number, self.sync, self.update = number, sync, update
         self.added: dict[int, Any] = {}
         """By Keras variable: a variable of the worker that counts what this step has added to it."""
+        self.pushed: set[tuple[Any, int]] = set()
+        """Which optimizer has handed in a gradient for which Keras variable."""
 
 
 class _Steps:

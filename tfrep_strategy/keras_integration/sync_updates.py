@@ -7,9 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.partitioned import PartitionedVariable
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
-from tfrep_strategy.keras_integration.server_state import traced_step
+from tfrep_strategy.keras_integration.server_state import AsyncStep, traced_step
 
 
 class SyncUpdates:
@@ -67,15 +68,28 @@ class SyncUpdates:
             for variable in variables.values():
                 tf.raw_ops.DestroyResourceOp(resource=self._accumulator(optimizer, variable))
 
-    def push(self, optimizer: Any, gradients: list[Any], variables: list[Any], update: tf.Tensor) -> None:
-        """Sends a worker's gradients to the accumulators; called while a step is traced."""
+    def push(self, optimizer: Any, gradients: list[Any], variables: list[Any], step: AsyncStep) -> None:
+        """Sends a worker's gradients to the accumulators; called while a step is traced.
+
+        Raises:
+            ConfigurationError: The step has given this optimizer a gradient of the same variable already.
+        """
         known = self._variables.setdefault(optimizer, {})
         for gradient, variable in zip(gradients, variables, strict=True):
             if gradient is not None:
+                if (optimizer, id(variable)) in step.pushed and self._strategy.num_replicas_in_sync == 1:
+                    raise ConfigurationError(
+                        message(
+                            "A step updates a variable twice, but with sync=True updates are made after the step.",
+                            hint="apply the optimizer once per step and variable, or train without sync=True.",
+                            variable=variable.path,
+                        )
+                    )
+                step.pushed.add((optimizer, id(variable)))
                 known[id(variable)] = variable
                 tf.raw_ops.ResourceAccumulatorApplyGradient(
                     handle=self._accumulator(optimizer, variable),
-                    local_step=update,
+                    local_step=step.update,
                     gradient=tf.cast(tf.convert_to_tensor(gradient), variable.dtype),
                 )
 
@@ -141,7 +155,7 @@ def _collect_instead(owner: Any) -> None:
         if step is None or step.sync is None:
             return original(self, grads, trainable_variables)
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
-        return step.sync.push(self, list(grads), variables, step.update)
+        return step.sync.push(self, list(grads), variables, step)
 
 
 for _module, _class in (

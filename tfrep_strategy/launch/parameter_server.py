@@ -103,7 +103,8 @@ def run_coordinator(
 
 def _was_lost(failure: Failure) -> bool:
     """Whether the coordinator ended since it lost a server, or was killed itself; a script's own errors come again."""
-    return failure.exit_code == SERVER_LOST or failure.exit_code > 128
+    # What is killed leaves no note; `sys.exit(-1)`, whose exit code is above 128 too, does.
+    return failure.exit_code == SERVER_LOST or (failure.exit_code > 128 and not failure.noted)
 
 
 @contextlib.contextmanager

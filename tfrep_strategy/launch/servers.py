@@ -92,14 +92,15 @@ def _serve(cluster: dict[str, list[str]], job: str, index: int, log: Path, paren
         os._exit(code)
 
 
-def run_server(cluster: dict[str, Any], job: str, index: int, *, ends_with_coordinator: bool = False) -> None:
+def run_server(cluster: dict[str, Any], job: str, index: int, *, coordinator_timeout: float | None = None) -> None:
     """Serves as one worker or parameter server of a cluster until the process is ended.
 
     Args:
         cluster: Addresses ("host:port") by job: "worker" and "ps", and "chief" if it is known.
         job: "worker" or "ps".
         index: Which of that job's tasks this process is.
-        ends_with_coordinator: Whether the process ends, with exit code 0, when the chief has been there and is gone.
+        coordinator_timeout: Lets the process end with the chief: with exit code 0 when the chief has been there and is
+            gone, and with 1 when it has not come after so many seconds. None: it serves until it is ended.
 
     Example:
         >>> run_server({"worker": ["127.0.0.1:2222"], "ps": ["127.0.0.1:2223"]}, "ps", 0)
@@ -111,16 +112,17 @@ def run_server(cluster: dict[str, Any], job: str, index: int, *, ends_with_coord
     config = tf.compat.v1.ConfigProto()
     config.inter_op_parallelism_threads = max(4, len(cluster["worker"]) + 1)
     server = tf.distribute.Server(tf.train.ClusterSpec(cluster), job, index, protocol="grpc", config=config)
-    if ends_with_coordinator:
-        threading.Thread(target=_end_with, args=(cluster["chief"][0],), daemon=True).start()
+    if coordinator_timeout is not None:
+        threading.Thread(target=_end_with, args=(cluster["chief"][0], coordinator_timeout), daemon=True).start()
     server.join()
 
 
-def _end_with(address: str) -> None:
+def _end_with(address: str, seconds: float) -> None:
     from tfrep_strategy.launch.cluster import wait_until_reachable
 
-    while wait_until_reachable({"chief": address}, 60.0):
-        pass
+    if wait_until_reachable({"chief": address}, seconds):
+        print(f"tfrep: the coordinator ({address}) has not come after {seconds:g} seconds.", file=sys.stderr, flush=True)
+        os._exit(1)
     while not wait_until_reachable({"chief": address}, 5.0):
         time.sleep(1.0)
     os._exit(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import sys
@@ -16,7 +17,7 @@ from tfrep_strategy.data import pack, shard
 from tfrep_strategy.environments import SlurmEnvironment
 from tfrep_strategy.environments.base import read_int
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
-from tfrep_strategy.keras_integration.partitioned import PartitionedVariable
+from tfrep_strategy.keras_integration.partitioned import PartInitializer, PartitionedVariable
 from tfrep_strategy.launch.cluster import wait_until_reachable
 from tfrep_strategy.launch.servers import run_server
 from tfrep_strategy.strategies.step_runner import StepRunner
@@ -43,6 +44,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             are dropped. Default: as many as there are workers.
         worker_timeout: Seconds without any worker after which training fails.
         connect_timeout: Seconds that servers and workers may take to come up.
+        coordinator_timeout: Seconds that workers and servers wait for the coordinator under Slurm, whose job would
+            otherwise last as long as they do.
 
     Raises:
         ConfigurationError: The cluster has no server or no worker, or a setting cannot be used.
@@ -68,12 +71,22 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         replicas_to_aggregate: int | None = None,
         worker_timeout: float = 60.0,
         connect_timeout: float = 20.0,
+        coordinator_timeout: float = 600.0,
     ) -> None:
         resolver = _resolver_from_environment() if cluster_resolver is None else cluster_resolver
         self._jobs = _checked_jobs(resolver)
+        resolver = _without_evaluator(resolver)
+        for name, seconds in (
+            ("worker_timeout", worker_timeout),
+            ("connect_timeout", connect_timeout),
+            ("coordinator_timeout", coordinator_timeout),
+        ):
+            if not seconds > 0:
+                raise ConfigurationError(message("A time limit must be above 0 seconds.", **{name: seconds}))
         if resolver.task_type in ("worker", "ps"):
-            cluster, under_slurm = resolver.cluster_spec().as_dict(), getattr(resolver, "from_slurm", False)
-            run_server(cluster, resolver.task_type, resolver.task_id, ends_with_coordinator=under_slurm)
+            timeout = coordinator_timeout if getattr(resolver, "from_slurm", False) else None
+            cluster = resolver.cluster_spec().as_dict()
+            run_server(cluster, resolver.task_type, resolver.task_id, coordinator_timeout=timeout)
             sys.exit(0)
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise ConfigurationError(
@@ -94,9 +107,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
                     replicas_to_aggregate=replicas_to_aggregate,
                 )
             )
-        for name, seconds in (("worker_timeout", worker_timeout), ("connect_timeout", connect_timeout)):
-            if not seconds > 0:
-                raise ConfigurationError(message("A time limit must be above 0 seconds.", **{name: seconds}))
         self.max_in_flight = max_in_flight
         self.replicas_to_aggregate = (replicas_to_aggregate or num_workers) if sync else None
         self.worker_timeout = worker_timeout
@@ -173,20 +183,24 @@ class _Extended(ParameterServerExtended):
 
     def _create_like(self, like: PartitionedVariable, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         """Makes an optimizer's slot: each part is where the part is that it belongs to."""
-        whole = kwargs.pop("initial_value")
-        whole = tf.convert_to_tensor(whole() if callable(whole) else whole, kwargs.get("dtype"))
+        value, shape = kwargs.pop("initial_value"), kwargs.pop("shape", None)
         name = kwargs.pop("name", None) or "Variable"
-        kwargs.pop("shape", None)
-        if whole.shape != like.shape:
-            kwargs.update(initial_value=whole, name=name, colocate_with=like.variables[0])
+        if not isinstance(value, PartInitializer):
+            value = tf.convert_to_tensor(value() if callable(value) else value, kwargs.get("dtype"))
+            shape = value.shape
+        if like.shape != shape:
+            kwargs.update(initial_value=value, name=name, colocate_with=like.variables[0])
             return super()._create_variable(next_creator, **kwargs)
         parts, start = [], 0
         for index, part in enumerate(like.variables):
-            stop = start + part.shape[0]
-            kwargs.update(initial_value=whole[start:stop], name=f"{name}/part_{index}", colocate_with=part)
+            if isinstance(value, PartInitializer):
+                initial = functools.partial(value, part.shape, (start, *[0] * (like.shape.rank - 1)))
+            else:
+                initial = value[start : start + part.shape[0]]
+            kwargs.update(initial_value=initial, name=f"{name}/part_{index}", colocate_with=part)
             slot = super()._create_variable(next_creator, **kwargs)
             parts.append(slot.get() if isinstance(slot, CachingVariable) else slot)
-            start = stop
+            start += part.shape[0]
         return PartitionedVariable(parts, name=name)
 
     # With one device, nothing has to be merged over a worker's replicas, and updates may stand inside `tf.cond`.
@@ -239,6 +253,16 @@ def _checked_jobs(resolver: Any) -> dict[str, list[str]]:
             )
         )
     return jobs
+
+
+def _without_evaluator(resolver: Any) -> Any:
+    """Leaves the evaluator out of a cluster: nobody serves at its address, and TensorFlow would wait for it."""
+    jobs = resolver.cluster_spec().as_dict()
+    if jobs.pop("evaluator", None) is None:
+        return resolver
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(jobs), rpc_layer=resolver.rpc_layer, task_type=resolver.task_type, task_id=resolver.task_id
+    )
 
 
 def _check_count(name: str, count: int | None, maximum: int | None) -> None:
