@@ -11,6 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy.errors import ConfigurationError, message
+
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 AllReduce = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 AllGather = Callable[[tf.Tensor], tf.Tensor]
@@ -96,6 +98,48 @@ def zero_unless(has_examples: tf.Tensor, gradients: Sequence[Gradient]) -> list[
 def dense(gradient: Gradient) -> Gradient:
     """Returns a sparse gradient as a dense one, others as they are."""
     return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def transformed(
+    transform: Callable[[list[Any]], Sequence[Any]], gradients: Sequence[Gradient], variables: Sequence[Any]
+) -> list[Gradient]:
+    """Applies a function of (gradient, variable) pairs, or of gradients.
+
+    Args:
+        transform: Takes pairs and returns pairs of the same variables, or takes gradients and returns gradients.
+        gradients: One for each variable.
+        variables: Keras variables.
+
+    Returns:
+        The gradients that it returned.
+
+    Raises:
+        ConfigurationError: It returned another number of gradients.
+
+    Example:
+        >>> transformed(lambda pairs: [(2 * g, v) for g, v in pairs], [1.0], ["v"])
+        [2.0]
+        >>> transformed(lambda gradients: [2 * g for g in gradients], [tf.constant(1.0)], ["v"])[0].numpy().item()
+        2.0
+    """
+    try:
+        result = list(transform(list(zip(gradients, variables, strict=True))))
+        are_pairs = [isinstance(one, tuple) and len(one) == 2 and one[1] is v for one, v in zip(result, variables, strict=True)]
+    except (TypeError, ValueError, AttributeError):
+        are_pairs = []
+    if are_pairs and all(are_pairs):
+        return [gradient for gradient, _ in result]
+    result = list(transform(list(gradients)))
+    if len(result) != len(gradients):
+        raise ConfigurationError(
+            message(
+                "A gradient transformer returns one gradient for each that it gets.",
+                transformer=transform,
+                gradients=len(gradients),
+                returned=len(result),
+            )
+        )
+    return result
 
 
 def buckets(indices: Sequence[int], tensors: Sequence[tf.Tensor], bucket_bytes: int) -> Iterator[list[int]]:

@@ -430,16 +430,38 @@ def test_unknown_device_is_named() -> None:
         tfrep.MirroredStrategy(["CPU:0", "CPU:0"])
 
 
-def test_gradient_hooks() -> None:
-    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
-    strategy.gradient_transformers.append(lambda gradients: [2.0 * g for g in gradients])
-    with strategy.scope():
-        variable = tf.Variable(1.0)
-        optimizer = tf.keras.optimizers.SGD(1.0)
-        optimizer.build([variable])
-    strategy.run(lambda: optimizer.apply_gradients([(tf.constant(1.0), variable)]))
-    np.testing.assert_allclose(variable.numpy(), 1.0 - 2 * 2)
+def check_gradient_hooks(strategy: Any) -> None:
+    n = strategy.num_replicas_in_sync
 
-    strategy.gradient_aggregator = lambda gradients, communicator: communicator.all_reduce(gradients, "mean")
-    strategy.run(lambda: optimizer.apply_gradients([(tf.constant(1.0), variable)]))
-    np.testing.assert_allclose(variable.numpy(), -3.0 - 2.0)
+    def updated(**options: Any) -> float:
+        with strategy.scope():
+            variable = keras.Variable(1.0)
+            optimizer = keras.optimizers.SGD(1.0, **options)
+            optimizer.build([variable])
+        step = tf.function(lambda: strategy.run(lambda: optimizer.apply([tf.constant(1.0)], [variable])))
+        for _ in range(optimizer.gradient_accumulation_steps or 1):
+            step()
+        return float(variable.numpy())
+
+    def decayed(pairs: Any) -> Any:
+        return [(gradient + 0.5 * variable, variable) for gradient, variable in pairs]
+
+    try:
+        strategy.gradient_transformers = [lambda gradients: [2.0 * g for g in gradients]]
+        assert updated() == 1 - 2 * n
+        strategy.gradient_transformers = [decayed, lambda gradients: [2.0 * g for g in gradients]]
+        assert updated() == 1 - 2 * (n + 0.5)
+        assert updated(clipvalue=2.0) == -1, "clipping comes after"
+        assert updated(gradient_accumulation_steps=3) == 1 - 2 * (n + 0.5), "once in an update"
+        strategy.gradient_transformers = [lambda gradients: gradients[1:]]
+        with pytest.raises(tfrep.errors.ConfigurationError, match="one gradient for each"):
+            updated()
+        strategy.gradient_transformers = []
+        strategy.gradient_aggregator = lambda gradients, communicator: communicator.all_reduce(gradients, "mean")
+        assert updated() == 0
+    finally:
+        strategy.gradient_transformers, strategy.gradient_aggregator = [], None
+
+
+def test_gradient_hooks(worker_pool: Any) -> None:
+    everywhere(check_gradient_hooks, worker_pool)

@@ -24,6 +24,7 @@ class _Phase(threading.local):
     """What this replica's thread is applying: nothing, global gradients, or local ones that become global later."""
 
     gradients: str | None = None
+    variables: tuple[Any, ...] = ()
     builds_inner = False
     """Whether it builds an optimizer that another one wraps."""
 
@@ -133,14 +134,26 @@ if not hasattr(_BaseOptimizer, "minimize"):
     _BaseOptimizer.minimize = minimize
 
 
+@replaces(_BaseOptimizer, "_backend_apply_gradients")
+def apply_to_variables(original: Any, self: Any, grads: Any, trainable_variables: Any) -> None:
+    """Notes whose gradients an update clips."""
+    before, _phase.variables = _phase.variables, tuple(trainable_variables)
+    try:
+        original(self, grads, trainable_variables)
+    finally:
+        _phase.variables = before
+
+
 @replaces(_BaseOptimizer, "_clip_gradients")
 def clip_gradients(original: Any, self: Any, grads: Any) -> Any:
-    """Makes accumulated gradients global before anything looks at them: clipping comes first in an update."""
-    if _phase.gradients != "local":
-        return original(self, grads)
+    """Makes accumulated gradients global, and transforms them, before anything looks at them: an update begins here."""
     strategy: Any = replica_strategy()
+    if strategy is None or _phase.gradients is None:
+        return original(self, grads)
+    if _phase.gradients == "local":
+        grads = strategy.aggregate_gradients(list(grads), None)
     with _applying("global"):
-        return original(self, strategy.aggregate_gradients(list(grads), None))
+        return original(self, strategy.transform_gradients(list(grads), _phase.variables))
 
 
 @replaces(_LossScaleOptimizer, "build")

@@ -18,7 +18,7 @@ from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.groups import ReplicaGroup
 from tfrep_strategy.strategies.variables import ReplicaVariable, StepsSinceMerge, with_our_class
 
-GradientTransformer = Callable[[list[Any]], list[Any]]
+GradientTransformer = Callable[[list[Any]], Sequence[Any]]
 GradientAggregator = Callable[[list[Any], Communicator], list[Any]]
 
 
@@ -26,8 +26,9 @@ class SynchronousStrategy(tf.distribute.Strategy):
     """Base of the strategies whose replicas train in step. Make one of its subclasses.
 
     Attributes:
-        gradient_transformers: Functions applied in order to the global gradients (a list in, a list out) before the
-            optimizer clips or uses them, as TensorFlow 2.4's optimizers had it.
+        gradient_transformers: Functions applied in order to the global gradients of an update before the optimizer clips or
+            uses them, as TensorFlow 2.4's optimizers had it: each gets a list of (gradient, variable) pairs and returns one.
+            One that cannot take pairs gets, and returns, a list of gradients alone.
         gradient_aggregator: Replaces the aggregation: `f(gradients, communicator)` is called in every replica with its
             gradients, weighed so that their sum over the replicas is the global gradient, and with what the replica talks
             to the others with, and returns the global gradients.
@@ -101,23 +102,26 @@ class SynchronousStrategy(tf.distribute.Strategy):
             weight: float32 scalar, this replica's share of the global batch; None where the losses are scaled already.
 
         Returns:
-            `sum over replicas of weight * gradient`, transformed by `gradient_transformers`.
+            `sum over replicas of weight * gradient`.
         """
         own = [gradients.weighed(gradient, weight) for gradient in replica_gradients]
         if self.densify_sparse_gradients:
             own = [gradients.dense(gradient) for gradient in own]
         if self.gradient_aggregator is not None:
             replica = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
-            result = list(self.gradient_aggregator(own, self.communicator_of(replica)))
-        else:
-            result = gradients.aggregate(
-                own,
-                all_reduce=self.sum_over_replicas,
-                all_gather=self.gather_over_replicas,
-                bucket_bytes=self.bucket_bytes,
-            )
+            return list(self.gradient_aggregator(own, self.communicator_of(replica)))
+        return gradients.aggregate(
+            own,
+            all_reduce=self.sum_over_replicas,
+            all_gather=self.gather_over_replicas,
+            bucket_bytes=self.bucket_bytes,
+        )
+
+    def transform_gradients(self, global_gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Applies `gradient_transformers` to global gradients, in order; called inside a replica."""
+        result = list(global_gradients)
         for transform in self.gradient_transformers:
-            result = list(transform(result))
+            result = gradients.transformed(transform, result, variables)
         return result
 
     @abc.abstractmethod
