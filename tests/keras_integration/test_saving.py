@@ -43,9 +43,9 @@ def state(model: Any) -> list[np.ndarray]:
 
 
 def plain() -> keras.Model:
-    """A model without statistics that depend on how a batch is cut."""
+    """A model without statistics that depend on how a batch is cut, which collects gradients over three steps."""
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1, kernel_initializer="ones")])
-    model.compile(keras.optimizers.Adam(0.05), "mse")
+    model.compile(keras.optimizers.Adam(0.05, gradient_accumulation_steps=3), "mse")
     return model
 
 
@@ -132,6 +132,23 @@ def test_training_continues_on_another_number_of_replicas(tmp_path: pathlib.Path
     for rank_state in worker_pool("tf", 2).run(continue_from, str(tmp_path / "half.keras")):
         for found, want in zip(rank_state, state(reference), strict=True):
             np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+
+
+def accumulated_in_half_precision(strategy: Any) -> list[np.ndarray]:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(1, kernel_initializer="ones", dtype="mixed_float16")])
+        inner = keras.optimizers.SGD(0.05, gradient_accumulation_steps=3)
+        model.compile(keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0), "mse")
+    fit(model, 2)
+    return state(model)
+
+
+@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+def test_gradients_accumulated_inside_a_loss_scale(communicator: str, worker_pool: Any) -> None:
+    reference = accumulated_in_half_precision(tf.distribute.get_strategy())
+    for rank_state in worker_pool(communicator, 2).run(accumulated_in_half_precision):
+        for found, want in zip(rank_state, reference, strict=True):
+            np.testing.assert_allclose(found, want, rtol=2e-2, atol=2e-2)
 
 
 class Interrupt(keras.callbacks.Callback):

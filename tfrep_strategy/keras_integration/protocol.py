@@ -58,6 +58,9 @@ class KerasStrategy(Protocol):
     def merge_replica_state(self) -> None:
         """Makes state that every replica keeps for itself (moving statistics) one value everywhere."""
 
+    def collect_sums(self) -> None:
+        """Moves sums of which every process holds a part to the first one, which can then read them alone."""
+
     def mark_state_changed(self) -> None:
         """Says that replicas have run a step since their state was merged."""
 

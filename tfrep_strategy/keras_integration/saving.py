@@ -83,6 +83,7 @@ def written_once(strategy: KerasStrategy, filepath: Any) -> Iterator[bool]:
     """
     strategy.synchronize_new_variables()
     strategy.merge_replica_state()
+    strategy.collect_sums()
     is_path = isinstance(filepath, (str, os.PathLike))  # Else a file of this process.
     is_first = strategy.first_with([os.path.abspath(os.fspath(filepath)) if is_path else None])[0]
     # Keras makes an optimizer of its own when it first saves, to see which attributes every optimizer has.

@@ -166,18 +166,25 @@ class SynchronousStrategy(tf.distribute.Strategy):
         """
         if not self.extended.steps.not_merged():
             return
-        moving = {
-            order: variable
-            for order, variable in sorted(self.extended.replica_variables.items())
-            if variable.differs and variable.aggregation == tf.VariableAggregation.MEAN
-        }
-        # Those of a model that is gone may be collected on one process, and not yet on another.
-        alive = set.intersection(*map(set, self.all_gather_object(list(moving))))
-        common = [variable for order, variable in moving.items() if order in alive]
+        common = self._own_of_replicas(tf.VariableAggregation.MEAN)
         with self.scope():
             for variable, mean in zip(common, self._means(common), strict=True):
                 variable.assign(mean)
         self.extended.steps.merged()
+
+    def collect_sums(self) -> None:
+        """Moves sums of which every process holds a part to the first one, which can then read them alone."""
+
+    def _own_of_replicas(self, aggregation: tf.VariableAggregation) -> list[Any]:
+        """Lists the variables that replicas have changed on their own, in the same order on every process."""
+        own = {
+            order: variable
+            for order, variable in sorted(self.extended.replica_variables.items())
+            if variable.differs and variable.aggregation == aggregation
+        }
+        # Those of a model that is gone may be collected on one process, and not yet on another.
+        alive = set.intersection(*map(set, self.all_gather_object(list(own))))
+        return [variable for order, variable in own.items() if order in alive]
 
     def _means(self, variables: Sequence[Any]) -> list[tf.Tensor]:
         return [variable.read_value() for variable in variables]
@@ -269,6 +276,8 @@ class SynchronousExtended:
         # By order of creation, which is the same on every process.
         self.replica_variables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.steps = StepsSinceMerge()
+        self.reads_alone = False
+        """Whether this process reads variables that the others do not read, whose parts it has got before."""
 
     def note_step(self) -> None:
         """Notes a step that the user's own loop runs."""

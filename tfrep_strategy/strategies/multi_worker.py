@@ -131,10 +131,16 @@ class MultiWorkerStrategy(SynchronousStrategy):
     @contextlib.contextmanager
     def acting_alone(self) -> Iterator[None]:
         before, self.extended.new_variables = self.extended.new_variables, []
+        self.extended.reads_alone = True
         try:
             yield
         finally:
-            self.extended.new_variables = before
+            self.extended.new_variables, self.extended.reads_alone = before, False
+
+    def collect_sums(self) -> None:
+        sums = self._own_of_replicas(tf.VariableAggregation.SUM)
+        for variable, total in zip(sums, self.communicator.all_reduce([v.values[0].value() for v in sums]), strict=True):
+            variable.values[0].assign(tf.zeros_like(total) if self.rank else total)
 
     def _check_equal_variables(self, variables: Sequence[Any]) -> None:
         own = [(v.name, tuple(v.shape), v.dtype.name) for v in variables]

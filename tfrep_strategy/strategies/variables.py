@@ -100,11 +100,12 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
         return super().value()
 
     def _get_cross_replica(self) -> Any:
+        extended = self._distribute_strategy.extended
+        if extended.reads_alone:
+            return tf.identity(self._primary)
         if self.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
-            return self._distribute_strategy.extended.value_of_first_replica(self._primary.value())
-        merged = self.aggregation == tf.VariableAggregation.MEAN and not (
-            self.differs and self._distribute_strategy.extended.steps.not_merged()
-        )
+            return extended.value_of_first_replica(self._primary.value())
+        merged = self.aggregation == tf.VariableAggregation.MEAN and not (self.differs and extended.steps.not_merged())
         return tf.identity(self._primary) if merged else super()._get_cross_replica()
 
     def __deepcopy__(self, memo: Any) -> Any:
