@@ -49,6 +49,17 @@ def test_under_a_synchronous_strategy() -> None:
     np.testing.assert_allclose(model.get_weights()[0], _expected().get_weights()[0], rtol=1e-6)
 
 
+def test_class_weights_under_a_synchronous_strategy() -> None:
+    creator = tfrep.DatasetCreator(
+        lambda context: tf.data.Dataset.from_tensors((tf.ones([4, 4]), tf.constant([0, 0, 1, 1]))).repeat()
+    )
+    with tfrep.MirroredStrategy(["CPU:0"]).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, "sigmoid", kernel_initializer="zeros")])
+        model.compile(keras.optimizers.SGD(0.0), "binary_crossentropy")
+    history = model.fit(creator, steps_per_epoch=2, class_weight={0: 1.0, 1: 3.0}, verbose=0).history
+    assert history["loss"][0] == pytest.approx(2.0 * np.log(2.0), rel=1e-5)
+
+
 def test_input_options_are_kept() -> None:
     options = tf.distribute.InputOptions(experimental_fetch_to_device=False)
     assert tfrep.DatasetCreator(_dataset, options).input_options is options
