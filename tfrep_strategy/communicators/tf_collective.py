@@ -45,8 +45,10 @@ class TensorFlowCommunicator(RingCommunicator):
         self.local_rank, self.local_size = environment.local_rank, environment.local_size
         self._start_server(list(environment.addresses))
         self._wait_for_peers(list(environment.addresses))
-        if device is None:
-            device = f"GPU:{self.local_rank}" if tf.config.list_physical_devices("GPU") else "CPU:0"
+        num_gpus = len(tf.config.list_physical_devices("GPU"))
+        if device is None:  # A scheduler may show each process no GPU but its own.
+            device = f"GPU:{self.local_rank % num_gpus}" if num_gpus else "CPU:0"
+        device = device.upper().rpartition("DEVICE:")[2].lstrip("/")
         super().__init__(self.rank, self.size, f"/job:worker/replica:0/task:{self.rank}/device:{device}", group_key=1)
 
     def _heartbeat_seconds(self) -> float:

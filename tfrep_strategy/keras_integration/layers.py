@@ -17,7 +17,6 @@ _Variable = keras_internal("backend.tensorflow.core", "Variable")
 _GOLDEN = 0x9E3779B9
 
 
-
 class _Creating(threading.local):
     """What the variables that this thread creates are for."""
 
