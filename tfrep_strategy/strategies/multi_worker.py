@@ -26,7 +26,12 @@ from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrat
 from tfrep_strategy.strategies.checkpoint import write_checkpoints_once
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
-from tfrep_strategy.strategies.seeds import own_random_operations, share_random_state, shuffle_seeds, unordered_operations
+from tfrep_strategy.strategies.seeds import (
+    own_random_operations,
+    share_random_state,
+    shuffle_seeds,
+    unordered_operations,
+)
 
 
 class MultiWorkerStrategy(SynchronousStrategy):
