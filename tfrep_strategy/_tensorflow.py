@@ -6,6 +6,7 @@ Each is checked at import: when a TensorFlow release moves one, the error says w
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -57,9 +58,11 @@ default_graph_stack = _private("framework.ops", "_default_graph_stack")
 # Graphs of branches and loop bodies.
 BranchGraph = _private("ops.control_flow_v2_func_graphs", "ControlFlowFuncGraph")
 
-# AutoGraph leaves the functions of this package as they are, as it does TensorFlow's own, and converts what users hand to them.
+# AutoGraph leaves the functions of this package as they are, as it does TensorFlow's own.
 autograph_rules = _private("autograph.core", "config")
 autograph_rules.CONVERSION_RULES = (autograph_rules.DoNotConvert("tfrep_strategy"), *autograph_rules.CONVERSION_RULES)
+autograph_status = _private("autograph.core", "ag_ctx")
+autograph_convert = _private("autograph.impl.api", "tf_convert")
 
 # XLA: the names of the operations that it can compile.
 xla_cpu_kernel_names = _private("util.pywrap_xla_ops", "get_cpu_kernel_names")
@@ -88,6 +91,12 @@ CompositeTensorGradient = _private("framework.composite_tensor_gradient", "Compo
 context = _private("eager.context", "context")
 ServerDef = _private("distribute.collective_all_reduce_strategy", "tensorflow_server_pb2").ServerDef
 CoordinatedJob = _private("eager.context", "coordination_config_pb2").CoordinatedJob
+
+
+def converted_by_autograph(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a user's function whose `if`s and loops over tensors become those of the graph."""
+    enabled = autograph_status.ControlStatusCtx(autograph_status.Status.ENABLED)
+    return autograph_convert(fn, enabled)
 
 
 def random_state() -> tuple[int | None, object]:

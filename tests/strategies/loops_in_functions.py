@@ -6,6 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+import tfrep_strategy as tfrep
+
 SUM = tf.distribute.ReduceOp.SUM
 
 
@@ -46,3 +48,26 @@ def check(strategy: Any) -> None:
 
     for total, steps in (over_dataset(), over_iterator(iter(distributed)), over_optionals(iter(distributed))):
         assert (int(total), int(steps)) == (231, 2)
+    check_what_is_handed_on(strategy)
+
+
+def check_what_is_handed_on(strategy: Any) -> None:
+    """AutoGraph also converts the functions that the package calls for its user."""
+
+    def doubled_if_positive(value: Any) -> Any:
+        if value > 0:
+            return value * 2
+        return -value
+
+    @tf.function
+    def spread() -> Any:
+        values = strategy.run(lambda: tfrep.map_reduce(doubled_if_positive, tf.constant([1, -3, 2]), "sum"))
+        return strategy.experimental_local_results(values)
+
+    assert [int(value) for value in spread()] == [9] * len(spread())
+
+    with tfrep.Replicator(strategy) as replicator:
+        results = replicator.run(lambda: doubled_if_positive(tf.cast(tfrep.replica_id(), tf.float32)))
+        assert [float(value) for value in replicator.local_results(results)] == [
+            2.0 * (strategy.extended.first_local_replica + i) for i in range(strategy.extended.num_local_replicas)
+        ]

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy._tensorflow import converted_by_autograph
 from tfrep_strategy.errors import ConfigurationError, message
 
 Nest = Any
@@ -29,7 +30,7 @@ class Spread:
     def __init__(self, fn: Callable[[Any], Nest], items: Sequence[Any], rank: Any, size: int) -> None:
         if not isinstance(rank, int):
             raise ConfigurationError("map_gather and map_reduce need a strategy that knows its replica while it traces.")
-        self._fn, self._items = fn, items
+        self._fn, self._items = fn if tf.executing_eagerly() else converted_by_autograph(fn), items
         self._owners = [i % size for i in range(len(items))]
         self._rank, self._size = rank, size
         # A replica has to know the shapes of what the others compute. Tracing tells, and runs nothing.

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfrep_strategy import collectives
+from tfrep_strategy._tensorflow import converted_by_autograph
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.replicator.inputs import InputFn, InputReplicationMode, make_input, whole_step
 from tfrep_strategy.strategies.auto import auto_strategy
@@ -208,6 +209,8 @@ class Replicator:
 
     @staticmethod
     def _checked(step_fn: StepFn) -> StepFn:
+        step_fn = converted_by_autograph(step_fn)
+
         def step(*inputs: Any) -> Any:
             result = step_fn(*inputs)
             for leaf in tf.nest.flatten(result):
