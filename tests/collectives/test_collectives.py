@@ -76,6 +76,6 @@ def test_items_are_a_list_or_an_array(make):
         squares = tfrep.map_gather(lambda i: i * i, items)
         return tf.stack(squares), tfrep.map_reduce(lambda i: i + 1, items)
 
-    squares, total = tf.function(lambda: strategy.run(step))()
+    squares, total = tf.function(lambda: strategy.run(step), autograph=False)()
     assert squares.values[1].numpy().tolist() == [0, 1, 4]
     assert total.values[0] == 6
