@@ -31,8 +31,8 @@ FILES = {
         "metrics/metric_test.py",
     ],
 }
-EVERY = {True: 1, False: 20}
-"""Each variant runs every test, or every twentieth one, beginning at another."""
+EVERY = {True: 1, False: 30}
+"""Each variant runs every test, or every thirtieth one, beginning at another."""
 LIMIT = {True: 7200.0, False: 600.0}
 """Seconds for one variant."""
 
