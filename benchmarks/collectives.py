@@ -15,7 +15,7 @@ from benchmarks.turns import take_turns
 from tfrep_strategy.launch.identity import horovod_is_installed
 
 PRIMITIVES = ("all_reduce sum", "all_reduce max", "all_gather", "broadcast", "reduce_scatter", "all_to_all",
-              "map_gather", "barrier")  # fmt: skip
+              "map_gather", "map_reduce", "barrier")  # fmt: skip
 SIZES = {"1 MB": {"floats": 250_000, "times": 20}, "40 bytes": {"floats": 10, "times": 50}}
 PAIRS = [("ours, horovod", "Horovod, bare"), ("ours, tf", "TensorFlow, bare")]
 

@@ -42,7 +42,7 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float]:
             return 0.0
         value = tf.ones([question["floats"]])
         result = functions[name](value)
-        expected = 2.0 if name in ("all_reduce sum", "reduce_scatter") else 1.0
+        expected = {"all_reduce sum": 2.0, "reduce_scatter": 2.0, "map_reduce": 3.0}.get(name, 1.0)
         if name != "barrier" and float(result[0]) != expected:
             raise RuntimeError(f"The result of {name} is wrong.")
         start = time.perf_counter()
@@ -71,6 +71,7 @@ def _ours(communicator: str) -> dict[str, Primitive]:
         "reduce_scatter": tfrep.reduce_scatter,
         "all_to_all": tfrep.all_to_all,
         "map_gather": lambda x: tfrep.map_gather(lambda factor: factor * x, [1.0, 2.0])[0],
+        "map_reduce": lambda x: tfrep.map_reduce(lambda factor: factor * x, [1.0, 2.0]),
         "barrier": barrier,
     }
     return {name: lambda x, call=call: strategy.run(call, (x,)) for name, call in in_step.items()}
@@ -89,6 +90,7 @@ def _bare_horovod() -> dict[str, Primitive]:
         "reduce_scatter": lambda x: hvd.reducescatter(x, op=hvd.Sum, name="scatter"),
         "all_to_all": lambda x: hvd.alltoall(x, name="exchange"),
         "map_gather": lambda x: hvd.allgather(factor * x, name="map"),
+        "map_reduce": lambda x: hvd.allreduce(factor * x, op=hvd.Sum, name="map_reduce"),
         # Of a constant, TensorFlow would work the result out once, before the function runs.
         "barrier": lambda x: hvd.allreduce(tf.cast(x[0], tf.int32), op=hvd.Sum, name="barrier"),
     }
@@ -126,6 +128,7 @@ def _bare_tensorflow() -> dict[str, Primitive]:
         "all_gather": gather,
         "broadcast": broadcast,
         "map_gather": lambda x: gather((rank + 1.0) * x),
+        "map_reduce": lambda x: reduce((rank + 1.0) * x, "Add"),
         "barrier": lambda x: reduce(tf.cast(x[0], tf.int32), "Add"),
     }
 

@@ -178,9 +178,13 @@ def test_evaluate_is_spread_and_exact_also_with_metrics_that_are_not_means(
     expected = single.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
     workers, schedule = [], strategy.step_runner.schedule
     monkeypatch.setattr(strategy.step_runner, "schedule", lambda *step: workers.append(schedule(*step)) or workers[-1])
-    result = model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
-    assert result == pytest.approx(expected, rel=1e-5)
-    assert {step.worker for step in workers} == {0, 1}
+    for _ in range(50):  # On a busy machine one worker may do all steps before the other has begun.
+        result = model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
+        assert result == pytest.approx(expected, rel=1e-5)
+        if {step.worker for step in workers} == {0, 1}:
+            break
+    else:
+        pytest.fail("One worker has done all steps.")
     # What a step reads of the model is its weights: the metrics cost the servers nothing.
     ((function, *_),) = model.test_function._traced.values()
     assert len([1 for tensor in function.captured_inputs if tensor.dtype == tf.resource]) == len(model.weights)
