@@ -86,6 +86,7 @@ class WorkerPool:
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tfrep-pool-")))
         listener = self._stack.enter_context(Listener(str(folder / "socket"), "AF_UNIX", authkey=_KEY))
         environ = inherited_environ() | {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+        environ["TMPDIR"] = str(folder)  # AutoGraph writes files there, which a process that is killed leaves behind.
         self._logs = [folder / f"rank{rank}.log" for rank in range(self.size)]
         for rank, own in enumerate(self._stack.enter_context(identities(self.communicator, self.size))):
             command = [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), listener.address, str(rank), self.communicator]

@@ -79,7 +79,8 @@ class MirroredStrategy(SynchronousStrategy):
         devices_per_replica: How many devices each replica has; the first are those of replica 0. See
             `logical_device_for_variables` and `tfrep.logical_device`.
         keras_layer_placement: The logical device of Keras layers, by name, for a model that was not written for several.
-        bucket_bytes: Gradients travel in groups of about this many bytes.
+        bucket_bytes: Gradients are summed in groups of about this many bytes. Within a process that decides about their order
+            only; NCCL gets each tensor on its own.
         densify_sparse_gradients: Whether sparse gradients travel as dense tensors.
 
     Raises:
