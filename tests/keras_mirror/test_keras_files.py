@@ -45,7 +45,7 @@ def test_what_holds_on_one_device_holds_in_scope(variant: str) -> None:
     files = sorted({str(path.relative_to(KERAS)) for pattern in FILES[ALL] for path in KERAS.glob(pattern)})
     first = VARIANTS.index(variant) % EVERY[ALL]
     found = run(variant, files, LIMIT[ALL], first, EVERY[ALL], cannot_hold(variant, runs=False))
-    assert sum(outcome.name == "passed" for outcome in found.values()) > 10
+    assert sum(outcome.name == "passed" for outcome in found.values()) > 5
     rest = [test for test, outcome in found.items() if outcome.name != "passed"]
     alone = run("one device", rest, LIMIT[ALL])
     assert alone.keys() == set(rest)
