@@ -15,20 +15,16 @@ STRATEGIES = [("mirrored", n) for n in (1, 2, 3, 4)] + [(c, n) for c in ("tf", "
 STRATEGIES += [("alone", 1)]
 
 
-def checks(kind, size):
+def checks(size):
     """Gives what to run on a number of replicas: a name, a function, and its arguments after the strategy.
 
     Building graphs takes most of the time: two replicas show every dtype and every mode, others a choice of them.
     """
-    mirrored = kind == "mirrored"
-    modes = {2: programs.MODES, 3: ["eager", "function"], 4: ["eager"]}.get(size)
-    for mode in ["eager", "layer", "function", "cond"] if modes is None or (mirrored and size > 2) else modes:
-        some = programs.FEW if mode != "cond" or size < 3 else ["float32"]
-        every = (size == 2 and mode in ("eager", "layer", "function")) or (mirrored and mode == "eager")
-        yield f"forward-{mode}", programs.run_forward, (mode, programs.DTYPES if every else some)
-        every = (size == 2 and mode in ("eager", "function")) or (mirrored and mode == "eager")
-        if (size, mode) != (4, "cond"):  # A quarter of a minute.
-            yield f"gradients-{mode}", programs.run_gradients, (mode, programs.DIFFERENTIABLE if every else ["float32"])
+    for mode in {2: programs.MODES, 3: ["eager", "function"], 4: ["eager"]}.get(size, ["eager", "layer", "function", "cond"]):
+        every = size == 2 and mode in ("eager", "layer", "function")
+        yield f"forward-{mode}", programs.run_forward, (mode, programs.DTYPES if every else programs.FEW)
+        every = size == 2 and mode in ("eager", "function")
+        yield f"gradients-{mode}", programs.run_gradients, (mode, programs.DIFFERENTIABLE if every else ["float32"])
     if size > 2:
         yield "group-eager", programs.run_forward, ("eager", programs.FEW, [0, 2])
     if size == 3:
@@ -48,7 +44,7 @@ def everywhere(request, worker_pool):
 
 @pytest.mark.parametrize(
     ("everywhere", "check", "args"),
-    [pytest.param(s, fn, args, id=f"{s[0]}-{s[1]}-{name}") for s in STRATEGIES for name, fn, args in checks(*s)],
+    [pytest.param(s, fn, args, id=f"{s[0]}-{s[1]}-{name}") for s in STRATEGIES for name, fn, args in checks(s[1])],
     indirect=["everywhere"],
 )
 def test_as_on_one_device(everywhere, check, args):
