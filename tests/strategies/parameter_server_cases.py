@@ -295,7 +295,7 @@ def test_dropout_differs_between_steps(strategy: Any) -> None:
     [
         lambda: keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.01, 10, 0.9), clipnorm=1.0),
         lambda: keras.optimizers.SGD(0.01, momentum=0.9, gradient_accumulation_steps=2),
-        lambda: keras.optimizers.AdamW(0.01, use_ema=True, ema_overwrite_frequency=5),
+        lambda: keras.optimizers.AdamW(0.05, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=5),
     ],
     ids=["schedule and clipping", "accumulation", "moving average"],
 )
