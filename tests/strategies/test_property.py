@@ -95,7 +95,7 @@ RANDOM = bool(os.environ.get("TFREP_RANDOM_DRAWS"))
 
 
 @settings(
-    max_examples=20,
+    max_examples=25,
     deadline=None,
     derandomize=not RANDOM,
     print_blob=True,

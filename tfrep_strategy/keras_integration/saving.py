@@ -91,43 +91,28 @@ def written_once(strategy: KerasStrategy, filepath: Any) -> Iterator[bool]:
         yield is_first or not is_path
 
 
-def _saves_together(name: str) -> None:
-    @replaces(keras.Model, name)
-    def save(original: Any, self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+def _saves_together(save: Any) -> Any:
+    @functools.wraps(save)
+    def save_once(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         """Writes each file once: of the processes that give the same path, the first one writes.
 
         All processes have to call it.
         """
-        strategy = strategy_of(self)
+        strategy = strategy_of(model) if isinstance(model, keras.Model) else None
         if strategy is None or _coordination.done:
-            return original(self, filepath, *args, **kwargs)
+            return save(model, filepath, *args, **kwargs)
         with written_once(strategy, filepath) as writes:
             if writes:
-                original(self, filepath, *args, **kwargs)
+                save(model, filepath, *args, **kwargs)
         return None
+
+    return save_once
 
 
 for _name in ("save", "save_weights", "export"):
-    _saves_together(_name)
-
-
-def _saves_model_together(save_model: Any) -> Any:
-    @functools.wraps(save_model)
-    def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        """Writes a file once, as `model.save` does."""
-        strategy = strategy_of(model) if isinstance(model, keras.Model) else None
-        if strategy is None or _coordination.done:
-            return save_model(model, filepath, *args, **kwargs)
-        with written_once(strategy, filepath) as writes:
-            if writes:
-                save_model(model, filepath, *args, **kwargs)
-        return None
-
-    return save
-
-
+    replaces(keras.Model, _name)(lambda save, *args, **kwargs: _saves_together(save)(*args, **kwargs))
 for _function in (keras.saving.save_model, keras.saving.save_weights):
-    replace_everywhere(_function, _saves_model_together(_function))
+    replace_everywhere(_function, _saves_together(_function))
 
 
 def _downloads_once(get_file: Any) -> Any:
