@@ -1,117 +1,27 @@
-"""Who reads what: a global batch is cut into one part for each replica, in order, nothing twice and nothing dropped."""
+"""Who reads what: every process its parts of one pipeline, or a pipeline of its own, and all of them in step."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import PerReplicaSpec, auto_shard_dataset, regroup
+from tfrep_strategy._tensorflow import PerReplicaSpec, auto_shard_dataset
+from tfrep_strategy.batches import empty_batch, in_parts, num_examples, pack, shard
 from tfrep_strategy.keras_integration.protocol import Shards
 
 
-def num_examples(batch: Any) -> tf.Tensor:
-    """Counts the examples of a batch.
-
-    Args:
-        batch: A nest of dense, sparse or ragged tensors whose first dimension is the batch.
-
-    Returns:
-        int64 scalar: the first dimension of the first tensor that has one; 1 when none has.
-    """
-    for leaf in tf.nest.flatten(batch):
-        if isinstance(leaf, tf.SparseTensor):
-            return leaf.dense_shape[0]
-        if isinstance(leaf, tf.RaggedTensor):
-            return tf.cast(leaf.nrows(), tf.int64)
-        if tf.is_tensor(leaf) and leaf.dtype != tf.variant and leaf.shape.rank != 0:
-            return tf.shape(leaf, out_type=tf.int64)[0]
-    return tf.constant(1, tf.int64)
-
-
-def cut(batch: Any, num_parts: int, index: int) -> Any:
-    """Takes one of `num_parts` contiguous parts of a batch.
-
-    The first `size % num_parts` parts have one example more than the others; a part may be empty.
-
-    Args:
-        batch: A nest of dense, sparse or ragged tensors whose first dimension is the batch. Scalars are copied to all.
-        num_parts: How many parts there are.
-        index: Which one to take.
-
-    Returns:
-        A nest of the same structure.
-
-    Example:
-        >>> [cut(tf.range(5), 3, i).numpy().tolist() for i in range(3)]
-        [[0, 1], [2, 3], [4]]
-    """
-
-    def cut_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, tf.SparseTensor):
-            start, stop = _bounds(leaf.dense_shape[0], num_parts, index)
-            rest = leaf.dense_shape[1:]
-            part = tf.sparse.slice(
-                leaf,
-                tf.concat([[start], tf.zeros_like(rest)], 0),
-                tf.concat([[stop - start], rest], 0),
-            )
-            if leaf.shape.rank is None:
-                return part
-            # TensorFlow forgets the dimensions that are known.
-            known = [part.dense_shape[i] if size is None else size for i, size in enumerate([None, *leaf.shape[1:]])]
-            return tf.SparseTensor(part.indices, part.values, tf.stack(known))
-        if isinstance(leaf, tf.RaggedTensor):
-            start, stop = _bounds(leaf.nrows(), num_parts, index)
-            return leaf[start:stop]
-        if not tf.is_tensor(leaf) or leaf.dtype == tf.variant or leaf.shape.rank == 0:
-            return leaf
-        rows = leaf.shape[0] if leaf.shape.rank else None
-        start, stop = _bounds(tf.shape(leaf)[0] if rows is None else rows, num_parts, index)
-        return leaf[start:stop]
-
-    return tf.nest.map_structure(cut_leaf, batch)
-
-
-def _bounds(rows: Any, num_parts: int, index: int) -> tuple[Any, Any]:
-    base, longer = rows // num_parts, rows % num_parts
-
-    def bound(i: int) -> Any:
-        return i * base + (min(i, longer) if isinstance(rows, int) else tf.minimum(tf.cast(i, rows.dtype), longer))
-
-    return bound(index), bound(index + 1)
-
-
-def shard(batch: Any, num_replicas: int, first: int, count: int) -> Shards:
-    """Cuts a global batch for the replicas `first` to `first + count - 1` of `num_replicas`."""
-    return Shards(tuple(cut(batch, num_replicas, first + i) for i in range(count)), num_examples(batch))
-
-
-def pack(shards: Shards) -> Any:
-    """Turns one step's parts into the value that `Strategy.run` hands to the replicas."""
-    return shards.parts[0] if len(shards.parts) == 1 else regroup(shards.parts)
-
-
-def concatenate(parts: Sequence[Any]) -> Any:
-    """Joins replica outputs along the batch: dense, sparse or ragged tensors; scalars are stacked."""
-    if len(parts) == 1:
-        return parts[0]
-    if isinstance(parts[0], tf.SparseTensor):
-        return tf.sparse.concat(axis=0, sp_inputs=list(parts))
-    return tf.stack(parts) if parts[0].shape.rank == 0 else tf.concat(list(parts), 0)
-
-
 class Agreement:
-    """How the processes agree on a step when each reads a pipeline of its own.
+    """How the processes agree on a step whose batches may not be there on all of them.
 
     Args:
         rank: This process.
         size: How many processes there are.
         sum_over_processes: Sums one int64 vector over all processes, inside a `tf.function` or eagerly.
-        stop_together: Whether the data ends for all as soon as it ends for one, with a warning. Otherwise those that have
-            no more data take part with empty batches until the last has finished.
+        stop_together: Whether pipelines of their own end for all as soon as one ends, with a warning. Otherwise those that
+            have no more data take part with empty batches until the last has finished.
     """
 
     def __init__(
@@ -121,32 +31,58 @@ class Agreement:
         self._sum = sum_over_processes
 
     def examples(self, own: tf.Tensor) -> tf.Tensor:
-        """Returns how many examples all processes have for this step; 0 says that the data has ended."""
+        """Returns how many examples pipelines of their own have for this step; 0 says that the data has ended."""
         if self.size == 1:
             return own
-        counts = self._sum(tf.one_hot(self.rank, self.size, on_value=own, off_value=tf.constant(0, tf.int64)))
+        counts = self._gather(own)
         total = tf.reduce_sum(counts)
-        if not self.stop_together:
-            return total
-        ended = tf.reshape(tf.where(counts == 0), [-1])
-        some_ended = tf.logical_and(tf.size(ended) > 0, total > 0)
+        return tf.where(self._all_have(counts > 0), total, 0) if self.stop_together else total
+
+    def all_read(self, has_batch: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
+        """Returns whether the next batch of data that every process reads whole is there on all of them.
+
+        Args:
+            has_batch: bool scalar, whether this process has read one.
+            own: int64 scalar, how many examples are in it.
+
+        Returns:
+            bool scalar.
+
+        Raises:
+            tf.errors.InvalidArgumentError: when it runs, where processes have read batches of different sizes.
+        """
+        sizes = self._gather(tf.where(has_batch, own, -1))
+        one_size = tf.reduce_all((sizes == tf.reduce_max(sizes)) | (sizes < 0))
+        said = "The ranks read different batches: all have to read the same data. Received: examples of each rank="
+        with tf.control_dependencies([tf.debugging.Assert(one_size, [said, sizes], summarize=-1)]):
+            return self._all_have(sizes >= 0)
+
+    def _gather(self, own: tf.Tensor) -> tf.Tensor:
+        return self._sum(tf.one_hot(self.rank, self.size, on_value=own, off_value=tf.constant(0, tf.int64)))
+
+    @staticmethod
+    def _all_have(has_data: tf.Tensor) -> tf.Tensor:
+        """Returns whether all of a vector over the ranks is true; warns where only some of it is."""
+        ended = tf.reshape(tf.where(tf.logical_not(has_data)), [-1])
 
         def stop() -> tf.Tensor:
             warning = tf.print("Warning: the data of rank", ended, "ended before that of the other ranks, so that the"
                                " epoch ends here for all.", output_stream=sys.stderr)  # fmt: skip
             with tf.control_dependencies([] if warning is None else [warning]):
-                return tf.constant(0, tf.int64)
+                return tf.constant(False)
 
-        return tf.cond(some_ended, stop, lambda: total)
+        everyone, anyone = tf.reduce_all(has_data), tf.reduce_any(has_data)
+        return tf.cond(everyone == anyone, lambda: everyone, stop)
 
 
 class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.DistributedIterator):
     """Iterates over what a `ReplicaDataset` gives; can be an argument of a `tf.function`.
 
     Args:
-        iterator: An iterator of the data set underneath: of `Shards`, or with an `agreement` of per-replica batches.
+        iterator: An iterator of the data set underneath: of `Shards`, where all processes read the same, or else of
+            per-replica batches, which need an `agreement`.
         num_local_replicas: Replicas of this process.
-        agreement: How processes with pipelines of their own keep in step, or None where all read the same one.
+        agreement: How processes keep in step, or None where their data has one length.
         as_shards: Whether to hand out `Shards`, for Keras's loops, rather than what `Strategy.run` takes.
     """
 
@@ -170,8 +106,8 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         if self._agreement is None:
             shards = self._iterator.get_next()
         else:
-            parts, total = self._next_parts(self._agreement)
-            shards = Shards(tf.cond(total > 0, lambda: parts, lambda: _at_the_end(parts)), total)
+            there, total, goes_on = self._next_step(self._agreement)
+            shards = Shards(tf.cond(goes_on, lambda: there, lambda: _at_the_end(there)), total)
         return shards if self._as_shards else pack(shards)
 
     def get_next_as_optional(self) -> Any:
@@ -188,27 +124,34 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
     def _next_shards(self) -> Any:
         if self._agreement is None:
             return self._iterator.get_next_as_optional()
-        shards = Shards(*self._next_parts(self._agreement))
+        parts, total, goes_on = self._next_step(self._agreement)
+        shards = Shards(parts, total)
         spec = tf.nest.map_structure(tf.type_spec_from_value, shards)
         return tf.cond(
-            shards.total > 0,
+            goes_on,
             lambda: tf.experimental.Optional.from_value(shards),
             lambda: tf.experimental.Optional.empty(spec),
         )
 
-    def _next_parts(self, agreement: Agreement) -> tuple[tuple[Any, ...], tf.Tensor]:
-        parts = []
-        for _ in range(self._num_local_replicas):
-            optional = self._iterator.get_next_as_optional()
-            empty = lambda: empty_batch(self._iterator.element_spec)  # noqa: E731
-            parts.append(tf.cond(optional.has_value(), optional.get_value, empty))
-        own = tf.add_n([num_examples(part) for part in parts])
-        return tuple(parts), agreement.examples(own)
+    def _next_step(self, agreement: Agreement) -> tuple[tuple[Any, ...], tf.Tensor, tf.Tensor]:
+        """Returns this process's parts, how many examples the step has, and whether there is such a step."""
+        if isinstance(self._iterator.element_spec, Shards):
+            shards, has_batch = self._next_or_empty()
+            return shards.parts, shards.total, agreement.all_read(has_batch, shards.total)
+        parts = tuple(self._next_or_empty()[0] for _ in range(self._num_local_replicas))
+        total = agreement.examples(tf.add_n([num_examples(part) for part in parts]))
+        return parts, total, total > 0
+
+    def _next_or_empty(self) -> tuple[Any, tf.Tensor]:
+        optional = self._iterator.get_next_as_optional()
+        has_value = optional.has_value()
+        empty = lambda: empty_batch(self._iterator.element_spec)  # noqa: E731
+        return tf.cond(has_value, optional.get_value, empty), has_value
 
     @property
     def element_spec(self) -> Any:
         """The specification of what `get_next` returns."""
-        return _packed_spec(self._iterator.element_spec, self._num_local_replicas, self._agreement)
+        return _packed_spec(self._iterator.element_spec, self._num_local_replicas)
 
     @property
     def _type_spec(self) -> ReplicaIteratorSpec:
@@ -263,12 +206,12 @@ def _at_the_end(parts: Any) -> Any:
         return tf.nest.map_structure(tf.identity, parts, expand_composites=True)
 
 
-def _part_spec(spec: Any, agreement: Agreement | None) -> Any:
-    return spec.parts[0] if agreement is None else spec
+def _part_spec(spec: Any) -> Any:
+    return spec.parts[0] if isinstance(spec, Shards) else spec
 
 
-def _packed_spec(spec: Any, num_local_replicas: int, agreement: Agreement | None) -> Any:
-    part = _part_spec(spec, agreement)
+def _packed_spec(spec: Any, num_local_replicas: int) -> Any:
+    part = _part_spec(spec)
     if num_local_replicas == 1:
         return part
     return tf.nest.map_structure(lambda leaf: PerReplicaSpec(*[leaf] * num_local_replicas), part)
@@ -278,10 +221,10 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
     """A data set whose elements are steps: one batch for each replica of this process.
 
     Args:
-        dataset: Either of `Shards` (every process reads the same pipeline and takes its parts), or, with an `agreement`,
-            of per-replica batches (every process reads its own).
+        dataset: Either of `Shards` (every process reads the same pipeline and takes its parts), or of per-replica batches
+            (every process reads its own).
         num_local_replicas: Replicas of this process.
-        agreement: How processes with pipelines of their own keep in step.
+        agreement: How processes keep in step that read their own, or that cannot tell how long the data is.
     """
 
     def __init__(
@@ -300,12 +243,12 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
     @property
     def element_spec(self) -> Any:
         """The specification of one step's batch."""
-        return _packed_spec(self.dataset.element_spec, self._num_local_replicas, self.agreement)
+        return _packed_spec(self.dataset.element_spec, self._num_local_replicas)
 
     @property
     def part_spec(self) -> Any:
         """The specification of one replica's batch."""
-        return _part_spec(self.dataset.element_spec, self.agreement)
+        return _part_spec(self.dataset.element_spec)
 
     @property
     def cardinality(self) -> int:
@@ -332,9 +275,14 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         start = iterator.get_next_as_optional(), initial_state
         return tf.while_loop(lambda optional, state: optional.has_value(), step, start, parallel_iterations=1)[1]
 
-    def for_keras(self) -> Any:
-        """Returns an iterable whose elements are `Shards`, for Keras's training loops."""
-        if self.agreement is None:
+    def for_keras(self, length_is_known: bool) -> Any:
+        """Returns an iterable whose elements are `Shards`, for Keras's training loops.
+
+        Args:
+            length_is_known: Whether Keras's loops end after the same number of steps on every process.
+        """
+        reads_whole = isinstance(self.dataset.element_spec, Shards)
+        if self.agreement is None or (reads_whole and length_is_known):
             return self.dataset
         return ShardsView(self.dataset, self._num_local_replicas, self.agreement)
 
@@ -344,45 +292,6 @@ class ShardsView(ReplicaDataset):
 
     def __iter__(self) -> Iterator[Shards]:
         return ReplicaIterator(iter(self.dataset), self._num_local_replicas, self.agreement, as_shards=True)
-
-
-def empty_batch(spec: Any) -> Any:
-    """Makes a batch of no examples.
-
-    Args:
-        spec: A nest of `tf.TensorSpec`, `tf.SparseTensorSpec` or `tf.RaggedTensorSpec`.
-
-    Returns:
-        A nest of the same structure whose tensors have a first dimension of 0.
-    """
-
-    def empty_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, tf.SparseTensorSpec):
-            shape = [0] + [d or 0 for d in leaf.shape[1:]]
-            return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], leaf.dtype), shape)
-        if isinstance(leaf, tf.RaggedTensorSpec):
-            return tf.RaggedTensor.from_row_lengths(tf.zeros([0], leaf.dtype), tf.zeros([0], leaf.row_splits_dtype))
-        if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank:
-            return tf.zeros([0] + [d or 0 for d in leaf.shape[1:]], leaf.dtype)
-        return tf.zeros([], leaf.dtype)
-
-    return tf.nest.map_structure(empty_leaf, spec)
-
-
-def in_parts(dataset: tf.data.Dataset, num_parts: int) -> tf.data.Dataset:
-    """Turns a data set of global batches into one of per-replica batches: each batch becomes `num_parts` elements."""
-    is_tuple = isinstance(dataset.element_spec, tuple)
-
-    @tf.autograph.experimental.do_not_convert
-    def parts(*elements: Any) -> tf.data.Dataset:
-        batch = elements if is_tuple else elements[0]
-        pieces = [tf.data.Dataset.from_tensors(cut(batch, num_parts, i)) for i in range(num_parts)]
-        joined = pieces[0]
-        for piece in pieces[1:]:
-            joined = joined.concatenate(piece)
-        return joined
-
-    return dataset.flat_map(parts)
 
 
 def distribute(dataset: tf.data.Dataset, first: int, count: int, agreement: Agreement) -> ReplicaDataset:
@@ -396,7 +305,8 @@ def distribute(dataset: tf.data.Dataset, first: int, count: int, agreement: Agre
         dataset: Of global batches.
         first: The first replica of this process.
         count: How many replicas this process has.
-        agreement: How the processes keep in step when each reads data of its own.
+        agreement: How the processes keep in step when each reads data of its own, or where nobody knows how many batches
+            there are (`UNKNOWN_CARDINALITY`, on all of them or on none).
 
     Returns:
         A `ReplicaDataset`.
@@ -414,4 +324,5 @@ def distribute(dataset: tf.data.Dataset, first: int, count: int, agreement: Agre
     def cut_batch(*elements: Any) -> Shards:
         return shard(elements if is_tuple else elements[0], num_replicas, first, count)
 
-    return ReplicaDataset(dataset.map(cut_batch), count)
+    may_end_anywhere = agreement.size > 1 and dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY
+    return ReplicaDataset(dataset.map(cut_batch), count, agreement if may_end_anywhere else None)

@@ -77,6 +77,11 @@ def main(communicator: str, way: str, rank: int, folder: Path) -> None:
     try:
         if kind == "loop":
             loop(strategy, ends, way, folder)
+        elif kind == "stuck":
+            if ends:
+                end(way, folder)
+            with strategy.communicator.monitor.watching():
+                time.sleep(600.0)
         else:
             train(strategy, [EndInEpoch(way, folder)] if ends and way != "late" else [])
     except (tf.errors.OpError, PeerError) as error:

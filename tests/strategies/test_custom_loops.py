@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from typing import Any
 
 import keras
@@ -268,112 +266,6 @@ def test_synchronization_in_inner_functions(worker_pool: Any) -> None:
     everywhere(check_synchronization_in_inner_functions, worker_pool)
 
 
-def file_examples(strategy: Any, folder: str, policy: str) -> list[str]:
-    """Trains nothing; tells which lines this process reads from several files."""
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = getattr(tf.data.experimental.AutoShardPolicy, policy)
-    files = tf.data.Dataset.list_files(f"{folder}/*.txt", shuffle=False)
-    lines = files.interleave(tf.data.TextLineDataset, cycle_length=1).batch(4).with_options(options)
-    return [line.decode() for batch in strategy.experimental_distribute_dataset(lines) for line in batch.numpy()]
-
-
-@pytest.mark.parametrize("communicator", ["tf", "horovod"])
-def test_auto_shard_policy(communicator: str, tmp_path: Any, worker_pool: Any) -> None:
-    lines = [f"{file}-{line}" for file in range(3) for line in range(5)]
-    for file in range(3):
-        (tmp_path / f"{file}.txt").write_text("\n".join(f"{file}-{line}" for line in range(5)) + "\n")
-    pool = worker_pool(communicator, 2)
-    for policy in ("DATA", "AUTO"):
-        first, second = pool.run(file_examples, str(tmp_path), policy)
-        assert sorted(first + second) == lines
-        assert {line[0] for line in first} == {"0", "1", "2"}
-    first, second = pool.run(file_examples, str(tmp_path), "FILE")
-    assert sorted(first + second) == lines
-    assert {line[0] for line in first}.isdisjoint(line[0] for line in second)
-    first, second = pool.run(file_examples, str(tmp_path), "OFF")
-    assert sorted(first) == sorted(second) == lines
-
-
-def short_on_one_rank(strategy: Any, log: str) -> tuple[int, str]:
-    data = strategy.distribute_datasets_from_function(
-        lambda context: tf.data.Dataset.range(8 if context.input_pipeline_id == 0 else 4).batch(2)
-    )
-    # TensorFlow writes to the process's own stderr.
-    before = os.dup(2)
-    with open(f"{log}.{strategy.rank}", "w+") as file:
-        os.dup2(file.fileno(), 2)
-        try:
-            batches = len(list(data))
-        finally:
-            os.dup2(before, 2)
-            os.close(before)
-        file.seek(0)
-        return batches, file.read()
-
-
-def test_data_that_ends_on_one_rank_ends_for_all(worker_pool: Any, tmp_path: Any) -> None:
-    (first, said), (second, _) = worker_pool("tf", 2).run(short_on_one_rank, str(tmp_path / "log"))
-    assert (first, second) == (2, 2)
-    assert "the data of rank [1] ended before that of the other ranks" in said
-
-
-def different_orders(strategy: Any) -> str:
-    shuffled = tf.data.Dataset.range(8).shuffle(8, seed=strategy.rank).batch(4)
-    try:
-        strategy.experimental_distribute_dataset(shuffled)
-    except tfrep.errors.ConfigurationError as error:
-        return str(error)
-    return ""
-
-
-def test_different_orders_are_refused(worker_pool: Any) -> None:
-    for text in worker_pool("tf", 2).run(different_orders):
-        assert "different orders" in text
-        assert "rank_1=" in text
-
-
-def unordered(strategy: Any) -> tuple[str, list[int]]:
-    read = lambda v: tf.data.Dataset.range(4 * v, 4 * v + 4)  # noqa: E731
-    refused = tf.data.Dataset.range(8).map(lambda v: v, num_parallel_calls=4, deterministic=False).batch(4)
-    options = tf.data.Options()
-    options.deterministic = False
-    taken = tf.data.Dataset.range(8).interleave(read, cycle_length=4, num_parallel_calls=4).batch(8).with_options(options)
-    seen = [int(v) for batch in strategy.experimental_distribute_dataset(taken) for v in batch]
-    try:
-        strategy.experimental_distribute_dataset(refused)
-    except tfrep.errors.ConfigurationError as error:
-        return str(error), seen
-    return "", seen
-
-
-def test_data_without_an_order(worker_pool: Any) -> None:
-    """Where nothing in particular is said about one operation, the ranks read in one order; else they say what it is."""
-    (text, first), (_, second) = worker_pool("tf", 2).run(unordered)
-    assert "ParallelMapDataset" in text
-    assert "deterministic=False" in text
-    assert sorted(first + second) == list(range(32))
-
-
-def shorter_on_one_rank(strategy: Any) -> tuple[int, list[str]]:
-    rows = 16 if strategy.rank == 0 else 8
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    steps = []
-    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model.fit(np.ones((rows, 2)), np.ones((rows, 1)), batch_size=4, verbose=0, callbacks=[count])
-    return len(steps), [str(warning.message) for warning in caught]
-
-
-@pytest.mark.parametrize("communicator", ["tf", "horovod"])
-def test_fit_ends_for_all_with_the_shortest_data(communicator: str, worker_pool: Any) -> None:
-    for steps, said in worker_pool(communicator, 2).run(shorter_on_one_rank):
-        assert steps == 2
-        assert any("The data of rank [1] ends after 2 batches" in text for text in said)
-
-
 def stopped_on_one_rank(strategy: Any) -> int:
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -399,22 +291,6 @@ def place_in_cluster(strategy: Any) -> tuple[str, int, int]:
 @pytest.mark.parametrize("communicator", ["tf", "horovod"])
 def test_scripts_may_ask_for_their_place(communicator: str, worker_pool: Any) -> None:
     assert worker_pool(communicator, 2).run(place_in_cluster) == [("worker", 0, 2), ("worker", 1, 2)]
-
-
-def shuffled_without_seed(strategy: Any) -> list[int]:
-    data = tf.data.Dataset.range(32).shuffle(32).batch(8)
-    return [int(v) for batch in strategy.experimental_distribute_dataset(data) for v in batch]
-
-
-def test_one_process_shuffles_as_it_likes() -> None:
-    assert sorted(shuffled_without_seed(tfrep.MultiWorkerStrategy())) == list(range(32))
-
-
-@pytest.mark.parametrize("communicator", ["tf", "horovod"])
-def test_unseeded_shuffle_has_one_order(communicator: str, worker_pool: Any) -> None:
-    first, second = worker_pool(communicator, 2).run(shuffled_without_seed)
-    assert sorted(first + second) == list(range(32))
-    assert first + second != list(range(32))
 
 
 def test_two_strategies_at_once() -> None:

@@ -104,6 +104,15 @@ def test_own_loops_name_the_rank(communicator: str, tmp_path: Path) -> None:
 
 
 @BOTH
+def test_a_call_that_nothing_can_end_ends_with_its_process(communicator: str, tmp_path: Path) -> None:
+    outcome = run_ranks(communicator, 2, "kill-stuck", 1, tmp_path)
+    assert outcome.codes == [1, -9]
+    assert outcome.seconds < SURVIVORS_END_WITHIN
+    assert "Rank 1 ended" in outcome.output[0]
+    assert "could not be ended, so that this process ends here." in outcome.output[0]
+
+
+@BOTH
 def test_a_rank_that_hangs_is_given_up(communicator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFREP_TIMEOUT", "5")
     outcome = run_ranks(communicator, 2, "hang", 1, tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfrep_strategy import data
+from tfrep_strategy.batches import cut
 from tfrep_strategy.collectives.calls import Nest, launch
 from tfrep_strategy.collectives.checks import check_op, check_rows
 from tfrep_strategy.collectives.dtypes import from_real, product, to_real
@@ -115,7 +115,7 @@ def reduce_scatter(nest: Nest, op: str = "sum", *, group: ReplicaGroup | None = 
     def reduce(flow: Flow, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         own = flow.communicator.rank, flow.communicator.size
         if op == "product" and any(t.dtype.is_complex for t in tensors):
-            return [data.cut(product(flow, t), own[1], own[0]) for t in tensors]
+            return [cut(product(flow, t), own[1], own[0]) for t in tensors]
         return [from_real(flow.reduce_scatter(to_real(t), op), t) for t in tensors]
 
     return launch("reduce_scatter", nest, group, reduce, check=check, op=op)

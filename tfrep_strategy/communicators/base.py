@@ -142,6 +142,8 @@ class Communicator(abc.ABC):
     def abort(self, reason: str) -> None:  # noqa: B027
         """Makes collectives fail that are under way or come later; called in a thread when they could only wait.
 
+        It is called again while what was under way has not ended, and after some seconds the process is ended.
+
         A transport that cannot do that leaves them to its own time limit.
 
         Args:

@@ -5,6 +5,7 @@ Only `horovod.tensorflow` ops are used. Horovod's Keras front end does not reduc
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -143,7 +144,29 @@ class HorovodCommunicator(Communicator):
         return self._subgroups[tuple(ranks)]
 
     def abort(self, reason: str) -> None:
+        aborted_before = not self._hvd.is_initialized()
         self._hvd.shutdown()
+        if aborted_before and self._hvd.gloo_enabled():
+            self._return_what_is_left()
+
+    def _return_what_is_left(self) -> None:
+        """Has Horovod return with an error what was handed in in the very moment in which it emptied its queue.
+
+        It empties it again when a start fails, which one process alone can see to: it has no rank 1.
+        """
+        alone = {f"HOROVOD_{name}": str(value) for name, value in (("RANK", 0), ("SIZE", 1))}
+        alone |= {f"HOROVOD_{of}_{name}": value for of in ("LOCAL", "CROSS") for name, value in (("RANK", "0"), ("SIZE", "1"))}
+        before = {name: os.environ.get(name) for name in (*alone, "HOROVOD_GLOO_RENDEZVOUS_ADDR")}
+        os.environ.update(alone)
+        os.environ.pop("HOROVOD_GLOO_RENDEZVOUS_ADDR", None)
+        try:
+            with contextlib.suppress(ValueError):
+                self._hvd.init(process_sets=[self._hvd.ProcessSet([1])])
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
 
     def close(self) -> None:
         self._hvd.shutdown()

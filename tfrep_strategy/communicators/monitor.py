@@ -7,6 +7,7 @@ import collections
 import contextlib
 import itertools
 import logging
+import os
 import sys
 import threading
 import time
@@ -34,6 +35,8 @@ _NEWS_SECONDS = 2.0
 _TICK_SECONDS = 0.1
 _END_SECONDS = 5.0
 _SILENCE_SECONDS = 25.0
+_ABORTS, _ABORT_SECONDS = 3, 4.0
+"""How often, and every how many seconds, calls are aborted before the process is ended instead."""
 
 # What is raised where a rank is gone; the other errors are this rank's own.
 _FAILURES = (
@@ -278,8 +281,21 @@ class PeerMonitor:
     def _start_abort(self, reason: str) -> None:
         if self._aborting is None and not self._closing:
             # In a thread of its own: it may take its time, and news still come.
-            self._aborting = threading.Thread(target=self._abort, args=(reason,), daemon=True, name="tfrep-abort")
+            self._aborting = threading.Thread(target=self._end_calls, args=(reason,), daemon=True, name="tfrep-abort")
             self._aborting.start()
+
+    def _end_calls(self, reason: str) -> None:
+        """Aborts collectives; where that does not end the calls that are under way, nothing but the process's end does."""
+        under_way = set(self._calls)
+        for _ in range(_ABORTS):
+            self._abort(reason)
+            deadline = time.monotonic() + _ABORT_SECONDS
+            while time.monotonic() < deadline:
+                if self._closing or not under_way & set(self._calls):
+                    return
+                time.sleep(_TICK_SECONDS)
+        _log.critical("%s A call that was under way could not be ended, so that this process ends here.", reason)
+        os._exit(1)
 
     def _explain(self, waited: float) -> Exception | None:
         with self._news:

@@ -43,16 +43,16 @@ def init_epoch_iterator(original: Any, self: Any, *args: Any, **kwargs: Any) -> 
     self._part_spec = self._distributed_dataset.part_spec
     self._common_batches = _batches_of_all(strategy, self._distributed_dataset.cardinality, self._num_batches)
     self._num_batches = self._common_batches
-    self._distributed_dataset = self._distributed_dataset.for_keras()
+    self._distributed_dataset = self._distributed_dataset.for_keras(self._common_batches is not None)
     return None
 
 
 def _batches_of_all(strategy: KerasStrategy, cardinality: int, num_batches: int | None) -> int | None:
     """Returns after how many batches an epoch ends on every process; None where only the data can tell."""
-    if num_batches is None:
-        return None
-    # A data set that knows its size was made as long as the shortest when it was distributed.
-    return min(num_batches, cardinality) if cardinality >= 0 else strategy.shortest_epoch(num_batches)
+    if cardinality >= 0:  # Made as long as the shortest when it was distributed.
+        return None if num_batches is None else min(num_batches, cardinality)
+    shortest = strategy.shortest_epoch(int(tf.data.UNKNOWN_CARDINALITY) if num_batches is None else num_batches)
+    return shortest if shortest >= 0 else None
 
 
 @replaces(_EpochIterator, "reset")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfrep_strategy import data
+from tfrep_strategy.batches import num_examples
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.strategies.base import SynchronousStrategy
@@ -174,7 +175,7 @@ def make_input(strategy: tf.distribute.Strategy, mode: InputReplicationMode, inp
 
         def batches() -> Shards:
             parts = process.take(mode, made)
-            return Shards(parts, agreement.examples(tf.add_n([data.num_examples(part) for part in parts])))
+            return Shards(parts, agreement.examples(tf.add_n([num_examples(part) for part in parts])))
 
         return batches
     raise ConfigurationError(
@@ -190,7 +191,7 @@ def whole_step(batch: Any) -> Any:
     """Ends the data, with a warning, when it has ended in the middle of a step: a replica without a batch has no mean."""
     if not isinstance(batch, Shards) or len(batch.parts) == 1:
         return batch
-    missing = tf.reshape(tf.where(tf.stack([data.num_examples(part) for part in batch.parts]) == 0), [-1])
+    missing = tf.reshape(tf.where(tf.stack([num_examples(part) for part in batch.parts]) == 0), [-1])
 
     def end() -> tf.Tensor:
         warning = tf.print("Warning: the data ended in the middle of a step, which is left out. Replicas without a batch:",

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy import data, gradients
+from tfrep_strategy.batches import num_examples, pack, shard
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.protocol import Shards, in_step
@@ -70,8 +71,8 @@ class SynchronousStrategy(tf.distribute.Strategy):
         if len(args) == 1 and isinstance(args[0], Shards):
             self.mark_state_changed()
             shards = args[0]
-            fn = in_step(self, fn, data.num_examples)
-            args = (data.pack(shards), shards.total)
+            fn = in_step(self, fn, num_examples)
+            args = (pack(shards), shards.total)
         else:
             self.extended.note_step()
         with self.watching_peers():
@@ -88,7 +89,7 @@ class SynchronousStrategy(tf.distribute.Strategy):
         """
         batch = tf.nest.map_structure(lambda v: v if v is None or tf.is_tensor(v) else tf.convert_to_tensor(v), batch)
         extended = self.extended
-        return data.shard(
+        return shard(
             batch, self.num_replicas_in_sync, extended.first_local_replica, extended.num_local_replicas
         )
 
@@ -240,7 +241,10 @@ class SynchronousStrategy(tf.distribute.Strategy):
         """Gives the random generators of all processes rank 0's state; nothing to do within one process."""
 
     def shortest_epoch(self, num_batches: int) -> int:
-        """Returns how many batches all processes have, given how many this one has; negative where nobody knows."""
+        """Returns how many batches all processes have, given how many this one has.
+
+        Infinitely many and unknown are `tf.data`'s negative cardinalities; what one process does not know, nobody knows.
+        """
         return num_batches
 
     def broadcast_object(self, value: Any) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy import data
 from tfrep_strategy._tensorflow import (
     MirroredExtended,
     NcclAllReduce,
@@ -17,6 +16,7 @@ from tfrep_strategy._tensorflow import (
     ReductionToOneDevice,
     context,
 )
+from tfrep_strategy.batches import concatenate
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.communicators.local import LocalGroup
 from tfrep_strategy.errors import ConfigurationError, message
@@ -145,7 +145,7 @@ class MirroredStrategy(SynchronousStrategy):
         return ReplicaGroup(self, group.members, group.communicator)
 
     def gather_outputs(self, outputs: Any) -> Any:
-        return tf.nest.map_structure(lambda v: data.concatenate(self.experimental_local_results(v)), outputs)
+        return tf.nest.map_structure(lambda v: concatenate(self.experimental_local_results(v)), outputs)
 
 
 class _Extended(SynchronousExtended, MirroredExtended):

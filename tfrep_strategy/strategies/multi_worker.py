@@ -179,6 +179,8 @@ class MultiWorkerStrategy(SynchronousStrategy):
     def shortest_epoch(self, num_batches: int) -> int:
         sizes = self.communicator.all_gather_object(num_batches)
         known = [size for size in sizes if size >= 0]
+        if tf.data.UNKNOWN_CARDINALITY in sizes:
+            return int(tf.data.UNKNOWN_CARDINALITY)
         if len(set(sizes)) == 1 or not known:
             return num_batches
         ranks = [rank for rank, size in enumerate(sizes) if size == min(known)]
@@ -332,6 +334,8 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
         shortest = self._container_strategy().shortest_epoch(int(dataset.cardinality()))
         if shortest >= 0:
             dataset = dataset.take(shortest)
+        elif shortest != dataset.cardinality():
+            dataset = dataset.filter(lambda *_: True)  # Its length is to be unknown here too.
         in_order = tf.data.Options()
         in_order.deterministic = True
         return dataset.with_options(in_order)

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import CachingVariable, ParameterServerExtended, ShardedVariable
-from tfrep_strategy.data import pack, shard
+from tfrep_strategy.batches import pack, shard
 from tfrep_strategy.environments import SlurmEnvironment
 from tfrep_strategy.environments.base import read_int
 from tfrep_strategy.errors import ConfigurationError, PeerError, message

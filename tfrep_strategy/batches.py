@@ -1,0 +1,141 @@
+"""One batch at a time: counted, cut into one part for each replica, in order, and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import regroup
+from tfrep_strategy.keras_integration.protocol import Shards
+
+
+def num_examples(batch: Any) -> tf.Tensor:
+    """Counts the examples of a batch.
+
+    Args:
+        batch: A nest of dense, sparse or ragged tensors whose first dimension is the batch.
+
+    Returns:
+        int64 scalar: the first dimension of the first tensor that has one; 1 when none has.
+    """
+    for leaf in tf.nest.flatten(batch):
+        if isinstance(leaf, tf.SparseTensor):
+            return leaf.dense_shape[0]
+        if isinstance(leaf, tf.RaggedTensor):
+            return tf.cast(leaf.nrows(), tf.int64)
+        if tf.is_tensor(leaf) and leaf.dtype != tf.variant and leaf.shape.rank != 0:
+            return tf.shape(leaf, out_type=tf.int64)[0]
+    return tf.constant(1, tf.int64)
+
+
+def cut(batch: Any, num_parts: int, index: int) -> Any:
+    """Takes one of `num_parts` contiguous parts of a batch.
+
+    The first `size % num_parts` parts have one example more than the others; a part may be empty.
+
+    Args:
+        batch: A nest of dense, sparse or ragged tensors whose first dimension is the batch. Scalars are copied to all.
+        num_parts: How many parts there are.
+        index: Which one to take.
+
+    Returns:
+        A nest of the same structure.
+
+    Example:
+        >>> [cut(tf.range(5), 3, i).numpy().tolist() for i in range(3)]
+        [[0, 1], [2, 3], [4]]
+    """
+
+    def cut_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, tf.SparseTensor):
+            start, stop = _bounds(leaf.dense_shape[0], num_parts, index)
+            rest = leaf.dense_shape[1:]
+            part = tf.sparse.slice(
+                leaf,
+                tf.concat([[start], tf.zeros_like(rest)], 0),
+                tf.concat([[stop - start], rest], 0),
+            )
+            if leaf.shape.rank is None:
+                return part
+            # TensorFlow forgets the dimensions that are known.
+            known = [part.dense_shape[i] if size is None else size for i, size in enumerate([None, *leaf.shape[1:]])]
+            return tf.SparseTensor(part.indices, part.values, tf.stack(known))
+        if isinstance(leaf, tf.RaggedTensor):
+            start, stop = _bounds(leaf.nrows(), num_parts, index)
+            return leaf[start:stop]
+        if not tf.is_tensor(leaf) or leaf.dtype == tf.variant or leaf.shape.rank == 0:
+            return leaf
+        rows = leaf.shape[0] if leaf.shape.rank else None
+        start, stop = _bounds(tf.shape(leaf)[0] if rows is None else rows, num_parts, index)
+        return leaf[start:stop]
+
+    return tf.nest.map_structure(cut_leaf, batch)
+
+
+def _bounds(rows: Any, num_parts: int, index: int) -> tuple[Any, Any]:
+    base, longer = rows // num_parts, rows % num_parts
+
+    def bound(i: int) -> Any:
+        return i * base + (min(i, longer) if isinstance(rows, int) else tf.minimum(tf.cast(i, rows.dtype), longer))
+
+    return bound(index), bound(index + 1)
+
+
+def shard(batch: Any, num_replicas: int, first: int, count: int) -> Shards:
+    """Cuts a global batch for the replicas `first` to `first + count - 1` of `num_replicas`."""
+    return Shards(tuple(cut(batch, num_replicas, first + i) for i in range(count)), num_examples(batch))
+
+
+def pack(shards: Shards) -> Any:
+    """Turns one step's parts into the value that `Strategy.run` hands to the replicas."""
+    return shards.parts[0] if len(shards.parts) == 1 else regroup(shards.parts)
+
+
+def concatenate(parts: Sequence[Any]) -> Any:
+    """Joins replica outputs along the batch: dense, sparse or ragged tensors; scalars are stacked."""
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(axis=0, sp_inputs=list(parts))
+    return tf.stack(parts) if parts[0].shape.rank == 0 else tf.concat(list(parts), 0)
+
+
+def empty_batch(spec: Any) -> Any:
+    """Makes a batch of no examples.
+
+    Args:
+        spec: A nest of `tf.TensorSpec`, `tf.SparseTensorSpec` or `tf.RaggedTensorSpec`.
+
+    Returns:
+        A nest of the same structure whose tensors have a first dimension of 0.
+    """
+
+    def empty_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, tf.SparseTensorSpec):
+            shape = [0] + [d or 0 for d in leaf.shape[1:]]
+            return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], leaf.dtype), shape)
+        if isinstance(leaf, tf.RaggedTensorSpec):
+            return tf.RaggedTensor.from_row_lengths(tf.zeros([0], leaf.dtype), tf.zeros([0], leaf.row_splits_dtype))
+        if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank:
+            return tf.zeros([0] + [d or 0 for d in leaf.shape[1:]], leaf.dtype)
+        return tf.zeros([], leaf.dtype)
+
+    return tf.nest.map_structure(empty_leaf, spec)
+
+
+def in_parts(dataset: tf.data.Dataset, num_parts: int) -> tf.data.Dataset:
+    """Turns a data set of global batches into one of per-replica batches: each batch becomes `num_parts` elements."""
+    is_tuple = isinstance(dataset.element_spec, tuple)
+
+    @tf.autograph.experimental.do_not_convert
+    def parts(*elements: Any) -> tf.data.Dataset:
+        batch = elements if is_tuple else elements[0]
+        pieces = [tf.data.Dataset.from_tensors(cut(batch, num_parts, i)) for i in range(num_parts)]
+        joined = pieces[0]
+        for piece in pieces[1:]:
+            joined = joined.concatenate(piece)
+        return joined
+
+    return dataset.flat_map(parts)
