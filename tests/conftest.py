@@ -24,19 +24,33 @@ _POOLS_ALIVE = 2  # An idle process keeps some hundred megabytes.
 
 
 @pytest.fixture(scope="session")
-def worker_pool() -> Iterator[Callable[[str, int], WorkerPool]]:
-    """Gives `worker_pool(communicator, size)`, whose processes live until other pools were used more recently."""
+def _pools() -> Iterator[dict[tuple[str, int], WorkerPool]]:
     pools: dict[tuple[str, int], WorkerPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_idle_pools(request: pytest.FixtureRequest, _pools: dict[tuple[str, int], WorkerPool]) -> None:
+    """Ends the pools before a module that uses none: idle ranks of Horovod still ask each other for work all the time."""
+    items = [item for item in request.session.items if item.path == request.path]
+    if not any("worker_pool" in item.fixturenames for item in items):
+        while _pools:
+            _pools.popitem()[1].close()
+
+
+@pytest.fixture(scope="session")
+def worker_pool(_pools: dict[tuple[str, int], WorkerPool]) -> Callable[[str, int], WorkerPool]:
+    """Gives `worker_pool(communicator, size)`, whose processes live until other pools were used more recently."""
 
     def get(communicator: str, size: int) -> WorkerPool:
         if communicator == "horovod" and not horovod_is_installed():
             pytest.skip("Horovod is not installed.")
-        pool = pools.pop((communicator, size), None) or WorkerPool(communicator, size)
-        pools[communicator, size] = pool
-        while len(pools) > _POOLS_ALIVE:
-            pools.pop(next(iter(pools))).close()
+        pool = _pools.pop((communicator, size), None) or WorkerPool(communicator, size)
+        _pools[communicator, size] = pool
+        while len(_pools) > _POOLS_ALIVE:
+            _pools.pop(next(iter(_pools))).close()
         return pool
 
-    yield get
-    for pool in pools.values():
-        pool.close()
+    return get

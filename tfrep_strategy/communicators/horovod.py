@@ -19,6 +19,8 @@ from tfrep_strategy.communicators.naming import in_nested_graph, structural_name
 from tfrep_strategy.communicators.order import Order
 from tfrep_strategy.errors import ConfigurationError, message
 
+_TAKES_GROUPS = "HOROVOD_DYNAMIC_PROCESS_SETS"
+
 
 def is_installed() -> bool:
     """Whether Horovod can be imported. It may still lack TensorFlow support, which `HorovodCommunicator` reports."""
@@ -36,6 +38,8 @@ class HorovodCommunicator(Communicator):
     """
 
     name = "horovod"
+    _is_ours = False
+    """Whether Horovod was started here, and not by the user's program."""
 
     def __init__(self, process_set: Any = None) -> None:
         try:
@@ -46,9 +50,8 @@ class HorovodCommunicator(Communicator):
             ) from error
         self._hvd = hvd
         if process_set is None:
-            os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")  # Subgroups are made when somebody asks for them.
-            with sockets_closed_in_children():
-                hvd.init()
+            if not hvd.is_initialized():
+                self._start()
             process_set = hvd.global_process_set
         self._process_set = process_set
         self.rank, self.size = process_set.rank(), process_set.size()
@@ -56,6 +59,13 @@ class HorovodCommunicator(Communicator):
         self._subgroups: dict[tuple[int, ...], HorovodCommunicator | None] = {}
         self._order = Order(f"tfrep_horovod_order_{process_set.process_set_id}", "CPU:0")
         self._ops = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
+
+    def _start(self) -> None:
+        if self._hvd.mpi_built():  # MPI starts once only.
+            os.environ.setdefault(_TAKES_GROUPS, "1")
+        with sockets_closed_in_children():
+            self._hvd.init()
+        HorovodCommunicator._is_ours = True
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
         self.check_op(op)
@@ -129,6 +139,11 @@ class HorovodCommunicator(Communicator):
         if len(ranks) == self.size:
             return self
         if tuple(ranks) not in self._subgroups:  # Horovod refuses a second process set of the same ranks.
+            if self._is_ours and _TAKES_GROUPS not in os.environ:
+                # All ranks are here. Only who makes groups pays for them: each cycle of Horovod costs several times as much.
+                os.environ[_TAKES_GROUPS] = "1"
+                self._hvd.shutdown()
+                self._start()
             members = [self._process_set.ranks[r] for r in ranks]
             try:
                 process_set = self._hvd.add_process_set(members)
@@ -136,7 +151,7 @@ class HorovodCommunicator(Communicator):
                 raise ConfigurationError(
                     message(
                         "Horovod refuses new groups of ranks.",
-                        hint="set HOROVOD_DYNAMIC_PROCESS_SETS=1 before `horovod.init()` is called.",
+                        hint=f"set {_TAKES_GROUPS}=1 before `horovod.init()` is called.",
                         ranks=ranks,
                     )
                 ) from error
