@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -101,6 +103,17 @@ def test_own_loop_with_gradients():
     for gradient, expected in zip(run(), (9.0, 6.0), strict=True):
         assert [float(g[0, 0]) for g in strategy.experimental_local_results(gradient)] == [expected, expected]
     assert devices == ["CPU:1", "CPU:3"]
+
+
+def test_a_name_that_no_layer_has():
+    strategy = tfrep.MirroredStrategy(CPUS, devices_per_replica=2, keras_layer_placement={"encoder": 0, "decodr": 1})
+    with strategy.scope():
+        model = _functional(strategy)
+        with pytest.warns(UserWarning, match=r"not been called. Received: \['decodr'\]"):
+            _fit(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.evaluate(*_data(), verbose=0)
 
 
 def test_bad_input():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any
 
 import keras
@@ -16,6 +17,14 @@ def _placed(layer: Any) -> contextlib.AbstractContextManager[Any]:
     if devices is None or not devices.layer_placement:
         return contextlib.nullcontext()
     return devices.for_layer(layer.name)
+
+
+def warn_of_layers_not_seen(strategy: Any) -> None:
+    """Warns, once, of names in `keras_layer_placement` that no layer has had by the end of a step."""
+    devices = getattr(strategy, "logical_devices", None)
+    if devices is not None and devices.layers_not_seen:
+        names, devices.layers_not_seen = sorted(devices.layers_not_seen), set()
+        warnings.warn(f"keras_layer_placement names layers that have not been called. Received: {names}", stacklevel=2)
 
 
 @replaces(keras.layers.Layer, "__call__")

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfrep_strategy.keras_integration.logs import with_global_logs
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
+from tfrep_strategy.keras_integration.placement import warn_of_layers_not_seen
 from tfrep_strategy.keras_integration.protocol import KerasStrategy, Shards
 from tfrep_strategy.keras_integration.xla import compiled_between_collectives
 
@@ -143,6 +144,7 @@ def make_function(original: Any, self: Any, step_function: Any) -> Any:
             iterator = map(strategy.shard, iterator)
         with strategy.watching_peers():
             logs = run(iterator)
+        warn_of_layers_not_seen(strategy)
         strategy.count_steps(self, self.steps_per_execution)
         return logs
 

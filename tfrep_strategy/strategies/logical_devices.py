@@ -44,6 +44,7 @@ class LogicalDevices:
         starts = range(0, len(devices), devices_per_replica)
         self.of_replica = [list(devices[start : start + devices_per_replica]) for start in starts]
         self.layer_placement = dict(layer_placement)
+        self.layers_not_seen = set(layer_placement)
         for index in self.layer_placement.values():
             self.check(index)
         self._creating = threading.local()
@@ -90,6 +91,7 @@ class LogicalDevices:
     def for_layer(self, name: str) -> Iterator[None]:
         """Puts a Keras layer where `layer_placement` says, or leaves it where it is."""
         index = self.layer_placement.get(name)
+        self.layers_not_seen.discard(name)
         if index is None:
             yield
         else:
