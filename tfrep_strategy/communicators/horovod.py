@@ -169,8 +169,8 @@ class HorovodCommunicator(Communicator):
 
         It empties it again when a start fails, which one process alone can see to: it has no rank 1.
         """
-        alone = {f"HOROVOD_{name}": str(value) for name, value in (("RANK", 0), ("SIZE", 1))}
-        alone |= {f"HOROVOD_{of}_{name}": value for of in ("LOCAL", "CROSS") for name, value in (("RANK", "0"), ("SIZE", "1"))}
+        counts = {"RANK": "0", "SIZE": "1"}
+        alone = {f"HOROVOD_{of}{name}": count for of in ("", "LOCAL_", "CROSS_") for name, count in counts.items()}
         before = {name: os.environ.get(name) for name in (*alone, "HOROVOD_GLOO_RENDEZVOUS_ADDR")}
         os.environ.update(alone)
         os.environ.pop("HOROVOD_GLOO_RENDEZVOUS_ADDR", None)
