@@ -71,7 +71,7 @@ def cut(batch: Any, num_parts: int, index: int) -> Any:
         start, stop = _bounds(tf.shape(leaf)[0] if rows is None else rows, num_parts, index)
         return leaf[start:stop]
 
-    return tf.nest.map_structure(cut_leaf, batch)
+    return batch if num_parts == 1 else tf.nest.map_structure(cut_leaf, batch)
 
 
 def _bounds(rows: Any, num_parts: int, index: int) -> tuple[Any, Any]:

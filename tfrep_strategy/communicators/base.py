@@ -80,6 +80,8 @@ class Communicator(abc.ABC):
     size: int
     local_rank: int = 0
     local_size: int = 1
+    bucket_bytes: int = 32 << 20
+    """In groups of about how many bytes gradients travel best, where nothing else is asked for."""
 
     @abc.abstractmethod
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:

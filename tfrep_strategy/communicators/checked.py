@@ -42,6 +42,7 @@ class CheckedCommunicator(Communicator):
         self.inner, self.monitor = inner, monitor
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
         self.local_rank, self.local_size = inner.local_rank, inner.local_size
+        self.bucket_bytes = inner.bucket_bytes
         self._group = tuple(range(inner.size) if group is None else group)
         if monitor.checks_every_call:
             # A function of Python, which TensorFlow runs at any time, is put into program order by it.

@@ -16,6 +16,9 @@ from tfrep_strategy.errors import ConfigurationError, PeerError, message
 _CONNECT_SECONDS = 25
 _HEARTBEAT_SECONDS = 20.0
 
+# One ring over gRPC leaves the cores idle while it waits; several at a time, from the middle of backward on, do not.
+_CPU_BUCKET_BYTES = 4 << 20
+
 
 class TensorFlowCommunicator(RingCommunicator):
     """Collectives over TensorFlow's gRPC servers, one of which this process starts.
@@ -50,6 +53,8 @@ class TensorFlowCommunicator(RingCommunicator):
             device = f"GPU:{self.local_rank % num_gpus}" if num_gpus else "CPU:0"
         device = device.upper().rpartition("DEVICE:")[2].lstrip("/")
         super().__init__(self.rank, self.size, f"/job:worker/replica:0/task:{self.rank}/device:{device}", group_key=1)
+        if not num_gpus:
+            self.bucket_bytes = _CPU_BUCKET_BYTES
 
     def _heartbeat_seconds(self) -> float:
         # On one machine the monitor of peers sees every end at once, and TensorFlow's heartbeats would only complain about

@@ -131,7 +131,8 @@ def make_function(original: Any, self: Any, step_function: Any) -> Any:
     strategy = strategy_of(self)
     if strategy is None:
         return original(self, step_function)
-    step_function = with_global_logs(self, strategy, step_function)
+    if strategy.num_replicas_in_sync > 1:
+        step_function = with_global_logs(self, strategy, step_function)
     if self.jit_compile:
         step_function = compiled_between_collectives(step_function)
     with _without_jit(self):

@@ -71,8 +71,10 @@ class SynchronousStrategy(tf.distribute.Strategy):
         if len(args) == 1 and isinstance(args[0], Shards):
             self.mark_state_changed()
             shards = args[0]
-            fn = in_step(self, fn, num_examples)
-            args = (pack(shards), shards.total)
+            if self.num_replicas_in_sync == 1:  # There is nothing to weigh: the step is that of one device.
+                args = (pack(shards),)
+            else:
+                fn, args = in_step(self, fn, num_examples), (pack(shards), shards.total)
         else:
             self.extended.note_step()
         with self.watching_peers():

@@ -42,7 +42,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
             processes were started for it, else TensorFlow's), or a `Communicator`.
         device: Device of this process's replica, such as `"GPU:0"`. Default: the GPU with the number of the process's
             local rank, or the CPU.
-        bucket_bytes: Gradients travel in groups of about this many bytes.
+        bucket_bytes: Gradients travel in groups of about this many bytes. Default: what the communicator does best with.
         densify_sparse_gradients: Whether sparse gradients travel as dense tensors.
 
     Raises:
@@ -63,14 +63,14 @@ class MultiWorkerStrategy(SynchronousStrategy):
         communicator: str | Communicator = "auto",
         device: str | None = None,
         *,
-        bucket_bytes: int = 32 << 20,
+        bucket_bytes: int | None = None,
         densify_sparse_gradients: bool = False,
     ) -> None:
         self.environment = detect_environment()
         self.communicator = watched(make_communicator(communicator, self.environment, device), self.environment.hosts)
-        super().__init__(
-            _Extended(self, self.communicator, _resolve(device, self.communicator)), bucket_bytes, densify_sparse_gradients
-        )
+        extended = _Extended(self, self.communicator, _resolve(device, self.communicator))
+        bucket_bytes = self.communicator.bucket_bytes if bucket_bytes is None else bucket_bytes
+        super().__init__(extended, bucket_bytes, densify_sparse_gradients)
         self.share_random_state()
         self.extended._cluster_resolver = _cluster_resolver(self.environment)
         write_checkpoints_once(self)
