@@ -214,6 +214,77 @@ _loss("loss_mean", lambda: _L.MeanSquaredError(reduction="mean"), weighted_metri
 _loss("loss_mean_with_sample_weight", lambda: _L.MeanSquaredError(reduction="mean_with_sample_weight"))
 
 
+def _segmentation() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.RandomState(0)
+    x = rng.randn(37, 6, 6, 1).astype("float32")
+    return x, (x + 0.3 * rng.randn(37, 6, 6, 1) > 0).astype("float32")
+
+
+def _mixed_rows(name: str, loss: Callable[[], Any], **fit_options: Any) -> None:
+    def body() -> dict[str, Any]:
+        model = keras.Sequential(
+            [
+                keras.Input((6, 6, 1)),
+                layers.Conv2D(3, 3, padding="same", activation="tanh", kernel_initializer=init(1)),
+                layers.Conv2D(1, 1, activation="sigmoid", kernel_initializer=init(2)),
+            ]
+        )
+        model.compile(_O.SGD(0.2, momentum=0.9), loss())
+        return trained(model, *_segmentation(), **fit_options)
+
+    body.__name__ = name
+    scenario(body)
+
+
+_mixed_rows("loss_dice", lambda: _L.Dice())
+_mixed_rows("loss_dice_by_name", lambda: "dice", sample_weight=np.linspace(0.1, 2.0, 37).astype("float32"))
+_mixed_rows("loss_dice_by_row", lambda: _L.Dice(axis=(1, 2, 3)))
+_mixed_rows("loss_tversky_sum", lambda: _L.Tversky(alpha=0.3, beta=0.7, reduction="sum"))
+
+
+@scenario
+def loss_circle() -> dict[str, Any]:
+    """Each row is compared with every other one of the batch; the last batch has five."""
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(3, kernel_initializer=init(1)),
+            layers.UnitNormalization(),
+        ]
+    )
+    model.compile(_O.SGD(0.01), _L.Circle(gamma=2.0, margin=0.25))
+    x, _ = regression()
+    return trained(model, x, np.arange(37) % 3)
+
+
+@scenario
+def loss_circle_in_a_custom_loop() -> dict[str, Any]:
+    strategy = tf.distribute.get_strategy()
+    x, _ = regression(32)
+    results = {}
+    for reduction in ("sum_over_batch_size", "sum", "none"):
+        model, optimizer = dense(out=3), _O.SGD(0.01)
+        loss_of = _L.Circle(gamma=2.0, reduction=reduction)
+
+        def step(batch: Any, model: Any = model, optimizer: Any = optimizer, loss_of: Any = loss_of) -> Any:
+            bx, labels = batch
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(loss_of(labels, tf.math.l2_normalize(model(bx, training=True), 1)))
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+            return loss
+
+        @tf.function
+        def train(batch: Any, step: Any = step) -> Any:
+            return strategy.reduce("SUM", strategy.run(step, args=(batch,)), axis=None)
+
+        dataset = strategy.experimental_distribute_dataset(
+            tf.data.Dataset.from_tensor_slices((x, np.arange(32) % 3)).batch(13)
+        )
+        results[f"losses_{reduction}"] = [float(train(batch)) for _ in range(2) for batch in dataset]
+        results[f"weights_{reduction}"] = model.get_weights()
+    return results
+
+
 @scenario
 def class_weight() -> dict[str, Any]:
     model = dense(out=3, activation="softmax")
@@ -293,6 +364,25 @@ def cnn_synchronized_batch_normalization() -> dict[str, Any]:
     loss = _L.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(_O.SGD(0.05, momentum=0.9), loss, metrics=["accuracy"])
     return trained(model, x, rng.randint(0, 3, 37))
+
+
+@scenario
+def masked_synchronized_batch_normalization() -> dict[str, Any]:
+    """A mask that is longer on some replicas than on others."""
+    rng = np.random.RandomState(0)
+    x = rng.randint(1, 9, (21, 6))
+    for row, length in enumerate(np.sort(rng.randint(1, 7, 21))):
+        x[row, length:] = 0
+    model = keras.Sequential(
+        [
+            keras.Input((6,), dtype="int32"),
+            layers.Embedding(9, 4, mask_zero=True, embeddings_initializer=init(1)),
+            layers.BatchNormalization(synchronized=True, momentum=0.5),
+            layers.Dense(1, kernel_initializer=init(4)),
+        ]
+    )
+    model.compile(_O.SGD(0.1), "mse")
+    return trained(model, x, rng.randn(21, 6, 1).astype("float32"), batch_size=8)
 
 
 @scenario

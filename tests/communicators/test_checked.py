@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import keras
 import pytest
 import tensorflow as tf
 from workers import WorkerPool
@@ -55,6 +56,27 @@ def test_eager_collectives_that_differ(communicator: str, how: str, words: list[
         assert all(word in text for word in words)
         assert text.count("test_checked.py:") == 2
         assert seconds < 30
+
+
+def _ask_different_things(strategy: Any) -> str:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    try:
+        if strategy.rank == 0:
+            strategy.assert_in_sync(model)
+        else:
+            strategy.first_with(["a"])
+    except DesyncError as error:
+        return str(error)
+    return "no error"
+
+
+@BOTH
+def test_objects_that_are_gathered_for_different_ends(communicator: str) -> None:
+    with WorkerPool(communicator, 2) as pool:
+        results = pool.run(_ask_different_things)
+    for text in results:
+        assert "rank 0: all_gather_object(assert_in_sync) at " in text
+        assert "rank 1: all_gather_object(first_with) at " in text
 
 
 def _count_and_order(strategy: Any) -> dict[str, Any]:

@@ -94,11 +94,25 @@ def _frames() -> Iterable[tuple[str, int]]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def list_calls(words: Sequence[tuple[int, str]]) -> str:
+def purpose() -> str:
+    """Names what this package does while it talks to the other ranks: its function that the user, or Keras, has called."""
+    name, frame = "", sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN[0]):
+        name = frame.f_code.co_name if frame.f_code.co_name != "replaced" else name
+        frame = frame.f_back  # type: ignore[assignment]
+    return name
+
+
+def describe_difference(what: str, words: Sequence[tuple[int, str]]) -> str:
     """Formats what each rank did, one line for each.
 
     Example:
-        >>> list_calls([(0, "a"), (1, "b")])
-        '  rank 0: a\\n  rank 1: b'
+        >>> print(describe_difference("Ranks called different collectives.", [(0, "a"), (1, "b")]).partition("Hint")[0])
+        Ranks called different collectives.
+          rank 0: a
+          rank 1: b
+        <BLANKLINE>
     """
-    return "\n".join(f"  rank {rank}: {word}" for rank, word in words)
+    lines = [f"  rank {rank}: {word}" for rank, word in words]
+    hint = "all ranks of a group have to call the same collectives in the same order, with the same dtypes and shapes."
+    return "\n".join([what, *lines, f"Hint: {hint}"])

@@ -10,9 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy.communicators.base import Communicator
-from tfrep_strategy.communicators.calls import Call, user_line
+from tfrep_strategy.communicators.calls import Call, describe_difference, purpose, user_line
 from tfrep_strategy.communicators.monitor import PeerMonitor
 from tfrep_strategy.communicators.order import Order
+from tfrep_strategy.errors import DesyncError
 
 _Result = TypeVar("_Result")
 
@@ -72,10 +73,17 @@ class CheckedCommunicator(Communicator):
         return self._call("barrier", "", [], lambda ts: self.inner.barrier())
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return self._call("all_gather_object", "", [], lambda ts: self.inner.all_gather_object(value))
+        own = Call("all_gather_object", purpose(), (), user_line())
+        told = self._call(own.kind, own.option, [], lambda ts: self.inner.all_gather_object((own, value)))
+        calls = [call for call, _ in told]
+        if not all(call.fits(own) for call in calls):  # What it would return answers other questions.
+            words = list(zip(self._group, map(str, calls), strict=True))
+            raise DesyncError(describe_difference("Ranks called different collectives.", words))
+        return [value for _, value in told]
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return self._call("broadcast_object", f"root={root}", [], lambda ts: self.inner.broadcast_object(value, root))
+        option = f"root={root}, {purpose()}"
+        return self._call("broadcast_object", option, [], lambda ts: self.inner.broadcast_object(value, root))
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         ranks = self.check_group(ranks)

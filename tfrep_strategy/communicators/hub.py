@@ -10,7 +10,7 @@ import time
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from typing import Any
 
-from tfrep_strategy.communicators.calls import Report, list_calls
+from tfrep_strategy.communicators.calls import Report, describe_difference
 from tfrep_strategy.communicators.connecting import CONNECT_SECONDS, connection_of, set_patience
 from tfrep_strategy.communicators.forking import close_in_children
 from tfrep_strategy.communicators.limits import timeout_seconds
@@ -168,10 +168,7 @@ class Hub:
                 word = "has ended" if rank in self._ended else f"nothing for {waited:.0f} seconds"
                 last = self._last.get(rank)
                 words.append((rank, word + (f"; before that {last.call}" if last else "")))
-        hint = (
-            "all ranks of a group have to call the same collectives in the same order, with the same dtypes and shapes."
-        )
-        return f"{what}\n{list_calls(words)}\nHint: {hint}"
+        return describe_difference(what, words)
 
     def _patience(self) -> float | None:
         deadlines = [each.deadline for each in self._rounds.values() if each.differs or each.waits]

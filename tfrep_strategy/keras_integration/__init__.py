@@ -38,6 +38,7 @@ from tfrep_strategy.keras_integration import (  # noqa: E402
     server_state,
     session,
     trainer,
+    whole_batch,
 )
 
 __all__ = [
@@ -56,4 +57,5 @@ __all__ = [
     "server_state",
     "session",
     "trainer",
+    "whole_batch",
 ]

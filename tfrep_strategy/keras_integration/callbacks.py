@@ -10,8 +10,10 @@ from typing import Any
 
 import keras
 
+from tfrep_strategy.keras_integration.lone_callbacks import Given, LoneCallback, find_lone
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
-from tfrep_strategy.keras_integration.saving import failing_together, written_once
+from tfrep_strategy.keras_integration.protocol import KerasStrategy
+from tfrep_strategy.keras_integration.saving import failing_together, is_coordinated, written_once
 from tfrep_strategy.keras_integration.trainer import strategy_of
 
 _file_utils = keras_internal("utils.file_utils")
@@ -35,16 +37,29 @@ def init_callback_list(
     original: Any, self: Any, callbacks: Any = None, add_history: bool = False, add_progbar: bool = False,
     model: Any = None, **params: Any,
 ) -> None:  # fmt: skip
-    """Leaves out what another process writes, and notes whether somebody looks at the logs of single batches."""
+    """Leaves out what another process writes, and notes whether somebody looks at single batches."""
     strategy = None if model is None else strategy_of(model)
-    callbacks = list(keras.tree.flatten(callbacks)) if callbacks else []
-    self._shares_batch_logs = strategy is not None and any(map(_uses_batch_logs, callbacks))
+    self._looks_at_batches = self._some_are_lone = False
     if strategy is not None:
-        destinations = list(map(_destination, callbacks))
-        firsts = strategy.first_with(destinations)
-        callbacks = [c for c, d, first in zip(callbacks, destinations, firsts, strict=True) if first or d is None]
+        callbacks = _of_this_process(self, strategy, list(keras.tree.flatten(callbacks)) if callbacks else [])
         add_progbar = add_progbar and strategy.is_chief
     original(self, callbacks, add_history=add_history, add_progbar=add_progbar, model=model, **params)
+
+
+def _of_this_process(self: Any, strategy: KerasStrategy, callbacks: list[Any]) -> list[Any]:
+    """Compares the callbacks of all processes, and returns those that this one runs."""
+    looks_at_batches = any(map(_uses_batch_logs, callbacks))
+    ranks = strategy.all_gather_object((looks_at_batches, list(map(Given.of, callbacks))))
+    self._looks_at_batches = any(looks for looks, _ in ranks)
+    ranks_with = find_lone([given for _, given in ranks])
+    self._some_are_lone = bool(ranks_with)
+    destinations = list(map(_destination, callbacks))
+    firsts = strategy.first_with(destinations)
+    return [
+        LoneCallback(callback, strategy) if Given.of(callback).kind in ranks_with else callback
+        for callback, destination, first in zip(callbacks, destinations, firsts, strict=True)
+        if first or destination is None
+    ]
 
 
 def _uses_batch_logs(callback: Any) -> bool:
@@ -59,10 +74,24 @@ def _uses_batch_logs(callback: Any) -> bool:
 
 @replaces(keras.callbacks.CallbackList, "on_train_batch_end")
 def on_train_batch_end(original: Any, self: Any, batch: int, logs: Any = None) -> None:
-    """Shows callbacks the global logs of a batch, so that what they decide is the same everywhere."""
-    if self._shares_batch_logs and logs is not None:
+    """Shows callbacks the global logs of a batch; one process that wants to stop stops all."""
+    if not self._looks_at_batches:
+        return original(self, batch, logs)
+    strategy: Any = strategy_of(self.model)
+    if logs is not None:
         logs = self.model._get_metrics_result_or_logs(logs)
+    _prepare_for_lone(self, strategy)
     original(self, batch, logs)
+    self.model.stop_training = any(strategy.all_gather_object(self.model.stop_training))
+    return None
+
+
+def _prepare_for_lone(callback_list: Any, strategy: KerasStrategy) -> None:
+    """Makes state that is spread over the processes readable on each of them alone, where one has a callback for itself."""
+    if callback_list._some_are_lone:
+        strategy.synchronize_new_variables()
+        strategy.merge_replica_state()
+        strategy.collect_sums()
 
 
 @replaces(keras.callbacks.CallbackList, "on_epoch_end")
@@ -72,6 +101,7 @@ def on_epoch_end(original: Any, self: Any, epoch: int, logs: Any = None) -> None
     if strategy is None:
         return original(self, epoch, logs)
     strategy.merge_replica_state()
+    _prepare_for_lone(self, strategy)
     original(self, epoch, logs)
     self.model.stop_training = any(strategy.all_gather_object(self.model.stop_training))
     return None
@@ -107,7 +137,7 @@ def _silently(callback: Any) -> Iterator[None]:
 def save_checkpoint(original: Any, self: Any, epoch: int, batch: int | None, logs: Any) -> None:
     """Decides on every process whether to save, and saves where `save` would."""
     strategy = strategy_of(self.model)
-    if strategy is None:
+    if strategy is None or is_coordinated():
         return original(self, epoch, batch, logs)
     with written_once(strategy, self.filepath) as writes, contextlib.nullcontext() if writes else _silently(self):
         original(self, epoch, batch, logs)

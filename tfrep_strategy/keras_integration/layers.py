@@ -92,12 +92,30 @@ def next_seed(original: Any, self: Any, ordered: bool = True) -> Any:
 
 @replaces(keras.layers.BatchNormalization, "_moments")
 def moments(original: Any, self: Any, inputs: Any, mask: Any) -> Any:
-    """Leaves the statistics of a replica without examples as they are."""
+    """Leaves the statistics of a replica without examples as they are, and synchronizes masked ones, which Keras does not."""
+    strategy = replica_strategy()
+    if self.synchronized and mask is not None and strategy is not None and strategy.num_replicas_in_sync > 1:
+        return _masked_moments_of_all(inputs, mask, self._reduction_axes)
     mean, variance = original(self, inputs, mask)
-    if replica_strategy() is None or self.synchronized:
+    if strategy is None or self.synchronized:
         return mean, variance
     empty = tf.equal(tf.size(inputs), 0)
     return (
         tf.where(empty, tf.cast(self.moving_mean, mean.dtype), mean),
         tf.where(empty, tf.cast(self.moving_variance, variance.dtype), variance),
     )
+
+
+def _masked_moments_of_all(inputs: tf.Tensor, mask: tf.Tensor, axes: list[int]) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns mean and variance, each of shape `[channels]`, of the entries of all replicas that are not masked."""
+    context: Any = tf.distribute.get_replica_context()
+    kept = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
+
+    def sum_of_all(values: tf.Tensor) -> tf.Tensor:
+        own = tf.reduce_sum(tf.where(kept, values, tf.zeros_like(values)), axes, keepdims=True)
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, own)
+
+    count = sum_of_all(tf.ones_like(inputs)) + keras.backend.epsilon()
+    mean = sum_of_all(inputs) / count
+    variance = sum_of_all(tf.square(inputs - mean)) / count
+    return tf.reshape(mean, [-1]), tf.reshape(variance, [-1])

@@ -12,21 +12,26 @@ from typing import Any
 from keras import ops
 
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
-from tfrep_strategy.keras_integration.protocol import current_step, replica_strategy
+from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.whole_batch import sees_whole_batch, weighing_strategy
 
 _loss = keras_internal("losses.loss")
+
+
+def _scales() -> bool:
+    return current_step() is None and not sees_whole_batch()
 
 
 @replaces(_loss, "scale_loss_for_distribution")
 def scale_loss_for_distribution(original: Any, value: Any) -> Any:
     """A step that Keras drives weighs gradients, not losses."""
-    return value if current_step() is not None else original(value)
+    return original(value) if _scales() else value
 
 
 @replaces(_loss, "unscale_loss_for_distribution")
 def unscale_loss_for_distribution(original: Any, value: Any) -> Any:
     """Nothing to undo where nothing was scaled."""
-    return value if current_step() is not None else original(value)
+    return original(value) if _scales() else value
 
 
 @replaces(_loss, "reduce_values")
@@ -34,7 +39,7 @@ def reduce_values(
     original: Any, values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size"
 ) -> Any:
     """Divides by what all replicas have together, wherever this replica's own part would not do."""
-    strategy, step = replica_strategy(), current_step()
+    strategy, step = weighing_strategy(), current_step()
     if strategy is None or strategy.num_replicas_in_sync == 1 or reduction in (None, "none") or not len(values.shape):
         return original(values, sample_weight, reduction)
     total = ops.sum(values)
@@ -57,7 +62,7 @@ def reduce_values(
 def apply_mask(original: Any, sample_weight: Any, mask: Any, dtype: Any, reduction: str | None) -> Any:
     """Makes the weight of an unmasked entry the one that it has in the global batch."""
     weight = original(sample_weight, mask, dtype, reduction)
-    strategy = replica_strategy()
+    strategy = weighing_strategy()
     if strategy is None or strategy.num_replicas_in_sync == 1 or mask is None:
         return weight
     if reduction not in ("mean", "sum_over_batch_size"):

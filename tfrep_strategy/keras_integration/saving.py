@@ -42,6 +42,11 @@ def already_coordinated() -> Iterator[None]:
         _coordination.done = before
 
 
+def is_coordinated() -> bool:
+    """Whether a caller further up has decided which process saves."""
+    return _coordination.done
+
+
 @contextlib.contextmanager
 def failing_together(strategy: KerasStrategy) -> Iterator[None]:
     """Makes what fails on one process fail on all, after all have come to the end of the block.
@@ -99,7 +104,7 @@ def _saves_together(save: Any) -> Any:
         All processes have to call it.
         """
         strategy = strategy_of(model) if isinstance(model, keras.Model) else None
-        if strategy is None or _coordination.done:
+        if strategy is None or is_coordinated():
             return save(model, filepath, *args, **kwargs)
         with written_once(strategy, filepath) as writes:
             if writes:

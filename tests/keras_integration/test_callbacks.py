@@ -1,0 +1,142 @@
+"""Callbacks that not every rank was given, and decisions that not every rank takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tfrep_strategy.errors import ConfigurationError
+from tfrep_strategy.keras_integration.lone_callbacks import Given, find_lone
+
+
+def _model() -> Any:
+    layers = [keras.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile(keras.optimizers.SGD(0.01, gradient_accumulation_steps=2), "mse", metrics=["mae"])
+    return model
+
+
+def _fit(model: Any, callbacks: list[Any]) -> Any:
+    x = np.random.RandomState(0).rand(37, 4).astype("float32")
+    y = x.sum(1, keepdims=True)
+    return model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+
+
+class _Noting(keras.callbacks.Callback):
+    """Notes the logs of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.losses.append(float(logs["loss"]))
+
+
+class _SavingAtTheEnd(keras.callbacks.Callback):
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.model.save(self.path)
+
+
+def _only_on_rank_0(strategy: Any, folder: str) -> tuple[list[Any], list[float]]:
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model, noting = _model(), _Noting()
+    if strategy.rank == 0:
+        callbacks = [
+            keras.callbacks.ModelCheckpoint(f"{folder}/{{epoch}}-{{batch}}.keras", save_freq=3),
+            keras.callbacks.CSVLogger(f"{folder}/log.csv"),
+            noting,
+            _SavingAtTheEnd(f"{folder}/end.keras"),
+        ]
+    else:
+        callbacks = []
+    _fit(model, callbacks)
+    return model.get_weights(), noting.losses
+
+
+@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+def test_callbacks_of_rank_0_alone(communicator: str, tmp_path: Path, worker_pool: Any) -> None:
+    (weights, losses), (other, none) = worker_pool(communicator, 2).run(_only_on_rank_0, str(tmp_path))
+    assert none == []
+    expected = _Noting()
+    keras.utils.set_random_seed(3)
+    model = _model()
+    _fit(model, [expected])
+    np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
+    saved = keras.models.load_model(tmp_path / "end.keras")
+    for mine, theirs, in_file in zip(weights, other, saved.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+        np.testing.assert_array_equal(mine, in_file)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"1-3.keras", "2-1.keras", "2-4.keras", "log.csv", "end.keras"}
+    # Between updates: the file holds what all ranks have accumulated, not the part of the first.
+    in_between = keras.models.load_model(tmp_path / "1-3.keras")
+    sums = [v.numpy() for v in in_between.optimizer.variables if "gradient_accumulator" in v.path]
+    keras.utils.set_random_seed(3)
+    model = _model()
+    _fit(model, [keras.callbacks.ModelCheckpoint(tmp_path / "one-{epoch}-{batch}.keras", save_freq=3)])
+    on_one_device = keras.models.load_model(tmp_path / "one-1-3.keras")
+    wanted = [v.numpy() for v in on_one_device.optimizer.variables if "gradient_accumulator" in v.path]
+    assert len(sums) == len(wanted) > 0
+    for found, expected_sum in zip(sums, wanted, strict=True):
+        np.testing.assert_allclose(found, expected_sum, rtol=1e-4, atol=1e-5)
+
+
+def _schedule_on_rank_0(strategy: Any) -> str:
+    callbacks = [keras.callbacks.ReduceLROnPlateau("loss")] if strategy.rank == 0 else []
+    with strategy.scope():
+        model = _model()
+    try:
+        _fit(model, callbacks)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_what_changes_training_has_to_be_everywhere(worker_pool: Any) -> None:
+    first, second = worker_pool("tf", 2).run(_schedule_on_rank_0)
+    assert first == second
+    assert "Only some ranks were given a ReduceLROnPlateau" in first
+    assert "ranks_with_it=[0]" in first
+
+
+class _Stopping(keras.callbacks.Callback):
+    """Stops at the fourth batch."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.stop_training = batch == 3
+
+
+def _stop_on_rank_1(strategy: Any, everywhere: bool) -> tuple[int, list[Any]]:
+    with strategy.scope():
+        model = _model()
+    stopping = _Stopping() if strategy.rank == 1 else keras.callbacks.Callback()
+    callbacks = [stopping] if everywhere or strategy.rank == 1 else []
+    _fit(model, callbacks)
+    return int(model.optimizer.iterations), model.get_weights()
+
+
+@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_rank_that_stops_within_an_epoch_stops_all(communicator: str, everywhere: bool, worker_pool: Any) -> None:
+    (steps, weights), (other_steps, other) = worker_pool(communicator, 2).run(_stop_on_rank_1, everywhere)
+    assert steps == other_steps == 2
+    for mine, theirs in zip(weights, other, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_find_lone() -> None:
+    one, two = Given("a.One", False), Given("a.Two", True)
+    assert find_lone([[one, two], [two, one]]) == {}
+    assert find_lone([[one, one, two], [two, one]]) == {"a.One": [0]}
+    with pytest.raises(ConfigurationError, match=r"Only some ranks were given a Two.*ranks_with_it=\[1\]"):
+        find_lone([[one], [one, two]])

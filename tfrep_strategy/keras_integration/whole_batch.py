@@ -1,0 +1,97 @@
+"""Losses that compare the rows of a batch with each other: they see the rows of all replicas.
+
+Their value on a part of a batch says nothing about their value on the whole, so that no weighing could make it right.
+Every replica computes the loss of the global batch instead, from rows that were gathered with their gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfrep_strategy.keras_integration.patching import keras_internal, replaces
+from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_step, replica_strategy
+
+_mask = keras_internal("backend.common.masking")
+_FUNCTIONS = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
+
+
+class _Seen(threading.local):
+    whole_batch = False
+
+
+_seen = _Seen()
+
+
+def sees_whole_batch() -> bool:
+    """Whether the loss that is computed now is that of the global batch."""
+    return _seen.whole_batch
+
+
+def weighing_strategy() -> KerasStrategy | None:
+    """Returns the strategy whose replicas have parts of the batch that a loss is computed of, or None."""
+    return None if _seen.whole_batch else replica_strategy()
+
+
+@replaces(keras.losses.Loss, "__call__")
+def call(original: Any, self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    """Computes a loss that mixes rows from the rows of all replicas; others from this replica's own."""
+    strategy = replica_strategy()
+    if strategy is None or strategy.num_replicas_in_sync == 1 or not _mixes_rows(self):
+        return original(self, y_true, y_pred, sample_weight)
+    mask = _mask.get_keras_mask(y_pred)
+    own = {"y_true": y_true, "y_pred": y_pred, "sample_weight": sample_weight, "mask": mask}
+    own = keras.tree.map_structure(lambda t: t if t is None else keras.ops.convert_to_tensor(t, self.dtype), own)
+    rows = tf.shape(keras.tree.flatten(own["y_pred"])[0])[0]
+    everyone, first = _rows_of_all(strategy, own, rows)
+    if mask is not None:
+        _mask.set_keras_mask(everyone["y_pred"], everyone["mask"] > 0)
+    with _seeing_whole_batch():
+        value = original(self, everyone["y_true"], everyone["y_pred"], everyone["sample_weight"])
+    if len(value.shape):
+        return value[first : first + rows]
+    # In a step that Keras drives, the mean over the replicas counts; in another one their sum.
+    return value if current_step() is not None else value / strategy.num_replicas_in_sync
+
+
+def _mixes_rows(loss: Any) -> bool:
+    if getattr(loss, "fn", None) not in _FUNCTIONS:
+        return False
+    axis = loss._fn_kwargs.get("axis")
+    return axis is None or 0 in keras.tree.flatten(axis)
+
+
+def _rows_of_all(strategy: KerasStrategy, nest: Any, rows: tf.Tensor) -> tuple[Any, tf.Tensor]:
+    """Concatenates a nest of tensors over the replicas; scalars are kept.
+
+    Returns:
+        The nest, and where this replica's rows begin in it.
+    """
+    context: Any = tf.distribute.get_replica_context()
+    replica = context.replica_id_in_sync_group
+    counts = strategy.sum_over_replicas([tf.one_hot(replica, strategy.num_replicas_in_sync, rows)])[0]
+    first = tf.reduce_sum(counts[:replica])
+    behind = tf.reduce_sum(counts) - first - rows
+
+    def of_all(tensor: Any) -> Any:
+        if tensor is None or not len(tensor.shape):
+            return tensor
+        # A sum, through which gradients find back to the replica that they belong to.
+        placed = tf.pad(tensor, [[first, behind]] + [[0, 0]] * (len(tensor.shape) - 1))
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, placed)
+
+    return keras.tree.map_structure(of_all, nest), first
+
+
+@contextlib.contextmanager
+def _seeing_whole_batch() -> Iterator[None]:
+    _seen.whole_batch = True
+    try:
+        yield
+    finally:
+        _seen.whole_batch = False
