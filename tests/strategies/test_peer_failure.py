@@ -29,11 +29,11 @@ class Outcome(NamedTuple):
     output: list[str]
 
 
-def run_ranks(communicator: str, size: int, way: str, rank: int, folder: Path) -> Outcome:
-    """Runs the program on `size` ranks, and kills what has not ended after a minute and a half."""
+def run_ranks(communicator: str, size: int, way: str, rank: int, folder: Path, program: Path = PROGRAM) -> Outcome:
+    """Runs a program on `size` ranks, and kills what has not ended after a minute and a half."""
     environ = inherited_environ() | {"TF_CPP_MIN_LOG_LEVEL": "0", "CUDA_VISIBLE_DEVICES": ""}
     environ["PYTHONPATH"] = ":".join(filter(None, sys.path))
-    command = [sys.executable, str(PROGRAM), communicator, way, str(rank), str(folder)]
+    command = [sys.executable, str(program), communicator, way, str(rank), str(folder)]
     logs = [folder / f"log{each}" for each in range(size)]
     with contextlib.ExitStack() as stack:
         processes = []

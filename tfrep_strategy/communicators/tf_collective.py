@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
+import warnings
 from typing import Any
 
 import tensorflow as tf
@@ -29,7 +31,7 @@ class TensorFlowCommunicator(RingCommunicator):
             process's local rank, or the CPU.
 
     Raises:
-        ConfigurationError: when the environment knows no addresses, or TensorFlow has run something already.
+        ConfigurationError: when the environment knows no addresses, or another program listens on that of this process.
         PeerError: when a rank's address does not answer within 25 seconds.
     """
 
@@ -46,8 +48,7 @@ class TensorFlowCommunicator(RingCommunicator):
             )
         self.rank, self.size = environment.rank, environment.size
         self.local_rank, self.local_size = environment.local_rank, environment.local_size
-        self._start_server(list(environment.addresses))
-        self._wait_for_peers(list(environment.addresses))
+        self._connect(list(environment.addresses))
         num_gpus = len(tf.config.list_physical_devices("GPU"))
         if device is None:  # A scheduler may show each process no GPU but its own.
             device = f"GPU:{self.local_rank % num_gpus}" if num_gpus else "CPU:0"
@@ -64,20 +65,20 @@ class TensorFlowCommunicator(RingCommunicator):
     def abort(self, reason: str) -> None:
         context().abort_collective_ops(tf.errors.UNAVAILABLE, reason)
 
-    def _start_server(self, addresses: list[str]) -> None:
+    def _server(self, addresses: list[str]) -> Any:
+        """Describes the server of this process, and tells the runtime what it may not be told once it has started."""
         runtime = context()
-        leader = "/job:worker/replica:0/task:0"
-        try:
-            runtime.configure_collective_ops(
-                collective_leader=leader,
-                scoped_allocator_enabled_ops=("CollectiveReduce",),
-                device_filters=(f"/job:worker/task:{self.rank}",),
+        if runtime._context_handle is not None:
+            warnings.warn(
+                "TensorFlow has run something before its collectives are set up. Tensors and data sets that were made so far"
+                " can be used, but variables, models, iterators and functions cannot: make the strategy before them.",
+                stacklevel=2,
             )
-        except RuntimeError as error:
-            raise ConfigurationError(
-                "TensorFlow has already run something in this process, so its collectives cannot be set up any more.\n"
-                "Hint: make the strategy before anything else touches TensorFlow, or use communicator='horovod'."
-            ) from error
+        leader = "/job:worker/replica:0/task:0"
+        # `configure_collective_ops` would refuse these in a runtime that has started, which needs them only now.
+        runtime._collective_leader = leader
+        runtime._collective_scoped_allocator_enabled_ops = ("CollectiveReduce",)
+        runtime._collective_device_filters = (f"/job:worker/task:{self.rank}",)
         runtime.configure_coordination_service(
             service_type="standalone",
             service_leader=leader,
@@ -85,7 +86,8 @@ class TensorFlowCommunicator(RingCommunicator):
             heartbeat_timeout_in_ms=round(1000 * self._heartbeat_seconds()),
             cluster_register_timeout_in_ms=1000 * _CONNECT_SECONDS,
         )
-        server = ServerDef(
+        self._check_own_port(addresses[self.rank])
+        return ServerDef(
             cluster=tf.train.ClusterSpec({"worker": addresses}).as_cluster_def(),
             default_session_config=runtime.config,
             job_name="worker",
@@ -93,8 +95,6 @@ class TensorFlowCommunicator(RingCommunicator):
             protocol="grpc",
             port=int(addresses[self.rank].rpartition(":")[2]),
         )
-        self._check_own_port(addresses[self.rank])
-        runtime.enable_collective_ops(server)
 
     @staticmethod
     def _check_own_port(address: str) -> None:
@@ -107,14 +107,14 @@ class TensorFlowCommunicator(RingCommunicator):
                     message("This process cannot listen on its own address.", hint=str(error), address=address)
                 ) from error
 
-    def _wait_for_peers(self, addresses: list[str]) -> None:
-        """Starts the runtime in the background of a connection check, so that a wrong address is named."""
-        import threading
-
+    def _connect(self, addresses: list[str]) -> None:
+        """Starts the server in the background of a connection check, so that a wrong address is named."""
+        server = self._server(addresses)
         failure: list[BaseException] = []
 
         def start() -> None:
             try:
+                context().enable_collective_ops(server)
                 context().ensure_initialized()
             except BaseException as error:
                 failure.append(error)
