@@ -296,8 +296,9 @@ def test_dropout_differs_between_steps(strategy: Any) -> None:
         lambda: keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.01, 10, 0.9), clipnorm=1.0),
         lambda: keras.optimizers.SGD(0.01, momentum=0.9, gradient_accumulation_steps=2),
         lambda: keras.optimizers.AdamW(0.05, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=5),
+        lambda: keras.optimizers.Ftrl(0.1),
     ],
-    ids=["schedule and clipping", "accumulation", "moving average"],
+    ids=["schedule and clipping", "accumulation", "moving average", "Ftrl"],
 )
 def test_optimizers(strategy: Any, make_optimizer: Any) -> None:
     x, y = make_data()
@@ -320,6 +321,18 @@ def test_accumulated_gradients_are_all_there(strategy: Any) -> None:
     model.fit(x, y, batch_size=1, verbose=0)
     (accumulated,) = optimizer._accumulated_gradients
     np.testing.assert_allclose(accumulated.numpy(), 800.0)
+
+
+def test_no_square_of_a_gradient_is_lost_by_ftrl(strategy: Any) -> None:
+    """The gradient is 1 in every step, of which two workers make 400."""
+    with strategy.scope():
+        optimizer = keras.optimizers.Ftrl(0.1)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, use_bias=False)])
+        model.compile(optimizer, lambda y_true, y_pred: keras.ops.mean(y_pred))
+    model.fit(np.ones((400, 4), "float32"), np.ones((400, 1), "float32"), batch_size=1, verbose=0)
+    (accumulator,), (linear,) = optimizer._accumulators, optimizer._linears
+    np.testing.assert_allclose(accumulator.numpy(), 400.1, rtol=1e-5)
+    assert np.isfinite(linear.numpy()).all()
 
 
 def test_mixed_precision_counts_its_steps(strategy: Any) -> None:
