@@ -30,10 +30,10 @@ def test_steps_per_second(tmp_path: Path) -> None:
 def test_the_digits_reach_the_accuracy_of_one_device(tmp_path: Path) -> None:
     results, _ = _run(tmp_path / "result.json", "staleness", "--seeds", "1")
     alone = results["one device"][0]
-    assert alone["accuracy"] > 0.84
+    assert alone["accuracy"] > 0.88
     for mode, runs in results.items():
         # Two workers that wait for each other make half as many updates.
-        assert runs[0]["accuracy"] > alone["accuracy"] - (0.05 if mode.startswith("sync") else 0.02), mode
+        assert runs[0]["accuracy"] > alone["accuracy"] - (0.02 if mode.startswith("sync") else 0.01), mode
     assert results["asynchronous"][0]["updates"] == alone["updates"] == 450
     assert results["sync"][0]["updates"] == 230  # 45 batches are 22 updates of two, and one of one.
     assert results["sync"][0]["train_loss"][-1] == pytest.approx(alone["train_loss"][-1], abs=0.15)
