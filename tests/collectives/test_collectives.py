@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import numpy as np
 import programs
@@ -15,15 +16,20 @@ STRATEGIES = [("mirrored", n) for n in (1, 2, 3, 4)] + [(c, n) for c in ("tf", "
 STRATEGIES += [("alone", 1)]
 
 
+ALL = os.environ.get("TFREP_COLLECTIVES_TESTS") == "all"
+"""Whether every number of replicas runs every dtype in every mode."""
+
+
 def checks(size):
     """Gives what to run on a number of replicas: a name, a function, and its arguments after the strategy.
 
     Building graphs takes most of the time: two replicas show every dtype and every mode, others a choice of them.
     """
-    for mode in {2: programs.MODES, 3: ["eager", "function"], 4: ["eager"]}.get(size, ["eager", "layer", "function", "cond"]):
-        every = size == 2 and mode in ("eager", "layer", "function")
+    some_modes = {2: programs.MODES, 3: ["eager", "function"], 4: ["eager"]}
+    for mode in programs.MODES if ALL else some_modes.get(size, ["eager", "layer", "function", "cond"]):
+        every = ALL or size == 1 or (size == 2 and mode in ("eager", "layer", "function"))
         yield f"forward-{mode}", programs.run_forward, (mode, programs.DTYPES if every else programs.FEW)
-        every = size == 2 and mode in ("eager", "function")
+        every = ALL or (size == 2 and mode in ("eager", "function"))
         yield f"gradients-{mode}", programs.run_gradients, (mode, programs.DIFFERENTIABLE if every else ["float32"])
     if size > 2:
         yield "group-eager", programs.run_forward, ("eager", programs.FEW, [0, 2])
@@ -37,11 +43,12 @@ def everywhere(request, worker_pool):
     kind, size = request.param
     if kind in ("tf", "horovod"):
         pool = worker_pool(kind, size)
-        return lambda fn, *args: pool.run(fn, *args, limit=240)
+        return lambda fn, *args: pool.run(fn, *args, limit=900 if ALL else 240)
     strategy = tfrep.MultiWorkerStrategy() if kind == "alone" else tfrep.MirroredStrategy([f"CPU:{i}" for i in range(size)])
     return lambda fn, *args: [fn(strategy, *args)]
 
 
+@pytest.mark.timeout(1000 if ALL else 300)
 @pytest.mark.parametrize(
     ("everywhere", "check", "args"),
     [pytest.param(s, fn, args, id=f"{s[0]}-{s[1]}-{name}") for s in STRATEGIES for name, fn, args in checks(s[1])],

@@ -55,7 +55,7 @@ class Flow:
                     return totals
                 return self._product_gradient(xs, totals) if op == "product" else self._extremum_gradient(xs, ys, totals)
 
-            return list(ys), gradient
+            return _of_this_graph(ys), gradient
 
         return _list(tf.custom_gradient(forward)(*tensors))
 
@@ -102,7 +102,7 @@ class Flow:
                 is_source = tf.raw_ops.PlaceholderWithDefault(input=tf.equal(communicator.rank, source), shape=[])
                 return [tf.where(is_source, t, tf.zeros_like(t)) for t in totals]
 
-            return list(communicator.broadcast(list(xs), source)), gradient
+            return _of_this_graph(communicator.broadcast(list(xs), source)), gradient
 
         if all(t.dtype.is_floating for t in tensors):
             return _list(tf.custom_gradient(forward)(*tensors))
@@ -155,6 +155,11 @@ class Flow:
         share = self._step.share
         arrived = send([tf.math.multiply_no_nan(dy, tf.cast(share, dy.dtype)) for dy in dys])
         return [tf.math.divide_no_nan(x, tf.cast(share, x.dtype)) for x in arrived]
+
+
+def _of_this_graph(tensors: Tensors) -> list[tf.Tensor]:
+    """Keeps what one replica gets back unchanged from being a tensor of the graph around a branch, unlike the others."""
+    return [tf.identity(tensor) for tensor in tensors]
 
 
 def _list(result: Any) -> list[tf.Tensor]:
