@@ -77,6 +77,7 @@ class Records:
         self.number = SKIP
         self.outcome, self.why = "passed", ""
 
+    @pytest.hookimpl(trylast=True)  # After those that are not to be run have been left out.
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = items[FIRST::EVERY][SKIP:]
 
