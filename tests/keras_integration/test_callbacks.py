@@ -91,6 +91,20 @@ def test_callbacks_of_rank_0_alone(communicator: str, tmp_path: Path, worker_poo
         np.testing.assert_allclose(found, expected_sum, rtol=1e-4, atol=1e-5)
 
 
+def _more_checkpoints_on_rank_0(strategy: Any, folder: str) -> int:
+    callbacks = [keras.callbacks.ModelCheckpoint(f"{folder}/{name}.keras") for name in ("a", "b")[: 2 - strategy.rank]]
+    with strategy.scope():
+        model = _model()
+    _fit(model, callbacks)
+    return model.count_params()
+
+
+def test_checkpoints_of_which_rank_0_has_more(tmp_path: Path, worker_pool: Any) -> None:
+    (size, _) = worker_pool("tf", 2).run(_more_checkpoints_on_rank_0, str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"a.keras", "b.keras"}
+    assert keras.models.load_model(tmp_path / "a.keras").count_params() == size
+
+
 def _schedule_on_rank_0(strategy: Any) -> str:
     callbacks = [keras.callbacks.ReduceLROnPlateau("loss")] if strategy.rank == 0 else []
     with strategy.scope():

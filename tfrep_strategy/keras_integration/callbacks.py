@@ -27,8 +27,13 @@ _DESTINATIONS: dict[type, Callable[[Any], str]] = {
 }
 """Callbacks that do nothing but write or show, and where to; of those with the same destination one writes."""
 
+_DECIDE_ALIKE = (keras.callbacks.ModelCheckpoint, keras.callbacks.TensorBoard, keras.callbacks.TerminateOnNaN)
+"""Callbacks whose decisions about a batch are the same everywhere, because its logs are."""
 
-def _destination(callback: Any) -> str | None:
+
+def _destination(callback: Any, is_lone: bool) -> str | None:
+    if is_lone and isinstance(callback, keras.callbacks.ModelCheckpoint):
+        return os.path.abspath(callback.filepath)
     return next((where(callback) for kind, where in _DESTINATIONS.items() if isinstance(callback, kind)), None)
 
 
@@ -39,7 +44,7 @@ def init_callback_list(
 ) -> None:  # fmt: skip
     """Leaves out what another process writes, and notes whether somebody looks at single batches."""
     strategy = None if model is None else strategy_of(model)
-    self._looks_at_batches = self._some_are_lone = False
+    self._looks_at_batches = self._may_stop_alone = self._some_are_lone = False
     if strategy is not None:
         callbacks = _of_this_process(self, strategy, list(keras.tree.flatten(callbacks)) if callbacks else [])
         add_progbar = add_progbar and strategy.is_chief
@@ -48,16 +53,18 @@ def init_callback_list(
 
 def _of_this_process(self: Any, strategy: KerasStrategy, callbacks: list[Any]) -> list[Any]:
     """Compares the callbacks of all processes, and returns those that this one runs."""
-    looks_at_batches = any(map(_uses_batch_logs, callbacks))
-    ranks = strategy.all_gather_object((looks_at_batches, list(map(Given.of, callbacks))))
-    self._looks_at_batches = any(looks for looks, _ in ranks)
-    ranks_with = find_lone([given for _, given in ranks])
-    self._some_are_lone = bool(ranks_with)
-    destinations = list(map(_destination, callbacks))
+    look_at_batches = [callback for callback in callbacks if _uses_batch_logs(callback)]
+    may_stop_alone = not all(isinstance(callback, _DECIDE_ALIKE) for callback in look_at_batches)
+    ranks = strategy.all_gather_object((bool(look_at_batches), may_stop_alone, list(map(Given.of, callbacks))))
+    self._looks_at_batches, self._may_stop_alone = (any(said[i] for said in ranks) for i in (0, 1))
+    kinds = find_lone([given for _, _, given in ranks])
+    self._some_are_lone = bool(kinds)
+    are_lone = [Given.of(callback).kind in kinds for callback in callbacks]
+    destinations = list(map(_destination, callbacks, are_lone))
     firsts = strategy.first_with(destinations)
     return [
-        LoneCallback(callback, strategy) if Given.of(callback).kind in ranks_with else callback
-        for callback, destination, first in zip(callbacks, destinations, firsts, strict=True)
+        LoneCallback(callback, strategy) if is_lone else callback
+        for callback, is_lone, destination, first in zip(callbacks, are_lone, destinations, firsts, strict=True)
         if first or destination is None
     ]
 
@@ -82,7 +89,8 @@ def on_train_batch_end(original: Any, self: Any, batch: int, logs: Any = None) -
         logs = self.model._get_metrics_result_or_logs(logs)
     _prepare_for_lone(self, strategy)
     original(self, batch, logs)
-    self.model.stop_training = any(strategy.all_gather_object(self.model.stop_training))
+    if self._may_stop_alone:
+        self.model.stop_training = any(strategy.all_gather_object(self.model.stop_training))
     return None
 
 
