@@ -148,6 +148,23 @@ def test_a_rank_that_stops_within_an_epoch_stops_all(communicator: str, everywhe
         np.testing.assert_array_equal(mine, theirs)
 
 
+def _loop_of_ones_own(strategy: Any) -> bool:
+    """The model has never been fitted."""
+    with strategy.scope():
+        model = _model()
+    callbacks = keras.callbacks.CallbackList([keras.callbacks.EarlyStopping("loss", patience=0)], model=model)
+    callbacks.on_train_begin()
+    callbacks.on_epoch_end(0, {"loss": 1.0})
+    stops_at_once = getattr(model, "stop_training", False)
+    callbacks.on_epoch_end(1, {"loss": 0.9 + strategy.rank})  # Only rank 1 sees that it has not become better.
+    callbacks.on_train_end()
+    return not stops_at_once and model.stop_training
+
+
+def test_callbacks_in_a_loop_of_ones_own(worker_pool: Any) -> None:
+    assert worker_pool("tf", 2).run(_loop_of_ones_own) == [True, True]
+
+
 def test_find_lone() -> None:
     one, two = Given("a.One", False), Given("a.Two", True)
     assert find_lone([[one, two], [two, one]]) == {}

@@ -90,8 +90,14 @@ def on_train_batch_end(original: Any, self: Any, batch: int, logs: Any = None) -
     _prepare_for_lone(self, strategy)
     original(self, batch, logs)
     if self._may_stop_alone:
-        self.model.stop_training = any(strategy.all_gather_object(self.model.stop_training))
+        _stop_together(strategy, self.model)
     return None
+
+
+def _stop_together(strategy: KerasStrategy, model: Any) -> None:
+    """Stops the training on all processes if one wants to; in a loop of one's own a model may not know of stopping."""
+    if any(strategy.all_gather_object(getattr(model, "stop_training", False))):
+        model.stop_training = True
 
 
 def _prepare_for_lone(callback_list: Any, strategy: KerasStrategy) -> None:
@@ -111,7 +117,7 @@ def on_epoch_end(original: Any, self: Any, epoch: int, logs: Any = None) -> None
     strategy.merge_replica_state()
     _prepare_for_lone(self, strategy)
     original(self, epoch, logs)
-    self.model.stop_training = any(strategy.all_gather_object(self.model.stop_training))
+    _stop_together(strategy, self.model)
     return None
 
 
