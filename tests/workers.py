@@ -47,7 +47,7 @@ class WorkerPool:
         self._stack = contextlib.ExitStack()
         self._connections: list[Connection] = []
 
-    def run(self, fn: Callable[..., Any], *args: Any, limit: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, limit: float = 120.0) -> list[Any]:
         """Calls `fn(strategy, *args)` on every rank at once.
 
         Args:
