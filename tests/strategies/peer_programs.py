@@ -78,9 +78,12 @@ def main(communicator: str, way: str, rank: int, folder: Path) -> None:
         if kind == "loop":
             loop(strategy, ends, way, folder)
         elif kind == "stuck":
+            while ends and not (folder / "stuck").exists():
+                time.sleep(0.05)
             if ends:
                 end(way, folder)
             with strategy.communicator.monitor.watching():
+                (folder / "stuck").touch()
                 time.sleep(600.0)
         else:
             train(strategy, [EndInEpoch(way, folder)] if ends and way != "late" else [])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,11 +62,31 @@ class HorovodCommunicator(Communicator):
         self._ops = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
 
     def _start(self) -> None:
-        if self._hvd.mpi_built():  # MPI starts once only.
+        if self._hvd.mpi_built() or os.environ.get("HOROVOD_CROSS_SIZE", "1") != "1":  # Started once only.
             os.environ.setdefault(_TAKES_GROUPS, "1")
         with sockets_closed_in_children():
             self._hvd.init()
         HorovodCommunicator._is_ours = True
+
+    def _start_again(self) -> None:
+        """Starts Horovod as one that takes groups. Only who makes groups pays for them: each of its cycles costs more then.
+
+        The ranks find each other through a server of their own. That of the launcher may still tell where they listened
+        before: it forgets the addresses of a start only where no rank was faster than another.
+        """
+        os.environ[_TAKES_GROUPS] = "1"
+        port = 0
+        if self.rank == 0:
+            from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+            with sockets_closed_in_children():
+                server = RendezvousHTTPServer(("127.0.0.1", 0), RendezvousHandler, False)
+            threading.Thread(target=server.serve_forever, daemon=True, name="tfrep-rendezvous").start()
+            port = server.server_address[1]
+        port = self.broadcast_object(port)
+        os.environ.update(HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1", HOROVOD_GLOO_RENDEZVOUS_PORT=str(port))
+        self._hvd.shutdown()
+        self._start()
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
         self.check_op(op)
@@ -140,10 +161,7 @@ class HorovodCommunicator(Communicator):
             return self
         if tuple(ranks) not in self._subgroups:  # Horovod refuses a second process set of the same ranks.
             if self._is_ours and _TAKES_GROUPS not in os.environ:
-                # All ranks are here. Only who makes groups pays for them: each cycle of Horovod costs several times as much.
-                os.environ[_TAKES_GROUPS] = "1"
-                self._hvd.shutdown()
-                self._start()
+                self._start_again()
             members = [self._process_set.ranks[r] for r in ranks]
             try:
                 process_set = self._hvd.add_process_set(members)
