@@ -18,7 +18,7 @@ from tfrep_strategy.errors import ConfigurationError, PeerError, message
 _CONNECT_SECONDS = 25
 _HEARTBEAT_SECONDS = 20.0
 
-# One ring over gRPC leaves the cores idle while it waits; several at a time, from the middle of backward on, do not.
+# Measured, see docs/benchmarks.md: faster than one part of 20 MB, and than parts so small that a deep net has many.
 _CPU_BUCKET_BYTES = 4 << 20
 
 
