@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import models
 import numpy as np
 import pytest
 import scenarios
@@ -18,7 +17,7 @@ TOLERANCES = {"weights_rough": 2e-2}
 
 @functools.cache
 def on_one_device(name: str) -> dict[str, Any]:
-    return models.run(name)
+    return scenarios.run(name)
 
 
 def assert_same(found: Any, expected: Any, path: str, tolerance: float = 1e-5) -> None:
@@ -44,7 +43,7 @@ def mirrored(num_replicas: int) -> tfrep.MirroredStrategy:
 @pytest.mark.parametrize("name", sorted(scenarios.SCENARIOS))
 def test_two_mirrored_replicas(name: str) -> None:
     with mirrored(2).scope():
-        found = models.run(name)
+        found = scenarios.run(name)
     assert_same(found, on_one_device(name), name)
 
 
@@ -56,13 +55,13 @@ CUT = ["masked_sequence", "loss_mean_with_sample_weight", "all_reduce_in_call", 
 @pytest.mark.parametrize(("name", "num_replicas"), [(n, r) for n in PROMISED for r in (1, 3, 4)] + [(n, 3) for n in CUT])
 def test_other_numbers_of_mirrored_replicas(name: str, num_replicas: int) -> None:
     with mirrored(num_replicas).scope():
-        found = models.run(name)
+        found = scenarios.run(name)
     assert_same(found, on_one_device(name), name)
 
 
 def run_in_scope(strategy: Any, name: str) -> dict[str, Any]:
     with strategy.scope():
-        return models.run(name)
+        return scenarios.run(name)
 
 
 @pytest.mark.parametrize("name", sorted(scenarios.SCENARIOS))

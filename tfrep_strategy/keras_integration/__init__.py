@@ -38,6 +38,7 @@ from tfrep_strategy.keras_integration import (  # noqa: E402
     server_optimizers,
     server_state,
     session,
+    stateful_rnn,
     trainer,
     whole_batch,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "server_optimizers",
     "server_state",
     "session",
+    "stateful_rnn",
     "trainer",
     "whole_batch",
 ]

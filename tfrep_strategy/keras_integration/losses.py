@@ -12,19 +12,21 @@ from typing import Any
 from keras import ops
 
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
-from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.protocol import current_step, current_strategy, replica_strategy
 from tfrep_strategy.keras_integration.whole_batch import sees_whole_batch, weighing_strategy
 
 _loss = keras_internal("losses.loss")
 
 
 def _scales() -> bool:
-    return current_step() is None and not sees_whole_batch()
+    """Whether losses are divided by the number of replicas: in the replicas of a custom loop, whose gradients are summed."""
+    outside = current_strategy() is not None and replica_strategy() is None
+    return current_step() is None and not sees_whole_batch() and not outside
 
 
 @replaces(_loss, "scale_loss_for_distribution")
 def scale_loss_for_distribution(original: Any, value: Any) -> Any:
-    """A step that Keras drives weighs gradients, not losses."""
+    """A step that Keras drives weighs gradients, not losses; outside replicas a loss is that of the whole batch."""
     return original(value) if _scales() else value
 
 

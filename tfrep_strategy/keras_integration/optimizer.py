@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,12 @@ from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_ste
 _BaseOptimizer = keras_internal("optimizers.base_optimizer", "BaseOptimizer")
 _TFOptimizer = keras_internal("backend.tensorflow.optimizer", "TFOptimizer")
 _LossScaleOptimizer = keras_internal("optimizers.loss_scale_optimizer", "LossScaleOptimizer")
+
+_OUTSIDE_REPLICAS = (
+    "An optimizer is applied outside `strategy.run`. Gradients that are computed there too are computed for the whole batch by"
+    " every process: right, but no faster than one device.\n"
+    "Hint: strategy.run(step, args=(batch,)) with batches of strategy.experimental_distribute_dataset(...), or a `train_step`."
+)
 
 
 class _Phase(threading.local):
@@ -42,9 +49,14 @@ def _applying(gradients: str) -> Iterator[None]:
 
 
 def _apply(original: Any, optimizer: Any, grads: Any, trainable_variables: Any) -> Any:
-    strategy = replica_strategy()
+    strategy = current_strategy()
     if strategy is None or _phase.gradients is not None:
         return original(optimizer, grads, trainable_variables)
+    if replica_strategy() is None:
+        if strategy.num_replicas_in_sync > 1:
+            warnings.warn(_OUTSIDE_REPLICAS, stacklevel=2)
+        with _applying("global"):
+            return original(optimizer, strategy.mean_over_processes(list(grads)), trainable_variables)
     grads, share = _to_be_weighed(optimizer, list(grads))
     if _accumulates_locally(optimizer, strategy):
         own = [weighed(dense(g), share) for g in grads]  # Keras collects in dense variables.
@@ -147,7 +159,7 @@ def apply_to_variables(original: Any, self: Any, grads: Any, trainable_variables
 @replaces(_BaseOptimizer, "_clip_gradients")
 def clip_gradients(original: Any, self: Any, grads: Any) -> Any:
     """Makes accumulated gradients global, and transforms them, before anything looks at them: an update begins here."""
-    strategy: Any = replica_strategy()
+    strategy: Any = current_strategy()
     if strategy is None or _phase.gradients is None:
         return original(self, grads)
     if _phase.gradients == "local":

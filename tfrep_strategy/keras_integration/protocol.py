@@ -49,6 +49,9 @@ class KerasStrategy(Protocol):
     def aggregate_gradients(self, gradients: Sequence[Any], weight: tf.Tensor | None) -> list[Any]:
         """Makes replica gradients global: the sum over replicas of `weight * gradient`; called inside a replica."""
 
+    def mean_over_processes(self, own_gradients: Sequence[Any]) -> list[Any]:
+        """Averages gradients that every process computed outside replicas."""
+
     def transform_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Applies what the user wants done to the global gradients."""
 

@@ -73,10 +73,8 @@ def _rows_of_all(strategy: KerasStrategy, nest: Any, rows: tf.Tensor) -> tuple[A
         The nest, and where this replica's rows begin in it.
     """
     context: Any = tf.distribute.get_replica_context()
-    replica = context.replica_id_in_sync_group
-    counts = strategy.sum_over_replicas([tf.one_hot(replica, strategy.num_replicas_in_sync, rows)])[0]
-    first = tf.reduce_sum(counts[:replica])
-    behind = tf.reduce_sum(counts) - first - rows
+    first, total = place_in_batch(strategy, rows)
+    behind = total - first - rows
 
     def of_all(tensor: Any) -> Any:
         if tensor is None or not len(tensor.shape):
@@ -86,6 +84,21 @@ def _rows_of_all(strategy: KerasStrategy, nest: Any, rows: tf.Tensor) -> tuple[A
         return context.all_reduce(tf.distribute.ReduceOp.SUM, placed)
 
     return keras.tree.map_structure(of_all, nest), first
+
+
+def place_in_batch(strategy: KerasStrategy, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Asks all replicas how many rows they have; called inside a replica.
+
+    Args:
+        strategy: The strategy in scope.
+        rows: int32 scalar, the rows of this replica.
+
+    Returns:
+        Where its rows begin in the global batch, and how many rows that has.
+    """
+    replica: Any = tf.distribute.get_replica_context().replica_id_in_sync_group
+    counts = strategy.sum_over_replicas([tf.one_hot(replica, strategy.num_replicas_in_sync, rows)])[0]
+    return tf.reduce_sum(counts[:replica]), tf.reduce_sum(counts)
 
 
 @contextlib.contextmanager

@@ -120,8 +120,12 @@ class SynchronousStrategy(tf.distribute.Strategy):
             bucket_bytes=self.bucket_bytes,
         )
 
+    def mean_over_processes(self, own_gradients: Sequence[Any]) -> list[Any]:
+        """Averages gradients that every process computed outside replicas; nothing to do within one process."""
+        return list(own_gradients)
+
     def transform_gradients(self, global_gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Applies `gradient_transformers` to global gradients, in order; called inside a replica."""
+        """Applies `gradient_transformers` to global gradients, in order."""
         result = list(global_gradients)
         for transform in self.gradient_transformers:
             result = gradients.transformed(transform, result, variables)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy import data
+from tfrep_strategy import data, gradients
 from tfrep_strategy._tensorflow import (
     DistributedVariable,
     MirroredVariable,
@@ -26,12 +26,7 @@ from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrat
 from tfrep_strategy.strategies.checkpoint import write_checkpoints_once
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
-from tfrep_strategy.strategies.seeds import (
-    own_random_operations,
-    share_random_state,
-    shuffle_seeds,
-    unordered_operations,
-)
+from tfrep_strategy.strategies.seeds import check_order, own_random_operations, share_random_state
 
 
 class MultiWorkerStrategy(SynchronousStrategy):
@@ -92,6 +87,19 @@ class MultiWorkerStrategy(SynchronousStrategy):
 
     def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
         return self.communicator.all_gather(tensor)
+
+    def mean_over_processes(self, own_gradients: Sequence[Any]) -> list[Any]:
+        """Averages gradients that every process computed outside replicas.
+
+        They are equal where all processes read the same data. Where they are not, the processes must not come apart.
+        """
+        share = tf.constant(1 / self.num_replicas_in_sync)
+        return gradients.aggregate(
+            [gradients.weighed(gradient, share) for gradient in own_gradients],
+            all_reduce=self.sum_over_replicas,
+            all_gather=self.gather_over_replicas,
+            bucket_bytes=self.bucket_bytes,
+        )
 
     def communicator_of(self, replica: int) -> Communicator:
         return self.communicator
@@ -312,25 +320,7 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
 
     def _in_one_order(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns a data set whose elements are the same on all ranks, as far as that can be known before it is read."""
-        seeds = self._communicator.all_gather_object(shuffle_seeds(dataset))
-        for rank, other in enumerate(seeds):
-            if other != seeds[0] or (0, 0) in other:
-                raise ConfigurationError(
-                    message(
-                        "The ranks would shuffle this data set in different orders, so that examples were lost.",
-                        hint="make the strategy before the data set, or give shuffle(..., seed=...) the same on all ranks.",
-                        **{"rank_0": seeds[0], f"rank_{rank}": other},
-                    )
-                )
-        unordered = unordered_operations(dataset)
-        if unordered:
-            raise ConfigurationError(
-                message(
-                    "The ranks would read this data set in different orders, so that examples were lost.",
-                    hint="leave out deterministic=False.",
-                    operations=unordered,
-                )
-            )
+        check_order(dataset, self._communicator)
         shortest = self._container_strategy().shortest_epoch(int(dataset.cardinality()))
         if shortest >= 0:
             dataset = dataset.take(shortest)

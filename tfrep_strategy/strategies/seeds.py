@@ -1,4 +1,4 @@
-"""One random state for all processes, so that what they draw outside a step (an order of examples) is the same."""
+"""One random state for all processes, so that what they draw outside a step is the same: first of all an order of examples."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import random_state, set_random_state, use_random_seed
 from tfrep_strategy.communicators import Communicator
+from tfrep_strategy.errors import ConfigurationError, message
 
 _GOLDEN = 0x9E3779B1
 
@@ -33,19 +34,43 @@ def share_random_state(communicator: Communicator) -> None:
     set_random_state(*tensorflow_state)
 
 
-def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
-    """Lists the seeds of the shuffles that a data set consists of; equal lists on all ranks mean an equal order.
+def check_order(dataset: tf.data.Dataset, communicator: Communicator) -> None:
+    """Refuses a data set whose elements would come in another order on each rank.
 
     Args:
         dataset: Any data set.
+        communicator: What the ranks talk with.
 
-    Returns:
-        A pair of seeds for each `shuffle`; `(0, 0)` is one that was made without any seed, which no two ranks draw alike.
+    Raises:
+        ConfigurationError: It shuffles with other seeds on each rank, or hands on what is ready first.
     """
+    seeds = communicator.all_gather_object(_shuffle_seeds(dataset))
+    for rank, other in enumerate(seeds):
+        if other != seeds[0] or (0, 0) in other:
+            raise ConfigurationError(
+                message(
+                    "The ranks would shuffle this data set in different orders, so that examples were lost.",
+                    hint="make the strategy before the data set, or give shuffle(..., seed=...) the same on all ranks.",
+                    **{"rank_0": seeds[0], f"rank_{rank}": other},
+                )
+            )
+    unordered = _unordered_operations(dataset)
+    if unordered:
+        raise ConfigurationError(
+            message(
+                "The ranks would read this data set in different orders, so that examples were lost.",
+                hint="leave out deterministic=False.",
+                operations=unordered,
+            )
+        )
+
+
+def _shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
+    """Lists a pair of seeds for each `shuffle`; `(0, 0)` is one that was made without any seed, which no two ranks draw alike."""
     return [(int(part._seed), int(part._seed2)) for part in _parts(dataset) if hasattr(part, "_seed2")]
 
 
-def unordered_operations(dataset: tf.data.Dataset) -> list[str]:
+def _unordered_operations(dataset: tf.data.Dataset) -> list[str]:
     """Lists the parts of a data set that were told to hand on whatever is ready first (`deterministic=False`)."""
     return [type(part).__name__.strip("_") for part in _parts(dataset) if getattr(part, "_deterministic", None) == "false"]
 

@@ -117,6 +117,11 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
 class ReplicatedVariable(_Converts, MirroredVariable):
     """An `ON_WRITE` variable with a copy on each replica."""
 
+    @property
+    def handle(self) -> Any:
+        """Is that of the copy that is read, outside replicas too, so that a tape there finds the gradient."""
+        return self._get_on_device_or_primary().handle
+
 
 def with_our_class(variable: Any) -> Any:
     """Puts the copies of a variable that TensorFlow has made into a container of ours."""

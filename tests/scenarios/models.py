@@ -1,4 +1,4 @@
-"""Small models of all kinds, each trained for a few steps: the conformance matrix, together with `scenarios.py`."""
+"""The conformance matrix: small models of pictures and sequences, each trained for a few steps, and what makes them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from typing import Any
 import keras
 import numpy as np
 from keras import layers, ops
-from scenarios import SCENARIOS, dense, init, regression, run, trained
 
-__all__ = ["MODELS", "run"]
+from scenarios.base import SCENARIOS, init, trained
 
-MODELS: list[str] = []
-_Rows = tuple[Any, Any]
+Rows = tuple[Any, Any]
 
 
-def model(make: Callable[[], tuple[Any, _Rows]]) -> Callable[[], tuple[Any, _Rows]]:
+def model(make: Callable[[], tuple[Any, Rows]]) -> Callable[[], tuple[Any, Rows]]:
     """Registers a function that returns a model and its data; the scenario trains it, if need be compiles it first."""
 
     def scenario() -> dict[str, Any]:
@@ -25,9 +23,7 @@ def model(make: Callable[[], tuple[Any, _Rows]]) -> Callable[[], tuple[Any, _Row
             built.compile(keras.optimizers.SGD(0.02, momentum=0.5), "mse", metrics=["mae"])
         return trained(built, x, y, epochs=2, batch_size=8)
 
-    name = f"model_{make.__name__}"
-    SCENARIOS[name] = scenario
-    MODELS.append(name)
+    SCENARIOS[f"model_{make.__name__}"] = scenario
     return make
 
 
@@ -42,7 +38,7 @@ class Seeds:
         return init(self._next)
 
 
-def rows(*shape: int, n: int = 21, out: int = 1) -> _Rows:
+def rows(*shape: int, n: int = 21, out: int = 1) -> Rows:
     """Rows of the given shape, and targets; no number of replicas but one, three and seven divides their number."""
     rng = np.random.RandomState(0)
     return rng.randn(n, *shape).astype("float32"), rng.randn(n, out).astype("float32")
@@ -65,7 +61,7 @@ def _normalized(x: Any) -> Any:
 
 
 @model
-def residual() -> tuple[Any, _Rows]:
+def residual() -> tuple[Any, Rows]:
     seeds = Seeds()
     inputs = keras.Input((6, 6, 2))
     x = layers.Conv2D(4, 3, padding="same", kernel_initializer=seeds())(inputs)
@@ -77,7 +73,7 @@ def residual() -> tuple[Any, _Rows]:
 
 
 @model
-def fine_tuned() -> tuple[Any, _Rows]:
+def fine_tuned() -> tuple[Any, Rows]:
     """A convolutional base that is frozen but for its last block, called in inference mode, under a new head."""
     seeds = Seeds()
     base = keras.Sequential(
@@ -97,7 +93,7 @@ def fine_tuned() -> tuple[Any, _Rows]:
 
 
 @model
-def encoder_decoder_with_skip() -> tuple[Any, _Rows]:
+def encoder_decoder_with_skip() -> tuple[Any, Rows]:
     seeds = Seeds()
     inputs = keras.Input((8, 8, 1))
     wide = layers.Conv2D(3, 3, padding="same", activation="tanh", kernel_initializer=seeds())(inputs)
@@ -109,7 +105,7 @@ def encoder_decoder_with_skip() -> tuple[Any, _Rows]:
 
 
 @model
-def depthwise_separable() -> tuple[Any, _Rows]:
+def depthwise_separable() -> tuple[Any, Rows]:
     seeds = Seeds()
     body = [
         keras.Input((6, 6, 2)),
@@ -123,7 +119,7 @@ def depthwise_separable() -> tuple[Any, _Rows]:
 
 
 @model
-def spectral_normalization() -> tuple[Any, _Rows]:
+def spectral_normalization() -> tuple[Any, Rows]:
     """Keeps a vector that each training step moves on, and that is no gradient."""
     hidden = layers.Dense(5, "tanh", kernel_initializer=init(1))
     return keras.Sequential(
@@ -131,11 +127,44 @@ def spectral_normalization() -> tuple[Any, _Rows]:
     ), rows(4)
 
 
+@model
+def volumetric() -> tuple[Any, Rows]:
+    seeds = Seeds()
+    body = [
+        keras.Input((4, 4, 4, 1)),
+        layers.Conv3D(3, 2, activation="tanh", kernel_initializer=seeds()),
+        layers.LayerNormalization(),
+        layers.AveragePooling3D(2),
+        layers.Flatten(),
+        layers.Dense(1, kernel_initializer=seeds()),
+    ]
+    return keras.Sequential(body), rows(4, 4, 4, 1)
+
+
+@model
+def application() -> tuple[Any, Rows]:
+    """A network of `keras.applications`: its head is trained first, then all but its statistics."""
+    base = keras.applications.MobileNet((32, 32, 3), alpha=0.25, include_top=False, weights=None)
+    for layer in base.layers:
+        layer.trainable = False
+    inputs = keras.Input((16, 16, 3))
+    x = layers.Resizing(32, 32)(layers.Rescaling(0.5)(inputs))
+    pooled = layers.GlobalAveragePooling2D()(base(x, training=False))
+    built = keras.Model(inputs, layers.Dense(1, kernel_initializer=init(1))(pooled))
+    built.compile(keras.optimizers.SGD(0.05), "mse")
+    x, y = rows(16, 16, 3)
+    built.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    for layer in base.layers:
+        layer.trainable = not isinstance(layer, layers.BatchNormalization)
+    built.compile(keras.optimizers.SGD(0.01), "mse")
+    return built, (x, y)
+
+
 # Sequences.
 
 
 @model
-def bidirectional_with_mask() -> tuple[Any, _Rows]:
+def bidirectional_with_mask() -> tuple[Any, Rows]:
     seeds = Seeds()
 
     def gru(**kwargs: Any) -> Any:
@@ -151,7 +180,7 @@ def bidirectional_with_mask() -> tuple[Any, _Rows]:
 
 
 @model
-def time_distributed() -> tuple[Any, _Rows]:
+def time_distributed() -> tuple[Any, Rows]:
     body = [
         keras.Input((4, 3)),
         layers.TimeDistributed(layers.Dense(3, "tanh", kernel_initializer=init(1))),
@@ -162,7 +191,7 @@ def time_distributed() -> tuple[Any, _Rows]:
 
 
 @model
-def convolutional_recurrent() -> tuple[Any, _Rows]:
+def convolutional_recurrent() -> tuple[Any, Rows]:
     body = [
         keras.Input((3, 5, 5, 1)),
         layers.ConvLSTM2D(2, 3, kernel_initializer=init(1), recurrent_initializer=init(2)),
@@ -173,7 +202,7 @@ def convolutional_recurrent() -> tuple[Any, _Rows]:
 
 
 @model
-def causal_transformer() -> tuple[Any, _Rows]:
+def causal_transformer() -> tuple[Any, Rows]:
     """One block that predicts the next word; what pads a sentence counts neither in the loss nor in the accuracy."""
     seeds = Seeds()
     inputs = keras.Input((6,), dtype="int32")
@@ -190,7 +219,7 @@ def causal_transformer() -> tuple[Any, _Rows]:
 
 
 @model
-def tied_weights() -> tuple[Any, _Rows]:
+def tied_weights() -> tuple[Any, Rows]:
     """An embedding that is read by row and, turned over, multiplies: its gradient is sparse and dense at once."""
     table = layers.ReversibleEmbedding(9, 4, embeddings_initializer=init(1))
     inputs = keras.Input((5,), dtype="int32")
@@ -201,111 +230,59 @@ def tied_weights() -> tuple[Any, _Rows]:
     return built, (x, x[:, ::-1])
 
 
-# How models are put together.
+@model
+def translator() -> tuple[Any, Rows]:
+    """An encoder whose last state starts the decoder, which looks back at the encoder's outputs; both are masked."""
+    seeds = Seeds()
+
+    def embedded(tokens: Any) -> Any:
+        return layers.Embedding(9, 3, mask_zero=True, embeddings_initializer=seeds())(tokens)
+
+    def lstm(**kwargs: Any) -> Any:
+        return layers.LSTM(3, return_sequences=True, kernel_initializer=seeds(), recurrent_initializer=seeds(), **kwargs)
+
+    source, target = keras.Input((5,), dtype="int32"), keras.Input((4,), dtype="int32")
+    encoded, *state = lstm(return_state=True)(embedded(source))
+    decoded = lstm()(embedded(target), initial_state=state)
+    seen = layers.Attention(use_scale=True)([decoded, encoded])
+    weighed = layers.AdditiveAttention()([decoded, encoded])
+    logits = layers.Dense(9, kernel_initializer=seeds())(layers.Concatenate()([decoded, seen, weighed]))
+    built = keras.Model([source, target], logits)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    built.compile(keras.optimizers.SGD(0.05), loss, weighted_metrics=["accuracy"])
+    y = words(4, 9)
+    return built, ([words(5, 9), y], np.roll(y, -1, axis=1))
 
 
 @model
-def siamese() -> tuple[Any, _Rows]:
-    tower = dense(4, 3)
-    a, b = keras.Input((4,)), keras.Input((4,))
-    outputs = layers.Dense(1, kernel_initializer=init(3))(layers.Subtract()([tower(a), tower(b)]))
-    x, y = rows(4)
-    return keras.Model([a, b], outputs), ([x, x[::-1].copy()], y)
-
-
-@model
-def nested() -> tuple[Any, _Rows]:
-    class Inner(keras.Model):
-        def __init__(self, units: int, seed: int) -> None:
-            super().__init__()
-            self.hidden = layers.Dense(units, "tanh", kernel_initializer=init(seed))
-
-        def call(self, x: Any) -> Any:
-            return ops.concatenate([x, self.hidden(x)], axis=-1)
-
-    return keras.Sequential([keras.Input((3,)), Inner(2, 1), Inner(3, 2), dense(8)]), rows(3)
-
-
-@model
-def autoencoder_with_add_loss() -> tuple[Any, _Rows]:
-    """Its whole loss is its own, two terms of it; `compile` gets none."""
-
-    class Autoencoder(keras.Model):
+def cells_of_ones_own() -> tuple[Any, Rows]:
+    class Leaky(keras.Layer):
         def __init__(self) -> None:
             super().__init__()
-            self.encoder = layers.Dense(2, "tanh", kernel_initializer=init(1))
-            self.decoder = layers.Dense(5, kernel_initializer=init(2))
+            self.state_size = 3
+            self.mixing = layers.Dense(3, "tanh", kernel_initializer=init(4))
 
-        def call(self, x: Any) -> Any:
-            code = self.encoder(x)
-            found = self.decoder(code)
-            self.add_loss(ops.mean(ops.square(found - x)))
-            self.add_loss(0.1 * ops.mean(ops.sum(ops.abs(code), axis=-1)))
-            return found
+        def call(self, x: Any, states: Any) -> Any:
+            state = 0.8 * states[0] + 0.2 * self.mixing(ops.concatenate([x, states[0]], axis=-1))
+            return state, [state]
 
-    built = Autoencoder()
-    built.compile(keras.optimizers.Adam(0.02))
-    return built, (rows(5)[0], None)
+    gru = layers.GRUCell(2, kernel_initializer=init(1), recurrent_initializer=init(2))
+    body = [keras.Input((4, 3)), layers.RNN([gru, Leaky()]), layers.Dense(1, kernel_initializer=init(3))]
+    return keras.Sequential(body), rows(4, 3)
 
 
 @model
-def gated_mixture() -> tuple[Any, _Rows]:
+def dilated_causal() -> tuple[Any, Rows]:
     seeds = Seeds()
-    inputs = keras.Input((4,))
-    gates = layers.Dense(3, "softmax", kernel_initializer=seeds())(inputs)
-    experts = layers.EinsumDense("bi,iej->bej", (3, 2), bias_axes="ej", kernel_initializer=seeds())(inputs)
-    mixed = layers.Dot((1, 1))([gates, experts])
-    return keras.Model(inputs, layers.Dense(1, kernel_initializer=seeds())(mixed)), rows(4)
-
-
-@model
-def low_rank_adaptation() -> tuple[Any, _Rows]:
-    built = dense()
-    built.layers[0].enable_lora(2, a_initializer=init(5), b_initializer=init(6))
-    return built, rows(4)
-
-
-@model
-def adapted_preprocessing() -> tuple[Any, _Rows]:
-    """Layers that learn from data before training: scaling, and an index of numbers."""
-    x, y = rows(4)
-    scaled = layers.Normalization()
-    scaled.adapt(3 * x + 1)
-    index = layers.IntegerLookup(output_mode="multi_hot")
-    kinds = words(3, 7)
-    index.adapt(kinds)
-    a, b = keras.Input((4,)), keras.Input((3,), dtype="int64")
-    joined = layers.Concatenate()([scaled(a), index(b)])
-    return keras.Model([a, b], layers.Dense(1, kernel_initializer=init(1))(joined)), ([3 * x + 1, kinds], y)
-
-
-@model
-def unit_normalized_metric_learning() -> tuple[Any, _Rows]:
-    """A loss class of one's own, and cosine similarity as a metric."""
-
-    class Margin(keras.losses.Loss):
-        def call(self, y_true: Any, y_pred: Any) -> Any:
-            return ops.relu(0.9 - ops.sum(y_true * y_pred, axis=-1))
-
-    built = keras.Sequential([keras.Input((4,)), layers.Dense(3, kernel_initializer=init(1)), layers.UnitNormalization()])
-    built.compile(keras.optimizers.SGD(0.1), Margin(), metrics=[keras.metrics.CosineSimilarity(name="cosine")])
-    x, y = rows(4, out=3)
-    return built, (x, y / np.linalg.norm(y, axis=1, keepdims=True))
-
-
-@model
-def quantile_heads() -> tuple[Any, _Rows]:
-    """A loss function per output, with weights, and outputs of different rank."""
-    inputs = keras.Input((4,))
-    hidden = layers.Dense(4, "tanh", kernel_initializer=init(1))(inputs)
-    low = layers.Dense(1, kernel_initializer=init(2), name="low")(hidden)
-    grid = layers.Reshape((2, 2), name="grid")(layers.Dense(4, kernel_initializer=init(3))(hidden))
-
-    def pinball(y_true: Any, y_pred: Any) -> Any:
-        error = y_true - y_pred
-        return ops.mean(ops.maximum(0.1 * error, -0.9 * error), axis=-1)
-
-    built = keras.Model(inputs, {"low": low, "grid": grid})
-    built.compile(keras.optimizers.RMSprop(0.01), {"low": pinball, "grid": "huber"}, loss_weights={"low": 2.0, "grid": 0.3})
-    x, y = regression(21)
-    return built, (x, {"low": y, "grid": np.reshape(x, (-1, 2, 2))})
+    body = [
+        keras.Input((8, 2)),
+        layers.Conv1D(3, 2, padding="causal", kernel_initializer=seeds()),
+        layers.PReLU(alpha_initializer=seeds(), shared_axes=[1]),
+        layers.Conv1D(3, 2, dilation_rate=2, padding="causal", activation="tanh", kernel_initializer=seeds()),
+        layers.AveragePooling1D(2),
+        layers.UpSampling1D(3),
+        layers.Cropping1D((1, 2)),
+        layers.Conv1D(1, 3, kernel_initializer=seeds()),
+        layers.GlobalAveragePooling1D(),
+    ]
+    return keras.Sequential(body), rows(8, 2)

@@ -1,0 +1,7 @@
+"""Small Keras programs, each of which must give under a strategy what it gives on one device: `S:name` in docs/exactness.md."""
+
+# Each registers what it has.
+from scenarios import composed_models, layer_kinds, losses, models, optimizers, own_steps, reports, running  # noqa: F401
+from scenarios.base import SCENARIOS, dense, regression, run
+
+__all__ = ["SCENARIOS", "dense", "regression", "run"]

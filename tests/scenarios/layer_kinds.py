@@ -1,0 +1,135 @@
+"""Layers that care about how a batch is cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+from scenarios.base import init, regression, scenario, trained
+
+_L = keras.losses
+_O = keras.optimizers
+
+
+@scenario
+def cnn_synchronized_batch_normalization() -> dict[str, Any]:
+    rng = np.random.RandomState(0)
+    x = rng.randn(37, 8, 8, 2).astype("float32")
+    x[::3] += 2.0
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 2)),
+            layers.Conv2D(4, 3, kernel_initializer=init(1)),
+            layers.BatchNormalization(synchronized=True, momentum=0.5),
+            layers.ReLU(),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(3, kernel_initializer=init(2)),
+        ]
+    )
+    loss = _L.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(_O.SGD(0.05, momentum=0.9), loss, metrics=["accuracy"])
+    return trained(model, x, rng.randint(0, 3, 37))
+
+
+@scenario
+def masked_synchronized_batch_normalization() -> dict[str, Any]:
+    """A mask that is longer on some replicas than on others."""
+    rng = np.random.RandomState(0)
+    x = rng.randint(1, 9, (21, 6))
+    for row, length in enumerate(np.sort(rng.randint(1, 7, 21))):
+        x[row, length:] = 0
+    model = keras.Sequential(
+        [
+            keras.Input((6,), dtype="int32"),
+            layers.Embedding(9, 4, mask_zero=True, embeddings_initializer=init(1)),
+            layers.BatchNormalization(synchronized=True, momentum=0.5),
+            layers.Dense(1, kernel_initializer=init(4)),
+        ]
+    )
+    model.compile(_O.SGD(0.1), "mse")
+    return trained(model, x, rng.randn(21, 6, 1).astype("float32"), batch_size=8)
+
+
+@scenario
+def attention() -> dict[str, Any]:
+    inputs = keras.Input((5, 4))
+    h = layers.MultiHeadAttention(2, 3, kernel_initializer=init(1))(inputs, inputs)
+    h = layers.LayerNormalization()(h + inputs)
+    model = keras.Model(inputs, layers.Dense(1, kernel_initializer=init(2))(layers.Flatten()(h)))
+    # Not Adam: the gradient of the key's bias is zero but for rounding, which Adam would blow up.
+    model.compile(_O.SGD(0.05, momentum=0.9), "mse")
+    rng = np.random.RandomState(0)
+    return trained(model, rng.randn(21, 5, 4).astype("float32"), rng.randn(21, 1).astype("float32"), batch_size=8)
+
+
+@scenario
+def embedding_shared_by_two_towers() -> dict[str, Any]:
+    a, b = keras.Input((3,), dtype="int32"), keras.Input((5,), dtype="int32")
+    table = layers.Embedding(20, 4, embeddings_initializer=init(1))
+    towers = [layers.GlobalAveragePooling1D()(table(i)) for i in (a, b)]
+    model = keras.Model([a, b], layers.Dense(1, kernel_initializer=init(2))(layers.Concatenate()(towers)))
+    model.compile(_O.Adam(0.05, clipnorm=0.1), "mse")
+    rng = np.random.RandomState(0)
+    x = [rng.randint(0, 12, (37, 3)), rng.randint(0, 20, (37, 5))]
+    return trained(model, x, rng.randn(37, 1).astype("float32"))
+
+
+@scenario
+def lazily_built_subclass() -> dict[str, Any]:
+    class Net(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = layers.Dense(6, "tanh", kernel_initializer=init(1))
+            self.out = layers.Dense(1, kernel_initializer=init(2))
+
+        def call(self, x: Any) -> Any:
+            return self.out(self.hidden(x))
+
+    model = Net()
+    model.compile(_O.Adam(0.05), "mse")
+    return trained(model, *regression())
+
+
+@scenario
+def all_reduce_in_call() -> dict[str, Any]:
+    """A layer that subtracts the mean of the global batch, as a cross-replica statistic."""
+
+    class Centered(layers.Layer):
+        def call(self, x: Any) -> Any:
+            total, count = tf.reduce_sum(x, axis=0), tf.cast(tf.shape(x)[0], x.dtype)
+            context = tf.distribute.get_replica_context()
+            if context is not None:  # None while Keras builds the model, outside any replica.
+                total, count = context.all_reduce(tf.distribute.ReduceOp.SUM, [total, count])
+            return x - total / count
+
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(4, kernel_initializer=init(1)),
+            Centered(),
+            layers.Dense(1, kernel_initializer=init(2)),
+        ]
+    )
+    model.compile(_O.SGD(0.05), "mse")
+    return trained(model, *regression())
+
+
+@scenario
+def stateful_recurrent_layers() -> dict[str, Any]:
+    """State goes on from batch to batch, through evaluation and prediction too, row by row."""
+    inner = layers.GRU(3, stateful=True, return_sequences=True, kernel_initializer=init(1), recurrent_initializer=init(2))
+    outer = layers.LSTM(2, stateful=True, kernel_initializer=init(3), recurrent_initializer=init(4))
+    body = [keras.Input(batch_shape=(7, 4, 2)), inner, outer, layers.Dense(1, kernel_initializer=init(5))]
+    model = keras.Sequential(body)
+    model.compile(_O.SGD(0.05), "mse")
+    rng = np.random.RandomState(0)
+    x, y = rng.randn(21, 4, 2).astype("float32"), rng.randn(21, 1).astype("float32")
+    result = trained(model, x, y, epochs=2, batch_size=7)
+    result["states"] = [keras.ops.convert_to_numpy(state) for layer in (inner, outer) for state in layer.states]
+    inner.reset_state()
+    result["after_reset"] = model.predict(x, batch_size=7, verbose=0)
+    return result

@@ -1,0 +1,195 @@
+"""Losses, and weights of examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+from scenarios.base import SCENARIOS, dense, init, regression, scenario, trained
+
+_O = keras.optimizers
+
+
+class TwoScaledOptimizers(keras.Model):
+    """Scales both losses before it applies either gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = dense(), dense()
+        self.optimizers = [_O.LossScaleOptimizer(_O.SGD(rate), initial_scale=64.0) for rate in (0.05, 0.1)]
+        for optimizer, net in zip(self.optimizers, (self.first, self.second), strict=True):
+            optimizer.build(net.trainable_variables)
+
+    def call(self, x: Any) -> Any:
+        return self.first(x) + self.second(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        nets, tapes = (self.first, self.second), (tf.GradientTape(), tf.GradientTape())
+        scaled = []
+        for optimizer, net, tape in zip(self.optimizers, nets, tapes, strict=True):
+            with tape:
+                scaled.append(optimizer.scale_loss(tf.reduce_mean(tf.square(net(x) - y))))
+        for optimizer, net, tape, loss in zip(self.optimizers, nets, tapes, scaled, strict=True):
+            optimizer.apply(tape.gradient(loss, net.trainable_variables), net.trainable_variables)
+        return {"loss": scaled[0] / 64.0}
+
+
+@scenario
+def two_scaled_optimizers() -> dict[str, Any]:
+    x, y = regression()
+    model = TwoScaledOptimizers()
+    model.compile()
+    model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0)
+    return {"weights": model.get_weights()}
+
+
+def _loss(name: str, loss: Callable[[], Any], **compile_args: Any) -> None:
+    def fn() -> dict[str, Any]:
+        model = dense()
+        model.compile(_O.SGD(0.002), loss(), **compile_args)
+        x, y = regression()
+        weights = np.linspace(0.1, 3.0, len(x)).astype("float32")
+        return trained(model, x, y, sample_weight=weights)
+
+    SCENARIOS[name] = fn
+
+
+_L = keras.losses
+_loss("loss_sum", lambda: _L.MeanSquaredError(reduction="sum"))
+_loss("loss_mean", lambda: _L.MeanSquaredError(reduction="mean"), weighted_metrics=["mae"])
+_loss("loss_mean_with_sample_weight", lambda: _L.MeanSquaredError(reduction="mean_with_sample_weight"))
+
+
+def _segmentation() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.RandomState(0)
+    x = rng.randn(37, 6, 6, 1).astype("float32")
+    return x, (x + 0.3 * rng.randn(37, 6, 6, 1) > 0).astype("float32")
+
+
+def _mixed_rows(name: str, loss: Callable[[], Any], **fit_options: Any) -> None:
+    def body() -> dict[str, Any]:
+        model = keras.Sequential(
+            [
+                keras.Input((6, 6, 1)),
+                layers.Conv2D(3, 3, padding="same", activation="tanh", kernel_initializer=init(1)),
+                layers.Conv2D(1, 1, activation="sigmoid", kernel_initializer=init(2)),
+            ]
+        )
+        model.compile(_O.SGD(0.2, momentum=0.9), loss())
+        return trained(model, *_segmentation(), **fit_options)
+
+    body.__name__ = name
+    scenario(body)
+
+
+_mixed_rows("loss_dice", lambda: _L.Dice())
+_mixed_rows("loss_dice_by_name", lambda: "dice", sample_weight=np.linspace(0.1, 2.0, 37).astype("float32"))
+_mixed_rows("loss_dice_by_row", lambda: _L.Dice(axis=(1, 2, 3)))
+_mixed_rows("loss_tversky_sum", lambda: _L.Tversky(alpha=0.3, beta=0.7, reduction="sum"))
+
+
+@scenario
+def loss_circle() -> dict[str, Any]:
+    """Each row is compared with every other one of the batch; the last batch has five."""
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(3, kernel_initializer=init(1)),
+            layers.UnitNormalization(),
+        ]
+    )
+    model.compile(_O.SGD(0.01), _L.Circle(gamma=2.0, margin=0.25))
+    x, _ = regression()
+    return trained(model, x, np.arange(37) % 3)
+
+
+@scenario
+def loss_circle_in_a_custom_loop() -> dict[str, Any]:
+    strategy = tf.distribute.get_strategy()
+    x, _ = regression(32)
+    results = {}
+    for reduction in ("sum_over_batch_size", "sum", "none"):
+        model, optimizer = dense(out=3), _O.SGD(0.01)
+        loss_of = _L.Circle(gamma=2.0, reduction=reduction)
+
+        def step(batch: Any, model: Any = model, optimizer: Any = optimizer, loss_of: Any = loss_of) -> Any:
+            bx, labels = batch
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(loss_of(labels, tf.math.l2_normalize(model(bx, training=True), 1)))
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+            return loss
+
+        @tf.function
+        def train(batch: Any, step: Any = step) -> Any:
+            return strategy.reduce("SUM", strategy.run(step, args=(batch,)), axis=None)
+
+        dataset = strategy.experimental_distribute_dataset(
+            tf.data.Dataset.from_tensor_slices((x, np.arange(32) % 3)).batch(13)
+        )
+        results[f"losses_{reduction}"] = [float(train(batch)) for _ in range(2) for batch in dataset]
+        results[f"weights_{reduction}"] = model.get_weights()
+    return results
+
+
+@scenario
+def class_weight() -> dict[str, Any]:
+    model = dense(out=3, activation="softmax")
+    model.compile(_O.SGD(0.1), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    x, _ = regression()
+    return trained(model, x, (np.arange(37) % 16 // 6).astype("int32"), class_weight={0: 1.0, 1: 4.0, 2: 0.5})
+
+
+@scenario
+def multi_output() -> dict[str, Any]:
+    a, b = keras.Input((4,), name="a"), keras.Input((2,), name="b")
+    h = layers.Concatenate()([a, b])
+    u = layers.Dense(1, kernel_initializer=init(1), name="u")(h)
+    v = layers.Dense(2, kernel_initializer=init(2), name="v")(h)
+    model = keras.Model({"a": a, "b": b}, {"u": u, "v": v})
+    model.compile(_O.SGD(0.05), {"u": "mse", "v": "mae"}, loss_weights={"u": 1.0, "v": 0.5}, metrics={"u": ["mae"]})
+    x, y = regression()
+    return trained(model, {"a": x, "b": x[:, :2] + 1}, {"u": y, "v": x[:, 2:]})
+
+
+@scenario
+def regularizer_and_add_loss() -> dict[str, Any]:
+    class Activity(layers.Layer):
+        def call(self, x: Any) -> Any:
+            self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
+            return x
+
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(4, kernel_regularizer="l2", kernel_initializer=init(1)),
+            Activity(),
+            layers.Dense(1, kernel_initializer=init(2)),
+        ]
+    )
+    model.compile(_O.SGD(0.05), "mse")
+    return trained(model, *regression())
+
+
+@scenario
+def masked_sequence() -> dict[str, Any]:
+    """A mask that is longer on some replicas than on others, through a recurrent layer into the loss."""
+    rng = np.random.RandomState(0)
+    x = rng.randint(1, 9, (21, 6))
+    for row, length in enumerate(rng.randint(1, 7, 21)):
+        x[row, length:] = 0
+    model = keras.Sequential(
+        [
+            keras.Input((6,), dtype="int32"),
+            layers.Embedding(9, 4, mask_zero=True, embeddings_initializer=init(1)),
+            layers.LSTM(4, return_sequences=True, kernel_initializer=init(2), recurrent_initializer=init(3)),
+            layers.Dense(1, kernel_initializer=init(4)),
+        ]
+    )
+    model.compile(_O.SGD(0.1), "mse")
+    return trained(model, x, rng.randn(21, 6, 1).astype("float32"), batch_size=8)

@@ -1,0 +1,98 @@
+"""Optimizers and their options, and mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers
+
+from scenarios.base import SCENARIOS, dense, init, regression, scenario, trained
+
+
+def _optimizer(name: str, make: Callable[[], Any]) -> None:
+    def fn() -> dict[str, Any]:
+        model = dense()
+        model.compile(make(), "mse", metrics=["mae"])
+        return trained(model, *regression())
+
+    SCENARIOS[name] = fn
+
+
+_O = keras.optimizers
+_optimizer("sgd_momentum", lambda: _O.SGD(0.05, momentum=0.9))
+_optimizer("adam", lambda: _O.Adam(0.02))
+_optimizer("clipnorm", lambda: _O.SGD(0.1, clipnorm=0.1))
+_optimizer("clipvalue", lambda: _O.SGD(0.1, clipvalue=0.05))
+_optimizer("global_clipnorm", lambda: _O.Adam(0.05, global_clipnorm=0.1))
+_optimizer("weight_decay", lambda: _O.AdamW(0.02, weight_decay=0.1))
+_optimizer("accumulation", lambda: _O.SGD(0.1, momentum=0.5, gradient_accumulation_steps=2))
+_optimizer("accumulation_clipped", lambda: _O.SGD(0.1, global_clipnorm=0.1, gradient_accumulation_steps=4))
+_optimizer("ema", lambda: _O.SGD(0.1, use_ema=True, ema_momentum=0.7, ema_overwrite_frequency=2))
+_optimizer("loss_scale_factor", lambda: _O.SGD(0.1, loss_scale_factor=16.0))
+_optimizer("learning_rate_schedule", lambda: _O.SGD(_O.schedules.ExponentialDecay(0.1, 2, 0.5)))
+
+
+@scenario
+def swap_ema_weights() -> dict[str, Any]:
+    model = dense()
+    model.compile(_O.SGD(0.1, use_ema=True, ema_momentum=0.7), "mse")
+    x, y = regression()
+    return trained(
+        model, x, y, validation_data=(x, y), callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
+    )
+
+
+@scenario
+def frozen_variables() -> dict[str, Any]:
+    model = dense()
+    model.layers[0].trainable = False
+    model.compile(_O.Adam(0.05), "mse")
+    return trained(model, *regression())
+
+
+@scenario
+def variable_without_gradient() -> dict[str, Any]:
+    inputs = keras.Input((4,))
+    used = layers.Dense(1, kernel_initializer=init(1))(inputs)
+    unused = layers.Dense(1, kernel_initializer=init(2))(inputs)
+    model = keras.Model(inputs, [used, unused])
+    model.compile(_O.SGD(0.05), ["mse", None])
+    x, y = regression()
+    model.fit(x, [y, y], batch_size=16, epochs=2, shuffle=False, verbose=0)
+    return {"weights": model.get_weights()}
+
+
+@scenario
+def mixed_bfloat16() -> dict[str, Any]:
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    model = dense()
+    model.compile(_O.SGD(0.01), "mse")
+    model.fit(*regression(32), batch_size=16, epochs=1, shuffle=False, verbose=0)
+    return {"weights_rough": model.get_weights()}
+
+
+@scenario
+def mixed_float16() -> dict[str, Any]:
+    keras.config.set_dtype_policy("mixed_float16")
+    model = dense()
+    model.compile(_O.SGD(0.01), "mse", jit_compile=False)
+    model.fit(*regression(32), batch_size=16, epochs=1, shuffle=False, verbose=0)
+    return {"weights_rough": model.get_weights(), "scale": float(model.optimizer.dynamic_scale)}
+
+
+@scenario
+def float16_overflow_on_one_replica() -> dict[str, Any]:
+    """Only the last rows overflow, which are those of the last replica: all skip the step, and halve the scale."""
+    keras.config.set_dtype_policy("mixed_float16")
+    model = dense()
+    model.compile(_O.SGD(0.01), "mse", jit_compile=False)
+    x, y = regression(16)
+    before = model.get_weights()
+    x[-1] = 6e4
+    y[-1] = 6e4
+    model.fit(x, y, batch_size=16, epochs=1, shuffle=False, verbose=0)
+    unchanged = [bool(np.array_equal(a, b)) for a, b in zip(before, model.get_weights(), strict=True)]
+    return {"unchanged": unchanged, "scale": float(model.optimizer.dynamic_scale)}

@@ -1,0 +1,78 @@
+"""Metrics and callbacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from scenarios.base import dense, regression, scenario, trained
+
+_O = keras.optimizers
+
+
+@scenario
+def metrics_of_all_kinds() -> dict[str, Any]:
+    M = keras.metrics
+    model = dense(activation="sigmoid")
+    model.compile(
+        _O.SGD(0.1),
+        "binary_crossentropy",
+        metrics=[
+            "binary_accuracy", M.AUC(name="auc"), M.Precision(name="precision"), M.Recall(name="recall"),
+            M.BinaryIoU(name="iou"), M.F1Score(threshold=0.5, name="f1"), M.R2Score(name="r2"),
+            M.TruePositives(name="tp"), M.MeanSquaredError(name="mse"), M.RootMeanSquaredError(name="rmse"),
+        ],
+    )  # fmt: skip
+    x, y = regression(60)
+    return trained(model, x, (y > 0).astype("float32"), batch_size=20)
+
+
+@scenario
+def categorical_metrics() -> dict[str, Any]:
+    M = keras.metrics
+    model = dense(out=5, activation="softmax")
+    metrics = [M.SparseTopKCategoricalAccuracy(2, name="top2"), "accuracy", M.SparseCategoricalCrossentropy(name="ce")]
+    model.compile(_O.SGD(0.1), "sparse_categorical_crossentropy", metrics=metrics)
+    x, _ = regression(60)
+    return trained(model, x, np.arange(60) % 5, batch_size=20)
+
+
+@scenario
+def callbacks_that_decide() -> dict[str, Any]:
+    C = keras.callbacks
+    model = dense()
+    model.compile(_O.SGD(0.3), "mse")
+    x, y = regression()
+    seen: list[float] = []
+    history = model.fit(
+        x, y, batch_size=16, epochs=12, shuffle=False, verbose=0, validation_data=(x, y),
+        callbacks=[
+            C.EarlyStopping("val_loss", patience=2, min_delta=0.02, restore_best_weights=True),
+            C.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.05),
+            C.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["loss"])),
+        ],
+    )  # fmt: skip
+    return {
+        "weights": model.get_weights(),
+        "history": history.history,
+        "batch_losses": seen,
+        "rate": float(model.optimizer.learning_rate),
+        "iterations": int(model.optimizer.iterations),
+    }
+
+
+@scenario
+def terminate_on_nan() -> dict[str, Any]:
+    model = dense()
+    model.compile(_O.SGD(0.1), "mse")
+    x, y = regression(64)
+    y[30] = np.nan
+    batches: list[int] = []
+    stop = [
+        keras.callbacks.TerminateOnNaN(),
+        keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batches.append(batch)),
+    ]
+    model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0, callbacks=stop)
+    return {"batches": batches}
