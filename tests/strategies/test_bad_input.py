@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from scenarios import dense, regression
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.errors import DesyncError
+from tfrep_strategy.errors import ConfigurationError, DesyncError
 
 BOTH = pytest.mark.parametrize("communicator", ["tf", "horovod"])
 
@@ -54,6 +56,58 @@ def test_models_that_differ_are_refused(worker_pool: Any, communicator: str, how
         assert "/kernel" in text
         assert all(word in text for word in words)
         assert seconds < 30
+
+
+def _made_outside(strategy: Any) -> list[str]:
+    """Trains what was made outside the scope: all of it, the model, the optimizer."""
+    x, y = regression()
+    errors = []
+    for inside in ("", "optimizer", "model"):
+        with strategy.scope() if inside == "model" else contextlib.nullcontext():
+            model = dense()
+        with strategy.scope() if inside == "optimizer" else contextlib.nullcontext():
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        for method in (model.fit, model.evaluate, model.train_on_batch, model.test_on_batch):
+            with strategy.scope(), pytest.raises(ConfigurationError) as error:
+                method(x, y)
+            errors.append(str(error.value).partition(" Received")[0])
+    return errors
+
+
+METHODS = ["fit", "evaluate", "train_on_batch", "test_on_batch"]
+OUTSIDE = [
+    f"`{method}` got {what} made outside the strategy's scope."
+    for what in ("a model and an optimizer", "a model", "an optimizer")
+    for method in METHODS
+]
+
+
+def test_what_was_made_outside_the_scope_is_refused(worker_pool: Any) -> None:
+    assert _made_outside(tfrep.MirroredStrategy(["CPU:0", "CPU:1"])) == OUTSIDE
+    assert worker_pool("tf", 2).run(_made_outside) == [OUTSIDE] * 2
+
+
+def _loop_over_what_was_made_outside(strategy: Any) -> str:
+    model = dense()
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(0.1)
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(tf.ones((2, 4)))))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    with pytest.raises(ConfigurationError) as error:
+        strategy.run(step)
+    return str(error.value)
+
+
+def test_loops_over_what_was_made_outside_the_scope_are_refused(worker_pool: Any) -> None:
+    errors = [_loop_over_what_was_made_outside(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))]
+    errors += worker_pool("tf", 2).run(_loop_over_what_was_made_outside)
+    for error in errors:
+        assert error.startswith("An optimizer got a variable made outside the strategy's scope.")
+        assert "/kernel" in error
 
 
 class Batches(keras.callbacks.Callback):
