@@ -168,7 +168,6 @@ def ranks_of(word: str) -> list[psutil.Process]:
         (["--hosts", "a:2", "--strategy", "parameter-server", "script.py"], "no --hosts."),
         (["-n", "4", "--strategy", "parameter-server", "script.py"], "no --num-replicas."),
         (["--communicator", "auto", "--strategy", "parameter-server", "script.py"], "no --communicator."),
-        (["--log-dir", "logs", "--strategy", "parameter-server", "script.py"], "no --log-dir."),
         (["--communicator", "tf", "--strategy", "mirrored", "script.py"], "strategy='mirrored'"),
         (["--workers", "2", "--strategy", "mirrored", "script.py"], "that is for --strategy parameter-server."),
         (["--servers", "1", "script.py"], "no --servers."),

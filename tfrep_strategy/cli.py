@@ -31,7 +31,7 @@ _ON_PROCESSES = ("auto", "multi-worker")
 _IN_STEP = (*_ON_PROCESSES, "mirrored")
 _ON_SERVERS = ("parameter-server",)
 _STRATEGIES_WITH = {
-    "num_replicas": _IN_STEP, "log_dir": _IN_STEP, "communicator": _ON_PROCESSES, "hosts": _ON_PROCESSES,
+    "num_replicas": _IN_STEP, "communicator": _ON_PROCESSES, "hosts": _ON_PROCESSES,
     "workers": _ON_SERVERS, "servers": _ON_SERVERS, "max_restarts": _ON_SERVERS,
 }  # fmt: skip
 """Which strategies an option of `tfrep run` is for."""
@@ -84,7 +84,7 @@ def run(
     communicator: Annotated[str, typer.Option(help="auto, horovod or tf.")] = "auto",
     hosts: Annotated[str | None, typer.Option(help="Machines to run on, through horovodrun: host1:4,host2:4.")] = None,
     log_dir: Annotated[
-        Path | None, typer.Option(help="Folder for the output of ranks other than 0; else a temporary one.")
+        Path | None, typer.Option(help="Folder for the output of other ranks than 0, of workers and servers; else a temporary one.")
     ] = None,
     as_module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
     workers: Annotated[int, typer.Option(help="parameter-server: how many workers.")] = 2,
@@ -106,7 +106,7 @@ def run(
     if strategy == "parameter-server":
         from tfrep_strategy.launch.parameter_server import ClusterOptions, run_coordinator
 
-        cluster = ClusterOptions(workers=workers, servers=servers, max_restarts=max_restarts)
+        cluster = ClusterOptions(workers=workers, servers=servers, max_restarts=max_restarts, log_dir=log_dir)
         try:
             failure = run_coordinator(script, own_arguments, cluster, as_module=as_module)
         except KeyboardInterrupt:

@@ -195,6 +195,19 @@ def test_the_command(tmp_path: Path, victim: str) -> None:
         assert process.returncode == (-signal.SIGKILL if victim == "launcher" else 130)
 
 
+def test_logs_of_workers_and_servers_are_kept_where_wanted(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('ran')\n")
+    arguments = ["run", "--strategy", "parameter-server", "--workers", "2", "--servers", "1", "--log-dir", "some/logs"]
+    command = [sys.executable, "-m", "tfrep_strategy.cli", *arguments, str(script)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ_in(tmp_path), capture_output=True, text=True, timeout=150, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr[-3000:]
+    assert sorted(path.name for path in (tmp_path / "some" / "logs").iterdir()) == ["ps0.log", "worker0.log", "worker1.log"]
+    assert not left_behind(tmp_path)
+
+
 def test_a_script_that_gives_up_is_not_started_again(tmp_path: Path) -> None:
     """Its exit code is then above 128, as that of one that was killed."""
     script = tmp_path / "train.py"

@@ -35,23 +35,32 @@ class LocalCluster:
         workers: How many workers.
         servers: How many parameter servers.
         on_end: Called with the job, the index and the exit code of a task that ended.
+        log_dir: Where logs are kept; by default in `folder`.
 
     Attributes:
         spec: Addresses by job, as `tf.train.ClusterSpec` takes them.
+        folder: A temporary folder, which goes with the cluster.
         log_dir: Folder with one log file for each task.
     """
 
-    def __init__(self, workers: int, servers: int, on_end: Callable[[str, int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        workers: int,
+        servers: int,
+        on_end: Callable[[str, int, int], None] | None = None,
+        log_dir: Path | None = None,
+    ) -> None:
         ports = free_ports(workers + servers)
         addresses = [f"127.0.0.1:{port}" for port in ports]
         self.spec: dict[str, list[str]] = {"worker": addresses[:workers], "ps": addresses[workers:]}
-        self.log_dir = Path(tempfile.mkdtemp(prefix="tfrep-cluster-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="tfrep-cluster-"))
+        self.log_dir = log_dir or self.folder
         self._on_end = on_end
         self._pids: dict[str, int] = {}
         self._changed = threading.Condition()
         environ = inherited_environ() | {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
         self._process = subprocess.Popen(
-            rank_command("servers", json.dumps(self.spec), str(self.log_dir)),
+            rank_command("servers", json.dumps(self.spec), str(self.log_dir), str(self.folder)),
             env=environ,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -118,7 +127,7 @@ class LocalCluster:
             self._process.wait()
         self._reader.join(5)
         self._process.stdout.close()  # type: ignore[union-attr]
-        shutil.rmtree(self.log_dir, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _read(self) -> None:
         for line in self._process.stdout:  # type: ignore[union-attr]

@@ -15,6 +15,7 @@ from tfrep_strategy.errors import ConfigurationError, ServerLostError, message
 from tfrep_strategy.launch.child import rank_command
 from tfrep_strategy.launch.identity import free_ports, inherited_environ
 from tfrep_strategy.launch.processes import Command, Failure, deferred_signals, run_ranks
+from tfrep_strategy.launch.runs import make_log_dir
 
 if TYPE_CHECKING:
     from tfrep_strategy.launch.cluster import LocalCluster
@@ -32,18 +33,20 @@ class ClusterOptions:
         servers: How many parameter servers.
         max_restarts: How often the cluster and the script are started again after a server, or the script's process, was
             lost. Workers that are lost are always started again.
+        log_dir: Folder for the output of workers and servers; by default it is kept as long as they run.
 
     Raises:
         ConfigurationError: A number cannot be used.
 
     Example:
         >>> ClusterOptions(workers=2, servers=1, max_restarts=3)
-        ClusterOptions(workers=2, servers=1, max_restarts=3)
+        ClusterOptions(workers=2, servers=1, max_restarts=3, log_dir=None)
     """
 
     workers: int = 2
     servers: int = 1
     max_restarts: int = 0
+    log_dir: Path | None = None
 
     def __post_init__(self) -> None:
         from tfrep_strategy.launch.cluster import check_counts
@@ -81,11 +84,12 @@ def run_coordinator(
             message("There is no such script.", hint="check the path; for a module use -m.", script=target)
         )
     kind = "module" if as_module else "script"
+    log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
     with deferred_signals() as events:
         for attempt in range(options.max_restarts + 1):
-            with _restarting_cluster(options.workers, options.servers) as servers:
+            with _restarting_cluster(options.workers, options.servers, log_dir) as servers:
                 cluster = {"chief": [f"127.0.0.1:{free_ports(1)[0]}"], **servers.spec}
-                notes = servers.log_dir
+                notes = servers.folder
                 environ = inherited_environ() | {
                     "PYTHONUNBUFFERED": "1",
                     "TFREP_STRATEGY": "parameter-server",
@@ -108,7 +112,7 @@ def _was_lost(failure: Failure) -> bool:
 
 
 @contextlib.contextmanager
-def _restarting_cluster(workers: int, servers: int) -> Iterator[LocalCluster]:
+def _restarting_cluster(workers: int, servers: int, log_dir: Path | None) -> Iterator[LocalCluster]:
     """Starts a cluster whose workers are started again when they end by themselves."""
     from tfrep_strategy.launch.cluster import LocalCluster
 
@@ -116,7 +120,8 @@ def _restarting_cluster(workers: int, servers: int) -> Iterator[LocalCluster]:
 
     def on_end(job: str, index: int, code: int) -> None:
         if job == "worker" and not stopping.is_set():
-            print(f"tfrep: worker {index} ended with code {code}, and is started again.", file=sys.stderr)
+            log = f" Log: {log_dir / f'worker{index}.log'}" if log_dir else ""
+            print(f"tfrep: worker {index} ended with code {code}, and is started again.{log}", file=sys.stderr)
             # Not here: what reads the cluster's messages must not wait for one.
             threading.Thread(target=_start_again, args=(index,), daemon=True).start()
 
@@ -124,7 +129,7 @@ def _restarting_cluster(workers: int, servers: int) -> Iterator[LocalCluster]:
         with contextlib.suppress(Exception):
             cluster.start("worker", index)
 
-    cluster = LocalCluster(workers, servers, on_end)
+    cluster = LocalCluster(workers, servers, on_end, log_dir)
     try:
         yield cluster
     finally:

@@ -173,7 +173,7 @@ def run_to_end(
                 prefix = _horovodrun(options.size, options.hosts)
             else:
                 identified = stack.enter_context(identities(communicator, options.size))
-        log_dir = _make_log_dir(options.log_dir)
+        log_dir = make_log_dir(options.log_dir)
         arguments = prefix + make_arguments(log_dir)
         failure = run_ranks(
             [Command(arguments, environ | variables) for variables in identified],
@@ -188,7 +188,12 @@ def run_to_end(
             raise RunFailed(failure, options, log_dir)
 
 
-def _make_log_dir(wanted: str | os.PathLike[str] | None) -> Path:
+def make_log_dir(wanted: str | os.PathLike[str] | None) -> Path:
+    """Returns the folder that logs are written to; a temporary one where none is wanted.
+
+    Raises:
+        ConfigurationError: It cannot be made.
+    """
     if wanted is None:
         return Path(tempfile.mkdtemp(prefix="tfrep-logs-"))
     folder = Path(wanted).absolute()

@@ -26,14 +26,14 @@ def main(arguments: list[str], own_path: list[str]) -> None:
     """Is the whole life of the process.
 
     Args:
-        arguments: The cluster as JSON, and the folder of the servers' logs.
+        arguments: The cluster as JSON, the folder of the servers' logs, and the one that goes with the cluster.
         own_path: Unused.
 
     Example:
-        >>> main(['{"worker": ["127.0.0.1:2222"], "ps": ["127.0.0.1:2223"]}', "logs"], [])
+        >>> main(['{"worker": ["127.0.0.1:2222"], "ps": ["127.0.0.1:2223"]}', "logs", "temporary"], [])
     """
     del own_path
-    cluster, log_dir = json.loads(arguments[0]), Path(arguments[1])
+    cluster, log_dir, folder = json.loads(arguments[0]), Path(arguments[1]), arguments[2]
     orders = os.fdopen(os.dup(0), "r")
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     with open(os.devnull) as nothing:
@@ -71,7 +71,7 @@ def main(arguments: list[str], own_path: list[str]) -> None:
         for pid in servers.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(log_dir, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
 
