@@ -44,7 +44,7 @@ def build(original: Any, self: Any, variables: Any) -> None:
     strategy = current_strategy()
     if strategy is not None and strategy.num_replicas_in_sync > 1:
         for variable in variables:
-            maker = getattr(getattr(variable, "_value", variable), "distribute_strategy", None)
+            maker = getattr(getattr(variable, "_value", variable), "_distribute_strategy", None)
             if maker is not strategy:
                 raise ConfigurationError(
                     message(
