@@ -148,6 +148,49 @@ def test_a_rank_that_stops_within_an_epoch_stops_all(communicator: str, everywhe
         np.testing.assert_array_equal(mine, theirs)
 
 
+class _Watching(keras.callbacks.Callback):
+    """Notes what it is shown of batches that are no training, and ends both phases early."""
+
+    def __init__(self, stops: bool) -> None:
+        super().__init__()
+        self.stops = stops
+        self.losses: list[float] = []
+        self.rows: list[int] = []
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.losses.append(float(logs["loss"]))
+        self.model.stop_evaluating = self.stops and batch == 2
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.rows.append(len(logs["outputs"]))
+        self.model.stop_predicting = self.stops and batch == 1
+
+
+def _watched(model: Any, stops: bool) -> tuple[list[float], list[int], float, int]:
+    watching = _Watching(stops)
+    x = np.random.RandomState(0).rand(37, 4).astype("float32")
+    loss, _ = model.evaluate(x, x.sum(1, keepdims=True), batch_size=8, verbose=0, callbacks=[watching])
+    rows = len(model.predict(x, batch_size=8, verbose=0, callbacks=[watching]))
+    return watching.losses, watching.rows, loss, rows
+
+
+def _watched_on_ranks(strategy: Any) -> tuple[list[float], list[int], float, int]:
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = _model()
+    return _watched(model, stops=strategy.rank == 1)
+
+
+def test_batches_of_evaluation_and_prediction(worker_pool: Any) -> None:
+    keras.utils.set_random_seed(3)
+    expected = _watched(_model(), stops=True)
+    assert expected[1:2] + expected[3:] == ([8, 8], 16)
+    for found in worker_pool("tf", 2).run(_watched_on_ranks):
+        np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+        np.testing.assert_allclose(found[2], expected[2], rtol=1e-5)
+        assert found[1:2] + found[3:] == expected[1:2] + expected[3:]
+
+
 def _loop_of_ones_own(strategy: Any) -> bool:
     """The model has never been fitted."""
     with strategy.scope():

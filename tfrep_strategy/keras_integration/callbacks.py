@@ -30,6 +30,9 @@ _DESTINATIONS: dict[type, Callable[[Any], str]] = {
 _DECIDE_ALIKE = (keras.callbacks.ModelCheckpoint, keras.callbacks.TensorBoard, keras.callbacks.TerminateOnNaN)
 """Callbacks whose decisions about a batch are the same everywhere, because its logs are."""
 
+_STOPS = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
+"""The attribute of a model by which callbacks end each phase."""
+
 
 def _destination(callback: Any, is_lone: bool) -> str | None:
     if is_lone and isinstance(callback, keras.callbacks.ModelCheckpoint):
@@ -44,7 +47,7 @@ def init_callback_list(
 ) -> None:  # fmt: skip
     """Leaves out what another process writes, and notes whether somebody looks at single batches."""
     strategy = None if model is None else strategy_of(model)
-    self._looks_at_batches = self._may_stop_alone = self._some_are_lone = False
+    self._looks_at_batches, self._may_stop_alone, self._some_are_lone = frozenset(), frozenset(), False
     if strategy is not None:
         callbacks = _of_this_process(self, strategy, list(keras.tree.flatten(callbacks)) if callbacks else [])
         add_progbar = add_progbar and strategy.is_chief
@@ -53,10 +56,11 @@ def init_callback_list(
 
 def _of_this_process(self: Any, strategy: KerasStrategy, callbacks: list[Any]) -> list[Any]:
     """Compares the callbacks of all processes, and returns those that this one runs."""
-    look_at_batches = [callback for callback in callbacks if _uses_batch_logs(callback)]
-    may_stop_alone = not all(isinstance(callback, _DECIDE_ALIKE) for callback in look_at_batches)
-    ranks = strategy.all_gather_object((bool(look_at_batches), may_stop_alone, list(map(Given.of, callbacks))))
-    self._looks_at_batches, self._may_stop_alone = (any(said[i] for said in ranks) for i in (0, 1))
+    look_at_batches = frozenset[str]().union(*map(_phases_seen_by_batch, callbacks))
+    of_their_own = [callback for callback in callbacks if not isinstance(callback, _DECIDE_ALIKE)]
+    may_stop_alone = frozenset[str]().union(*map(_phases_seen_by_batch, of_their_own))
+    ranks = strategy.all_gather_object((look_at_batches, may_stop_alone, list(map(Given.of, callbacks))))
+    self._looks_at_batches, self._may_stop_alone = (frozenset().union(*(said[i] for said in ranks)) for i in (0, 1))
     kinds = find_lone([given for _, _, given in ranks])
     self._some_are_lone = bool(kinds)
     are_lone = [Given.of(callback).kind in kinds for callback in callbacks]
@@ -69,35 +73,42 @@ def _of_this_process(self: Any, strategy: KerasStrategy, callbacks: list[Any]) -
     ]
 
 
-def _uses_batch_logs(callback: Any) -> bool:
+def _phases_seen_by_batch(callback: Any) -> frozenset[str]:
+    """Returns in which phases a callback looks at single batches."""
     if isinstance(callback, (keras.callbacks.ProgbarLogger, keras.callbacks.BackupAndRestore)):
-        return False
+        return frozenset()
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
-        return callback.save_freq != "epoch"
+        return frozenset(["train"] if callback.save_freq != "epoch" else [])
     if isinstance(callback, keras.callbacks.TensorBoard):
-        return callback.update_freq != "epoch"
-    return not (_is_default(callback.on_batch_end) and _is_default(callback.on_train_batch_end))
+        return frozenset(["train"] if callback.update_freq != "epoch" else [])
+    phases = [phase for phase in _STOPS if not _is_default(getattr(callback, f"on_{phase}_batch_end"))]
+    return frozenset(phases if _is_default(callback.on_batch_end) else [*phases, "train"])
 
 
-@replaces(keras.callbacks.CallbackList, "on_train_batch_end")
-def on_train_batch_end(original: Any, self: Any, batch: int, logs: Any = None) -> None:
-    """Shows callbacks the global logs of a batch; one process that wants to stop stops all."""
-    if not self._looks_at_batches:
-        return original(self, batch, logs)
-    strategy: Any = strategy_of(self.model)
-    if logs is not None:
-        logs = self.model._get_metrics_result_or_logs(logs)
-    _prepare_for_lone(self, strategy)
-    original(self, batch, logs)
-    if self._may_stop_alone:
-        _stop_together(strategy, self.model)
-    return None
+def _agrees_on_batches(phase: str) -> None:
+    @replaces(keras.callbacks.CallbackList, f"on_{phase}_batch_end")
+    def on_batch_end(original: Any, self: Any, batch: int, logs: Any = None) -> None:
+        """Shows callbacks the global logs of a batch; one process that wants to stop stops all."""
+        if phase not in self._looks_at_batches:
+            return original(self, batch, logs)
+        strategy: Any = strategy_of(self.model)
+        if logs is not None and phase != "predict":  # Outputs are those of all replicas already.
+            logs = self.model._get_metrics_result_or_logs(logs)
+        _prepare_for_lone(self, strategy)
+        original(self, batch, logs)
+        if phase in self._may_stop_alone:
+            _stop_together(strategy, self.model, _STOPS[phase])
+        return None
 
 
-def _stop_together(strategy: KerasStrategy, model: Any) -> None:
-    """Stops the training on all processes if one wants to; in a loop of one's own a model may not know of stopping."""
-    if any(strategy.all_gather_object(getattr(model, "stop_training", False))):
-        model.stop_training = True
+for _phase in _STOPS:
+    _agrees_on_batches(_phase)
+
+
+def _stop_together(strategy: KerasStrategy, model: Any, attribute: str) -> None:
+    """Ends a phase on all processes if one wants to; in a loop of one's own a model may not know of stopping."""
+    if any(strategy.all_gather_object(getattr(model, attribute, False))):
+        setattr(model, attribute, True)
 
 
 def _prepare_for_lone(callback_list: Any, strategy: KerasStrategy) -> None:
@@ -117,7 +128,7 @@ def on_epoch_end(original: Any, self: Any, epoch: int, logs: Any = None) -> None
     strategy.merge_replica_state()
     _prepare_for_lone(self, strategy)
     original(self, epoch, logs)
-    _stop_together(strategy, self.model)
+    _stop_together(strategy, self.model, _STOPS["train"])
     return None
 
 
