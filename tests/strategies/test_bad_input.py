@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from typing import Any
@@ -59,32 +58,43 @@ def test_models_that_differ_are_refused(worker_pool: Any, communicator: str, how
 
 
 def _made_outside(strategy: Any) -> list[str]:
-    """Trains what was made outside the scope: all of it, the model, the optimizer."""
+    """Gives what was made outside the scope to all that trains or compiles."""
     x, y = regression()
+    outside, optimizer, metric = dense(), keras.optimizers.SGD(0.1), keras.metrics.MeanAbsoluteError()
+    outside.compile("sgd", "mse")
+    with strategy.scope():
+        inside = dense()
+    attempts = [lambda method=method: method(x, y) for method in (outside.fit, outside.evaluate, outside.train_on_batch)]
+    attempts += [lambda: inside.compile(optimizer, "mse"), lambda: inside.compile("sgd", "mse", metrics=[[metric]])]
     errors = []
-    for inside in ("", "optimizer", "model"):
-        with strategy.scope() if inside == "model" else contextlib.nullcontext():
-            model = dense()
-        with strategy.scope() if inside == "optimizer" else contextlib.nullcontext():
-            model.compile(keras.optimizers.SGD(0.1), "mse")
-        for method in (model.fit, model.evaluate, model.train_on_batch, model.test_on_batch):
-            with strategy.scope(), pytest.raises(ConfigurationError) as error:
-                method(x, y)
-            errors.append(str(error.value).partition(" Received")[0])
+    for attempt in attempts:
+        with strategy.scope(), pytest.raises(ConfigurationError) as error:
+            attempt()
+        errors.append(str(error.value).partition(" Received")[0])
     return errors
 
 
-METHODS = ["fit", "evaluate", "train_on_batch", "test_on_batch"]
-OUTSIDE = [
-    f"`{method}` got {what} made outside the strategy's scope."
-    for what in ("a model and an optimizer", "a model", "an optimizer")
-    for method in METHODS
-]
-
-
 def test_what_was_made_outside_the_scope_is_refused(worker_pool: Any) -> None:
-    assert _made_outside(tfrep.MirroredStrategy(["CPU:0", "CPU:1"])) == OUTSIDE
-    assert worker_pool("tf", 2).run(_made_outside) == [OUTSIDE] * 2
+    wanted = [("fit", "a model"), ("evaluate", "a model"), ("train_on_batch", "a model")]
+    wanted += [("compile", "an optimizer"), ("compile", "a metric")]
+    expected = [f"`{method}` got {what} made outside the strategy's scope." for method, what in wanted]
+    assert _made_outside(tfrep.MirroredStrategy(["CPU:0", "CPU:1"])) == expected
+    assert worker_pool("tf", 2).run(_made_outside) == [expected] * 2
+
+
+def _compiled_outside(strategy: Any) -> dict[str, Any]:
+    """Only the model is made inside; what is given by name belongs to it."""
+    with strategy.scope():
+        model = dense()
+    model.compile("adam", "mse", metrics=["mae"])
+    return model.fit(*regression(), batch_size=16, shuffle=False, verbose=0).history
+
+
+def test_models_are_compiled_in_their_scope(worker_pool: Any) -> None:
+    expected = _compiled_outside(tf.distribute.get_strategy())
+    found = [_compiled_outside(tfrep.MirroredStrategy(["CPU:0", "CPU:1"])), *worker_pool("tf", 2).run(_compiled_outside)]
+    for history in found:
+        assert history == {name: pytest.approx(values, rel=1e-5) for name, values in expected.items()}
 
 
 def _loop_over_what_was_made_outside(strategy: Any) -> str:
