@@ -15,6 +15,7 @@ from tfrep_strategy.keras_integration.patching import keras_internal, replaces
 from tfrep_strategy.keras_integration.protocol import current_strategy
 
 _Trainer = keras_internal("backend.tensorflow.trainer", "TensorFlowTrainer")
+_BaseTrainer = keras_internal("trainers.trainer", "Trainer")
 _BaseOptimizer = keras_internal("optimizers.base_optimizer", "BaseOptimizer")
 
 
@@ -54,7 +55,7 @@ for _name in ("fit", "evaluate", "train_on_batch", "test_on_batch"):
     _needs_own_model(_name)
 
 
-@replaces(_Trainer, "compile")
+@replaces(_BaseTrainer, "compile")  # Where it is defined: Keras compares it with that to see if a model has its own.
 def compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: A001
     """Makes in the model's scope what is given by name, and refuses objects that were made elsewhere."""
     strategy = _strategy_of(self)
