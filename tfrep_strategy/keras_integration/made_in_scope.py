@@ -61,11 +61,11 @@ def compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:  # noq
     strategy = _strategy_of(self)
     with contextlib.nullcontext() if strategy is None else strategy.scope():
         original(self, *args, **kwargs)
-    if strategy is None:
+    if not getattr(strategy, "drives_keras", False):
         return
     if getattr(self.optimizer, "_distribution_strategy", strategy) is not strategy:
         _refuse("`compile`", "an optimizer", strategy, optimizer=self.optimizer.name, model=self.name)
-    for metric in _metrics_given_to(self) if getattr(strategy, "drives_keras", False) else []:
+    for metric in _metrics_given_to(self):
         if any(_is_foreign(variable, strategy) for variable in metric.variables):
             _refuse("`compile`", "a metric", strategy, metric=metric.name, model=self.name)
 
