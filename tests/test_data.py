@@ -146,6 +146,21 @@ def test_unseeded_shuffle_has_one_order(communicator: str, worker_pool: Any) -> 
     assert first + second != list(range(32))
 
 
+def drawn_without_a_global_seed() -> tuple[list[int], list[float]]:
+    strategy = tfrep.auto_strategy()
+    draw = tf.function(lambda: strategy.run(lambda: tf.random.uniform([])))
+    order = [int(v) for v in tf.data.Dataset.range(32).shuffle(32, seed=7)]
+    return order, [float(v) for v in strategy.all_gather_object(float(strategy.experimental_local_results(draw())[0]))]
+
+
+@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+def test_shuffle_with_a_seed_of_its_own_has_the_order_of_one_device(communicator: str) -> None:
+    ((expected, _),) = tfrep.launch(drawn_without_a_global_seed, num_replicas=1)
+    runs = [tfrep.launch(drawn_without_a_global_seed, num_replicas=2, communicator=communicator) for _ in range(2)]
+    assert [order for run in runs for order, _ in run] == 4 * [expected]
+    assert len({number for run in runs for number in run[0][1]}) == 4, "what has no seed differs between ranks and runs"
+
+
 def unequal_data(kind: str, rank: int) -> Any:
     """Global batches of rows (x, y): four on rank 0, two on rank 1, of which not every rank can tell how many there are."""
     steps = 4 if rank == 0 else 2

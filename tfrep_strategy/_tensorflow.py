@@ -5,8 +5,9 @@ Each is checked at import: when a TensorFlow release moves one, the error says w
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -87,6 +88,17 @@ new_executor = _private("eager.executor", "new_executor")
 variable_handle = _private("ops.resource_variable_ops", "_variable_handle_from_shape_and_dtype")
 CompositeTensorGradient = _private("framework.composite_tensor_gradient", "CompositeTensorGradient")
 
+# Functions of a SavedModel.
+LoadedFunction = _private("saved_model.load", "_WrapperFunction")
+
+# Checkpoints: what is done after one was written, and the file that lists those of a folder.
+run_write_callbacks = _private("checkpoint.checkpoint", "_execute_callbacks")
+_checkpoint_management = _private("checkpoint.checkpoint", "checkpoint_management")
+_private("checkpoint.checkpoint_management", "update_checkpoint_state_internal")
+
+# The global seed that TensorFlow takes for an operation with a seed of its own, where nobody set one.
+NO_SEED = _private("framework.random_seed", "DEFAULT_GRAPH_SEED")
+
 # Runtime.
 context = _private("eager.context", "context")
 ServerDef = _private("distribute.collective_all_reduce_strategy", "tensorflow_server_pb2").ServerDef
@@ -97,6 +109,17 @@ def converted_by_autograph(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a user's function whose `if`s and loops over tensors become those of the graph."""
     enabled = autograph_status.ControlStatusCtx(autograph_status.Status.ENABLED)
     return autograph_convert(fn, enabled)
+
+
+@contextlib.contextmanager
+def without_checkpoint_state() -> Iterator[None]:
+    """Lets nothing write the file that lists the checkpoints of a folder."""
+    update = _checkpoint_management.update_checkpoint_state_internal
+    _checkpoint_management.update_checkpoint_state_internal = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        _checkpoint_management.update_checkpoint_state_internal = update
 
 
 def random_state() -> tuple[int | None, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import warnings
 from typing import Any
 
 import keras
@@ -99,6 +100,32 @@ def test_process_files_load_anywhere(communicator: str, tmp_path: pathlib.Path, 
     check_loaded(str(tmp_path), first, tf.distribute.get_strategy().scope())
     check_loaded(str(tmp_path), first, tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope())
     assert not [name for name in os.listdir(tmp_path) if "temp" in name]
+
+
+def serve_in_scope(strategy: Any, folder: str) -> list[np.ndarray]:
+    """Answers of an exported model that was loaded in scope: outside replicas, in them, and as a layer."""
+    x = rows(6)[0]
+    with strategy.scope():
+        loaded = tf.saved_model.load(folder)
+        answers = [loaded.serve(x), tf.function(loaded.serve)(tf.constant(x))]
+        answers += strategy.experimental_local_results(strategy.run(loaded.serve, (tf.constant(x),)))
+        inputs = keras.Input((4,))
+        model = keras.Model(inputs, keras.layers.TFSMLayer(folder, call_endpoint="serve")(inputs))
+        answers += [model.predict(x, verbose=0), model(x)]
+    return [np.asarray(answer) for answer in answers]
+
+
+def test_exported_models_load_in_scope(tmp_path: pathlib.Path, worker_pool: Any) -> None:
+    model = build()
+    model.export(tmp_path, verbose=False)
+    expected = model.predict(rows(6)[0], verbose=0)
+    results = [serve_in_scope(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]), str(tmp_path))]
+    for communicator in ("tf", "horovod"):
+        results += worker_pool(communicator, 2).run(serve_in_scope, str(tmp_path))
+    for result in results:
+        assert len(result) >= 5
+        for found in result:
+            np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
 
 
 def save_on_own_paths(strategy: Any, folder: str) -> bool:
@@ -225,6 +252,52 @@ def test_backup_resumes_where_it_stopped(save_freq: Any, after: int, tmp_path: p
     for result in results:
         for found, want in zip(result, state(reference), strict=True):
             np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+
+
+def keep_two(strategy: Any, folder: str, in_background: bool) -> dict[str, Any]:
+    with strategy.scope():
+        model = plain()
+    step = tf.Variable(0)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer, step=step)
+    manager = tf.train.CheckpointManager(checkpoint, folder, max_to_keep=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            fit(model, 1)
+            step.assign_add(1)
+            path = manager.save(options=tf.train.CheckpointOptions(enable_async=in_background))
+            files = sorted(os.listdir(folder))
+    saved = state(model)
+    fit(model, 1)
+    checkpoint.restore(manager.latest_checkpoint)
+    return {
+        "path": path,
+        "latest": manager.latest_checkpoint,
+        "kept": manager.checkpoints,
+        "found": tf.train.latest_checkpoint(folder),
+        "files": files,
+        "step": int(step),
+        "restored": all(np.array_equal(a, b) for a, b in zip(state(model), saved, strict=True)),
+        "warned": sum("in the background" in str(w.message) for w in caught) > 0,
+    }
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("communicator", ["horovod", "tf"])
+def test_checkpoint_manager(communicator: str, in_background: bool, tmp_path: pathlib.Path, worker_pool: Any) -> None:
+    last_two = [str(tmp_path / f"ckpt-{number}") for number in (3, 4)]
+    parts = [f"{os.path.basename(path)}.{end}" for path in last_two for end in ("data-00000-of-00001", "index")]
+    for found in worker_pool(communicator, 2).run(keep_two, str(tmp_path), in_background):
+        assert found == {
+            "path": last_two[-1],
+            "latest": last_two[-1],
+            "kept": last_two,
+            "found": last_two[-1],
+            "files": sorted([*parts, "checkpoint"]),
+            "step": 4,
+            "restored": True,
+            "warned": in_background,
+        }
 
 
 def write_with_callbacks(strategy: Any, folder: str) -> dict[str, Any]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import tempfile
+import warnings
 import weakref
 from typing import Any
 
 import tensorflow as tf
+
+from tfrep_strategy._tensorflow import run_write_callbacks, without_checkpoint_state
 
 _strategy: weakref.ref[Any] | None = None
 
@@ -26,8 +30,22 @@ def write_checkpoints_once(strategy: Any) -> None:
     if strategy.num_replicas_in_sync == 1:
         return
     if _strategy is None:
-        tf.train.Checkpoint._write = _written_once(tf.train.Checkpoint._write)
+        tf.train.Checkpoint.save = _saved_now(tf.train.Checkpoint.save)
+        tf.train.Checkpoint._write = _saved_now(_written_once(tf.train.Checkpoint._write))
     _strategy = weakref.ref(strategy)
+
+
+def _saved_now(save: Any) -> Any:
+    @functools.wraps(save)
+    def save_now(self: Any, file_prefix: Any, options: Any = None) -> Any:
+        if _strategy is not None and _strategy() is not None and options and options.experimental_enable_async_checkpoint:
+            # A thread of its own would talk to the other processes while training does.
+            warnings.warn("Several processes write a checkpoint at once, not in the background.", stacklevel=2)
+            options = copy.copy(options)
+            options.experimental_enable_async_checkpoint = False
+        return save(self, file_prefix, options)
+
+    return save_now
 
 
 def _written_once(write: Any) -> Any:
@@ -41,9 +59,15 @@ def _written_once(write: Any) -> Any:
             path = write(self, file_prefix, options)
             strategy.barrier()
             return path
+        options = tf.train.CheckpointOptions() if options is None else copy.copy(options)
+        callbacks, options.experimental_write_callbacks = options.experimental_write_callbacks or [], None
         with tempfile.TemporaryDirectory(prefix="tfrep-checkpoint-") as folder:
             write(self, os.path.join(folder, "unused"), options)
             strategy.barrier()
-        return tf.convert_to_tensor(file_prefix) if isinstance(file_prefix, tf.Tensor) else os.fspath(file_prefix)
+        # A `tf.train.CheckpointManager` keeps its books by them; what they write is written already.
+        path = os.fspath(file_prefix)
+        with without_checkpoint_state():
+            run_write_callbacks(callbacks, path)
+        return path
 
     return write_once

@@ -10,25 +10,27 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import random_state, set_random_state, use_random_seed
+from tfrep_strategy._tensorflow import NO_SEED, random_state, set_random_state, use_random_seed
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.errors import ConfigurationError, message
 
 _GOLDEN = 0x9E3779B1
+_drawn_seed = 0  # Of the random operations in a step, where nobody gave a seed.
 
 
 def share_random_state(communicator: Communicator) -> None:
     """Gives Python's, NumPy's and TensorFlow's random generators the state of rank 0.
 
     Rank 0's own state stays as it is, so that a seeded run draws what one device draws. Where rank 0 has no TensorFlow
-    seed, all ranks get a random one.
+    seed, operations with one of their own draw as on one device, and the others draw by chance, all ranks the same.
     """
+    global _drawn_seed
     if communicator.size == 1:
         return
     if random_state()[0] is None and communicator.rank == 0:
-        tf.random.set_seed(random.SystemRandom().randrange(2**31))
-    states = random.getstate(), np.random.get_state(), random_state()
-    python_state, numpy_state, tensorflow_state = communicator.broadcast_object(states)
+        set_random_state(NO_SEED, random.Random().getstate())
+    states = random.getstate(), np.random.get_state(), random_state(), random.SystemRandom().randrange(2**31)
+    python_state, numpy_state, tensorflow_state, _drawn_seed = communicator.broadcast_object(states)
     random.setstate(python_state)
     np.random.set_state(numpy_state)
     set_random_state(*tensorflow_state)
@@ -85,13 +87,15 @@ def _parts(dataset: tf.data.Dataset) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def own_random_operations(rank: int) -> Iterator[None]:
-    """Makes TensorFlow's random operations draw other numbers on each rank, and on rank 0 those of one device.
+    """Makes TensorFlow's random operations draw other numbers on each rank, and on rank 0 those of a seeded device.
 
     Args:
         rank: The rank of this process.
     """
     shared = random_state()[0]
-    if rank == 0 or shared is None:
+    if shared == NO_SEED:
+        shared = _drawn_seed
+    elif rank == 0 or shared is None:
         yield
         return
     own = (shared + rank * _GOLDEN) % 2**31

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import MirroredVariable, SyncOnReadVariable, in_replica_update_context
+from tfrep_strategy._tensorflow import LoadedFunction, MirroredVariable, SyncOnReadVariable, in_replica_update_context
 
 _creation_order = itertools.count()
 
@@ -121,6 +122,19 @@ class ReplicatedVariable(_Converts, MirroredVariable):
     def handle(self) -> Any:
         """Is that of the copy that is read, outside replicas too, so that a tape there finds the gradient."""
         return self._get_on_device_or_primary().handle
+
+
+def _with_copies_that_are_read(call: Any) -> Any:
+    """TensorFlow's functions of a SavedModel that was loaded in scope run in replicas only; outside they read as all else does."""
+
+    @functools.wraps(call)
+    def called(self: Any, args: Any, captured_inputs: Any) -> Any:
+        return call(self, args, [v.handle if isinstance(v, ReplicatedVariable) else v for v in captured_inputs])
+
+    return called
+
+
+LoadedFunction._call_flat = _with_copies_that_are_read(LoadedFunction._call_flat)
 
 
 def with_our_class(variable: Any) -> Any:
