@@ -161,6 +161,20 @@ def test_shuffle_with_a_seed_of_its_own_has_the_order_of_one_device(communicator
     assert len({number for run in runs for number in run[0][1]}) == 4, "what has no seed differs between ranks and runs"
 
 
+def cached_in_a_file(strategy: Any, folder: str) -> list[list[int]]:
+    data = tf.data.Dataset.range(10).map(lambda v: 2 * v).cache(os.path.join(folder, "rows")).batch(4)
+    distributed = strategy.experimental_distribute_dataset(data)
+    return [[int(v) for batch in distributed for v in batch] for _ in range(2)]
+
+
+@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+def test_data_cached_in_a_file(communicator: str, worker_pool: Any, tmp_path: Any) -> None:
+    first, second = worker_pool(communicator, 2).run(cached_in_a_file, str(tmp_path))
+    for a, b in zip(first, second, strict=True):
+        assert sorted(a + b) == list(range(0, 20, 2))
+    assert sorted(path.name for path in tmp_path.glob("rows*.index")) == ["rows.index", "rows.rank-1.index"]
+
+
 def unequal_data(kind: str, rank: int) -> Any:
     """Global batches of rows (x, y): four on rank 0, two on rank 1, of which not every rank can tell how many there are."""
     steps = 4 if rank == 0 else 2

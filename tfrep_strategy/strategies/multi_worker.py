@@ -23,6 +23,7 @@ from tfrep_strategy.communicators.checked import watched
 from tfrep_strategy.environments import Environment, TfConfigEnvironment, detect_environment
 from tfrep_strategy.errors import ConfigurationError, DesyncError, message
 from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
+from tfrep_strategy.strategies.cache_files import cache_in_own_files
 from tfrep_strategy.strategies.checkpoint import write_checkpoints_once
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
@@ -69,6 +70,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
         self.share_random_state()
         self.extended._cluster_resolver = _cluster_resolver(self.environment)
         write_checkpoints_once(self)
+        cache_in_own_files(self.communicator.rank, self.communicator.size)
 
     @property
     def rank(self) -> int:

@@ -1,0 +1,39 @@
+"""`tf.data.Dataset.cache(filename)` on several processes: each writes a file of its own."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import tensorflow as tf
+
+_suffix: str | None = None
+
+
+def cache_in_own_files(rank: int, size: int) -> None:
+    """Makes data sets that are cached in a file from now on use one per process.
+
+    Every process reads the whole data set, so that all would write the file at once, which TensorFlow refuses. That of
+    rank 0 keeps its name; the others end in `.rank-1`, `.rank-2`, ...
+
+    Args:
+        rank: The rank of this process.
+        size: The number of processes.
+    """
+    global _suffix
+    if size == 1:
+        return
+    if _suffix is None:
+        tf.data.Dataset.cache = _with_own_file(tf.data.Dataset.cache)
+    _suffix = f".rank-{rank}" if rank else ""
+
+
+def _with_own_file(cache: Any) -> Any:
+    @functools.wraps(cache)
+    def cache_in_own_file(self: Any, filename: Any = "", name: str | None = None) -> Any:
+        if isinstance(filename, (str, os.PathLike)) and os.fspath(filename):
+            filename = f"{os.fspath(filename)}{_suffix}"
+        return cache(self, filename, name)
+
+    return cache_in_own_file
