@@ -201,9 +201,9 @@ def test_an_inner_function_in_an_eager_step():
     assert result.values[1].numpy().tolist() == [2.0, 2.0]
 
 
-def test_structures_differ_between_processes(monkeypatch):
-    """Found in debug mode, and only there."""
-    monkeypatch.setenv("TFREP_DEBUG", "1")
+@pytest.mark.parametrize(("communicator", "debug"), [("tf", "1"), ("tf", "0"), ("horovod", "0")])
+def test_structures_differ_between_processes(communicator, debug, monkeypatch):
+    monkeypatch.setenv("TFREP_DEBUG", debug)
 
     def differ():
         strategy = tf.distribute.get_strategy()
@@ -216,7 +216,7 @@ def test_structures_differ_between_processes(monkeypatch):
                 messages.append(str(error))
         return messages
 
-    for messages in tfrep.launch(differ, communicator="tf", timeout=100):
+    for messages in tfrep.launch(differ, communicator=communicator, timeout=100):
         assert len(messages) == 2
         for message in messages:
             assert re.search(r"(?s)different nests.*replica 0:.*{.*a.*: _}.*replica 1:.*{.*b.*: _}", message)

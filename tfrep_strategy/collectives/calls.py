@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.collectives.checks import check_equal, check_shapes, check_structures, describe, to_tensor
+from tfrep_strategy.collectives.checks import check_equal, check_shapes, check_structures, describe, has_names, to_tensor
 from tfrep_strategy.collectives.flow import Flow
 from tfrep_strategy.collectives.replicas import replica_id
 from tfrep_strategy.communicators import Communicator, SingleCommunicator
@@ -49,9 +49,10 @@ def launch(
     except ConfigurationError as error:
         raise ConfigurationError(f"{kind} on replica {replica_id()}: {error}") from None
     call = describe(kind, options, nest, tensors)
-    if isinstance(flow.communicator, CheckedCommunicator) and flow.communicator.monitor.checks_every_call and tensors:
-        members = range(flow.communicator.size) if group is None else group.replicas
-        tensors = check_structures(call, tensors, members, flow)
+    if isinstance(flow.communicator, CheckedCommunicator):
+        if tensors and (flow.communicator.monitor.checks_every_call or has_names(call)):
+            members = range(flow.communicator.size) if group is None else group.replicas
+            tensors = check_structures(call, tensors, members, flow)
     elif hasattr(flow.communicator, "compare"):
         replicas = flow.communicator.compare((replica_id(), call), check_equal)
         if replicas:
