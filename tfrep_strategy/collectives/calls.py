@@ -7,7 +7,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.collectives.checks import check_equal, check_shapes, check_structures, describe, has_names, to_tensor
+from tfrep_strategy.collectives.checks import (
+    check_equal,
+    check_shapes,
+    check_structures,
+    describe,
+    has_names,
+    to_tensor,
+)
 from tfrep_strategy.collectives.flow import Flow
 from tfrep_strategy.collectives.replicas import replica_id
 from tfrep_strategy.communicators import Communicator, SingleCommunicator
