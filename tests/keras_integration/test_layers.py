@@ -39,13 +39,36 @@ def test_moving_statistics_are_the_mean_over_replicas(worker_pool: Any) -> None:
     assert all(result["weights"] == results[0]["weights"] for result in results)
 
 
-def test_a_replica_without_rows_keeps_its_statistics() -> None:
-    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+def statistics_of_uneven_batches(strategy: Any) -> dict[str, Any]:
+    """Trains a plain BatchNormalization on batches of 4, 4 and 1 row."""
+    x = np.random.RandomState(0).randn(9, 2).astype("float32")
     with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), layers.BatchNormalization(), layers.Dense(1)])
+        model = keras.Sequential([keras.Input((2,)), layers.BatchNormalization(momentum=0.5), layers.Dense(1)])
         model.compile("adam", "mse")
-    model.fit(np.ones((1, 2), "float32"), np.ones((1, 1), "float32"), verbose=0)
-    assert all(np.isfinite(w).all() for w in model.get_weights())
+    model.fit(x, x[:, :1], batch_size=4, shuffle=False, verbose=0)
+    gamma, beta, mean, variance, *others = model.get_weights()
+    assert all(np.isfinite(w).all() for w in (gamma, beta, *others))
+    return {"mean": mean, "variance": variance}
+
+
+def test_moving_statistics_weigh_examples(worker_pool: Any) -> None:
+    """The moving mean is that of one device; the variance is that of the parts, weighed by their rows."""
+    expected = statistics_of_uneven_batches(tf.distribute.get_strategy())["mean"]
+    x = np.random.RandomState(0).randn(9, 2).astype("float32")
+    variances = {}
+    for num_replicas in (2, 3):
+        value = np.ones(2)
+        for batch in (x[:4], x[4:8], x[8:]):
+            parts = [part for part in np.array_split(batch, num_replicas) if len(part)]
+            value = 0.5 * value + 0.5 * sum(len(part) / len(batch) * part.var(0) for part in parts)
+        variances[num_replicas] = value
+    mirrored = {n: tfrep.MirroredStrategy([f"CPU:{i}" for i in range(n)]) for n in variances}
+    results = [(n, statistics_of_uneven_batches(strategy)) for n, strategy in mirrored.items()]
+    for communicator in ("tf", "horovod"):
+        results += [(2, result) for result in worker_pool(communicator, 2).run(statistics_of_uneven_batches)]
+    for num_replicas, result in results:
+        np.testing.assert_allclose(result["mean"], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(result["variance"], variances[num_replicas], rtol=1e-5, atol=1e-6)
 
 
 def dropout_masks(strategy: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
-from tfrep_strategy.keras_integration.protocol import current_strategy, replica_strategy
+from tfrep_strategy.keras_integration.protocol import current_step, current_strategy, replica_strategy
 
 _Variable = keras_internal("backend.tensorflow.core", "Variable")
 _GOLDEN = 0x9E3779B9
@@ -104,6 +104,22 @@ def moments(original: Any, self: Any, inputs: Any, mask: Any) -> Any:
         tf.where(empty, tf.cast(self.moving_mean, mean.dtype), mean),
         tf.where(empty, tf.cast(self.moving_variance, variance.dtype), variance),
     )
+
+
+@replaces(keras.layers.BatchNormalization, "call")
+def call(original: Any, self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+    """Weighs what a step adds to moving statistics by the examples of the replica, since what is read is their mean."""
+    step = current_step()
+    if step is None or self.synchronized or self.renorm or not training or not self.trainable:
+        return original(self, inputs, training=training, mask=mask)
+    statistics = [self.moving_mean, self.moving_variance]
+    kept = [tf.convert_to_tensor(variable) * self.momentum for variable in statistics]
+    outputs = original(self, inputs, training=training, mask=mask)
+    weight = step.share * step.strategy.num_replicas_in_sync
+    for variable, rest in zip(statistics, kept, strict=True):
+        added = tf.convert_to_tensor(variable) - rest
+        variable.assign(rest + added * tf.cast(weight, added.dtype))
+    return outputs
 
 
 def _masked_moments_of_all(inputs: tf.Tensor, mask: tf.Tensor, axes: list[int]) -> tuple[tf.Tensor, tf.Tensor]:
