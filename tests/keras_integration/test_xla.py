@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import subprocess
@@ -18,19 +19,62 @@ import tfrep_strategy as tfrep
 XLA_PROGRAM = """
 import sys
 import keras, numpy as np, tensorflow as tf, tfrep_strategy as tfrep
-strategy = tfrep.MirroredStrategy(tfrep.use_logical_cpus(2))
+devices, jit_compile, method = int(sys.argv[1]), sys.argv[2] == "True", sys.argv[3]
+strategy = tfrep.MirroredStrategy(tfrep.use_logical_cpus(devices))
 with strategy.scope():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(1)])
-    model.compile("adam", "mse", jit_compile=sys.argv[1] == "True")
-model.fit(np.ones((32, 4)), np.ones((32, 1)), verbose=0)
+    model.compile("adam", "mse", jit_compile=jit_compile)
+if method == "fit":
+    model.fit(np.ones((32, 4)), np.ones((32, 1)), verbose=0)
+else:
+    model.predict(np.ones((32, 4)), verbose=0)
 """
 
 
-@pytest.mark.parametrize("jit_compile", [True, False])
-def test_xla_compiles_what_lies_between_collectives(jit_compile: bool, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("devices", "jit_compile", "method", "compiled"),
+    [
+        (2, True, "fit", "cluster"),  # What lies between collectives.
+        (2, True, "predict", "cluster"),
+        (2, False, "fit", ""),
+        (1, True, "fit", "one_step_on_data"),  # The whole step: there is nobody to talk to.
+    ],
+)
+def test_what_xla_compiles(devices: int, jit_compile: bool, method: str, compiled: str, tmp_path: pathlib.Path) -> None:
     environ = os.environ | {"XLA_FLAGS": f"--xla_dump_to={tmp_path}"}
-    subprocess.run([sys.executable, "-c", XLA_PROGRAM, str(jit_compile)], env=environ, check=True, timeout=120)
-    assert bool(list(tmp_path.glob("*cluster*"))) == jit_compile
+    arguments = [str(devices), str(jit_compile), method]
+    subprocess.run([sys.executable, "-c", XLA_PROGRAM, *arguments], env=environ, check=True, timeout=120)
+    kinds = ("cluster", "one_step_on_data")
+    found = [kind for kind in kinds if any(kind in path.name for path in tmp_path.iterdir())]
+    assert found == ([compiled] if compiled else [])
+
+
+class NotCompiled(keras.layers.Layer):
+    """A layer that says that XLA cannot compile it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.supports_jit = False
+
+    def call(self, x: Any) -> Any:
+        return x
+
+
+@pytest.mark.parametrize("layer", [keras.layers.ReLU, NotCompiled])
+def test_auto_is_what_it_is_on_one_device(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    physical = [tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")]
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda device_type=None: physical)
+    for name, strategy in {
+        "one device": contextlib.nullcontext(),
+        "mirrored": tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope(),
+        "process": tfrep.MultiWorkerStrategy().scope(),
+    }.items():
+        with strategy:
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), layer()])
+            model.compile("sgd", "mse")
+        found[name] = model.jit_compile
+    assert found == dict.fromkeys(found, layer is keras.layers.ReLU)
 
 
 class Halved(keras.layers.Layer):

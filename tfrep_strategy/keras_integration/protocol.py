@@ -34,6 +34,9 @@ class KerasStrategy(Protocol):
     collectives_in_branches: bool
     """Whether a replica may call collectives inside `tf.cond`, which needs one program per process."""
 
+    compiles_whole_steps: bool
+    """Whether XLA may compile a whole step, because no collective is in it."""
+
     resumes_at: tuple[int, int]
     """How many epochs, and batches of the one after them, the next `fit` passes over: an interrupted run has done them."""
 

@@ -15,7 +15,7 @@ from tfrep_strategy.keras_integration.logs import with_global_logs
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
 from tfrep_strategy.keras_integration.placement import warn_of_layers_not_seen
 from tfrep_strategy.keras_integration.protocol import KerasStrategy, Shards
-from tfrep_strategy.keras_integration.xla import compiled_between_collectives
+from tfrep_strategy.keras_integration.xla import SplitPrediction, compiled_between_collectives
 
 _trainer = keras_internal("backend.tensorflow.trainer")
 _Trainer = _trainer.TensorFlowTrainer
@@ -125,6 +125,19 @@ def _has_own_steps(model: Any) -> bool:
 # What a step does.
 
 
+@replaces(keras_internal("trainers.trainer", "Trainer"), "_resolve_auto_jit_compile")
+def resolve_auto_jit_compile(original: Any, self: Any) -> bool:
+    """Decides about XLA as on one device, where Keras does without it under every strategy."""
+    strategy = strategy_of(self)
+    if strategy is None:
+        return original(self)
+    self._distribute_strategy = None
+    try:
+        return original(self)
+    finally:
+        self._distribute_strategy = strategy
+
+
 @replaces(_Trainer, "_make_function")
 def make_function(original: Any, self: Any, step_function: Any) -> Any:
     """Makes a train or test function that also takes whole batches, as `train_on_batch` gives them."""
@@ -133,10 +146,11 @@ def make_function(original: Any, self: Any, step_function: Any) -> Any:
         return original(self, step_function)
     if strategy.num_replicas_in_sync > 1:
         step_function = with_global_logs(self, strategy, step_function)
-    if self.jit_compile:
-        step_function = compiled_between_collectives(step_function)
-    with _without_jit(self):
+    if strategy.compiles_whole_steps or not self.jit_compile:
         run = original(self, step_function)
+    else:
+        with _without_jit(self):
+            run = original(self, compiled_between_collectives(step_function))
 
     def function(iterator: Any) -> Any:
         strategy.synchronize_new_variables()
@@ -166,8 +180,12 @@ def _without_jit(model: Any) -> Iterator[None]:
 def make_predict_function(original: Any, self: Any, force: bool = False) -> None:
     """Makes a predict function that also takes whole batches, as `predict_on_batch` gives them."""
     strategy = strategy_of(self)
-    with contextlib.nullcontext() if strategy is None else _without_jit(self):
+    if strategy is None or strategy.compiles_whole_steps or not self.jit_compile:
         original(self, force=force)
+    else:
+        split = SplitPrediction(self)
+        original(split, force=force)
+        self.predict_function = split.predict_function
     if strategy is None or getattr(self.predict_function, "takes_whole_batches", False):
         return
     run = self.predict_function

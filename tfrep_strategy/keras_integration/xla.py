@@ -41,6 +41,22 @@ def compiled_between_collectives(step_function: Callable[[Any], Any]) -> Callabl
     return step
 
 
+class SplitPrediction:
+    """A model as Keras makes its predict function of it, with a step that is compiled between collectives.
+
+    Keras would compile the whole step of `model`, and a layer may call collectives.
+    """
+
+    jit_compile = False
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.predict_step = compiled_between_collectives(lambda batch: model.predict_step(batch))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
 def _without_kernel(operations: list[tf.Operation]) -> set[str]:
     kernel_names = xla_gpu_kernel_names if tf.config.list_logical_devices("GPU") else xla_cpu_kernel_names
     return {name for name in _types(operations) if not name.startswith(_NOT_MEANT)} - set(kernel_names())

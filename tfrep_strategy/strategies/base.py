@@ -61,6 +61,11 @@ class SynchronousStrategy(tf.distribute.Strategy):
 
     # Steps.
 
+    @property
+    def compiles_whole_steps(self) -> bool:
+        """Whether XLA may compile a whole step: one replica, which talks to nobody."""
+        return self.num_replicas_in_sync == 1
+
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica; see `tf.distribute.Strategy.run`.
 

@@ -77,6 +77,11 @@ class MultiWorkerStrategy(SynchronousStrategy):
         """The number of this process, 0 to `num_replicas_in_sync - 1`."""
         return self.communicator.rank
 
+    @property
+    def compiles_whole_steps(self) -> bool:
+        # Other communicators bring operations into the graph also where there is one process.
+        return type(self.communicator) is SingleCommunicator
+
     def scope(self) -> Any:
         """Returns a context manager in which variables belong to this strategy; see `tf.distribute.Strategy.scope`.
 
