@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import CoordinatedJob, ServerDef, context
 from tfrep_strategy.communicators.limits import timeout_seconds
 from tfrep_strategy.communicators.ring import RingCommunicator
+from tfrep_strategy.devices import replica_device
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
 
 _CONNECT_SECONDS = 25
@@ -49,12 +50,9 @@ class TensorFlowCommunicator(RingCommunicator):
         self.rank, self.size = environment.rank, environment.size
         self.local_rank, self.local_size = environment.local_rank, environment.local_size
         self._connect(list(environment.addresses))
-        num_gpus = len(tf.config.list_physical_devices("GPU"))
-        if device is None:  # A scheduler may show each process no GPU but its own.
-            device = f"GPU:{self.local_rank % num_gpus}" if num_gpus else "CPU:0"
-        device = device.upper().rpartition("DEVICE:")[2].lstrip("/")
+        device = (device or replica_device(self.local_rank)).upper().rpartition("DEVICE:")[2].lstrip("/")
         super().__init__(self.rank, self.size, f"/job:worker/replica:0/task:{self.rank}/device:{device}", group_key=1)
-        if not num_gpus:
+        if "CPU" in device:
             self.bucket_bytes = _CPU_BUCKET_BYTES
 
     def _heartbeat_seconds(self) -> float:

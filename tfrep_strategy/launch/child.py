@@ -64,7 +64,7 @@ def run_strategy_scope() -> Iterator[Any]:
 
     import tfrep_strategy as tfrep
 
-    for gpu in tf.config.list_physical_devices("GPU"):  # Ranks may share them, and scripts ask for it when it is too late.
+    for gpu in tf.config.get_visible_devices("GPU"):  # Ranks may share them, and scripts ask for it when it is too late.
         tf.config.experimental.set_memory_growth(gpu, True)
     if os.environ["TFREP_STRATEGY"] == "mirrored":
         _show_devices(int(os.environ["TFREP_NUM_REPLICAS"]))
@@ -125,7 +125,7 @@ def _show_devices(count: int) -> None:
 
     import tfrep_strategy as tfrep
 
-    gpus = tf.config.list_physical_devices("GPU")
+    gpus = tf.config.get_visible_devices("GPU")
     if not gpus:
         tfrep.use_logical_cpus(count)
     elif count <= len(gpus):

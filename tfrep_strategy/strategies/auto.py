@@ -38,7 +38,7 @@ def auto_strategy() -> SynchronousStrategy:
             message("Unknown strategy.", hint='use "auto", "mirrored" or "multi-worker".', TFREP_STRATEGY=wanted)
         )
     if wanted == "auto":
-        devices = tf.config.list_physical_devices("GPU")
+        devices = tf.config.get_visible_devices("GPU")
         alone = detect_environment().size == 1
         several = len(devices) > 1 or (not devices and alone and len(tf.config.list_logical_devices("CPU")) > 1)
         wanted = "mirrored" if alone and several else "multi-worker"

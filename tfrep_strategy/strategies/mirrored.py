@@ -19,6 +19,7 @@ from tfrep_strategy._tensorflow import (
 from tfrep_strategy.batches import concatenate
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.communicators.local import LocalGroup
+from tfrep_strategy.devices import logical_devices, warn_of_unseen_gpus
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
@@ -207,9 +208,11 @@ class _Extended(SynchronousExtended, MirroredExtended):
 
 
 def _resolve(devices: Sequence[str] | None) -> list[str]:
-    known = [d.name for kind in ("GPU", "CPU") for d in tf.config.list_logical_devices(kind)]
+    known = [d.name for kind in ("GPU", "CPU") for d in logical_devices(kind)]
     if devices is None:
         gpus = [name for name in known if "GPU" in name]
+        if not gpus:
+            warn_of_unseen_gpus(stacklevel=4)
         return gpus or known
     short = {name.removeprefix("/device:"): name for name in known}
     resolved = []

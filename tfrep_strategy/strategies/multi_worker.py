@@ -20,6 +20,7 @@ from tfrep_strategy._tensorflow import (
 )
 from tfrep_strategy.communicators import Communicator, SingleCommunicator, make_communicator
 from tfrep_strategy.communicators.checked import watched
+from tfrep_strategy.devices import logical_devices, replica_device, take_own_gpu
 from tfrep_strategy.environments import Environment, TfConfigEnvironment, detect_environment
 from tfrep_strategy.errors import ConfigurationError, DesyncError, message
 from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
@@ -36,8 +37,8 @@ class MultiWorkerStrategy(SynchronousStrategy):
     Args:
         communicator: `"horovod"`, `"tf"` (TensorFlow's own collectives), `"auto"` (Horovod when it is installed and the
             processes were started for it, else TensorFlow's), or a `Communicator`.
-        device: Device of this process's replica, such as `"GPU:0"`. Default: the GPU with the number of the process's
-            local rank, or the CPU.
+        device: Device of this process's replica, such as `"GPU:0"`. Default: a GPU, or the CPU where there is none. Processes
+            that see several GPUs share them out by their local rank, and TensorFlow is shown the process's own alone.
         bucket_bytes: Gradients travel in groups of about this many bytes. Default: what the communicator does best with.
         densify_sparse_gradients: Whether sparse gradients travel as dense tensors.
 
@@ -63,6 +64,9 @@ class MultiWorkerStrategy(SynchronousStrategy):
         densify_sparse_gradients: bool = False,
     ) -> None:
         self.environment = detect_environment()
+        if device is None:
+            place = communicator if isinstance(communicator, Communicator) else self.environment
+            take_own_gpu(place.local_rank, place.local_size)
         self.communicator = watched(make_communicator(communicator, self.environment, device), self.environment.hosts)
         extended = _Extended(self, self.communicator, _resolve(device, self.communicator))
         bucket_bytes = self.communicator.bucket_bytes if bucket_bytes is None else bucket_bytes
@@ -387,10 +391,9 @@ def _describe(variable: tuple[str, tuple[int, ...], str] | None) -> str:
 
 
 def _resolve(device: str | None, communicator: Communicator) -> str:
-    gpus = tf.config.list_logical_devices("GPU")
+    names = {d.name.rpartition("device:")[2]: d.name for d in logical_devices()}
     if device is None:
-        return gpus[communicator.local_rank % len(gpus)].name if gpus else "/device:CPU:0"
-    names = {d.name.rpartition("device:")[2]: d.name for d in tf.config.list_logical_devices()}
+        device = replica_device(communicator.local_rank)
     name = names.get(str(device).upper().rpartition("DEVICE:")[2].lstrip("/"))
     if name is None:
         raise ConfigurationError(

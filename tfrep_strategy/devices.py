@@ -1,0 +1,184 @@
+"""The GPUs of this machine: which of them this process takes, and what stands in the way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from typing import Any, NamedTuple
+
+import pynvml
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import context
+from tfrep_strategy.errors import ConfigurationError, message
+
+
+class Gpu(NamedTuple):
+    """A GPU as NVIDIA's driver describes it, whether or not TensorFlow can use it.
+
+    Attributes:
+        index: Its number in the order of PCI addresses, which `nvidia-smi` shows.
+        name: Its model.
+        bus_id: Its PCI address.
+        total_bytes: Its memory.
+        free_bytes: What of that nobody has taken.
+        exclusive: Whether one process at a time may use it (compute mode "exclusive process"), or none ("prohibited").
+        num_processes: How many processes compute on it now.
+    """
+
+    index: int
+    name: str
+    bus_id: str
+    total_bytes: int
+    free_bytes: int
+    exclusive: bool
+    num_processes: int
+
+    def describe(self) -> str:
+        """Says it in a line.
+
+        Example:
+            >>> Gpu(0, "NVIDIA H200", "0000:1B:00.0", 150 << 30, 75 << 30, False, 1).describe()
+            'GPU 0: NVIDIA H200, 75.0 of 150.0 GiB free, 1 process'
+        """
+        text = f"GPU {self.index}: {self.name}, {self.free_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.1f} GiB free"
+        text += f", {self.num_processes} process{'' if self.num_processes == 1 else 'es'}"
+        return text + (", exclusive mode" if self.exclusive else "")
+
+
+def driver_gpus() -> list[Gpu]:
+    """Asks NVIDIA's driver for the GPUs of this machine; TensorFlow is not started.
+
+    Returns:
+        The GPUs; none where there is no driver.
+    """
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        return [_described(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _described(index: int) -> Gpu:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    exclusive, num_processes = False, 0
+    with contextlib.suppress(pynvml.NVMLError):  # Not every GPU, and not every user in a container, is told these.
+        exclusive = pynvml.nvmlDeviceGetComputeMode(handle) != pynvml.NVML_COMPUTEMODE_DEFAULT
+        num_processes = len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    bus_id = pynvml.nvmlDeviceGetPciInfo(handle).busId
+    return Gpu(index, pynvml.nvmlDeviceGetName(handle), bus_id, memory.total, memory.free, exclusive, num_processes)
+
+
+def own_gpu(num_visible: int, local_rank: int, local_size: int) -> int | None:
+    """Decides which of the GPUs that a process sees is its own.
+
+    A scheduler, or the user, may show each process one GPU; then there is nothing to decide. Processes that see several
+    share them out by their local rank.
+
+    Args:
+        num_visible: How many GPUs the process sees.
+        local_rank: Its number among the processes of the run on this machine.
+        local_size: How many these are.
+
+    Returns:
+        The number of the GPU, or None where the process keeps what it sees.
+
+    Example:
+        >>> [own_gpu(8, rank, 8) for rank in (0, 7)], own_gpu(1, 3, 8), own_gpu(8, 0, 1)
+        ([0, 7], None, None)
+    """
+    return local_rank % num_visible if num_visible > 1 and local_size > 1 else None
+
+
+def take_own_gpu(local_rank: int, local_size: int) -> None:
+    """Shows TensorFlow one GPU, and lets its memory grow, where several processes share the GPUs of this machine.
+
+    Otherwise every process would open a context, and take memory, on every GPU, and NCCL would meet one GPU twice. What has
+    been set before stays as it is: visible devices narrow the choice, logical devices and memory limits are kept. Once
+    TensorFlow has started nothing can be changed.
+
+    Args:
+        local_rank: The number of this process among those of the run on this machine.
+        local_size: How many these are.
+    """
+    if context()._context_handle is not None:
+        return
+    visible = tf.config.get_visible_devices("GPU")
+    if not visible:
+        warn_of_unseen_gpus(stacklevel=4)
+        return
+    own = own_gpu(len(visible), local_rank, local_size)
+    if own is not None:
+        visible = visible[own : own + 1]
+        tf.config.set_visible_devices(visible, "GPU")
+    elif len(visible) > 1:
+        warnings.warn(
+            f"This process sees {len(visible)} GPUs, and its one replica uses the first.\n"
+            f"Hint: `tfrep run -n {len(visible)}` starts a process for each; MirroredStrategy() uses all from one process.",
+            stacklevel=3,
+        )
+    if local_size > 1:
+        for gpu in visible:
+            with contextlib.suppress(ValueError):  # Memory that was limited does not grow.
+                tf.config.experimental.set_memory_growth(gpu, True)
+
+
+def warn_of_unseen_gpus(stacklevel: int) -> None:
+    """Says that TensorFlow cannot use GPUs which are there; TensorFlow itself says it in its log alone."""
+    hidden = "CUDA_VISIBLE_DEVICES" in os.environ or tf.config.list_physical_devices("GPU")
+    gpus = [] if hidden else driver_gpus()
+    if gpus:
+        warnings.warn(
+            message(
+                f"The driver sees {len(gpus)} GPU(s) and TensorFlow none, so that this run uses the CPU.",
+                hint="pip install 'tensorflow[and-cuda]', or name the folders of CUDA's libraries in LD_LIBRARY_PATH."
+                " CUDA_VISIBLE_DEVICES=-1 says that the CPU is wanted.",
+                LD_LIBRARY_PATH=os.environ.get("LD_LIBRARY_PATH", ""),
+            ),
+            stacklevel=stacklevel,
+        )
+
+
+def replica_device(local_rank: int) -> str:
+    """Names the device of the one replica of a process, without starting TensorFlow.
+
+    Args:
+        local_rank: The number of this process among those of the run on this machine.
+
+    Returns:
+        `"GPU:0"`, `"GPU:1"`, ..., or `"CPU:0"` where the process sees no GPU.
+    """
+    limits = [tf.config.get_logical_device_configuration(gpu) for gpu in tf.config.get_visible_devices("GPU")]
+    num_logical = sum(len(logical or [None]) for logical in limits)
+    return f"GPU:{local_rank % num_logical}" if num_logical else "CPU:0"
+
+
+def logical_devices(kind: str | None = None) -> list[Any]:
+    """Lists TensorFlow's logical devices, which starts it.
+
+    Args:
+        kind: "CPU", "GPU", or all.
+
+    Raises:
+        ConfigurationError: A GPU cannot be used: it is busy in exclusive mode, or has no memory left.
+    """
+    try:
+        return tf.config.list_logical_devices(kind)
+    except (tf.errors.OpError, RuntimeError) as error:
+        if "CUDA" not in str(error) and "GPU" not in str(error):
+            raise
+        raise ConfigurationError(
+            message(
+                f"TensorFlow cannot use a GPU: {str(error).rstrip('.')}.",
+                hint="choose other GPUs with CUDA_VISIBLE_DEVICES, or end what runs on them."
+                + "".join(f"\n  {gpu.describe()}" for gpu in driver_gpus()),
+                CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "not set"),
+            )
+        ) from error
