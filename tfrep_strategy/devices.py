@@ -161,7 +161,9 @@ def replica_device(local_rank: int) -> str:
 
 
 def logical_devices(kind: str | None = None) -> list[Any]:
-    """Lists TensorFlow's logical devices, which starts it.
+    """Lists the logical devices of this process, which starts TensorFlow.
+
+    Where TensorFlow connects several processes it lists those of all.
 
     Args:
         kind: "CPU", "GPU", or all.
@@ -170,7 +172,7 @@ def logical_devices(kind: str | None = None) -> list[Any]:
         ConfigurationError: A GPU cannot be used: it is busy in exclusive mode, or has no memory left.
     """
     try:
-        return tf.config.list_logical_devices(kind)
+        devices = tf.config.list_logical_devices(kind)
     except (tf.errors.OpError, RuntimeError) as error:
         if "CUDA" not in str(error) and "GPU" not in str(error):
             raise
@@ -182,3 +184,7 @@ def logical_devices(kind: str | None = None) -> list[Any]:
                 CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "not set"),
             )
         ) from error
+    with tf.init_scope(), tf.device("CPU:0"):
+        here = tf.DeviceSpec.from_string(tf.zeros([]).device)
+    specs = [tf.DeviceSpec.from_string(device.name) for device in devices]
+    return [device for device, spec in zip(devices, specs, strict=True) if spec.task in (here.task, None)]

@@ -1,0 +1,229 @@
+"""What `benchmarks.gpu` runs on replicas and on one device: small programs whose results have to be equal.
+
+Each takes a strategy, or None for plain Keras, and returns named arrays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+Results = dict[str, Any]
+
+_EXAMPLES, _BATCH = 60, 16  # The last batch is smaller, and odd on no number of replicas alone.
+
+
+class Program(NamedTuple):
+    """One program.
+
+    Attributes:
+        run: Runs it under a strategy, or without one.
+        tolerance: By how much a number may differ from one device's: what the dtype rounds.
+    """
+
+    run: Callable[[Any], Results]
+    tolerance: float = 2e-5
+
+
+def _scope(strategy: Any) -> Any:
+    keras.utils.set_random_seed(0)
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
+
+
+def _images() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    return random.standard_normal((_EXAMPLES, 12, 12, 3), np.float32), random.integers(10, size=_EXAMPLES)
+
+
+def _convnet(*middle: Any) -> Any:
+    return keras.Sequential(
+        [
+            keras.Input((12, 12, 3)),
+            keras.layers.Conv2D(8, 3),
+            *middle,
+            keras.layers.Activation("tanh"),
+            keras.layers.GlobalAveragePooling2D(),
+            keras.layers.Dense(10, dtype="float32"),
+        ]
+    )
+
+
+def _fitted(strategy: Any, *middle: Any, optimizer: Any = None, jit_compile: Any = False) -> tuple[Any, Results]:
+    x, y = _images()
+    with _scope(strategy):
+        model = _convnet(*[layer() for layer in middle])
+        model.compile(
+            optimizer() if optimizer else keras.optimizers.SGD(0.1, momentum=0.9),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            jit_compile=jit_compile,
+        )
+    history = model.fit(x, y, batch_size=_BATCH, epochs=2, verbose=0).history
+    return model, {"loss": history["loss"], "accuracy": history["accuracy"], "weights": _flat(model.get_weights())}
+
+
+def _flat(weights: Any) -> np.ndarray:
+    return np.concatenate([np.ravel(np.asarray(w, np.float64)) for w in weights])
+
+
+def fit(strategy: Any) -> Results:
+    """`fit` with batches of 16, 16, 16 and 12 examples."""
+    return _fitted(strategy)[1]
+
+
+def evaluate_and_predict(strategy: Any) -> Results:
+    """`evaluate` and `predict` of all, and `predict` of one row."""
+    model, _ = _fitted(strategy)
+    x, y = _images()
+    return {
+        "evaluated": model.evaluate(x, y, batch_size=_BATCH, verbose=0),
+        "predicted": model.predict(x, batch_size=_BATCH, verbose=0),
+        "one row": model.predict(x[:1], verbose=0),
+    }
+
+
+def save_and_load(strategy: Any) -> Results:
+    """A model that is saved, loaded without a strategy, and asked again."""
+    model, _ = _fitted(strategy)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.keras")
+        model.save(path)
+        # Ranks other than the first find the file in the first one's folder only.
+        loaded = keras.models.load_model(path) if path.exists() else model
+        return {"predicted": loaded.predict(_images()[0], verbose=0)}
+
+
+def custom_loop(strategy: Any) -> Results:
+    """A loop of one's own: `strategy.run` in a `tf.function`, a tape, an optimizer."""
+    replicas = strategy or tf.distribute.get_strategy()
+    data = tf.data.Dataset.from_tensor_slices(_images()).batch(_BATCH)
+    with _scope(strategy):
+        model, optimizer = _convnet(), keras.optimizers.SGD(0.1)
+
+    @tf.function
+    def step(batch: Any) -> Any:
+        def replica_step(images: Any, labels: Any) -> Any:
+            with tf.GradientTape() as tape:
+                losses = keras.losses.sparse_categorical_crossentropy(labels, model(images), from_logits=True)
+                loss = tf.reduce_sum(losses) / _BATCH
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+            return loss
+
+        return replicas.reduce("SUM", replicas.run(replica_step, args=batch), axis=None)
+
+    losses = [float(step(batch)) for batch in replicas.experimental_distribute_dataset(data)]
+    return {"losses": losses, "weights": _flat(model.get_weights())}
+
+
+class _Gan(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(6)])
+        self.discriminator = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+        self.loss_fn = keras.losses.BinaryCrossentropy(from_logits=True)
+
+    def compile(self, generator_optimizer: Any, discriminator_optimizer: Any) -> None:
+        super().compile()
+        self.generator_optimizer, self.discriminator_optimizer = generator_optimizer, discriminator_optimizer
+
+    def train_step(self, data: Any) -> Any:
+        noise, real = data
+        with tf.GradientTape() as tape:
+            fake, true = self.discriminator(self.generator(noise)), self.discriminator(real)
+            loss = self.loss_fn(tf.zeros_like(fake), fake) + self.loss_fn(tf.ones_like(true), true)
+        variables = self.discriminator.trainable_variables
+        self.discriminator_optimizer.apply(tape.gradient(loss, variables), variables)
+        with tf.GradientTape() as tape:
+            fake = self.discriminator(self.generator(noise))
+            generator_loss = self.loss_fn(tf.ones_like(fake), fake)
+        variables = self.generator.trainable_variables
+        self.generator_optimizer.apply(tape.gradient(generator_loss, variables), variables)
+        return {"discriminator": loss, "generator": generator_loss}
+
+
+def gan(strategy: Any) -> Results:
+    """A GAN with two optimizers in one `train_step`."""
+    random = np.random.default_rng(0)
+    noise, real = random.standard_normal((_EXAMPLES, 4), np.float32), random.standard_normal((_EXAMPLES, 6), np.float32)
+    with _scope(strategy):
+        model = _Gan()
+        model.compile(keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1))
+    history = model.fit(noise, real, batch_size=_BATCH, epochs=2, shuffle=False, verbose=0).history
+    return {**history, "weights": _flat(model.get_weights())}
+
+
+def embedding(strategy: Any) -> Results:
+    """Sparse gradients through Adam."""
+    tokens = np.random.default_rng(0).integers(50, size=(_EXAMPLES, 7))
+    with _scope(strategy):
+        model = keras.Sequential(
+            [keras.Input((7,)), keras.layers.Embedding(50, 8), keras.layers.Flatten(), keras.layers.Dense(1)]
+        )
+        model.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), "mse")
+    model.fit(tokens, np.ones((_EXAMPLES, 1)), batch_size=_BATCH, epochs=5, verbose=0)
+    return {"weights": _flat(model.get_weights())}
+
+
+def accumulation(strategy: Any) -> Results:
+    """Gradients of two batches make an update, clipped as a whole."""
+    optimizer = lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.05, gradient_accumulation_steps=2)  # noqa: E731
+    return _fitted(strategy, optimizer=optimizer)[1]
+
+
+def synchronized_batch_norm(strategy: Any) -> Results:
+    """Batch normalisation over the global batch."""
+    return _fitted(strategy, lambda: keras.layers.BatchNormalization(synchronized=True))[1]
+
+
+def xla(strategy: Any) -> Results:
+    """`jit_compile=True`."""
+    return _fitted(strategy, jit_compile=True)[1]
+
+
+def xla_auto(strategy: Any) -> Results:
+    """`jit_compile="auto"`: on where one device has it on."""
+    model, results = _fitted(strategy, jit_compile="auto")
+    return {**results, "compiled": float(model.jit_compile)}
+
+
+def _with_policy(name: str) -> Callable[[Any], Results]:
+    def run(strategy: Any) -> Results:
+        before = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(name)
+        try:
+            return _fitted(strategy)[1]
+        finally:
+            keras.config.set_dtype_policy(before)
+
+    return run
+
+
+PROGRAMS = {
+    "fit": Program(fit),
+    "evaluate and predict": Program(evaluate_and_predict),
+    "save and load": Program(save_and_load),
+    "custom loop": Program(custom_loop),
+    "GAN": Program(gan),
+    "embedding, Adam": Program(embedding),
+    "accumulation, clipping": Program(accumulation),
+    "synchronized batch norm": Program(synchronized_batch_norm),
+    "XLA": Program(xla),
+    "XLA, auto": Program(xla_auto),
+    "mixed_float16": Program(_with_policy("mixed_float16"), 1e-2),
+    "mixed_bfloat16": Program(_with_policy("mixed_bfloat16"), 5e-2),
+    "bfloat16": Program(_with_policy("bfloat16"), 0.15),
+}
+
+
+def largest_difference(found: Results, expected: Results) -> float:
+    """Returns the largest absolute difference between two results of one program; infinite where one is not finite."""
+    assert found.keys() == expected.keys()
+    gaps = [np.max(np.abs(np.asarray(found[k], np.float64) - np.asarray(expected[k], np.float64))) for k in expected]
+    return float(np.max(np.nan_to_num(gaps, nan=np.inf)))
