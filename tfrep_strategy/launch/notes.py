@@ -125,7 +125,9 @@ def _show_after_traceback(hint: str) -> None:
 
 
 def _log_size() -> int | None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    log = os.fstat(1)
-    return log.st_size if stat.S_ISREG(log.st_mode) else None
+    with contextlib.suppress(Exception):  # The script may have closed or replaced them, which must not hide its error.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        log = os.fstat(1)
+        return log.st_size if stat.S_ISREG(log.st_mode) else None
+    return None
