@@ -108,19 +108,27 @@ def test_a_module_runs_as_python_would_run_it(project):
     [
         ("sys.exit(3)", 3, "exit code 3"),
         ("raise ValueError('seven')", 1, "ValueError: seven"),
+        ("os.mkdir('.')", 1, "`with tfrep.chief_first():`"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL"),
     ],
 )
 def test_a_rank_that_dies_ends_the_run(tmp_path, death, code, shown):
     (tmp_path / "dies.py").write_text(DIES.format(death=death))
     word = f"marker-{uuid.uuid4().hex}"
-    done = tfrep("run", "-n", "2", "dies.py", word, cwd=tmp_path, TMPDIR=str(tmp_path))
+    done = tfrep("run", "-n", "2", "dies.py", word, cwd=tmp_path, TMPDIR=str(tmp_path), TF_CPP_MIN_LOG_LEVEL="0")
     assert done.returncode == code
     assert "Rank 1 failed" in done.stderr
-    assert "last words" in done.stderr
-    assert shown in done.stderr
+    report = done.stderr.rpartition("Rank 1 failed")[2]
+    assert "last words" in report
+    assert shown in report
+    # TensorFlow's log and the frames of the launcher are in the log file only.
+    assert not any(text in report for text in ("oneDNN", "absl::InitializeLog", "runpy", "noted_failure"))
+    if "Error" in report:
+        assert report.splitlines()[-2].strip().startswith(("ValueError: seven", "`with tfrep.chief_first():`"))
     logs = Path(done.stderr.rpartition("Logs: ")[2].strip())
-    assert "last words" in (logs / "rank1.log").read_text()
+    log = (logs / "rank1.log").read_text()
+    assert "last words" in log
+    assert shown in log or "exit" in shown or "SIGKILL" in shown
     assert not ranks_of(word)
 
 

@@ -71,6 +71,7 @@ xla_gpu_kernel_names = _private("util.pywrap_xla_ops", "get_gpu_kernel_names")
 
 # Input.
 auto_shard_dataset = _private("distribute.input_ops", "auto_shard_dataset")
+OwnedIterator = _private("data.ops.iterator_ops", "OwnedIterator")
 
 # Parameter servers.
 ParameterServerExtended = _private("distribute.parameter_server_strategy_v2", "ParameterServerStrategyV2Extended")

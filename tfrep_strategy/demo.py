@@ -26,6 +26,7 @@ import tfrep_strategy as tfrep
 from tfrep_strategy.digits import load_digits
 from tfrep_strategy.launch import launch
 from tfrep_strategy.launch.identity import horovod_is_installed
+from tfrep_strategy.launch.joining import refuse_inside_a_run
 
 ONE_DEVICE = "one device"
 """The variant that the others are compared with: Keras without a strategy."""
@@ -124,6 +125,7 @@ def run_demo(
 
     Raises:
         ValueError: There are too few epochs.
+        ConfigurationError: Another launcher has started this process as one of several.
         PeerError: A process failed, or took more than 5 minutes.
 
     Example:
@@ -131,6 +133,7 @@ def run_demo(
         >>> max(result.largest_difference for result in results) < 1e-5
         True
     """
+    refuse_inside_a_run("`tfrep demo`")
     if epochs < 2:
         raise ValueError(f"The first epoch is not timed, so there must be another. Received: epochs={epochs}")
     console = console or Console()

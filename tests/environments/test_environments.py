@@ -24,7 +24,7 @@ from tfrep_strategy.errors import ConfigurationError
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in identity_variables() | {"SLURM_JOB_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID"}:
+    for name in identity_variables() | {"SLURM_JOB_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEPID"}:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -81,6 +81,10 @@ PLACES = [
     ({**SLURM, "SLURM_PROCID": 9}, SlurmEnvironment, 9, 10, 1, 2),
     ({"SLURM_PROCID": 1, "SLURM_NTASKS": 2}, SlurmEnvironment, 1, 2, 1, 2),
     ({"SLURM_PROCID": 0, "SLURM_NTASKS": 4, "SLURM_JOB_NAME": "bash"}, SingleEnvironment, 0, 1, 0, 1),
+    # A batch script is one process, which Slurm numbers 0 of all tasks that it might start.
+    ({"SLURM_PROCID": 0, "SLURM_NTASKS": 4, "SLURM_JOB_ID": 1}, SingleEnvironment, 0, 1, 0, 1),
+    ({"SLURM_PROCID": 0, "SLURM_NTASKS": 4, "SLURM_JOB_ID": 1, "SLURM_STEP_ID": 0}, SlurmEnvironment, 0, 4, 0, 4),
+    ({"SLURM_PROCID": 0, "SLURM_NTASKS": 2, "SLURM_JOB_ID": 1, "PMI_RANK": 0, "PMI_SIZE": 2}, MpiEnvironment, 0, 2, 0, 2),
     # Which one wins.
     ({**HOROVOD, **OPEN_MPI, **SLURM}, HorovodEnvironment, 3, 4, 1, 2),
     ({**OPEN_MPI, **SLURM, **tf_config({"worker": ["a:1"]})}, MpiEnvironment, 2, 4, 0, 2),

@@ -21,9 +21,9 @@ needs_horovod = pytest.mark.skipif(not horovod_is_installed(), reason="Horovod i
 both = pytest.mark.parametrize("communicator", [pytest.param("horovod", marks=needs_horovod), "tf"])
 
 
-def place() -> tuple[int, int, int, int, int]:
+def place() -> tuple[int, int, int, int, int, int]:
     found = detect_environment()
-    return found.rank, found.size, found.local_rank, found.local_size, os.getpid()
+    return found.rank, found.size, found.local_rank, found.local_size, os.getpid(), hash("word")
 
 
 @both
@@ -33,13 +33,16 @@ def test_every_rank_knows_its_place(communicator, monkeypatch, temporary_files):
     places = launch(place, num_replicas=2, communicator=communicator, strategy=None, timeout=LIMIT)
     assert [each[:4] for each in places] == [(0, 2, 0, 2), (1, 2, 1, 2)]
     assert len({os.getpid(), *(each[4] for each in places)}) == 3
+    assert len({each[5] for each in places}) == 1
+    assert places[0][5] != hash("word")  # Python's own habit: every run hashes in another way.
     assert not list(temporary_files.iterdir())
 
 
-def test_a_closure_and_its_arguments_travel(temporary_files):
+def test_a_closure_and_its_arguments_travel(temporary_files, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "12")
     factor = 10
     found = launch(
-        lambda value, *, plus: value * factor + plus,
+        lambda value, *, plus: (value * factor + plus, os.environ["PYTHONHASHSEED"]),
         (4,),
         1,
         kwargs={"plus": 2},
@@ -47,7 +50,7 @@ def test_a_closure_and_its_arguments_travel(temporary_files):
         strategy=None,
         timeout=LIMIT,
     )
-    assert found == [42]
+    assert found == [(42, "12")]
 
 
 def test_an_error_comes_back_with_its_rank(temporary_files):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tensorflow as tf
 from parameter_server_support import start
 
+import tfrep_strategy as tfrep
 from tfrep_strategy.launch.identity import free_ports
 
+_PS, _WORKER = ["127.0.0.1:1"], ["127.0.0.1:2"]
 _SCRIPT = """
 strategy = tfrep.ParameterServerStrategy(connect_timeout=100)  # Several imports at once take a while.
 with strategy.scope():
@@ -31,6 +35,43 @@ def _slurm() -> list[dict[str, str]]:
     job = free_ports(1)[0] % 20_000  # From which all tasks compute the same ports.
     common = {"SLURM_NTASKS": "3", "SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost"}
     return [common | {"SLURM_PROCID": str(rank), "SLURM_STEP_TASKS_PER_NODE": "3"} for rank in range(3)]
+
+
+def _spec_resolver(cluster: dict[str, list[str]], task: dict[str, Any]) -> Any:
+    spec = tf.train.ClusterSpec(cluster)
+    kind, index = task.get("type"), task.get("index")
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(spec, task_type=kind, task_id=index, rpc_layer="grpc")
+
+
+@pytest.mark.parametrize("through", ["TF_CONFIG", "a resolver"])
+@pytest.mark.parametrize(
+    ("more_jobs", "task", "text"),
+    [
+        ({}, {"type": "wroker", "index": 0}, "type='wroker'"),
+        ({}, {"type": "chief", "index": 0}, "not in the cluster. Received: type='chief'"),
+        ({}, {"type": "worker", "index": 1}, "no such task. Received: index=1"),
+        ({}, {"type": "ps", "index": -1}, "no such task. Received: index=-1"),
+        ({}, {"type": "ps"}, "no such task. Received: index=None"),
+        ({"chief": ["127.0.0.1:3", "127.0.0.1:4"]}, {"type": "chief", "index": 0}, "more than one chief"),
+        ({"evaluator": ["127.0.0.1:3", "127.0.0.1:4"]}, {}, "more than one evaluator"),
+        ({"master": ["127.0.0.1:3"]}, {}, r"another kind. Received: jobs=\['master'\]"),
+    ],
+)
+def test_a_bad_cluster_is_refused_before_anybody_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, through: str, more_jobs: Any, task: Any, text: str
+) -> None:
+    cluster = {"ps": _PS, "worker": _WORKER, **more_jobs}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+    resolver = None if through == "TF_CONFIG" else _spec_resolver(cluster, task)
+    with pytest.raises(tfrep.errors.ConfigurationError, match=text):
+        tfrep.ParameterServerStrategy(resolver)
+
+
+@pytest.mark.parametrize("config", ["worker", '{"cluster": [1]}', '{"cluster": {"ps": ["a:1"]}, "task": {"index": "first"}}'])
+def test_a_tf_config_that_cannot_be_read_is_shown(monkeypatch: pytest.MonkeyPatch, config: str) -> None:
+    monkeypatch.setenv("TF_CONFIG", config)
+    with pytest.raises(tfrep.errors.ConfigurationError, match="cannot be read.*TF_CONFIG="):
+        tfrep.ParameterServerStrategy()
 
 
 @pytest.mark.parametrize("tasks", [_tf_config, _slurm], ids=["TF_CONFIG", "Slurm"])

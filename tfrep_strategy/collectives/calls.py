@@ -100,13 +100,6 @@ def flow_of(group: ReplicaGroup | None) -> Flow:
     return Flow(communicator, current_step())
 
 
-def strategy_outside_step() -> Any:
-    """Returns the strategy in scope, if it is one of this package and the caller is not inside a replica."""
-    strategy = tf.distribute.get_strategy()
-    outside = tf.distribute.get_replica_context() is None
-    return strategy if outside and hasattr(strategy, "communicator_of") else None
-
-
-def process_communicator() -> Communicator:
-    """Returns what this process talks to the others with, outside a step."""
-    return getattr(strategy_outside_step(), "communicator", None) or SingleCommunicator()
+def outside_step() -> bool:
+    """Tells whether the caller is not inside a replica: in the scope of a strategy, or of none."""
+    return not tf.distribute.has_strategy() or tf.distribute.get_replica_context() is None

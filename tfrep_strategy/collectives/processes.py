@@ -6,24 +6,29 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.collectives.calls import launch, process_communicator, strategy_outside_step
+from tfrep_strategy.collectives.calls import launch, outside_step
 from tfrep_strategy.collectives.flow import Flow
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.strategies.groups import ReplicaGroup
+from tfrep_strategy.strategies.of_process import process_communicator
 
 
 def barrier(*, group: ReplicaGroup | None = None) -> None:
     """Waits until every replica has called it: inside a step the replicas, outside a step the processes.
 
+    Outside a step it needs no scope, only a strategy that was made before.
+
     Args:
         group: Only these replicas take part; inside a step.
+
+    Raises:
+        ConfigurationError: Outside a step, where this process is one of several and no strategy connects them.
 
     Example:
         >>> tfrep.barrier()
     """
-    strategy = strategy_outside_step()
-    if strategy is not None:
-        strategy.barrier()
+    if outside_step():
+        process_communicator().barrier()
         return
 
     def wait(flow: Flow, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -36,7 +41,7 @@ def barrier(*, group: ReplicaGroup | None = None) -> None:
 
 
 def broadcast_object(value: Any, source: int = 0) -> Any:
-    """Gives every process one process's Python object; outside a step, with the strategy in scope.
+    """Gives every process one process's Python object; outside a step, once a strategy was made.
 
     Args:
         value: Picklable; only the source's counts.
@@ -52,14 +57,14 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
         >>> tfrep.broadcast_object({"run": 7})
         {'run': 7}
     """
-    _check_no_step("broadcast_object")
+    check_no_step("broadcast_object")
     communicator = process_communicator()
     communicator.check_root(source)
     return communicator.broadcast_object(value, source)
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """Gives every process the Python objects of all; outside a step, with the strategy in scope.
+    """Gives every process the Python objects of all; outside a step, once a strategy was made.
 
     Args:
         value: Picklable.
@@ -74,10 +79,15 @@ def all_gather_object(value: Any) -> list[Any]:
         >>> tfrep.all_gather_object("alone")
         ['alone']
     """
-    _check_no_step("all_gather_object")
+    check_no_step("all_gather_object")
     return process_communicator().all_gather_object(value)
 
 
-def _check_no_step(kind: str) -> None:
-    if not tf.executing_eagerly() or (tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None):
+def check_no_step(kind: str) -> None:
+    """Refuses inside a step what is for the processes.
+
+    Raises:
+        ConfigurationError: The caller is inside a step or a `tf.function`.
+    """
+    if not tf.executing_eagerly() or not outside_step():
         raise ConfigurationError(f"{kind} was called inside a step.\nHint: objects are for what happens once, outside it.")

@@ -6,15 +6,17 @@ from typing import Any
 
 from tfrep_strategy.communicators.base import REDUCE_OPS, Communicator
 from tfrep_strategy.communicators.single import SingleCommunicator
+from tfrep_strategy.errors import ConfigurationError, message
 
 __all__ = ["REDUCE_OPS", "Communicator", "SingleCommunicator", "make_communicator"]
 
 
 def make_communicator(name: str | Communicator, environment: Any, device: str | None = None) -> Communicator:
-    """Makes the communicator that `name` asks for.
+    """Makes the communicator that `name` asks for, and checks that it reaches the processes of the environment.
 
     Args:
-        name: `"auto"`, `"horovod"`, `"tf"`, or a `Communicator`, which is returned as it is.
+        name: `"horovod"`, `"tf"`, a `Communicator`, which is returned as it is, or `"auto"`: TensorFlow's collectives
+            where the environment tells the address of every process, else Horovod, which finds the processes itself.
         environment: The `Environment` that tells rank, size and addresses.
         device: Device string on which TensorFlow's collectives run. Default: chosen by the local rank.
 
@@ -22,25 +24,45 @@ def make_communicator(name: str | Communicator, environment: Any, device: str | 
         A `Communicator`.
 
     Raises:
-        ConfigurationError: for an unknown name, or one that this environment cannot serve.
+        ConfigurationError: for an unknown name, one that this environment cannot serve, or a communicator whose rank or
+            size is not that of the environment.
     """
-    from tfrep_strategy.errors import ConfigurationError, message
+    communicator = name if isinstance(name, Communicator) else _named(name, environment, device)
+    _check_place(communicator, environment)
+    return communicator
 
-    if isinstance(name, Communicator):
-        return name
+
+def _named(name: str, environment: Any, device: str | None) -> Communicator:
     if name not in ("auto", "horovod", "tf"):
         raise ConfigurationError(
             message("Unknown communicator.", hint='use "auto", "horovod", "tf" or a tfrep.Communicator.', communicator=name)
         )
-    from tfrep_strategy.communicators import horovod
-
     if name == "auto":
-        started_for_horovod = environment.name in ("horovod", "mpi") and horovod.is_installed()
-        name = "horovod" if started_for_horovod else "tf"
+        name = "tf" if environment.size == 1 or environment.addresses else "horovod"
     if name == "horovod":
-        return horovod.HorovodCommunicator()
+        from tfrep_strategy.communicators.horovod import HorovodCommunicator
+
+        return HorovodCommunicator()
     if environment.size == 1:
         return SingleCommunicator()
     from tfrep_strategy.communicators.tf_collective import TensorFlowCommunicator
 
     return TensorFlowCommunicator(environment, device)
+
+
+def _check_place(communicator: Communicator, environment: Any) -> None:
+    """Refuses a communicator that reaches other processes than those that were started: each would train alone."""
+    told, found = (environment.rank, environment.size), (communicator.rank, communicator.size)
+    if environment.size == 1 or told == found:
+        return
+    raise ConfigurationError(
+        message(
+            f"By {environment.name} this process is rank {told[0]} of {told[1]},"
+            f" but its communicator says rank {found[0]} of {found[1]}.",
+            hint="start the processes with what the communicator knows: Horovod knows horovodrun and `tfrep run`, and"
+            " mpirun and srun only if it was built with MPI (`tfrep horovod install --with mpi`). For processes that should"
+            f" be alone, unset {', '.join(environment.found) or 'the variables of the environment'}.",
+            communicator=communicator.name,
+            environment=environment.describe(),
+        )
+    )

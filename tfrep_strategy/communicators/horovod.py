@@ -6,7 +6,6 @@ Only `horovod.tensorflow` ops are used. Horovod's Keras front end does not reduc
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import threading
 from collections.abc import Sequence
@@ -21,11 +20,6 @@ from tfrep_strategy.communicators.order import Order
 from tfrep_strategy.errors import ConfigurationError, message
 
 _TAKES_GROUPS = "HOROVOD_DYNAMIC_PROCESS_SETS"
-
-
-def is_installed() -> bool:
-    """Whether Horovod can be imported. It may still lack TensorFlow support, which `HorovodCommunicator` reports."""
-    return importlib.util.find_spec("horovod") is not None
 
 
 class HorovodCommunicator(Communicator):

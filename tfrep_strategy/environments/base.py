@@ -111,6 +111,11 @@ class Environment(ABC):
         """`"host:port"` of each rank, or `None` when the environment knows no ports."""
         return None if self._addresses is None else list(self._addresses)
 
+    @property
+    def found(self) -> dict[str, str]:
+        """The environment variables that told it, with their values."""
+        return dict(self._found)
+
     def describe(self) -> str:
         """Says in one line why this environment was detected and what it told.
 

@@ -7,6 +7,7 @@ import socket
 
 from tfrep_strategy.environments.base import Environment, read_int
 from tfrep_strategy.environments.horovod import known_hosts
+from tfrep_strategy.environments.slurm import SlurmEnvironment
 
 
 class MpiEnvironment(Environment):
@@ -42,7 +43,7 @@ class MpiEnvironment(Environment):
             return True
         # `srun --mpi=pmi2` sets PMI_* beside its own variables, which tell more (the hosts). Under Hydra inside a Slurm
         # job the two differ, and then it is Hydra that started this process.
-        repeated = all(
+        repeated = SlurmEnvironment.detect() and all(
             os.environ.get(slurm) == os.environ.get(pmi)
             for slurm, pmi in (("SLURM_PROCID", "PMI_RANK"), ("SLURM_NTASKS", "PMI_SIZE"))
         )

@@ -45,9 +45,9 @@ class SlurmEnvironment(Environment):
 
     @classmethod
     def detect(cls) -> bool:
-        """Whether Slurm numbered this process; an interactive shell inside an allocation does not count."""
+        """Whether `srun` started this process; an interactive shell or the script of a batch job does not count."""
         interactive = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
-        return "SLURM_PROCID" in os.environ and "SLURM_NTASKS" in os.environ and not interactive
+        return "SLURM_PROCID" in os.environ and "SLURM_NTASKS" in os.environ and not interactive and not _is_batch_script()
 
     def __init__(self) -> None:
         rank, size = read_int("SLURM_PROCID"), read_int("SLURM_NTASKS")
@@ -159,6 +159,12 @@ def _spread(nodes: list[str], counts: list[int], *, cyclic: bool) -> Iterator[st
     else:
         for node, count in zip(nodes, counts, strict=True):
             yield from itertools.repeat(node, count)
+
+
+def _is_batch_script() -> bool:
+    """Whether this is the one process that runs a batch script: Slurm numbers it 0 of all tasks, and starts no others."""
+    step = any(name in os.environ for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST"))
+    return os.environ["SLURM_PROCID"] == "0" and "SLURM_JOB_ID" in os.environ and not step
 
 
 def _even(size: int, nodes: int) -> str:

@@ -13,6 +13,7 @@ import cloudpickle
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import PeerError
 from tfrep_strategy.launch.child import rank_command, run_strategy_scope
+from tfrep_strategy.launch.joining import warn_inside_a_run
 from tfrep_strategy.launch.notes import noted_failure
 from tfrep_strategy.launch.processes import deferred_signals
 from tfrep_strategy.launch.runs import Options, RunFailed, run_to_end
@@ -54,6 +55,7 @@ def launch(
         >>> launch(lambda: tf.distribute.get_strategy().num_replicas_in_sync, num_replicas=2)
         [2, 2]
     """
+    warn_inside_a_run("`tfrep.launch`")
     options = Options(num_replicas, strategy=strategy, communicator=communicator, timeout=timeout)
     scope = "" if strategy is None else "scope"
     with (

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import random
 import socket
 import threading
 from collections.abc import Iterator
@@ -88,6 +89,25 @@ def inherited_environ() -> dict[str, str]:
     """
     foreign = identity_variables().union(RUN_VARIABLES)
     return {name: value for name, value in os.environ.items() if name not in foreign}
+
+
+def common_hash_seed(default: str | None = None) -> str:
+    """Returns the `PYTHONHASHSEED` of all ranks of a run, so that sets of strings have one order on all of them.
+
+    Args:
+        default: What to take where the user has set none. By default a random number, as Python takes one.
+
+    Returns:
+        The user's own, if there is one, else the default.
+
+    Example:
+        >>> common_hash_seed("7")
+        '7'
+    """
+    own = os.environ.get("PYTHONHASHSEED", "random")
+    if own not in ("", "random"):
+        return own
+    return default or str(random.SystemRandom().randrange(1, 2**32))
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tfrep_strategy.errors import ConfigurationError, ServerLostError, message
 from tfrep_strategy.launch.child import rank_command
 from tfrep_strategy.launch.identity import free_ports, inherited_environ
+from tfrep_strategy.launch.joining import refuse_inside_a_run
 from tfrep_strategy.launch.processes import Command, Failure, deferred_signals, run_ranks
 from tfrep_strategy.launch.runs import make_log_dir
 
@@ -74,7 +75,7 @@ def run_coordinator(
         None if the script ended well, else how it failed the last time. No process is left.
 
     Raises:
-        ConfigurationError: There is no such script.
+        ConfigurationError: There is no such script, or another launcher has started this process as one of several.
 
     Example:
         >>> run_coordinator("train.py", ["--epochs", "3"], ClusterOptions(workers=2, servers=1, max_restarts=1))
@@ -83,6 +84,7 @@ def run_coordinator(
         raise ConfigurationError(
             message("There is no such script.", hint="check the path; for a module use -m.", script=target)
         )
+    refuse_inside_a_run("`tfrep run --strategy parameter-server`")
     kind = "module" if as_module else "script"
     log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
     with deferred_signals() as events:

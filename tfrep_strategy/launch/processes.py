@@ -81,12 +81,14 @@ class Failure:
         exit_code: The exit code of that rank and so of the run; 128 + n if signal n ended it.
         traceback: Where Python left the rank's code, if it got to say so.
         noted: Whether the rank itself told of its failure.
+        log_size: How many bytes the rank's log had when it failed, if it got to say so.
     """
 
     rank: int | None
     exit_code: int
     traceback: str = ""
     noted: bool = False
+    log_size: int | None = None
 
     @property
     def stopped_by_signal(self) -> bool:
@@ -240,7 +242,7 @@ class _Run:
             return None
         note = notes.get(rank, Note(0.0, 0))
         code = died.get(rank, note.exit_code)
-        return Failure(rank, 128 - code if code < 0 else code, note.traceback, noted=rank in notes)
+        return Failure(rank, 128 - code if code < 0 else code, note.traceback, noted=rank in notes, log_size=note.log_size)
 
     def end(self, first_signal: int) -> None:
         """Ends what still runs: asks, waits for the grace period, then kills."""

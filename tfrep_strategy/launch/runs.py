@@ -6,10 +6,8 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import sys
 import tempfile
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +16,13 @@ from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.launch.child import STRATEGIES
 from tfrep_strategy.launch.identity import (
     COMMUNICATORS,
+    common_hash_seed,
     identities,
     inherited_environ,
     resolve_communicator,
 )
 from tfrep_strategy.launch.processes import Command, Events, Failure, run_ranks
-
-_LAST_LINES = 20
+from tfrep_strategy.launch.report import describe
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,10 @@ class RunFailed(Exception):  # noqa: N818
     """
 
     def __init__(self, failure: Failure, options: Options, log_dir: Path) -> None:
-        super().__init__(_report(failure, options, log_dir))
+        story = describe(
+            failure, timeout=options.timeout, through_horovodrun=options.hosts is not None, log_dir=log_dir
+        )
+        super().__init__(story)
         self.failure = failure
         self.log_dir = log_dir
 
@@ -160,7 +161,7 @@ def run_to_end(
         ...     run_to_end(Options(num_replicas=2), lambda logs: rank_command("script", ...), folder, events)
     """
     with contextlib.ExitStack() as stack:
-        environ = inherited_environ() | {"PYTHONUNBUFFERED": "1"}
+        environ = inherited_environ() | {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": common_hash_seed()}
         if options.strategy is not None:
             environ["TFREP_STRATEGY"] = "mirrored" if options.strategy == "mirrored" else "multi-worker"
             environ["TFREP_NUM_REPLICAS"] = str(options.size)
@@ -225,21 +226,3 @@ def _horovodrun(size: int, hosts: str) -> list[str]:
 
 def _places(hosts: str) -> int:
     return sum(int(host.rpartition(":")[2]) for host in hosts.split(","))
-
-
-def _report(failure: Failure, options: Options, log_dir: Path) -> str:
-    if failure.stopped_by_signal:
-        return f"The run was stopped by {signal.Signals(failure.exit_code - 128).name}."
-    if failure.rank is None:
-        return f"The run was stopped: it took more than {options.timeout:g} seconds.\nLogs: {log_dir}"
-    code = failure.exit_code
-    if options.hosts and not failure.noted:
-        return f"horovodrun ended with exit code {code}; what it says is above.\nLogs: {log_dir}"
-    by_signal = f" ({signal.Signals(code - 128).name})" if code - 128 in set(signal.Signals) else ""
-    what = f"Rank {failure.rank} failed with exit code {code}{by_signal}; all ranks were ended."
-    log = log_dir / f"rank{failure.rank}.log"
-    if not log.exists():
-        return f"{what} Its output is above."
-    with open(log, encoding="utf-8", errors="replace") as lines:
-        tail = "".join(f"  {line.rstrip()}\n" for line in deque(lines, _LAST_LINES))
-    return f"{what} Its last lines:\n{tail}Logs: {log_dir}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.launch.child import rank_command, run_strategy_scope
+from tfrep_strategy.launch.joining import join_outer_run, outer_run
 from tfrep_strategy.launch.notes import noted_failure
 from tfrep_strategy.launch.processes import deferred_signals
 from tfrep_strategy.launch.runs import Options, run_to_end
@@ -26,8 +27,11 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
         options: What kind of run is wanted.
         as_module: Whether `target` is a module, as for `python -m`.
 
+    Inside the run of another launcher (`srun tfrep run train.py`) this process becomes the rank that it is there, and
+    this does not return.
+
     Raises:
-        ConfigurationError: There is no such script.
+        ConfigurationError: There is no such script, or the options do not fit the run of another launcher.
         RunFailed: A rank failed.
 
     Example:
@@ -42,6 +46,9 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
             )
         )
     kind = "module" if as_module else "script"
+    outer = outer_run()
+    if outer is not None:
+        join_outer_run(outer, options, [kind, target, *arguments])
     with (
         deferred_signals() as events,
         tempfile.TemporaryDirectory(prefix="tfrep-") as notes,
@@ -65,8 +72,8 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
     """Is the whole life of a rank.
 
     Args:
-        arguments: Folder of the notes, folder of the logs if this process has to open its own, "script" or "module",
-            its name, and its arguments.
+        arguments: Folder of the notes if a launcher of this package reads them, folder of the logs if this process has
+            to open its own, "script" or "module", its name, and its arguments.
         own_path: The search path with which Python started.
 
     Example:
@@ -76,7 +83,7 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
     rank = detect_environment().rank
     if log_dir and rank:
         _write_to(Path(log_dir, f"rank{rank}.log"))
-    with noted_failure(Path(note_dir), rank):
+    with noted_failure(Path(note_dir) if note_dir else None, rank):
         # Both are as Python would have set them for `python target` and `python -m target`.
         sys.argv = [target, *rest]
         first = os.getcwd() if kind == "module" else str(Path(target).resolve().parent)

@@ -27,6 +27,7 @@ from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrat
 from tfrep_strategy.strategies.cache_files import cache_in_own_files
 from tfrep_strategy.strategies.checkpoint import write_checkpoints_once
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
+from tfrep_strategy.strategies.of_process import remember
 from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
 from tfrep_strategy.strategies.seeds import check_order, own_random_operations, share_random_state
 
@@ -35,16 +36,16 @@ class MultiWorkerStrategy(SynchronousStrategy):
     """Synchronous training with one replica in each process, with the answer that one device gives.
 
     Args:
-        communicator: `"horovod"`, `"tf"` (TensorFlow's own collectives), `"auto"` (Horovod when it is installed and the
-            processes were started for it, else TensorFlow's), or a `Communicator`.
+        communicator: `"horovod"`, `"tf"` (TensorFlow's own collectives), `"auto"` (TensorFlow's where the environment tells
+            the address of every process, else Horovod), or a `Communicator` of all processes.
         device: Device of this process's replica, such as `"GPU:0"`. Default: a GPU, or the CPU where there is none. Processes
             that see several GPUs share them out by their local rank, and TensorFlow is shown the process's own alone.
         bucket_bytes: Gradients travel in groups of about this many bytes. Default: what the communicator does best with.
         densify_sparse_gradients: Whether sparse gradients travel as dense tensors.
 
     Raises:
-        ConfigurationError: for an unknown communicator, a device that does not exist, or an environment that does not say
-            who the processes are.
+        ConfigurationError: for an unknown communicator, one that reaches other processes than the environment tells of, a
+            device that does not exist, or an environment that does not say who the processes are.
         PeerError: when another process cannot be reached.
 
     Example:
@@ -75,6 +76,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
         self.extended._cluster_resolver = _cluster_resolver(self.environment)
         write_checkpoints_once(self)
         cache_in_own_files(self.communicator.rank, self.communicator.size)
+        remember(self)
 
     @property
     def rank(self) -> int:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import CachingVariable, ParameterServerExtended, ShardedVariable
 from tfrep_strategy.batches import pack, shard
-from tfrep_strategy.environments import SlurmEnvironment
+from tfrep_strategy.environments import SlurmEnvironment, TfConfigEnvironment
 from tfrep_strategy.environments.base import read_int
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
 from tfrep_strategy.keras_integration.partitioned import PartInitializer, PartitionedVariable
@@ -232,7 +232,11 @@ class _Extended(ParameterServerExtended):
 
 
 def _checked_jobs(resolver: Any) -> dict[str, list[str]]:
-    spec = resolver.cluster_spec()
+    try:
+        spec, own_job, own_index = tf.train.ClusterSpec(resolver.cluster_spec()), resolver.task_type, resolver.task_id
+    except (TypeError, ValueError, AttributeError) as error:  # TensorFlow reads `TF_CONFIG` without checking it.
+        setting = {name: os.environ[name] for name in TfConfigEnvironment.variables if name in os.environ}
+        raise ConfigurationError(message(f"The cluster cannot be read ({error}).", **setting)) from error
     jobs = {job: spec.job_tasks(job) for job in spec.jobs}
     for job, what in (("ps", "parameter server"), ("worker", "worker")):
         if not jobs.get(job):
@@ -244,13 +248,24 @@ def _checked_jobs(resolver: Any) -> dict[str, list[str]]:
         raise ConfigurationError(
             message("The cluster has a job of another kind.", hint="use chief, worker, ps, evaluator.", jobs=unknown)
         )
-    if resolver.task_type == "evaluator":
+    for job in ("chief", "evaluator"):
+        if len(jobs.get(job, ())) > 1:
+            raise ConfigurationError(message(f"The cluster has more than one {job}.", hint="list one.", **{job: jobs[job]}))
+    if own_job == "evaluator":
         raise ConfigurationError(
             message(
                 "An evaluator takes no part in the training.",
                 hint="run tfrep.SidecarEvaluator there.",
                 type="evaluator",
             )
+        )
+    if own_job and own_job not in jobs:
+        raise ConfigurationError(
+            message("This task's job is not in the cluster.", hint=f"its type must be {' or '.join(jobs)}.", type=own_job)
+        )
+    if own_job and (own_index is None or not 0 <= own_index < len(jobs[own_job])):
+        raise ConfigurationError(
+            message("There is no such task.", hint=f"job {own_job!r} has {len(jobs[own_job])}, from 0.", index=own_index)
         )
     return jobs
 

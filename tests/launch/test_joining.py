@@ -1,0 +1,221 @@
+"""Ranks that another launcher has started: horovodrun, or variables as mpirun, srun and TF_CONFIG set them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import tfrep_strategy as tfrep
+from tfrep_strategy.launch.identity import free_ports, horovod_is_installed, inherited_environ
+
+ROOT = str(Path(tfrep.__file__).parents[1])
+LIMIT = 150
+needs_horovod = pytest.mark.skipif(not horovod_is_installed(), reason="Horovod is not installed")
+
+# README's program, with code outside of all scopes around it. Everything that is shown has to be the same on all ranks.
+PROGRAM = """
+import json, os, sys
+import numpy as np, keras
+import tfrep_strategy as tfrep
+
+chief = tfrep.is_chief()
+strategy = tfrep.MultiWorkerStrategy()
+assert chief == tfrep.is_chief() == (strategy.rank == 0)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.arange(40, dtype="float32").reshape(10, 4) / 40
+history = model.fit(x, x[:, :1], batch_size=4, verbose=0).history
+with tfrep.chief_first():
+    if chief:
+        os.mkdir("out")
+    assert os.path.isdir("out")
+try:
+    with tfrep.chief_first():
+        os.mkdir("out")
+except Exception as error:
+    failure = type(error).__name__
+if not chief:
+    open("from_rank_1", "w").close()
+tfrep.barrier()
+assert os.path.exists("from_rank_1")
+found = {"failure": failure, "size": strategy.num_replicas_in_sync, "ranks": tfrep.all_gather_object(strategy.rank),
+         "communicator": strategy.communicator.name, "loss": history["loss"], "argv": sys.argv[1:]}
+if os.environ.get("PYTHONHASHSEED", "random") != "random":
+    found["hash"] = hash("word")
+print("FOUND " + json.dumps(found), flush=True)
+"""
+
+TASKS = {
+    "MPI": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+    "Horovod": {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"},
+    "Slurm": {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost"},
+    "TF_CONFIG": {
+        "TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}),
+    },
+}
+
+
+def environ(**own: str) -> dict[str, str]:
+    return inherited_environ() | {"PYTHONPATH": ROOT, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"} | own
+
+
+def found_in(output: str) -> list[dict[str, object]]:
+    # Every process has printed one line, though horovodrun may put two into one.
+    return [json.loads(text.partition("}")[0] + "}") for text in output.split("FOUND ")[1:]]
+
+
+def check_all(found: Sequence[dict[str, object]], communicator: str) -> None:
+    assert [each.pop("failure") for each in sorted(found, key=str)] == ["FileExistsError", "PeerError"]
+    assert found[0] == found[1]
+    assert len(found) == found[0]["size"] == 2
+    assert found[0]["ranks"] == [0, 1]
+    assert found[0]["communicator"] == communicator
+
+
+@needs_horovod
+def test_horovodrun_starts_the_ranks(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    horovodrun = Path(sys.executable).with_name("horovodrun")
+    done = subprocess.run(
+        [horovodrun, "-np", "2", sys.executable, "train.py"],
+        cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    check_all(found_in(done.stdout), "horovod")
+
+
+@needs_horovod
+def test_hosts_are_reached_through_horovodrun(tmp_path: Path) -> None:
+    (tmp_path / "hash.py").write_text("import tfrep_strategy as tfrep; print(len(set(tfrep.all_gather_object(hash('word')))))")
+    done = subprocess.run(
+        [sys.executable, "-m", "tfrep_strategy.cli", "run", "--hosts", "localhost:2", "hash.py"],
+        cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.rpartition(">")[2].strip() == "1"
+
+
+def test_tfrep_run_in_tasks_becomes_their_ranks(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "tfrep_strategy.cli", "run", "train.py", "--epochs", "3"]
+    common = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(free_ports(1)[0] % 20_000), "SLURM_STEP_NODELIST": "localhost"}
+    processes = [
+        subprocess.Popen(
+            command, cwd=tmp_path, env=environ(**common, SLURM_PROCID=str(rank)), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=LIMIT) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0], [error[-3000:] for _, error in outputs]
+    found = [each for output, _ in outputs for each in found_in(output)]
+    assert all("hash" in each and each["argv"] == ["--epochs", "3"] for each in found)
+    check_all(found, "tf")
+
+
+ALONE = """
+import json, os, sys
+import horovod.tensorflow as hvd
+import tfrep_strategy as tfrep
+from tfrep_strategy.communicators import SingleCommunicator
+
+messages = []
+for variables, name in json.loads(sys.argv[1]):
+    os.environ.update(variables)
+    try:
+        tfrep.MultiWorkerStrategy(SingleCommunicator() if name == "own" else name)
+        sys.exit(f"{variables} with {name} trains alone")
+    except tfrep.errors.ConfigurationError as error:
+        messages.append(str(error))
+    try:
+        tfrep.barrier()
+        sys.exit("a barrier without the others")
+    except tfrep.errors.ConfigurationError as error:
+        assert "The processes are not connected yet" in str(error)
+    for variable in variables:
+        del os.environ[variable]
+assert not hvd.mpi_built()
+print(json.dumps(messages))
+"""
+
+
+@needs_horovod
+def test_nobody_trains_alone(tmp_path: Path) -> None:
+    """What mpirun and srun start cannot talk through a Horovod that has Gloo only, nor through what connects nobody."""
+    cases = [("MPI", "auto"), ("MPI", "horovod"), ("Slurm", "horovod"), ("TF_CONFIG", "own"), ("Slurm", "own")]
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, json.dumps([(TASKS[name], communicator) for name, communicator in cases])],
+        cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    messages = json.loads(done.stdout)
+    assert len(messages) == len(cases)
+    for (name, _), text in zip(cases, messages, strict=True):
+        assert f"By {name} this process is rank 1 of 2, but its communicator says rank 0 of 1." in text
+        assert "tfrep horovod install --with mpi" in text
+        assert all(variable in text for variable in TASKS[name])
+
+
+@pytest.fixture(params=TASKS)
+def task(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """Makes this process look like a task of each launcher in turn, in a folder with a script."""
+    for name, value in TASKS[request.param].items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "script.py").touch()
+    monkeypatch.chdir(tmp_path)
+    return str(request.param)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["-n", "4"], "num_replicas=4"),
+        (["-n", "1"], "num_replicas=1"),
+        (["--hosts", "a:2"], "hosts='a:2'"),
+        (["--strategy", "mirrored"], "strategy='mirrored'"),
+        (["--strategy", "parameter-server"], "`tfrep run --strategy parameter-server`"),
+    ],
+)
+def test_runs_in_tasks_are_refused(
+    task: str, arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tfrep_strategy.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["tfrep", "run", *arguments, "script.py"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "This process is one of 2 that another launcher has started" in error
+    assert named in error
+    assert f"environment='{task}: rank 1 of 2" in error
+
+
+def test_a_rank_of_a_run_starts_no_other(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tfrep_strategy.demo import run_demo
+    from tfrep_strategy.launch import Options, run_script
+
+    with pytest.raises(tfrep.errors.ConfigurationError, match="`tfrep demo` would start a run of its own in each"):
+        run_demo(None)
+    monkeypatch.setenv("TFREP_NUM_REPLICAS", "2")  # Of the `tfrep run` that has made this process a rank.
+    with pytest.raises(tfrep.errors.ConfigurationError, match="call it outside of a run"):
+        run_script("script.py", [], Options())
+
+
+def test_launch_in_a_task_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TASKS["Slurm"].items():
+        monkeypatch.setenv(name, value)
+    with pytest.warns(UserWarning, match="in each of the 2 processes that another launcher has started"):
+        assert tfrep.launch(os.getpid, num_replicas=1, strategy=None, communicator="tf", timeout=LIMIT)

@@ -1,0 +1,41 @@
+"""What is shown of a rank that failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tfrep_strategy.launch.processes import Failure
+from tfrep_strategy.launch.report import describe, last_lines
+
+OF_TENSORFLOW = """\
+WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+I0000 00:00:1795352234.689562    2463 cpu_feature_guard.cc:227] This TensorFlow binary is optimized to use instructions.
+To enable the following instructions: AVX2 AVX512F, in other operations, rebuild TensorFlow with compiler flags.
+2026-11-22 12:57:15.689562: I tensorflow/core/util/port.cc:153] oneDNN custom operations are on.
+W1122 12:57:15.689562    2463 computation_placer.cc:177] computation placer already registered.
+"""
+OWN = """\
+I am a line of the program.
+2026-11-22 is the day
+E0000 00:00:1795352234.689562    2463 ring.cc:1] a peer is gone
+F0000 00:00:1795352234.689562    2463 check.cc:1] Check failed: x > 0
+"""
+
+
+def test_information_of_tensorflow_is_left_out(tmp_path: Path) -> None:
+    log = tmp_path / "rank1.log"
+    log.write_text(OF_TENSORFLOW + OWN + OF_TENSORFLOW)
+    assert last_lines(log) == OWN.splitlines()
+    log.write_text("".join(f"line {i}\n" for i in range(30)) + OF_TENSORFLOW * 30)
+    assert last_lines(log) == [f"line {i}" for i in range(10, 30)]
+
+
+def test_what_comes_after_the_failure_is_left_out(tmp_path: Path) -> None:
+    before, traceback = "epoch 1\n", "Traceback (most recent call last):\nValueError: seven\n"
+    (tmp_path / "rank1.log").write_text(before + traceback + "a farewell\n" * 50)
+    failure = Failure(1, 1, traceback, noted=True, log_size=len(before))
+    assert describe(failure, timeout=None, through_horovodrun=False, log_dir=tmp_path) == (
+        "Rank 1 failed with exit code 1; all ranks were ended. Its last lines:\n"
+        "  epoch 1\n  Traceback (most recent call last):\n  ValueError: seven\n"
+        f"Logs: {tmp_path}"
+    )

@@ -1,0 +1,123 @@
+"""A launcher that runs inside the run of another one, as in `srun tfrep run train.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from tfrep_strategy.environments import Environment, detect_environment
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.launch.child import rank_command
+from tfrep_strategy.launch.identity import RUN_VARIABLES, common_hash_seed
+from tfrep_strategy.launch.runs import Options, make_log_dir
+
+_HASH_SEED = "0"
+"""All ranks have to hash alike, and those that another launcher has started cannot agree on a number."""
+
+
+def outer_run() -> Environment | None:
+    """Tells whether another launcher has started this process as one of several.
+
+    Returns:
+        The place of this process among them; None if it is alone.
+
+    Raises:
+        ConfigurationError: The environment variables that say so cannot be used.
+
+    Example:
+        >>> outer_run() is None
+        True
+    """
+    environment = detect_environment()
+    return environment if environment.size > 1 else None
+
+
+def refuse_inside_a_run(command: str) -> None:
+    """Refuses what would be done once by each process of another run.
+
+    Args:
+        command: What the user called.
+
+    Raises:
+        ConfigurationError: This process is one of several.
+
+    Example:
+        >>> refuse_inside_a_run("`tfrep demo`")
+    """
+    outer = outer_run()
+    if outer is not None:
+        raise _refusal(outer, f"{command} would start a run of its own in each of them", "call it in one process only", {})
+
+
+def warn_inside_a_run(command: str) -> None:
+    """Warns of what is done once by each process of another run; variables that cannot be read describe none.
+
+    Args:
+        command: What the user called.
+
+    Example:
+        >>> warn_inside_a_run("`tfrep.launch`")
+    """
+    with contextlib.suppress(ConfigurationError):
+        outer = outer_run()
+        if outer is not None:
+            warnings.warn(
+                f"{command} starts a run of its own in each of the {outer.size} processes that another launcher has"
+                f" started. Environment: {outer.describe()}",
+                stacklevel=3,
+            )
+
+
+def join_outer_run(outer: Environment, options: Options, arguments: Sequence[str]) -> NoReturn:
+    """Becomes the rank that the other launcher has made this process; that one watches it and ends it.
+
+    Args:
+        outer: From `outer_run`.
+        options: What kind of run is wanted.
+        arguments: What follows the folders in the arguments of `script.main`.
+
+    Raises:
+        ConfigurationError: Something else than a rank of the outer run is wanted.
+
+    Example:
+        >>> join_outer_run(outer, Options(), ["script", "train.py"])
+    """
+    other_size = options.num_replicas not in (None, outer.size)
+    wanted = {
+        "num_replicas": options.num_replicas if other_size else None,
+        "hosts": options.hosts,
+        "strategy": options.strategy if options.strategy == "mirrored" else None,
+    }
+    conflicts = {name: value for name, value in wanted.items() if value is not None}
+    if conflicts or "TFREP_NUM_REPLICAS" in os.environ:
+        what = "`tfrep run` would start a run of its own in each of them"
+        remedy = "leave these options out, so that the processes are the ranks" if conflicts else "call it outside of a run"
+        raise _refusal(outer, what, remedy, conflicts)
+    environ = {name: value for name, value in os.environ.items() if name not in RUN_VARIABLES} | {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONHASHSEED": common_hash_seed(_HASH_SEED),
+        "TFREP_STRATEGY": "multi-worker",
+        "TFREP_NUM_REPLICAS": str(outer.size),
+        "TFREP_COMMUNICATOR": options.communicator,
+    }
+    log_dir = "" if options.log_dir is None else str(make_log_dir(options.log_dir))
+    command = rank_command("script", "", log_dir, *arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command[0], command, environ)
+
+
+def _refusal(outer: Environment, what: str, remedy: str, received: dict[str, Any]) -> ConfigurationError:
+    variables = ", ".join(outer.found) or "its variables"
+    return ConfigurationError(
+        message(
+            f"This process is one of {outer.size} that another launcher has started, and {what}.",
+            hint=f"{remedy}; or unset {variables} if they are left over from another run.",
+            **received,
+            environment=outer.describe(),
+        )
+    )

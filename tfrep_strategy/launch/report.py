@@ -1,0 +1,71 @@
+"""What a user is told about a run that failed."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections import deque
+from pathlib import Path
+
+from tfrep_strategy.launch.processes import Failure
+
+_LAST_LINES = 20
+# TensorFlow's information and warnings, and the lines without a mark that go with them.
+_OF_TENSORFLOW = re.compile(
+    r"[IW]\d{4} \d\d:\d\d:\d\d"
+    r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IW] "
+    r"|WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
+    r"|To enable the following instructions: "
+)
+
+
+def describe(failure: Failure, *, timeout: float | None, through_horovodrun: bool, log_dir: Path) -> str:
+    """Tells which rank failed, how, and what it said last.
+
+    Args:
+        failure: What `run_ranks` returned.
+        timeout: The time limit of the run.
+        through_horovodrun: Whether `horovodrun` started the ranks.
+        log_dir: Folder of the log files.
+
+    Returns:
+        The story, of one line or more.
+
+    Example:
+        >>> describe(Failure(0, 3), timeout=None, through_horovodrun=False, log_dir=Path("logs"))
+        'Rank 0 failed with exit code 3; all ranks were ended. Its output is above.'
+    """
+    if failure.stopped_by_signal:
+        return f"The run was stopped by {signal.Signals(failure.exit_code - 128).name}."
+    if failure.rank is None:
+        return f"The run was stopped: it took more than {timeout:g} seconds.\nLogs: {log_dir}"
+    code = failure.exit_code
+    if through_horovodrun and not failure.noted:
+        return f"horovodrun ended with exit code {code}; what it says is above.\nLogs: {log_dir}"
+    by_signal = f" ({signal.Signals(code - 128).name})" if code - 128 in set(signal.Signals) else ""
+    what = f"Rank {failure.rank} failed with exit code {code}{by_signal}; all ranks were ended."
+    log = log_dir / f"rank{failure.rank}.log"
+    if not log.exists():
+        return f"{what} Its output is above."
+    lines = [*last_lines(log, failure.log_size), *failure.traceback.splitlines()]
+    return f"{what} Its last lines:\n" + "".join(f"  {line}\n" for line in lines) + f"Logs: {log_dir}"
+
+
+def last_lines(log: Path, size: int | None = None) -> list[str]:
+    """Returns the last lines of a log that the rank's own program wrote, without TensorFlow's information.
+
+    Args:
+        log: The file.
+        size: How many bytes of it to look at. Default: all.
+
+    Returns:
+        The lines; at most 20.
+
+    Example:
+        >>> last_lines(Path("rank1.log"))
+        ['epoch 1', 'epoch 2']
+    """
+    with open(log, "rb") as file:
+        text = file.read(-1 if size is None else size).decode("utf-8", "replace")
+    own = (line.rstrip() for line in text.splitlines() if not _OF_TENSORFLOW.match(line))
+    return list(deque(own, _LAST_LINES))
