@@ -118,6 +118,16 @@ def test_different_calls_are_listed(other: Call, waits: bool) -> None:
     assert f"rank 1: {other}" in text
 
 
+def test_those_who_wait_hear_of_a_difference_once_all_have_spoken() -> None:
+    with star(3) as (first, second, third):
+        first.send(Report((0, 1, 2), 0, SUM, True))
+        second.send(Report((0, 1, 2), 0, SUM._replace(option="max"), True))
+        assert not first.poll(1.5)
+        third.send(Report((0, 1, 2), 0, SUM, True))
+        kind, _, text = receive(first)
+        assert (kind, text.count("rank ")) == ("refused", 3)
+
+
 def test_rows_that_are_gathered_may_differ() -> None:
     gather = SUM._replace(kind="all_gather", option="")
     assert gather.fits(gather._replace(tensors=(("float32", (7,)),)))

@@ -161,7 +161,7 @@ class Hub:
             elif current.differs and not missing and current.waits:  # Nothing has begun, and all are told.
                 what = self._describe("Ranks called different collectives.", group, current)
                 self._tell(("refused", key, what), group)
-            elif current.differs and (not missing or now > current.deadline):
+            elif current.differs and current.is_due() and (not missing or now > current.deadline):
                 self._tell(("desync", self._describe("Ranks called different collectives.", group, current)))
             elif any(self._ended.get(rank) for rank in missing):
                 pass  # Who waits has been told of a rank that failed.
@@ -185,7 +185,7 @@ class Hub:
         return describe_difference(what, words)
 
     def _patience(self) -> float | None:
-        deadlines = [each.deadline for each in self._rounds.values() if each.differs or each.is_limited]
+        deadlines = [each.deadline for each in self._rounds.values() if each.is_due()]
         return max(0.0, min(deadlines) - time.monotonic()) + 0.01 if deadlines else None
 
     def _leave_to_parent(self) -> None:
@@ -202,3 +202,7 @@ class _Round:
         self.waits, self.is_limited, self.differs = first.waits, first.is_limited, False
         self.began = time.monotonic()
         self.deadline = self.began + silence
+
+    def is_due(self) -> bool:
+        """Whether something has to happen at the deadline: those who wait, without a limit, wait until all have spoken."""
+        return self.is_limited or (self.differs and not self.waits)

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-import tfrep_strategy as tfrep
 from tfrep_strategy.communicators.calls import user_line
 from tfrep_strategy.errors import ConfigurationError, message
 
-# A name of the table may be found in some of the modules only.
-_TENSORFLOW = tuple(
-    module
-    for api in (tf, tf.compat.v1, tf.compat.v2)
-    for module in (api.distribute, api.distribute.experimental)
-)
-_OURS = (tfrep, tfrep.replicator.loop, tfrep.replicator.kinds, tfrep.replicator.parameter_server)
 
-_GIVES_STRATEGY = (
-    (_TENSORFLOW, "MirroredStrategy"),
-    (_TENSORFLOW, "MultiWorkerMirroredStrategy"),
-    (_TENSORFLOW, "OneDeviceStrategy"),
-    (_TENSORFLOW, "CentralStorageStrategy"),
-    (_TENSORFLOW, "ParameterServerStrategy"),
-    (_OURS, "MirroredStrategy"),
-    (_OURS, "MultiWorkerStrategy"),
-    (_OURS, "ParameterServerStrategy"),
-    (_OURS, "auto_strategy"),
-)
-"""Where it stands, what gives the run's strategy."""
+def _table(strategy: Any) -> list[tuple[Sequence[Any], str, Callable[[], Any]]]:
+    """Lists where a name stands, the name, and what is done in place of making it. Some modules lack some names."""
+    import tfrep_strategy as tfrep
 
-_REFUSES = ((_TENSORFLOW, "TPUStrategy"),)
-"""What a run cannot give. A script comes here only where it has found a TPU, which the run would leave idle."""
+    apis = (tf.distribute, tf.compat.v1.distribute, tf.compat.v2.distribute)
+    stock = [module for api in apis for module in (api, api.experimental)]
+    ours = [tfrep, tfrep.replicator.loop, tfrep.replicator.kinds, tfrep.replicator.parameter_server]
+    return [
+        (stock, "MirroredStrategy", lambda: strategy),
+        (stock, "MultiWorkerMirroredStrategy", lambda: strategy),
+        (stock, "OneDeviceStrategy", lambda: strategy),
+        (stock, "CentralStorageStrategy", lambda: strategy),
+        (stock, "ParameterServerStrategy", lambda: strategy),
+        (stock, "TPUStrategy", _refuse_tpu),  # A script comes here when it has found a TPU, which the run would leave idle.
+        (ours, "MirroredStrategy", lambda: strategy),
+        (ours, "MultiWorkerStrategy", lambda: strategy),
+        (ours, "ParameterServerStrategy", lambda: strategy),
+        (ours, "auto_strategy", lambda: strategy),
+    ]
 
 
 @contextlib.contextmanager
@@ -52,11 +48,10 @@ def strategy_everywhere(strategy: Any) -> Iterator[None]:
         "the run's"
     """
     with contextlib.ExitStack() as stack:
-        for table, give in ((_GIVES_STRATEGY, lambda name: strategy), (_REFUSES, _refuse)):
-            for owners, name in table:
-                for owner in owners:
-                    if hasattr(owner, name):
-                        put(stack, owner, name, _stand_in(getattr(owner, name), give))
+        for modules, name, give in _table(strategy):
+            for module in modules:
+                if hasattr(module, name):
+                    put(stack, module, name, _stand_in(getattr(module, name), give))
         yield
 
 
@@ -71,15 +66,15 @@ def put(stack: contextlib.ExitStack, owner: Any, name: str, replacement: Any) ->
     setattr(owner, name, replacement)
 
 
-def _stand_in(stock: Any, give: Callable[[str], Any]) -> Any:
+def _stand_in(stock: Any, give: Callable[[], Any]) -> Any:
     if not isinstance(stock, type):
-        return lambda *args, **kwargs: give(stock.__name__)
+        return lambda *args, **kwargs: give()
 
     class Meta(type(stock)):  # type: ignore[misc]
         """Of the stand-in alone, and not of what a script derives from it, is what differs from any other class."""
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            return give(stock.__name__) if cls is stand_in else super().__call__(*args, **kwargs)
+            return give() if cls is stand_in else super().__call__(*args, **kwargs)
 
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, stock) if cls is stand_in else super().__instancecheck__(instance)
@@ -92,11 +87,10 @@ def _stand_in(stock: Any, give: Callable[[str], Any]) -> Any:
     return stand_in
 
 
-def _refuse(name: str) -> Any:
+def _refuse_tpu() -> Any:
     raise ConfigurationError(
         message(
-            f"A run of tfrep trains on CPUs and GPUs, and {user_line()} makes a {name}.",
-            hint="write tf.distribute.get_strategy() in that line, which gives the run's strategy, or run the script without"
-            " tfrep.",
+            f"A run of tfrep trains on CPUs and GPUs, and {user_line()} makes a TPUStrategy.",
+            hint="write tf.distribute.get_strategy() in that line, which gives the run's strategy, or run the script by python.",
         )
     )
