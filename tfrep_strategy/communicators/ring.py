@@ -198,9 +198,10 @@ def _instance_key(place: str, sizes: tf.Tensor) -> tf.Tensor:
     known = tf.get_static_value(sizes)
     factors = itertools.accumulate(itertools.repeat(16807), lambda a, b: a * b % _PRIME)
     if known is not None:
-        mixed = sum(int(n) * factor % _PRIME for n, factor in zip(known, factors, strict=False))
+        mixed = sum((int(n) + 1) * factor % _PRIME for n, factor in zip(known, factors, strict=False))
         return tf.constant((start + mixed) % _PRIME, tf.int32)
     count = _MOST_SIZES if sizes.shape[0] is None else sizes.shape[0]
     with tf.device("CPU:0"):
         own = tf.constant(list(itertools.islice(factors, count)), tf.int64)[: tf.size(sizes)]
-        return tf.cast((start + tf.reduce_sum(tf.cast(sizes, tf.int64) * own % _PRIME)) % _PRIME, tf.int32)
+        mixed = tf.reduce_sum((tf.cast(sizes, tf.int64) + 1) * own % _PRIME)
+        return tf.cast((start + mixed) % _PRIME, tf.int32)
