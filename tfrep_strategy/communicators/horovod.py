@@ -152,7 +152,7 @@ class HorovodCommunicator(Communicator):
 
     def _no_constant(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the tensor, shared and not copied, as one of whose rows TensorFlow cannot know that they are all."""
-        start = self._order.read()
+        start = self._order.zero()
         return tf.reshape(tensor, [1])[start] if tensor.shape.rank == 0 else tensor[start:]
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:

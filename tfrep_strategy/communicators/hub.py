@@ -143,11 +143,10 @@ class Hub:
             current.differs = True
             current.deadline = time.monotonic() + _GATHER_SECONDS
 
-    def _forget_before(self, group: tuple[int, ...], number: tuple[int, int]) -> None:
-        """Forgets who waited in collectives of functions that have ended, as one of these ranks has begun later ones."""
+    def _forget_before(self, group: tuple[int, ...], number: tuple[int, str, int]) -> None:
+        """Forgets who waited in what a function has called, once a rank has come to the same place again."""
         for key in list(self._rounds):
-            other = key[1]
-            if key[0] == group and isinstance(other, tuple) and other[0] == number[0] and other[1] < number[1]:
+            if key[0] == group and isinstance(key[1], tuple) and key[1][:2] == number[:2] and key[1][2] < number[2]:
                 del self._rounds[key]
 
     def _judge(self) -> None:

@@ -24,7 +24,7 @@ from tfrep_strategy.communicators.ended import Ended, PeerLostError, lost
 from tfrep_strategy.communicators.forking import close_in_children
 from tfrep_strategy.communicators.hub import Hub
 from tfrep_strategy.communicators.limits import is_debugging, timeout_seconds
-from tfrep_strategy.communicators.position import Position
+from tfrep_strategy.communicators.position import Position, Stay
 from tfrep_strategy.errors import DesyncError, PeerError, message
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _LEFT_SECONDS = 5.0
 _NEWS_SECONDS = 2.0
 _TICK_SECONDS = 0.1
 _LOOK_SECONDS, _LOOKS = 0.7, 3
-"""A rank that was in the same collective of a function whenever it looked so often tells the others."""
+"""A rank that was in a collective of a function whenever it looked, so many times, tells the others."""
 _END_SECONDS = 5.0
 _SILENCE_SECONDS = 25.0
 _ABORTS, _ABORT_SECONDS = 3, 4.0
@@ -209,9 +209,9 @@ class PeerMonitor:
             raise self._given_up(time.monotonic() - began)
 
     def follow(self, group: tuple[int, ...], position: Position) -> None:
-        """Tells the others in which collective of a function this rank is, once it has been there for some time.
+        """Tells the others in which collectives of functions this rank is, once it has been there for some time.
 
-        Ranks that have begun equally many and are in different ones can only wait: rank 0 finds that out.
+        Ranks that are in the same one with different tensors can only wait: rank 0 finds that out.
 
         Args:
             group: The ranks that take part.
@@ -310,8 +310,7 @@ class PeerMonitor:
     def _look(self) -> None:
         """Tells in which collectives of functions this rank is stuck."""
         for followed in list(self._followed) if not self._closing and not self._aborting else []:
-            report = followed.look()
-            if report is not None:
+            for report in followed.look():
                 self._send(report)
 
     def _start_abort(self, reason: str) -> None:
@@ -367,18 +366,13 @@ class _Followed:
 
     def __init__(self, group: tuple[int, ...], number: int, position: Position) -> None:
         self.group, self._number, self._position = group, number, position
-        self._last: Any = None
-        self._looks = 0
+        self._looks: dict[Stay, int] = {}
 
-    def look(self) -> Report | None:
-        """Returns a report when the rank has been in one collective for some time; once for each."""
-        seen = self._position.read()
-        self._looks = self._looks + 1 if seen is not None and seen == self._last else 1
-        self._last = seen
-        if seen is None or self._looks != _LOOKS:
-            return None
-        count, call = seen
-        return Report(self.group, (self._number, count), call, False)
+    def look(self) -> list[Report]:
+        """Reports the collectives that the rank has been in for some time; each once."""
+        self._looks = {stay: self._looks.get(stay, 0) + 1 for stay in self._position.read()}
+        stuck = [stay for stay, looks in self._looks.items() if looks == _LOOKS]
+        return [Report(self.group, (self._number, stay.place, stay.times), stay.call, False) for stay in stuck]
 
 
 def _one_line(error: BaseException) -> str:

@@ -15,13 +15,11 @@ class Order:
     Args:
         name: Unique in this process.
         device: Where it lives.
-        shape: Of the int32 tensor that it holds.
     """
 
-    def __init__(self, name: str, device: str, shape: Any = ()) -> None:
+    def __init__(self, name: str, device: str) -> None:
         with tf.init_scope(), tf.device(device):
-            shape = tf.TensorShape(shape)
-            self._handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=shape, shared_name=name, name="collective_order")
+            self._handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=name, name="collective_order")
             if tf.executing_eagerly():
                 tf.raw_ops.AssignVariableOp(resource=self._handle, value=tf.constant(0))
 
@@ -42,6 +40,6 @@ class Order:
         """Makes an operation that comes after all that was marked or ordered before, and before all that follows."""
         return tf.raw_ops.AssignVariableOp(resource=self.handle(), value=tf.constant(0))
 
-    def read(self) -> tf.Tensor:
-        """Returns what the resource holds: an int32 scalar of 0, which no optimisation of the graph can know to be 0."""
+    def zero(self) -> tf.Tensor:
+        """Returns an int32 scalar of 0 that no optimisation of the graph can know to be 0."""
         return tf.raw_ops.ReadVariableOp(resource=self.handle(), dtype=tf.int32)

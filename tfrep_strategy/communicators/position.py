@@ -1,10 +1,10 @@
-"""In which collective of a function this rank is: the function writes it down, and another thread reads it."""
+"""Which collectives of functions this rank is in: the functions write it down, and another thread reads it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -12,19 +12,29 @@ from tfrep_strategy.communicators.calls import Call, user_line
 from tfrep_strategy.communicators.order import Order
 
 
-class Position:
-    """Where a rank is among the collectives of a group. Ranks that are in different ones wait for each other for ever."""
+class Stay(NamedTuple):
+    """A collective that a rank is in. Ranks that are in one with different tensors wait for each other for ever.
 
-    _names = itertools.count()
+    Attributes:
+        place: Name of its place in the program.
+        times: How often it has begun there.
+        call: What it is.
+    """
+
+    place: str
+    times: int
+    call: Call
+
+
+class Position:
+    """Where a rank is among the collectives of a group."""
 
     def __init__(self) -> None:
-        name = f"tfrep_position_{next(self._names)}"
-        self._count = Order(f"{name}_count", "CPU:0")
-        self._where = Order(f"{name}_where", "CPU:0", shape=None)
+        self._notes: dict[str, _Note] = {}
         self._calls: list[Call] = []
 
-    def enter(self, kind: str, place: str, tensors: Sequence[tf.Tensor], sizes: tf.Tensor) -> list[Any]:
-        """Notes a collective.
+    def enter(self, kind: str, place: str, tensors: Sequence[tf.Tensor], sizes: tf.Tensor) -> Any:
+        """Notes a collective that a function calls. What is eager, is told to the other ranks, and not noted.
 
         Args:
             kind: Name of the collective.
@@ -33,41 +43,64 @@ class Position:
             sizes: `sizes_of(tensors)`.
 
         Returns:
-            The operations that do so, to be run before it. None when eager: what is eager is told to the other ranks.
+            The operation that does so, to be run before it, and what `leave` needs; None where nothing is noted.
         """
+        with tf.init_scope():
+            if not tf.executing_eagerly():
+                return None
         if tf.executing_eagerly():
-            return []
+            return None
+        note = self._notes[place] if place in self._notes else self._notes.setdefault(place, _Note())
         with tf.device("CPU:0"):
             number = tf.constant([len(self._calls)])
             line = user_line((frame.filename, frame.lineno) for frame in reversed(number.op.traceback))
             self._calls.append(Call(kind, f"in {place}", tuple((tensor.dtype.name, ()) for tensor in tensors), line))
-            count = tf.raw_ops.AssignAddVariableOp(resource=self._count.handle(), value=tf.constant(1))
-            where = tf.concat([number, sizes], 0)
-            return [count, tf.raw_ops.AssignVariableOp(resource=self._where.handle(), value=where)]
+            times = note.read()[:1] + 1
+            return note.write(tf.concat([times, number, sizes], 0)), note, times
 
-    def leave(self, results: tf.Tensor) -> None:
-        """Notes that the collective has given its results."""
-        if not tf.executing_eagerly():
-            with tf.device("CPU:0"), tf.control_dependencies([results]):
-                tf.raw_ops.AssignVariableOp(resource=self._where.handle(), value=tf.zeros([0], tf.int32))
+    def leave(self, entered: Any, result: tf.Tensor) -> None:
+        """Notes that a collective has given its result."""
+        _, note, times = entered
+        with tf.device("CPU:0"), tf.control_dependencies([result]):
+            note.write(times)
 
-    def read(self) -> tuple[int, Call] | None:
-        """Tells how many collectives in functions this rank has begun, and which one it is in; None if it is in none."""
-        count, where, again = (each.read().numpy().tolist() for each in (self._count, self._where, self._count))
-        if not isinstance(where, list) or not where or count != again:
-            return None
-        number, *sizes = where
-        call, tensors = self._calls[number], []
-        for dtype, _ in call.tensors:
-            rank, *sizes = sizes
-            tensors.append((dtype, tuple(sizes[:rank])))
-            sizes = sizes[rank:]
-        return count, call._replace(tensors=tuple(tensors))
+    def read(self) -> Iterator[Stay]:
+        """Tells which collectives this rank is in."""
+        for place, note in list(self._notes.items()):
+            times, *where = note.read().numpy().tolist()
+            if where:
+                number, *sizes = where
+                call, tensors = self._calls[number], []
+                for dtype, _ in call.tensors:
+                    rank, *sizes = sizes
+                    tensors.append((dtype, tuple(sizes[:rank])))
+                    sizes = sizes[rank:]
+                yield Stay(place, times, call._replace(tensors=tuple(tensors)))
+
+
+class _Note(Order):
+    """Holds how often a collective has begun, and while it has not ended, the number of its call and its sizes."""
+
+    _names = itertools.count()
+
+    def __init__(self) -> None:
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._handle = tf.raw_ops.VarHandleOp(
+                dtype=tf.int32, shape=tf.TensorShape([None]), shared_name=f"tfrep_position_{next(self._names)}"
+            )
+            self.write(tf.constant([0]))
+
+    def read(self) -> tf.Tensor:
+        return tf.raw_ops.ReadVariableOp(resource=self.handle(), dtype=tf.int32)
+
+    def write(self, value: tf.Tensor) -> Any:
+        return tf.raw_ops.AssignVariableOp(resource=self.handle(), value=value)
 
 
 def sizes_of(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns the shapes of tensors as one int32 vector: of each, how many dimensions it has, and their sizes."""
     if all(tensor.shape.is_fully_defined() for tensor in tensors):
         return tf.constant([n for tensor in tensors for n in (tensor.shape.rank, *tensor.shape)], tf.int32)
+    shapes = [tf.shape(tensor) for tensor in tensors]  # Where the tensors are, which are not copied for it.
     with tf.device("CPU:0"):
-        return tf.concat([part for tensor in tensors for part in (tf.rank(tensor)[tf.newaxis], tf.shape(tensor))], 0)
+        return tf.concat([part for shape in shapes for part in (tf.shape(shape), shape)], 0)

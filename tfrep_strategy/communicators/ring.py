@@ -34,7 +34,7 @@ class RingCommunicator(Communicator):
         group_name: Goes into the names of its operations, so that what members call among themselves is not counted among
             what all call.
         place: Names the place in the program where a collective is called, given its kind; the same on all members.
-        position: Notes which collective this member is in, for those who watch it.
+        position: Notes which collectives this member is in, for those who watch it.
     """
 
     name = "ring"
@@ -71,7 +71,7 @@ class RingCommunicator(Communicator):
             parts = [tf.reshape(carried[i], [-1]) for i in members]
             sizes = [tf.size(part) for part in parts]
             flat = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
-            whole = self._reduce(flat, op, [tensors[i] for i in members])
+            whole = self._reduce(flat, op, tensors)
             pieces = [whole] if len(parts) == 1 else tf.split(whole, sizes)
             for i, piece in zip(members, pieces, strict=True):
                 shaped = tf.reshape(piece, tf.shape(tensors[i]))
@@ -138,11 +138,12 @@ class RingCommunicator(Communicator):
 
         place, sizes = self._place(self._group_name + kind), sizes_of(brought)
         instance_key = _instance_key(f"{place}.{tensor.dtype.name}", sizes)
-        entered = self.position.enter(kind, place, brought, sizes) if self.position else []
-        with tf.control_dependencies(entered):
+        position = self.position
+        entered = position.enter(kind, place, brought, sizes) if position is not None else None
+        with tf.control_dependencies([] if entered is None else entered[:1]):
             result = self._run_in_order(run, (kind, *options.values()), tensor, instance_key)
-        if self.position:
-            self.position.leave(result)
+        if position is not None and entered is not None:
+            position.leave(entered, result)
         return result
 
     def _run_in_order(
