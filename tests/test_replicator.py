@@ -139,7 +139,7 @@ def test_refuses():
 
 def test_replicators_without_their_hardware():
     if not tf.config.list_logical_devices("TPU"):
-        with pytest.raises(ConfigurationError, match="no TPU"):
+        with pytest.raises(ConfigurationError, match="TensorFlow finds no TPU here"):
             tfrep.TpuReplicator(1, 8)
     with pytest.raises(ConfigurationError, match="The TPU has 8 cores.*num_workers=2"):
         kinds.check_cores(8, 2, 8)

@@ -111,11 +111,21 @@ def test_different_calls_are_listed(other: Call, waits: bool) -> None:
     with star(2) as (first, second):
         first.send(Report((0, 1), 0, SUM, waits))
         second.send(Report((0, 1), 0, other, waits))
-        kind, text = receive(first)
-        assert (kind, text) == receive(second)
-    assert kind == "desync"
+        *kind, text = receive(first)
+        assert (*kind, text) == receive(second)
+    assert kind == (["refused", ((0, 1), 0)] if waits else ["desync"])  # Those who wait can go on afterwards.
     assert f"rank 0: {SUM}" in text
     assert f"rank 1: {other}" in text
+
+
+def test_those_who_wait_hear_of_a_difference_once_all_have_spoken() -> None:
+    with star(3) as (first, second, third):
+        first.send(Report((0, 1, 2), 0, SUM, True))
+        second.send(Report((0, 1, 2), 0, SUM._replace(option="max"), True))
+        assert not first.poll(1.5)
+        third.send(Report((0, 1, 2), 0, SUM, True))
+        kind, _, text = receive(first)
+        assert (kind, text.count("rank ")) == ("refused", 3)
 
 
 def test_rows_that_are_gathered_may_differ() -> None:
@@ -130,8 +140,8 @@ def test_a_silent_rank_is_reported_with_what_it_called_last() -> None:
             connection.send(Report((0, 1, 2), 0, SUM, True))
         assert receive(first) == receive(third) == ("agreed", ((0, 1, 2), 0))
         later = SUM._replace(line="train.py:20")
-        first.send(Report((0, 1, 2), 1, later, True))
-        third.send(Report((0, 1, 2), 1, later, True))
+        first.send(Report((0, 1, 2), 1, later, True, True))
+        third.send(Report((0, 1, 2), 1, later, True, True))
         _, text = receive(first)
     assert (
         f"rank 1: nothing for 1 seconds; before that {SUM}" in text
@@ -144,8 +154,30 @@ def test_a_rank_that_ended_well_is_reported_at_once_to_those_who_wait() -> None:
     with star(2) as (first, second):
         second.send(("ended", False, None))
         assert receive(first)[0] == "ended"
-        first.send(Report((0, 1), 0, SUM, True))
+        first.send(Report((0, 1), 0, SUM, True, True))
         assert "rank 1: has ended" in receive(first)[1]
+
+
+def test_ranks_that_are_stuck_in_a_collective_with_different_tensors() -> None:
+    other = SUM._replace(tensors=(("float32", (4,)),))
+    with star(3) as (first, second, third):
+        for connection, number, call in (
+            (first, (0, "step.all_reduce0", 6), SUM),
+            (second, (0, "step.all_reduce0", 7), other),  # Of another time.
+            (third, (0, "step.all_reduce0", 7), other),
+            (first, (0, "step.all_reduce0", 7), other),
+            (second, (1, "step.all_reduce0", 8), other),  # Of another communicator.
+            (third, (0, "step.all_reduce1", 8), other),  # Of another place.
+            (first, (0, "step.all_reduce0", 8), SUM),
+        ):
+            connection.send(Report((0, 1, 2), number, call, False))
+        assert not third.poll(1.5)
+        second.send(Report((0, 1, 2), (0, "step.all_reduce0", 8), other, False))
+        kind, text = receive(third)
+    assert kind == "desync"
+    assert f"rank 0: {SUM}" in text
+    assert f"rank 1: {other}" in text
+    assert "rank 2: nothing for " in text
 
 
 def _own_threads() -> set[threading.Thread]:

@@ -6,22 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.launch.child import StandIn, run_strategy_scope
-
-
-def test_stand_in():
-    strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
-    stand_in = StandIn(tf.distribute.OneDeviceStrategy, "the run's")
-    assert stand_in(["GPU:0"], communication_options=None) == "the run's"
-    assert isinstance(strategy, stand_in)
-    assert not isinstance("the run's", stand_in)
-    assert issubclass(tf.distribute.OneDeviceStrategy, stand_in)
-    assert not issubclass(str, stand_in)
-    assert stand_in.scope is tf.distribute.OneDeviceStrategy.scope
-
-    class Own(stand_in): ...
-
-    assert Own.__mro__[1] is tf.distribute.OneDeviceStrategy
+from tfrep_strategy.launch.child import run_strategy_scope
 
 
 def test_settings_that_come_too_late_are_warnings(monkeypatch):

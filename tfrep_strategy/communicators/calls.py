@@ -53,15 +53,18 @@ class Report(NamedTuple):
 
     Attributes:
         group: The ranks that take part.
-        number: How many collectives of this group the rank called before.
+        number: How many collectives of this group the rank called before. Of one in a function, in which the rank has been
+            for some time: the communicator of the group, the place in the program, and how often it has begun there.
         call: What it calls.
         waits: Whether it waits for the others' word before it goes on.
+        is_limited: Whether it is an error when they let it wait for long.
     """
 
     group: tuple[int, ...]
-    number: int
+    number: int | tuple[int, str, int]
     call: Call
     waits: bool
+    is_limited: bool = False
 
 
 _OWN = tuple(

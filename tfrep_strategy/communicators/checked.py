@@ -21,9 +21,9 @@ _Result = TypeVar("_Result")
 class CheckedCommunicator(Communicator):
     """Tells the other ranks about collectives before it hands them to the communicator inside.
 
-    Eager collectives are always told of. Rank 0 compares them while they run, and differences end them on every rank.
-    With `TFREP_DEBUG=1` the collectives in functions are told of too, each time that they run, and none begins before
-    all ranks have said the same.
+    Eager collectives are always told of, and none begins before all ranks have said the same: what differs is an error on
+    every rank, after which they can go on. With `TFREP_DEBUG=1` the collectives in functions are told of too, each time
+    that they run.
 
     Args:
         inner: The communicator that does the work.
@@ -45,6 +45,8 @@ class CheckedCommunicator(Communicator):
         self.local_rank, self.local_size = inner.local_rank, inner.local_size
         self.bucket_bytes = inner.bucket_bytes
         self._group = tuple(range(inner.size) if group is None else group)
+        if getattr(inner, "position", None) is not None:
+            monitor.follow(self._group, inner.position)  # type: ignore[attr-defined]
         if monitor.checks_every_call:
             # A function of Python, which TensorFlow runs at any time, is put into program order by it.
             self._order = Order(f"tfrep_checked_order_{'_'.join(map(str, self._group))}", "CPU:0")
@@ -105,8 +107,9 @@ class CheckedCommunicator(Communicator):
             return work(self._report_in_graph(kind, option, tensors) if self.monitor.checks_every_call else tensors)
         self.monitor.check(self._group)
         shapes = tuple((tensor.dtype.name, tuple(tensor.shape)) for tensor in tensors)
-        self.monitor.report(self._group, Call(kind, option, shapes, user_line()))
+        call = Call(kind, option, shapes, user_line())
         with self.monitor.watching(single=True):
+            self.monitor.report(self._group, call)
             return work(tensors)
 
     def _report_in_graph(self, kind: str, option: str, tensors: list[tf.Tensor]) -> list[tf.Tensor]:

@@ -7,6 +7,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from typing import Any
 
@@ -45,7 +46,7 @@ class Hub:
         self.port: int = self._server.getsockname()[1]
         self._ranks: dict[Connection, int] = {}
         self._ended: dict[int, bool] = {}  # Whether it failed.
-        self._rounds: dict[tuple[tuple[int, ...], int], _Round] = {}
+        self._rounds: dict[tuple[tuple[int, ...], Any], _Round] = {}
         self._last: dict[int, Report] = {}
         self._idle_since: dict[int, float | None] = {}
         self._limit = timeout_seconds()
@@ -115,10 +116,11 @@ class Hub:
             self._tell(("ended", rank, lost, error))
             connection.close()
 
-    def _tell(self, news: Any) -> None:
-        for connection in list(self._ranks):
-            with contextlib.suppress(OSError):  # Its end will be read next.
-                connection.send(news)
+    def _tell(self, news: Any, group: Sequence[int] | None = None) -> None:
+        for connection, rank in list(self._ranks.items()):
+            if group is None or rank in group:
+                with contextlib.suppress(OSError):  # Its end will be read next.
+                    connection.send(news)
 
     def _weigh(self, rank: int, busy: float | None, idle: float) -> None:
         """Tells all when a rank waits in a call and another calls nothing, both for longer than the limit."""
@@ -132,12 +134,20 @@ class Hub:
 
     def _note(self, rank: int, report: Report) -> None:
         self._last[rank] = report
-        current = self._rounds.setdefault((report.group, report.number), _Round(report.waits, self._silence))
+        if isinstance(report.number, tuple):
+            self._forget_before(report.group, report.number)
+        current = self._rounds.setdefault((report.group, report.number), _Round(report, self._silence))
         current.reports[rank] = report
         first = next(iter(current.reports.values()))
         if not report.call.fits(first.call) and not current.differs:
             current.differs = True
             current.deadline = time.monotonic() + _GATHER_SECONDS
+
+    def _forget_before(self, group: tuple[int, ...], number: tuple[int, str, int]) -> None:
+        """Forgets who waited in what a function has called, once a rank has come to the same place again."""
+        for key in list(self._rounds):
+            if key[0] == group and isinstance(key[1], tuple) and key[1][:2] == number[:2] and key[1][2] < number[2]:
+                del self._rounds[key]
 
     def _judge(self) -> None:
         now = time.monotonic()
@@ -146,13 +156,16 @@ class Hub:
             missing = [rank for rank in group if rank not in current.reports]
             if not missing and not current.differs:
                 if current.waits:
-                    self._tell(("agreed", key))
-            elif current.differs and (not missing or now > current.deadline):
+                    self._tell(("agreed", key), group)
+            elif current.differs and not missing and current.waits:  # Nothing has begun, and all are told.
+                what = self._describe("Ranks called different collectives.", group, current)
+                self._tell(("refused", key, what), group)
+            elif current.differs and current.is_due() and (not missing or now > current.deadline):
                 self._tell(("desync", self._describe("Ranks called different collectives.", group, current)))
             elif any(self._ended.get(rank) for rank in missing):
                 pass  # Who waits has been told of a rank that failed.
-            elif current.waits and (now > current.deadline or not self._ended.keys().isdisjoint(missing)):
-                what = f"Only some of the ranks {list(group)} called their collective number {number + 1}."
+            elif current.is_limited and (now > current.deadline or not self._ended.keys().isdisjoint(missing)):
+                what = f"Only some of the ranks {list(group)} called their collective number {int(number) + 1}."
                 self._tell(("desync", self._describe(what, group, current)))
             else:
                 continue
@@ -171,7 +184,7 @@ class Hub:
         return describe_difference(what, words)
 
     def _patience(self) -> float | None:
-        deadlines = [each.deadline for each in self._rounds.values() if each.differs or each.waits]
+        deadlines = [each.deadline for each in self._rounds.values() if each.is_due()]
         return max(0.0, min(deadlines) - time.monotonic()) + 0.01 if deadlines else None
 
     def _leave_to_parent(self) -> None:
@@ -183,8 +196,12 @@ class Hub:
 class _Round:
     """The reports of one collective."""
 
-    def __init__(self, waits: bool, silence: float) -> None:
+    def __init__(self, first: Report, silence: float) -> None:
         self.reports: dict[int, Report] = {}
-        self.waits, self.differs = waits, False
+        self.waits, self.is_limited, self.differs = first.waits, first.is_limited, False
         self.began = time.monotonic()
         self.deadline = self.began + silence
+
+    def is_due(self) -> bool:
+        """Whether something has to happen at the deadline: those who wait, without a limit, wait until all have spoken."""
+        return self.is_limited or (self.differs and not self.waits)

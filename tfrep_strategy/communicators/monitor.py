@@ -24,6 +24,7 @@ from tfrep_strategy.communicators.ended import Ended, PeerLostError, lost
 from tfrep_strategy.communicators.forking import close_in_children
 from tfrep_strategy.communicators.hub import Hub
 from tfrep_strategy.communicators.limits import is_debugging, timeout_seconds
+from tfrep_strategy.communicators.position import Position, Stay
 from tfrep_strategy.errors import DesyncError, PeerError, message
 
 _log = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ _LEFT_SECONDS = 5.0
 """How long a call may go on after a rank has ended well; what that rank has sent may still be on its way."""
 _NEWS_SECONDS = 2.0
 _TICK_SECONDS = 0.1
+_LOOK_SECONDS, _LOOKS = 0.7, 3
+"""A rank that was in a collective of a function whenever it looked, so many times, tells the others."""
 _END_SECONDS = 5.0
 _SILENCE_SECONDS = 25.0
 _ABORTS, _ABORT_SECONDS = 3, 4.0
@@ -58,7 +61,7 @@ class PeerMonitor:
         connection: To the hub, in rank 0.
         communicator: Its collectives are ended when they could only wait.
         hub: The hub, in rank 0.
-        checks_every_call: Whether ranks agree on every collective before they call it.
+        checks_every_call: Whether ranks agree on collectives in functions too before they call them.
 
     Attributes:
         ended: The ranks that have ended, in that order.
@@ -76,9 +79,11 @@ class PeerMonitor:
         self._sending = threading.Lock()
         self._numbers: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._agreed: set[Any] = set()
+        self._refused: dict[Any, str] = {}
         self._calls: dict[int, tuple[float, bool]] = {}
-        self._idle_since = time.monotonic()
+        self._idle_since = self._told_state = time.monotonic()
         self._limit = timeout_seconds()
+        self._followed: list[_Followed] = []
         self._call_ids = itertools.count()
         self._aborting: threading.Thread | None = None
         self._closing = False
@@ -172,31 +177,48 @@ class PeerMonitor:
             raise lost(ended[0])
 
     def report(self, group: tuple[int, ...], call: Call) -> None:
-        """Says what this rank is about to call; with `checks_every_call` waits until the others have said the same.
+        """Says what this rank is about to call, and waits until the others have said the same.
 
         Raises:
-            DesyncError: when they did not.
-            PeerLostError: when a rank failed meanwhile.
+            DesyncError: when they did not. If it was raised on all ranks of the group, they can go on.
+            PeerLostError: when a rank ended meanwhile.
+            PeerError: when the others have not called anything within the time limit, `TFREP_TIMEOUT`.
         """
         self.check([each.rank for each in self.ended if each.failed])
         number = self._numbers[group]
         self._numbers[group] += 1
-        self._send(Report(group, number, call, self.checks_every_call))
-        if not self.checks_every_call:
-            return
-        key = group, number
+        key, began = (group, number), time.monotonic()
 
         def heard() -> bool:
-            failed = any(each.failed and each.rank in group for each in self.ended)
-            return key in self._agreed or bool(self._desync or self._hang) or failed or not self._thread.is_alive()
+            now = time.monotonic()
+            left = any(each.rank in group and (each.failed or now - each.when > _LEFT_SECONDS) for each in self.ended)
+            told = key in self._agreed or key in self._refused or bool(self._desync or self._hang)
+            return told or left or now - began > self._limit or not self._thread.is_alive()
 
+        self._send(Report(group, number, call, True, self.checks_every_call))
         with self._news:
             while not self._news.wait_for(heard, 1.0):
                 pass
             if key in self._agreed:
                 self._agreed.remove(key)
                 return
+            if key in self._refused:
+                raise DesyncError(self._refused.pop(key))
         self.check(group)
+        if time.monotonic() - began > self._limit:
+            raise self._given_up(time.monotonic() - began)
+
+    def follow(self, group: tuple[int, ...], position: Position) -> None:
+        """Tells the others in which collectives of functions this rank is, once it has been there for some time.
+
+        Ranks that are in the same one with different tensors can only wait: rank 0 finds that out.
+
+        Args:
+            group: The ranks that take part.
+            position: Of this rank. All ranks of the group follow theirs, in the same order.
+        """
+        number = sum(each.group == group for each in self._followed)
+        self._followed.append(_Followed(group, number, position))
 
     def close(self) -> None:
         """Says goodbye. Ranks that still need this one learn that it has ended; the others are not disturbed."""
@@ -218,8 +240,10 @@ class PeerMonitor:
         with self._connection:
             while True:
                 try:
-                    if not self._connection.poll(_TICK_SECONDS if self.ended else self._limit / 4):
-                        self._send(("state", *self._state()))
+                    pause = _TICK_SECONDS if self.ended else self._limit / 4
+                    if not self._connection.poll(min(pause, _LOOK_SECONDS) if self._followed else pause):
+                        self._tell_state()
+                        self._look()
                         self._consider_abort()
                         continue
                     news = self._connection.recv()
@@ -238,6 +262,8 @@ class PeerMonitor:
     def _hear(self, kind: str, *what: Any) -> None:
         if kind == "agreed":
             self._agreed.add(what[0])
+        elif kind == "refused":
+            self._refused[what[0]] = what[1]
         elif kind == "desync":
             if self._desync is None:
                 self._desync = what[0]
@@ -272,11 +298,20 @@ class PeerMonitor:
             self._start_abort(f"A collective has not finished within {self._limit:.0f} seconds.")
         return self._aborting is not None
 
-    def _state(self) -> tuple[float | None, float]:
-        """For how long this rank is in a call, if it is, and how long ago it last was."""
+    def _tell_state(self) -> None:
+        """Tells for how long this rank is in a call, if it is, and how long ago it last was."""
         now = time.monotonic()
+        if now - self._told_state < self._limit / 4:
+            return
+        self._told_state = now
         calls = [now - began for began, _ in list(self._calls.values())]
-        return max(calls, default=None), now - self._idle_since
+        self._send(("state", max(calls, default=None), now - self._idle_since))
+
+    def _look(self) -> None:
+        """Tells in which collectives of functions this rank is stuck."""
+        for followed in list(self._followed) if not self._closing and not self._aborting else []:
+            for report in followed.look():
+                self._send(report)
 
     def _start_abort(self, reason: str) -> None:
         if self._aborting is None and not self._closing:
@@ -309,6 +344,9 @@ class PeerMonitor:
             return lost(ended[0])
         if waited < 0.9 * self._limit:
             return None
+        return self._given_up(waited)
+
+    def _given_up(self, waited: float) -> PeerError:
         hint = "TFREP_DEBUG=1 tells which rank does not call it; TFREP_TIMEOUT is the limit."
         return PeerError(message("A collective was given up. All ranks are alive, but not all have called it.", hint=hint,
                                  waited_seconds=round(waited)))  # fmt: skip
@@ -321,6 +359,20 @@ class PeerMonitor:
         self._closing = True
         atexit.unregister(self.close)
         self._connection.close()
+
+
+class _Followed:
+    """A position that is looked at from time to time."""
+
+    def __init__(self, group: tuple[int, ...], number: int, position: Position) -> None:
+        self.group, self._number, self._position = group, number, position
+        self._looks: dict[Stay, int] = {}
+
+    def look(self) -> list[Report]:
+        """Reports the collectives that the rank has been in for some time; each once."""
+        self._looks = {stay: self._looks.get(stay, 0) + 1 for stay in self._position.read()}
+        stuck = [stay for stay, looks in self._looks.items() if looks == _LOOKS]
+        return [Report(self.group, (self._number, stay.place, stay.times), stay.call, False) for stay in stuck]
 
 
 def _one_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,8 +13,14 @@ from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, 
 from tfrep_strategy.communicators.limits import is_debugging, timeout_seconds
 from tfrep_strategy.communicators.naming import in_nested_graph, structural_name
 from tfrep_strategy.communicators.order import Order
+from tfrep_strategy.communicators.position import Position, sizes_of
 
 _MERGE_OPS = {"sum": "Add", "mean": "Add", "min": "Min", "max": "Max", "product": "Mul"}
+
+_PRIME = 2**31 - 1
+_MOST_SIZES = 4096
+_TOLD_DIMENSIONS = 8
+"""How many dimensions of a tensor that is gathered the members compare. Those of more are told apart by their instance key."""
 
 
 class RingCommunicator(Communicator):
@@ -27,6 +34,7 @@ class RingCommunicator(Communicator):
         group_name: Goes into the names of its operations, so that what members call among themselves is not counted among
             what all call.
         place: Names the place in the program where a collective is called, given its kind; the same on all members.
+        position: Notes which collectives this member is in, for those who watch it.
     """
 
     name = "ring"
@@ -39,7 +47,9 @@ class RingCommunicator(Communicator):
         group_key: int,
         group_name: str = "",
         place: Callable[[str], str] = structural_name,
+        position: Position | None = None,
     ) -> None:
+        self.position = position
         self.rank, self.size = rank, size
         self._device, self._group_key, self._group_name, self._place = device, group_key, group_name, place
         self._functions: dict[Any, Any] = {}
@@ -60,21 +70,23 @@ class RingCommunicator(Communicator):
         for members in by_dtype.values():
             parts = [tf.reshape(carried[i], [-1]) for i in members]
             sizes = [tf.size(part) for part in parts]
-            whole = self._reduce(parts[0] if len(parts) == 1 else tf.concat(parts, 0), op)
+            flat = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+            whole = self._reduce(flat, op, tensors)
             pieces = [whole] if len(parts) == 1 else tf.split(whole, sizes)
             for i, piece in zip(members, pieces, strict=True):
                 shaped = tf.reshape(piece, tf.shape(tensors[i]))
                 reduced[i] = tf.ensure_shape(uncarry(shaped, tensors[i].dtype, op), tensors[i].shape)
         return reduced
 
-    def _reduce(self, flat: tf.Tensor, op: str) -> tf.Tensor:
-        result = self._run(tf.raw_ops.CollectiveReduceV2, "all_reduce", flat, merge_op=_MERGE_OPS[op], final_op="Id")
+    def _reduce(self, flat: tf.Tensor, op: str, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+        options = {"merge_op": _MERGE_OPS[op], "final_op": "Id"}
+        result = self._run(tf.raw_ops.CollectiveReduceV2, "all_reduce", flat, tensors, **options)
         return mean_of_sum(result, self.size) if op == "mean" else result
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         tensor = tf.convert_to_tensor(tensor)
         rows = tf.shape(tensor)[:1]
-        counts = self._gather(rows)
+        counts = self._row_counts(tensor)
         # The ring gathers equal parts only, so that all are padded to the longest.
         longest = tf.maximum(tf.reduce_max(counts), 1)
         padding = [[0, longest - rows[0]]] + [[0, 0]] * (tensor.shape.rank - 1)
@@ -82,10 +94,36 @@ class RingCommunicator(Communicator):
         result = uncarry(tf.boolean_mask(gathered, tf.reshape(tf.sequence_mask(counts, longest), [-1])), tensor.dtype)
         return tf.ensure_shape(result, [None, *tensor.shape[1:]])
 
-    def _gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        return self._run(tf.raw_ops.CollectiveGatherV2, "all_gather", tensor)
+    def _row_counts(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Gathers how many rows each member has, and refuses tensors that differ in anything else."""
+        rank = min(tensor.shape.rank, _TOLD_DIMENSIONS)
+        kind = [tensor.dtype.as_datatype_enum, tensor.shape.rank]
+        own = tf.concat([kind, tf.shape(tensor)[:rank], [0] * (_TOLD_DIMENSIONS - rank)], 0)
+        told = tf.reshape(self._gather(own), [self.size, 2 + _TOLD_DIMENSIONS])
+        fits = tf.reduce_all(tf.equal(told[:, :2], told[0, :2])) & tf.reduce_all(tf.equal(told[:, 3:], told[0, 3:]))
 
-    def _run(self, operation: Callable[..., tf.Tensor], kind: str, tensor: tf.Tensor, **options: Any) -> tf.Tensor:
+        def refuse() -> tf.Tensor:
+            names = tf.constant([f"number {i}" if i in (0, *range(24, 64)) else tf.as_dtype(i).name for i in range(64)])
+            words: list[Any] = ["all_gather: the ranks pass tensors whose dtypes, or shapes beside the first dimension, differ:"]
+            for member in range(self.size):
+                words += [f"\nrank {member}:", names[told[member, 0]], told[member, 2 : 2 + told[member, 1]]]
+            with tf.control_dependencies([tf.debugging.Assert(False, words, summarize=_TOLD_DIMENSIONS)]):
+                return tf.constant(False)
+
+        with tf.control_dependencies([tf.cond(fits, lambda: tf.constant(True), refuse)]):
+            return tf.identity(told[:, 2])
+
+    def _gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        return self._run(tf.raw_ops.CollectiveGatherV2, "all_gather", tensor, [tensor])
+
+    def _run(
+        self,
+        operation: Callable[..., tf.Tensor],
+        kind: str,
+        tensor: tf.Tensor,
+        brought: Sequence[tf.Tensor],
+        **options: Any,
+    ) -> tf.Tensor:
         def run(tensor: tf.Tensor, instance_key: tf.Tensor, order: tf.Tensor) -> tf.Tensor:
             with tf.device(self._device):
                 return operation(
@@ -99,12 +137,24 @@ class RingCommunicator(Communicator):
                     **options,
                 )
 
-        instance_key = self._instance_key(kind, tensor)
+        place, sizes = self._place(self._group_name + kind), sizes_of(brought)
+        instance_key = _instance_key(f"{place}.{tensor.dtype.name}", sizes)
+        position = self.position
+        entered = position.enter(kind, place, brought, sizes) if position is not None else None
+        with tf.control_dependencies([] if entered is None else entered[:1]):
+            result = self._run_in_order(run, (kind, *options.values()), tensor, instance_key)
+        if position is not None and entered is not None:
+            position.leave(entered, result)
+        return result
+
+    def _run_in_order(
+        self, run: Callable[..., tf.Tensor], which: tuple[Any, ...], tensor: tf.Tensor, instance_key: tf.Tensor
+    ) -> tf.Tensor:
         if not in_nested_graph():
             return run(tensor, instance_key, self._order.handle())
         # TensorFlow tells apart what runs in different loops, and the members' loops are different ones. A function that is
         # called, and not copied, into the body of a loop belongs to none.
-        key = (kind, tensor.dtype, tensor.shape.rank, *options.values())
+        key = (*which, tensor.dtype, tensor.shape.rank)
         if key not in self._functions:
             signature = [
                 tf.TensorSpec([None] * tensor.shape.rank, tensor.dtype),
@@ -132,18 +182,28 @@ class RingCommunicator(Communicator):
         if self.rank not in ranks:
             return None
         name = f"{self._group_name}{'-'.join(map(str, ranks))}/"
-        key = 2 + zlib.crc32(name.encode()) % 2**30
-        group = RingCommunicator(ranks.index(self.rank), len(ranks), self._device, key, name, self._place)
+        key = group_key(name)
+        position = Position() if self.position else None
+        group = RingCommunicator(ranks.index(self.rank), len(ranks), self._device, key, name, self._place, position)
         group.local_rank, group.local_size = self.local_rank, self.local_size
         return group
 
-    def _instance_key(self, kind: str, tensor: tf.Tensor) -> tf.Tensor:
-        """Identifies one collective: by its place in the program and by its shape, which TensorFlow caches with the key."""
-        place = zlib.crc32(f"{self._place(self._group_name + kind)}.{tensor.dtype.name}".encode())
-        powers = [31**i for i in range(tensor.shape.rank)]
-        if tensor.shape.is_fully_defined():
-            mixed = sum(d * p for d, p in zip(tensor.shape.as_list(), powers, strict=True))
-            return tf.constant((place + mixed * 0x9E3779B1) % (2**31 - 1), tf.int32)
-        with tf.device("CPU:0"):
-            mixed = tf.reduce_sum(tf.shape(tensor, out_type=tf.int64) * tf.constant(powers, tf.int64))
-            return tf.cast((place + mixed * 0x9E3779B1) % (2**31 - 1), tf.int32)
+
+def group_key(name: str) -> int:
+    """Returns the key of a group of processes: 1 for that of all, another for a group with a name."""
+    return 2 + zlib.crc32(name.encode()) % 2**30 if name else 1
+
+
+def _instance_key(place: str, sizes: tf.Tensor) -> tf.Tensor:
+    """Identifies one collective: by its place in the program and by its shapes, which TensorFlow caches with the key."""
+    start = zlib.crc32(place.encode())
+    known = tf.get_static_value(sizes)
+    factors = itertools.accumulate(itertools.repeat(16807), lambda a, b: a * b % _PRIME)
+    if known is not None:
+        mixed = sum((int(n) + 1) * factor % _PRIME for n, factor in zip(known, factors, strict=False))
+        return tf.constant((start + mixed) % _PRIME, tf.int32)
+    count = _MOST_SIZES if sizes.shape[0] is None else sizes.shape[0]
+    with tf.device("CPU:0"):
+        own = tf.constant(list(itertools.islice(factors, count)), tf.int64)[: tf.size(sizes)]
+        mixed = tf.reduce_sum((tf.cast(sizes, tf.int64) + 1) * own % _PRIME)
+        return tf.cast((start + mixed) % _PRIME, tf.int32)

@@ -6,13 +6,14 @@ import socket
 import threading
 import time
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import CoordinatedJob, ServerDef, context
 from tfrep_strategy.communicators.limits import timeout_seconds
-from tfrep_strategy.communicators.ring import RingCommunicator
+from tfrep_strategy.communicators.position import Position
+from tfrep_strategy.communicators.ring import RingCommunicator, group_key
 from tfrep_strategy.devices import replica_device
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
 
@@ -26,17 +27,23 @@ _CPU_BUCKET_BYTES = 4 << 20
 class TensorFlowCommunicator(RingCommunicator):
     """Collectives over TensorFlow's gRPC servers, one of which this process starts.
 
+    A process may make several; they share the server. As all that concerns several ranks, they are made in the same order
+    everywhere.
+
     Args:
         environment: Tells rank, size and `addresses` (`host:port` of every rank).
         device: Device string that the collectives run on, such as `"GPU:0"`. Default: the GPU with the number of this
             process's local rank, or the CPU.
 
     Raises:
-        ConfigurationError: when the environment knows no addresses, or another program listens on that of this process.
+        ConfigurationError: when the environment knows no addresses or others than before, or another program listens on
+            that of this process.
         PeerError: when a rank's address does not answer within 25 seconds.
     """
 
     name = "tf"
+    _connected: ClassVar[list[tuple[int, list[str]]]] = []
+    """Rank and addresses of those made so far."""
 
     def __init__(self, environment: Any, device: str | None = None) -> None:
         if not environment.addresses:
@@ -49,9 +56,11 @@ class TensorFlowCommunicator(RingCommunicator):
             )
         self.rank, self.size = environment.rank, environment.size
         self.local_rank, self.local_size = environment.local_rank, environment.local_size
-        self._connect(list(environment.addresses))
+        self._connect_once(list(environment.addresses))
+        name = f"strategy{len(self._connected)}/" if len(self._connected) > 1 else ""
         device = (device or replica_device(self.local_rank)).upper().rpartition("DEVICE:")[2].lstrip("/")
-        super().__init__(self.rank, self.size, f"/job:worker/replica:0/task:{self.rank}/device:{device}", group_key=1)
+        device = f"/job:worker/replica:0/task:{self.rank}/device:{device}"
+        super().__init__(self.rank, self.size, device, group_key(name), name, position=Position())
         if "CPU" in device:
             self.bucket_bytes = _CPU_BUCKET_BYTES
 
@@ -104,6 +113,21 @@ class TensorFlowCommunicator(RingCommunicator):
                 raise ConfigurationError(
                     message("This process cannot listen on its own address.", hint=str(error), address=address)
                 ) from error
+
+    def _connect_once(self, addresses: list[str]) -> None:
+        own = self.rank, addresses
+        if not self._connected:
+            self._connect(addresses)
+        elif self._connected[0] != own:
+            raise ConfigurationError(
+                message(
+                    "This process is connected to other processes already, and TensorFlow connects it once only.",
+                    hint="leave TF_CONFIG as it is between two strategies.",
+                    before=self._connected[0],
+                    now=own,
+                )
+            )
+        self._connected.append(own)
 
     def _connect(self, addresses: list[str]) -> None:
         """Starts the server in the background of a connection check, so that a wrong address is named."""

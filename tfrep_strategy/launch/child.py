@@ -63,6 +63,7 @@ def run_strategy_scope() -> Iterator[Any]:
     import tensorflow as tf
 
     import tfrep_strategy as tfrep
+    from tfrep_strategy.launch.stand_ins import put, strategy_everywhere
 
     for gpu in tf.config.get_visible_devices("GPU"):  # Ranks may share them, and scripts ask for it when it is too late.
         tf.config.experimental.set_memory_growth(gpu, True)
@@ -73,22 +74,7 @@ def run_strategy_scope() -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
         if runs_on_servers:
             stack.enter_context(tfrep.exit_on_server_loss(strategy))
-        for owner, name in (
-            (tf.distribute, "ParameterServerStrategy"),
-            (tf.distribute.experimental, "ParameterServerStrategy"),
-            (tfrep, "ParameterServerStrategy"),
-            (tf.distribute, "MirroredStrategy"),
-            (tf.distribute, "MultiWorkerMirroredStrategy"),
-            (tf.distribute.experimental, "MultiWorkerMirroredStrategy"),
-            (tfrep, "MirroredStrategy"),
-            (tfrep, "MultiWorkerStrategy"),
-            (tfrep, "auto_strategy"),
-            (tfrep.replicator.loop, "auto_strategy"),
-            (tfrep.replicator.kinds, "MirroredStrategy"),
-            (tfrep.replicator.kinds, "MultiWorkerStrategy"),
-            (tfrep.replicator.parameter_server, "ParameterServerStrategy"),
-        ):
-            _put(stack, owner, name, StandIn(getattr(owner, name), strategy))
+        stack.enter_context(strategy_everywhere(strategy))
         for owner, name in (
             (tf.config, "set_logical_device_configuration"),
             (tf.config, "set_visible_devices"),
@@ -96,14 +82,9 @@ def run_strategy_scope() -> Iterator[Any]:
             (tf.config.threading, "set_inter_op_parallelism_threads"),
             (tf.config.threading, "set_intra_op_parallelism_threads"),
         ):
-            _put(stack, owner, name, _warns_when_late(getattr(owner, name)))
+            put(stack, owner, name, _warns_when_late(getattr(owner, name)))
         stack.enter_context(strategy.scope())
         yield strategy
-
-
-def _put(stack: contextlib.ExitStack, owner: Any, name: str, replacement: Any) -> None:
-    stack.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, replacement)
 
 
 def _warns_when_late(setting: Callable[..., None]) -> Callable[..., None]:
@@ -139,37 +120,3 @@ def _show_devices(count: int) -> None:
                 gpus=len(gpus),
             )
         )
-
-
-class StandIn:
-    """Stands where a strategy class was: calling it gives the run's strategy, everything else is the class's own.
-
-    `isinstance` must keep its meaning: Keras asks in this way what a strategy can do.
-
-    Args:
-        stock: The class.
-        strategy: The run's strategy.
-
-    Example:
-        >>> stand_in = StandIn(dict, strategy="the run's")
-        >>> stand_in(a=1), isinstance({}, stand_in)
-        ("the run's", True)
-    """
-
-    def __init__(self, stock: Any, strategy: Any) -> None:
-        self._stock, self._strategy = stock, strategy
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._strategy
-
-    def __instancecheck__(self, instance: object) -> bool:
-        return isinstance(instance, self._stock)
-
-    def __subclasscheck__(self, subclass: type) -> bool:
-        return issubclass(subclass, self._stock)
-
-    def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type, ...]:
-        return (self._stock,)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stock, name)

@@ -55,7 +55,7 @@ class MultiWorkerReplicator(Replicator):
 
 
 class TpuReplicator(Replicator):
-    """Replicas on the cores of a TPU, by TensorFlow's own strategy.
+    """Replicas on the cores of a TPU, by TensorFlow's own strategy. It has not run on a TPU so far.
 
     Args:
         num_workers: Hosts of the TPU.
@@ -74,10 +74,8 @@ class TpuReplicator(Replicator):
                 tf.config.experimental_connect_to_cluster(resolver)
             tf.tpu.experimental.initialize_tpu_system(resolver)
             strategy = tf.distribute.TPUStrategy(resolver)
-        except (ValueError, RuntimeError, tf.errors.OpError) as error:
-            raise ConfigurationError(
-                message("There is no TPU that TensorFlow can reach.", hint=str(error).splitlines()[0], tpu=tpu)
-            ) from error
+        except (ValueError, RuntimeError, OSError, tf.errors.OpError) as error:
+            raise ConfigurationError(message("TensorFlow finds no TPU here.", tpu=tpu)) from error
         check_cores(strategy.num_replicas_in_sync, num_workers, num_tpu_cores_per_worker)
         super().__init__(strategy, **options)
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy import data, gradients
@@ -84,6 +85,38 @@ class SynchronousStrategy(tf.distribute.Strategy):
             self.extended.note_step()
         with self.watching_peers():
             return super().run(fn, args, kwargs, options)
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """Reduces over the replicas what `run` returned; see `tf.distribute.Strategy.reduce`.
+
+        Args:
+            reduce_op: `"SUM"`, `"MEAN"` or a `tf.distribute.ReduceOp`.
+            value: One value for each replica. One for all replicas of a process has a mean, and no sum over replicas.
+            axis: Dimension, or dimensions, of each replica's value to reduce along as well; None: none.
+
+        Returns:
+            A tensor.
+
+        Raises:
+            ConfigurationError: for the sum of a value that is not one of each replica.
+
+        Example:
+            >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+            >>> float(strategy.reduce("SUM", strategy.run(lambda: tf.constant(1.0))))
+            2.0
+        """
+        is_sum = getattr(reduce_op, "name", str(reduce_op)).upper() == "SUM"
+        if is_sum and axis is None and self.extended.num_local_replicas > 1 and not _is_of_replicas(value):
+            if not tf.is_tensor(value) and np.all(np.equal(value, 0)):
+                return tf.zeros_like(value)
+            raise ConfigurationError(
+                message(
+                    "One value for all replicas has no sum over replicas.",
+                    hint="pass what strategy.run returned, or multiply by strategy.num_replicas_in_sync.",
+                    value=value,
+                )
+            )
+        return super().reduce(reduce_op, value, axis)
 
     def shard(self, batch: Any) -> Shards:
         """Cuts a whole global batch for the replicas of this process.
@@ -278,6 +311,10 @@ class SynchronousStrategy(tf.distribute.Strategy):
     @abc.abstractmethod
     def gather_outputs(self, outputs: Any) -> Any:
         """Concatenates what replicas returned (a nest) along the batch, in replica order, on every process."""
+
+
+def _is_of_replicas(value: Any) -> bool:
+    return any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(value))
 
 
 class SynchronousExtended:

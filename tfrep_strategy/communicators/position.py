@@ -1,0 +1,106 @@
+"""Which collectives of functions this rank is in: the functions write it down, and another thread reads it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfrep_strategy.communicators.calls import Call, user_line
+from tfrep_strategy.communicators.order import Order
+
+
+class Stay(NamedTuple):
+    """A collective that a rank is in. Ranks that are in one with different tensors wait for each other for ever.
+
+    Attributes:
+        place: Name of its place in the program.
+        times: How often it has begun there.
+        call: What it is.
+    """
+
+    place: str
+    times: int
+    call: Call
+
+
+class Position:
+    """Where a rank is among the collectives of a group."""
+
+    def __init__(self) -> None:
+        self._notes: dict[str, _Note] = {}
+        self._calls: list[Call] = []
+
+    def enter(self, kind: str, place: str, tensors: Sequence[tf.Tensor], sizes: tf.Tensor) -> Any:
+        """Notes a collective that a function calls. What is eager, is told to the other ranks, and not noted.
+
+        Args:
+            kind: Name of the collective.
+            place: Name of its place in the program.
+            tensors: What it sends.
+            sizes: `sizes_of(tensors)`.
+
+        Returns:
+            The operation that does so, to be run before it, and what `leave` needs; None where nothing is noted.
+        """
+        with tf.init_scope():
+            if not tf.executing_eagerly():
+                return None
+        if tf.executing_eagerly():
+            return None
+        note = self._notes[place] if place in self._notes else self._notes.setdefault(place, _Note())
+        with tf.device("CPU:0"):
+            number = tf.constant([len(self._calls)])
+            line = user_line((frame.filename, frame.lineno) for frame in reversed(number.op.traceback))
+            self._calls.append(Call(kind, f"in {place}", tuple((tensor.dtype.name, ()) for tensor in tensors), line))
+            times = note.read()[:1] + 1
+            return note.write(tf.concat([times, number, sizes], 0)), note, times
+
+    def leave(self, entered: Any, result: tf.Tensor) -> None:
+        """Notes that a collective has given its result."""
+        _, note, times = entered
+        with tf.device("CPU:0"), tf.control_dependencies([result]):
+            note.write(times)
+
+    def read(self) -> Iterator[Stay]:
+        """Tells which collectives this rank is in."""
+        for place, note in list(self._notes.items()):
+            times, *where = note.read().numpy().tolist()
+            if where:
+                number, *sizes = where
+                call, tensors = self._calls[number], []
+                for dtype, _ in call.tensors:
+                    rank, *sizes = sizes
+                    tensors.append((dtype, tuple(sizes[:rank])))
+                    sizes = sizes[rank:]
+                yield Stay(place, times, call._replace(tensors=tuple(tensors)))
+
+
+class _Note(Order):
+    """Holds how often a collective has begun, and while it has not ended, the number of its call and its sizes."""
+
+    _names = itertools.count()
+
+    def __init__(self) -> None:
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._handle = tf.raw_ops.VarHandleOp(
+                dtype=tf.int32, shape=tf.TensorShape([None]), shared_name=f"tfrep_position_{next(self._names)}"
+            )
+            self.write(tf.constant([0]))
+
+    def read(self) -> tf.Tensor:
+        return tf.raw_ops.ReadVariableOp(resource=self.handle(), dtype=tf.int32)
+
+    def write(self, value: tf.Tensor) -> Any:
+        return tf.raw_ops.AssignVariableOp(resource=self.handle(), value=value)
+
+
+def sizes_of(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns the shapes of tensors as one int32 vector: of each, how many dimensions it has, and their sizes."""
+    if all(tensor.shape.is_fully_defined() for tensor in tensors):
+        return tf.constant([n for tensor in tensors for n in (tensor.shape.rank, *tensor.shape)], tf.int32)
+    shapes = [tf.shape(tensor) for tensor in tensors]  # Where the tensors are, which are not copied for it.
+    with tf.device("CPU:0"):
+        return tf.concat([part for shape in shapes for part in (tf.shape(shape), shape)], 0)

@@ -1,0 +1,96 @@
+"""What a run puts where a script makes a strategy: the classes of TensorFlow and of this package give the run's own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.communicators.calls import user_line
+from tfrep_strategy.errors import ConfigurationError, message
+
+
+def _table(strategy: Any) -> list[tuple[Sequence[Any], str, Callable[[], Any]]]:
+    """Lists where a name stands, the name, and what is done in place of making it. Some modules lack some names."""
+    import tfrep_strategy as tfrep
+
+    apis = (tf.distribute, tf.compat.v1.distribute, tf.compat.v2.distribute)
+    stock = [module for api in apis for module in (api, api.experimental)]
+    ours = [tfrep, tfrep.replicator.loop, tfrep.replicator.kinds, tfrep.replicator.parameter_server]
+    return [
+        (stock, "MirroredStrategy", lambda: strategy),
+        (stock, "MultiWorkerMirroredStrategy", lambda: strategy),
+        (stock, "OneDeviceStrategy", lambda: strategy),
+        (stock, "CentralStorageStrategy", lambda: strategy),
+        (stock, "ParameterServerStrategy", lambda: strategy),
+        (stock, "TPUStrategy", _refuse_tpu),  # A script comes here when it has found a TPU, which the run would leave idle.
+        (ours, "MirroredStrategy", lambda: strategy),
+        (ours, "MultiWorkerStrategy", lambda: strategy),
+        (ours, "ParameterServerStrategy", lambda: strategy),
+        (ours, "auto_strategy", lambda: strategy),
+    ]
+
+
+@contextlib.contextmanager
+def strategy_everywhere(strategy: Any) -> Iterator[None]:
+    """Lets whatever makes a strategy get this one.
+
+    `isinstance`, `issubclass` and subclasses keep their meaning: Keras asks in this way what a strategy can do.
+
+    Args:
+        strategy: The run's.
+
+    Example:
+        >>> with strategy_everywhere("the run's"):
+        ...     tf.distribute.MirroredStrategy(["GPU:7"])
+        "the run's"
+    """
+    with contextlib.ExitStack() as stack:
+        for modules, name, give in _table(strategy):
+            for module in modules:
+                if hasattr(module, name):
+                    put(stack, module, name, _stand_in(getattr(module, name), give))
+        yield
+
+
+def put(stack: contextlib.ExitStack, owner: Any, name: str, replacement: Any) -> None:
+    """Replaces an attribute until the stack ends.
+
+    Example:
+        >>> with contextlib.ExitStack() as stack:
+        ...     put(stack, math, "pi", 3)
+    """
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, replacement)
+
+
+def _stand_in(stock: Any, give: Callable[[], Any]) -> Any:
+    if not isinstance(stock, type):
+        return lambda *args, **kwargs: give()
+
+    class Meta(type(stock)):  # type: ignore[misc]
+        """Of the stand-in alone, and not of what a script derives from it, is what differs from any other class."""
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return give() if cls is stand_in else super().__call__(*args, **kwargs)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, stock) if cls is stand_in else super().__instancecheck__(instance)
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(subclass, stock) if cls is stand_in else super().__subclasscheck__(subclass)
+
+    names = {"__doc__": stock.__doc__, "__module__": stock.__module__, "__qualname__": stock.__qualname__}
+    stand_in = Meta(stock.__name__, (stock,), names)
+    return stand_in
+
+
+def _refuse_tpu() -> Any:
+    raise ConfigurationError(
+        message(
+            f"A run of tfrep trains on CPUs and GPUs, and {user_line()} makes a TPUStrategy.",
+            hint="write tf.distribute.get_strategy() in that line, which gives the run's strategy, or run the script by python.",
+        )
+    )
