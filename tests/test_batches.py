@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfrep_strategy.batches import any_size, empty_batch, num_examples
 
 
-@pytest.mark.parametrize("value, expected", [(tf.zeros([3, 2]), 3), (tf.zeros([0]), 0), (tf.constant(5), 1)])
+@pytest.mark.parametrize(("value", "expected"), [(tf.zeros([3, 2]), 3), (tf.zeros([0]), 0), (tf.constant(5), 1)])
 def test_examples_are_counted_whatever_is_known_of_the_rank(value: tf.Tensor, expected: int) -> None:
     for shape in (value.shape, None):
         count = tf.function(num_examples, input_signature=[tf.TensorSpec(shape, value.dtype)])

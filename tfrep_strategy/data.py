@@ -244,8 +244,8 @@ def _destinations(
     else:
         on_device = options.experimental_place_dataset_on_device
         return (devices if on_device else tuple(map(host_of, devices))), 0
-    # Strings and what pipelines hide in variants stay with the host.
-    leaves = tf.nest.flatten(spec, expand_composites=True)
+    # Strings, and sparse and ragged tensors, which pipelines hold in variants, are moved when they are needed.
+    leaves = tf.nest.flatten(spec)
     movable = all(isinstance(leaf, tf.TensorSpec) and leaf.dtype not in (tf.string, tf.variant) for leaf in leaves)
     if not (ahead and movable):
         return devices, 0

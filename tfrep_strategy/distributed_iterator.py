@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +14,9 @@ from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.batches import any_size, empty_batch, num_examples, pack
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.protocol import Shards
+
+_MOST_UNROLLED = 1000
+"""How many steps one function may read one by one: Python's own loops would go on for ever."""
 
 
 def host_of(device: str) -> str:
@@ -89,15 +93,31 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
     def __init__(self, iterators: tuple[Any, ...], reading: Reading) -> None:
         self._iterators = iterators
         self._reading = reading
+        self._traced = collections.Counter[int]()
+        """How many steps were read while a function was traced, by the id of its graph."""
 
     def __iter__(self) -> ReplicaIterator:
         return self
 
     def __next__(self) -> Any:
+        if not tf.executing_eagerly():
+            self._refuse_to_unroll()
         try:
             return self.get_next()
         except tf.errors.OutOfRangeError:
             raise StopIteration from None
+
+    def _refuse_to_unroll(self) -> None:
+        graph = id(tf.compat.v1.get_default_graph())
+        self._traced[graph] += 1
+        if self._traced[graph] > _MOST_UNROLLED:
+            raise ConfigurationError(
+                message(
+                    "A loop of Python over distributed data does not end while a tf.function is traced.",
+                    hint="loop with for over the data, over enumerate(...) or zip(...) of distributed data, or over tf.range(n).",
+                    steps=_MOST_UNROLLED,
+                )
+            )
 
     def get_next(self) -> Any:
         """Returns the next step's batch.

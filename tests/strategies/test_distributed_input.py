@@ -39,10 +39,11 @@ def plain(value: Any) -> Any:
 
 def local_parts(strategy: Any, batch: Any) -> list[Any]:
     """Returns what each replica of this process has of a batch, in lists."""
-    count = strategy.extended.num_local_replicas
-    return [
-        tf.nest.map_structure(lambda v: plain(strategy.experimental_local_results(v)[i]), batch) for i in range(count)
-    ]
+
+    def part(i: int) -> Any:
+        return tf.nest.map_structure(lambda v: plain(strategy.experimental_local_results(v)[i]), batch)
+
+    return [part(i) for i in range(strategy.extended.num_local_replicas)]
 
 
 def read(strategy: Any, data: Any) -> Steps:
@@ -66,10 +67,9 @@ def own_pipeline(kind: str, context: tf.distribute.InputContext) -> tf.data.Data
     """The numbers from 0 in turn for all pipelines."""
     own = lambda data: data.shard(context.num_input_pipelines, context.input_pipeline_id)  # noqa: E731
     numbers = tf.data.Dataset.range(5)
-    if kind == "zero rows":
-        rows = tf.ragged.constant([[0], [], [], [], [1, 2], [3]], dtype=tf.int64)
-        return own(tf.data.Dataset.from_tensor_slices(rows).map(lambda row: row.to_tensor() if row.shape.rank > 1 else row))
+    rows = tf.ragged.constant([[0], [], [], [], [1, 2], [3]], dtype=tf.int64)
     return {
+        "zero rows": lambda: own(tf.data.Dataset.from_tensor_slices(rows).map(tf.identity)),
         "scalars": lambda: own(numbers),
         "unknown rank": lambda: without_rank(own(numbers.batch(2))),
         "static": lambda: own(tf.data.Dataset.range(6).batch(2, drop_remainder=True)),
@@ -116,7 +116,7 @@ def test_pipelines_of_ones_own_are_read_to_their_end(on_two_replicas: Any) -> No
         assert {result[kind][1:] for result in results} == {(len(expected),) * 2}, kind
 
 
-def fit_on_five_batches(strategy: Any, steps_per_epoch: int | None) -> tuple[list[float], list[np.ndarray], list[np.ndarray]]:
+def fit_on_five_batches(strategy: Any, steps_per_epoch: int | None) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Trains on batches of which one replica has one less; and on one device, on the same examples in the same steps."""
     x = np.random.default_rng(1).normal(size=(10, 3)).astype("float32")
     examples = tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True)))
@@ -174,27 +174,28 @@ def test_nests(on_two_replicas: Any) -> None:
     assert {name for _, _, name in results} == {"Pair"}
 
 
-def read_in_order(strategy: Any) -> tuple[list[int], list[int], list[int]]:
-    """Reads what is computed in parallel, now fast and now slowly; twice, and to the end of one iterator."""
+def read_in_order(strategy: Any) -> tuple[list[Steps], list[list[int]], int]:
+    """Reads what is computed in parallel, now fast and now slowly; twice, and once more than there is."""
 
     def computed(v: tf.Tensor) -> tf.Tensor:
-        return tf.cond(v % 7 == 0, lambda: tf.reduce_sum(tf.cast(tf.random.normal([200_000]) > 100.0, tf.int64)) + v, lambda: v)
+        slow = lambda: v + tf.reduce_sum(tf.cast(tf.random.normal([100_000]) > 100.0, tf.int64))  # noqa: E731
+        return tf.cond(v % 7 == 0, slow, lambda: v)
 
-    data = strategy.experimental_distribute_dataset(
-        tf.data.Dataset.range(200).map(computed, num_parallel_calls=4).shuffle(50, seed=3).batch(6).prefetch(2)
-    )
-    first, second = ([v for parts in read(strategy, data) for part in parts for v in part] for _ in range(2))
+    numbers = lambda: tf.data.Dataset.range(100).map(computed, num_parallel_calls=4).shuffle(50, seed=3)  # noqa: E731
+    data = strategy.experimental_distribute_dataset(numbers().batch(6).prefetch(2))
+    one_device = numbers()
     iterator = iter(data)
-    steps = [len(parts) for parts in read(strategy, iterator)]
-    return first, second, [*steps, *(len(parts) for parts in read(strategy, iterator))]
+    epochs = [read(strategy, iterator), read(strategy, data)]
+    return epochs, [[int(v) for v in one_device] for _ in epochs], len(read(strategy, iterator))
 
 
 def test_the_order_is_that_of_one_device(on_two_replicas: Any) -> None:
     results = on_two_replicas(read_in_order)
-    for index in (0, 1):
-        assert sorted(v for result in results for v in result[index]) == list(range(200))
-    for _, _, steps in results:
-        assert len(steps) == 34  # What has ended stays so.
+    for epoch in (0, 1):
+        steps = joined([epochs[epoch] for epochs, _, _ in results])
+        assert len(steps) == 17
+        assert [v for step in steps for part in step for v in part] == results[0][1][epoch]
+    assert {after_the_end for _, _, after_the_end in results} == {0}
 
 
 # Loops in functions.
@@ -307,10 +308,10 @@ def test_functions_are_not_traced_again(on_two_replicas: Any) -> None:
         assert joined([signed[i] for _, _, signed in results]) == expected
 
 
-def read_in_replicas(strategy: Any) -> list[str]:
+def read_in_replicas(strategy: Any) -> tuple[list[str], list[Steps]]:
     data = strategy.experimental_distribute_dataset(tf.data.Dataset.range(8).batch(2))
     own = strategy.distribute_datasets_from_function(lambda _: tf.data.Dataset.range(8).batch(1))
-    said = []
+    said, left = [], []
     for iterator in (iter(data), iter(own)):
 
         def take(iterator: Any = iterator) -> Any:
@@ -334,21 +335,40 @@ def read_in_replicas(strategy: Any) -> list[str]:
                     with pytest.raises(tfrep.errors.ConfigurationError) as error:
                         run(called, args=args)
                     said.append(str(error.value))
-    left = [next(iter([local_parts(strategy, next(iterator))])) for iterator in (iter(data), iter(own))]
-    assert left[0][0][:1] == [0] or strategy.extended.first_local_replica
-    return said
+        left.append(local_parts(strategy, next(iterator)))
+    return said, left
 
 
 def test_replicas_do_not_read_on_their_own(on_two_replicas: Any) -> None:
-    for said in on_two_replicas(read_in_replicas):
+    results = on_two_replicas(read_in_replicas)
+    for said, _ in results:
         assert len(said) == 32
         for text in said:
             assert "A replica has read from a distributed iterator" in text
             assert "args=(next(iterator),)" in text
+    whole, own = ([part for _, left in results for part in left[i]] for i in (0, 1))
+    assert whole == [[0], [1]], "nothing was read"
+    assert own == ([[0], [1]] if len(results) == 1 else [[0], [0]])
 
 
 def test_the_only_replica_does_not_read_on_its_own() -> None:
-    assert len(read_in_replicas(tfrep.MultiWorkerStrategy())) == 32
+    said, left = read_in_replicas(tfrep.MultiWorkerStrategy())
+    assert len(said) == 32
+    assert left == [[[0, 1]], [[0]]]
+
+
+def test_a_loop_that_python_would_unroll_for_ever() -> None:
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+    data = strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(2))
+
+    @tf.function(autograph=False)
+    def sums() -> list[tf.Tensor]:
+        return [strategy.reduce("SUM", batch, axis=0) for batch in data]
+
+    with pytest.raises(tfrep.errors.ConfigurationError, match="does not end while a tf.function is traced"):
+        sums()
+    unrolled = tf.function(lambda iterator: [strategy.reduce("SUM", next(iterator), axis=0) for _ in range(2)])
+    assert [int(v) for v in unrolled(iter(data))] == [1, 5]
 
 
 def broken_data(strategy: Any) -> list[int]:
@@ -359,16 +379,16 @@ def broken_data(strategy: Any) -> list[int]:
             return tf.identity(v)
 
     numbers = tf.data.Dataset.range(8).map(checked).batch(2)
+    own = numbers.repeat(strategy.extended.num_local_replicas)
     found = []
     for data in (
         strategy.experimental_distribute_dataset(numbers),
-        strategy.distribute_datasets_from_function(lambda _: numbers.repeat(strategy.extended.num_local_replicas)),
+        strategy.distribute_datasets_from_function(lambda _: own),
     ):
-        seen = 0
+        seen: list[Any] = []
         with pytest.raises(tf.errors.InvalidArgumentError, match="broken"):
-            for _ in data:
-                seen += 1
-        found.append(seen)
+            seen.extend(data)
+        found.append(len(seen))
     return found
 
 
@@ -455,7 +475,7 @@ def test_each_process_has_a_pipeline_of_its_own(on_two_replicas: Any) -> None:
         assert joined([steps for _, steps in results]) == [[[0, 1], [10, 11]], [[2], [12]]]
 
 
-@pytest.mark.parametrize("fetch, place", [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize(("fetch", "place"), [(True, False), (False, False), (False, True)])
 def test_where_the_pipelines_of_replicas_run(fetch: bool, place: bool) -> None:
     strategy = tfrep.MirroredStrategy(["CPU:1", "CPU:2"])
     options = _Options(fetch, _PER_REPLICA, place)
@@ -473,7 +493,7 @@ def test_where_the_pipelines_of_replicas_run(fetch: bool, place: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    ("options", "said"),
     [
         (_Options(experimental_place_dataset_on_device=True), "PER_REPLICA"),
         (_Options(True, _PER_REPLICA, True), "experimental_fetch_to_device=False"),
