@@ -72,6 +72,9 @@ xla_gpu_kernel_names = _private("util.pywrap_xla_ops", "get_gpu_kernel_names")
 # Input.
 auto_shard_dataset = _private("distribute.input_ops", "auto_shard_dataset")
 OwnedIterator = _private("data.ops.iterator_ops", "OwnedIterator")
+OwnedMultiDeviceIterator = _private("data.ops.multi_device_iterator_ops", "OwnedMultiDeviceIterator")
+enumerate_registry = _private("autograph.operators.py_builtins", "enumerate_registry")
+zip_registry = _private("autograph.operators.py_builtins", "zip_registry")
 
 # Parameter servers.
 ParameterServerExtended = _private("distribute.parameter_server_strategy_v2", "ParameterServerStrategyV2Extended")

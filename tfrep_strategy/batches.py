@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,7 +18,8 @@ def num_examples(batch: Any) -> tf.Tensor:
         batch: A nest of dense, sparse or ragged tensors whose first dimension is the batch.
 
     Returns:
-        int64 scalar: the first dimension of the first tensor that has one; 1 when none has.
+        int64 scalar: the first dimension of the first tensor that has one; 1 when none has, and also for one whose rank is not
+        known before it runs and turns out to be 0.
     """
     for leaf in tf.nest.flatten(batch):
         if isinstance(leaf, tf.SparseTensor):
@@ -26,7 +27,8 @@ def num_examples(batch: Any) -> tf.Tensor:
         if isinstance(leaf, tf.RaggedTensor):
             return tf.cast(leaf.nrows(), tf.int64)
         if tf.is_tensor(leaf) and leaf.dtype != tf.variant and leaf.shape.rank != 0:
-            return tf.shape(leaf, out_type=tf.int64)[0]
+            shape = tf.shape(leaf, out_type=tf.int64)
+            return shape[0] if leaf.shape.rank else tf.concat([shape, [1]], 0)[0]
     return tf.constant(1, tf.int64)
 
 
@@ -109,33 +111,57 @@ def empty_batch(spec: Any) -> Any:
         spec: A nest of `tf.TensorSpec`, `tf.SparseTensorSpec` or `tf.RaggedTensorSpec`.
 
     Returns:
-        A nest of the same structure whose tensors have a first dimension of 0.
+        A nest of the same structure whose tensors have a first dimension of 0. Scalars are zeros; a tensor of unknown rank is
+        a vector of no elements.
     """
 
     def empty_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, tf.OptionalSpec):  # Keras's `None` in a pipeline.
+            return tf.experimental.Optional.empty(leaf._value_structure)
         if isinstance(leaf, tf.SparseTensorSpec):
             shape = [0] + [d or 0 for d in leaf.shape[1:]]
             return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], leaf.dtype), shape)
-        if isinstance(leaf, tf.RaggedTensorSpec):
-            return tf.RaggedTensor.from_row_lengths(tf.zeros([0], leaf.dtype), tf.zeros([0], leaf.row_splits_dtype))
-        if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank:
-            return tf.zeros([0] + [d or 0 for d in leaf.shape[1:]], leaf.dtype)
-        return tf.zeros([], leaf.dtype)
+        if isinstance(leaf, tf.RaggedTensorSpec) and leaf.ragged_rank:
+            values = tf.zeros([0] + [d or 0 for d in leaf.shape[1 + leaf.ragged_rank :]], leaf.dtype)
+            return tf.RaggedTensor.from_nested_row_splits(
+                values, [tf.zeros([1], leaf.row_splits_dtype)] * leaf.ragged_rank, validate=False
+            )
+        if leaf.shape.rank == 0:
+            return tf.zeros([], leaf.dtype)
+        return tf.zeros([0] + [d or 0 for d in leaf.shape[1:]] if leaf.shape.rank else [0], leaf.dtype)
 
     return tf.nest.map_structure(empty_leaf, spec)
 
 
-def in_parts(dataset: tf.data.Dataset, num_parts: int) -> tf.data.Dataset:
-    """Turns a data set of global batches into one of per-replica batches: each batch becomes `num_parts` elements."""
-    is_tuple = isinstance(dataset.element_spec, tuple)
+def any_size(spec: Any) -> Any:
+    """Returns the specification of batches of any number of examples, given that of some."""
+
+    def any_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, tf.OptionalSpec) or not leaf.shape.rank:
+            return leaf
+        shape = [None, *leaf.shape[1:]]
+        if isinstance(leaf, tf.RaggedTensorSpec):
+            return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits_dtype)
+        return type(leaf)(shape, leaf.dtype)
+
+    return tf.nest.map_structure(any_leaf, spec)
+
+
+def as_element(spec: Any, components: Sequence[Any]) -> Any:
+    """Puts together again what `tf.data.Dataset.map` passes to a function: the items of a tuple one by one."""
+    return tuple(components) if type(spec) is tuple else components[0]
+
+
+def in_turn(dataset: tf.data.Dataset, pieces_of: Callable[[Any], Sequence[Any]]) -> tf.data.Dataset:
+    """Makes several elements of each: `pieces_of(element)` lists them."""
+    spec = dataset.element_spec
 
     @tf.autograph.experimental.do_not_convert
-    def parts(*elements: Any) -> tf.data.Dataset:
-        batch = elements if is_tuple else elements[0]
-        pieces = [tf.data.Dataset.from_tensors(cut(batch, num_parts, i)) for i in range(num_parts)]
-        joined = pieces[0]
-        for piece in pieces[1:]:
-            joined = joined.concatenate(piece)
+    def pieces(*components: Any) -> tf.data.Dataset:
+        datasets = [tf.data.Dataset.from_tensors(piece) for piece in pieces_of(as_element(spec, components))]
+        joined = datasets[0]
+        for dataset in datasets[1:]:
+            joined = joined.concatenate(dataset)
         return joined
 
-    return dataset.flat_map(parts)
+    return dataset.flat_map(pieces)

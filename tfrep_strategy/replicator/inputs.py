@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfrep_strategy import data
 from tfrep_strategy.batches import num_examples
+from tfrep_strategy.distributed_iterator import Reading, ReplicaIterator
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.strategies.base import SynchronousStrategy
@@ -165,17 +165,18 @@ def make_input(strategy: tf.distribute.Strategy, mode: InputReplicationMode, inp
     """
     if not isinstance(strategy, SynchronousStrategy):
         return iter(per_pipeline(strategy, mode, input_fn))
-    agreement = strategy.extended._agreement(stop_together=True)
+    _, devices, agreement = strategy.extended.local_replicas(stop_together=True)
     process = _Process(agreement.rank, agreement.size, strategy.num_replicas_in_sync)
     made = process.call(mode, input_fn)
     if all(isinstance(m, tf.data.Dataset) for m in made):
         dataset = process.joined(mode, made)
-        return data.ReplicaIterator(iter(dataset), len(process.replicas), agreement, as_shards=True)
+        return ReplicaIterator((iter(dataset),), Reading(devices, agreement, as_shards=True))
     if all(callable(m) for m in made):
 
         def batches() -> Shards:
             parts = process.take(mode, made)
-            return Shards(parts, agreement.examples(tf.add_n([num_examples(part) for part in parts])))
+            total, _ = agreement.next_step(tf.constant(True), tf.add_n([num_examples(part) for part in parts]))
+            return Shards(parts, total)
 
         return batches
     raise ConfigurationError(

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy import data, gradients
+from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.batches import num_examples, pack, shard
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.errors import ConfigurationError, message
@@ -322,12 +323,14 @@ class SynchronousExtended:
 
     first_local_replica = 0
     num_local_replicas = 1
+    worker_devices: Any
     _num_replicas_in_sync: Any
 
     def _init_state(self) -> None:
         # By order of creation, which is the same on every process.
         self.replica_variables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.steps = StepsSinceMerge()
+        self._agreements: dict[bool, Agreement] = {}
         self.reads_alone = False
         """Whether this process reads variables that the others do not read, whose parts it has got before."""
 
@@ -354,16 +357,20 @@ class SynchronousExtended:
         return variable
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> data.ReplicaDataset:
-        return data.distribute(dataset, self.first_local_replica, self.num_local_replicas, self._agreement(False))
+        return data.distribute(dataset, self.local_replicas(stop_together=False), options)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> data.ReplicaDataset:
-        agreement = self._agreement(stop_together=True)
-        context = tf.distribute.InputContext(agreement.size, agreement.rank, self._num_replicas_in_sync)
-        return data.ReplicaDataset(dataset_fn(context), self.num_local_replicas, agreement)
+        return data.distribute_from_function(dataset_fn, self.local_replicas(stop_together=False), options)
+
+    def local_replicas(self, stop_together: bool) -> data.LocalReplicas:
+        """Returns the replicas of this process, as `data` wants to know them."""
+        if stop_together not in self._agreements:  # Functions are shared between iterators of one agreement.
+            self._agreements[stop_together] = self._agreement(stop_together)
+        return data.LocalReplicas(self.first_local_replica, tuple(self.worker_devices), self._agreements[stop_together])
 
     def value_of_first_replica(self, local: tf.Tensor) -> tf.Tensor:
         """Returns replica 0's value, given that of the first replica of this process."""
         return tf.identity(local)
 
-    def _agreement(self, stop_together: bool) -> data.Agreement:
-        return data.Agreement(0, 1, lambda counts: counts, stop_together)
+    def _agreement(self, stop_together: bool) -> Agreement:
+        return Agreement(0, 1, lambda counts: counts, stop_together)

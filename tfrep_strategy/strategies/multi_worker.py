@@ -18,6 +18,7 @@ from tfrep_strategy._tensorflow import (
     ValueContext,
     is_mirrored,
 )
+from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.communicators import Communicator, SingleCommunicator, make_communicator
 from tfrep_strategy.communicators.checked import watched
 from tfrep_strategy.devices import logical_devices, replica_device, take_own_gpu
@@ -343,9 +344,9 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
         in_order.deterministic = True
         return dataset.with_options(in_order)
 
-    def _agreement(self, stop_together: bool) -> data.Agreement:
+    def _agreement(self, stop_together: bool) -> Agreement:
         c = self._communicator
-        return data.Agreement(c.rank, c.size, lambda counts: c.all_reduce([counts], "sum")[0], stop_together)
+        return Agreement(c.rank, c.size, lambda counts: c.all_reduce([counts], "sum")[0], stop_together)
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
         return value_fn(ValueContext(self._communicator.rank, self._communicator.size))

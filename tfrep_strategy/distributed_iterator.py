@@ -1,0 +1,356 @@
+"""Reads step by step: one batch for each replica of this process, on that replica's device."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import OwnedMultiDeviceIterator, PerReplicaSpec, enumerate_registry, zip_registry
+from tfrep_strategy.agreement import Agreement
+from tfrep_strategy.batches import any_size, empty_batch, num_examples, pack
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.keras_integration.protocol import Shards
+
+_MOST_UNROLLED = 1000
+"""How many steps one function may read one by one: Python's own loops would go on for ever."""
+
+
+def host_of(device: str) -> str:
+    """Returns the CPU of the machine that a device belongs to."""
+    return tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string()
+
+
+class Pipeline(NamedTuple):
+    """A data set that is read for some replicas of this process.
+
+    Attributes:
+        dataset: Its elements are whole steps (`Shards` with a part for each replica), or parts of one replica each (batches,
+            or `Shards` with one part), for the replicas in turn.
+        runs_on: The device on which it runs.
+        ahead_to: The devices of the replicas, where elements are moved there ahead.
+        buffer: How many elements each of these devices holds.
+    """
+
+    dataset: tf.data.Dataset
+    runs_on: str
+    ahead_to: tuple[str, ...] = ()
+    buffer: int = 1
+
+    def start(self) -> Any:
+        """Returns an iterator of TensorFlow over it."""
+        with tf.device(self.runs_on):
+            if not self.ahead_to:
+                return iter(self.dataset)
+            return OwnedMultiDeviceIterator(
+                self.dataset,
+                self.ahead_to,
+                max_buffer_size=self.buffer,
+                prefetch_buffer_size=self.buffer,
+                source_device=self.runs_on,
+            )
+
+
+class Reading(NamedTuple):
+    """How steps are made of what pipelines give.
+
+    Attributes:
+        devices: Where each replica of this process wants its part.
+        agreement: How processes keep in step, or None where all have the same number of steps.
+        as_shards: Whether to hand out `Shards`, for Keras's loops, rather than what `Strategy.run` takes.
+    """
+
+    devices: tuple[str, ...]
+    agreement: Agreement | None
+    as_shards: bool = False
+
+    def part_specs(self, specs: Sequence[Any]) -> list[Any]:
+        """Returns the specification of each replica's part, given those of the pipelines' elements."""
+        parts: list[Any] = []
+        while len(parts) < len(self.devices):
+            for spec in specs:
+                parts.extend(spec.parts if isinstance(spec, Shards) else [spec])
+        # A replica whose data has ended gets an empty batch.
+        return parts if self.agreement is None else [any_size(part) for part in parts]
+
+    def packed_spec(self, specs: Sequence[Any]) -> Any:
+        """Returns the specification of what `Strategy.run` takes."""
+        parts = self.part_specs(specs)
+        return parts[0] if len(parts) == 1 else tf.nest.map_structure(lambda *leaves: PerReplicaSpec(*leaves), *parts)
+
+
+class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.DistributedIterator):
+    """Iterates over what a `ReplicaDataset` gives; can be an argument of a `tf.function`.
+
+    Args:
+        iterators: Of TensorFlow, one over each pipeline.
+        reading: How steps are made of what they give.
+    """
+
+    def __init__(self, iterators: tuple[Any, ...], reading: Reading) -> None:
+        self._iterators = iterators
+        self._reading = reading
+        self._traced = collections.Counter[int]()
+        """How many steps were read while a function was traced, by the id of its graph."""
+
+    def __iter__(self) -> ReplicaIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if not tf.executing_eagerly():
+            self._refuse_to_unroll()
+        try:
+            return self.get_next()
+        except tf.errors.OutOfRangeError:
+            raise StopIteration from None
+
+    def _refuse_to_unroll(self) -> None:
+        graph = id(tf.compat.v1.get_default_graph())
+        self._traced[graph] += 1
+        if self._traced[graph] > _MOST_UNROLLED:
+            raise ConfigurationError(
+                message(
+                    "A loop of Python over distributed data does not end while a tf.function is traced.",
+                    hint="loop with for over the data, over enumerate(...) or zip(...) of distributed data, or over tf.range(n).",
+                    steps=_MOST_UNROLLED,
+                )
+            )
+
+    def get_next(self) -> Any:
+        """Returns the next step's batch.
+
+        Raises:
+            tf.errors.OutOfRangeError: at the end of the data.
+            ConfigurationError: inside a replica.
+        """
+        _refuse_replicas()
+        if self._reading.agreement is None:
+            elements = self._read(lambda iterator: iterator.get_next())
+            return self._given(self._joined([element for element, _ in elements]))
+        shards, goes_on = self._next_step(self._reading.agreement)
+        # Nothing of the step may run where there is none.
+        with tf.control_dependencies([tf.cond(goes_on, lambda: tf.constant(0, tf.int64), _raise_at_the_end)]):
+            return self._given(shards, always_copied=True)
+
+    def get_next_as_optional(self) -> Any:
+        """Returns what `get_next` would as a `tf.experimental.Optional`, which is empty at the end of the data.
+
+        Raises:
+            ConfigurationError: inside a replica.
+        """
+        _refuse_replicas()
+        if self._reading.agreement is None:
+            optionals = self._read(lambda iterator: iterator.get_next_as_optional())
+            goes_on = tf.reduce_all([optional.has_value() for optional, _ in optionals])
+            given = lambda: self._given(self._joined([_value(optional, device) for optional, device in optionals]))  # noqa: E731
+            spec = self._given_spec()
+        else:
+            step, goes_on = self._next_step(self._reading.agreement)
+            batch = self._given(step)
+            given = lambda: batch  # noqa: E731
+            spec = tf.nest.map_structure(tf.type_spec_from_value, batch)
+        return tf.cond(
+            goes_on,
+            lambda: tf.experimental.Optional.from_value(given()),
+            lambda: tf.experimental.Optional.empty(spec),
+        )
+
+    def _next_step(self, agreement: Agreement) -> tuple[Shards, tf.Tensor]:
+        """Returns this process's parts, empty where it has no more, and whether there is such a step."""
+        optionals = self._read(lambda iterator: iterator.get_next_as_optional())
+        there = [optional.has_value() for optional, _ in optionals]
+        elements = [_value_or_empty(optional, device) for optional, device in optionals]
+        if isinstance(elements[0], Shards):
+            shards = self._joined(elements)
+            return shards, agreement.all_read(tf.reduce_all(there), shards.total)
+        own = [tf.where(has, num_examples(part), 0) for has, part in zip(there, elements, strict=True)]
+        total, goes_on = agreement.next_step(tf.reduce_any(there), tf.add_n(own))
+        return Shards(tuple(elements), total), goes_on
+
+    def _read(self, read: Callable[[Any], Any]) -> list[tuple[Any, str | None]]:
+        """Reads the elements of one step, with the devices to which they were moved."""
+        found: list[tuple[Any, str | None]] = []
+        parts_of_each = _parts_of(self._iterators[0].element_spec)
+        while len(found) * parts_of_each < len(self._reading.devices):
+            for iterator in self._iterators:
+                if isinstance(iterator, OwnedMultiDeviceIterator):
+                    found.extend(zip(read(iterator), self._moved_to(iterator), strict=True))
+                else:
+                    found.append((read(iterator), None))
+        return found
+
+    def _moved_to(self, iterator: Any) -> Sequence[str]:
+        first = self._iterators.index(iterator)
+        return self._reading.devices if len(self._iterators) == 1 else self._reading.devices[first : first + 1]
+
+    def _joined(self, elements: Sequence[Any]) -> Shards:
+        """Makes one step of elements that are each a part of it, or some."""
+        if isinstance(elements[0], Shards):
+            return Shards(tuple(part for element in elements for part in element.parts), elements[0].total)
+        return Shards(tuple(elements), tf.add_n([num_examples(part) for part in elements]))
+
+    def _given(self, shards: Shards, always_copied: bool = False) -> Any:
+        """Returns a step as it is handed out, its parts on their devices."""
+        if self._reading.as_shards and not always_copied:
+            return shards  # Keras's step runs where its replica is anyway.
+        parts = shards.parts
+        if always_copied or any(device != host_of(device) for device in self._reading.devices):
+            parts = tuple(map(_copied, parts, self._reading.devices))
+        return Shards(parts, tf.identity(shards.total)) if self._reading.as_shards else pack(Shards(parts, shards.total))
+
+    def _given_spec(self) -> Any:
+        specs = [iterator.element_spec for iterator in self._iterators]
+        if self._reading.as_shards:
+            return Shards(tuple(self._reading.part_specs(specs)), tf.TensorSpec([], tf.int64))
+        return self._reading.packed_spec(specs)
+
+    @property
+    def element_spec(self) -> Any:
+        """The specification of what `get_next` returns."""
+        return self._given_spec()
+
+    @property
+    def _type_spec(self) -> ReplicaIteratorSpec:
+        return ReplicaIteratorSpec(tuple(iterator._type_spec for iterator in self._iterators), self._reading)
+
+
+class ReplicaIteratorSpec(tf.TypeSpec):
+    """Lets TensorFlow pass a `ReplicaIterator` into a function."""
+
+    def __init__(self, iterator_specs: tuple[Any, ...], reading: Reading) -> None:
+        self._iterator_specs = iterator_specs
+        self._reading = reading
+
+    value_type = property(lambda self: ReplicaIterator)
+
+    def _serialize(self) -> tuple[Any, ...]:
+        # For comparison only: functions are shared between iterators that have the same elements and that agree alike.
+        devices, agreement, as_shards = self._reading
+        return self._iterator_specs, devices, id(agreement), as_shards
+
+    @property
+    def _component_specs(self) -> Any:
+        return self._iterator_specs
+
+    def _to_components(self, value: ReplicaIterator) -> Any:
+        return value._iterators
+
+    def _from_components(self, components: Any) -> ReplicaIterator:
+        return ReplicaIterator(tuple(components), self._reading)
+
+    # TensorFlow would derive these from `_serialize`, which does not hold all that is needed.
+
+    def _without_tensor_names(self) -> ReplicaIteratorSpec:
+        return self._with(spec._without_tensor_names() for spec in self._iterator_specs)
+
+    def _with_tensor_ranks_only(self) -> ReplicaIteratorSpec:
+        return self._with(spec._with_tensor_ranks_only() for spec in self._iterator_specs)
+
+    def _with(self, iterator_specs: Iterable[Any]) -> ReplicaIteratorSpec:
+        return ReplicaIteratorSpec(tuple(iterator_specs), self._reading)
+
+    def is_subtype_of(self, other: Any) -> bool:
+        return self._reads_alike(other) and all(
+            own.is_subtype_of(spec) for own, spec in zip(self._iterator_specs, other._iterator_specs, strict=True)
+        )
+
+    def most_specific_common_supertype(self, others: Any) -> ReplicaIteratorSpec | None:
+        if not all(self._reads_alike(other) for other in others):
+            return None
+        columns = zip(*(other._iterator_specs for other in others), strict=True) if others else [()] * len(self._iterator_specs)
+        common = [own.most_specific_common_supertype(list(c)) for own, c in zip(self._iterator_specs, columns, strict=True)]
+        return None if None in common else self._with(common)
+
+    def _reads_alike(self, other: Any) -> bool:
+        return isinstance(other, ReplicaIteratorSpec) and self._serialize()[1:] == other._serialize()[1:]
+
+
+class ZippedIterator(tf.distribute.DistributedIterator):
+    """Reads several iterators side by side until one of them ends, in loops of a `tf.function`."""
+
+    def __init__(self, iterators: Sequence[Any]) -> None:
+        self._iterators = iterators
+
+    def __iter__(self) -> ZippedIterator:
+        return self
+
+    def get_next(self) -> tuple[Any, ...]:
+        """Returns a tuple of what each gives; raises `tf.errors.OutOfRangeError` at the end of the data."""
+        return tuple(iterator.get_next() for iterator in self._iterators)
+
+    __next__ = get_next
+
+    def get_next_as_optional(self) -> Any:
+        """Returns a `tf.experimental.Optional` of that tuple, which is empty when one of them has ended."""
+        optionals = [iterator.get_next_as_optional() for iterator in self._iterators]
+        spec = tuple(optional.element_spec for optional in optionals)
+        return tf.cond(
+            tf.reduce_all([optional.has_value() for optional in optionals]),
+            lambda: tf.experimental.Optional.from_value(tuple(optional.get_value() for optional in optionals)),
+            lambda: tf.experimental.Optional.empty(spec),
+        )
+
+
+# AutoGraph would let Python's own `enumerate` and `zip` ask for one step after the other while it traces, without an end.
+
+
+def _enumerate(source: Any, start: int = 0) -> Any:
+    if tf.executing_eagerly():
+        return enumerate(source, start)
+    return ZippedIterator([iter(tf.data.Dataset.counter(start)), iter(source)])
+
+
+def _zip(*sources: Any, strict: bool = False) -> Any:
+    if tf.executing_eagerly():
+        return zip(*sources, strict=strict)
+    if strict:
+        raise ConfigurationError(message("A tf.function cannot compare the lengths of distributed data.", strict=strict))
+    return ZippedIterator([iter(source) for source in sources])
+
+
+def support_loops(kind: type) -> None:
+    """Lets `enumerate` and `zip` of such data sets or iterators stand in the loops of a `tf.function`."""
+    enumerate_registry.register(kind, _enumerate)
+    zip_registry.register(kind, _zip)
+
+
+support_loops(ReplicaIterator)
+support_loops(ZippedIterator)
+
+
+def _refuse_replicas() -> None:
+    if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
+        raise ConfigurationError(
+            message(
+                "A replica has read from a distributed iterator: each replica would take a whole step of its own, of which it"
+                " sees one part.",
+                hint="read outside of the function that replicas run: strategy.run(fn, args=(next(iterator),)).",
+            )
+        )
+
+
+def _parts_of(spec: Any) -> int:
+    return len(spec.parts) if isinstance(spec, Shards) else 1
+
+
+def _value(optional: Any, device: str | None) -> Any:
+    with contextlib.nullcontext() if device is None else tf.device(device):
+        return optional.get_value()
+
+
+def _value_or_empty(optional: Any, device: str | None) -> Any:
+    with contextlib.nullcontext() if device is None else tf.device(device):
+        return tf.cond(optional.has_value(), optional.get_value, lambda: empty_batch(optional.element_spec))
+
+
+def _copied(part: Any, device: str) -> Any:
+    with tf.device(device):
+        return tf.nest.map_structure(tf.identity, part, expand_composites=True)
+
+
+def _raise_at_the_end() -> tf.Tensor:
+    """Raises `tf.errors.OutOfRangeError` when it runs, as TensorFlow does at the end of the data."""
+    return iter(tf.data.Dataset.range(0)).get_next()
