@@ -8,10 +8,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy._tensorflow import run_independently
 from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, uncarry
 from tfrep_strategy.communicators.limits import is_debugging, timeout_seconds
 from tfrep_strategy.communicators.naming import in_nested_graph, structural_name
 from tfrep_strategy.communicators.order import Order
+from tfrep_strategy.packing import Packed
 
 _MERGE_OPS = {"sum": "Add", "mean": "Add", "min": "Min", "max": "Max", "product": "Mul"}
 
@@ -27,6 +29,7 @@ class RingCommunicator(Communicator):
         group_name: Goes into the names of its operations, so that what members call among themselves is not counted among
             what all call.
         place: Names the place in the program where a collective is called, given its kind; the same on all members.
+        nccl: Whether NCCL connects the members, and not TensorFlow's ring; the same on all members.
     """
 
     name = "ring"
@@ -39,33 +42,23 @@ class RingCommunicator(Communicator):
         group_key: int,
         group_name: str = "",
         place: Callable[[str], str] = structural_name,
+        nccl: bool = False,
     ) -> None:
         self.rank, self.size = rank, size
         self._device, self._group_key, self._group_name, self._place = device, group_key, group_name, place
+        self._nccl = nccl
         self._functions: dict[Any, Any] = {}
         # TensorFlow lets two threads sleep for every collective until its time limit is over, however soon it has finished:
         # thousands in a fast training loop. Between processes the peer monitor keeps the limit.
         self._timeout = timeout_seconds() if is_debugging() else 0.0
-        self._hint = "nccl" if "GPU" in device else "ring"
-        self._order = Order(f"tfrep_collective_order_{group_key}_{rank}", device)
+        self._order = Order.of(device)
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
         self.check_op(op)
         tensors = [tf.convert_to_tensor(t) for t in tensors]
-        carried = [carry(t, op) for t in tensors]
-        reduced: list[Any] = [None] * len(tensors)
-        by_dtype: dict[Any, list[int]] = {}
-        for i, tensor in enumerate(carried):
-            by_dtype.setdefault(tensor.dtype, []).append(i)
-        for members in by_dtype.values():
-            parts = [tf.reshape(carried[i], [-1]) for i in members]
-            sizes = [tf.size(part) for part in parts]
-            whole = self._reduce(parts[0] if len(parts) == 1 else tf.concat(parts, 0), op)
-            pieces = [whole] if len(parts) == 1 else tf.split(whole, sizes)
-            for i, piece in zip(members, pieces, strict=True):
-                shaped = tf.reshape(piece, tf.shape(tensors[i]))
-                reduced[i] = tf.ensure_shape(uncarry(shaped, tensors[i].dtype, op), tensors[i].shape)
-        return reduced
+        packed = Packed([carry(t, op) for t in tensors])
+        reduced = packed.unpack([self._reduce(flat, op) for flat in packed.flats])
+        return [uncarry(result, tensor.dtype, op) for result, tensor in zip(reduced, tensors, strict=True)]
 
     def _reduce(self, flat: tf.Tensor, op: str) -> tf.Tensor:
         result = self._run(tf.raw_ops.CollectiveReduceV2, "all_reduce", flat, merge_op=_MERGE_OPS[op], final_op="Id")
@@ -94,17 +87,24 @@ class RingCommunicator(Communicator):
                     group_key=self._group_key,
                     instance_key=instance_key,
                     ordering_token=[order],
-                    communication_hint=self._hint,
+                    communication_hint="nccl" if self._nccl else "ring",
                     timeout_seconds=self._timeout,
                     **options,
                 )
 
-        instance_key = self._instance_key(kind, tensor)
+        result = self._run_in_place(run, (kind, tensor.dtype, tensor.shape.rank, *options.values()), tensor)
+        # The resource orders calls of a function, and the steps of a loop. Within them, the ring tells collectives apart by
+        # their keys, so that none has to wait for another. NCCL's have to be launched in one order on all members.
+        if not self._nccl and not tf.executing_eagerly():
+            run_independently(result.op)
+        return result
+
+    def _run_in_place(self, run: Callable[..., tf.Tensor], key: Any, tensor: tf.Tensor) -> tf.Tensor:
+        instance_key = self._instance_key(key[0], tensor)
         if not in_nested_graph():
             return run(tensor, instance_key, self._order.handle())
         # TensorFlow tells apart what runs in different loops, and the members' loops are different ones. A function that is
         # called, and not copied, into the body of a loop belongs to none.
-        key = (kind, tensor.dtype, tensor.shape.rank, *options.values())
         if key not in self._functions:
             signature = [
                 tf.TensorSpec([None] * tensor.shape.rank, tensor.dtype),
@@ -133,7 +133,7 @@ class RingCommunicator(Communicator):
             return None
         name = f"{self._group_name}{'-'.join(map(str, ranks))}/"
         key = 2 + zlib.crc32(name.encode()) % 2**30
-        group = RingCommunicator(ranks.index(self.rank), len(ranks), self._device, key, name, self._place)
+        group = RingCommunicator(ranks.index(self.rank), len(ranks), self._device, key, name, self._place, self._nccl)
         group.local_rank, group.local_size = self.local_rank, self.local_size
         return group
 
@@ -144,6 +144,8 @@ class RingCommunicator(Communicator):
         if tensor.shape.is_fully_defined():
             mixed = sum(d * p for d, p in zip(tensor.shape.as_list(), powers, strict=True))
             return tf.constant((place + mixed * 0x9E3779B1) % (2**31 - 1), tf.int32)
+        with tf.device(self._device):  # On another device, the whole tensor would be copied to where its shape is taken.
+            shape = tf.shape(tensor, out_type=tf.int64)
         with tf.device("CPU:0"):
-            mixed = tf.reduce_sum(tf.shape(tensor, out_type=tf.int64) * tf.constant(powers, tf.int64))
+            mixed = tf.reduce_sum(shape * tf.constant(powers, tf.int64))
             return tf.cast((place + mixed * 0x9E3779B1) % (2**31 - 1), tf.int32)
