@@ -6,9 +6,12 @@ import ctypes
 import functools
 import os
 import socket
+import warnings
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
+
+from tfrep_strategy.errors import message
 
 
 def nccl_connects(gpus: Sequence[str | None]) -> bool:
@@ -38,6 +41,20 @@ def shared_gpus(gpus: Sequence[str | None]) -> dict[str, list[int]]:
         if gpu is not None:
             replicas.setdefault(gpu, []).append(replica)
     return {gpu: members for gpu, members in replicas.items() if len(members) > 1}
+
+
+def warn_if_shared(gpus: Sequence[str | None]) -> None:
+    """Warns where several replicas have the same GPU, given the identity of each replica's."""
+    shared = shared_gpus(gpus)
+    if shared:
+        warnings.warn(
+            message(
+                "Several replicas share a GPU. NCCL refuses that, so that TensorFlow sums gradients without it.",
+                hint="give each replica a GPU of its own; several on one are no faster than one.",
+                replicas_by_gpu=shared,
+            ),
+            stacklevel=2,
+        )
 
 
 def physical_by_logical(visible: Sequence[str], parts: Mapping[str, int]) -> list[str]:

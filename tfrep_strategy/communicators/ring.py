@@ -10,11 +10,14 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import run_independently
 from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, uncarry
+from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects, warn_if_shared
 from tfrep_strategy.communicators.limits import is_debugging, timeout_seconds
 from tfrep_strategy.communicators.naming import in_nested_graph, structural_name
 from tfrep_strategy.communicators.order import Order
+from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.packing import Packed
 
+_HOSTS_KEY = 2**30 + 2  # Above the keys of groups.
 _MERGE_OPS = {"sum": "Add", "mean": "Add", "min": "Min", "max": "Max", "product": "Mul"}
 
 
@@ -52,6 +55,27 @@ class RingCommunicator(Communicator):
         # thousands in a fast training loop. Between processes the peer monitor keeps the limit.
         self._timeout = timeout_seconds() if is_debugging() else 0.0
         self._order = Order.of(device)
+
+    def choose_transport(self) -> None:
+        """Uses NCCL where it connects the members, else TensorFlow's ring. All members have to call it.
+
+        Raises:
+            ConfigurationError: some members are on GPUs, and others are not.
+        """
+        cpu = tf.DeviceSpec.from_string(self._device).replace(device_type="CPU", device_index=0).to_string()
+        hosts = RingCommunicator(self.rank, self.size, cpu, _HOSTS_KEY, f"{self._group_name}hosts/", self._place)
+        gpus = hosts.all_gather_object(identity_of_gpu(self._device))
+        if None in gpus and any(gpus):
+            raise ConfigurationError(
+                message(
+                    "Some ranks are on GPUs and others are not, between which TensorFlow's collectives cannot sum.",
+                    hint='give every rank a GPU, or device="CPU:0".',
+                    ranks_without_gpu=[rank for rank, gpu in enumerate(gpus) if gpu is None],
+                )
+            )
+        if self.rank == 0:
+            warn_if_shared(gpus)
+        self._nccl = nccl_connects(gpus)
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
         self.check_op(op)

@@ -54,6 +54,8 @@ class TensorFlowCommunicator(RingCommunicator):
             device = f"GPU:{self.local_rank % num_gpus}" if num_gpus else "CPU:0"
         device = device.upper().rpartition("DEVICE:")[2].lstrip("/")
         super().__init__(self.rank, self.size, f"/job:worker/replica:0/task:{self.rank}/device:{device}", group_key=1)
+        if self.size > 1:
+            self.choose_transport()
         if not num_gpus:
             self.bucket_bytes = _CPU_BUCKET_BYTES
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from tfrep_strategy._tensorflow import (
 )
 from tfrep_strategy.batches import concatenate
 from tfrep_strategy.communicators import Communicator
-from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects, shared_gpus
+from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects, warn_if_shared
 from tfrep_strategy.communicators.local import LocalGroup
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
@@ -161,8 +160,7 @@ class _Extended(SynchronousExtended, MirroredExtended):
         gpus = [identity_of_gpu(device) for device in self._devices]
         self._one_device = ReductionToOneDevice()
         self._cross_device_ops = NcclAllReduce() if nccl_connects(gpus) else self._one_device
-        if shared_gpus(gpus):
-            _warn_of_shared(shared_gpus(gpus))
+        warn_if_shared(gpus)
         self._init_state()
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
@@ -203,17 +201,6 @@ class _Extended(SynchronousExtended, MirroredExtended):
 
         results = [reduced_slices(v) if isinstance(v, tf.IndexedSlices) else next(reduced) for v in flat]
         return tf.nest.pack_sequence_as(value, results)
-
-
-def _warn_of_shared(replicas_by_gpu: Mapping[str, Sequence[int]]) -> None:
-    warnings.warn(
-        message(
-            "Several replicas share a GPU, which NCCL refuses. TensorFlow adds their gradients up.",
-            hint="give each replica a GPU of its own; replicas that share one are no faster than one replica.",
-            replicas_by_gpu=dict(replicas_by_gpu),
-        ),
-        stacklevel=5,
-    )
 
 
 def _resolve(devices: Sequence[str] | None) -> list[str]:
