@@ -42,6 +42,13 @@ ValueContext = _private("distribute.distribute_lib", "ValueContext")
 ReductionToOneDevice = _private("distribute.cross_device_ops", "ReductionToOneDevice")
 NcclAllReduce = _private("distribute.cross_device_ops", "NcclAllReduce")
 
+# NCCL between the GPUs of one process, and the dtypes that its operation takes.
+nccl_all_sum = _private("ops.nccl_ops", "all_sum")
+_nccl_operation = _private("framework.op_def_registry", "get")("NcclAllReduce")
+NCCL_DTYPES = frozenset(
+    tf.as_dtype(dtype) for attr in _nccl_operation.attr if attr.name == "T" for dtype in attr.allowed_values.list.type
+)
+
 # Values.
 DistributedVariable = _private("distribute.values", "DistributedVariable")
 MirroredVariable = _private("distribute.values", "MirroredVariable")
@@ -113,6 +120,13 @@ def converted_by_autograph(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a user's function whose `if`s and loops over tensors become those of the graph."""
     enabled = autograph_status.ControlStatusCtx(autograph_status.Status.ENABLED)
     return autograph_convert(fn, enabled)
+
+
+def run_independently(operation: Any) -> None:
+    """Has an operation of a function run whoever uses its results, and wait for no other than those that it takes."""
+    manager = getattr(operation, "graph", None) and operation.graph.experimental_acd_manager
+    if manager is not None:
+        manager.run_independently(operation)
 
 
 @contextlib.contextmanager

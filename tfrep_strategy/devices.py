@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import pynvml
 import tensorflow as tf
@@ -14,7 +15,8 @@ from tfrep_strategy._tensorflow import context
 from tfrep_strategy.errors import ConfigurationError, message
 
 
-class Gpu(NamedTuple):
+@dataclass(frozen=True)
+class Gpu:
     """A GPU as NVIDIA's driver describes it, whether or not TensorFlow can use it.
 
     Attributes:

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.packing import Packed
 
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 AllReduce = Callable[[list[tf.Tensor]], list[tf.Tensor]]
@@ -74,7 +75,39 @@ def weighed(gradient: Gradient, weight: tf.Tensor | None) -> Gradient:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(weighed(gradient.values, weight), gradient.indices, gradient.dense_shape)
-    return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
+    return multiply_no_nan(gradient, weight)
+
+
+def multiply_no_nan(tensor: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
+    """Multiplies a tensor with a share; the product with 0 is 0, even where the tensor is not finite.
+
+    Args:
+        tensor: Floating or complex.
+        factor: float32 scalar.
+
+    Returns:
+        As `tensor`.
+
+    Example:
+        >>> multiply_no_nan(tf.constant([2.0, float("inf")], tf.bfloat16), tf.constant(0.0)).numpy().tolist()
+        [0.0, 0.0]
+    """
+    return _rounded_once(tf.math.multiply_no_nan, tensor, factor)
+
+
+def divide_no_nan(tensor: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
+    """Divides a tensor by a share; the quotient is 0 where the share is. See `multiply_no_nan`."""
+    return _rounded_once(tf.math.divide_no_nan, tensor, divisor)
+
+
+def _rounded_once(operation: Callable[..., tf.Tensor], tensor: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
+    """Computes with floats of 16 bits in float32: a share of 1/3 is 0.2 percent off in bfloat16.
+
+    On GPUs TensorFlow has no `multiply_no_nan` of bfloat16 either, and would copy the tensor to the CPU.
+    """
+    if tensor.dtype in (tf.float16, tf.bfloat16):
+        return tf.cast(operation(tf.cast(tensor, tf.float32), share), tensor.dtype)
+    return operation(tensor, tf.cast(share, tensor.dtype))
 
 
 def zero_unless(has_examples: tf.Tensor, gradients: Sequence[Gradient]) -> list[Gradient]:
@@ -88,11 +121,16 @@ def zero_unless(has_examples: tf.Tensor, gradients: Sequence[Gradient]) -> list[
         gradients: This replica's gradients.
     """
 
-    def zeroed(gradient: Gradient) -> Gradient:
-        small = isinstance(gradient, tf.Tensor) and (gradient.shape.num_elements() or _SMALL + 1) <= _SMALL
-        return tf.where(has_examples, gradient, tf.zeros_like(gradient)) if small else gradient
+    def is_small(gradient: Gradient) -> bool:
+        return isinstance(gradient, tf.Tensor) and (gradient.shape.num_elements() or _SMALL + 1) <= _SMALL
 
-    return [zeroed(gradient) for gradient in gradients]
+    result = list(gradients)
+    small = [i for i, gradient in enumerate(gradients) if is_small(gradient)]
+    packed = Packed([gradients[i] for i in small])  # A net has hundreds: on a GPU each operation is a launch.
+    zeroed = [tf.where(has_examples, flat, tf.zeros_like(flat)) for flat in packed.flats]
+    for i, gradient in zip(small, packed.unpack(zeroed), strict=True):
+        result[i] = gradient
+    return result
 
 
 def dense(gradient: Gradient) -> Gradient:

@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.communicators import Communicator
+from tfrep_strategy.gradients import divide_no_nan, multiply_no_nan
 from tfrep_strategy.keras_integration.protocol import Step
 
 Tensors = Sequence[tf.Tensor]
@@ -153,8 +154,8 @@ class Flow:
         if self._step is None or self._step.loss_is_scaled:
             return send(list(dys))
         share = self._step.share
-        arrived = send([tf.math.multiply_no_nan(dy, tf.cast(share, dy.dtype)) for dy in dys])
-        return [tf.math.divide_no_nan(x, tf.cast(share, x.dtype)) for x in arrived]
+        arrived = send([multiply_no_nan(dy, share) for dy in dys])
+        return [divide_no_nan(x, share) for x in arrived]
 
 
 def _of_this_graph(tensors: Tensors) -> list[tf.Tensor]:

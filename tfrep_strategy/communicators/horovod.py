@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, uncarry
 from tfrep_strategy.communicators.forking import sockets_closed_in_children
-from tfrep_strategy.communicators.naming import in_nested_graph, structural_name
+from tfrep_strategy.communicators.naming import structural_name
 from tfrep_strategy.communicators.order import Order
 from tfrep_strategy.errors import ConfigurationError, message
 
@@ -133,21 +133,16 @@ class HorovodCommunicator(Communicator):
         options |= {"name": name, "ignore_name_scope": True, "process_set_id": group}
         if tf.executing_eagerly():
             return operation(tensors, **options)
-        # A function that is called twice, or the body of a loop, would have two collectives of one name under way, which
-        # Horovod refuses. TensorFlow keeps operations on one resource in program order; Horovod's have none.
-        with tf.control_dependencies([self._order.mark()] if in_nested_graph() else []):
-            # Horovod's operations are not marked as having effects. One with nothing but constants to send would be run while
-            # the function is optimised; one whose result nobody uses, on this rank alone perhaps, would be left out.
-            sent = tf.nest.map_structure(self._no_constant, tensors)
-            result = tf.nest.map_structure(_opaque, operation(sent, **options))
-        with tf.control_dependencies(tf.nest.flatten(result)):
-            self._order.mark()
-        return result
-
-    def _no_constant(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Returns the tensor, shared and not copied, as one of whose rows TensorFlow cannot know that they are all."""
+        # Horovod's operations are not marked as having effects. One with nothing but constants to send would be run while the
+        # function is optimised; one whose result nobody uses, on this rank alone perhaps, would be left out.
         start = self._order.zero()
-        return tf.reshape(tensor, [1])[start] if tensor.shape.rank == 0 else tensor[start:]
+        result = tf.nest.map_structure(
+            _opaque, operation(tf.nest.map_structure(lambda tensor: _no_constant(tensor, start), tensors), **options)
+        )
+        # Horovod refuses two collectives of one name at a time: a function is called again, or a loop goes on, when all have
+        # ended. Within it their names differ, and none waits for another.
+        self._order.keep(result)
+        return result
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         ranks = self.check_group(ranks)
@@ -203,6 +198,11 @@ class HorovodCommunicator(Communicator):
         from horovod.tensorflow.mpi_ops import MPI_LIB
 
         return MPI_LIB
+
+
+def _no_constant(tensor: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
+    """Hides from TensorFlow's optimizer that the tensor is constant; shares its memory. `start` is 0, unknown to TensorFlow."""
+    return tf.reshape(tensor, [1])[start] if tensor.shape.rank == 0 else tensor[start:]
 
 
 def _opaque(tensor: tf.Tensor) -> tf.Tensor:

@@ -11,13 +11,16 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import BranchGraph, PerReplica
+from tfrep_strategy._tensorflow import NCCL_DTYPES, BranchGraph, PerReplica, nccl_all_sum, run_independently
 from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, uncarry
+from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects
 from tfrep_strategy.communicators.naming import replica_name
 from tfrep_strategy.communicators.ring import RingCommunicator
 from tfrep_strategy.errors import ConfigurationError
+from tfrep_strategy.packing import Packed
 
 _REDUCTIONS = {"min": tf.minimum, "max": tf.maximum, "product": tf.multiply}
+_ON_GPUS = NCCL_DTYPES - {tf.int32}  # TensorFlow keeps int32 in the memory of the host.
 # Above the keys that processes give their groups (`ring.py`).
 _group_keys = itertools.count(2**30 + 1000)
 
@@ -33,6 +36,9 @@ class LocalGroup:
     def __init__(self, strategy: Any, members: Sequence[int]) -> None:
         self.strategy, self.members = strategy, tuple(members)
         self.key = next(_group_keys)
+        self.nccl = nccl_connects(
+            [identity_of_gpu(strategy.extended.worker_devices[replica]) for replica in self.members]
+        )
         self.called: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         """What the first member called at each place in the inner functions of a graph."""
         self._communicators: dict[int, LocalCommunicator] = {}
@@ -69,6 +75,7 @@ class LocalCommunicator(Communicator):
         self._group, self._replica = group, replica
         self._members = group.members if replica in group.members else (replica,)
         self.rank, self.size = self._members.index(replica), len(self._members)
+        self._device = group.strategy.extended.worker_devices[replica]
         self.local_rank, self.local_size = replica, group.strategy.num_replicas_in_sync
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
@@ -76,22 +83,34 @@ class LocalCommunicator(Communicator):
         tensors = [tf.convert_to_tensor(t) for t in tensors]
         if self._apart():
             return tensors if self.size == 1 else self._ring.all_reduce(tensors, op)
+        carried = [carry(t, op) for t in tensors]
+        reduce = functools.partial(self._reduce, op=op)
+        if self._group.nccl and self.size > 1:
+            # Each sum of NCCL is a launch on every GPU, so that it gets few and large tensors. On CPUs that would only be a copy.
+            with tf.device(self._device):
+                packed = Packed(carried)
+            reduced = packed.unpack(self._meet(packed.flats, reduce))
+        else:
+            reduced = self._meet(carried, reduce)
+        return [
+            uncarry(mean_of_sum(total, self.size) if op == "mean" else total, tensor.dtype, op)
+            for total, tensor in zip(reduced, tensors, strict=True)
+        ]
 
-        def reduce(sent: Sequence[list[tf.Tensor]]) -> list[Any]:
-            return [[self._reduce(values, op) for values in zip(*sent, strict=True)]] * len(sent)
+    def _reduce(self, sent: Sequence[list[tf.Tensor]], op: str) -> list[list[tf.Tensor]]:
+        """Returns what each member gets for what the members sent; a mean as its sum."""
+        return [list(results) for results in zip(*(self._reduce_values(v, op) for v in zip(*sent, strict=True)), strict=True)]
 
-        return self._meet(tensors, reduce)
-
-    def _reduce(self, values: Sequence[tf.Tensor], op: str) -> Any:
-        dtype = values[0].dtype
-        carried = [carry(v, op) for v in values]
+    def _reduce_values(self, values: Sequence[tf.Tensor], op: str) -> list[tf.Tensor]:
         if op in _REDUCTIONS:
-            return uncarry(functools.reduce(_REDUCTIONS[op], carried), dtype, op)
-        if len(values) == self.local_size and dtype.is_floating:
-            reduce_op = tf.distribute.ReduceOp.MEAN if op == "mean" else tf.distribute.ReduceOp.SUM
-            return self._group.strategy.extended._reduce_values(reduce_op, values)
-        total = tf.add_n(carried)
-        return uncarry(mean_of_sum(total, len(values)) if op == "mean" else total, dtype)
+            return [functools.reduce(_REDUCTIONS[op], values)] * len(values)
+        if self._group.nccl and len(values) > 1 and values[0].dtype in _ON_GPUS:
+            sums = nccl_all_sum(list(values))
+            for total in sums:  # NCCL waits for ever for a member whose result nobody uses.
+                if not tf.executing_eagerly():
+                    run_independently(total.op)
+            return sums
+        return [tf.add_n(list(values)) if len(values) > 1 else values[0]] * len(values)
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         tensor = tf.convert_to_tensor(tensor)
@@ -191,9 +210,9 @@ class LocalCommunicator(Communicator):
 
     @functools.cached_property
     def _ring(self) -> RingCommunicator:
-        device = self._group.strategy.extended.worker_devices[self._replica]
         place = functools.partial(replica_name, replica=self._replica)
-        return RingCommunicator(self.rank, self.size, device, self._group.key, f"group{self._group.key}/", place)
+        key, nccl = self._group.key, self._group.nccl
+        return RingCommunicator(self.rank, self.size, self._device, key, f"group{key}/", place, nccl=nccl)
 
 
 def _is_branch_of(shared: Any) -> bool:

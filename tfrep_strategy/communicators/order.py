@@ -1,16 +1,22 @@
-"""Keeps the collectives of one member in program order."""
+"""Keeps the collectives of one device in program order."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import BranchGraph
+from tfrep_strategy._tensorflow import BranchGraph, run_independently
+
+_orders: weakref.WeakKeyDictionary[Any, dict[str, Order]] = weakref.WeakKeyDictionary()
 
 
 class Order:
     """A resource that collectives share: TensorFlow keeps operations on one resource in program order.
+
+    Its dtype is float32. A variable of int32 has no kernel on GPUs. It would lie on the CPU, and a collective runs where
+    the resource lies that it uses.
 
     Args:
         name: Unique in this process.
@@ -19,9 +25,22 @@ class Order:
 
     def __init__(self, name: str, device: str) -> None:
         with tf.init_scope(), tf.device(device):
-            self._handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=name, name="collective_order")
+            self._handle = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=name, name="collective_order")
             if tf.executing_eagerly():
-                tf.raw_ops.AssignVariableOp(resource=self._handle, value=tf.constant(0))
+                tf.raw_ops.AssignVariableOp(resource=self._handle, value=tf.constant(0.0))
+
+    @staticmethod
+    def of(device: str) -> Order:
+        """Returns the order of all groups that a device belongs to.
+
+        NCCL waits for ever if two devices launch the collectives of two groups in different orders.
+        """
+        with tf.init_scope():  # Every graph without eager execution around it has handles of its own.
+            owner = Order if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        orders = _orders.setdefault(owner, {})
+        if device not in orders:
+            orders[device] = Order(f"tfrep_collective_order_{device}", device)
+        return orders[device]
 
     def handle(self) -> tf.Tensor:
         """Returns the resource, for use in the graph that is being built."""
@@ -38,8 +57,16 @@ class Order:
 
     def mark(self) -> Any:
         """Makes an operation that comes after all that was marked or ordered before, and before all that follows."""
-        return tf.raw_ops.AssignVariableOp(resource=self.handle(), value=tf.constant(0))
+        return tf.raw_ops.AssignVariableOp(resource=self.handle(), value=tf.constant(0.0))
+
+    def keep(self, tensors: Any) -> None:
+        """Has tensors computed, whoever uses them, before the function that is being built ends.
+
+        Calls of that function stay in program order. Within one call, nothing waits for the tensors.
+        """
+        with tf.control_dependencies(tf.nest.flatten(tensors)):
+            run_independently(self.mark())
 
     def zero(self) -> tf.Tensor:
         """Returns an int32 scalar of 0 that no optimisation of the graph can know to be 0."""
-        return tf.raw_ops.ReadVariableOp(resource=self.handle(), dtype=tf.int32)
+        return tf.cast(tf.raw_ops.ReadVariableOp(resource=self.handle(), dtype=tf.float32), tf.int32)

@@ -9,12 +9,17 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy._tensorflow import run_independently
 from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, uncarry
+from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects, warn_if_shared
 from tfrep_strategy.communicators.limits import is_debugging, timeout_seconds
 from tfrep_strategy.communicators.naming import in_nested_graph, structural_name
 from tfrep_strategy.communicators.order import Order
 from tfrep_strategy.communicators.position import Position, sizes_of
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.packing import Packed
 
+_HOSTS_KEY = 2**30 + 2  # Above the keys of groups.
 _MERGE_OPS = {"sum": "Add", "mean": "Add", "min": "Min", "max": "Max", "product": "Mul"}
 
 _PRIME = 2**31 - 1
@@ -35,6 +40,7 @@ class RingCommunicator(Communicator):
             what all call.
         place: Names the place in the program where a collective is called, given its kind; the same on all members.
         position: Notes which collectives this member is in, for those who watch it.
+        nccl: Whether NCCL connects the members, and not TensorFlow's ring; the same on all members.
     """
 
     name = "ring"
@@ -48,35 +54,45 @@ class RingCommunicator(Communicator):
         group_name: str = "",
         place: Callable[[str], str] = structural_name,
         position: Position | None = None,
+        nccl: bool = False,
     ) -> None:
         self.position = position
         self.rank, self.size = rank, size
         self._device, self._group_key, self._group_name, self._place = device, group_key, group_name, place
+        self._nccl = nccl
         self._functions: dict[Any, Any] = {}
         # TensorFlow lets two threads sleep for every collective until its time limit is over, however soon it has finished:
         # thousands in a fast training loop. Between processes the peer monitor keeps the limit.
         self._timeout = timeout_seconds() if is_debugging() else 0.0
-        self._hint = "nccl" if "GPU" in device else "ring"
-        self._order = Order(f"tfrep_collective_order_{group_key}_{rank}", device)
+        self._order = Order.of(device)
+
+    def choose_transport(self) -> None:
+        """Uses NCCL where it connects the members, else TensorFlow's ring. All members have to call it.
+
+        Raises:
+            ConfigurationError: some members are on GPUs, and others are not.
+        """
+        cpu = tf.DeviceSpec.from_string(self._device).replace(device_type="CPU", device_index=0).to_string()
+        hosts = RingCommunicator(self.rank, self.size, cpu, _HOSTS_KEY, f"{self._group_name}hosts/", self._place)
+        gpus = hosts.all_gather_object(identity_of_gpu(self._device))
+        if None in gpus and any(gpus):
+            raise ConfigurationError(
+                message(
+                    "Some ranks are on GPUs and others are not, between which TensorFlow's collectives cannot sum.",
+                    hint='give every rank a GPU, or device="CPU:0".',
+                    ranks_without_gpu=[rank for rank, gpu in enumerate(gpus) if gpu is None],
+                )
+            )
+        if self.rank == 0:
+            warn_if_shared(gpus)
+        self._nccl = nccl_connects(gpus)
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
         self.check_op(op)
         tensors = [tf.convert_to_tensor(t) for t in tensors]
-        carried = [carry(t, op) for t in tensors]
-        reduced: list[Any] = [None] * len(tensors)
-        by_dtype: dict[Any, list[int]] = {}
-        for i, tensor in enumerate(carried):
-            by_dtype.setdefault(tensor.dtype, []).append(i)
-        for members in by_dtype.values():
-            parts = [tf.reshape(carried[i], [-1]) for i in members]
-            sizes = [tf.size(part) for part in parts]
-            flat = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
-            whole = self._reduce(flat, op, tensors)
-            pieces = [whole] if len(parts) == 1 else tf.split(whole, sizes)
-            for i, piece in zip(members, pieces, strict=True):
-                shaped = tf.reshape(piece, tf.shape(tensors[i]))
-                reduced[i] = tf.ensure_shape(uncarry(shaped, tensors[i].dtype, op), tensors[i].shape)
-        return reduced
+        packed = Packed([carry(t, op) for t in tensors])
+        reduced = packed.unpack([self._reduce(flat, op, tensors) for flat in packed.flats])
+        return [uncarry(result, tensor.dtype, op) for result, tensor in zip(reduced, tensors, strict=True)]
 
     def _reduce(self, flat: tf.Tensor, op: str, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
         options = {"merge_op": _MERGE_OPS[op], "final_op": "Id"}
@@ -132,7 +148,7 @@ class RingCommunicator(Communicator):
                     group_key=self._group_key,
                     instance_key=instance_key,
                     ordering_token=[order],
-                    communication_hint=self._hint,
+                    communication_hint="nccl" if self._nccl else "ring",
                     timeout_seconds=self._timeout,
                     **options,
                 )
@@ -142,12 +158,16 @@ class RingCommunicator(Communicator):
         position = self.position
         entered = position.enter(kind, place, brought, sizes) if position is not None else None
         with tf.control_dependencies([] if entered is None else entered[:1]):
-            result = self._run_in_order(run, (kind, *options.values()), tensor, instance_key)
+            result = self._run_in_place(run, (kind, *options.values()), tensor, instance_key)
+        # The resource orders calls of a function, and the steps of a loop. Within them, the ring tells collectives apart by
+        # their keys, so that none has to wait for another. NCCL's have to be launched in one order on all members.
+        if not self._nccl and not tf.executing_eagerly():
+            run_independently(result.op)
         if position is not None and entered is not None:
             position.leave(entered, result)
         return result
 
-    def _run_in_order(
+    def _run_in_place(
         self, run: Callable[..., tf.Tensor], which: tuple[Any, ...], tensor: tf.Tensor, instance_key: tf.Tensor
     ) -> tf.Tensor:
         if not in_nested_graph():
@@ -184,7 +204,8 @@ class RingCommunicator(Communicator):
         name = f"{self._group_name}{'-'.join(map(str, ranks))}/"
         key = group_key(name)
         position = Position() if self.position else None
-        group = RingCommunicator(ranks.index(self.rank), len(ranks), self._device, key, name, self._place, position)
+        place, nccl = self._place, self._nccl
+        group = RingCommunicator(ranks.index(self.rank), len(ranks), self._device, key, name, place, position, nccl)
         group.local_rank, group.local_size = self.local_rank, self.local_size
         return group
 

@@ -61,6 +61,8 @@ class TensorFlowCommunicator(RingCommunicator):
         device = (device or replica_device(self.local_rank)).upper().rpartition("DEVICE:")[2].lstrip("/")
         device = f"/job:worker/replica:0/task:{self.rank}/device:{device}"
         super().__init__(self.rank, self.size, device, group_key(name), name, position=Position())
+        if self.size > 1:
+            self.choose_transport()
         if "CPU" in device:
             self.bucket_bytes = _CPU_BUCKET_BYTES
 

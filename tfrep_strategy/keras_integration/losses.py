@@ -11,6 +11,7 @@ from typing import Any
 
 from keras import ops
 
+from tfrep_strategy.gradients import divide_no_nan
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
 from tfrep_strategy.keras_integration.protocol import current_step, current_strategy, replica_strategy
 from tfrep_strategy.keras_integration.whole_batch import sees_whole_batch, weighing_strategy
@@ -48,13 +49,13 @@ def reduce_values(
     weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
     if reduction == "sum":
         # The gradient will be multiplied by the share, which a sum is free of.
-        return total if step is None else ops.divide_no_nan(total, ops.cast(step.share, total.dtype))
+        return total if step is None else divide_no_nan(total, step.share)
     if step is None or weighs:
         divisor = ops.sum(sample_weight) if weighs else ops.prod(ops.cast(ops.shape(values), "int32"))
         divisor = strategy.sum_over_replicas([ops.cast(divisor, total.dtype)])[0]
         divisor = divisor if weighs else ops.stop_gradient(divisor)  # A count has none.
         mean = ops.divide_no_nan(total, divisor)
-        return mean if step is None else ops.divide_no_nan(mean, ops.cast(step.share, mean.dtype))
+        return mean if step is None else divide_no_nan(mean, step.share)
     if 0 in values.shape:  # A replica that is known to have no examples; Keras would not even reduce them.
         return total
     return original(values, sample_weight, reduction)

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.gradients import dense, weighed, zero_unless
+from tfrep_strategy.gradients import dense, multiply_no_nan, weighed, zero_unless
 from tfrep_strategy.keras_integration.layers import creating_partial_sums
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
 from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_step, current_strategy, replica_strategy
@@ -88,7 +88,7 @@ def _scale_by_share(original: Any, self: Any, loss: Any) -> Any:
     if step is None:
         return loss
     step.scaled_losses[id(self)] += 1
-    return tf.math.multiply_no_nan(loss, tf.cast(step.share, loss.dtype))
+    return multiply_no_nan(loss, step.share)
 
 
 replaces(_BaseOptimizer, "scale_loss")(_scale_by_share)

@@ -10,14 +10,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import (
+    NCCL_DTYPES,
     MirroredExtended,
     NcclAllReduce,
-    PerReplica,
     ReductionToOneDevice,
     context,
 )
 from tfrep_strategy.batches import concatenate
 from tfrep_strategy.communicators import Communicator
+from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects, warn_if_shared
 from tfrep_strategy.communicators.local import LocalGroup
 from tfrep_strategy.devices import logical_devices, warn_of_unseen_gpus
 from tfrep_strategy.errors import ConfigurationError, message
@@ -80,8 +81,8 @@ class MirroredStrategy(SynchronousStrategy):
         devices_per_replica: How many devices each replica has; the first are those of replica 0. See
             `logical_device_for_variables` and `tfrep.logical_device`.
         keras_layer_placement: The logical device of Keras layers, by name, for a model that was not written for several.
-        bucket_bytes: Gradients are summed in groups of about this many bytes. Within a process that decides about their order
-            only; NCCL gets each tensor on its own.
+        bucket_bytes: Gradients are summed in groups of about this many bytes. On GPUs, NCCL sums each group at once. On CPUs the
+            group decides about their order only.
         densify_sparse_gradients: Whether sparse gradients travel as dense tensors.
 
     Raises:
@@ -112,12 +113,13 @@ class MirroredStrategy(SynchronousStrategy):
     _instances = 0
 
     def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return self._own_communicator().all_reduce(list(tensors), "sum") if tensors else []
+        return self.own_communicator().all_reduce(list(tensors), "sum") if tensors else []
 
     def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
-        return self._own_communicator().all_gather(tensor)
+        return self.own_communicator().all_gather(tensor)
 
-    def _own_communicator(self) -> Communicator:
+    def own_communicator(self) -> Communicator:
+        """Returns what the replica that calls this talks to the others with."""
         context: Any = tf.distribute.get_replica_context()
         return self.communicator_of(int(tf.get_static_value(context.replica_id_in_sync_group)))
 
@@ -156,8 +158,10 @@ class _Extended(SynchronousExtended, MirroredExtended):
         strategy._collective_key_base = 1_000_000 * MirroredStrategy._instances
         super().__init__(strategy, devices=devices)
         self.num_local_replicas = len(self._devices)
-        on_gpus = all("GPU" in device for device in self._devices)
-        self._cross_device_ops = NcclAllReduce() if on_gpus and len(self._devices) > 1 else ReductionToOneDevice()
+        gpus = [identity_of_gpu(device) for device in self._devices]
+        self._one_device = ReductionToOneDevice()
+        self._cross_device_ops = NcclAllReduce() if nccl_connects(gpus) else self._one_device
+        warn_if_shared(gpus)
         self._init_state()
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
@@ -172,8 +176,8 @@ class _Extended(SynchronousExtended, MirroredExtended):
         return False
 
     def _get_cross_device_ops(self, value: Any) -> Any:
-        dtypes = {v.dtype for v in getattr(value, "values", [value])}
-        return ReductionToOneDevice() if tf.int32 in dtypes else self._cross_device_ops
+        dtypes = {tf.as_dtype(v.dtype) for v in getattr(value, "values", [value])}
+        return self._cross_device_ops if dtypes <= NCCL_DTYPES - {tf.int32} else self._one_device
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         def replica_fn(*args: Any, **kwargs: Any) -> Any:
@@ -186,25 +190,18 @@ class _Extended(SynchronousExtended, MirroredExtended):
         return super()._call_for_each_replica(replica_fn, args, kwargs)
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        def reduce(strategy: Any, *values: Any) -> list[Any]:
-            return [self._reduce_values(reduce_op, strategy.experimental_local_results(v)) for v in values]
-
+        communicator = self._container_strategy().own_communicator()
+        op = "mean" if reduce_op == tf.distribute.ReduceOp.MEAN else "sum"
         flat = tf.nest.flatten(value)
-        reduced = tf.distribute.get_replica_context().merge_call(reduce, args=tuple(flat))
-        return tf.nest.pack_sequence_as(value, reduced)
+        reduced = iter(communicator.all_reduce([v for v in flat if not isinstance(v, tf.IndexedSlices)], op))
 
-    def _reduce_values(self, reduce_op: Any, values: Sequence[Any]) -> Any:
-        mean = reduce_op == tf.distribute.ReduceOp.MEAN
-        if isinstance(values[0], tf.IndexedSlices):
-            rows = tf.concat([v.values for v in values], 0)
-            return tf.IndexedSlices(
-                rows / len(values) if mean else rows, tf.concat([v.indices for v in values], 0), values[0].dense_shape
-            )
-        if len(values) > 1 and isinstance(self._cross_device_ops, NcclAllReduce) and values[0].dtype != tf.int32:
-            per_replica = PerReplica(values)
-            return self._cross_device_ops.reduce(reduce_op, per_replica, destinations=per_replica)
-        total = tf.add_n(list(values)) if len(values) > 1 else values[0]
-        return tf.cast(total / len(values), total.dtype) if mean else total
+        def reduced_slices(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+            rows = communicator.all_gather(slices.values)
+            rows = rows / communicator.size if op == "mean" else rows
+            return tf.IndexedSlices(rows, communicator.all_gather(slices.indices), slices.dense_shape)
+
+        results = [reduced_slices(v) if isinstance(v, tf.IndexedSlices) else next(reduced) for v in flat]
+        return tf.nest.pack_sequence_as(value, results)
 
 
 def _resolve(devices: Sequence[str] | None) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import MirroredReplicaContext, ReplicaContext
+from tfrep_strategy.gradients import divide_no_nan, multiply_no_nan
 from tfrep_strategy.keras_integration.protocol import current_step
 
 
@@ -32,9 +33,9 @@ class _WeighedGradient:
             def gradient(*dys: tf.Tensor) -> list[tf.Tensor]:
                 if step.loss_is_scaled:
                     return list(extended._replica_ctx_all_reduce(reduce_op, list(dys), options))
-                weighed = [tf.math.multiply_no_nan(dy, tf.cast(step.share, dy.dtype)) for dy in dys]
+                weighed = [multiply_no_nan(dy, step.share) for dy in dys]
                 arrived = extended._replica_ctx_all_reduce(reduce_op, weighed, options)
-                return [tf.math.divide_no_nan(x, tf.cast(step.share, x.dtype)) for x in arrived]
+                return [divide_no_nan(x, step.share) for x in arrived]
 
             return list(extended._replica_ctx_all_reduce(reduce_op, list(xs), options)), gradient
 

@@ -1,0 +1,69 @@
+"""A collective in a function waits for its own tensors, and not for those before it; calls and loops stay in order."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+_PATIENCE = 20.0
+
+
+def a_later_bucket_ends_first(strategy: Any) -> list[float]:
+    communicator = strategy.communicator
+    second_has_ended = threading.Event()
+
+    def wait(value: np.ndarray) -> np.ndarray:
+        return np.float32(second_has_ended.wait(_PATIENCE)) * value
+
+    def note(value: np.ndarray) -> np.ndarray:
+        second_has_ended.set()
+        return value
+
+    @tf.function
+    def inner(x: tf.Tensor) -> list[tf.Tensor]:
+        late = tf.ensure_shape(tf.numpy_function(wait, [x], tf.float32, stateful=False), [])
+        first, second = communicator.all_reduce([late])[0], communicator.all_reduce([x])[0]
+        return [first, tf.numpy_function(note, [second], tf.float32, stateful=False)]
+
+    @tf.function
+    def step(x: tf.Tensor) -> list[tf.Tensor]:
+        return inner(x)
+
+    return [float(total) for total in step(tf.constant(1.0 + strategy.rank))]
+
+
+def loops_and_calls(strategy: Any) -> list[list[float]]:
+    communicator, rank = strategy.communicator, strategy.rank
+
+    @tf.function
+    def both(x: tf.Tensor) -> tf.Tensor:
+        communicator.all_reduce([x * 0.0])  # Nobody uses it; the other rank waits for it nevertheless.
+        sums = communicator.all_reduce([x])[0] + communicator.all_reduce([10.0 * x])[0]
+        return sums if rank else tf.identity(sums)
+
+    @tf.function
+    def step() -> tf.Tensor:
+        totals = tf.TensorArray(tf.float32, 40)
+        x = tf.constant(float(rank))
+
+        def body(i: tf.Tensor, totals: Any) -> Any:
+            value = x + tf.cast(i, tf.float32)
+            plain = communicator.all_reduce([value])[0]
+            return i + 1, totals.write(i, plain + both(value) + both(value + 1.0))
+
+        return tf.while_loop(lambda i, _: i < 40, body, [tf.constant(0), totals])[1].stack()
+
+    return [step().numpy().tolist() for _ in range(2)]
+
+
+@pytest.mark.parametrize("communicator", ["horovod", "tf"])
+def test_order_of_collectives(communicator: str, worker_pool: Any) -> None:
+    pool = worker_pool(communicator, 2)
+    for found in pool.run(loops_and_calls):
+        np.testing.assert_array_equal(found, [[(2 * i + 1) * 12 + (2 * i + 3) * 11 for i in range(40)]] * 2)
+    for found in pool.run(a_later_bucket_ends_first):
+        assert found == [3.0, 3.0]
