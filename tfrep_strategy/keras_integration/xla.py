@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +28,7 @@ def compiled_between_collectives(step_function: Callable[[Any], Any]) -> Callabl
             return step_function(batch)
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
-        with tf.xla.experimental.jit_scope():
+        with _compiled_for_all_replicas(graph):
             result = step_function(batch)
         beyond_xla = _without_kernel(graph.get_operations()[before:]) - told
         if beyond_xla:
@@ -39,6 +41,36 @@ def compiled_between_collectives(step_function: Callable[[Any], Any]) -> Callabl
         return result
 
     return step
+
+
+class _Scope:
+    """The scope in which the replicas of one process build a graph, and how many of them are in it."""
+
+    def __init__(self) -> None:
+        self.num_inside = 0
+        self.stack = contextlib.ExitStack()
+
+
+_scopes: weakref.WeakKeyDictionary[Any, _Scope] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def _compiled_for_all_replicas(graph: Any) -> Iterator[None]:
+    """Marks what is built for XLA, from when the first replica comes to when the last one goes.
+
+    The mark belongs to the graph, which replicas build in turns: one that leaves must not take it from the others, nor
+    may the last leave it behind.
+    """
+    scope = _scopes.setdefault(graph, _Scope())
+    if not scope.num_inside:
+        scope.stack.enter_context(tf.xla.experimental.jit_scope())
+    scope.num_inside += 1
+    try:
+        yield
+    finally:
+        scope.num_inside -= 1
+        if not scope.num_inside:
+            scope.stack.close()
 
 
 class SplitPrediction:
