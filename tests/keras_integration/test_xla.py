@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
+from tfrep_strategy.keras_integration.xla import compiled_between_collectives
 
 XLA_PROGRAM = """
 import sys
@@ -103,3 +104,24 @@ def test_what_cannot_be_compiled_is_said_and_runs() -> None:
     assert len([w for w in told if "XLA" in str(w.message)]) == 1
     for value, expected in zip(found, _trained(strategy, False), strict=True):
         np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
+def test_what_is_marked_for_xla() -> None:
+    """Replicas build one graph in turns: both are marked, what they say to each other is not, nor what comes after."""
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        return tf.square(tfrep.all_sum(tf.sin(x)), name="squared")
+
+    @tf.function
+    def run() -> Any:
+        squares = strategy.run(compiled_between_collectives(step), (tf.constant(1.0),))
+        return tf.add_n(strategy.experimental_local_results(squares), name="after")
+
+    def marks(kind: str) -> list[bool | None]:
+        found = [op for op in run.get_concrete_function().graph.get_operations() if op.type == kind]
+        return [op.node_def.attr["_XlaCompile"].b if "_XlaCompile" in op.node_def.attr else None for op in found]
+
+    assert marks("Sin") == marks("Square") == [True, True]
+    assert sorted(marks("AddN"), key=str) == [False, None]
+    np.testing.assert_allclose(run(), 2 * (2 * np.sin(1)) ** 2, rtol=1e-6)

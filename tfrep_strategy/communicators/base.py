@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cloudpickle
@@ -48,6 +49,18 @@ def uncarry(tensor: tf.Tensor, dtype: tf.DType, op: str = "sum") -> tf.Tensor:
 
 def _flip_sign_bit(tensor: tf.Tensor) -> tf.Tensor:
     return tf.bitwise.bitwise_xor(tensor, tf.constant(2**63, tf.uint64))
+
+
+@contextlib.contextmanager
+def outside_xla() -> Iterator[None]:
+    """Keeps the operations of a collective out of what XLA compiles of a step.
+
+    A transport has no XLA kernels. And a sum that is compiled together with the update that follows it is rounded otherwise
+    than one which arrives from another replica, so that replicas would come apart bit by bit.
+    """
+    eager = tf.executing_eagerly()
+    with contextlib.nullcontext() if eager else tf.xla.experimental.jit_scope(compile_ops=False):
+        yield
 
 
 def mean_of_sum(total: tf.Tensor, size: int) -> tf.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, uncarry
+from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, outside_xla, uncarry
 from tfrep_strategy.communicators.forking import sockets_closed_in_children
 from tfrep_strategy.communicators.naming import structural_name
 from tfrep_strategy.communicators.order import Order
@@ -135,13 +135,13 @@ class HorovodCommunicator(Communicator):
             return operation(tensors, **options)
         # Horovod's operations are not marked as having effects. One with nothing but constants to send would be run while the
         # function is optimised; one whose result nobody uses, on this rank alone perhaps, would be left out.
-        start = self._order.zero()
-        result = tf.nest.map_structure(
-            _opaque, operation(tf.nest.map_structure(lambda tensor: _no_constant(tensor, start), tensors), **options)
-        )
-        # Horovod refuses two collectives of one name at a time: a function is called again, or a loop goes on, when all have
-        # ended. Within it their names differ, and none waits for another.
-        self._order.keep(result)
+        with outside_xla():
+            start = self._order.zero()
+            sent = tf.nest.map_structure(lambda tensor: _no_constant(tensor, start), tensors)
+            result = tf.nest.map_structure(_opaque, operation(sent, **options))
+            # Horovod refuses two collectives of one name at a time: a function is called again, or a loop goes on, when all
+            # have ended. Within it their names differ, and none waits for another.
+            self._order.keep(result)
         return result
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import NCCL_DTYPES, BranchGraph, PerReplica, nccl_all_sum, run_independently
-from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, uncarry
+from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, outside_xla, uncarry
 from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects
 from tfrep_strategy.communicators.naming import replica_name
 from tfrep_strategy.communicators.ring import RingCommunicator
@@ -193,9 +193,10 @@ class LocalCommunicator(Communicator):
         def meet(strategy: Any, everything: Any) -> Any:
             sent = [opaque.content for opaque in getattr(everything, "values", [everything])]
             results: list[Any] = [None] * len(sent)
-            for members in dict.fromkeys(one.members for one in sent):
-                for replica, result in zip(members, combine([sent[r].values for r in members]), strict=True):
-                    results[replica] = self._on_replica(result, replica)
+            with outside_xla():
+                for members in dict.fromkeys(one.members for one in sent):
+                    for replica, result in zip(members, combine([sent[r].values for r in members]), strict=True):
+                        results[replica] = self._on_replica(result, replica)
             return PerReplica(tuple(_Opaque(result) for result in results))
 
         context = tf.distribute.get_replica_context()

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import run_independently
-from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, uncarry
+from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, outside_xla, uncarry
 from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects, warn_if_shared
 from tfrep_strategy.communicators.limits import is_debugging, timeout_seconds
 from tfrep_strategy.communicators.naming import in_nested_graph, structural_name
@@ -157,7 +157,7 @@ class RingCommunicator(Communicator):
         instance_key = _instance_key(f"{place}.{tensor.dtype.name}", sizes)
         position = self.position
         entered = position.enter(kind, place, brought, sizes) if position is not None else None
-        with tf.control_dependencies([] if entered is None else entered[:1]):
+        with outside_xla(), tf.control_dependencies([] if entered is None else entered[:1]):
             result = self._run_in_place(run, (kind, *options.values()), tensor, instance_key)
         # The resource orders calls of a function, and the steps of a loop. Within them, the ring tells collectives apart by
         # their keys, so that none has to wait for another. NCCL's have to be launched in one order on all members.
