@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +19,7 @@ from tfrep_strategy.communicators.order import Order
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.packing import Packed
 
+_AT_ONCE = 4
 _HOSTS_KEY = 2**30 + 2  # Above the keys of groups.
 _MERGE_OPS = {"sum": "Add", "mean": "Add", "min": "Min", "max": "Max", "product": "Mul"}
 
@@ -51,6 +54,7 @@ class RingCommunicator(Communicator):
         self._device, self._group_key, self._group_name, self._place = device, group_key, group_name, place
         self._nccl = nccl
         self._functions: dict[Any, Any] = {}
+        self._in_flight: weakref.WeakKeyDictionary[Any, collections.deque[str]] = weakref.WeakKeyDictionary()
         # TensorFlow lets two threads sleep for every collective until its time limit is over, however soon it has finished:
         # thousands in a fast training loop. Between processes the peer monitor keeps the limit.
         self._timeout = timeout_seconds() if is_debugging() else 0.0
@@ -116,11 +120,17 @@ class RingCommunicator(Communicator):
                     **options,
                 )
 
-        result = self._run_in_place(run, (kind, tensor.dtype, tensor.shape.rank, *options.values()), tensor)
-        # The resource orders calls of a function, and the steps of a loop. Within them, the ring tells collectives apart by
-        # their keys, so that none has to wait for another. NCCL's have to be launched in one order on all members.
-        if not self._nccl and not tf.executing_eagerly():
-            run_independently(result.op)
+        key = (kind, tensor.dtype, tensor.shape.rank, *options.values())
+        if tf.executing_eagerly() or self._nccl:
+            return self._run_in_place(run, key, tensor)
+        # The resource orders the calls of a function, and the steps of a loop. Within them, the ring tells collectives apart by
+        # their keys, so that they need no order. Each occupies a thread, which is why they are not all let go at once.
+        graph = tf.compat.v1.get_default_graph()
+        before = self._in_flight.setdefault(graph, collections.deque(maxlen=_AT_ONCE))
+        with tf.control_dependencies([graph.get_operation_by_name(before[0])] if len(before) == _AT_ONCE else []):
+            result = self._run_in_place(run, key, tensor)
+        run_independently(result.op)
+        before.append(result.op.name)
         return result
 
     def _run_in_place(self, run: Callable[..., tf.Tensor], key: Any, tensor: tf.Tensor) -> tf.Tensor:
