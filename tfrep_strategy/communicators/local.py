@@ -99,7 +99,8 @@ class LocalCommunicator(Communicator):
 
     def _reduce(self, sent: Sequence[list[tf.Tensor]], op: str) -> list[list[tf.Tensor]]:
         """Returns what each member gets for what the members sent; a mean as its sum."""
-        return [list(results) for results in zip(*(self._reduce_values(v, op) for v in zip(*sent, strict=True)), strict=True)]
+        reduced = [self._reduce_values(values, op) for values in zip(*sent, strict=True)]
+        return [[results[member] for results in reduced] for member in range(len(sent))]
 
     def _reduce_values(self, values: Sequence[tf.Tensor], op: str) -> list[tf.Tensor]:
         if op in _REDUCTIONS:

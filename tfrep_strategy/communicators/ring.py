@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +21,7 @@ from tfrep_strategy.communicators.position import Position, sizes_of
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.packing import Packed
 
+_AT_ONCE = 4
 _HOSTS_KEY = 2**30 + 2  # Above the keys of groups.
 _MERGE_OPS = {"sum": "Add", "mean": "Add", "min": "Min", "max": "Max", "product": "Mul"}
 
@@ -61,6 +64,7 @@ class RingCommunicator(Communicator):
         self._device, self._group_key, self._group_name, self._place = device, group_key, group_name, place
         self._nccl = nccl
         self._functions: dict[Any, Any] = {}
+        self._in_flight: weakref.WeakKeyDictionary[Any, collections.deque[str]] = weakref.WeakKeyDictionary()
         # TensorFlow lets two threads sleep for every collective until its time limit is over, however soon it has finished:
         # thousands in a fast training loop. Between processes the peer monitor keeps the limit.
         self._timeout = timeout_seconds() if is_debugging() else 0.0
@@ -157,15 +161,24 @@ class RingCommunicator(Communicator):
         instance_key = _instance_key(f"{place}.{tensor.dtype.name}", sizes)
         position = self.position
         entered = position.enter(kind, place, brought, sizes) if position is not None else None
-        with outside_xla(), tf.control_dependencies([] if entered is None else entered[:1]):
+        after = [] if entered is None else list(entered[:1])
+        # The resource orders the calls of a function, and the steps of a loop. Within them, the ring tells collectives apart by
+        # their keys, so that they need no order. Each occupies a thread, which is why they are not all let go at once.
+        in_flight = None if tf.executing_eagerly() or self._nccl else self._in_flight_here()
+        if in_flight is not None and len(in_flight) == _AT_ONCE:
+            after.append(tf.compat.v1.get_default_graph().get_operation_by_name(in_flight[0]))
+        with outside_xla(), tf.control_dependencies(after):
             result = self._run_in_place(run, (kind, *options.values()), tensor, instance_key)
-        # The resource orders calls of a function, and the steps of a loop. Within them, the ring tells collectives apart by
-        # their keys, so that none has to wait for another. NCCL's have to be launched in one order on all members.
-        if not self._nccl and not tf.executing_eagerly():
+        if in_flight is not None:
             run_independently(result.op)
+            in_flight.append(result.op.name)
         if position is not None and entered is not None:
             position.leave(entered, result)
         return result
+
+    def _in_flight_here(self) -> collections.deque[str]:
+        """Returns the names of the last collectives in the graph that is being built."""
+        return self._in_flight.setdefault(tf.compat.v1.get_default_graph(), collections.deque(maxlen=_AT_ONCE))
 
     def _run_in_place(
         self, run: Callable[..., tf.Tensor], which: tuple[Any, ...], tensor: tf.Tensor, instance_key: tf.Tensor
