@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import (
+    DistributedValues,
     MirroredExtended,
     NcclAllReduce,
     PerReplica,
@@ -24,6 +25,7 @@ from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrat
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.logical_devices import LogicalDevices
 from tfrep_strategy.strategies.replica_context import DeviceReplicaContext
+import tfrep_strategy.strategies.replica_threads  # noqa: F401
 
 _MINIMUM_THREADS = 16
 
@@ -171,8 +173,14 @@ class _Extended(SynchronousExtended, MirroredExtended):
         return False
 
     def _get_cross_device_ops(self, value: Any) -> Any:
-        dtypes = {v.dtype for v in getattr(value, "values", [value])}
+        dtypes = {v.dtype for v in (value.values if isinstance(value, DistributedValues) else [value])}
         return ReductionToOneDevice() if tf.int32 in dtypes else self._cross_device_ops
+
+    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        if tf.is_tensor(tensor) and isinstance(destinations, DistributedValues):
+            # TensorFlow asks first whether the destinations are empty, which a variable answers by its value.
+            return self._get_cross_device_ops(tensor).broadcast(tensor, destinations)
+        return super()._broadcast_to(tensor, destinations)
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         def replica_fn(*args: Any, **kwargs: Any) -> Any:
