@@ -71,7 +71,8 @@ def test_a_variational_autoencoder_trains() -> None:
         model = VariationalAutoencoder()
         model.compile(keras.optimizers.Adam(0.05), "mse")
     losses = model.fit(x, x, batch_size=4, epochs=8, verbose=0).history["loss"]
-    assert np.isfinite(losses).all() and losses[-1] < losses[0]
+    assert np.isfinite(losses).all()
+    assert losses[-1] < losses[0]
     assert np.ptp([model.predict(x[:3], verbose=0) for _ in range(2)], axis=0).min() > 0, "each call draws anew"
 
 

@@ -28,55 +28,58 @@ def make_variable(strategy: Any, synchronization: str, aggregation: str, value: 
         )
 
 
-def update(variables: dict[str, Any], errors: dict[str, str]) -> None:
-    """Calls each method with values that differ between replicas, in number too where the method takes rows."""
-    context = tf.distribute.get_replica_context()
-    replica = context.replica_id_in_sync_group if context else 1
-    factor = tf.cast(replica, tf.float32) + 2
-    indices = tf.range(1, 2 + replica)
-    for method, variable in variables.items():
-        sparse = tf.IndexedSlices(factor + tf.cast(indices, tf.float32), indices)
-        try:
-            getattr(variable, method)(sparse if method in _SPARSE else tf.constant([1.0, 4.0, 2.0]) * factor)
-        except (NotImplementedError, ValueError) as error:
-            errors[method] = type(error).__name__
+def update_all(strategy: Any, variables: dict[str, Any], in_replica: bool, traced: bool) -> dict[str, str]:
+    """Updates a variable by each method, with values that differ between replicas, in number too; returns the errors."""
+    errors: dict[str, str] = {}
+
+    def update() -> None:
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group if in_replica else 1
+        factor = tf.cast(replica, tf.float32) + 2
+        indices = tf.range(1, 2 + replica)
+        for method, variable in variables.items():
+            sparse = tf.IndexedSlices(factor + tf.cast(indices, tf.float32), indices)
+            try:
+                getattr(variable, method)(sparse if method in _SPARSE else tf.constant([1.0, 4.0, 2.0]) * factor)
+            except (NotImplementedError, ValueError) as error:
+                errors[method] = type(error).__name__
+
+    def call() -> None:
+        if in_replica:
+            strategy.run(update)
+        else:
+            update()
+
+    (tf.function(call, autograph=False) if traced else call)()
+    return errors
 
 
-def outcomes(strategy: Any) -> dict[tuple[str, ...], Any]:
-    """Gives, for each kind of variable, each method and each place to call it, all copies or the name of the error."""
-    results: dict[tuple[str, ...], Any] = {}
+def outcomes(strategy: Any) -> dict[tuple[Any, ...], Any]:
+    """Gives, for each kind of variable, place, mode and method, all copies afterwards or the name of the error."""
+    results: dict[tuple[Any, ...], Any] = {}
     for kind in itertools.product(_SYNCHRONIZATIONS, _AGGREGATIONS):
-        for place, mode in itertools.product(("replica", "outside"), ("function", "eager")):
-            errors: dict[str, str] = {}
+        for place in itertools.product((True, False), (True, False)):
             with strategy.scope():
                 variables = {method: make_variable(strategy, *kind) for method in _METHODS}
-
-            def call(place: str = place, variables: Any = variables, errors: Any = errors) -> None:
-                if place == "replica":
-                    strategy.run(update, (variables, errors))
-                else:
-                    update(variables, errors)
-
-            (tf.function(call, autograph=False) if mode == "function" else call)()
+            errors = update_all(strategy, variables, *place)
             for method, variable in variables.items():
                 copies = [copy.numpy().tolist() for copy in strategy.experimental_local_results(variable)]
-                results[*kind, place, method, mode] = errors.get(method, copies)
+                results[(*kind, *place, method)] = errors.get(method, copies)
     return results
 
 
 @pytest.fixture(scope="module")
-def stock() -> dict[tuple[str, ...], Any]:
+def stock() -> dict[tuple[Any, ...], Any]:
     return outcomes(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
 
 
-def test_updates_on_mirrored_replicas(stock: dict[tuple[str, ...], Any]) -> None:
+def test_updates_on_mirrored_replicas(stock: dict[tuple[Any, ...], Any]) -> None:
     found = outcomes(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))
     for case, expected in stock.items():
         if case[:2] != _SPREAD_OTHERWISE:
             assert found[case] == expected, case
 
 
-def test_updates_on_processes(stock: dict[tuple[str, ...], Any], worker_pool: Any) -> None:
+def test_updates_on_processes(stock: dict[tuple[Any, ...], Any], worker_pool: Any) -> None:
     for rank, found in enumerate(worker_pool("tf", 2).run(outcomes)):
         for case, expected in stock.items():
             if case[:2] != _SPREAD_OTHERWISE:

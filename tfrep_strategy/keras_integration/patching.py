@@ -76,7 +76,8 @@ class _WarningsOfKeras:
     @staticmethod
     def warn(message: Any, category: Any = None, stacklevel: int = 1, source: Any = None, **kwargs: Any) -> None:
         """Does what `warnings.warn` does, as if no function of Keras had been replaced."""
-        frame, level = sys._getframe(1), 1
+        frame: Any = sys._getframe(1)
+        level = 1
         while frame is not None and stacklevel > 0:
             level += 1
             stacklevel -= frame.f_globals.get("__name__", "").partition(".")[0] != "tfrep_strategy"
@@ -84,6 +85,6 @@ class _WarningsOfKeras:
         warnings.warn(message, category, level, source, **kwargs)
 
 
-for _module in [module for name, module in sys.modules.items() if name.startswith("keras.src.")]:
-    if getattr(_module, "warnings", None) is warnings:
-        _module.warnings = _WarningsOfKeras()
+for _name, _module in list(sys.modules.items()):
+    if _name.startswith("keras.src.") and getattr(_module, "warnings", None) is warnings:
+        vars(_module)["warnings"] = _WarningsOfKeras()

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+import tfrep_strategy.strategies.replica_threads  # noqa: F401
 from tfrep_strategy._tensorflow import (
     DistributedValues,
     MirroredExtended,
@@ -25,7 +26,6 @@ from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrat
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.logical_devices import LogicalDevices
 from tfrep_strategy.strategies.replica_context import DeviceReplicaContext
-import tfrep_strategy.strategies.replica_threads  # noqa: F401
 
 _MINIMUM_THREADS = 16
 
