@@ -25,7 +25,9 @@ _numpy = keras_internal("backend.tensorflow.numpy")
 def _may_be_empty(inputs: Any) -> bool:
     """Whether this is a tensor in one of several replicas that is not known to have rows."""
     strategy = replica_strategy()
-    return strategy is not None and strategy.num_replicas_in_sync > 1 and not inputs.shape[:1].num_elements()
+    if strategy is None or strategy.num_replicas_in_sync == 1 or inputs.shape.rank is None:
+        return False
+    return not inputs.shape[:1].num_elements()
 
 
 def _with_a_row(fn: Callable[[Any], Any], inputs: Any) -> Any:
@@ -88,7 +90,8 @@ def transform_images(original: Any, self: Any, data: Any, training: bool = True)
 @replaces(_numpy, "add")
 def add(original: Any, x1: Any, x2: Any) -> Any:
     """Adds two parts of no rows, or of one, as two batches: Keras would add the second one as a bias."""
-    if replica_strategy() is None or not all(tf.is_tensor(x) and x.shape.rank and x.shape[0] in (0, 1) for x in (x1, x2)):
+    no_batches = (isinstance(x, tf.Tensor) and x.shape.rank and x.shape[0] in (0, 1) for x in (x1, x2))
+    if replica_strategy() is None or not all(no_batches):
         return original(x1, x2)
     dtype = keras.backend.result_type(x1.dtype, x2.dtype)
     return tf.add(tf.cast(x1, dtype), tf.cast(x2, dtype))
