@@ -37,8 +37,11 @@ if Version(tf.__version__) < Version(MINIMUM_TENSORFLOW):
 MirroredExtended = _private("distribute.mirrored_strategy", "MirroredExtended")
 OneDeviceExtended = _private("distribute.one_device_strategy", "OneDeviceExtended")
 MirroredReplicaContext = _private("distribute.mirrored_run", "_MirroredReplicaContext")
+MirroredReplicaThread = _private("distribute.mirrored_run", "_MirroredReplicaThread")
 ReplicaContext = _private("distribute.distribute_lib", "ReplicaContext")
+sync_on_read_context = _private("distribute.distribute_lib", "_variable_sync_on_read_context")
 ValueContext = _private("distribute.distribute_lib", "ValueContext")
+UpdateContext = _private("distribute.distribute_lib", "UpdateContext")
 ReductionToOneDevice = _private("distribute.cross_device_ops", "ReductionToOneDevice")
 NcclAllReduce = _private("distribute.cross_device_ops", "NcclAllReduce")
 
@@ -50,6 +53,7 @@ NCCL_DTYPES = frozenset(
 )
 
 # Values.
+DistributedValues = _private("distribute.values", "DistributedValues")
 DistributedVariable = _private("distribute.values", "DistributedVariable")
 MirroredVariable = _private("distribute.values", "MirroredVariable")
 SyncOnReadVariable = _private("distribute.values", "SyncOnReadVariable")
@@ -100,6 +104,7 @@ variable_handle = _private("ops.resource_variable_ops", "_variable_handle_from_s
 CompositeTensorGradient = _private("framework.composite_tensor_gradient", "CompositeTensorGradient")
 
 # Functions of a SavedModel.
+save_context = _private("saved_model.save_context", "_save_context")
 LoadedFunction = _private("saved_model.load", "_WrapperFunction")
 
 # Checkpoints: what is done after one was written, and the file that lists those of a folder.

@@ -95,6 +95,27 @@ def pack(shards: Shards) -> Any:
     return shards.parts[0] if len(shards.parts) == 1 else regroup(shards.parts)
 
 
+def with_unknown_size(part: Any) -> Any:
+    """Hides from the function that is being traced that a part has no rows, or one.
+
+    Code that decides by a static size takes 0 and 1 for something else than a batch: `keras.ops.add` adds what has the
+    shape `[1, n]` as a bias.
+
+    Args:
+        part: A nest of dense, sparse or ragged tensors whose first dimension is the batch.
+
+    Returns:
+        The same nest; the first dimension of dense tensors is unknown where it was 0 or 1.
+    """
+
+    def hide(leaf: Any) -> Any:
+        if not isinstance(leaf, tf.Tensor) or leaf.dtype == tf.variant or not leaf.shape.rank or leaf.shape[0] not in (0, 1):
+            return leaf
+        return tf.compat.v1.placeholder_with_default(leaf, [None, *leaf.shape[1:]])
+
+    return tf.nest.map_structure(hide, part)
+
+
 def concatenate(parts: Sequence[Any]) -> Any:
     """Joins replica outputs along the batch: dense, sparse or ragged tensors; scalars are stacked."""
     if len(parts) == 1:

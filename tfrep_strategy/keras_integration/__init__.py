@@ -25,8 +25,8 @@ if keras.backend.backend() != "tensorflow":
 from tfrep_strategy.keras_integration import (  # noqa: E402
     batch_callbacks,
     callbacks,
-    convolutions,
     dataset_creator,
+    empty_parts,
     layers,
     losses,
     made_in_scope,
@@ -40,6 +40,7 @@ from tfrep_strategy.keras_integration import (  # noqa: E402
     server_state,
     session,
     stateful_rnn,
+    thread_state,
     trainer,
     whole_batch,
 )
@@ -47,8 +48,8 @@ from tfrep_strategy.keras_integration import (  # noqa: E402
 __all__ = [
     "batch_callbacks",
     "callbacks",
-    "convolutions",
     "dataset_creator",
+    "empty_parts",
     "layers",
     "losses",
     "made_in_scope",
@@ -62,6 +63,7 @@ __all__ = [
     "server_state",
     "session",
     "stateful_rnn",
+    "thread_state",
     "trainer",
     "whole_batch",
 ]

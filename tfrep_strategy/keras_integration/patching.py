@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -64,3 +65,26 @@ def replace_everywhere(function: Callable[..., Any], replacement: Callable[..., 
             for attribute, value in list(vars(module).items()):
                 if value is function:
                     setattr(module, attribute, replacement)
+
+
+class _WarningsOfKeras:
+    """The module `warnings` for Keras, which counts frames to blame the right line: frames of this package do not count."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(warnings, name)
+
+    @staticmethod
+    def warn(message: Any, category: Any = None, stacklevel: int = 1, source: Any = None, **kwargs: Any) -> None:
+        """Does what `warnings.warn` does, as if no function of Keras had been replaced."""
+        frame: Any = sys._getframe(1)
+        level = 1
+        while frame is not None and stacklevel > 0:
+            level += 1
+            stacklevel -= frame.f_globals.get("__name__", "").partition(".")[0] != "tfrep_strategy"
+            frame = frame.f_back
+        warnings.warn(message, category, level, source, **kwargs)
+
+
+for _name, _module in list(sys.modules.items()):
+    if _name.startswith("keras.src.") and getattr(_module, "warnings", None) is warnings:
+        vars(_module)["warnings"] = _WarningsOfKeras()

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfrep_strategy import data, gradients
 from tfrep_strategy.agreement import Agreement
-from tfrep_strategy.batches import num_examples, pack, shard
+from tfrep_strategy.batches import num_examples, pack, shard, with_unknown_size
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.protocol import Shards, in_step
@@ -81,6 +81,8 @@ class SynchronousStrategy(tf.distribute.Strategy):
             if self.num_replicas_in_sync == 1:  # There is nothing to weigh: the step is that of one device.
                 args = (pack(shards),)
             else:
+                if not tf.executing_eagerly():
+                    shards = Shards(tuple(map(with_unknown_size, shards.parts)), shards.total)
                 fn, args = in_step(self, fn, num_examples), (pack(shards), shards.total)
         else:
             self.extended.note_step()

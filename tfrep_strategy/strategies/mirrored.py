@@ -9,8 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
+import tfrep_strategy.strategies.replica_threads  # noqa: F401
 from tfrep_strategy._tensorflow import (
     NCCL_DTYPES,
+    DistributedValues,
     MirroredExtended,
     NcclAllReduce,
     ReductionToOneDevice,
@@ -176,8 +178,15 @@ class _Extended(SynchronousExtended, MirroredExtended):
         return False
 
     def _get_cross_device_ops(self, value: Any) -> Any:
-        dtypes = {tf.as_dtype(v.dtype) for v in getattr(value, "values", [value])}
+        values = value.values if isinstance(value, DistributedValues) else [value]
+        dtypes = {tf.as_dtype(v.dtype) for v in values}
         return self._cross_device_ops if dtypes <= NCCL_DTYPES - {tf.int32} else self._one_device
+
+    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        if tf.is_tensor(tensor) and isinstance(destinations, DistributedValues):
+            # TensorFlow asks first whether the destinations are empty, which a variable answers by its value.
+            return self._get_cross_device_ops(tensor).broadcast(tensor, destinations)
+        return super()._broadcast_to(tensor, destinations)
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         def replica_fn(*args: Any, **kwargs: Any) -> Any:

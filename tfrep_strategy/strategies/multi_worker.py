@@ -15,6 +15,7 @@ from tfrep_strategy._tensorflow import (
     MirroredVariable,
     OneDeviceExtended,
     SyncOnReadVariable,
+    UpdateContext,
     ValueContext,
     is_mirrored,
 )
@@ -314,6 +315,16 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
         local = var.values[0] if isinstance(var, DistributedVariable) else var
         return super()._update(local, fn, args, kwargs, group)
 
+    def _update_non_slot(self, colocate_with: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        def update(*args: Any, **kwargs: Any) -> Any:
+            with UpdateContext(0):  # The replica whose copies are read. TensorFlow's class names a device here.
+                return fn(*args, **kwargs)
+
+        return super()._update_non_slot(colocate_with, update, args, kwargs, group)
+
+    def _local_results(self, value: Any) -> tuple[Any, ...]:
+        return value.values if isinstance(value, DistributedVariable) else (value,)
+
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
         value = tf.convert_to_tensor(value)
         order = [axis] + [i for i in range(value.shape.rank) if i != axis]
@@ -325,6 +336,10 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         # TensorFlow calls this to give all replicas the first one's value.
+        if isinstance(tensor, tf.IndexedSlices):
+            gather = self._communicator.all_gather  # Each rank may have another number of rows.
+            rows = gather(tf.shape(tensor.indices))[0]
+            return tf.IndexedSlices(gather(tensor.values)[:rows], gather(tensor.indices)[:rows], tensor.dense_shape)
         return self._communicator.broadcast([tf.convert_to_tensor(tensor)])[0]
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> data.ReplicaDataset:

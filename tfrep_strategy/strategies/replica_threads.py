@@ -1,0 +1,71 @@
+"""What the threads of the replicas of one process take from the thread that runs the strategy.
+
+TensorFlow gives them graphs, devices, scopes of names and of variables, and the state of summaries. The rest is added here:
+the state of Keras, Python's context variables, and TensorFlow's own `threading.local`s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import MirroredReplicaThread, save_context, sync_on_read_context
+from tfrep_strategy.keras_integration.thread_state import CallerState
+
+_THREAD_LOCALS = (save_context, sync_on_read_context)
+
+
+class _Inherited:
+    """The state of the thread that makes it, for the thread of a replica."""
+
+    def __init__(self, thread: Any) -> None:
+        self._thread = thread
+        self._context = contextvars.copy_context()
+        self._keras = CallerState(self._creating_outside_replicas)
+        self._locals = [dict(vars(local)) for local in _THREAD_LOCALS]
+
+    def run(self, fn: Any) -> None:
+        for local, state in zip(_THREAD_LOCALS, self._locals, strict=True):
+            vars(local).update(state)
+        with self._keras.in_replica(first=self._thread.replica_id == 0):
+            self._context.run(fn)
+
+    @contextlib.contextmanager
+    def _creating_outside_replicas(self) -> Iterator[None]:
+        # TensorFlow matches the variables of replicas by the order in which each makes its own.
+        with tf.init_scope():
+            graph = tf.compat.v1.get_default_graph()
+            before, graph._variable_creator_stack = graph._variable_creator_stack, self._thread._variable_creator_stack
+            try:
+                yield
+            finally:
+                graph._variable_creator_stack = before
+
+
+def _inheriting(init: Any) -> Any:
+    @functools.wraps(init)
+    def inheriting_init(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, strategy, *args, **kwargs)
+        self.inherited = _Inherited(self) if getattr(strategy, "drives_keras", False) else None
+
+    return inheriting_init
+
+
+def _with_inherited(run: Any) -> Any:
+    @functools.wraps(run)
+    def run_with_inherited(self: Any) -> None:
+        if self.inherited is None:
+            run(self)
+        else:
+            self.inherited.run(functools.partial(run, self))
+
+    return run_with_inherited
+
+
+MirroredReplicaThread.__init__ = _inheriting(MirroredReplicaThread.__init__)
+MirroredReplicaThread.run = _with_inherited(MirroredReplicaThread.run)
