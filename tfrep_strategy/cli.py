@@ -72,7 +72,8 @@ def run(
     script: Annotated[str, typer.Argument(help="The script to run.", show_default=False)],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its own arguments.")] = None,
     num_replicas: Annotated[
-        int | None, typer.Option("-n", "--num-replicas", help="How many replicas; else 1, all of --hosts, or the tasks of srun and the like.")
+        int | None,
+        typer.Option("-n", "--num-replicas", help="How many replicas; else 1, all of --hosts, or the tasks of srun and the like."),
     ] = None,
     strategy: Annotated[
         str,
