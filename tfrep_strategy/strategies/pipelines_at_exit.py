@@ -25,9 +25,8 @@ def end_pipelines() -> None:
         >>> iterator = iter(tf.data.Dataset.from_generator(lambda: itertools.count(), tf.int64).prefetch(2))
         >>> end_pipelines()
     """
-    gc.collect()  # What nobody can reach any more has iterators too.
     threads = []
-    for each in gc.get_objects():
+    for each in gc.get_objects():  # Also what nobody can reach any more; to collect that here could wait for ever.
         # Not by `isinstance`, for which some objects run code of their own.
         if type(each) is OwnedIterator and (resource := vars(each).pop("_iterator_resource", None)) is not None:
             # The last reference goes in a thread, which may be left alone if it has to wait.
