@@ -57,14 +57,15 @@ def _with_a_row(fn: Callable[[Any], Any], inputs: Any) -> Any:
     return tf.nest.map_structure(sliced, fn(tf.nest.map_structure(padded, inputs)))
 
 
-def _on_a_device(original: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+def _of_rows(original: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Convolves or pools; the kernels of GPUs take no rows as they are."""
     if "GPU" in getattr(inputs, "device", ""):
         return original(inputs, *args, **kwargs)
     return _with_a_row(lambda x: original(x, *args, **kwargs), inputs)
 
 
 for _name in ("conv", "conv_transpose", "depthwise_conv", "separable_conv", "max_pool", "average_pool"):
-    replaces(_nn, _name)(_on_a_device)
+    replaces(_nn, _name)(_of_rows)
 
 
 @replaces(keras_internal("backend.tensorflow.core"), "map")
@@ -89,9 +90,12 @@ def transform_images(original: Any, self: Any, data: Any, training: bool = True)
 
 @replaces(_numpy, "add")
 def add(original: Any, x1: Any, x2: Any) -> Any:
-    """Adds two parts of no rows, or of one, as two batches: Keras would add the second one as a bias."""
-    no_batches = (isinstance(x, tf.Tensor) and x.shape.rank and x.shape[0] in (0, 1) for x in (x1, x2))
-    if replica_strategy() is None or not all(no_batches):
+    """Adds two parts of no rows, or of one, as batches: Keras would add the second one as a bias."""
+
+    def is_small(x: Any) -> bool:
+        return isinstance(x, tf.Tensor) and bool(x.shape.rank) and x.shape[0] in (0, 1)
+
+    if replica_strategy() is None or not (is_small(x1) and is_small(x2)):
         return original(x1, x2)
     dtype = keras.backend.result_type(x1.dtype, x2.dtype)
     return tf.add(tf.cast(x1, dtype), tf.cast(x2, dtype))
