@@ -138,7 +138,7 @@ def empty_batch(spec: Any) -> Any:
 
     def empty_leaf(leaf: Any) -> Any:
         if isinstance(leaf, tf.OptionalSpec):  # Keras's `None` in a pipeline.
-            return tf.experimental.Optional.empty(leaf._value_structure)
+            return tf.experimental.Optional.empty(leaf._element_spec)
         if isinstance(leaf, tf.SparseTensorSpec):
             shape = [0] + [d or 0 for d in leaf.shape[1:]]
             return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], leaf.dtype), shape)

@@ -264,7 +264,9 @@ def _cut_ahead(
 
     no_buffer = options is not None and options.experimental_per_replica_buffer_size == 0
     if no_buffer or dataset.options().experimental_optimization.inject_prefetch is False:
+        # TensorFlow would run the map ahead, and hold what it gives ahead.
         at_once = tf.data.Options()
+        at_once.experimental_optimization.map_parallelization = False
         at_once.experimental_optimization.inject_prefetch = False
         return dataset.map(cut_element).with_options(at_once)
     return dataset.map(cut_element, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(_STEPS_AHEAD)

@@ -15,7 +15,7 @@ from tfrep_strategy.batches import any_size, empty_batch, num_examples, pack
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.protocol import Shards
 
-_MOST_UNROLLED = 1000
+_MOST_UNROLLED = 500
 """How many steps one function may read one by one: Python's own loops would go on for ever."""
 
 

@@ -11,15 +11,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from input_programs import Steps, local_parts, read
 
 import tfrep_strategy as tfrep
 
 _Options = tf.distribute.InputOptions
 _PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
-
-Steps = list[list[Any]]
-"""Of each step, what each replica got."""
-
 
 @pytest.fixture(params=["mirrored", "tf", "horovod"])
 def on_two_replicas(request: pytest.FixtureRequest, worker_pool: Any) -> Callable[..., Any]:
@@ -27,27 +24,6 @@ def on_two_replicas(request: pytest.FixtureRequest, worker_pool: Any) -> Callabl
     if request.param == "mirrored":
         return lambda program, *args: [program(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]), *args)]
     return worker_pool(request.param, 2).run
-
-
-def plain(value: Any) -> Any:
-    if isinstance(value, tf.SparseTensor):
-        value = tf.sparse.to_dense(value)
-    if isinstance(value, tf.RaggedTensor):
-        return value.to_list()
-    return value.numpy().tolist()
-
-
-def local_parts(strategy: Any, batch: Any) -> list[Any]:
-    """Returns what each replica of this process has of a batch, in lists."""
-
-    def part(i: int) -> Any:
-        return tf.nest.map_structure(lambda v: plain(strategy.experimental_local_results(v)[i]), batch)
-
-    return [part(i) for i in range(strategy.extended.num_local_replicas)]
-
-
-def read(strategy: Any, data: Any) -> Steps:
-    return [local_parts(strategy, batch) for batch in data]
 
 
 def joined(processes: list[Steps]) -> Steps:
@@ -59,24 +35,6 @@ def joined(processes: list[Steps]) -> Steps:
 # Who gets what, until when.
 
 
-def without_rank(data: tf.data.Dataset) -> tf.data.Dataset:
-    return data.map(lambda v: tf.numpy_function(lambda x: x, [v], v.dtype))
-
-
-def own_pipeline(kind: str, context: tf.distribute.InputContext) -> tf.data.Dataset:
-    """The numbers from 0 in turn for all pipelines."""
-    own = lambda data: data.shard(context.num_input_pipelines, context.input_pipeline_id)  # noqa: E731
-    numbers = tf.data.Dataset.range(5)
-    rows = tf.ragged.constant([[0], [], [], [], [1, 2], [3]], dtype=tf.int64)
-    return {
-        "zero rows": lambda: own(tf.data.Dataset.from_tensor_slices(rows).map(tf.identity)),
-        "scalars": lambda: own(numbers),
-        "unknown rank": lambda: without_rank(own(numbers.batch(2))),
-        "static": lambda: own(tf.data.Dataset.range(6).batch(2, drop_remainder=True)),
-        "uneven": lambda: own(numbers.batch(2)),
-    }[kind]()
-
-
 _OWN_PIPELINES: dict[str, Steps] = {
     "scalars": [[0, 1], [2, 3], [4, 0]],
     "unknown rank": [[[0, 1], [2, 3]], [[4], []]],
@@ -86,31 +44,15 @@ _OWN_PIPELINES: dict[str, Steps] = {
 }
 
 
-def read_own_pipelines(strategy: Any) -> dict[str, tuple[Steps, int, int]]:
-    results = {}
-    for kind in _OWN_PIPELINES:
-        data = strategy.distribute_datasets_from_function(lambda context, kind=kind: own_pipeline(kind, context))
+def read_own_pipelines(strategy: Any, kinds: list[str]) -> dict[str, tuple[Steps, int, int]]:
+    import input_programs
 
-        @tf.function
-        def count(data: Any = data) -> tuple[tf.Tensor, tf.Tensor]:
-            loop, optionals, iterator = tf.constant(0), tf.constant(0), iter(data)
-            for _ in data:
-                loop += 1
-            for _ in tf.range(10):
-                optional = iterator.get_next_as_optional()
-                if not optional.has_value():
-                    break
-                optionals += 1
-            return loop, optionals
-
-        loop, optionals = count()
-        results[kind] = read(strategy, data), int(loop), int(optionals)
-    return results
+    return input_programs.read_own_pipelines(strategy, kinds)
 
 
 def test_pipelines_of_ones_own_are_read_to_their_end(on_two_replicas: Any) -> None:
     """Their end is that of the data, also where an element tells nothing of how many examples it has."""
-    results = on_two_replicas(read_own_pipelines)
+    results = on_two_replicas(read_own_pipelines, list(_OWN_PIPELINES))
     for kind, expected in _OWN_PIPELINES.items():
         assert joined([result[kind][0] for result in results]) == expected, kind
         assert {result[kind][1:] for result in results} == {(len(expected),) * 2}, kind
@@ -202,54 +144,9 @@ def test_the_order_is_that_of_one_device(on_two_replicas: Any) -> None:
 
 
 def loop_in_functions(strategy: Any) -> list[list[int]]:
-    batches = tf.data.Dataset.range(1, 8).batch(3)  # [1 2 3] [4 5 6] [7]
-    whole = strategy.experimental_distribute_dataset(batches)
-    own = strategy.distribute_datasets_from_function(
-        lambda c: batches.unbatch().batch(1).shard(c.num_input_pipelines, c.input_pipeline_id)  # [1 2] [3 4] [5 6] [7]
-    )
-    total = lambda batch: strategy.reduce("SUM", batch, axis=0)  # noqa: E731
+    import input_programs
 
-    @tf.function
-    def enumerated(data: Any) -> tf.Tensor:
-        result = tf.constant(0, tf.int64)
-        for number, batch in enumerate(data, 10):
-            result += number * total(batch)
-        return result
-
-    @tf.function
-    def left(data: Any) -> tf.Tensor:
-        result = tf.constant(0, tf.int64)
-        for number, batch in enumerate(data):
-            if number == 1:
-                break
-            result += total(batch)
-        return result
-
-    @tf.function
-    def zipped(first: Any, second: Any) -> tf.Tensor:
-        result = tf.constant(0, tf.int64)
-        for number, (a, b) in enumerate(zip(first, second)):  # noqa: B905
-            result += number * total(a) * total(b)
-        return result
-
-    @tf.function
-    def iterated(data: Any) -> tf.Tensor:
-        result = tf.constant(0, tf.int64)
-        for batch in iter(data):
-            result += total(batch)
-        iterator = iter(data)
-        return 1000 * total(next(iterator)) + 100 * total(next(iterator)) + result
-
-    eager = [sum(int(number * total(batch)) for number, batch in enumerate(data, 10)) for data in (whole, own)]
-    iterator = iter(whole)
-    return [
-        eager,
-        [int(enumerated(data)) for data in (whole, own, iter(whole), iter(own))],
-        [int(left(data)) for data in (whole, own)],
-        [int(left(iterator)), int(total(next(iterator)))],
-        [int(zipped(whole, own)), int(zipped(iter(own), iter(whole)))],
-        [int(iterated(data)) for data in (whole, own)],
-    ]
+    return input_programs.loop_in_functions(strategy)
 
 
 def test_loops_in_functions(on_two_replicas: Any) -> None:
@@ -361,7 +258,7 @@ def test_a_loop_that_python_would_unroll_for_ever() -> None:
     strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
     data = strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(2))
 
-    @tf.function(autograph=False)
+    @tf.function
     def sums() -> list[tf.Tensor]:
         return [strategy.reduce("SUM", batch, axis=0) for batch in data]
 
