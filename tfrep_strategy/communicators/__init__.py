@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
+
+import tensorflow as tf
 
 from tfrep_strategy.communicators.base import REDUCE_OPS, Communicator
 from tfrep_strategy.communicators.single import SingleCommunicator
+from tfrep_strategy.transports import choose_communicator, horovod_transports
 
 __all__ = ["REDUCE_OPS", "Communicator", "SingleCommunicator", "make_communicator"]
 
@@ -14,7 +18,8 @@ def make_communicator(name: str | Communicator, environment: Any, device: str | 
     """Makes the communicator that `name` asks for.
 
     Args:
-        name: `"auto"`, `"horovod"`, `"tf"`, or a `Communicator`, which is returned as it is.
+        name: `"horovod"`, `"tf"`, a `Communicator`, which is returned as it is, or `"auto"`: TensorFlow's collectives
+            where the environment tells the address of every process, else Horovod, which finds the processes itself.
         environment: The `Environment` that tells rank, size and addresses.
         device: Device string on which TensorFlow's collectives run. Default: chosen by the local rank.
 
@@ -32,12 +37,19 @@ def make_communicator(name: str | Communicator, environment: Any, device: str | 
         raise ConfigurationError(
             message("Unknown communicator.", hint='use "auto", "horovod", "tf" or a tfrep.Communicator.', communicator=name)
         )
-    from tfrep_strategy.communicators import horovod
-
-    if name == "auto":
-        started_for_horovod = environment.name in ("horovod", "mpi") and horovod.is_installed()
-        name = "horovod" if started_for_horovod else "tf"
+    if name != "tf":
+        by_address = name == "auto" and (environment.size == 1 or environment.addresses)
+        choice = choose_communicator(
+            horovod_transports(),
+            gpus=bool(tf.config.get_visible_devices("GPU")),
+            reachable=("tf",) if by_address else ("horovod",),
+        )
+        if choice.hint and environment.rank == 0:
+            warnings.warn(choice.describe(), stacklevel=3)
+        name = choice.communicator
     if name == "horovod":
+        from tfrep_strategy.communicators import horovod
+
         return horovod.HorovodCommunicator()
     if environment.size == 1:
         return SingleCommunicator()
