@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from tfrep_strategy import horovod_build
+from tfrep_strategy import horovod_build, transports
 from tfrep_strategy.errors import ConfigurationError, TfrepError
 from tfrep_strategy.horovod_build import HorovodStatus, build_wheel, first_error, install_wheel, status
 
@@ -109,30 +109,129 @@ def test_no_source_is_an_error_with_a_log(tmp_path, monkeypatch):
         build_wheel(cache_dir=tmp_path)
 
 
-def test_the_source_file_without_headers_is_left_out(tmp_path, monkeypatch):
+@pytest.fixture
+def released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files of Horovod that are changed, as a release that is "downloaded": each has the old texts, and a last line."""
     folder = tmp_path / "made" / "horovod-0.28.1"
-    (folder / "horovod" / "tensorflow").mkdir(parents=True)
-    (folder / "horovod" / "tensorflow" / "CMakeLists.txt").write_text('first\n  "x/xla_mpi_ops.cc"\nlast\n')
-    (tmp_path / "work").mkdir()
+    for name, changes in horovod_build._PATCHES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("\n".join([*changes, "last\n"]))
 
     def download(command: list[str], **options: object) -> None:
         assert "horovod==0.28.1" in command
         shutil.make_archive(str(tmp_path / "work" / "horovod-0.28.1"), "gztar", tmp_path / "made")
 
+    (tmp_path / "work").mkdir()
     monkeypatch.setattr(subprocess, "run", download)
+    return folder
+
+
+def test_the_source_is_changed(released, tmp_path):
     source = Path(horovod_build._get_source(tmp_path / "work"))
-    assert (source / "horovod" / "tensorflow" / "CMakeLists.txt").read_text() == "first\nlast\n"
+    texts = {name: (source / name).read_text() for name in horovod_build._PATCHES}
+    assert all(text.endswith("last\n") for text in texts.values())
+    assert "xla_mpi_ops" not in texts["horovod/tensorflow/CMakeLists.txt"]
+    assert "distutils" not in texts["horovod/runner/js_run.py"]
+    assert texts["horovod/tensorflow/mpi_ops.cc"].count("AsGpuStreamValue(Stream* stream)") == 1
+    assert "platform_specific_handle().stream" in texts["horovod/tensorflow/mpi_ops.cc"]
 
 
-def test_missing_tools_are_named(tmp_path, monkeypatch):
+def test_another_source_is_refused(released, tmp_path):
+    (released / "horovod" / "runner" / "js_run.py").write_text("changed\n")
+    with pytest.raises(TfrepError, match=r"file='horovod/runner/js_run.py'"):
+        horovod_build._get_source(tmp_path / "work")
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which nothing of CUDA and no driver is installed."""
+    for name in (*horovod_build._CUDA_VARIABLES, "HOROVOD_NCCL_HOME", "LD_LIBRARY_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(horovod_build, "_CUDA_HOMES", ())
+    monkeypatch.setattr(transports, "_SYSTEM_HOMES", ())
+    monkeypatch.setattr(transports, "_wheel_homes", lambda part: [])
+    monkeypatch.setattr(horovod_build, "_which", lambda tool: None if tool == "nvcc" else "/bin/true")
+    monkeypatch.setattr(horovod_build, "driver_cuda", lambda: None)
+    monkeypatch.setattr(tf.test, "is_built_with_cuda", lambda: True)
+
+
+def make_toolkit(home: Path, version: str) -> str:
+    (home / "bin").mkdir(parents=True)
+    (home / "targets" / "x86_64-linux" / "include").mkdir(parents=True)
+    (home / "targets" / "x86_64-linux" / "include" / "cuda_runtime.h").touch()
+    (home / "bin" / "nvcc").write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.7'\n")
+    (home / "bin" / "nvcc").chmod(0o755)
+    return str(home)
+
+
+def make_nccl(home: Path, text: str = "NCCL version 2.27.7+cuda12.9") -> str:
+    (home / "lib").mkdir(parents=True)
+    (home / "include").mkdir()
+    (home / "include" / "nccl.h").touch()
+    (home / "lib" / "libnccl.so.2").write_text(f"NCCL version %s\0{text}\0")
+    return str(home)
+
+
+def test_missing_tools_are_named(no_cuda, tmp_path, monkeypatch):
     monkeypatch.setattr(horovod_build, "_which", lambda tool: None)
-    monkeypatch.setenv("HOROVOD_NCCL_HOME", str(tmp_path))
-    monkeypatch.setattr(horovod_build, "_NCCL_HOMES", ())
     with pytest.raises(ConfigurationError) as caught:
         build_wheel(["nccl", "mpi"], tmp_path / "cache")
     for tool in ("cmake", "g++", "make", "mpicxx", "nvcc", "nccl.h"):
         assert f"'{tool}'" in str(caught.value)
     assert "Hint: pip install 'cmake<4'" in str(caught.value)
+    assert "CUDA_HOME" in str(caught.value)
+    assert "pip install nvidia-nccl-cu12" in str(caught.value)
+
+
+def test_nccl_of_the_wheel_and_a_toolkit_are_enough(no_cuda, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", make_toolkit(tmp_path / "cuda", "12.8"))
+    monkeypatch.setattr(transports, "_wheel_homes", lambda part: [make_nccl(tmp_path / "nvidia" / part)])
+    horovod_build._check_tools(["nccl"])
+    monkeypatch.setattr(transports, "_wheel_homes", lambda part: [str(tmp_path / "nvidia" / part)])
+    environ = horovod_build._build_environ(["nccl"])
+    assert environ["HOROVOD_CUDA_HOME"] == str(tmp_path / "cuda")
+    assert environ["HOROVOD_NCCL_INCLUDE"] == str(tmp_path / "nvidia" / "nccl" / "include")
+    assert environ["HOROVOD_NCCL_LIB"] == str(tmp_path / "nvidia" / "nccl" / "lib")
+    assert environ["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+    assert "HOROVOD_GPU_OPERATIONS" not in horovod_build._build_environ([])
+
+
+def test_the_wheel_is_kept_by_what_it_was_built_with(no_cuda, tmp_path, monkeypatch):
+    keys = [horovod_build._key([]), horovod_build._key(["nccl"])]
+    for version in ("12.8", "12.9"):
+        monkeypatch.setenv("CUDA_HOME", make_toolkit(tmp_path / version, version))
+        keys.append(horovod_build._key(["nccl"]))
+    for version in ("2.27.7", "2.28.3"):
+        monkeypatch.setenv("HOROVOD_NCCL_HOME", make_nccl(tmp_path / version, f"NCCL version {version}+cuda12.9"))
+        keys.append(horovod_build._key(["nccl"]))
+    monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "80,90")
+    keys.append(horovod_build._key(["nccl"]))
+    monkeypatch.setattr(horovod_build, "_PATCHES", {})
+    keys += [horovod_build._key(["nccl"]), horovod_build._key([])]
+    assert len(set(keys)) == 9
+    assert "nccl-cuda12.9-nccl2.28.3-sm80,90" in keys[-3]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "nccl", "named"),
+    [
+        ("13.0", "12.9", "toolkit is newer than the driver, which runs CUDA up to 12.4. Received: CUDA_HOME="),
+        ("12.9", "13.0", "NCCL 2.27.7 is for CUDA 13.0, and the driver runs CUDA up to 12.4"),
+    ],
+)
+def test_what_the_driver_does_not_run_is_refused(no_cuda, tmp_path, monkeypatch, cuda, nccl, named):
+    monkeypatch.setattr(horovod_build, "driver_cuda", lambda: "12.4")
+    monkeypatch.setenv("CUDA_HOME", make_toolkit(tmp_path / "cuda", cuda))
+    monkeypatch.setenv("HOROVOD_NCCL_HOME", make_nccl(tmp_path / "nccl", f"NCCL version 2.27.7+cuda{nccl}"))
+    with pytest.raises(ConfigurationError) as caught:
+        build_wheel(["nccl"], tmp_path / "cache")
+    assert named in str(caught.value)
+
+
+def test_a_tensorflow_without_cuda_has_no_nccl(no_cuda, tmp_path, monkeypatch):
+    monkeypatch.setattr(tf.test, "is_built_with_cuda", lambda: False)
+    with pytest.raises(ConfigurationError, match=r"tensorflow\[and-cuda\]"):
+        build_wheel(["nccl"], tmp_path)
 
 
 def test_missing_modules_are_named(tmp_path, monkeypatch):
@@ -201,6 +300,17 @@ def test_status_of_a_horovod_that_does_not_work(monkeypatch):
     assert "another TensorFlow" in status().problem
     monkeypatch.setattr(horovod_build, "_PROBE", "import os; os.abort()")
     assert status().problem
+
+
+def test_status_of_an_nccl_that_is_missing_or_of_another_cuda(no_cuda, tmp_path, monkeypatch):
+    monkeypatch.setattr(horovod_build.importlib.metadata, "version", lambda name: "0.28.1")
+    monkeypatch.setattr(horovod_build, "_PROBE", "raise OSError('libnccl.so.2: cannot open shared object file')")
+    assert "pip install nvidia-nccl-cu12" in status().problem
+    monkeypatch.setattr(horovod_build, "_PROBE", 'print("""{"gloo": true, "mpi": false, "nccl": true}""")')
+    monkeypatch.setenv("HOROVOD_NCCL_HOME", make_nccl(tmp_path / "nccl", "NCCL version 2.27.7+cuda13.0"))
+    assert status() == HorovodStatus("0.28.1", ("gloo", "nccl"))
+    monkeypatch.setattr(horovod_build, "driver_cuda", lambda: "12.4")
+    assert "pip uninstall nvidia-nccl-cu13" in status().problem
 
 
 def test_describe():

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from ctypes.util import find_library
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
@@ -23,6 +21,14 @@ from tfrep_strategy.errors import TfrepError
 from tfrep_strategy.horovod_build import status
 from tfrep_strategy.launch import launch
 from tfrep_strategy.launch.identity import free_ports, horovod_is_installed
+from tfrep_strategy.transports import (
+    choose_communicator,
+    driver_cuda,
+    find_nccl,
+    gpus_are_visible,
+    horovod_transports,
+    nccl_problem,
+)
 
 SELF_TEST_SECONDS = 60.0
 """After this time a self-test counts as failed; it takes about five seconds, most of them to import TensorFlow."""
@@ -79,7 +85,8 @@ def examine(*, self_test: bool = True) -> Report:
         _tried("Keras", _keras),
         _horovod(),
         _tried("GPUs", _gpus),
-        Finding("NCCL", _nccl()),
+        _nccl(),
+        Finding('"auto"', choose_communicator(horovod_transports(), gpus=gpus_are_visible()).describe()),
         _tried("Environment", lambda: detect_environment().describe()),
         _tried("Free ports", lambda: ", ".join(str(port) for port in free_ports(2)) + " on the loopback interface"),
     ]
@@ -158,10 +165,11 @@ def _horovod() -> Finding:
     )
 
 
-def _nccl() -> str:
-    packages = (each for each in importlib.metadata.distributions() if each.name.startswith("nvidia-nccl"))
-    found = [f"{package.name} {package.version}" for package in packages]
-    return ", ".join(found) or find_library("nccl") or "none"
+def _nccl() -> Finding:
+    nccl = find_nccl()
+    if gpus_are_visible() and (problem := nccl_problem(nccl, driver_cuda())):
+        return Finding("NCCL", problem, ok=False)
+    return Finding("NCCL", nccl.describe() if nccl else "none")
 
 
 def _self_test(communicator: str) -> Finding:

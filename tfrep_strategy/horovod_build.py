@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -21,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
+from tfrep_strategy.transports import driver_cuda, find_nccl, nccl_problem, newer_major
 
 HOROVOD_VERSION = "0.28.1"
 """The release that is built."""
@@ -33,8 +35,54 @@ _PERCENT = re.compile(r"\[\s*(\d+)%\]")
 _COMPILER_ERROR = re.compile(r":\d+:(?:\d+:)? (?:fatal )?error: |^\s*CMake Error|undefined reference to|\bnvcc fatal")
 _ANY_ERROR = re.compile(r"^(?!.*\bwarning\b).*\berror\b", re.IGNORECASE)
 
-# The compiler's search path of NCCL's header; Horovod's own variable goes first.
-_NCCL_HOMES = ("/usr", "/usr/local", "/usr/local/cuda")
+# Where a CUDA toolkit may be; Horovod's own variable goes first, the folder of the nvcc on PATH last.
+_CUDA_VARIABLES = ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")
+_CUDA_HOMES = ("/usr/local/cuda",)
+_CUDA_RELEASE = re.compile(r"release (\d+\.\d+)")
+_CUDA_ARCHITECTURES = "HOROVOD_BUILD_CUDA_CC_LIST"
+
+_GPU_STREAM = """#endif // TENSORFLOW_VERSION >= 2011000000
+namespace stream_executor {
+namespace gpu {
+static GpuStreamHandle AsGpuStreamValue(Stream* stream) {
+  return static_cast<GpuStreamHandle>(stream->platform_specific_handle().stream);
+}
+} // namespace gpu
+} // namespace stream_executor
+#endif // HAVE_GPU
+"""
+
+_PATCHES = {
+    "horovod/tensorflow/CMakeLists.txt": {
+        # Optional operations for XLA, which current TensorFlow has no headers for; nothing else refers to them.
+        'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n': "",
+        # TensorFlow finds the libraries of NVIDIA's wheels in the same way.
+        'PROPERTIES OUTPUT_NAME "mpi_lib"': 'PROPERTIES OUTPUT_NAME "mpi_lib" BUILD_RPATH "$ORIGIN/../../nvidia/nccl/lib"',
+    },
+    "horovod/tensorflow/mpi_ops.cc": {
+        # Current TensorFlow has this function no more.
+        "GpuStreamHandle AsGpuStreamValue(Stream* stream);\n": "",
+        "#endif // TENSORFLOW_VERSION >= 2011000000\n#endif // HAVE_GPU\n": _GPU_STREAM,
+    },
+    "horovod/common/ops/cuda/CMakeLists.txt": {
+        # For TensorFlow with an older C++ ABI, which there is no more; it would double the time of nvcc.
+        "add_library(compatible_horovod_cuda_kernels ": "add_library(compatible_horovod_cuda_kernels EXCLUDE_FROM_ALL ",
+    },
+    # Horovod means to have the CUDA runtime of its compiler inside. TensorFlow's library exports functions of the same names,
+    # which would be taken instead, and call the runtime of another CUDA.
+    "CMakeLists.txt": {
+        'if(NCCL_LIBRARY_FILE_NAME MATCHES "static" AND lowercase_CMAKE_CUDA_RUNTIME_LIBRARY': (
+            "if(lowercase_CMAKE_CUDA_RUNTIME_LIBRARY"
+        )
+    },
+    # NVIDIA's wheel has the library by this name alone.
+    "cmake/Modules/FindNCCL.cmake": {'set(NCCL_LIBNAME "nccl")': 'set(NCCL_LIBNAME "libnccl.so.2")'},
+    # Python 3.12 has no distutils.
+    "horovod/runner/js_run.py": {
+        "from distutils.spawn import find_executable": "from shutil import which as find_executable"
+    },
+}
+"""What is changed in Horovod's source: in each file, old text and new."""
 
 _PROBE = """
 import json
@@ -93,9 +141,11 @@ def status() -> HorovodStatus:
     probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=120, check=False)
     if probe.returncode:
         lines = probe.stderr.strip().splitlines() or [f"importing it ended with exit code {probe.returncode}"]
-        return HorovodStatus(version, problem=f"{lines[-1]}\nHint: run `tfrep horovod install`.")
+        mend = nccl_problem(find_nccl(), driver_cuda()) if "libnccl" in lines[-1] else ""
+        return HorovodStatus(version, problem=mend or f"{lines[-1]}\nHint: run `tfrep horovod install`.")
     built = json.loads(probe.stdout.strip().splitlines()[-1])
-    return HorovodStatus(version, tuple(name for name, there in built.items() if there))
+    built_in = tuple(name for name, there in built.items() if there)
+    return HorovodStatus(version, built_in, nccl_problem(find_nccl(), driver_cuda()) if "nccl" in built_in else "")
 
 
 def build_wheel(extras: Iterable[str] = (), cache_dir: str | os.PathLike[str] | None = None) -> Path:
@@ -175,7 +225,13 @@ def _key(extras: Sequence[str]) -> str:
     import tensorflow as tf
 
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    return f"horovod-{HOROVOD_VERSION}-tensorflow-{tf.__version__}-{python}-{'-'.join(['gloo', *extras])}"
+    built_in = ["gloo", *extras]
+    if "nccl" in extras:
+        cuda, nccl = _find_cuda(), find_nccl()
+        built_in += [f"cuda{cuda and cuda.version}", f"nccl{nccl and nccl.version}"]
+        built_in += [f"sm{os.environ[_CUDA_ARCHITECTURES]}"] if _CUDA_ARCHITECTURES in os.environ else []
+    changes = hashlib.sha256(json.dumps(_PATCHES).encode()).hexdigest()[:8]
+    return f"horovod-{HOROVOD_VERSION}-tensorflow-{tf.__version__}-{python}-{'-'.join([*built_in, changes])}"
 
 
 def _cache(wanted: str | os.PathLike[str] | None) -> Path:
@@ -186,22 +242,77 @@ def _check_tools(extras: Sequence[str]) -> None:
     needed = {"cmake": "pip install 'cmake<4'", "g++": "install a C++ compiler", "make": "install make"}
     if "mpi" in extras:
         needed["mpicxx"] = "install an MPI with its compiler wrappers, such as Open MPI"
-    if "nccl" in extras:
-        needed["nvcc"] = "install the CUDA toolkit and put its bin folder on PATH"
     missing = {tool: hint for tool, hint in needed.items() if _which(tool) is None}
     for module in ("setuptools", "wheel", "packaging"):
         if importlib.util.find_spec(module) is None:
             missing[module] = f"pip install {module}"
     if "nccl" in extras:
-        homes = (os.environ.get("HOROVOD_NCCL_HOME", ""), *_NCCL_HOMES)
-        if not any(Path(home, "include", "nccl.h").exists() for home in homes if home):
-            missing["nccl.h"] = "install NCCL's development files, or set HOROVOD_NCCL_HOME"
+        missing |= _missing_for_nccl()
     if missing:
         raise ConfigurationError(
             message(
                 "Tools to build Horovod are missing.", hint="; ".join(missing.values()) + ".", missing=list(missing)
             )
         )
+
+
+def _missing_for_nccl() -> dict[str, str]:
+    """Names what NCCL lacks, with the mend of each.
+
+    Raises:
+        ConfigurationError: TensorFlow or the driver does not fit to it.
+    """
+    import tensorflow as tf
+
+    if not tf.test.is_built_with_cuda():
+        raise ConfigurationError(
+            message(
+                "This TensorFlow was built without CUDA, so that Horovod cannot have NCCL.",
+                hint="pip install 'tensorflow[and-cuda]'.",
+                tensorflow=tf.__version__,
+            )
+        )
+    cuda, nccl, driver = _find_cuda(), find_nccl(), driver_cuda()
+    missing = {}
+    if cuda is None:
+        missing["nvcc"] = (
+            "install NVIDIA's CUDA toolkit and set CUDA_HOME to its folder (tensorflow[and-cuda] brings no nvcc)"
+        )
+    elif newer_major(cuda.version, driver):
+        raise ConfigurationError(
+            message(
+                f"The CUDA toolkit is newer than the driver, which runs CUDA up to {driver}.",
+                hint="set CUDA_HOME to an older toolkit, or install a newer driver.",
+                CUDA_HOME=str(cuda.home),
+                version=cuda.version,
+            )
+        )
+    if nccl is None or not nccl.header.exists():
+        missing["nccl.h"] = "pip install nvidia-nccl-cu12, or set HOROVOD_NCCL_HOME to the folder of include/nccl.h"
+    elif problem := nccl_problem(nccl, driver):
+        raise ConfigurationError(problem)
+    return missing
+
+
+@dataclass(frozen=True)
+class _Cuda:
+    """A CUDA toolkit: its folder and its version, such as "12.8"."""
+
+    home: Path
+    version: str
+
+
+def _find_cuda() -> _Cuda | None:
+    homes = [os.environ.get(name, "") for name in _CUDA_VARIABLES]
+    on_path = _which("nvcc")
+    homes += [*_CUDA_HOMES, *([str(Path(on_path).resolve().parent.parent)] if on_path else [])]
+    for home in map(Path, filter(None, homes)):
+        nvcc = home / "bin" / "nvcc"
+        if nvcc.exists() and any(home.glob(f"{folder}include/cuda_runtime.h") for folder in ("", "targets/*/")):
+            said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+            if release := _CUDA_RELEASE.search(said):
+                return _Cuda(home, release[1])
+    return None
 
 
 def _build(extras: Sequence[str], folder: Path) -> Path:
@@ -241,15 +352,18 @@ def _build(extras: Sequence[str], folder: Path) -> Path:
 
 
 def _get_source(work: Path) -> str:
-    """Downloads and unpacks Horovod, less the one source file that current TensorFlow has no headers for."""
+    """Downloads, unpacks and changes Horovod."""
     download = [*_pip("download"), "--no-deps", "--no-build-isolation", "--no-binary", ":all:", "-d", str(work)]
     subprocess.run([*download, f"horovod=={HOROVOD_VERSION}"], check=True, capture_output=True, text=True)
     shutil.unpack_archive(next(work.glob("horovod-*.tar.gz")), work, filter="data")
     source = work / f"horovod-{HOROVOD_VERSION}"
-    listing = source / "horovod" / "tensorflow" / "CMakeLists.txt"
-    # It holds optional operations for XLA; nothing else refers to it.
-    kept = [line for line in listing.read_text("utf-8").splitlines(keepends=True) if "xla_mpi_ops.cc" not in line]
-    listing.write_text("".join(kept), "utf-8")
+    for name, changes in _PATCHES.items():
+        text = (source / name).read_text("utf-8")
+        for old, new in changes.items():
+            if text.count(old) != 1:
+                raise TfrepError(message("Horovod's source is not the one that was released.", file=name, lacks=old))
+            text = text.replace(old, new)
+        (source / name).write_text(text, "utf-8")
     return str(source)
 
 
@@ -265,7 +379,16 @@ def _build_environ(extras: Sequence[str]) -> dict[str, str]:
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
     }
     if "nccl" in extras:
-        switches["HOROVOD_GPU_OPERATIONS"] = "NCCL"
+        cuda, nccl = _find_cuda(), find_nccl()
+        assert cuda is not None
+        assert nccl is not None
+        switches |= {
+            "HOROVOD_GPU_OPERATIONS": "NCCL",
+            "HOROVOD_CUDA_HOME": str(cuda.home),
+            "HOROVOD_NCCL_INCLUDE": str(nccl.header.parent),
+            "HOROVOD_NCCL_LIB": str(nccl.library.parent),
+            "HOROVOD_NCCL_LINK": "SHARED",
+        }
     return {"MAKEFLAGS": f"-j{os.cpu_count() or 1}"} | os.environ | switches
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
+
+import tensorflow as tf
 
 from tfrep_strategy.communicators.base import REDUCE_OPS, Communicator
 from tfrep_strategy.communicators.single import SingleCommunicator
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.transports import choose_communicator, horovod_transports
 
 __all__ = ["REDUCE_OPS", "Communicator", "SingleCommunicator", "make_communicator"]
 
@@ -37,8 +41,16 @@ def _named(name: str, environment: Any, device: str | None) -> Communicator:
         raise ConfigurationError(
             message("Unknown communicator.", hint='use "auto", "horovod", "tf" or a tfrep.Communicator.', communicator=name)
         )
-    if name == "auto":
-        name = "tf" if environment.size == 1 or environment.addresses else "horovod"
+    if name != "tf":
+        by_address = name == "auto" and (environment.size == 1 or environment.addresses)
+        choice = choose_communicator(
+            horovod_transports(),
+            gpus=bool(tf.config.get_visible_devices("GPU")),
+            reachable=("tf",) if by_address else ("horovod",),
+        )
+        if choice.hint and environment.rank == 0:
+            warnings.warn(choice.describe(), stacklevel=4)
+        name = choice.communicator
     if name == "horovod":
         from tfrep_strategy.communicators.horovod import HorovodCommunicator
 

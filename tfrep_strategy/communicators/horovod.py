@@ -41,7 +41,10 @@ class HorovodCommunicator(Communicator):
             import horovod.tensorflow as hvd
         except Exception as error:  # Horovod raises its own kinds of errors for a library that does not load.
             raise ConfigurationError(
-                "Horovod is not installed for this TensorFlow. Run: tfrep horovod install"
+                message(
+                    f"Horovod is not installed for this TensorFlow: {error}",
+                    hint="run `tfrep horovod install`; `tfrep horovod status` says more.",
+                )
             ) from error
         self._hvd = hvd
         if process_set is None:

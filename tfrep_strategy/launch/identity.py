@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import random
 import socket
 import threading
+import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 
 from tfrep_strategy.environments import identity_variables
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.transports import choose_communicator, gpus_are_visible, horovod_library, horovod_transports
 
 COMMUNICATORS = ("auto", "horovod", "tf")
 """What a run may be asked to talk through."""
@@ -36,16 +36,14 @@ def horovod_is_installed() -> bool:
         >>> horovod_is_installed()
         True
     """
-    found = importlib.util.find_spec("horovod")
-    folders = found.submodule_search_locations or () if found else ()
-    return any(path for folder in folders for path in Path(folder, "tensorflow").glob("mpi_lib*"))
+    return horovod_library() is not None
 
 
 def resolve_communicator(name: str) -> str:
     """Turns a user's choice into "horovod" or "tf".
 
     Args:
-        name: One of `COMMUNICATORS`; "auto" takes Horovod if it is installed.
+        name: One of `COMMUNICATORS`; for "auto" `choose_communicator` decides, and a warning names what would be faster.
 
     Returns:
         The communicator.
@@ -65,8 +63,12 @@ def resolve_communicator(name: str) -> str:
                 communicator=name,
             )
         )
-    installed = name != "tf" and horovod_is_installed()
-    if name == "horovod" and not installed:
+    if name == "auto":
+        choice = choose_communicator(horovod_transports(), gpus=gpus_are_visible())
+        if choice.hint:
+            warnings.warn(choice.describe(), stacklevel=2)
+        return choice.communicator
+    if name == "horovod" and not horovod_is_installed():
         raise ConfigurationError(
             message(
                 "Horovod is not installed.",
@@ -74,7 +76,7 @@ def resolve_communicator(name: str) -> str:
                 communicator=name,
             )
         )
-    return "horovod" if installed else "tf"
+    return name
 
 
 def inherited_environ() -> dict[str, str]:
