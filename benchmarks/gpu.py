@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.report import machine
 from tfrep_strategy._version import __version__
-from tfrep_strategy.devices import driver_gpus
+from tfrep_strategy.nvidia import driver_gpus
 
 RESULTS = Path(__file__).parent / "results"
 _PLACES = ("two logical devices", "two processes", "several devices")

@@ -10,14 +10,14 @@ import pytest
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
-from tfrep_strategy import devices
+from tfrep_strategy import devices, nvidia
 from tfrep_strategy.errors import ConfigurationError
 
 # What TensorFlow is told in each situation, all before it starts. Only the list of devices is made up.
 PLACES = """
 import contextlib, os, sys, warnings
 import tensorflow as tf
-from tfrep_strategy import devices
+from tfrep_strategy import devices, nvidia
 
 def told(physical, visible, local_rank, local_size, limits=None):
     gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(physical)]
@@ -50,7 +50,7 @@ assert told(1, [0], 1, 2, {0: [None, None]}) == ([0], [], "GPU:1", 0)  # Logical
 assert told(4, [], 1, 2) == ([], [], "CPU:0", 0)  # Hidden on purpose.
 assert told(0, [], 0, 1) == ([], [], "CPU:0", 0)
 
-devices.driver_gpus = lambda: [devices.Gpu(0, "made up", "0000:1B:00.0", 1, 1, False, 0)]
+devices.driver_gpus = lambda: [nvidia.Gpu(0, "made up", "0000:1B:00.0", 1, 1, False, 0)]
 os.environ.pop("CUDA_VISIBLE_DEVICES", None)
 assert told(0, [], 0, 1)[3] == 1  # TensorFlow found no CUDA.
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
@@ -71,7 +71,7 @@ def test_the_driver_is_asked_and_may_be_missing():
         count = pynvml.nvmlDeviceGetCount()
     except pynvml.NVMLError:
         count = 0
-    assert [gpu.index for gpu in devices.driver_gpus()] == list(range(count))
+    assert [gpu.index for gpu in nvidia.driver_gpus()] == list(range(count))
 
 
 @pytest.mark.parametrize("what", ["CUDA_ERROR_DEVICE_UNAVAILABLE: busy", "failed to allocate on GPU: out of memory"])
@@ -79,7 +79,7 @@ def test_a_gpu_that_cannot_be_used_is_named_with_what_to_do(what, monkeypatch):
     def fails(kind=None):
         raise tf.errors.InternalError(None, None, what)
 
-    busy = devices.Gpu(2, "NVIDIA H200", "0000:1B:00.0", 2 << 30, 1 << 30, True, 1)
+    busy = nvidia.Gpu(2, "NVIDIA H200", "0000:1B:00.0", 2 << 30, 1 << 30, True, 1)
     monkeypatch.setattr(tf.config, "list_logical_devices", fails)
     monkeypatch.setattr(devices, "driver_gpus", lambda: [busy])
     with pytest.raises(ConfigurationError, match=r"(?s)CUDA_VISIBLE_DEVICES.*GPU 2: .* 1.0 of 2.0 GiB free, 1 process, exclusive"):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import tensorflow as tf
 
 from tfrep_strategy import doctor
 from tfrep_strategy.launch.identity import horovod_is_installed
+from tfrep_strategy.nvidia import Gpu
 
 
 def values(report: doctor.Report) -> dict[str, doctor.Finding]:
@@ -28,7 +30,6 @@ def test_self_test_on_every_communicator_that_is_there(capfd):
 
 def test_it_names_versions_and_the_environment(monkeypatch):
     import keras
-    import tensorflow as tf
 
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}')
     found = values(doctor.examine(self_test=False))
@@ -45,6 +46,27 @@ def test_it_reports_what_is_broken(monkeypatch, capsys):
     assert "not JSON" in values(report)["Environment"].value
     doctor.show(report)
     assert "bad" in capsys.readouterr().out
+
+
+def test_it_says_which_process_takes_which_gpu(monkeypatch):
+    gpus = [Gpu(i, "made up", f"0000:0{i}:00.0", 80 << 30, 40 << 30, False, 0) for i in range(2)]
+    devices = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(2)]
+    monkeypatch.setattr(doctor, "driver_gpus", lambda: gpus)
+    monkeypatch.setattr(doctor, "gpus_are_visible", lambda: True)
+    monkeypatch.setattr(doctor, "pairs_without_peer_access", lambda: [(0, 1)])
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind=None: devices)
+    found = values(doctor.examine(self_test=False))
+    assert found["GPU 1"].value == "made up, 40.0 of 80.0 GiB free, 0 processes"
+    assert found["A process per GPU"].value == "`tfrep run -n 2`: rank 0 takes GPU 0, rank 1 takes GPU 1"
+    assert found["Peer access"].value == "not between (0, 1)"
+    assert "TF32" in found
+    assert "on where" in found["XLA"].value
+    assert found["GPUs"].ok
+
+    devices.clear()  # CUDA's libraries are not found.
+    found = values(doctor.examine(self_test=False))
+    assert found["GPUs"].ok is False
+    assert "tensorflow[and-cuda]" in found["GPUs"].value
 
 
 def test_json(capsys):

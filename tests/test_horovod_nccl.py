@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tfrep_strategy.horovod_build import build_wheel
-from tfrep_strategy.transports import find_nccl
+from tfrep_strategy.nvidia import find_nccl
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TFREP_HOROVOD_TESTS") != "nccl", reason="TFREP_HOROVOD_TESTS=nccl builds Horovod with NCCL"

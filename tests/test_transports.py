@@ -10,15 +10,8 @@ import pytest
 
 from tfrep_strategy import horovod_build, transports
 from tfrep_strategy.launch import identity
-from tfrep_strategy.transports import (
-    Nccl,
-    choose_communicator,
-    driver_cuda,
-    find_nccl,
-    gpus_are_visible,
-    horovod_transports,
-    nccl_problem,
-)
+from tfrep_strategy.nvidia import Nccl, driver_cuda, find_nccl, gpus_are_visible, nccl_problem
+from tfrep_strategy.transports import choose_communicator, horovod_transports
 
 GLOO, NCCL = ("gloo",), ("gloo", "nccl")
 

@@ -5,77 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
-import pynvml
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import context
 from tfrep_strategy.errors import ConfigurationError, message
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as NVIDIA's driver describes it, whether or not TensorFlow can use it.
-
-    Attributes:
-        index: Its number in the order of PCI addresses, which `nvidia-smi` shows.
-        name: Its model.
-        bus_id: Its PCI address.
-        total_bytes: Its memory.
-        free_bytes: What of that nobody has taken.
-        exclusive: Whether one process at a time may use it (compute mode "exclusive process"), or none ("prohibited").
-        num_processes: How many processes compute on it now.
-    """
-
-    index: int
-    name: str
-    bus_id: str
-    total_bytes: int
-    free_bytes: int
-    exclusive: bool
-    num_processes: int
-
-    def describe(self) -> str:
-        """Says it in a line.
-
-        Example:
-            >>> Gpu(0, "NVIDIA H200", "0000:1B:00.0", 150 << 30, 75 << 30, False, 1).describe()
-            'GPU 0: NVIDIA H200, 75.0 of 150.0 GiB free, 1 process'
-        """
-        text = f"GPU {self.index}: {self.name}, {self.free_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.1f} GiB free"
-        text += f", {self.num_processes} process{'' if self.num_processes == 1 else 'es'}"
-        return text + (", exclusive mode" if self.exclusive else "")
-
-
-def driver_gpus() -> list[Gpu]:
-    """Asks NVIDIA's driver for the GPUs of this machine; TensorFlow is not started.
-
-    Returns:
-        The GPUs; none where there is no driver.
-    """
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        return [_described(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError:
-        return []
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _described(index: int) -> Gpu:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    exclusive, num_processes = False, 0
-    with contextlib.suppress(pynvml.NVMLError):  # Not every GPU, and not every user in a container, is told these.
-        exclusive = pynvml.nvmlDeviceGetComputeMode(handle) != pynvml.NVML_COMPUTEMODE_DEFAULT
-        num_processes = len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
-    bus_id = pynvml.nvmlDeviceGetPciInfo(handle).busId
-    return Gpu(index, pynvml.nvmlDeviceGetName(handle), bus_id, memory.total, memory.free, exclusive, num_processes)
+from tfrep_strategy.nvidia import driver_gpus
 
 
 def own_gpu(num_visible: int, local_rank: int, local_size: int) -> int | None:

@@ -16,19 +16,22 @@ from rich.markup import escape
 from rich.table import Table
 
 from tfrep_strategy._version import __version__
+from tfrep_strategy.devices import own_gpu
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import TfrepError
 from tfrep_strategy.horovod_build import status
 from tfrep_strategy.launch import launch
 from tfrep_strategy.launch.identity import free_ports, horovod_is_installed
-from tfrep_strategy.transports import (
-    choose_communicator,
+from tfrep_strategy.nvidia import (
+    Gpu,
     driver_cuda,
+    driver_gpus,
     find_nccl,
     gpus_are_visible,
-    horovod_transports,
     nccl_problem,
+    pairs_without_peer_access,
 )
+from tfrep_strategy.transports import choose_communicator, horovod_transports
 
 SELF_TEST_SECONDS = 60.0
 """After this time a self-test counts as failed; it takes about five seconds, most of them to import TensorFlow."""
@@ -84,7 +87,7 @@ def examine(*, self_test: bool = True) -> Report:
         _tried("TensorFlow", _tensorflow),
         _tried("Keras", _keras),
         _horovod(),
-        _tried("GPUs", _gpus),
+        *_gpus(driver_gpus()),
         _nccl(),
         Finding('"auto"', choose_communicator(horovod_transports(), gpus=gpus_are_visible()).describe()),
         _tried("Environment", lambda: detect_environment().describe()),
@@ -148,12 +151,36 @@ def _keras() -> str:
     return f"{keras.__version__}, backend {keras.backend.backend()}"
 
 
-def _gpus() -> str:
+def _gpus(there: list[Gpu]) -> list[Finding]:
+    """Says which GPUs there are, whether TensorFlow can use them, and how."""
+    if not there:
+        return [Finding("GPUs", "none"), Finding("XLA", _xla(False))]
     import tensorflow as tf
 
-    devices = tf.config.list_physical_devices("GPU")
-    names = [tf.config.experimental.get_device_details(device).get("device_name", device.name) for device in devices]
-    return ", ".join(names) or "none"
+    seen = len(tf.config.get_visible_devices("GPU"))
+    hidden = not gpus_are_visible()
+    used = f"TensorFlow sees {seen}" + (f", CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}" if hidden else "")
+    if not (seen or hidden):
+        used += "; hint: pip install 'tensorflow[and-cuda]', or name the folders of CUDA's libraries in LD_LIBRARY_PATH"
+    apart = pairs_without_peer_access()
+    tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
+    return [
+        *(Finding(f"GPU {gpu.index}", gpu.describe().partition(": ")[2]) for gpu in there),
+        Finding("GPUs", used, ok=bool(seen or hidden)),
+        Finding("A process per GPU", _processes(seen)),
+        Finding("Peer access", f"not between {', '.join(map(str, apart))}" if apart else "between all GPUs"),
+        Finding("TF32", "on: float32 products have 10 bits" if tf32 else "off"),
+        Finding("XLA", _xla(bool(seen))),
+    ]
+
+
+def _processes(num_gpus: int) -> str:
+    ranks = ", ".join(f"rank {i} takes GPU {own_gpu(num_gpus, i, num_gpus) or 0}" for i in range(num_gpus))
+    return f"`tfrep run -n {num_gpus}`: {ranks}" if num_gpus else "none"
+
+
+def _xla(on_gpus: bool) -> str:
+    return f'jit_compile="auto" is {"on where the model allows it" if on_gpus else "off: TensorFlow sees no GPU"}'
 
 
 def _horovod() -> Finding:

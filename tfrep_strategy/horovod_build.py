@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
-from tfrep_strategy.transports import driver_cuda, find_nccl, nccl_problem, newer_major
+from tfrep_strategy.nvidia import driver_cuda, find_nccl, nccl_problem, newer_major
 
 HOROVOD_VERSION = "0.28.1"
 """The release that is built."""

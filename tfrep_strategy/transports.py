@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import mmap
-import os
-import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-import pynvml
+from tfrep_strategy.nvidia import mapped
 
 HOROVOD_TRANSPORTS = {"gloo": "14GlooController", "mpi": "13MPIController", "nccl": "13NCCLAllreduce"}
 """What Horovod can have built in, and the class of its library that shows it."""
-
-_SYSTEM_HOMES = ("/usr/local/cuda", "/usr/local", "/usr")
-_LIBRARY_FOLDERS = ("lib", "lib64", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu")
-_NCCL_VERSION = re.compile(rb"NCCL version (\d[\d.]*)\+cuda(\d+\.\d+)")
 
 
 @dataclass(frozen=True)
@@ -94,7 +87,7 @@ def horovod_transports() -> tuple[str, ...] | None:
     library = horovod_library()
     if library is None:
         return None
-    with _mapped(library) as content:
+    with mapped(library) as content:
         # The name of a class is there for as long as the class is, in a library without symbols too.
         return tuple(name for name, kind in HOROVOD_TRANSPORTS.items() if content.find(f"{kind}E".encode()) >= 0)
 
@@ -108,141 +101,3 @@ def horovod_library() -> Path | None:
     found = importlib.util.find_spec("horovod")
     folders = found.submodule_search_locations or () if found else ()
     return next((path for folder in folders for path in Path(folder, "tensorflow").glob("mpi_lib*")), None)
-
-
-def gpus_are_visible() -> bool:
-    """Asks NVIDIA's driver whether there are GPUs, and the environment whether programs may see them.
-
-    Returns:
-        Whether there are; False where there is no driver.
-    """
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip()
-    if not chosen or chosen.startswith("-"):
-        return False
-    return bool(_ask_driver(pynvml.nvmlDeviceGetCount))
-
-
-def driver_cuda() -> str | None:
-    """Asks NVIDIA's driver for the newest CUDA that it runs.
-
-    Returns:
-        Such as "12.8"; `None` where there is no driver.
-    """
-    version = _ask_driver(pynvml.nvmlSystemGetCudaDriverVersion_v2)
-    return f"{version // 1000}.{version % 1000 // 10}" if version else None
-
-
-@dataclass(frozen=True)
-class Nccl:
-    """NCCL's library on this machine.
-
-    Attributes:
-        library: Its path.
-        version: Its version, such as "2.27.7"; empty if the library does not tell.
-        cuda: The CUDA that it was built with, such as "12.9"; empty if the library does not tell.
-    """
-
-    library: Path
-    version: str = ""
-    cuda: str = ""
-
-    @property
-    def header(self) -> Path:
-        """Where its header is, if it was installed too."""
-        homes = (folder for folder in self.library.parents if Path(folder, "include", "nccl.h").exists())
-        return Path(next(homes, self.library.parent.parent), "include", "nccl.h")
-
-    def describe(self) -> str:
-        """Says it in a line.
-
-        Example:
-            >>> Nccl(Path("/usr/lib/libnccl.so.2"), "2.27.7", "12.9").describe()
-            '2.27.7 for CUDA 12.9, /usr/lib/libnccl.so.2'
-        """
-        return f"{self.version or 'version unknown'} for CUDA {self.cuda or 'unknown'}, {self.library}"
-
-
-def find_nccl() -> Nccl | None:
-    """Finds the NCCL that TensorFlow and Horovod load.
-
-    `HOROVOD_NCCL_HOME` comes first, then `LD_LIBRARY_PATH`, then the wheel `nvidia-nccl-cu12`, which `tensorflow[and-cuda]`
-    brings, then the system.
-
-    Returns:
-        What was found, or `None`.
-    """
-    named = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
-    own, others = [os.environ.get("HOROVOD_NCCL_HOME", "")], [*_wheel_homes("nccl"), *_SYSTEM_HOMES]
-    folders = [*_library_folders(own), *named, *_library_folders(others)]
-    library = next((path for folder in folders if (path := Path(folder, "libnccl.so.2")).exists()), None)
-    if library is None:
-        return None
-    with _mapped(library) as content:
-        found = _NCCL_VERSION.search(content)
-        return Nccl(library, *(part.decode() for part in found.groups())) if found else Nccl(library)
-
-
-def nccl_problem(nccl: Nccl | None, driver: str | None) -> str:
-    """Says what keeps NCCL from working, and the mend.
-
-    Args:
-        nccl: From `find_nccl`.
-        driver: The newest CUDA that the driver runs, from `driver_cuda`; `None` if it is not known.
-
-    Returns:
-        A sentence and a hint, or nothing.
-
-    Example:
-        >>> print(nccl_problem(Nccl(Path("/usr/lib/libnccl.so.2"), "2.27.7", "13.0"), "12.8"))
-        NCCL 2.27.7 is for CUDA 13.0, and the driver runs CUDA up to 12.8 (/usr/lib/libnccl.so.2).
-        Hint: pip uninstall nvidia-nccl-cu13; pip install --force-reinstall nvidia-nccl-cu12; or install a newer driver.
-    """
-    if nccl is None:
-        return (
-            "NCCL is missing: libnccl.so.2 is not in LD_LIBRARY_PATH, in HOROVOD_NCCL_HOME, in a wheel or in the system."
-            "\nHint: pip install nvidia-nccl-cu12, or pip install 'tensorflow[and-cuda]'."
-        )
-    if not newer_major(nccl.cuda, driver):
-        return ""
-    wheel, own = (f"nvidia-nccl-cu{each.partition('.')[0]}" for each in (nccl.cuda, driver or ""))
-    return (
-        f"NCCL {nccl.version} is for CUDA {nccl.cuda}, and the driver runs CUDA up to {driver} ({nccl.library})."
-        f"\nHint: pip uninstall {wheel}; pip install --force-reinstall {own}; or install a newer driver."
-    )
-
-
-def newer_major(version: str, driver: str | None) -> bool:
-    """Whether a CUDA is of a later major version than the driver runs. Minor versions fit to each other.
-
-    Example:
-        >>> newer_major("13.0", "12.8"), newer_major("12.9", "12.2"), newer_major("13.0", None)
-        (True, False, False)
-    """
-    return bool(version and driver) and int(version.partition(".")[0]) > int(str(driver).partition(".")[0])
-
-
-def _ask_driver(question: Callable[[], int]) -> int:
-    """Returns the driver's answer; 0 where there is no driver, or none that knows the question."""
-    try:
-        pynvml.nvmlInit()
-        try:
-            return question()
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return 0
-
-
-def _library_folders(homes: Sequence[str]) -> list[str]:
-    return [os.path.join(home, folder) for home in homes if home for folder in _LIBRARY_FOLDERS]
-
-
-def _wheel_homes(part: str) -> list[str]:
-    """Folders of NVIDIA's wheels, which share the package `nvidia`."""
-    found = importlib.util.find_spec("nvidia")
-    return [os.path.join(folder, part) for folder in found.submodule_search_locations or ()] if found else []
-
-
-def _mapped(path: Path) -> mmap.mmap:
-    with open(path, "rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

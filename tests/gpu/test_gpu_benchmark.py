@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tfrep_strategy.devices import driver_gpus
+from tfrep_strategy.nvidia import driver_gpus
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 

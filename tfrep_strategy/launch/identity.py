@@ -15,7 +15,8 @@ import psutil
 
 from tfrep_strategy.environments import identity_variables
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.transports import choose_communicator, gpus_are_visible, horovod_library, horovod_transports
+from tfrep_strategy.nvidia import gpus_are_visible
+from tfrep_strategy.transports import choose_communicator, horovod_library, horovod_transports
 
 COMMUNICATORS = ("auto", "horovod", "tf")
 """What a run may be asked to talk through."""
