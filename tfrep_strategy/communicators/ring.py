@@ -121,20 +121,22 @@ class RingCommunicator(Communicator):
                 )
 
         key = (kind, tensor.dtype, tensor.shape.rank, *options.values())
+        instance_key = self._instance_key(kind, tensor)
         if tf.executing_eagerly() or self._nccl:
-            return self._run_in_place(run, key, tensor)
+            return self._run_in_place(run, key, tensor, instance_key)
         # The resource orders the calls of a function, and the steps of a loop. Within them, the ring tells collectives apart by
         # their keys, so that they need no order. Each occupies a thread, which is why they are not all let go at once.
         graph = tf.compat.v1.get_default_graph()
         before = self._in_flight.setdefault(graph, collections.deque(maxlen=_AT_ONCE))
         with tf.control_dependencies([graph.get_operation_by_name(before[0])] if len(before) == _AT_ONCE else []):
-            result = self._run_in_place(run, key, tensor)
+            result = self._run_in_place(run, key, tensor, instance_key)
         run_independently(result.op)
         before.append(result.op.name)
         return result
 
-    def _run_in_place(self, run: Callable[..., tf.Tensor], key: Any, tensor: tf.Tensor) -> tf.Tensor:
-        instance_key = self._instance_key(key[0], tensor)
+    def _run_in_place(
+        self, run: Callable[..., tf.Tensor], key: Any, tensor: tf.Tensor, instance_key: tf.Tensor
+    ) -> tf.Tensor:
         if not in_nested_graph():
             return run(tensor, instance_key, self._order.handle())
         # TensorFlow tells apart what runs in different loops, and the members' loops are different ones. A function that is
