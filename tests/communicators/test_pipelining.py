@@ -50,7 +50,7 @@ def loops_and_calls(strategy: Any) -> list[list[float]]:
         totals = tf.TensorArray(tf.float32, 40)
         x = tf.constant(float(rank))
 
-        def body(i: tf.Tensor, totals: Any) -> Any:
+        def body(i, totals):
             value = x + tf.cast(i, tf.float32)
             plain = communicator.all_reduce([value])[0]
             return i + 1, totals.write(i, plain + both(value) + both(value + 1.0))

@@ -51,6 +51,9 @@ def mirrored(**options: Any) -> tfrep.MirroredStrategy:
     return tfrep.MirroredStrategy(["CPU:0", "CPU:1"], **options)
 
 
+# Keras's `isfinite` of sparse gradients, for a loss scale: on one GPU too it runs on the CPU.
+_OF_KERAS = {("TensorScatterUpdate", "bool", "int32")}
+
 SCENARIOS = [
     "sgd_momentum",
     "global_clipnorm",
@@ -101,7 +104,7 @@ def test_every_operation_of_a_step_has_a_kernel_on_gpus(policy: str, tolerance: 
         np.testing.assert_allclose(f, e, rtol=tolerance, atol=tolerance)
     # Nothing but a replica's own work is on the second device.
     missing = set().union(*(without_gpu_kernel(graph, lambda device: "CPU:1" in device) for graph in set(nccl.graphs)))
-    assert not missing
+    assert missing <= _OF_KERAS
 
 
 def test_a_bucket_is_one_launch(nccl: Nccl) -> None:
