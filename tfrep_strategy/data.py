@@ -81,7 +81,8 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         agreement = None if reads_whole and length_is_known else self._reading.agreement
         if reads_whole and agreement is None and not first.ahead_to:
             return first.dataset
-        return ReplicaDataset(self._pipelines, Reading(self._reading.devices, agreement, as_shards=True), self.cardinality)
+        reading = Reading(self._reading.devices, agreement, as_shards=True)
+        return ReplicaDataset(self._pipelines, reading, self.cardinality)
 
 
 support_loops(ReplicaDataset)

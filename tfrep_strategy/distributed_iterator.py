@@ -114,7 +114,7 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
             raise ConfigurationError(
                 message(
                     "A loop of Python over distributed data does not end while a tf.function is traced.",
-                    hint="loop with for over the data, over enumerate(...) or zip(...) of distributed data, or over tf.range(n).",
+                    hint="loop with for over the data, over enumerate or zip of distributed data, or over tf.range(n).",
                     steps=_MOST_UNROLLED,
                 )
             )
@@ -145,7 +145,7 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         if self._reading.agreement is None:
             optionals = self._read(lambda iterator: iterator.get_next_as_optional())
             goes_on = tf.reduce_all([optional.has_value() for optional, _ in optionals])
-            given = lambda: self._given(self._joined([_value(optional, device) for optional, device in optionals]))  # noqa: E731
+            given = lambda: self._given(self._joined([_value(*each) for each in optionals]))  # noqa: E731
             spec = self._given_spec()
         else:
             step, goes_on = self._next_step(self._reading.agreement)
@@ -199,7 +199,8 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         parts = shards.parts
         if always_copied or any(device != host_of(device) for device in self._reading.devices):
             parts = tuple(map(_copied, parts, self._reading.devices))
-        return Shards(parts, tf.identity(shards.total)) if self._reading.as_shards else pack(Shards(parts, shards.total))
+        given = Shards(parts, tf.identity(shards.total))
+        return given if self._reading.as_shards else pack(given)
 
     def _given_spec(self) -> Any:
         specs = [iterator.element_spec for iterator in self._iterators]
@@ -260,8 +261,10 @@ class ReplicaIteratorSpec(tf.TypeSpec):
     def most_specific_common_supertype(self, others: Any) -> ReplicaIteratorSpec | None:
         if not all(self._reads_alike(other) for other in others):
             return None
-        columns = zip(*(other._iterator_specs for other in others), strict=True) if others else [()] * len(self._iterator_specs)
-        common = [own.most_specific_common_supertype(list(c)) for own, c in zip(self._iterator_specs, columns, strict=True)]
+        common = [
+            own.most_specific_common_supertype([other._iterator_specs[i] for other in others])
+            for i, own in enumerate(self._iterator_specs)
+        ]
         return None if None in common else self._with(common)
 
     def _reads_alike(self, other: Any) -> bool:
@@ -294,7 +297,7 @@ class ZippedIterator(tf.distribute.DistributedIterator):
         )
 
 
-# AutoGraph would let Python's own `enumerate` and `zip` ask for one step after the other while it traces, without an end.
+# Python's own `enumerate` and `zip` would ask for one step after the other, for ever, while a function is traced.
 
 
 def _enumerate(source: Any, start: int = 0) -> Any:
@@ -325,8 +328,8 @@ def _refuse_replicas() -> None:
     if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
         raise ConfigurationError(
             message(
-                "A replica has read from a distributed iterator: each replica would take a whole step of its own, of which it"
-                " sees one part.",
+                "A replica has read from a distributed iterator: each replica would take a whole step of its own, of which"
+                " it sees one part.",
                 hint="read outside of the function that replicas run: strategy.run(fn, args=(next(iterator),)).",
             )
         )

@@ -1,4 +1,4 @@
-"""Distributed data: which replica gets what, on which device, until when; in eager loops and in those of a `tf.function`."""
+"""Distributed data: which replica gets what, on which device, until when; eagerly and in functions."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import tfrep_strategy as tfrep
 
 _Options = tf.distribute.InputOptions
 _PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
+
 
 @pytest.fixture(params=["mirrored", "tf", "horovod"])
 def on_two_replicas(request: pytest.FixtureRequest, worker_pool: Any) -> Callable[..., Any]:
@@ -111,7 +112,8 @@ def test_nests(on_two_replicas: Any) -> None:
     )]  # fmt: skip
     nothing = {"ragged": [], "sparse": [], "dense": ([], [])}
     assert joined([whole for whole, _, _ in results]) == [[row[0], row[1]], [row[2], nothing]]
-    both = {"ragged": [[[1, 2], []], []], "sparse": np.eye(3)[:2].tolist(), "dense": (np.eye(3)[:2].tolist(), [b"a", b"b"])}
+    lines = np.eye(3)[:2].tolist()
+    both = {"ragged": [[[1, 2], []], []], "sparse": lines, "dense": (lines, [b"a", b"b"])}
     assert joined([own for _, own, _ in results]) == [[both, row[2]]]
     assert {name for _, _, name in results} == {"Pair"}
 
