@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import LoadedFunction, MirroredVariable, SyncOnReadVariable, in_replica_update_context
+from tfrep_strategy._tensorflow import (
+    LoadedFunction,
+    MirroredVariable,
+    SyncOnReadVariable,
+    in_replica_update_context,
+    sync_on_read_context,
+)
 
 _creation_order = itertools.count()
 
@@ -99,6 +105,13 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
         if outside and self.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
             return self._get_cross_replica()
         return super().value()
+
+    def _dense_var_to_tensor(self, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
+        aggregates = getattr(sync_on_read_context, "entered", False) and not tf.distribute.in_cross_replica_context()
+        if aggregates and self.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+            value = self._distribute_strategy.extended.value_of_first_replica(self._primary.value())
+            return tf.convert_to_tensor(value, dtype=dtype, name=name)
+        return super()._dense_var_to_tensor(dtype=dtype, name=name, as_ref=as_ref)
 
     def _get_cross_replica(self) -> Any:
         extended = self._distribute_strategy.extended
