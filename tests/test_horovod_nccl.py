@@ -17,9 +17,12 @@ import pytest
 from tfrep_strategy.horovod_build import build_wheel
 from tfrep_strategy.nvidia import find_nccl
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TFREP_HOROVOD_TESTS") != "nccl", reason="TFREP_HOROVOD_TESTS=nccl builds Horovod with NCCL"
-)
+pytestmark = [
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(
+        os.environ.get("TFREP_HOROVOD_TESTS") != "nccl", reason="TFREP_HOROVOD_TESTS=nccl builds Horovod with NCCL"
+    ),
+]
 
 IMPORT = """
 import horovod.tensorflow as hvd
