@@ -123,12 +123,13 @@ class RingCommunicator(Communicator):
         fits = tf.reduce_all(tf.equal(told[:, :2], told[0, :2])) & tf.reduce_all(tf.equal(told[:, 3:], told[0, 3:]))
 
         def refuse() -> tf.Tensor:
-            names = tf.constant([f"number {i}" if i in (0, *range(24, 64)) else tf.as_dtype(i).name for i in range(64)])
-            words: list[Any] = ["all_gather: the ranks pass tensors whose dtypes, or shapes beside the first dimension, differ:"]
-            for member in range(self.size):
-                words += [f"\nrank {member}:", names[told[member, 0]], told[member, 2 : 2 + told[member, 1]]]
-            with tf.control_dependencies([tf.debugging.Assert(False, words, summarize=_TOLD_DIMENSIONS)]):
-                return tf.constant(False)
+            with tf.device("CPU:0"):  # Where strings are.
+                names = tf.constant([f"number {i}" if i in (0, *range(24, 64)) else tf.as_dtype(i).name for i in range(64)])
+                words: list[Any] = ["all_gather: the ranks pass tensors whose dtypes, or shapes beside the first dimension, differ:"]
+                for member in range(self.size):
+                    words += [f"\nrank {member}:", names[told[member, 0]], told[member, 2 : 2 + told[member, 1]]]
+                with tf.control_dependencies([tf.debugging.Assert(False, words, summarize=_TOLD_DIMENSIONS)]):
+                    return tf.constant(False)
 
         with tf.control_dependencies([tf.cond(fits, lambda: tf.constant(True), refuse)]):
             return tf.identity(told[:, 2])
