@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfrep_strategy import horovod_build, transports
 from tfrep_strategy.errors import ConfigurationError, TfrepError
 from tfrep_strategy.horovod_build import HorovodStatus, build_wheel, first_error, install_wheel, status
+from tfrep_strategy.horovod_source import CHANGES
 
 CPYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
@@ -113,7 +114,7 @@ def test_no_source_is_an_error_with_a_log(tmp_path, monkeypatch):
 def released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files of Horovod that are changed, as a release that is "downloaded": each has the old texts, and a last line."""
     folder = tmp_path / "made" / "horovod-0.28.1"
-    for name, changes in horovod_build._PATCHES.items():
+    for name, changes in CHANGES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("\n".join([*changes, "last\n"]))
 
@@ -128,7 +129,7 @@ def released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_source_is_changed(released, tmp_path):
     source = Path(horovod_build._get_source(tmp_path / "work"))
-    texts = {name: (source / name).read_text() for name in horovod_build._PATCHES}
+    texts = {name: (source / name).read_text() for name in CHANGES}
     assert all(text.endswith("last\n") for text in texts.values())
     assert "xla_mpi_ops" not in texts["horovod/tensorflow/CMakeLists.txt"]
     assert "distutils" not in texts["horovod/runner/js_run.py"]
@@ -206,7 +207,7 @@ def test_the_wheel_is_kept_by_what_it_was_built_with(no_cuda, tmp_path, monkeypa
         keys.append(horovod_build._key(["nccl"]))
     monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "80,90")
     keys.append(horovod_build._key(["nccl"]))
-    monkeypatch.setattr(horovod_build, "_PATCHES", {})
+    monkeypatch.setattr(horovod_build, "CHANGES", {})
     keys += [horovod_build._key(["nccl"]), horovod_build._key([])]
     assert len(set(keys)) == 9
     assert "nccl-cuda12.9-nccl2.28.3-sm80,90" in keys[-3]

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
+from tfrep_strategy.horovod_source import CHANGES, change_source
 from tfrep_strategy.nvidia import driver_cuda, find_nccl, nccl_problem, newer_major
 
 HOROVOD_VERSION = "0.28.1"
@@ -40,49 +41,6 @@ _CUDA_VARIABLES = ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")
 _CUDA_HOMES = ("/usr/local/cuda",)
 _CUDA_RELEASE = re.compile(r"release (\d+\.\d+)")
 _CUDA_ARCHITECTURES = "HOROVOD_BUILD_CUDA_CC_LIST"
-
-_GPU_STREAM = """#endif // TENSORFLOW_VERSION >= 2011000000
-namespace stream_executor {
-namespace gpu {
-static GpuStreamHandle AsGpuStreamValue(Stream* stream) {
-  return static_cast<GpuStreamHandle>(stream->platform_specific_handle().stream);
-}
-} // namespace gpu
-} // namespace stream_executor
-#endif // HAVE_GPU
-"""
-
-_PATCHES = {
-    "horovod/tensorflow/CMakeLists.txt": {
-        # Optional operations for XLA, which current TensorFlow has no headers for; nothing else refers to them.
-        'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n': "",
-        # TensorFlow finds the libraries of NVIDIA's wheels in the same way.
-        'PROPERTIES OUTPUT_NAME "mpi_lib"': 'PROPERTIES OUTPUT_NAME "mpi_lib" BUILD_RPATH "$ORIGIN/../../nvidia/nccl/lib"',
-    },
-    "horovod/tensorflow/mpi_ops.cc": {
-        # Current TensorFlow has this function no more.
-        "GpuStreamHandle AsGpuStreamValue(Stream* stream);\n": "",
-        "#endif // TENSORFLOW_VERSION >= 2011000000\n#endif // HAVE_GPU\n": _GPU_STREAM,
-    },
-    "horovod/common/ops/cuda/CMakeLists.txt": {
-        # For TensorFlow with an older C++ ABI, which there is no more; it would double the time of nvcc.
-        "add_library(compatible_horovod_cuda_kernels ": "add_library(compatible_horovod_cuda_kernels EXCLUDE_FROM_ALL ",
-    },
-    # Horovod means to have the CUDA runtime of its compiler inside. TensorFlow's library exports functions of the same names,
-    # which would be taken instead, and call the runtime of another CUDA.
-    "CMakeLists.txt": {
-        'if(NCCL_LIBRARY_FILE_NAME MATCHES "static" AND lowercase_CMAKE_CUDA_RUNTIME_LIBRARY': (
-            "if(lowercase_CMAKE_CUDA_RUNTIME_LIBRARY"
-        )
-    },
-    # NVIDIA's wheel has the library by this name alone.
-    "cmake/Modules/FindNCCL.cmake": {'set(NCCL_LIBNAME "nccl")': 'set(NCCL_LIBNAME "libnccl.so.2")'},
-    # Python 3.12 has no distutils.
-    "horovod/runner/js_run.py": {
-        "from distutils.spawn import find_executable": "from shutil import which as find_executable"
-    },
-}
-"""What is changed in Horovod's source: in each file, old text and new."""
 
 _PROBE = """
 import json
@@ -230,7 +188,7 @@ def _key(extras: Sequence[str]) -> str:
         cuda, nccl = _find_cuda(), find_nccl()
         built_in += [f"cuda{cuda and cuda.version}", f"nccl{nccl and nccl.version}"]
         built_in += [f"sm{os.environ[_CUDA_ARCHITECTURES]}"] if _CUDA_ARCHITECTURES in os.environ else []
-    changes = hashlib.sha256(json.dumps(_PATCHES).encode()).hexdigest()[:8]
+    changes = hashlib.sha256(json.dumps(CHANGES).encode()).hexdigest()[:8]
     return f"horovod-{HOROVOD_VERSION}-tensorflow-{tf.__version__}-{python}-{'-'.join([*built_in, changes])}"
 
 
@@ -357,13 +315,7 @@ def _get_source(work: Path) -> str:
     subprocess.run([*download, f"horovod=={HOROVOD_VERSION}"], check=True, capture_output=True, text=True)
     shutil.unpack_archive(next(work.glob("horovod-*.tar.gz")), work, filter="data")
     source = work / f"horovod-{HOROVOD_VERSION}"
-    for name, changes in _PATCHES.items():
-        text = (source / name).read_text("utf-8")
-        for old, new in changes.items():
-            if text.count(old) != 1:
-                raise TfrepError(message("Horovod's source is not the one that was released.", file=name, lacks=old))
-            text = text.replace(old, new)
-        (source / name).write_text(text, "utf-8")
+    change_source(source)
     return str(source)
 
 

@@ -125,7 +125,7 @@ class RingCommunicator(Communicator):
         def refuse() -> tf.Tensor:
             with tf.device("CPU:0"):  # Where strings are.
                 names = tf.constant([f"number {i}" if i in (0, *range(24, 64)) else tf.as_dtype(i).name for i in range(64)])
-                words: list[Any] = ["all_gather: the ranks pass tensors whose dtypes, or shapes beside the first dimension, differ:"]
+                words: list[Any] = ["all_gather: the ranks pass tensors whose dtypes differ, or shapes beside the first dimension:"]
                 for member in range(self.size):
                     words += [f"\nrank {member}:", names[told[member, 0]], told[member, 2 : 2 + told[member, 1]]]
                 with tf.control_dependencies([tf.debugging.Assert(False, words, summarize=_TOLD_DIMENSIONS)]):
