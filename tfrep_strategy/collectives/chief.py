@@ -42,7 +42,8 @@ def chief_first() -> Iterator[None]:
 
     Example:
         >>> with tfrep.chief_first():
-        ...     os.makedirs("out", exist_ok=True)
+        ...     print("rank 0 comes here before the others")
+        rank 0 comes here before the others
     """
     check_no_step("chief_first")
     communicator = process_communicator()
