@@ -151,3 +151,10 @@ def test_mirrored_replicas_all_see_a_gradient_that_is_no_number() -> None:
 @BOTH
 def test_ranks_all_see_a_gradient_that_is_no_number(worker_pool: Any, communicator: str) -> None:
     assert worker_pool(communicator, 2).run(_not_a_number) == [{"finite": [False] * 4, "batches": 1}] * 2
+
+
+def test_mirrored_replicas_of_one_process_among_several_are_told_that_they_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_RANK", "1")
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    with pytest.warns(UserWarning, match=r"one of 2.*\nHint: MultiWorkerStrategy"):
+        tfrep.MirroredStrategy(["CPU:0", "CPU:1"])

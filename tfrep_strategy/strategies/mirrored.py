@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects, warn_if_shared
 from tfrep_strategy.communicators.local import LocalGroup
 from tfrep_strategy.devices import logical_devices, warn_of_unseen_gpus
+from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
@@ -105,6 +107,7 @@ class MirroredStrategy(SynchronousStrategy):
         bucket_bytes: int = 32 << 20,
         densify_sparse_gradients: bool = False,
     ) -> None:
+        _warn_among_processes()
         self.logical_devices = LogicalDevices(_resolve(devices), devices_per_replica, keras_layer_placement or {})
         first_devices = [devices_of_one[0] for devices_of_one in self.logical_devices.of_replica]
         super().__init__(_Extended(self, first_devices), bucket_bytes, densify_sparse_gradients)
@@ -211,6 +214,18 @@ class _Extended(SynchronousExtended, MirroredExtended):
 
         results = [reduced_slices(v) if isinstance(v, tf.IndexedSlices) else next(reduced) for v in flat]
         return tf.nest.pack_sequence_as(value, results)
+
+
+def _warn_among_processes() -> None:
+    """Says that processes which were started together train alone."""
+    with contextlib.suppress(ConfigurationError):  # Variables that cannot be read describe no run.
+        environment = detect_environment()
+        if environment.size > 1:
+            warnings.warn(
+                f"This process is one of {environment.size}, and a MirroredStrategy trains on its own devices alone.\n"
+                f"Hint: MultiWorkerStrategy() trains with the others. Environment: {environment.describe()}",
+                stacklevel=3,
+            )
 
 
 def _resolve(devices: Sequence[str] | None) -> list[str]:
