@@ -24,6 +24,7 @@ import psutil
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tensorflow", "keras", "matplotlib.pyplot"])
+_DOWNLOAD_LOCK = "tfrep-download-*.lock"  # It stays: were it removed, two processes could hold two locks of one name.
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "MPLBACKEND": "Agg"}
 
 
@@ -83,7 +84,7 @@ class Running:
             self._process.terminate()
             self._process.join(20)
         left = [f"process {each.pid}: {each.info['cmdline']}" for each in self._processes()]
-        left += [f"temporary file {path.name}" for path in self._temporary.iterdir()]
+        left += [f"temporary file {path.name}" for path in self._temporary.iterdir() if not path.match(_DOWNLOAD_LOCK)]
         logs = sorted(self._logs.glob("rank*.log"))
         return Outcome(
             code=None if late else self._process.exitcode,

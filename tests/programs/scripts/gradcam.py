@@ -24,7 +24,7 @@ history = model.fit(x[:1000], y[:1000], batch_size=50, epochs=2, verbose=0).hist
 
 
 def make_gradcam_heatmap(img_array, model, last_conv_layer_name, pred_index=None):
-    grad_model = keras.models.Model(model.inputs, [model.get_layer(last_conv_layer_name).output, model.output])
+    grad_model = keras.models.Model(model.inputs, [model.get_layer(last_conv_layer_name).output, model.outputs[0]])
     with tf.GradientTape() as tape:
         last_conv_layer_output, preds = grad_model(img_array)
         if pred_index is None:

@@ -5,8 +5,9 @@ import json
 import numpy as np
 from tensorflow import keras
 
-x_train = np.random.rand(200, 10)
-y_train = np.random.randint(2, size=(200, 1))
+rng = np.random.default_rng()
+x_train = rng.random((200, 10))
+y_train = rng.integers(2, size=(200, 1))
 
 model = keras.Sequential([keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1, activation="sigmoid")])
 model.compile(optimizer="adam", loss="binary_crossentropy", metrics=["accuracy"])
