@@ -31,7 +31,7 @@ with strategy.scope():
     model = tf.keras.Sequential(
         [
             tf.keras.layers.Conv2D(16, 3, activation="tanh", input_shape=(8, 8, 1)),
-            tf.keras.layers.AveragePooling2D(),
+            tf.keras.layers.AveragePooling2D(2),
             tf.keras.layers.Flatten(),
             tf.keras.layers.Dense(10),
         ]

@@ -41,7 +41,7 @@ model.add(Flatten())
 model.add(Dense(NB_CLASSES))
 model.add(Activation("softmax"))
 model.compile(loss="categorical_crossentropy", optimizer=tf.keras.optimizers.RMSprop(), metrics=["accuracy"])
-K.set_value(model.optimizer.learning_rate, 0.002)
+model.optimizer.learning_rate.assign(0.002)
 
 checkpoint = ModelCheckpoint("weights-{epoch:02d}.h5", monitor="val_loss", mode="min", save_freq="epoch")
 history = model.fit(
