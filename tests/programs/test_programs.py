@@ -97,7 +97,7 @@ PROGRAMS = {
     "vae_digits": Program(tolerance=_DRAWS),
     "vision_transformer": Program(),
     "weather_forecast": Program(("--url", "{downloads}/weather.csv")),
-    "wgan_gp": Program(tolerance=_DRAWS),
+    "wgan_gp": Program(tolerance=2 * _DRAWS),
     "worker_tutorial": Program(),
 }
 

@@ -59,7 +59,7 @@ for _episode in range(4):
         actor_losses, critic_losses = [], []
         for log_prob, value, ret in zip(log_probs, values, returns, strict=True):
             actor_losses.append(-log_prob * (ret - value))
-            critic_losses.append(huber_loss(keras.ops.expand_dims(value, 0), [ret]))
+            critic_losses.append(huber_loss(keras.ops.expand_dims(value, 0), keras.ops.expand_dims(ret, 0)))
         loss_value = sum(actor_losses) + sum(critic_losses)
     grads = tape.gradient(loss_value, model.trainable_variables)
     optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))

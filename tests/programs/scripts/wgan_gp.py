@@ -52,6 +52,7 @@ class WGAN(keras.Model):
         return {"d_loss": d_loss, "g_loss": g_loss}
 
 
+keras.utils.set_random_seed(0)
 rng = np.random.default_rng(0)
 angle = rng.uniform(0, 2 * np.pi, 1000)
 ring = np.stack([np.cos(angle), np.sin(angle)], 1).astype("float32") + rng.normal(0, 0.05, (1000, 2)).astype("float32")
