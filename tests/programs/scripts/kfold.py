@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import layers
 
-k, num_epochs = 4, 3
+k, num_epochs = 3, 3
 
 
 def build_model():

@@ -9,7 +9,6 @@ import tensorflow as tf
 strategy = tf.distribute.MirroredStrategy()
 print(f"Number of devices: {strategy.num_replicas_in_sync}")
 
-BUFFER_SIZE = 1000
 BATCH_SIZE = 128
 tf.keras.utils.set_random_seed(55)
 with np.load("digits.npz") as data:
@@ -22,9 +21,7 @@ def scale(image, label):
     return image, label
 
 
-train_dataset = (
-    tf.data.Dataset.from_tensor_slices((images[:1200], labels[:1200])).map(scale).cache().shuffle(BUFFER_SIZE, seed=5)
-).batch(BATCH_SIZE)
+train_dataset = tf.data.Dataset.from_tensor_slices((images[:1200], labels[:1200])).map(scale).cache().batch(BATCH_SIZE)
 eval_dataset = tf.data.Dataset.from_tensor_slices((images[1200:], labels[1200:])).map(scale).batch(BATCH_SIZE)
 
 with strategy.scope():

@@ -44,7 +44,9 @@ outputs = layers.Dense(1)(base_model(inputs, training=False))
 model = keras.Model(inputs, outputs)
 model.summary(show_trainable=True)
 x, y = digits([8, 9])
-model.compile(keras.optimizers.Adam(0.01), keras.losses.BinaryCrossentropy(from_logits=True), metrics=["binary_accuracy"])
+model.compile(
+    keras.optimizers.Adam(0.01), keras.losses.BinaryCrossentropy(from_logits=True), metrics=["binary_accuracy"]
+)
 before = base_model.get_weights()
 head = model.fit(x, y, batch_size=32, epochs=2, verbose=0).history
 assert all(np.array_equal(a, b) for a, b in zip(before, base_model.get_weights(), strict=True))
@@ -52,7 +54,9 @@ assert all(np.array_equal(a, b) for a, b in zip(before, base_model.get_weights()
 # Fine-tuning: all but the first layer, at a low rate.
 base_model.trainable = True
 base_model.get_layer("conv_1").trainable = False
-model.compile(keras.optimizers.Adam(1e-3), keras.losses.BinaryCrossentropy(from_logits=True), metrics=["binary_accuracy"])
+model.compile(
+    keras.optimizers.Adam(1e-3), keras.losses.BinaryCrossentropy(from_logits=True), metrics=["binary_accuracy"]
+)
 tuned = model.fit(x, y, batch_size=32, epochs=2, verbose=0).history
 print("trainable weights:", len(model.trainable_weights))
 print(json.dumps({"head": head, "tuned": tuned, "trainable": len(model.trainable_weights)}))
