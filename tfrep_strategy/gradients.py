@@ -138,6 +138,41 @@ def dense(gradient: Gradient) -> Gradient:
     return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
+def has_fixed_rows(gradient: Gradient) -> bool:
+    """Tells whether a sparse gradient is of rows that do not depend on the batch, such as an embedding of positions.
+
+    One device has one slice for such a row: the sum over all examples. Each replica has a slice with its part of that sum.
+    Keras's optimizers square every slice by itself, so the parts must be added before. Slices of rows that the batch names
+    stay apart, as they do on one device.
+
+    Args:
+        gradient: `tf.Tensor`, `tf.IndexedSlices` or None.
+
+    Returns:
+        Whether the row numbers are computed from constants alone. False outside of a `tf.function`, where nobody can tell.
+    """
+    if not isinstance(gradient, tf.IndexedSlices) or not tf.is_symbolic_tensor(gradient.indices):
+        return False
+    seen, waiting = set(), [gradient.indices]
+    while waiting:
+        tensor = waiting.pop()
+        if tensor.ref() in seen:
+            continue
+        seen.add(tensor.ref())
+        if not tf.is_symbolic_tensor(tensor):  # A function has captured it.
+            if tensor.dtype == tf.resource:
+                return False
+            continue
+        op = tensor.op
+        if op.type in ("Shape", "Size") and op.inputs[0].shape.is_fully_defined():
+            continue
+        captured = [outer for outer, inner in getattr(op.graph, "captures", ()) if inner is tensor]
+        if not captured and not op.inputs and op.type != "Const" or op.op_def.is_stateful:
+            return False
+        waiting += captured or op.inputs
+    return True
+
+
 def transformed(
     transform: Callable[[list[Any]], Sequence[Any]], gradients: Sequence[Gradient], variables: Sequence[Any]
 ) -> list[Gradient]:

@@ -79,6 +79,35 @@ def embedding_shared_by_two_towers() -> dict[str, Any]:
 
 
 @scenario
+def embedding_of_positions() -> dict[str, Any]:
+    """Rows that every example looks up, beside rows that examples name, for an optimizer that squares gradients."""
+
+    class Positions(layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counted = layers.Embedding(5, 3, embeddings_initializer=init(2))
+            self.listed = layers.Embedding(5, 3, embeddings_initializer=init(3))
+            self.order = tf.constant([4, 3, 2, 1, 0])
+
+        def call(self, x: Any) -> Any:
+            positions = keras.ops.arange(keras.ops.shape(x)[1])
+            return x + self.counted(positions) + self.listed(self.order)
+
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            layers.Embedding(9, 3, embeddings_initializer=init(1)),
+            Positions(),
+            layers.Flatten(),
+            layers.Dense(1, "tanh", kernel_initializer=init(4)),
+        ]
+    )
+    model.compile(_O.Adam(0.05), "mse")
+    rng = np.random.RandomState(0)
+    return trained(model, rng.randint(0, 9, (37, 5)), rng.randn(37, 1).astype("float32"))
+
+
+@scenario
 def lazily_built_subclass() -> dict[str, Any]:
     class Net(keras.Model):
         def __init__(self) -> None:

@@ -149,8 +149,7 @@ class SynchronousStrategy(tf.distribute.Strategy):
             `sum over replicas of weight * gradient`.
         """
         own = [gradients.weighed(gradient, weight) for gradient in replica_gradients]
-        if self.densify_sparse_gradients:
-            own = [gradients.dense(gradient) for gradient in own]
+        own = [gradients.dense(g) if self.densify_sparse_gradients or gradients.has_fixed_rows(g) else g for g in own]
         if self.gradient_aggregator is not None:
             replica = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
             return list(self.gradient_aggregator(own, self.communicator_of(replica)))

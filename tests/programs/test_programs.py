@@ -1,0 +1,202 @@
+"""Whole scripts, as people write them, give under `tfrep run` what `python` gives."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from zipfile import ZipFile
+
+import numpy as np
+import pytest
+from running import Outcome, Running
+
+from tfrep_strategy.digits import load_digits
+from tfrep_strategy.launch.identity import horovod_is_installed
+
+_SCRIPTS = Path(__file__).with_name("scripts")
+_LIMIT = 150.0
+_KINDS = {
+    "tf": ("--communicator", "tf"),
+    "mirrored": ("--strategy", "mirrored"),
+    "horovod": ("--communicator", "horovod"),
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    """How a script is run, and how much its results may differ from those of one device.
+
+    Attributes:
+        arguments: Its command line. `{downloads}` is the address of a server of files.
+        tolerance: Relative to the larger of a number and 1. Training adds up the rounding of sums in another order.
+        refused: What the message says by which processes refuse it. Replicas in one process run it.
+        always: Whether it is run without TFREP_PROGRAMS_TESTS=all too.
+    """
+
+    arguments: tuple[str, ...] = ()
+    tolerance: float = 1e-4
+    refused: str = ""
+    always: bool = True
+
+
+_DRAWS = 0.5
+"""For scripts in which replicas draw numbers of their own: as good as on one device, and not the same."""
+
+PROGRAMS = {
+    "accumulate_and_average": Program(always=False),
+    "char_lstm": Program(tolerance=_DRAWS),
+    "custom_train_step": Program(always=False),
+    "custom_training_tutorial": Program(),
+    "dcgan_loop": Program(tolerance=_DRAWS),
+    "denoising_autoencoder": Program(always=False),
+    "digits_convnet": Program(("--epochs", "2", "--lr", "0.002")),
+    "distillation": Program(always=False),
+    "download_archive": Program(("{downloads}/digits_by_class.zip",)),
+    "dqn_grid": Program(tolerance=_DRAWS),
+    "fraud_class_weight": Program(always=False),
+    "gan_train_step": Program(tolerance=_DRAWS),
+    "gradcam": Program(),
+    "grid_search": Program(),
+    "horovod_style": Program(),
+    "image_folder": Program(tolerance=_DRAWS),
+    "interrupted_training": Program(),
+    "kfold": Program(),
+    "layers_from_scratch": Program(always=False),
+    "lora_finetune": Program(always=False),
+    "many_callbacks": Program(),
+    "mirrored_tutorial": Program(),
+    "mixed_precision": Program(tolerance=2e-2, always=False),
+    "mixup": Program(tolerance=_DRAWS, always=False),
+    "mobilenet_from_scratch": Program(tolerance=_DRAWS, always=False),
+    "notebook_export": Program(),
+    "old_spellings": Program(tolerance=_DRAWS),
+    "one_device_strategy": Program(("--distribution_strategy", "one_device")),
+    "own_callbacks": Program(),
+    "own_metric_and_loss": Program(always=False),
+    "pinn_oscillator": Program(),
+    "recommender": Program(always=False),
+    "reinforce_pole": Program(),
+    "save_and_serve": Program(),
+    "seq2seq_addition": Program(),
+    "siamese_contrastive": Program(always=False),
+    "structured_features": Program(),
+    "text_from_folders": Program(("{downloads}/reviews.tar.gz",)),
+    "tfrecords": Program(),
+    "ticket_routing": Program(),
+    "train_on_batch_loop": Program(),
+    "transfer_learning": Program(always=False),
+    "transformer_classifier": Program(),
+    "unet_sequence": Program(),
+    "unseeded_data": Program(tolerance=_DRAWS, refused="The ranks were given different data."),
+    "vae_digits": Program(tolerance=_DRAWS),
+    "vision_transformer": Program(always=False),
+    "weather_forecast": Program(("--url", "{downloads}/weather.csv")),
+    "wgan_gp": Program(tolerance=2 * _DRAWS, always=False),
+    "worker_tutorial": Program(),
+}
+
+
+def _chosen() -> Iterator[Any]:
+    """Gives programs one kind of run each, in turn; with TFREP_PROGRAMS_TESTS=all gives every program every kind."""
+    kinds, everything = list(_KINDS), os.environ.get("TFREP_PROGRAMS_TESTS") == "all"
+    for i, name in enumerate(sorted(name for name, program in PROGRAMS.items() if everything or program.always)):
+        for kind in kinds if everything else [kinds[i % len(kinds)]]:
+            yield pytest.param(name, kind, id=f"{name}-{kind}")
+
+
+@pytest.fixture(scope="module")
+def downloads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server of data files."""
+    folder = tmp_path_factory.mktemp("downloads")
+    _write_downloads(folder)
+    handler = partial(_Quiet, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
+
+
+def _write_downloads(folder: Path) -> None:
+    train, _ = load_digits()
+    with ZipFile(folder / "digits_by_class.zip", "w") as zipped:
+        for digit in range(3):
+            rows = train.images[train.labels == digit].reshape(-1, 64) * 16
+            zipped.writestr(f"digits/{digit}.csv", "\n".join(",".join(f"{v:g}" for v in row) for row in rows))
+    rng = np.random.default_rng(4)
+    with tarfile.open(folder / "reviews.tar.gz", "w:gz") as archive:
+        for label, words in (("neg", "a dull weak cold silly grey film"), ("pos", "a fine clever warm bright film")):
+            for i in range(60):
+                text = " ".join([*rng.choice(words.split(), 9), "<br />The END!"]).encode()
+                member = tarfile.TarInfo(f"reviews/{label}/{i}.txt")
+                member.size = len(text)
+                archive.addfile(member, BytesIO(text))
+    time = np.arange(500)
+    columns = [np.sin(time / 12) * 10, 1000 + 5 * np.cos(time / 40), time % 24]
+    rows = [f"{i},{a:.2f},{b:.1f},{c}" for i, (a, b, c) in enumerate(zip(*columns, strict=True))]
+    (folder / "weather.csv").write_text("\n".join(["Date Time,T (degC),p (mbar),h", *rows]))
+
+
+@pytest.mark.parametrize(("name", "kind"), _chosen())
+def test_program(name: str, kind: str, downloads: str, tmp_path: Path) -> None:
+    if kind == "horovod" and not horovod_is_installed():
+        pytest.skip("Horovod is not installed.")
+    program = PROGRAMS[name]
+    script = _SCRIPTS / f"{name}.py"
+    arguments = [argument.format(downloads=downloads) for argument in program.arguments]
+    # Both at once: each of them has parts that use one core only.
+    run = Running(script, arguments, tmp_path / kind, _KINDS[kind])
+    one_device = Running(script, arguments, tmp_path / "one_device", None).end(_LIMIT)
+    found = run.end(_LIMIT)
+
+    assert one_device.code == 0, one_device.output
+    assert not found.left, found.left
+    if program.refused and kind != "mirrored":
+        assert found.code not in (0, None), found.output
+        assert program.refused in found.output
+        return
+    assert found.code == 0, _story(found)
+    assert found.files == one_device.files
+    (expected,) = one_device.results
+    for rank, results in enumerate(found.results):
+        _compare(results, expected, program.tolerance, f"rank {rank}: ")
+    assert all(results == found.results[0] for results in found.results), f"The ranks differ: {found.results}"
+
+
+def _story(outcome: Outcome) -> str:
+    return "\n\n".join(["Time was over." if outcome.code is None else "", outcome.output, *outcome.logs])
+
+
+def _compare(found: Any, expected: Any, tolerance: float, path: str) -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), path
+        for key in expected:
+            _compare(found[key], expected[key], tolerance, f"{path}.{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), path
+        for i, (f, e) in enumerate(zip(found, expected, strict=True)):
+            _compare(f, e, tolerance, f"{path}[{i}]")
+    elif isinstance(expected, str):
+        assert found == expected, path
+    else:
+        assert np.isfinite(found), path
+        assert np.isfinite(expected), path
+        assert abs(found - expected) <= tolerance * max(1.0, abs(expected)), f"{path}: {found}, one device {expected}"
+
+
+def test_every_script_is_run() -> None:
+    assert {path.stem for path in _SCRIPTS.glob("*.py")} == set(PROGRAMS)
