@@ -120,7 +120,11 @@ class CheckedCommunicator(Communicator):
 
         def report(*shapes: Any) -> Any:
             described = tuple((dtype, tuple(map(int, shape))) for dtype, shape in zip(dtypes, shapes, strict=True))
-            self.monitor.report(self._group, Call(kind, option, described, line))
+            try:
+                self.monitor.report(self._group, Call(kind, option, described, line))
+            except DesyncError as error:  # TensorFlow raises an error of its own instead.
+                self.monitor.refused_in_function = error
+                raise
             return np.int32(0)
 
         with tf.control_dependencies([mark]), tf.device("CPU:0"):

@@ -65,6 +65,7 @@ class PeerMonitor:
 
     Attributes:
         ended: The ranks that have ended, in that order.
+        refused_in_function: The error of a collective that was refused while a function ran.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class PeerMonitor:
         self._numbers: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._agreed: set[Any] = set()
         self._refused: dict[Any, str] = {}
+        self.refused_in_function: Exception | None = None
         self._calls: dict[int, tuple[float, bool]] = {}
         self._idle_since = self._told_state = time.monotonic()
         self._limit = timeout_seconds()
@@ -152,7 +154,8 @@ class PeerMonitor:
         except (PeerLostError, DesyncError):
             raise
         except _FAILURES as error:
-            explained = self._explain(time.monotonic() - self._calls[number][0])
+            explained, self.refused_in_function = self.refused_in_function, None
+            explained = explained or self._explain(time.monotonic() - self._calls[number][0])
             if explained is None:
                 raise
             raise explained from error
