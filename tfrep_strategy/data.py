@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import PerReplicaSpec, auto_shard_dataset
 from tfrep_strategy.batches import empty_batch, in_parts, num_examples, pack, shard
+from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
 
 
@@ -91,15 +92,20 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         self._num_local_replicas = num_local_replicas
         self._agreement = agreement
         self._as_shards = as_shards
+        self.first_batch: FirstBatch | None = None
+        """Compared once the first batch has been read, where that happens outside functions."""
 
     def __iter__(self) -> ReplicaIterator:
         return self
 
     def __next__(self) -> Any:
         try:
-            return self.get_next()
+            batch = self.get_next()
         except tf.errors.OutOfRangeError:
             raise StopIteration from None
+        if self.first_batch is not None and tf.executing_eagerly():
+            self.first_batch.check()
+        return batch
 
     def get_next(self) -> Any:
         """Returns the next step's batch; raises `tf.errors.OutOfRangeError` at the end of the data."""
@@ -235,10 +241,16 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
     ) -> None:
         self.dataset = dataset
         self.agreement = agreement
+        self.first_batch: FirstBatch | None = None
+        """What compares the first batch of data that every process reads whole."""
+        self.steps_per_batch: int | None = 1
+        """How many steps a batch of the data set that was distributed makes; None where nobody knows."""
         self._num_local_replicas = num_local_replicas
 
     def __iter__(self) -> Iterator[Any]:
-        return ReplicaIterator(iter(self.dataset), self._num_local_replicas, self.agreement, as_shards=False)
+        iterator = ReplicaIterator(iter(self.dataset), self._num_local_replicas, self.agreement, as_shards=False)
+        iterator.first_batch = self.first_batch
+        return iterator
 
     @property
     def element_spec(self) -> Any:
@@ -317,7 +329,9 @@ def distribute(dataset: tf.data.Dataset, first: int, count: int, agreement: Agre
     if agreement.size > 1 and policy in (policies.FILE, policies.OFF):
         if policy == policies.FILE:
             dataset = auto_shard_dataset(dataset, agreement.size, agreement.rank, num_replicas)
-        return ReplicaDataset(in_parts(dataset, num_replicas), count, agreement)
+        own = ReplicaDataset(in_parts(dataset, num_replicas), count, agreement)
+        own.steps_per_batch = num_replicas if policy == policies.OFF else None
+        return own
     is_tuple = isinstance(dataset.element_spec, tuple)
 
     @tf.autograph.experimental.do_not_convert
