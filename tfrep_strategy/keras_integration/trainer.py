@@ -153,7 +153,10 @@ def fit(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
     given = inspect.signature(original).bind(self, *args, **kwargs).arguments
     strategy.given_beside = {"validation_data": given.get("validation_data")}
-    return original(self, *args, **kwargs)
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        strategy.given_beside = {}
 
 
 def _compares_first_call(name: str) -> None:
@@ -161,9 +164,8 @@ def _compares_first_call(name: str) -> None:
     def on_batch(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         """Compares what the ranks give to the first call; to compare each would cost each a collective."""
         strategy = strategy_of(self)
-        compared = _compared_calls.setdefault(self, set())
-        if strategy is not None and name not in compared:
-            compared.add(name)
+        if strategy is not None and name not in _compared_calls.setdefault(self, set()):
+            _compared_calls[self].add(name)
             given = inspect.signature(original).bind(self, *args, **kwargs).arguments
             strategy.check_same(Fingerprint({key: value for key, value in given.items() if key != "self"}))
         return original(self, *args, **kwargs)
