@@ -32,7 +32,10 @@ class Server:
                 server.requests.append(self.path)
                 if len(server.requests) > 1:
                     server.second.set()
-                content = _CONTENT[self.path]
+                content = _CONTENT.get(self.path)
+                if content is None:
+                    self.send_error(404)
+                    return
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
