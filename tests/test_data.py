@@ -117,7 +117,8 @@ def shorter_on_one_rank(strategy: Any) -> tuple[int, list[str]]:
     count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model.fit(np.ones((rows, 2)), np.ones((rows, 1)), batch_size=4, verbose=0, callbacks=[count])
+        data = tf.data.Dataset.from_tensor_slices((np.ones((rows, 2)), np.ones((rows, 1)))).batch(4)
+        model.fit(data, verbose=0, callbacks=[count])
     return len(steps), [str(warning.message) for warning in caught]
 
 

@@ -32,6 +32,11 @@ def num_examples(batch: Any) -> tf.Tensor:
     return tf.constant(1, tf.int64)
 
 
+def as_tensors(batch: Any) -> Any:
+    """Makes the arrays of a nest tensors; None leaves are kept."""
+    return tf.nest.map_structure(lambda v: v if v is None or tf.is_tensor(v) else tf.convert_to_tensor(v), batch)
+
+
 def cut(batch: Any, num_parts: int, index: int) -> Any:
     """Takes one of `num_parts` contiguous parts of a batch.
 

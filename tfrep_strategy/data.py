@@ -12,6 +12,7 @@ from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.batches import as_element, cut, in_turn, shard
 from tfrep_strategy.distributed_iterator import Pipeline, Reading, ReplicaIterator, host_of, support_loops
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
 
 _PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
@@ -32,9 +33,14 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         self._pipelines = tuple(pipelines)
         self._reading = reading
         self.cardinality = cardinality
+        self.first_batch: FirstBatch | None = None
+        """What compares the first batch of data that every process reads whole."""
+        self.steps_per_batch: int | None = 1
+        """How many steps a batch of the data set that was distributed makes; None where nobody knows."""
 
     def __iter__(self) -> Iterator[Any]:
-        return ReplicaIterator(tuple(pipeline.start() for pipeline in self._pipelines), self._reading)
+        iterators = tuple(pipeline.start() for pipeline in self._pipelines)
+        return ReplicaIterator(iterators, self._reading, self.first_batch)
 
     @property
     def element_spec(self) -> Any:
@@ -147,7 +153,9 @@ def distribute(
             dataset = auto_shard_dataset(dataset, agreement.size, agreement.rank, replicas.total)
         dataset = in_turn(dataset, lambda batch: [cut(batch, replicas.total, i) for i in range(replicas.total)])
         pipeline = Pipeline(dataset, host_of(devices[0]), devices if buffer else (), buffer)
-        return ReplicaDataset([pipeline], Reading(devices, agreement), int(tf.data.UNKNOWN_CARDINALITY))
+        own = ReplicaDataset([pipeline], Reading(devices, agreement), int(tf.data.UNKNOWN_CARDINALITY))
+        own.steps_per_batch = replicas.total if policy == policies.OFF else None
+        return own
     if buffer:
         # Each replica's part is an element, which goes to the device whose turn it is.
         parts = range(replicas.first, replicas.first + count)

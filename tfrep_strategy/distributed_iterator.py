@@ -13,6 +13,7 @@ from tfrep_strategy._tensorflow import OwnedMultiDeviceIterator, PerReplicaSpec,
 from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.batches import any_size, empty_batch, num_examples, pack
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
 
 _MOST_UNROLLED = 500
@@ -88,11 +89,13 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
     Args:
         iterators: Of TensorFlow, one over each pipeline.
         reading: How steps are made of what they give.
+        first_batch: Compared once the first batch has been read, where that happens outside functions.
     """
 
-    def __init__(self, iterators: tuple[Any, ...], reading: Reading) -> None:
+    def __init__(self, iterators: tuple[Any, ...], reading: Reading, first_batch: FirstBatch | None = None) -> None:
         self._iterators = iterators
         self._reading = reading
+        self._first_batch = first_batch
         self._traced = collections.Counter[int]()
         """How many steps were read while a function was traced, by the id of its graph."""
 
@@ -103,9 +106,12 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         if not tf.executing_eagerly():
             self._refuse_to_unroll()
         try:
-            return self.get_next()
+            batch = self.get_next()
         except tf.errors.OutOfRangeError:
             raise StopIteration from None
+        if self._first_batch is not None and tf.executing_eagerly():
+            self._first_batch.check()
+        return batch
 
     def _refuse_to_unroll(self) -> None:
         graph = id(tf.compat.v1.get_default_graph())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+from keras.src.utils import file_utils
 
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.keras_integration.lone_callbacks import Given, find_lone
@@ -214,3 +217,88 @@ def test_find_lone() -> None:
     assert find_lone([[one, one, two], [two, one]]) == {"a.One": [0]}
     with pytest.raises(ConfigurationError, match=r"Only some ranks were given a Two.*ranks_with_it=\[1\]"):
         find_lone([[one], [one, two]])
+
+
+class _Touched:
+    """Records which paths below a folder this process looks for, opens, makes, moves or removes, through Python."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.paths = folder, set[str]()
+        sys.addaudithook(self._heard)
+
+    def _heard(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.folder and (event == "open" or event.startswith(("os.", "shutil."))):
+            self._note(arguments)
+
+    def _note(self, arguments: tuple[Any, ...]) -> None:
+        paths = [os.fspath(path) for path in arguments if isinstance(path, (str, os.PathLike))]
+        self.paths.update(path for path in paths if path.startswith(self.folder))
+
+    def __enter__(self) -> _Touched:
+        self._stat = stat = os.stat
+
+        def noting(path: Any, *args: Any, **kwargs: Any) -> Any:
+            self._note((path,))
+            return stat(path, *args, **kwargs)
+
+        os.stat = noting
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.stat, self.folder = self._stat, ""
+
+
+def _all_that_write(strategy: Any, folder: str) -> tuple[list[str], Any]:
+    C = keras.callbacks
+    callbacks = [
+        C.ModelCheckpoint(f"{folder}/new/{{epoch}}/model.keras"),
+        C.ModelCheckpoint(f"{folder}/best/model.weights.h5", monitor="loss", save_best_only=True, save_weights_only=True),
+        C.ModelCheckpoint(f"{folder}/batches/{{batch}}.keras", save_freq=3),
+        C.BackupAndRestore(f"{folder}/backup", save_freq=2),
+        C.BackupAndRestore(f"{folder}/kept", delete_checkpoint=False),
+        C.CSVLogger(f"{folder}/log.csv"),
+        C.TensorBoard(f"{folder}/board"),
+        C.SwapEMAWeights(),
+        C.ReduceLROnPlateau("loss"),
+        C.EarlyStopping("loss", restore_best_weights=True),
+    ]
+    with strategy.scope():
+        model = _model()
+        model.compile(keras.optimizers.SGD(0.01, use_ema=True), "mse")
+    with _Touched(folder) as touched:
+        _fit(model, callbacks)
+        _fit(model, [C.BackupAndRestore(f"{folder}/kept")])  # Has something to restore.
+        model.save(f"{folder}/saved.keras")
+        model.save_weights(f"{folder}/saved.weights.h5")
+        keras.saving.save_model(model, f"{folder}/function.keras")
+        model.export(f"{folder}/exported", verbose=False)
+    best = callbacks[1].best
+    return sorted(touched.paths), None if best is None else float(best)
+
+
+@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+def test_only_one_rank_touches_files(communicator: str, tmp_path: Path, worker_pool: Any) -> None:
+    (touched, best), (none, other_best) = worker_pool(communicator, 2).run(_all_that_write, str(tmp_path))
+    assert none == []
+    assert best == other_best is not None
+    for name in ("new/1", "best", "batches", "backup", "kept", "log.csv", "saved.keras"):
+        assert any(path.startswith(str(tmp_path / name)) for path in touched), name
+    names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"new/1/model.keras", "new/2/model.keras", "best/model.weights.h5", "batches/3.keras"} <= names
+    assert "exported/saved_model.pb" in names
+
+
+def _own_names_in_a_new_folder(strategy: Any, folder: str) -> None:
+    with strategy.scope():
+        model = _model()
+    _fit(model, [keras.callbacks.ModelCheckpoint(f"{folder}/{{epoch}}/rank-{strategy.rank}.keras")])
+
+
+def test_ranks_that_make_one_folder(tmp_path: Path, worker_pool: Any) -> None:
+    """Keras looks whether a folder exists, and then makes it, when another rank may just have made it."""
+    worker_pool("tf", 2).run(_own_names_in_a_new_folder, str(tmp_path))
+    assert sorted(path.name for path in (tmp_path / "1").iterdir()) == ["rank-0.keras", "rank-1.keras"]
+    file_utils.makedirs(tmp_path / "1")
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        file_utils.makedirs(tmp_path / "file")

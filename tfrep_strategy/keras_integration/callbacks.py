@@ -132,30 +132,13 @@ def on_epoch_end(original: Any, self: Any, epoch: int, logs: Any = None) -> None
     return None
 
 
-class _Unsaved:
-    """A model that is not saved: stands in for the real one where another process writes the file."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def save(self, *args: Any, **kwargs: Any) -> None:
-        """Writes nothing."""
-
-    def save_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Writes nothing."""
-
-
 @contextlib.contextmanager
-def _silently(callback: Any) -> Iterator[None]:
-    model, verbose = callback._model, getattr(callback, "verbose", 0)
-    callback._model, callback.verbose = _Unsaved(model), 0
+def _only_deciding(callback: Any) -> Iterator[None]:
+    verbose, callback.verbose, callback.only_decides = callback.verbose, 0, True
     try:
         yield
     finally:
-        callback._model, callback.verbose = model, verbose
+        callback.verbose, callback.only_decides = verbose, False
 
 
 @replaces(keras.callbacks.ModelCheckpoint, "_save_model")
@@ -164,9 +147,15 @@ def save_checkpoint(original: Any, self: Any, epoch: int, batch: int | None, log
     strategy = strategy_of(self.model)
     if strategy is None or is_coordinated():
         return original(self, epoch, batch, logs)
-    with written_once(strategy, self.filepath) as writes, contextlib.nullcontext() if writes else _silently(self):
+    with written_once(strategy, self.filepath) as writes, contextlib.nullcontext() if writes else _only_deciding(self):
         original(self, epoch, batch, logs)
     return None
+
+
+@replaces(keras.callbacks.ModelCheckpoint, "_should_save_model")
+def should_save(original: Any, self: Any, *args: Any) -> bool:
+    """Answers no where another process saves: nothing is looked for or made in the file system then."""
+    return original(self, *args) and not getattr(self, "only_decides", False)
 
 
 @replaces(keras.callbacks.BackupAndRestore, "_save_model")
@@ -189,8 +178,8 @@ def restore_backup(original: Any, self: Any, logs: Any = None) -> None:
     if strategy is None:
         return original(self, logs)
     optimizer = model.optimizer
-    exists = _file_utils.exists(self._weights_path) or _file_utils.exists(self._prev_weights_path)
-    restores = strategy.broadcast_object(exists)
+    exists = lambda: _file_utils.exists(self._weights_path) or _file_utils.exists(self._prev_weights_path)  # noqa: E731
+    restores = strategy.broadcast_object(strategy.is_chief and exists())
     if restores and model.built and optimizer is not None and not optimizer.built:
         with strategy.scope():
             optimizer.build(model.trainable_variables)

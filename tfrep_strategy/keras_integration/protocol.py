@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
@@ -76,8 +76,20 @@ class KerasStrategy(Protocol):
     def acting_alone(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which this process may make variables that the others do not make."""
 
-    def share_random_state(self) -> None:
-        """Gives the random generators of all processes rank 0's state."""
+    first_batch: Any
+    """What compares the first batch of the data that is being read, until that is done; else None."""
+
+    given_beside: dict[str, Any]
+    """What the next `begin_call` compares besides its arguments."""
+
+    notes_first_batch: bool
+    """Whether data sets that are distributed now are to be compared by their first batch."""
+
+    def begin_call(self, settings: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        """Gives the random generators of all processes rank 0's state, and refuses arguments that differ between them."""
+
+    def check_same(self, given: Any) -> None:
+        """Refuses a `Fingerprint` that differs between the processes. Every process has to call it."""
 
     def shortest_epoch(self, num_batches: int) -> int:
         """Returns how many batches all processes have, given how many this one has; negative where nobody knows."""

@@ -1,26 +1,21 @@
-"""Saving: every process may ask for the same file, and one writes it. Downloading: one process fetches a file."""
+"""Saving: every process may ask for the same file, and one writes it."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
 import pickle
-import tempfile
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-import filelock
 import keras
 
 from tfrep_strategy.errors import PeerError
-from tfrep_strategy.keras_integration.patching import replace_everywhere, replaces
+from tfrep_strategy.keras_integration.patching import keras_internal, replace_everywhere, replaces
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.trainer import strategy_of
-
-_DOWNLOAD_SECONDS = 3600
 
 
 class _Coordination(threading.local):
@@ -120,17 +115,11 @@ for _function in (keras.saving.save_model, keras.saving.save_weights):
     replace_everywhere(_function, _saves_together(_function))
 
 
-def _downloads_once(get_file: Any) -> Any:
-    @functools.wraps(get_file)
-    def get_file_once(*args: Any, **kwargs: Any) -> Any:
-        """Lets one process of this machine download a file at a time; the next finds it there."""
-        wanted = hashlib.sha256(repr((args, sorted(kwargs.items()))).encode()).hexdigest()[:16]
-        # Another user of the machine could not open the file.
-        lock = os.path.join(tempfile.gettempdir(), f"tfrep-download-{os.getuid()}-{wanted}.lock")
-        with filelock.FileLock(lock, timeout=_DOWNLOAD_SECONDS):
-            return get_file(*args, **kwargs)
-
-    return get_file_once
-
-
-replace_everywhere(keras.utils.get_file, _downloads_once(keras.utils.get_file))
+@replaces(keras_internal("utils.file_utils"), "makedirs")
+def makedirs(original: Any, path: Any) -> None:
+    """Makes a folder that another process may make at the same time: Keras looks first whether it exists."""
+    try:
+        original(path)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.logs import with_global_logs
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
 from tfrep_strategy.keras_integration.placement import warn_of_layers_not_seen
@@ -20,6 +23,10 @@ from tfrep_strategy.keras_integration.xla import SplitPrediction, compiled_betwe
 _trainer = keras_internal("backend.tensorflow.trainer")
 _Trainer = _trainer.TensorFlowTrainer
 _EpochIterator = _trainer.TFEpochIterator
+_array_data = keras_internal("trainers.data_adapters.array_data_adapter")
+_ARRAYS = ("x", "y", "sample_weight")
+_SETTINGS = ("class_weight", "batch_size", "steps_per_epoch", "shuffle", "steps_per_execution")
+_compared_calls: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def strategy_of(model: Any) -> KerasStrategy | None:
@@ -37,21 +44,33 @@ def init_epoch_iterator(original: Any, self: Any, *args: Any, **kwargs: Any) -> 
     strategy: Any = kwargs.get("distribute_strategy")
     if not getattr(strategy, "drives_keras", False):
         return original(self, *args, **kwargs)
-    strategy.share_random_state()
+    arrays = {name: kwargs.get(name) for name in _ARRAYS}
+    settings = {name: kwargs.get(name) for name in _SETTINGS}
+    beside, strategy.given_beside = strategy.given_beside, {}
+    strategy.begin_call(settings, arrays | beside)
     if isinstance(kwargs.get("x"), types.GeneratorType):
         kwargs["x"] = _copied(kwargs["x"])
-    original(self, *args, **kwargs)
+    strategy.notes_first_batch = not _array_data.can_convert_arrays(tuple(arrays.values()))
+    try:
+        original(self, *args, **kwargs)
+    finally:
+        strategy.notes_first_batch = True
+    self._first_batch = self._distributed_dataset.first_batch
     self._part_spec = self._distributed_dataset.part_spec
-    self._common_batches = _batches_of_all(strategy, self._distributed_dataset.cardinality, self._num_batches)
+    self._common_batches = _batches_of_all(strategy, self._distributed_dataset, self._num_batches)
     self._num_batches = self._common_batches
     self._distributed_dataset = self._distributed_dataset.for_keras(self._common_batches is not None)
     return None
 
 
-def _batches_of_all(strategy: KerasStrategy, cardinality: int, num_batches: int | None) -> int | None:
-    """Returns after how many batches an epoch ends on every process; None where only the data can tell."""
-    if cardinality >= 0:  # Made as long as the shortest when it was distributed.
-        return None if num_batches is None else min(num_batches, cardinality)
+def _batches_of_all(strategy: KerasStrategy, distributed: Any, num_batches: int | None) -> int | None:
+    """Returns after how many steps an epoch ends on every process; None where only the data can tell."""
+    if distributed.cardinality >= 0:  # Made as long as the shortest when it was distributed.
+        return None if num_batches is None else min(num_batches, distributed.cardinality)
+    if distributed.steps_per_batch != 1:  # Each process reads data of its own, and the epoch ends with the last of them.
+        of_all = strategy.all_gather_object(num_batches)
+        is_known = distributed.steps_per_batch is not None and None not in of_all
+        return distributed.steps_per_batch * max(of_all) if is_known else None
     shortest = strategy.shortest_epoch(int(tf.data.UNKNOWN_CARDINALITY) if num_batches is None else num_batches)
     return shortest if shortest >= 0 else None
 
@@ -76,6 +95,7 @@ def enumerate_iterator(original: Any, self: Any) -> Any:
     strategy, epochs, batches = self._distribute_strategy, 0, 0
     if getattr(strategy, "drives_keras", False):
         (epochs, batches), strategy.resumes_at = strategy.resumes_at, (0, 0)
+        strategy.first_batch = self._first_batch
     for _ in range(epochs):
         _pass_over_epoch(self, original)
     for first, last, iterator in original(self):
@@ -116,6 +136,43 @@ def maybe_symbolic_build(original: Any, self: Any, iterator: Any = None, data_ba
 def is_tf_dataset(original: Any, x: Any) -> bool:
     """Takes data sets that the user has distributed."""
     return isinstance(x, tf.distribute.DistributedDataset) or original(x)
+
+
+def _check_first_batch(strategy: KerasStrategy) -> None:
+    """Compares what the ranks have read first, once."""
+    first_batch, strategy.first_batch = strategy.first_batch, None
+    if first_batch is not None:
+        first_batch.check()
+
+
+@replaces(_Trainer, "fit")
+def fit(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compares validation data before training, and not after the first epoch."""
+    strategy = strategy_of(self)
+    if strategy is None:
+        return original(self, *args, **kwargs)
+    given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    strategy.given_beside = {"validation_data": given.get("validation_data")}
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        strategy.given_beside = {}
+
+
+def _compares_first_call(name: str) -> None:
+    @replaces(_Trainer, name)
+    def on_batch(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compares what the ranks give to the first call; to compare each would cost each a collective."""
+        strategy = strategy_of(self)
+        if strategy is not None and name not in _compared_calls.setdefault(self, set()):
+            _compared_calls[self].add(name)
+            given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+            strategy.check_same(Fingerprint({key: value for key, value in given.items() if key != "self"}))
+        return original(self, *args, **kwargs)
+
+
+for _name in ("train_on_batch", "test_on_batch", "predict_on_batch"):
+    _compares_first_call(_name)
 
 
 def _has_own_steps(model: Any) -> bool:
@@ -159,6 +216,7 @@ def make_function(original: Any, self: Any, step_function: Any) -> Any:
             iterator = map(strategy.shard, iterator)
         with strategy.watching_peers():
             logs = run(iterator)
+        _check_first_batch(strategy)
         warn_of_layers_not_seen(strategy)
         strategy.count_steps(self, self.steps_per_execution)
         return logs
@@ -191,6 +249,7 @@ def make_predict_function(original: Any, self: Any, force: bool = False) -> None
     run = self.predict_function
 
     def function(batches: Any) -> Any:
+        _check_first_batch(strategy)
         with strategy.watching_peers():
             return run([batch if isinstance(batch, Shards) else strategy.shard(batch) for batch in batches])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.keras_integration.downloads import draw_bars_where
 from tfrep_strategy.strategies.base import SynchronousStrategy
 from tfrep_strategy.strategies.mirrored import MirroredStrategy
 from tfrep_strategy.strategies.multi_worker import MultiWorkerStrategy
@@ -45,3 +47,12 @@ def auto_strategy() -> SynchronousStrategy:
     if wanted == "mirrored":
         return MirroredStrategy()
     return MultiWorkerStrategy(os.environ.get("TFREP_COMMUNICATOR", "auto"))
+
+
+def _is_first() -> bool:
+    with contextlib.suppress(ConfigurationError):  # Which is told where a strategy is made.
+        return detect_environment().rank == 0
+    return True
+
+
+draw_bars_where(_is_first)

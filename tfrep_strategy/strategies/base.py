@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,10 @@ import tensorflow as tf
 
 from tfrep_strategy import data, gradients
 from tfrep_strategy.agreement import Agreement
-from tfrep_strategy.batches import num_examples, pack, shard, with_unknown_size
+from tfrep_strategy.batches import as_tensors, num_examples, pack, shard, with_unknown_size
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards, in_step
 from tfrep_strategy.strategies import pipelines_at_exit, sync_check  # noqa: F401  (the first acts when Python ends)
 from tfrep_strategy.strategies.groups import ReplicaGroup
@@ -55,6 +56,9 @@ class SynchronousStrategy(tf.distribute.Strategy):
         self.resumes_at = 0, 0
         self.check_sync_every: int | None = None
         self._steps_since_check = 0
+        self.first_batch: FirstBatch | None = None
+        self.notes_first_batch = True
+        self.given_beside: dict[str, Any] = {}
 
     @property
     def is_chief(self) -> bool:
@@ -130,10 +134,9 @@ class SynchronousStrategy(tf.distribute.Strategy):
         Returns:
             `Shards`, one part for each local replica.
         """
-        batch = tf.nest.map_structure(lambda v: v if v is None or tf.is_tensor(v) else tf.convert_to_tensor(v), batch)
         extended = self.extended
         return shard(
-            batch, self.num_replicas_in_sync, extended.first_local_replica, extended.num_local_replicas
+            as_tensors(batch), self.num_replicas_in_sync, extended.first_local_replica, extended.num_local_replicas
         )
 
     # Gradients.
@@ -283,8 +286,11 @@ class SynchronousStrategy(tf.distribute.Strategy):
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Gives variables the values of rank 0; nothing to do within one process."""
 
-    def share_random_state(self) -> None:
-        """Gives the random generators of all processes rank 0's state; nothing to do within one process."""
+    def begin_call(self, settings: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        """Begins a `fit`, `evaluate` or `predict`; nothing to do within one process."""
+
+    def check_same(self, given: Fingerprint) -> None:
+        """Refuses data that differs between the processes; nothing to do within one process."""
 
     def shortest_epoch(self, num_batches: int) -> int:
         """Returns how many batches all processes have, given how many this one has.

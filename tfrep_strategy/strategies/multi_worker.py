@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -20,11 +20,16 @@ from tfrep_strategy._tensorflow import (
     is_mirrored,
 )
 from tfrep_strategy.agreement import Agreement
+from tfrep_strategy.batches import as_tensors, num_examples
 from tfrep_strategy.communicators import Communicator, SingleCommunicator, make_communicator
 from tfrep_strategy.communicators.checked import watched
 from tfrep_strategy.devices import logical_devices, replica_device, take_own_gpu
 from tfrep_strategy.environments import Environment, TfConfigEnvironment, detect_environment
-from tfrep_strategy.errors import ConfigurationError, DesyncError, message
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.fingerprints import Fingerprint
+from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.strategies import rank_data as ranks_read
+from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
 from tfrep_strategy.strategies.cache_files import cache_in_own_files
 from tfrep_strategy.strategies.checkpoint import write_checkpoints_once
@@ -44,10 +49,19 @@ class MultiWorkerStrategy(SynchronousStrategy):
             that see several GPUs share them out by their local rank, and TensorFlow is shown the process's own alone.
         bucket_bytes: Gradients travel in groups of about this many bytes. Default: what the communicator does best with.
         densify_sparse_gradients: Whether sparse gradients travel as dense tensors.
+        rank_data: What the data that the ranks give to `fit`, `evaluate`, `predict` and
+            `experimental_distribute_dataset` is. `"same"`: the same on all ranks, of which each takes its part of every
+            batch; a sample of it is compared, and what differs is refused. `"unchecked"`: the same, without a comparison.
+            `"own"`: each rank's own part of all data, as in `fit(x[rank::size])`. A step then reads `batch_size / size`
+            examples on each rank, an epoch lasts until the last rank has read its data, and `predict` gives each rank the
+            predictions for its own rows.
+
+    Attributes:
+        rank_data: As above; may be set before the first `fit` or `predict`, for programs that do not make the strategy.
 
     Raises:
-        ConfigurationError: for an unknown communicator, one that reaches other processes than the environment tells of, a
-            device that does not exist, or an environment that does not say who the processes are.
+        ConfigurationError: for an unknown communicator or `rank_data`, a communicator that reaches other processes than the
+            environment tells of, a device that does not exist, or an environment that does not say who the processes are.
         PeerError: when another process cannot be reached.
 
     Example:
@@ -65,7 +79,9 @@ class MultiWorkerStrategy(SynchronousStrategy):
         *,
         bucket_bytes: int | None = None,
         densify_sparse_gradients: bool = False,
+        rank_data: str = "same",
     ) -> None:
+        self.rank_data = rank_data
         self.environment = detect_environment()
         if device is None:
             place = communicator if isinstance(communicator, Communicator) else self.environment
@@ -74,7 +90,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
         extended = _Extended(self, self.communicator, _resolve(device, self.communicator))
         bucket_bytes = self.communicator.bucket_bytes if bucket_bytes is None else bucket_bytes
         super().__init__(extended, bucket_bytes, densify_sparse_gradients)
-        self.share_random_state()
+        share_random_state(self.communicator)
         self.extended._cluster_resolver = _cluster_resolver(self.environment)
         write_checkpoints_once(self)
         cache_in_own_files(self.communicator.rank, self.communicator.size)
@@ -89,6 +105,15 @@ class MultiWorkerStrategy(SynchronousStrategy):
     def compiles_whole_steps(self) -> bool:
         # Other communicators bring operations into the graph also where there is one process.
         return type(self.communicator) is SingleCommunicator
+
+    @property
+    def rank_data(self) -> str:
+        """What the data is that the ranks give: `"same"`, `"unchecked"` or `"own"`."""
+        return self._rank_data
+
+    @rank_data.setter
+    def rank_data(self, kind: str) -> None:
+        self._rank_data = ranks_read.check_kind(kind)
 
     def scope(self) -> Any:
         """Returns a context manager in which variables belong to this strategy; see `tf.distribute.Strategy.scope`.
@@ -124,7 +149,15 @@ class MultiWorkerStrategy(SynchronousStrategy):
         own = self.communicator.subgroup(members) or SingleCommunicator()
         return ReplicaGroup(self, members, lambda replica: own)
 
+    def shard(self, batch: Any) -> Shards:
+        if self.rank_data != "own":
+            return super().shard(batch)
+        batch = as_tensors(batch)
+        return Shards((batch,), self.communicator.all_reduce([num_examples(batch)])[0])
+
     def gather_outputs(self, outputs: Any) -> Any:
+        if self.rank_data == "own":
+            return outputs
         return tf.nest.map_structure(self._gather_output, outputs)
 
     def _gather_output(self, value: Any) -> Any:
@@ -152,7 +185,8 @@ class MultiWorkerStrategy(SynchronousStrategy):
         """
         if tf.executing_eagerly() and self.extended.new_variables:
             new, self.extended.new_variables = self.extended.new_variables, []
-            self._check_equal_variables(new)
+            made = [(v.name, tuple(v.shape), v.dtype.name) for v in new]
+            sync_check.refuse_different_variables(self.communicator.all_gather_object(made))
             # A sum over ranks is what rank 0 holds already; its parts on the other ranks are zero.
             self._broadcast([v for v in new if not _is_sum(v)])
 
@@ -169,22 +203,6 @@ class MultiWorkerStrategy(SynchronousStrategy):
         sums = self._own_of_replicas(tf.VariableAggregation.SUM)
         for variable, total in zip(sums, self.communicator.all_reduce([v.values[0].value() for v in sums]), strict=True):
             variable.values[0].assign(tf.zeros_like(total) if self.rank else total)
-
-    def _check_equal_variables(self, variables: Sequence[Any]) -> None:
-        own = [(v.name, tuple(v.shape), v.dtype.name) for v in variables]
-        ranks = self.communicator.all_gather_object(own)
-        for r, other in enumerate(ranks):
-            for i in range(max(len(other), len(ranks[0]))):
-                first = ranks[0][i] if i < len(ranks[0]) else None
-                found = other[i] if i < len(other) else None
-                if first is None or found is None or first[1:] != found[1:]:
-                    raise DesyncError(
-                        message(
-                            f"Ranks 0 and {r} made different variables.",
-                            hint="build the same model on every rank.",
-                            **{"rank_0": _describe(first), f"rank_{r}": _describe(found)},
-                        )
-                    )
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         own = [getattr(v, "value", v) if not isinstance(v, tf.Variable) else v for v in variables]
@@ -214,8 +232,15 @@ class MultiWorkerStrategy(SynchronousStrategy):
         )
         return min(known)
 
-    def share_random_state(self) -> None:
-        share_random_state(self.communicator)
+    def begin_call(self, settings: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        if self.communicator.size == 1:
+            return
+        given = Fingerprint({**settings, **(arrays if self.rank_data == "same" else {})})
+        ranks_read.refuse_difference(self.communicator, given, share_random_state(self.communicator, given.digest))
+
+    def check_same(self, given: Fingerprint) -> None:
+        if self.communicator.size > 1 and self.rank_data == "same":
+            ranks_read.compare(self.communicator, given)
 
     def broadcast_object(self, value: Any) -> Any:
         return self.communicator.broadcast_object(value)
@@ -343,9 +368,11 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
         return self._communicator.broadcast([tf.convert_to_tensor(tensor)])[0]
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> data.ReplicaDataset:
+        whole = super()._experimental_distribute_dataset
         if self._communicator.size == 1:
-            return super()._experimental_distribute_dataset(dataset, options)
-        return super()._experimental_distribute_dataset(self._in_one_order(dataset), options)
+            return whole(dataset, options)
+        strategy = self._container_strategy()
+        return ranks_read.distribute(strategy, dataset, self._in_one_order, lambda data_set: whole(data_set, options))
 
     def _in_one_order(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns a data set whose elements are the same on all ranks, as far as that can be known before it is read."""
@@ -402,10 +429,6 @@ def _cluster_resolver(environment: Environment) -> Any:
 
 def _op_name(reduce_op: Any) -> str:
     return "mean" if reduce_op == tf.distribute.ReduceOp.MEAN else "sum"
-
-
-def _describe(variable: tuple[str, tuple[int, ...], str] | None) -> str:
-    return "no variable" if variable is None else f"{variable[0]} of shape {variable[1]}, {variable[2]}"
 
 
 def _resolve(device: str | None, communicator: Communicator) -> str:

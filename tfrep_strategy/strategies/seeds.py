@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -18,22 +19,39 @@ _GOLDEN = 0x9E3779B1
 _drawn_seed = 0  # Of the random operations in a step, where nobody gave a seed.
 
 
-def share_random_state(communicator: Communicator) -> None:
+def share_random_state(communicator: Communicator, digest: bytes = b"") -> list[bytes]:
     """Gives Python's, NumPy's and TensorFlow's random generators the state of rank 0.
 
     Rank 0's own state stays as it is, so that a seeded run draws what one device draws. Where rank 0 has no TensorFlow
     seed, operations with one of their own draw as on one device, and the others draw by chance, all ranks the same.
+
+    Args:
+        communicator: What the ranks talk with.
+        digest: What this rank tells the others on the way; of the same length on all ranks.
+
+    Returns:
+        The digest of each rank.
     """
     global _drawn_seed
     if communicator.size == 1:
-        return
+        return [digest]
     if random_state()[0] is None and communicator.rank == 0:
         set_random_state(NO_SEED, random.Random().getstate())
     states = random.getstate(), np.random.get_state(), random_state(), random.SystemRandom().randrange(2**31)
-    python_state, numpy_state, tensorflow_state, _drawn_seed = communicator.broadcast_object(states)
+    digests, told = _gather(communicator, digest, pickle.dumps(states) if communicator.rank == 0 else b"")
+    python_state, numpy_state, tensorflow_state, _drawn_seed = pickle.loads(told)
     random.setstate(python_state)
     np.random.set_state(numpy_state)
     set_random_state(*tensorflow_state)
+    return digests
+
+
+def _gather(communicator: Communicator, digest: bytes, told: bytes) -> tuple[list[bytes], bytes]:
+    """Returns the digest of each rank, and what rank 0 tells, with one collective."""
+    own = tf.constant(np.frombuffer(told + digest, np.uint8))
+    gathered = communicator.all_gather(own).numpy().tobytes()
+    end = len(gathered) - len(digest) * communicator.size
+    return [gathered[i : i + len(digest)] for i in range(end, len(gathered), len(digest) or 1)], gathered[:end]
 
 
 def check_order(dataset: tf.data.Dataset, communicator: Communicator) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -107,3 +108,25 @@ def compare(replicas: Sequence[Sequence[Checksum]]) -> None:
                 f"Variable {copies[0].name!r} differs between the replicas.\n{lines}\n"
                 "Hint: something changes it on one replica only, or from values of one replica only."
             )
+
+
+def refuse_different_variables(ranks: Sequence[Sequence[tuple[str, tuple[int, ...], str]]]) -> None:
+    """Raises a DesyncError that names the first difference unless all ranks made the same variables.
+
+    Args:
+        ranks: Name, shape and dtype of each variable, by rank.
+    """
+    for r, other in enumerate(ranks):
+        for first, found in itertools.zip_longest(ranks[0], other):
+            if first is None or found is None or first[1:] != found[1:]:
+                raise DesyncError(
+                    message(
+                        f"Ranks 0 and {r} made different variables.",
+                        hint="build the same model on every rank.",
+                        **{"rank_0": _describe(first), f"rank_{r}": _describe(found)},
+                    )
+                )
+
+
+def _describe(variable: tuple[str, tuple[int, ...], str] | None) -> str:
+    return "no variable" if variable is None else f"{variable[0]} of shape {variable[1]}, {variable[2]}"

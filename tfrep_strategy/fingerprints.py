@@ -1,0 +1,241 @@
+"""Cheap fingerprints of data, by which the ranks see that they were given different data."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfrep_strategy.errors import message
+
+_SINGLES, _RUNS, _RUN = 254, 8, 512
+_TEXT = 1024
+_GOLDEN = 0.6180339887498949
+HINT = (
+    "give all ranks the same data: each trains on its part of every batch. Usual causes: an order that follows a `set`,"
+    " generators without a seed, `x[rank::size]`. Ranks that are to read data of their own:"
+    ' MultiWorkerStrategy(rank_data="own"), AutoShardPolicy.OFF, or strategy.distribute_datasets_from_function. Ranks whose'
+    ' data differs by what is drawn for it alone (augmentation): rank_data="unchecked".'
+)
+
+
+class Leaf(NamedTuple):
+    """What a rank says of one array.
+
+    Attributes:
+        name: Where it stands, such as `x['image']`.
+        kind: Its dtype and shape, or the type of what is no array.
+        shape: Its shape; empty where `positions` says nothing.
+        positions: int64, the places of `sample` in the flat array.
+        sample: Some of its values.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    positions: Any
+    sample: Any
+
+    def update(self, digest: Any) -> None:
+        """Adds this leaf to a digest of `hashlib`."""
+        digest.update(f"{self.name}\0{self.kind}\0".encode())
+        if isinstance(self.sample, np.ndarray) and not self.sample.dtype.hasobject:
+            digest.update(np.ascontiguousarray(self.sample).tobytes())
+        else:
+            for value in self.sample:
+                digest.update(_text(value) + b"\0")
+
+
+class Fingerprint:
+    """A sample of arrays, of a size that does not grow with them.
+
+    Args:
+        given: Nests (dicts, lists and tuples) of arrays, tensors, data frames and plain values, by their names. A pipeline
+            counts as one whatever it reads; see `FirstBatch`.
+
+    Example:
+        >>> Fingerprint({"x": np.zeros(3)}).digest == Fingerprint({"x": np.zeros(3)}).digest
+        True
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.leaves = [_leaf(*leaf) for name, value in given.items() for leaf in _leaves(value, name)]
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that differ where a leaf does."""
+        digest = hashlib.blake2b(digest_size=16)
+        for leaf in self.leaves:
+            leaf.update(digest)
+        return digest.digest()
+
+
+def difference(ranks: Sequence[Sequence[Leaf]]) -> str:
+    """Describes the first difference between what the ranks were given, for an error.
+
+    Args:
+        ranks: The leaves of each rank.
+    """
+    for leaves in itertools.zip_longest(*ranks):
+        differ = [rank for rank, leaf in enumerate(leaves) if _digest(leaf) != _digest(leaves[0])]
+        if differ:
+            received = {f"rank_{rank}": _description(leaves[rank], leaves[0], leaves[differ[0]]) for rank in (0, differ[0])}
+            name = next(leaf.name for leaf in leaves if leaf is not None)
+            return message(f"Ranks {differ} were given other data than rank 0: {name} differs.", hint=HINT, **received)
+    return message("The ranks were given different data.", hint=HINT)
+
+
+def _digest(leaf: Leaf | None) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    if leaf is not None:
+        leaf.update(digest)
+    return digest.digest()
+
+
+def _description(leaf: Leaf | None, first: Leaf | None, other: Leaf | None) -> str:
+    if leaf is None:
+        return "nothing"
+    if first is None or other is None or (first.name, first.kind) != (other.name, other.kind):
+        return f"{leaf.name}: {leaf.kind}"
+    differs = (i for i, pair in enumerate(zip(first.sample, other.sample, strict=False)) if _text(pair[0]) != _text(pair[1]))
+    index = next(differs, None)
+    if index is None or not len(leaf.positions):
+        return f"{leaf.name}: {leaf.sample}"
+    place = [int(i) for i in np.unravel_index(int(leaf.positions[index]), leaf.shape)]
+    return f"{leaf.name}{place if place else ''} = {leaf.sample[index]!s:.100}"
+
+
+def _text(value: Any) -> bytes:
+    if isinstance(value, str | bytes):
+        text = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+        return str(len(text)).encode() + text[:_TEXT]
+    if isinstance(value, np.ndarray):
+        return value.tobytes()[:_TEXT]
+    return value.tobytes() if isinstance(value, np.generic) else repr(value)[:_TEXT].encode()
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Gives the parts of a nest and their names."""
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from _leaves(value[key], f"{name}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, part in enumerate(value):
+            yield from _leaves(part, f"{name}[{i}]")
+    elif isinstance(value, tf.RaggedTensor | tf.SparseTensor):
+        for i, part in enumerate(tf.nest.flatten(value, expand_composites=True)):
+            yield f"{name} (part {i})", part
+    elif hasattr(value, "nnz") and hasattr(value, "tocoo"):  # SciPy's sparse matrices.
+        yield f"{name} (shape)", value.shape
+        for part in ("data", "indices", "indptr", "row", "col"):
+            if isinstance(getattr(value, part, None), np.ndarray):
+                yield f"{name}.{part}", getattr(value, part)
+    else:
+        yield name, value
+
+
+def _leaf(name: str, value: Any) -> Leaf:
+    if tf.is_tensor(value) and not tf.is_symbolic_tensor(value):
+        return _of_array(name, value, value.dtype.name, lambda at: tf.gather(tf.reshape(value, [-1]), at).numpy())
+    if isinstance(value, np.ndarray):
+        return _of_array(name, value, str(value.dtype), lambda at: _values(np.asarray(value), at))
+    if hasattr(value, "iloc"):
+        return _of_rows(name, value, f"columns {list(getattr(value, 'columns', []))[:100]} ", lambda at: value.iloc[at].to_numpy())
+    if hasattr(value, "__array__") and hasattr(value, "__getitem__") and getattr(value, "shape", None):
+        return _of_rows(name, value, f"{value.dtype} ", lambda at: [_row(value[int(i)]) for i in at])
+    if value is None or isinstance(value, bool | int | float | str | tuple | np.generic):
+        return Leaf(name, type(value).__name__, (), (), [value])
+    return Leaf(name, "data of a kind that is compared when it is read", (), (), [])
+
+
+def _of_array(name: str, value: Any, dtype: str, take: Callable[[np.ndarray], Any]) -> Leaf:
+    shape = tuple(map(int, value.shape))
+    is_text = dtype in ("object", "string")
+    positions = _positions(int(np.prod(shape, dtype=np.int64)), 0 if is_text else _RUNS)
+    return Leaf(name, f"{dtype} of shape {shape}", shape, positions, take(positions))
+
+
+def _of_rows(name: str, value: Any, dtype: str, take: Callable[[np.ndarray], Sequence[Any]]) -> Leaf:
+    """Describes what may cost as much as it is long when it is made an array, by a few of its rows."""
+    shape = tuple(map(int, value.shape))
+    positions = _positions(shape[0], 0)
+    positions = positions[:: -(-len(positions) // 16) or 1]
+    return Leaf(name, f"{dtype}of shape {shape}", shape[:1], positions, [_first_values(row) for row in take(positions)])
+
+
+def _first_values(row: Any) -> Any:
+    flat = np.atleast_1d(np.asarray(row))
+    values = _values(flat, _positions(flat.size, 1))
+    return repr(values.tolist()) if values.dtype.hasobject else values
+
+
+def _row(row: Any) -> Any:
+    return row.detach().cpu() if hasattr(row, "detach") else row  # PyTorch's tensors, which may be on a GPU.
+
+
+def _values(array: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    # What is not contiguous would be copied to be made flat.
+    return array.reshape(-1)[positions] if array.flags.c_contiguous else array[np.unravel_index(positions, array.shape)]
+
+
+@functools.lru_cache(256)
+def _positions(size: int, runs: int) -> np.ndarray:
+    """Chooses places in a flat array: single ones, which no period of the data meets, and runs, for data that is mostly 0."""
+    if size <= _SINGLES + runs * _RUN:
+        return np.arange(size)
+    parts = np.modf(np.arange(1, _SINGLES + runs + 1) * _GOLDEN)[0]
+    singles = (parts[:_SINGLES] * size).astype(np.int64)
+    starts = (parts[_SINGLES:] * (size - _RUN)).astype(np.int64)
+    return np.concatenate([[0, size - 1], singles, (starts[:, np.newaxis] + np.arange(_RUN)).ravel()]).astype(np.int64)
+
+
+class FirstBatch:
+    """Notes the first batch that a pipeline gives, as it passes, and has the ranks compare it once.
+
+    Args:
+        compare: Called with the fingerprint on every rank.
+    """
+
+    def __init__(self, compare: Callable[[Fingerprint], None]) -> None:
+        self._compare: Callable[[Fingerprint], None] | None = compare
+        self._fingerprint = Fingerprint({})
+
+    def noted(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the same data set; what it reads first is noted. It is read no more often than before."""
+        names: list[str] = []
+
+        def note(*leaves: Any) -> np.bool_:
+            if self._compare is not None:
+                self._fingerprint = Fingerprint(dict(zip(names, leaves, strict=True)))
+            return np.bool_(True)
+
+        @tf.autograph.experimental.do_not_convert
+        def passed_on(index: tf.Tensor, batch: Any) -> Any:
+            leaves = [leaf for path in _leaves(batch, "the first batch") for leaf in _tensors(*path)]
+            names[:] = [name for name, _ in leaves]
+            tensors = [tensor for _, tensor in leaves]
+            tf.cond(index == 0, lambda: tf.numpy_function(note, tensors, tf.bool), lambda: tf.constant(False))
+            return batch
+
+        return dataset.enumerate().map(passed_on)
+
+    def check(self) -> None:
+        """Has the ranks compare what they noted, the first time that it is called. All ranks have to call it.
+
+        Raises:
+            DesyncError: It differs.
+        """
+        compare, self._compare = self._compare, None
+        if compare is not None:
+            compare(self._fingerprint)
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, tf.Tensor]]:
+    for tensor in tf.nest.flatten(value, expand_composites=True):
+        if tf.is_tensor(tensor) and tensor.dtype not in (tf.variant, tf.resource):
+            yield name, tensor

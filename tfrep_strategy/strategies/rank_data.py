@@ -1,0 +1,69 @@
+"""What the data is that the ranks give: the same, of which each takes its part, or each its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfrep_strategy.communicators import Communicator
+from tfrep_strategy.data import ReplicaDataset
+from tfrep_strategy.errors import ConfigurationError, DesyncError, message
+from tfrep_strategy.fingerprints import Fingerprint, FirstBatch, difference
+
+_POLICIES = tf.data.experimental.AutoShardPolicy
+
+
+def check_kind(kind: str) -> str:
+    """Returns a kind of data; raises a ConfigurationError for an unknown one."""
+    kinds = ("same", "unchecked", "own")
+    if kind not in kinds:
+        raise ConfigurationError(message("Unknown kind of data.", hint=f"use one of {kinds}.", rank_data=kind))
+    return kind
+
+
+def compare(communicator: Communicator, given: Fingerprint) -> None:
+    """Refuses what differs between the ranks, each of which has to call this."""
+    own = np.frombuffer(given.digest, np.uint8)[np.newaxis]
+    refuse_difference(communicator, given, [row.tobytes() for row in communicator.all_gather(tf.constant(own)).numpy()])
+
+
+def refuse_difference(communicator: Communicator, given: Fingerprint, digests: Sequence[bytes]) -> None:
+    """Raises a DesyncError that names the first difference, on every rank, unless all digests are equal."""
+    if len(set(digests)) > 1:
+        raise DesyncError(difference(communicator.all_gather_object(given.leaves)))
+
+
+def distribute(
+    strategy: Any,
+    dataset: tf.data.Dataset,
+    in_one_order: Callable[[tf.data.Dataset], tf.data.Dataset],
+    distribute_whole: Callable[[tf.data.Dataset], ReplicaDataset],
+) -> ReplicaDataset:
+    """Distributes a data set of several ranks.
+
+    Args:
+        strategy: Says what the data is.
+        dataset: Of global batches.
+        in_one_order: Returns the data set with its elements in the order of rank 0.
+        distribute_whole: Distributes by the data set's `auto_shard_policy`.
+
+    Returns:
+        The distributed data set; where all ranks should read the same, its first batch is compared.
+    """
+    if strategy.rank_data == "own":
+        each_its_own = tf.data.Options()
+        each_its_own.experimental_distribute.auto_shard_policy = _POLICIES.OFF
+        dataset = dataset.with_options(each_its_own)
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy == _POLICIES.OFF:
+        return distribute_whole(dataset)
+    dataset = in_one_order(dataset)
+    if policy == _POLICIES.FILE or strategy.rank_data == "unchecked" or not strategy.notes_first_batch:
+        return distribute_whole(dataset)
+    first_batch = FirstBatch(strategy.check_same)
+    distributed = distribute_whole(first_batch.noted(dataset))
+    distributed.first_batch = first_batch
+    return distributed
