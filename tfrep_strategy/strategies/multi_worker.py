@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +32,7 @@ from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
 from tfrep_strategy.strategies.cache_files import cache_in_own_files
 from tfrep_strategy.strategies.checkpoint import write_checkpoints_once
+from tfrep_strategy.strategies.gathering import gathered
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.of_process import remember
 from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
@@ -158,21 +158,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
     def gather_outputs(self, outputs: Any) -> Any:
         if self.rank_data == "own":
             return outputs
-        return tf.nest.map_structure(self._gather_output, outputs)
-
-    def _gather_output(self, value: Any) -> Any:
-        gather = self.communicator.all_gather
-        if isinstance(value, tf.RaggedTensor):
-            if value.ragged_rank > 1:
-                return value.with_values(self._gather_output(value.values))
-            return tf.RaggedTensor.from_row_lengths(gather(value.flat_values), gather(value.row_lengths()))
-        if isinstance(value, tf.SparseTensor):
-            rows = gather(value.dense_shape[:1])
-            before = tf.reduce_sum(rows[: self.rank])
-            offset = tf.concat([[before], tf.zeros([tf.size(value.dense_shape) - 1], tf.int64)], 0)
-            shape = tf.concat([[tf.reduce_sum(rows)], value.dense_shape[1:]], 0)
-            return tf.SparseTensor(gather(value.indices + offset), gather(value.values), shape)
-        return gather(value[tf.newaxis] if value.shape.rank == 0 else value)
+        return tf.nest.map_structure(lambda value: gathered(value, self.communicator), outputs)
 
     def _means(self, variables: Sequence[Any]) -> list[tf.Tensor]:
         return self.communicator.all_reduce([variable.values[0].value() for variable in variables], "mean")
@@ -218,19 +204,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
             variable.assign(value)
 
     def shortest_epoch(self, num_batches: int) -> int:
-        sizes = self.communicator.all_gather_object(num_batches)
-        known = [size for size in sizes if size >= 0]
-        if tf.data.UNKNOWN_CARDINALITY in sizes:
-            return int(tf.data.UNKNOWN_CARDINALITY)
-        if len(set(sizes)) == 1 or not known:
-            return num_batches
-        ranks = [rank for rank, size in enumerate(sizes) if size == min(known)]
-        warnings.warn(
-            f"The data of rank {ranks} ends after {min(known)} batches, before that of the other ranks, so that an epoch"
-            f" ends there for all. Received: batches={sizes}",
-            stacklevel=2,
-        )
-        return min(known)
+        return ranks_read.shortest(self.communicator.all_gather_object(num_batches))
 
     def begin_call(self, settings: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
         if self.communicator.size == 1:

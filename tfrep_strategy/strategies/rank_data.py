@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +35,25 @@ def refuse_difference(communicator: Communicator, given: Fingerprint, digests: S
     """Raises a DesyncError that names the first difference, on every rank, unless all digests are equal."""
     if len(set(digests)) > 1:
         raise DesyncError(difference(communicator.all_gather_object(given.leaves)))
+
+
+def shortest(sizes: Sequence[int]) -> int:
+    """Returns how many batches all ranks have, given how many each has; warns where some have more.
+
+    Infinitely many and unknown are `tf.data`'s negative cardinalities; what one rank does not know, nobody knows.
+    """
+    known = [size for size in sizes if size >= 0]
+    if tf.data.UNKNOWN_CARDINALITY in sizes:
+        return int(tf.data.UNKNOWN_CARDINALITY)
+    if len(set(sizes)) == 1 or not known:
+        return sizes[0]
+    ranks = [rank for rank, size in enumerate(sizes) if size == min(known)]
+    warnings.warn(
+        f"The data of rank {ranks} ends after {min(known)} batches, before that of the other ranks, so that an epoch"
+        f" ends there for all. Received: batches={sizes}",
+        stacklevel=3,
+    )
+    return min(known)
 
 
 def distribute(

@@ -1,0 +1,33 @@
+"""Outputs of the replicas of several processes, put together along the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.communicators import Communicator
+
+
+def gathered(value: Any, communicator: Communicator) -> Any:
+    """Concatenates what each rank has, in rank order; every process has to call it.
+
+    Args:
+        value: A dense, sparse or ragged tensor whose first dimension is the batch, or a scalar; scalars are stacked.
+        communicator: Of the ranks.
+
+    Returns:
+        A tensor of the same kind.
+    """
+    gather = communicator.all_gather
+    if isinstance(value, tf.RaggedTensor):
+        if value.ragged_rank > 1:
+            return value.with_values(gathered(value.values, communicator))
+        return tf.RaggedTensor.from_row_lengths(gather(value.flat_values), gather(value.row_lengths()))
+    if isinstance(value, tf.SparseTensor):
+        rows = gather(value.dense_shape[:1])
+        before = tf.reduce_sum(rows[: communicator.rank])
+        offset = tf.concat([[before], tf.zeros([tf.size(value.dense_shape) - 1], tf.int64)], 0)
+        shape = tf.concat([[tf.reduce_sum(rows)], value.dense_shape[1:]], 0)
+        return tf.SparseTensor(gather(value.indices + offset), gather(value.values), shape)
+    return gather(value[tf.newaxis] if value.shape.rank == 0 else value)
