@@ -11,6 +11,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 from collections.abc import Callable, Iterator  # noqa: E402
 
 import pytest  # noqa: E402
+from lanes import LANES, lane_of  # noqa: E402
 from workers import WorkerPool  # noqa: E402
 
 import tfrep_strategy as tfrep  # noqa: E402
@@ -21,6 +22,21 @@ gc.collect()
 gc.freeze()  # As in a worker: what is imported stays.
 
 _POOLS_ALIVE = 2  # An idle process keeps some hundred megabytes.
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: is not in the short lane, which `pytest` runs by itself.")
+    for lane in LANES:
+        config.addinivalue_line("markers", f"{lane}: belongs to this lane.")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        lane = lane_of(item.path, item.name)
+        if lane is not None:
+            item.add_marker("full")
+            item.add_marker(lane)
 
 
 @pytest.fixture(scope="session")
