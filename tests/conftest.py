@@ -31,12 +31,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks tests with their lane, and runs the short one where neither a path nor a lane was asked for."""
     for item in items:
         lane = lane_of(item.path, item.name)
         if lane is not None:
             item.add_marker("full")
             item.add_marker(lane)
+    if config.args_source is config.ArgsSource.TESTPATHS and not config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if "full" in item.keywords])
+        items[:] = [item for item in items if "full" not in item.keywords]
 
 
 @pytest.fixture(scope="session")

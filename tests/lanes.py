@@ -1,5 +1,7 @@
 """Which tests `pytest` runs by itself, and which wait for their lane: `pytest -m programs`, `pytest -m "full or not full"`.
 
+Who names a file gets all tests in it.
+
 `python tests/lanes.py COMMIT` lists the lanes in the order in which CI takes them on that commit.
 """
 
@@ -21,9 +23,30 @@ LANES = {
         "test_notebook_parameter_server.py",
         "test_sidecar_evaluator.py",
     ),
-    "faults": ("launch/test_joining.py", "launch/test_processes.py", "strategies/test_peer_failure.py", "test_cli.py"),
-    "benchmarks": ("gpu/", "test_benchmarks.py", "test_demo.py", "test_horovod_build.py"),
-    "collectives": ("collectives/test_collectives.py", "strategies/test_property.py", "test_replicator.py"),
+    "launchers": ("launch/test_function.py", "launch/test_joining.py", "launch/test_processes.py", "test_cli.py", "test_demo.py"),
+    "faults": (
+        "communicators/test_monitor.py",
+        "strategies/test_late_strategy.py",
+        "strategies/test_peer_failure.py",
+        "strategies/test_pipelines_at_exit.py",
+    ),
+    "gpus": ("gpu/", "strategies/test_nccl_graph.py", "test_horovod_build.py"),
+    "benchmarks": ("test_benchmarks.py",),
+    "collectives": (
+        "collectives/test_collectives.py",
+        "collectives/test_differing_processes.py",
+        "collectives/test_errors.py",
+        "test_replicator.py",
+    ),
+    "input": ("test_data.py",),
+    "callbacks": (
+        "keras_integration/test_callbacks.py",
+        "keras_integration/test_empty_parts.py",
+        "keras_integration/test_saving.py",
+        "keras_integration/test_timed_checkpoint.py",
+        "keras_integration/test_warnings.py",
+    ),
+    "drawn": ("strategies/test_property.py",),
     "scenarios": (),
 }
 """Lanes, and the beginnings of the paths of their tests. What is in none belongs to the short lane."""
