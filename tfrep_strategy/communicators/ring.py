@@ -163,9 +163,11 @@ class RingCommunicator(Communicator):
         position = self.position
         entered = position.enter(kind, place, brought, sizes) if position is not None else None
         after = [] if entered is None else list(entered[:1])
-        # The resource orders the calls of a function, and the steps of a loop. Within them, the ring tells collectives apart by
-        # their keys, so that they need no order. Each occupies a thread, which is why they are not all let go at once.
-        in_flight = None if tf.executing_eagerly() or self._nccl else self._in_flight_here()
+        # The resource orders the calls of a function, and the steps of a loop. Within them, the ring tells reductions apart by
+        # their keys, so that they need no order. Each occupies a thread, which is why they are not all let go at once. What
+        # is gathered keeps its order: tensors that do not fit are refused, and what comes after must not have begun then.
+        is_free = kind == "all_reduce" and not self._nccl and not tf.executing_eagerly()
+        in_flight = self._in_flight_here() if is_free else None
         if in_flight is not None and len(in_flight) == _AT_ONCE:
             after.append(tf.compat.v1.get_default_graph().get_operation_by_name(in_flight[0]))
         with outside_xla(), tf.control_dependencies(after):
