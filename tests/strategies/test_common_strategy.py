@@ -106,7 +106,7 @@ def reductions(strategy: Any) -> None:
             strategy.reduce("SUM", uneven, axis=0),
             strategy.reduce(MEAN, uneven, axis=0),
             strategy.reduce("MEAN", uneven, axis=(0, 1)),
-            strategy.reduce("SUM", uneven, axis=[0, -1]),
+            strategy.reduce("SUM", uneven, axis=(0, -1)),
         ]
 
     every = np.concatenate(rows)
@@ -303,7 +303,7 @@ def variables_of_another_strategy(strategy: Any) -> None:
     with strategy.scope():
         updated = strategy.extended.update(variable, lambda v, x: v.assign_add(x), args=(5.0,))
         assert updated is not None
-        with pytest.raises((RuntimeError, ValueError)):
+        with pytest.raises((RuntimeError, ValueError, AssertionError)):
             strategy.extended.update(tf.constant(1.0), lambda v: v)
     np.testing.assert_allclose(variable, 7.0)
 
@@ -348,7 +348,8 @@ def saving(strategy: Any) -> None:
     own = folder / f"model{strategy.extended.first_local_replica}"
     with strategy.scope():
         tf.saved_model.save(module, str(own))
-    np.testing.assert_allclose(tf.saved_model.load(str(own)).apply(x), [[3.0, 4.0]])
+    outside = tf.saved_model.load(str(own))
+    np.testing.assert_allclose(outside.apply(x), [[3.0, 4.0]])
     with strategy.scope():
         loaded = tf.saved_model.load(str(own))
         np.testing.assert_allclose(loaded.apply(x), [[3.0, 4.0]])

@@ -9,7 +9,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -35,6 +35,8 @@ class HorovodCommunicator(Communicator):
     name = "horovod"
     _is_ours = False
     """Whether Horovod was started here, and not by the user's program."""
+    _groups: ClassVar[dict[tuple[int, ...], HorovodCommunicator | None]] = {}
+    """By their ranks among all, for all communicators of this process: Horovod refuses a second process set of the same ranks."""
 
     def __init__(self, process_set: Any = None) -> None:
         try:
@@ -54,7 +56,6 @@ class HorovodCommunicator(Communicator):
         self._process_set = process_set
         self.rank, self.size = process_set.rank(), process_set.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
-        self._subgroups: dict[tuple[int, ...], HorovodCommunicator | None] = {}
         self._order = Order(f"tfrep_horovod_order_{process_set.process_set_id}", "CPU:0")
         self._ops = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
 
@@ -151,12 +152,12 @@ class HorovodCommunicator(Communicator):
         ranks = self.check_group(ranks)
         if len(ranks) == self.size:
             return self
-        if tuple(ranks) not in self._subgroups:  # Horovod refuses a second process set of the same ranks.
-            if self._is_ours and _TAKES_GROUPS not in os.environ:
-                self._start_again()
-            members = [self._process_set.ranks[r] for r in ranks]
+        if self._is_ours and _TAKES_GROUPS not in os.environ:
+            self._start_again()
+        members = tuple(self._process_set.ranks[r] for r in ranks)
+        if members not in self._groups:
             try:
-                process_set = self._hvd.add_process_set(members)
+                process_set = self._hvd.add_process_set(list(members))
             except ValueError as error:
                 raise ConfigurationError(
                     message(
@@ -165,8 +166,8 @@ class HorovodCommunicator(Communicator):
                         ranks=ranks,
                     )
                 ) from error
-            self._subgroups[tuple(ranks)] = HorovodCommunicator(process_set) if self.rank in ranks else None
-        return self._subgroups[tuple(ranks)]
+            self._groups[members] = HorovodCommunicator(process_set) if self.rank in ranks else None
+        return self._groups[members]
 
     def abort(self, reason: str) -> None:
         aborted_before = not self._hvd.is_initialized()
@@ -194,6 +195,7 @@ class HorovodCommunicator(Communicator):
                     os.environ[name] = value
 
     def close(self) -> None:
+        self._groups.clear()
         self._hvd.shutdown()
 
     @property

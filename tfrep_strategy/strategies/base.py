@@ -113,7 +113,9 @@ class SynchronousStrategy(tf.distribute.Strategy):
             2.0
         """
         is_sum = getattr(reduce_op, "name", str(reduce_op)).upper() == "SUM"
-        if is_sum and axis is None and self.extended.num_local_replicas > 1 and not _is_of_replicas(value):
+        in_replica = tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None  # TensorFlow refuses.
+        several = self.extended.num_local_replicas > 1 and not in_replica
+        if is_sum and axis is None and several and not _is_of_replicas(value):
             if not tf.is_tensor(value) and np.all(np.equal(value, 0)):
                 return tf.zeros_like(value)
             raise ConfigurationError(

@@ -98,7 +98,9 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
         if self.aggregation == tf.VariableAggregation.SUM:
             first = self._distribute_strategy.extended.first_local_replica
             for variable in self.values[first == 0 :]:
-                variable.assign(tf.zeros_like(variable))
+                # What a SavedModel brings has no value yet to take the shape of.
+                is_known = variable.shape.is_fully_defined()
+                variable.assign(tf.zeros(variable.shape, variable.dtype) if is_known else tf.zeros_like(variable))
 
     def value(self) -> Any:
         outside = tf.distribute.in_cross_replica_context() and not in_replica_update_context()
