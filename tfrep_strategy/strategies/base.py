@@ -125,6 +125,8 @@ class SynchronousStrategy(tf.distribute.Strategy):
                     value=value,
                 )
             )
+        if isinstance(value, (bool, int, float)):
+            value = tf.convert_to_tensor(value)
         return super().reduce(reduce_op, value, axis)
 
     def shard(self, batch: Any) -> Shards:
