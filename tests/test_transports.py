@@ -8,7 +8,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from tfrep_strategy import horovod_build, transports
+from tfrep_strategy import horovod_build, nvidia, transports
 from tfrep_strategy.launch import identity
 from tfrep_strategy.nvidia import Nccl, driver_cuda, find_nccl, gpus_are_visible, nccl_problem
 from tfrep_strategy.transports import choose_communicator, horovod_transports
@@ -103,8 +103,8 @@ def test_nccl_is_looked_for_where_it_is_loaded_from(tmp_path, monkeypatch):
         path.write_text(text)
         return path
 
-    monkeypatch.setattr(transports, "_SYSTEM_HOMES", [str(tmp_path / "system")])
-    monkeypatch.setattr(transports, "_wheel_homes", lambda part: [str(tmp_path / "wheel")])
+    monkeypatch.setattr(nvidia, "_SYSTEM_HOMES", [str(tmp_path / "system")])
+    monkeypatch.setattr(nvidia, "_wheel_homes", lambda part: [str(tmp_path / "wheel")])
     monkeypatch.setenv("LD_LIBRARY_PATH", f":{tmp_path / 'named' / 'lib'}")
     monkeypatch.setenv("HOROVOD_NCCL_HOME", str(tmp_path / "own"))
     assert find_nccl() is None
