@@ -36,9 +36,9 @@ LANES = {
         "collectives/test_collectives.py",
         "collectives/test_differing_processes.py",
         "collectives/test_errors.py",
-        "test_replicator.py",
     ),
-    "input": ("test_data.py",),
+    "loops": ("strategies/test_custom_loops.py", "test_replicator.py"),
+    "input": ("strategies/test_distributed_input.py", "test_data.py"),
     "callbacks": (
         "keras_integration/test_callbacks.py",
         "keras_integration/test_empty_parts.py",
