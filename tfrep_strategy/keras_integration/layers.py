@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfrep_strategy.gradients import multiply_no_nan
 from tfrep_strategy.keras_integration.patching import keras_internal, replaces
 from tfrep_strategy.keras_integration.protocol import current_step, current_strategy, replica_strategy
 
@@ -97,7 +98,7 @@ def moments(original: Any, self: Any, inputs: Any, mask: Any) -> Any:
     if self.synchronized and mask is not None and strategy is not None and strategy.num_replicas_in_sync > 1:
         return _masked_moments_of_all(inputs, mask, self._reduction_axes)
     mean, variance = original(self, inputs, mask)
-    if strategy is None or self.synchronized:
+    if strategy is None or self.synchronized or _is_weighed(self):
         return mean, variance
     empty = tf.equal(tf.size(inputs), 0)
     return (
@@ -108,18 +109,32 @@ def moments(original: Any, self: Any, inputs: Any, mask: Any) -> Any:
 
 @replaces(keras.layers.BatchNormalization, "call")
 def call(original: Any, self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
-    """Weighs what a step adds to moving statistics by the examples of the replica, since what is read is their mean."""
+    """Weighs what a step adds to moving statistics by the examples of the replica, since what is read is their mean.
+
+    Where all replicas have as many examples, which is nearly always, that launches nothing on an accelerator.
+    """
     step = current_step()
-    if step is None or self.synchronized or self.renorm or not training or not self.trainable:
+    if not training or not self.trainable or step is None or not _is_weighed(self):
         return original(self, inputs, training=training, mask=mask)
     statistics = [self.moving_mean, self.moving_variance]
-    kept = [tf.convert_to_tensor(variable) * self.momentum for variable in statistics]
+    before = [tf.convert_to_tensor(variable) for variable in statistics]
     outputs = original(self, inputs, training=training, mask=mask)
-    weight = step.share * step.strategy.num_replicas_in_sync
-    for variable, rest in zip(statistics, kept, strict=True):
-        added = tf.convert_to_tensor(variable) - rest
-        variable.assign(rest + added * tf.cast(weight, added.dtype))
+
+    def weigh() -> None:
+        weight = step.share * step.strategy.num_replicas_in_sync
+        for variable, value in zip(statistics, before, strict=True):
+            kept = value * self.momentum
+            # A replica without examples adds nothing; what it has computed is no number.
+            variable.assign(kept + multiply_no_nan(tf.convert_to_tensor(variable) - kept, weight))
+
+    tf.cond(step.has_equal_share, lambda: None, weigh)
     return outputs
+
+
+def _is_weighed(layer: Any) -> bool:
+    """Whether `call` weighs what this step adds to the moving statistics of a layer."""
+    step = current_step()
+    return step is not None and step.strategy.num_replicas_in_sync > 1 and not layer.synchronized and not layer.renorm
 
 
 def _masked_moments_of_all(inputs: tf.Tensor, mask: tf.Tensor, axes: list[int]) -> tuple[tf.Tensor, tf.Tensor]:

@@ -133,6 +133,9 @@ class Step:
         """By the id of an optimizer: how many losses whose gradients it will get were multiplied by the share."""
         self.share = tf.math.divide_no_nan(tf.cast(num_examples, tf.float32), tf.cast(total_examples, tf.float32))
         """float32 scalar: the part of the global batch that this replica has, between 0 and 1."""
+        with tf.device("CPU:0"):
+            self.has_equal_share = tf.equal(num_examples * strategy.num_replicas_in_sync, total_examples)
+            """bool scalar, on the host, where branches are taken: whether this replica has as many examples as the mean."""
 
     @property
     def loss_is_scaled(self) -> bool:
