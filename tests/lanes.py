@@ -25,10 +25,10 @@ LANES = {
     ),
     "launchers": ("launch/test_function.py", "launch/test_joining.py", "launch/test_processes.py", "test_cli.py", "test_demo.py"),
     "faults": (
-        "communicators/test_monitor.py",
+        "communicators/peers/test_monitor.py",
         "strategies/test_late_strategy.py",
         "strategies/test_peer_failure.py",
-        "strategies/test_pipelines_at_exit.py",
+        "tensorflow_integration/test_pipelines_at_exit.py",
     ),
     "gpus": ("gpu/", "strategies/test_nccl_graph.py", "test_horovod_build.py"),
     "benchmarks": ("test_benchmarks.py",),

@@ -18,8 +18,8 @@ from tfrep_strategy.collectives.checks import (
 from tfrep_strategy.collectives.flow import Flow
 from tfrep_strategy.collectives.replicas import replica_id
 from tfrep_strategy.communicators import Communicator, SingleCommunicator
-from tfrep_strategy.communicators.checked import CheckedCommunicator
 from tfrep_strategy.communicators.context import ContextCommunicator
+from tfrep_strategy.communicators.peers.checked import CheckedCommunicator
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.strategies.groups import ReplicaGroup

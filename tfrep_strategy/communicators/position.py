@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfrep_strategy.communicators.calls import Call, user_line
 from tfrep_strategy.communicators.order import Order
+from tfrep_strategy.communicators.peers.reports import Call, user_line
 
 
 class Stay(NamedTuple):

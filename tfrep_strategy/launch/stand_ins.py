@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.communicators.calls import user_line
+from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.errors import ConfigurationError, message
 
 

@@ -18,9 +18,10 @@ from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards, in_step
-from tfrep_strategy.strategies import pipelines_at_exit, sync_check  # noqa: F401  (the first acts when Python ends)
+from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.groups import ReplicaGroup
 from tfrep_strategy.strategies.variables import ReplicaVariable, StepsSinceMerge, with_our_class
+from tfrep_strategy.tensorflow_integration import pipelines_at_exit  # noqa: F401  (acts when Python ends)
 
 GradientTransformer = Callable[[list[Any]], Sequence[Any]]
 GradientAggregator = Callable[[list[Any], Communicator], list[Any]]

@@ -21,7 +21,7 @@ from tfrep_strategy._tensorflow import (
 from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.batches import as_tensors, num_examples
 from tfrep_strategy.communicators import Communicator, SingleCommunicator, make_communicator
-from tfrep_strategy.communicators.checked import watched
+from tfrep_strategy.communicators.peers.checked import watched
 from tfrep_strategy.devices import logical_devices, replica_device, take_own_gpu
 from tfrep_strategy.environments import Environment, TfConfigEnvironment, detect_environment
 from tfrep_strategy.errors import ConfigurationError, message
@@ -30,13 +30,13 @@ from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.strategies import rank_data as ranks_read
 from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
-from tfrep_strategy.strategies.cache_files import cache_in_own_files
-from tfrep_strategy.strategies.checkpoint import write_checkpoints_once
 from tfrep_strategy.strategies.gathering import gathered
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.of_process import remember
 from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
 from tfrep_strategy.strategies.seeds import check_order, own_random_operations, share_random_state
+from tfrep_strategy.tensorflow_integration.cache_files import cache_in_own_files
+from tfrep_strategy.tensorflow_integration.checkpoints import write_checkpoints_once
 
 
 class MultiWorkerStrategy(SynchronousStrategy):

@@ -10,9 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy.communicators.base import Communicator
-from tfrep_strategy.communicators.calls import Call, describe_difference, purpose, user_line
-from tfrep_strategy.communicators.monitor import PeerMonitor
 from tfrep_strategy.communicators.order import Order
+from tfrep_strategy.communicators.peers.monitor import PeerMonitor
+from tfrep_strategy.communicators.peers.reports import Call, describe_difference, purpose, user_line
 from tfrep_strategy.errors import DesyncError
 
 _Result = TypeVar("_Result")

@@ -11,7 +11,7 @@ import tensorflow as tf
 from workers import WorkerPool
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.communicators.calls import user_line
+from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.errors import DesyncError
 from tfrep_strategy.launch.identity import horovod_is_installed
 

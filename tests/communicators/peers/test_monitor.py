@@ -13,11 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
-from tfrep_strategy.communicators.calls import Call, Report
-from tfrep_strategy.communicators.connecting import connect
-from tfrep_strategy.communicators.ended import PeerLostError
-from tfrep_strategy.communicators.hub import Hub
-from tfrep_strategy.communicators.monitor import PeerMonitor
+from tfrep_strategy.communicators.peers.connections import connect
+from tfrep_strategy.communicators.peers.ended import PeerLostError
+from tfrep_strategy.communicators.peers.hub import Hub
+from tfrep_strategy.communicators.peers.monitor import PeerMonitor
+from tfrep_strategy.communicators.peers.reports import Call, Report
 
 BOTH = pytest.mark.parametrize("communicator", ["tf", "horovod"])
 SUM = Call("all_reduce", "sum", (("float32", (3,)),), "train.py:7")

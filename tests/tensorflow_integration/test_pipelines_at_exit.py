@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
-
-from parameter_server_support import environ_in
 
 # The iterators are in a cycle of references, as those of a script that `tfrep run` runs are: Python finds them when it ends.
 PROGRAM = """
@@ -38,7 +37,12 @@ del holder
 
 def test_live_pipelines_do_not_hold_up_the_end(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environ_in(tmp_path), capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == "5\n"

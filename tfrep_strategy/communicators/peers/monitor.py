@@ -18,12 +18,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.communicators.base import Communicator
-from tfrep_strategy.communicators.calls import Call, Report
-from tfrep_strategy.communicators.connecting import connect, own_hosts
-from tfrep_strategy.communicators.ended import Ended, PeerLostError, lost
 from tfrep_strategy.communicators.forking import close_in_children
-from tfrep_strategy.communicators.hub import Hub
 from tfrep_strategy.communicators.limits import is_debugging, timeout_seconds
+from tfrep_strategy.communicators.peers.connections import connect, own_hosts
+from tfrep_strategy.communicators.peers.ended import Ended, PeerLostError, lost
+from tfrep_strategy.communicators.peers.hub import Hub
+from tfrep_strategy.communicators.peers.reports import Call, Report
 from tfrep_strategy.communicators.position import Position, Stay
 from tfrep_strategy.errors import DesyncError, PeerError, message
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from typing import Any
 
-from tfrep_strategy.communicators.calls import Report, describe_difference
-from tfrep_strategy.communicators.connecting import CONNECT_SECONDS, connection_of, set_patience
 from tfrep_strategy.communicators.forking import close_in_children
 from tfrep_strategy.communicators.limits import timeout_seconds
+from tfrep_strategy.communicators.peers.connections import CONNECT_SECONDS, connection_of, set_patience
+from tfrep_strategy.communicators.peers.reports import Report, describe_difference
 
 _ANSWER_SECONDS = 5
 _GATHER_SECONDS = 1.0
