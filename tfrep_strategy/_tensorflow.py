@@ -121,6 +121,46 @@ ServerDef = _private("distribute.collective_all_reduce_strategy", "tensorflow_se
 CoordinatedJob = _private("eager.context", "coordination_config_pb2").CoordinatedJob
 
 
+def runtime_has_started() -> bool:
+    """Whether TensorFlow has opened its devices; from then on it refuses most settings."""
+    return context()._context_handle is not None
+
+
+def configure_collectives(leader: str, device_filters: tuple[str, ...]) -> None:
+    """Tells the runtime how collectives find each other, which it needs only when its server starts.
+
+    Unlike `configure_collective_ops`, it does not refuse a runtime that has started.
+
+    Args:
+        leader: The task that hands out the keys of groups.
+        device_filters: The tasks that this one talks to besides.
+    """
+    runtime = context()
+    runtime._collective_leader = leader
+    runtime._collective_scoped_allocator_enabled_ops = ("CollectiveReduce",)
+    runtime._collective_device_filters = device_filters
+
+
+def parts_of_dataset(dataset: tf.data.Dataset) -> Iterator[Any]:
+    """Gives a data set, and all that it reads from."""
+    waiting = [dataset]
+    while waiting:
+        current = waiting.pop()
+        yield current
+        waiting.extend(current._inputs())
+
+
+def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
+    """Lists a pair of seeds for each `shuffle`; `(0, 0)` is one that was made without any seed, which no two ranks draw alike."""
+    return [(int(part._seed), int(part._seed2)) for part in parts_of_dataset(dataset) if hasattr(part, "_seed2")]
+
+
+def unordered_operations(dataset: tf.data.Dataset) -> list[str]:
+    """Lists the parts of a data set that were told to hand on whatever is ready first (`deterministic=False`)."""
+    found = [part for part in parts_of_dataset(dataset) if getattr(part, "_deterministic", None) == "false"]
+    return [type(part).__name__.strip("_") for part in found]
+
+
 def converted_by_autograph(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a user's function whose `if`s and loops over tensors become those of the graph."""
     enabled = autograph_status.ControlStatusCtx(autograph_status.Status.ENABLED)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import context
+from tfrep_strategy._tensorflow import runtime_has_started
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.nvidia import driver_gpus
 
@@ -46,7 +46,7 @@ def take_own_gpu(local_rank: int, local_size: int) -> None:
         local_rank: The number of this process among those of the run on this machine.
         local_size: How many these are.
     """
-    if context()._context_handle is not None:
+    if runtime_has_started():
         return
     visible = tf.config.get_visible_devices("GPU")
     if not visible:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import CoordinatedJob, ServerDef, context
+from tfrep_strategy._tensorflow import CoordinatedJob, ServerDef, configure_collectives, context, runtime_has_started
 from tfrep_strategy.communicators.limits import timeout_seconds
 from tfrep_strategy.communicators.position import Position
 from tfrep_strategy.communicators.ring import RingCommunicator, group_key
@@ -76,19 +76,15 @@ class TensorFlowCommunicator(RingCommunicator):
 
     def _server(self, addresses: list[str]) -> Any:
         """Describes the server of this process, and tells the runtime what it may not be told once it has started."""
-        runtime = context()
-        if runtime._context_handle is not None:
+        if runtime_has_started():
             warnings.warn(
                 "TensorFlow has run something before its collectives are set up. Tensors and data sets that were made so far"
                 " can be used, but variables, models, iterators and functions cannot: make the strategy before them.",
                 stacklevel=2,
             )
         leader = "/job:worker/replica:0/task:0"
-        # `configure_collective_ops` would refuse these in a runtime that has started, which needs them only now.
-        runtime._collective_leader = leader
-        runtime._collective_scoped_allocator_enabled_ops = ("CollectiveReduce",)
-        runtime._collective_device_filters = (f"/job:worker/task:{self.rank}",)
-        runtime.configure_coordination_service(
+        configure_collectives(leader, (f"/job:worker/task:{self.rank}",))
+        context().configure_coordination_service(
             service_type="standalone",
             service_leader=leader,
             coordinated_jobs=[CoordinatedJob(name="worker", num_tasks=self.size)],
@@ -98,7 +94,7 @@ class TensorFlowCommunicator(RingCommunicator):
         self._check_own_port(addresses[self.rank])
         return ServerDef(
             cluster=tf.train.ClusterSpec({"worker": addresses}).as_cluster_def(),
-            default_session_config=runtime.config,
+            default_session_config=context().config,
             job_name="worker",
             task_index=self.rank,
             protocol="grpc",

@@ -17,7 +17,7 @@ from tfrep_strategy._tensorflow import (
     MirroredExtended,
     NcclAllReduce,
     ReductionToOneDevice,
-    context,
+    runtime_has_started,
 )
 from tfrep_strategy.batches import concatenate
 from tfrep_strategy.communicators import Communicator
@@ -73,7 +73,7 @@ def _ensure_threads() -> None:
     """Gives every replica a thread of its own: collectives within a process deadlock when they cannot all run at once."""
     if "TF_NUM_INTEROP_THREADS" in os.environ or tf.config.threading.get_inter_op_parallelism_threads():
         return
-    if context()._context_handle is None:
+    if not runtime_has_started():
         tf.config.threading.set_inter_op_parallelism_threads(max(_MINIMUM_THREADS, os.cpu_count() or 1))
 
 

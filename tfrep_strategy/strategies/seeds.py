@@ -6,12 +6,18 @@ import contextlib
 import pickle
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import NO_SEED, random_state, set_random_state, use_random_seed
+from tfrep_strategy._tensorflow import (
+    NO_SEED,
+    random_state,
+    set_random_state,
+    shuffle_seeds,
+    unordered_operations,
+    use_random_seed,
+)
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.errors import ConfigurationError, message
 
@@ -64,7 +70,7 @@ def check_order(dataset: tf.data.Dataset, communicator: Communicator) -> None:
     Raises:
         ConfigurationError: It shuffles with other seeds on each rank, or hands on what is ready first.
     """
-    seeds = communicator.all_gather_object(_shuffle_seeds(dataset))
+    seeds = communicator.all_gather_object(shuffle_seeds(dataset))
     for rank, other in enumerate(seeds):
         if other != seeds[0] or (0, 0) in other:
             raise ConfigurationError(
@@ -74,7 +80,7 @@ def check_order(dataset: tf.data.Dataset, communicator: Communicator) -> None:
                     **{"rank_0": seeds[0], f"rank_{rank}": other},
                 )
             )
-    unordered = _unordered_operations(dataset)
+    unordered = unordered_operations(dataset)
     if unordered:
         raise ConfigurationError(
             message(
@@ -83,24 +89,6 @@ def check_order(dataset: tf.data.Dataset, communicator: Communicator) -> None:
                 operations=unordered,
             )
         )
-
-
-def _shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
-    """Lists a pair of seeds for each `shuffle`; `(0, 0)` is one that was made without any seed, which no two ranks draw alike."""
-    return [(int(part._seed), int(part._seed2)) for part in _parts(dataset) if hasattr(part, "_seed2")]
-
-
-def _unordered_operations(dataset: tf.data.Dataset) -> list[str]:
-    """Lists the parts of a data set that were told to hand on whatever is ready first (`deterministic=False`)."""
-    return [type(part).__name__.strip("_") for part in _parts(dataset) if getattr(part, "_deterministic", None) == "false"]
-
-
-def _parts(dataset: tf.data.Dataset) -> Iterator[Any]:
-    waiting = [dataset]
-    while waiting:
-        current = waiting.pop()
-        yield current
-        waiting.extend(current._inputs())
 
 
 @contextlib.contextmanager
