@@ -75,6 +75,15 @@ def _pickled(error: Exception) -> bytes | None:
     return data
 
 
+def _is_legacy(filepath: Any) -> bool:
+    """Whether Keras writes a whole model to this path in its old format."""
+    name = str(filepath)
+    return name.endswith((".h5", ".hdf5")) and not name.endswith(".weights.h5")
+
+
+_legacy_metadata = keras_internal("legacy.saving.saving_utils", "model_metadata")
+
+
 @contextlib.contextmanager
 def written_once(strategy: KerasStrategy, filepath: Any) -> Iterator[bool]:
     """Yields whether this process writes a file: of those that give the same path, the first one does.
@@ -104,6 +113,9 @@ def _saves_together(save: Any) -> Any:
         with written_once(strategy, filepath) as writes:
             if writes:
                 save(model, filepath, *args, **kwargs)
+            elif _is_legacy(filepath):
+                # Writing such a file takes the optimizer out of the settings that a clone is compiled with. Ranks stay alike.
+                _legacy_metadata(model, kwargs.get("include_optimizer", True))
         return None
 
     return save_once

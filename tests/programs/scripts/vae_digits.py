@@ -67,4 +67,4 @@ grid = np.array([[x, y] for y in np.linspace(1, -1, n) for x in np.linspace(-1, 
 figure = vae.decoder.predict(grid, verbose=0).reshape(n, n, 8, 8).transpose(0, 2, 1, 3).reshape(n * 8, n * 8)
 os.makedirs("plots", exist_ok=True)
 plt.imsave("plots/latent_space.png", figure, cmap="gray")
-print(json.dumps({"history": history, "mean": float(figure.mean())}))
+print(json.dumps({"loss": history["loss"], "mean": float(figure.mean())}))
