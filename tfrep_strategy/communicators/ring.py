@@ -158,26 +158,27 @@ class RingCommunicator(Communicator):
                     **options,
                 )
 
-        place, sizes = self._place(self._group_name + kind), sizes_of(brought)
-        instance_key = _instance_key(f"{place}.{tensor.dtype.name}", sizes)
-        position = self.position
-        entered = position.enter(kind, place, brought, sizes) if position is not None else None
-        after = [] if entered is None else list(entered[:1])
-        # The resource orders the calls of a function, and the steps of a loop. Within them, the ring tells reductions apart by
-        # their keys, so that they need no order. Each occupies a thread, which is why they are not all let go at once. What
-        # is gathered keeps its order: tensors that do not fit are refused, and what comes after must not have begun then.
-        is_free = kind == "all_reduce" and not self._nccl and not tf.executing_eagerly()
-        in_flight = self._in_flight_here() if is_free else None
-        if in_flight is not None and len(in_flight) == _AT_ONCE:
-            after.append(tf.compat.v1.get_default_graph().get_operation_by_name(in_flight[0]))
-        with outside_xla(), tf.control_dependencies(after):
-            result = self._run_in_place(run, (kind, *options.values()), tensor, instance_key)
-        if in_flight is not None:
-            run_independently(result.op)
-            in_flight.append(result.op.name)
-        if position is not None and entered is not None:
-            position.leave(entered, result)
-        return result
+        with outside_xla():
+            place, sizes = self._place(self._group_name + kind), sizes_of(brought)
+            instance_key = _instance_key(f"{place}.{tensor.dtype.name}", sizes)
+            position = self.position
+            entered = position.enter(kind, place, brought, sizes) if position is not None else None
+            after = [] if entered is None else list(entered[:1])
+            # The resource orders the calls of a function, and the steps of a loop. Within them, the ring tells reductions apart by
+            # their keys, so that they need no order. Each occupies a thread, which is why they are not all let go at once. What
+            # is gathered keeps its order: tensors that do not fit are refused, and what comes after must not have begun then.
+            is_free = kind == "all_reduce" and not self._nccl and not tf.executing_eagerly()
+            in_flight = self._in_flight_here() if is_free else None
+            if in_flight is not None and len(in_flight) == _AT_ONCE:
+                after.append(tf.compat.v1.get_default_graph().get_operation_by_name(in_flight[0]))
+            with tf.control_dependencies(after):
+                result = self._run_in_place(run, (kind, *options.values()), tensor, instance_key)
+            if in_flight is not None:
+                run_independently(result.op)
+                in_flight.append(result.op.name)
+            if position is not None and entered is not None:
+                position.leave(entered, result)
+            return result
 
     def _in_flight_here(self) -> collections.deque[str]:
         """Returns the names of the last collectives in the graph that is being built."""
