@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.crews import Variant
 from benchmarks.report import show, summarize, write_json
 from benchmarks.turns import take_turns
-from tfrep_strategy.launch.identity import horovod_is_installed
+from tfrep_strategy.running.identity import horovod_is_installed
 
 REFERENCE = "Keras"
 

@@ -23,7 +23,7 @@ LANES = {
         "test_notebook_parameter_server.py",
         "test_sidecar_evaluator.py",
     ),
-    "launchers": ("launch/test_function.py", "launch/test_joining.py", "launch/test_processes.py", "test_cli.py", "test_demo.py"),
+    "launchers": ("running/test_function.py", "running/test_joining.py", "running/test_processes.py", "test_cli.py", "test_demo.py"),
     "faults": (
         "communicators/peers/test_monitor.py",
         "strategies/test_late_strategy.py",

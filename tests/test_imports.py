@@ -14,7 +14,7 @@ _PACKAGE = _REPOSITORY / "tfrep_strategy"
 _SOURCES = sorted(_PACKAGE.rglob("*.py"))
 _LONGEST_FILE = 420
 # What a launcher starts is a program of its own, which stands above everything.
-_FROM_ABOVE = {("launch", "__init__")}
+_FROM_ABOVE = {("running", "__init__")}
 
 
 def _imports(path: Path) -> Iterator[tuple[str, bool]]:

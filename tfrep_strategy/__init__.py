@@ -24,9 +24,6 @@ from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.environments import Environment, register_environment
 from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
 from tfrep_strategy.keras_integration.timed_checkpoint import TimedCheckpoint
-from tfrep_strategy.launch import launch
-from tfrep_strategy.launch.cluster import local_cluster
-from tfrep_strategy.launch.parameter_server import exit_on_server_loss
 from tfrep_strategy.replicator import (
     InputContext,
     InputReplicationMode,
@@ -36,6 +33,9 @@ from tfrep_strategy.replicator import (
     Replicator,
     TpuReplicator,
 )
+from tfrep_strategy.running import launch
+from tfrep_strategy.running.cluster import local_cluster
+from tfrep_strategy.running.parameter_server import exit_on_server_loss
 from tfrep_strategy.sidecar_evaluator import SidecarEvaluator
 from tfrep_strategy.strategies.auto import auto_strategy
 from tfrep_strategy.strategies.logical_devices import logical_device

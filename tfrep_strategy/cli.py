@@ -98,14 +98,14 @@ def run(
 
     Everything after SCRIPT belongs to the script.
     """
-    from tfrep_strategy.launch import Options, RunFailed, run_script
+    from tfrep_strategy.running import Options, RunFailed, run_script
 
     own_arguments = arguments or []
     if own_arguments[:1] == ["--"]:
         del own_arguments[0]
     _check_options(context, strategy)
     if strategy == "parameter-server":
-        from tfrep_strategy.launch.parameter_server import ClusterOptions, run_coordinator
+        from tfrep_strategy.running.parameter_server import ClusterOptions, run_coordinator
 
         cluster = ClusterOptions(workers=workers, servers=servers, max_restarts=max_restarts, log_dir=log_dir)
         try:

@@ -24,9 +24,9 @@ from rich.table import Table
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.digits import load_digits
-from tfrep_strategy.launch import launch
-from tfrep_strategy.launch.identity import horovod_is_installed
-from tfrep_strategy.launch.joining import refuse_inside_a_run
+from tfrep_strategy.running import launch
+from tfrep_strategy.running.identity import horovod_is_installed
+from tfrep_strategy.running.joining import refuse_inside_a_run
 
 ONE_DEVICE = "one device"
 """The variant that the others are compared with: Keras without a strategy."""

@@ -20,8 +20,6 @@ from tfrep_strategy.devices import own_gpu
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import TfrepError
 from tfrep_strategy.horovod_build import status
-from tfrep_strategy.launch import launch
-from tfrep_strategy.launch.identity import free_ports, horovod_is_installed
 from tfrep_strategy.nvidia import (
     Gpu,
     driver_cuda,
@@ -31,6 +29,8 @@ from tfrep_strategy.nvidia import (
     nccl_problem,
     pairs_without_peer_access,
 )
+from tfrep_strategy.running import launch
+from tfrep_strategy.running.identity import free_ports, horovod_is_installed
 from tfrep_strategy.transports import choose_communicator, horovod_transports
 
 SELF_TEST_SECONDS = 60.0

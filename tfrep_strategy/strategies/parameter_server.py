@@ -18,8 +18,8 @@ from tfrep_strategy.environments import SlurmEnvironment, TfConfigEnvironment
 from tfrep_strategy.environments.base import read_int
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
 from tfrep_strategy.keras_integration.partitioned import PartInitializer, PartitionedVariable
-from tfrep_strategy.launch.cluster import wait_until_reachable
-from tfrep_strategy.launch.servers import run_server
+from tfrep_strategy.running.cluster import wait_until_reachable
+from tfrep_strategy.running.servers import run_server
 from tfrep_strategy.strategies.step_runner import StepRunner
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.launch.child import rank_command, run_strategy_scope
-from tfrep_strategy.launch.joining import join_outer_run, outer_run
-from tfrep_strategy.launch.notes import noted_failure
-from tfrep_strategy.launch.processes import deferred_signals
-from tfrep_strategy.launch.runs import Options, run_to_end
+from tfrep_strategy.running.child import rank_command, run_strategy_scope
+from tfrep_strategy.running.joining import join_outer_run, outer_run
+from tfrep_strategy.running.notes import noted_failure
+from tfrep_strategy.running.processes import deferred_signals
+from tfrep_strategy.running.runs import Options, run_to_end
 
 
 def run_script(target: str, arguments: Sequence[str], options: Options, *, as_module: bool = False) -> None:

@@ -20,7 +20,7 @@ STRATEGIES = ("auto", "mirrored", "multi-worker")
 # back before the user's script runs.
 _BOOTSTRAP = (
     "import json, sys; own = sys.path[:]; sys.path[:] = json.loads(sys.argv[1]); "
-    "from tfrep_strategy.launch.{module} import main; main(sys.argv[2:], own)"
+    "from tfrep_strategy.running.{module} import main; main(sys.argv[2:], own)"
 )
 
 
@@ -63,7 +63,7 @@ def run_strategy_scope() -> Iterator[Any]:
     import tensorflow as tf
 
     import tfrep_strategy as tfrep
-    from tfrep_strategy.launch.stand_ins import put, strategy_everywhere
+    from tfrep_strategy.running.stand_ins import put, strategy_everywhere
 
     for gpu in tf.config.get_visible_devices("GPU"):  # Ranks may share them, and scripts ask for it when it is too late.
         tf.config.experimental.set_memory_growth(gpu, True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.launch.identity import free_ports, horovod_is_installed, inherited_environ
+from tfrep_strategy.running.identity import free_ports, horovod_is_installed, inherited_environ
 
 ROOT = str(Path(tfrep.__file__).parents[1])
 LIMIT = 150
@@ -206,7 +206,7 @@ def test_runs_in_tasks_are_refused(
 
 def test_a_rank_of_a_run_starts_no_other(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tfrep_strategy.demo import run_demo
-    from tfrep_strategy.launch import Options, run_script
+    from tfrep_strategy.running import Options, run_script
 
     with pytest.raises(tfrep.errors.ConfigurationError, match="`tfrep demo` would start a run of its own in each"):
         run_demo(None)

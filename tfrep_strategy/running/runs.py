@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.launch.child import STRATEGIES
-from tfrep_strategy.launch.identity import (
+from tfrep_strategy.running.child import STRATEGIES
+from tfrep_strategy.running.identity import (
     COMMUNICATORS,
     common_hash_seed,
     identities,
     inherited_environ,
     resolve_communicator,
 )
-from tfrep_strategy.launch.processes import Command, Events, Failure, run_ranks
-from tfrep_strategy.launch.report import describe
+from tfrep_strategy.running.processes import Command, Events, Failure, run_ranks
+from tfrep_strategy.running.report import describe
 
 
 @dataclass(frozen=True)

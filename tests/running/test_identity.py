@@ -9,7 +9,7 @@ import urllib.request
 import psutil
 import pytest
 
-from tfrep_strategy.launch.identity import (
+from tfrep_strategy.running.identity import (
     free_ports,
     horovod_is_installed,
     identities,

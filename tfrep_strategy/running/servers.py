@@ -118,7 +118,7 @@ def run_server(cluster: dict[str, Any], job: str, index: int, *, coordinator_tim
 
 
 def _end_with(address: str, seconds: float) -> None:
-    from tfrep_strategy.launch.cluster import wait_until_reachable
+    from tfrep_strategy.running.cluster import wait_until_reachable
 
     if wait_until_reachable({"chief": address}, seconds):
         print(f"tfrep: the coordinator ({address}) has not come after {seconds:g} seconds.", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ import pytest
 from observing import alive, wait_until
 
 import tfrep_strategy
-from tfrep_strategy.launch.processes import (
+from tfrep_strategy.running.processes import (
     GRACE_SECONDS,
     TIMED_OUT,
     Command,
@@ -117,7 +117,7 @@ def test_rank_0_has_the_terminal(tmp_path, marker):
 import os, sys
 from pathlib import Path
 sys.path.insert(0, {ROOT!r})
-from tfrep_strategy.launch.processes import Command, deferred_signals, run_ranks
+from tfrep_strategy.running.processes import Command, deferred_signals, run_ranks
 show = "import sys; print(sys.stdin.isatty(), sys.stdout.isatty(), sys.stderr.isatty(), flush=True)"
 folder = Path({str(tmp_path)!r})
 with deferred_signals() as events:
@@ -204,7 +204,7 @@ LAUNCHER = f"""
 import os, sys
 from pathlib import Path
 sys.path.insert(0, {ROOT!r})
-from tfrep_strategy.launch.processes import Command, deferred_signals, run_ranks
+from tfrep_strategy.running.processes import Command, deferred_signals, run_ranks
 folder = Path(sys.argv[2])
 commands = [Command([sys.executable, "-c", {WITH_CHILDREN!r}, sys.argv[1]], os.environ)] * 2
 try:

@@ -19,8 +19,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
-from tfrep_strategy.launch.child import rank_command
-from tfrep_strategy.launch.identity import free_ports, inherited_environ
+from tfrep_strategy.running.child import rank_command
+from tfrep_strategy.running.identity import free_ports, inherited_environ
 
 START_SECONDS = 60.0
 """How long the servers may take to start."""

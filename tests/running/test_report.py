@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tfrep_strategy.launch.processes import Failure
-from tfrep_strategy.launch.report import describe, last_lines
+from tfrep_strategy.running.processes import Failure
+from tfrep_strategy.running.report import describe, last_lines
 
 OF_TENSORFLOW = """\
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR

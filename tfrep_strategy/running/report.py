@@ -7,7 +7,7 @@ import signal
 from collections import deque
 from pathlib import Path
 
-from tfrep_strategy.launch.processes import Failure
+from tfrep_strategy.running.processes import Failure
 
 _LAST_LINES = 20
 # TensorFlow's information and warnings, and the lines without a mark that go with them.

@@ -12,11 +12,11 @@ import cloudpickle
 
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import PeerError
-from tfrep_strategy.launch.child import rank_command, run_strategy_scope
-from tfrep_strategy.launch.joining import warn_inside_a_run
-from tfrep_strategy.launch.notes import noted_failure
-from tfrep_strategy.launch.processes import deferred_signals
-from tfrep_strategy.launch.runs import Options, RunFailed, run_to_end
+from tfrep_strategy.running.child import rank_command, run_strategy_scope
+from tfrep_strategy.running.joining import warn_inside_a_run
+from tfrep_strategy.running.notes import noted_failure
+from tfrep_strategy.running.processes import deferred_signals
+from tfrep_strategy.running.runs import Options, RunFailed, run_to_end
 
 
 def launch(

@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 
 from tfrep_strategy.environments import Environment, detect_environment
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.launch.child import rank_command
-from tfrep_strategy.launch.identity import RUN_VARIABLES, common_hash_seed
-from tfrep_strategy.launch.runs import Options, make_log_dir
+from tfrep_strategy.running.child import rank_command
+from tfrep_strategy.running.identity import RUN_VARIABLES, common_hash_seed
+from tfrep_strategy.running.runs import Options, make_log_dir
 
 _HASH_SEED = "0"
 """All ranks have to hash alike, and those that another launcher has started cannot agree on a number."""

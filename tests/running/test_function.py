@@ -12,9 +12,9 @@ import pytest
 
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, PeerError
-from tfrep_strategy.launch import identity, launch
-from tfrep_strategy.launch.identity import horovod_is_installed
-from tfrep_strategy.launch.processes import GRACE_SECONDS
+from tfrep_strategy.running import identity, launch
+from tfrep_strategy.running.identity import horovod_is_installed
+from tfrep_strategy.running.processes import GRACE_SECONDS
 
 LIMIT = 100.0
 needs_horovod = pytest.mark.skipif(not horovod_is_installed(), reason="Horovod is not installed")
