@@ -23,9 +23,16 @@ LANES = {
         "test_notebook_parameter_server.py",
         "test_sidecar_evaluator.py",
     ),
-    "launchers": ("running/test_function.py", "running/test_joining.py", "running/test_processes.py", "test_cli.py", "test_demo.py"),
+    "launchers": (
+        "running/test_function.py",
+        "running/test_joining.py",
+        "running/test_processes.py",
+        "test_cli.py",
+        "test_demo.py",
+    ),
     "faults": (
         "communicators/peers/test_monitor.py",
+        "keras_integration/test_first_use.py",
         "strategies/test_late_strategy.py",
         "strategies/test_peer_failure.py",
         "tensorflow_integration/test_pipelines_at_exit.py",

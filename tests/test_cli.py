@@ -40,6 +40,14 @@ if detect_environment().rank == 1:
     {death}
 time.sleep(90)
 """
+WATCHED = """
+import sys, time, warnings
+warnings.warn("the script's warning")
+print("the script's error", file=sys.stderr)
+print("READY", flush=True)
+time.sleep(90)
+"""
+MEGABYTES = 80
 
 
 def environ(**more: str) -> dict[str, str]:
@@ -130,6 +138,32 @@ def test_a_rank_that_dies_ends_the_run(tmp_path, death, code, shown):
     assert "last words" in log
     assert shown in log or "exit" in shown or "SIGKILL" in shown
     assert not ranks_of(word)
+
+
+@pytest.mark.parametrize("options", [["-n", "2"], ["--strategy", "parameter-server", "--workers", "1"]], ids=" ".join)
+def test_what_only_watches_is_small_and_ranks_start_quietly(tmp_path, options):
+    (tmp_path / "script.py").write_text(WATCHED)
+    unset = environ()
+    del unset["TF_CPP_MIN_LOG_LEVEL"]
+    command = [sys.executable, "-m", "tfrep_strategy.cli", "run", *options, "script.py"]
+    with open(tmp_path / "errors", "w+") as errors:
+        process = subprocess.Popen(command, cwd=tmp_path, env=unset, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            assert process.stdout.readline() == "READY\n", (tmp_path / "errors").read_text()
+            launcher = psutil.Process(process.pid)
+            guard = next(each for each in launcher.children() if "-S" in each.cmdline())
+            for watcher in (launcher, guard):
+                assert watcher.memory_info().rss < MEGABYTES * 2**20
+                assert not [each.path for each in watcher.memory_maps() if "tensorflow" in each.path]
+        finally:
+            process.terminate()
+            process.communicate(timeout=LIMIT)
+        errors.seek(0)
+        warning, source, error, *rest = errors.read().splitlines()
+    assert warning.endswith("script.py:3: UserWarning: the script's warning")
+    assert "warnings.warn" in source
+    assert error == "the script's error"
+    assert all(line.startswith("tfrep: ") for line in rest), rest
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])

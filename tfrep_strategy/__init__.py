@@ -1,47 +1,76 @@
 """Unmodified Keras 3 on many devices and many machines, with the answer that one device gives."""
 
-from tfrep_strategy import keras_integration  # noqa: F401  (makes Keras work under the strategies)
+from typing import TYPE_CHECKING
+
+from tfrep_strategy._lazy import names_loaded_when_used
 from tfrep_strategy._version import __version__
-from tfrep_strategy.collectives import (
-    all_gather,
-    all_gather_object,
-    all_mean,
-    all_reduce,
-    all_sum,
-    all_to_all,
-    barrier,
-    broadcast,
-    broadcast_object,
-    chief_first,
-    is_chief,
-    map_gather,
-    map_reduce,
-    num_replicas,
-    reduce_scatter,
-    replica_id,
-)
-from tfrep_strategy.communicators import Communicator
-from tfrep_strategy.environments import Environment, register_environment
-from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
-from tfrep_strategy.keras_integration.timed_checkpoint import TimedCheckpoint
-from tfrep_strategy.replicator import (
-    InputContext,
-    InputReplicationMode,
-    MultiGpuReplicator,
-    MultiWorkerReplicator,
-    ParameterServerReplicator,
-    Replicator,
-    TpuReplicator,
-)
-from tfrep_strategy.running import launch
-from tfrep_strategy.running.cluster import local_cluster
-from tfrep_strategy.running.parameter_server import exit_on_server_loss
-from tfrep_strategy.sidecar_evaluator import SidecarEvaluator
-from tfrep_strategy.strategies.auto import auto_strategy
-from tfrep_strategy.strategies.logical_devices import logical_device
-from tfrep_strategy.strategies.mirrored import MirroredStrategy, use_logical_cpus
-from tfrep_strategy.strategies.multi_worker import MultiWorkerStrategy
-from tfrep_strategy.strategies.parameter_server import ParameterServerStrategy
+
+if TYPE_CHECKING:
+    from tfrep_strategy.collectives import (
+        all_gather,
+        all_gather_object,
+        all_mean,
+        all_reduce,
+        all_sum,
+        all_to_all,
+        barrier,
+        broadcast,
+        broadcast_object,
+        chief_first,
+        is_chief,
+        map_gather,
+        map_reduce,
+        num_replicas,
+        reduce_scatter,
+        replica_id,
+    )
+    from tfrep_strategy.communicators import Communicator
+    from tfrep_strategy.environments import Environment, register_environment
+    from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
+    from tfrep_strategy.keras_integration.timed_checkpoint import TimedCheckpoint
+    from tfrep_strategy.replicator import (
+        InputContext,
+        InputReplicationMode,
+        MultiGpuReplicator,
+        MultiWorkerReplicator,
+        ParameterServerReplicator,
+        Replicator,
+        TpuReplicator,
+    )
+    from tfrep_strategy.running import launch
+    from tfrep_strategy.running.parameter_server import exit_on_server_loss
+    from tfrep_strategy.running.resolver import local_cluster
+    from tfrep_strategy.sidecar_evaluator import SidecarEvaluator
+    from tfrep_strategy.strategies.auto import auto_strategy
+    from tfrep_strategy.strategies.logical_devices import logical_device
+    from tfrep_strategy.strategies.mirrored import MirroredStrategy, use_logical_cpus
+    from tfrep_strategy.strategies.multi_worker import MultiWorkerStrategy
+    from tfrep_strategy.strategies.parameter_server import ParameterServerStrategy
+else:
+    __getattr__, __dir__ = names_loaded_when_used(__name__, {
+        "collectives": [
+            "all_gather", "all_gather_object", "all_mean", "all_reduce", "all_sum", "all_to_all", "barrier", "broadcast",
+            "broadcast_object", "chief_first", "is_chief", "map_gather", "map_reduce", "num_replicas", "reduce_scatter",
+            "replica_id",
+        ],
+        "communicators": ["Communicator"],
+        "environments": ["Environment", "register_environment"],
+        "keras_integration.dataset_creator": ["DatasetCreator"],
+        "keras_integration.timed_checkpoint": ["TimedCheckpoint"],
+        "replicator": [
+            "InputContext", "InputReplicationMode", "MultiGpuReplicator", "MultiWorkerReplicator",
+            "ParameterServerReplicator", "Replicator", "TpuReplicator",
+        ],
+        "running": ["launch"],
+        "running.parameter_server": ["exit_on_server_loss"],
+        "running.resolver": ["local_cluster"],
+        "sidecar_evaluator": ["SidecarEvaluator"],
+        "strategies.auto": ["auto_strategy"],
+        "strategies.logical_devices": ["logical_device"],
+        "strategies.mirrored": ["MirroredStrategy", "use_logical_cpus"],
+        "strategies.multi_worker": ["MultiWorkerStrategy"],
+        "strategies.parameter_server": ["ParameterServerStrategy"],
+    })  # fmt: skip
 
 __all__ = [
     "Communicator", "DatasetCreator", "Environment", "InputContext", "InputReplicationMode", "MirroredStrategy",

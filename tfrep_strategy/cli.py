@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from tfrep_strategy._version import __version__
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
@@ -47,8 +46,14 @@ def main() -> None:
     try:
         app()
     except TfrepError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"tfrep: {error}", markup=False)
+        _print_error(error)
         sys.exit(_BAD_INPUT if isinstance(error, ConfigurationError) else 1)
+
+
+def _print_error(error: Exception) -> None:
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"tfrep: {error}", markup=False)
 
 
 def _show_version(wanted: bool) -> None:
@@ -118,7 +123,7 @@ def run(
         run_script(script, own_arguments, options, as_module=as_module)
     except RunFailed as failed:
         sys.stdout.flush()
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"tfrep: {failed}", markup=False)
+        _print_error(failed)
         raise typer.Exit(failed.failure.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
@@ -161,8 +166,10 @@ def demo(
     ),
 ) -> None:
     """Train a small network on handwritten digits in every way, and compare."""
-    from tfrep_strategy.demo import run_demo
+    from tfrep_strategy.startup_log import quiet_start
 
+    with quiet_start():
+        from tfrep_strategy.demo import run_demo
     run_demo(picture)
 
 

@@ -31,6 +31,7 @@ from tfrep_strategy.nvidia import (
 )
 from tfrep_strategy.running import launch
 from tfrep_strategy.running.identity import free_ports, horovod_is_installed
+from tfrep_strategy.startup_log import quiet_start
 from tfrep_strategy.transports import choose_communicator, horovod_transports
 
 SELF_TEST_SECONDS = 60.0
@@ -81,13 +82,13 @@ def examine(*, self_test: bool = True) -> Report:
         >>> examine(self_test=False).healthy
         True
     """
+    with quiet_start():
+        of_tensorflow = [_tried("TensorFlow", _tensorflow), _tried("Keras", _keras), *_gpus(driver_gpus())]
     findings = [
         Finding("tfrep_strategy", __version__),
         Finding("Python", f"{platform.python_version()} on {platform.platform()}"),
-        _tried("TensorFlow", _tensorflow),
-        _tried("Keras", _keras),
+        *of_tensorflow,
         _horovod(),
-        *_gpus(driver_gpus()),
         _nccl(),
         Finding('"auto"', choose_communicator(horovod_transports(), gpus=gpus_are_visible()).describe()),
         _tried("Environment", lambda: detect_environment().describe()),

@@ -89,7 +89,8 @@ def _agrees_on_batches(phase: str) -> None:
     @replaces(keras.callbacks.CallbackList, f"on_{phase}_batch_end")
     def on_batch_end(original: Any, self: Any, batch: int, logs: Any = None) -> None:
         """Shows callbacks the global logs of a batch; one process that wants to stop stops all."""
-        if phase not in self._looks_at_batches:
+        # A list that was made before `__init__` was replaced has no such attribute, and no strategy of ours.
+        if phase not in getattr(self, "_looks_at_batches", ()):
             return original(self, batch, logs)
         strategy: Any = strategy_of(self.model)
         if logs is not None and phase != "predict":  # Outputs are those of all replicas already.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -59,12 +60,13 @@ def replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[.
 
 
 def replace_everywhere(function: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-    """Replaces a function of Keras in every module that has imported it by name, as Keras's data sets do."""
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "keras":
-            for attribute, value in list(vars(module).items()):
+    """Replaces a function of Keras in every module that has imported it by name: Keras's data sets, and the user's program."""
+    for module in list(sys.modules.values()):
+        if isinstance(module, types.ModuleType):
+            namespace = object.__getattribute__(module, "__dict__")  # Some modules load themselves when they are asked.
+            for name, value in list(namespace.items()):
                 if value is function:
-                    setattr(module, attribute, replacement)
+                    namespace[name] = replacement
 
 
 class _WarningsOfKeras:

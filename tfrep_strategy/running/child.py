@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.startup_log import quiet_start
 
 STRATEGIES = ("auto", "mirrored", "multi-worker")
 """What a run may be asked for."""
@@ -60,12 +61,14 @@ def run_strategy_scope() -> Iterator[Any]:
         >>> with run_strategy_scope() as strategy:
         ...     assert tf.distribute.MirroredStrategy() is strategy
     """
-    import tensorflow as tf
+    with quiet_start():
+        import tensorflow as tf
 
-    import tfrep_strategy as tfrep
-    from tfrep_strategy.running.stand_ins import put, strategy_everywhere
+        import tfrep_strategy as tfrep
+        from tfrep_strategy.running.stand_ins import put, strategy_everywhere
 
-    for gpu in tf.config.get_visible_devices("GPU"):  # Ranks may share them, and scripts ask for it when it is too late.
+        gpus = tf.config.get_visible_devices("GPU")
+    for gpu in gpus:  # Ranks may share them, and scripts ask for it when it is too late.
         tf.config.experimental.set_memory_growth(gpu, True)
     if os.environ["TFREP_STRATEGY"] == "mirrored":
         _show_devices(int(os.environ["TFREP_NUM_REPLICAS"]))

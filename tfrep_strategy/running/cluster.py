@@ -1,4 +1,4 @@
-"""A cluster of parameter servers and workers on this machine, for a notebook, a test, or `tfrep run`."""
+"""The processes of a cluster of parameter servers and workers on this machine. Nothing here loads TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import tensorflow as tf
 
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
 from tfrep_strategy.running.child import rank_command
@@ -141,47 +139,6 @@ class LocalCluster:
             if "ended" in event and self._on_end is not None:
                 job = event["ended"].rstrip("0123456789")
                 self._on_end(job, int(event["ended"][len(job) :]), event["code"])
-
-
-class LocalClusterResolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
-    """Tells a strategy the addresses of a `LocalCluster`.
-
-    Attributes:
-        cluster: The cluster, with `kill`, `start` and `pid`.
-    """
-
-    def __init__(self, cluster: LocalCluster) -> None:
-        super().__init__(tf.train.ClusterSpec(cluster.spec), rpc_layer="grpc")
-        self.cluster = cluster
-
-
-@contextlib.contextmanager
-def local_cluster(workers: int = 2, servers: int = 1) -> Iterator[LocalClusterResolver]:
-    """Starts workers and parameter servers as processes on this machine, and ends them with the body.
-
-    They end too when this process is killed. TensorFlow's servers listen on all interfaces and trust whoever connects.
-
-    Args:
-        workers: How many workers, at least one.
-        servers: How many parameter servers, at least one.
-
-    Yields:
-        What `ParameterServerStrategy` takes.
-
-    Raises:
-        ConfigurationError: A number cannot be used.
-        PeerError: The processes do not start.
-
-    Example:
-        >>> with tfrep.local_cluster(workers=2, servers=1) as cluster:
-        ...     strategy = tfrep.ParameterServerStrategy(cluster)
-    """
-    check_counts(workers=workers, servers=servers)
-    cluster = LocalCluster(workers, servers)
-    try:
-        yield LocalClusterResolver(cluster)
-    finally:
-        cluster.stop()
 
 
 def check_counts(**counts: Any) -> None:

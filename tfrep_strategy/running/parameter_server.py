@@ -9,17 +9,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, ServerLostError, message
 from tfrep_strategy.running.child import rank_command
+from tfrep_strategy.running.cluster import LocalCluster, check_counts
 from tfrep_strategy.running.identity import free_ports, inherited_environ
 from tfrep_strategy.running.joining import refuse_inside_a_run
 from tfrep_strategy.running.processes import Command, Failure, deferred_signals, run_ranks
 from tfrep_strategy.running.runs import make_log_dir
-
-if TYPE_CHECKING:
-    from tfrep_strategy.running.cluster import LocalCluster
 
 SERVER_LOST = 75
 """Exit code of a coordinator that lost a server: with the cluster started again, it can resume from a checkpoint."""
@@ -50,8 +48,6 @@ class ClusterOptions:
     log_dir: Path | None = None
 
     def __post_init__(self) -> None:
-        from tfrep_strategy.running.cluster import check_counts
-
         check_counts(workers=self.workers, servers=self.servers)
         restarts = self.max_restarts
         if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
@@ -116,8 +112,6 @@ def _was_lost(failure: Failure) -> bool:
 @contextlib.contextmanager
 def _restarting_cluster(workers: int, servers: int, log_dir: Path | None) -> Iterator[LocalCluster]:
     """Starts a cluster whose workers are started again when they end by themselves."""
-    from tfrep_strategy.running.cluster import LocalCluster
-
     stopping = threading.Event()
 
     def on_end(job: str, index: int, code: int) -> None:

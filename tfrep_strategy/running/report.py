@@ -8,15 +8,10 @@ from collections import deque
 from pathlib import Path
 
 from tfrep_strategy.running.processes import Failure
+from tfrep_strategy.startup_log import log_lines
 
 _LAST_LINES = 20
-# TensorFlow's information and warnings, and the lines without a mark that go with them.
-_OF_TENSORFLOW = re.compile(
-    r"[IW]\d{4} \d\d:\d\d:\d\d"
-    r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IW] "
-    r"|WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
-    r"|To enable the following instructions: "
-)
+_OF_TENSORFLOW = re.compile(log_lines("IW"))
 
 
 def describe(failure: Failure, *, timeout: float | None, through_horovodrun: bool, log_dir: Path) -> str:

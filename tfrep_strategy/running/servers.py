@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tfrep_strategy.startup_log import quiet_start
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -41,7 +43,8 @@ def main(arguments: list[str], own_path: list[str]) -> None:
     os.dup2(2, 1)
     # Ctrl-C in a terminal reaches every process; the one that gives the orders decides what follows from it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import tensorflow  # noqa: F401  (what the forks share)
+    with quiet_start():
+        import tensorflow  # noqa: F401  (what the forks share)
 
     servers: dict[str, int] = {}
     lock = threading.Lock()
