@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import tensorflow as tf
@@ -26,6 +30,15 @@ def test_self_test_on_every_communicator_that_is_there(capfd):
     for name in names:
         assert found[name].ok, found[name].value
         assert "[3.0, 3.0]" in found[name].value
+
+
+def test_what_it_prints_is_its_own():
+    environ = os.environ | {"PYTHONPATH": str(Path(doctor.__file__).parents[1])}
+    environ.pop("TF_CPP_MIN_LOG_LEVEL", None)
+    command = [sys.executable, "-m", "tfrep_strategy.cli", "doctor", "--json"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["healthy"] is True
 
 
 def test_it_names_versions_and_the_environment(monkeypatch):

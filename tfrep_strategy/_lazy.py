@@ -13,7 +13,8 @@ def names_loaded_when_used(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Makes the two functions by which Python asks a package for names that it does not have yet.
 
-    A module of the package is loaded in the same way when it is used as an attribute.
+    A module of the package is loaded in the same way when it is used as an attribute, and with it the modules below it that
+    have public names.
 
     Args:
         package: The package's `__name__`.
@@ -35,10 +36,15 @@ def names_loaded_when_used(
         module = f"{package}.{name}"
         if not name.startswith("_"):  # Those are what tools ask every module for.
             try:
-                return import_module(module)
+                loaded = import_module(module)
             except ModuleNotFoundError as error:
                 if error.name != module:
                     raise
+            else:
+                for below in set(module_of.values()):
+                    if below.startswith(f"{module}."):
+                        import_module(below)
+                return loaded
         raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
 
     return load, lambda: sorted({*namespace, *module_of})

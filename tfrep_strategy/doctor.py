@@ -16,7 +16,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from tfrep_strategy._version import __version__
-from tfrep_strategy.devices import own_gpu
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import TfrepError
 from tfrep_strategy.horovod_build import status
@@ -176,6 +175,8 @@ def _gpus(there: list[Gpu]) -> list[Finding]:
 
 
 def _processes(num_gpus: int) -> str:
+    from tfrep_strategy.devices import own_gpu
+
     ranks = ", ".join(f"rank {i} takes GPU {own_gpu(num_gpus, i, num_gpus) or 0}" for i in range(num_gpus))
     return f"`tfrep run -n {num_gpus}`: {ranks}" if num_gpus else "none"
 
