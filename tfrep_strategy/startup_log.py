@@ -34,6 +34,7 @@ def log_lines(levels: str) -> str:
         levels: The marks of the lines' levels, of I, W, E and F.
 
     Example:
+        >>> import re
         >>> bool(re.match(log_lines("IW"), "I0000 00:00:1.5 6 port.cc:153] oneDNN custom operations are on."))
         True
     """
