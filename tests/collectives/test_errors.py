@@ -195,7 +195,7 @@ def test_an_inner_function_in_an_eager_step():
     """It would wait for ever: the replicas run one after the other."""
     strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
     inner = tf.function(lambda: tfrep.all_sum(tf.ones(2)), autograph=False)
-    with pytest.raises(ConfigurationError, match="put the call of strategy.run into a tf.function"):
+    with pytest.raises(ConfigurationError, match="call strategy.run inside a tf.function"):
         strategy.run(lambda: inner())
     result = tf.function(lambda: strategy.run(lambda: inner()), autograph=False)()
     assert result.values[1].numpy().tolist() == [2.0, 2.0]
