@@ -115,7 +115,7 @@ REFUSED = [
     (tf_config({"ps": ["a:1"]}), "not in the cluster"),
     (tf_config({"worker": ["a:1", "a:2"]}, index=2), "index=2"),
     (tf_config({"worker": ["a:1", "a:2"]}, index=-1), "index=-1"),
-    (tf_config({"worker": ["a:1"]}, index="first"), "no index"),
+    (tf_config({"worker": ["a:1"]}, index="first"), "no integer index"),
     (tf_config({"worker": "a:1"}), "not a list"),
     (tf_config({"worker": ["a:1"], "chief": ["a:2", "a:3"]}, "chief"), "more than one chief"),
     (tf_config({"worker": ["a:1", "b:1", "a:1"]}), "ranks=[0, 2]"),
