@@ -23,7 +23,14 @@ LANES = {
         "test_notebook_parameter_server.py",
         "test_sidecar_evaluator.py",
     ),
-    "launchers": ("launch/test_function.py", "launch/test_joining.py", "launch/test_processes.py", "test_cli.py", "test_demo.py"),
+    "launchers": (
+        "launch/test_function.py",
+        "launch/test_joining.py",
+        "launch/test_processes.py",
+        "test_cli.py",
+        "test_demo.py",
+        "test_docstrings_of_runs.py",
+    ),
     "faults": (
         "communicators/peers/test_monitor.py",
         "strategies/test_late_strategy.py",

@@ -129,7 +129,7 @@ def run_demo(
         PeerError: A process failed, or took more than 5 minutes.
 
     Example:
-        >>> results = run_demo(None, epochs=2, examples=128)
+        >>> results = run_demo(None, epochs=2, examples=128, console=Console(file=open(os.devnull, "w")))
         >>> max(result.largest_difference for result in results) < 1e-5
         True
     """
@@ -168,11 +168,7 @@ def run_demo(
 
 
 def main() -> None:
-    """Runs `tfrep demo`.
-
-    Example:
-        >>> main()
-    """
+    """Runs `tfrep demo`."""
     start = time.monotonic()
     console = Console()
     run_demo(console=console)

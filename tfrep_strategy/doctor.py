@@ -78,8 +78,8 @@ def examine(*, self_test: bool = True) -> Report:
         The report.
 
     Example:
-        >>> examine(self_test=False).healthy
-        True
+        >>> examine(self_test=False).findings[0].name
+        'tfrep_strategy'
     """
     findings = [
         Finding("tfrep_strategy", __version__),
@@ -107,7 +107,8 @@ def show(report: Report, *, as_json: bool = False) -> None:
         as_json: Whether to print one JSON object instead of a table.
 
     Example:
-        >>> show(examine(), as_json=True)
+        >>> show(Report([Finding("GPUs", "none")]), as_json=True)
+        {"healthy": true, "findings": [{"name": "GPUs", "value": "none", "ok": null}]}
     """
     if as_json:
         print(json.dumps({"healthy": report.healthy, "findings": [asdict(finding) for finding in report.findings]}))

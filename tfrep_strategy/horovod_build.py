@@ -89,8 +89,8 @@ def status() -> HorovodStatus:
         The status.
 
     Example:
-        >>> status().version
-        '0.28.1'
+        >>> status().describe()
+        'Horovod...'
     """
     try:
         version = importlib.metadata.version("horovod")
@@ -121,7 +121,10 @@ def build_wheel(extras: Iterable[str] = (), cache_dir: str | os.PathLike[str] | 
         TfrepError: The build failed. The message contains the first error and the path of the log.
 
     Example:
-        >>> install_wheel(build_wheel(["mpi"]))
+        >>> build_wheel(["infiniband"])
+        Traceback (most recent call last):
+        tfrep_strategy.errors.ConfigurationError: Unknown transport of Horovod. Received: extra='infiniband'
+        Hint: use nccl or mpi.
     """
     chosen = sorted(set(extras))
     for extra in chosen:
@@ -147,9 +150,6 @@ def install_wheel(wheel: Path) -> None:
 
     Raises:
         TfrepError: pip failed.
-
-    Example:
-        >>> install_wheel(build_wheel())
     """
     for arguments in (["--no-deps", "--force-reinstall", str(wheel)], _PYTHON_NEEDS):
         done = subprocess.run([*_pip("install"), "--quiet", *arguments], capture_output=True, text=True, check=False)

@@ -42,9 +42,13 @@ class SidecarEvaluator:
         ConfigurationError: The model is not compiled, or a setting cannot be used.
 
     Example:
-        >>> evaluator = tfrep.SidecarEvaluator(model, data, "checkpoints", max_evaluations=10)
-        >>> evaluator.start()
-        >>> evaluator.history["loss"]
+        >>> model = make_model()
+        >>> model.save_weights("ckpt-1.weights.h5")
+        >>> evaluator = tfrep.SidecarEvaluator(model, (x, y), ".", max_evaluations=1, poll_seconds=0.01)
+        >>> history = evaluator.start()
+        ckpt-1.weights.h5: loss: ...
+        >>> history["checkpoint"]
+        [1]
     """
 
     def __init__(

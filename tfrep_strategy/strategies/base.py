@@ -109,7 +109,7 @@ class SynchronousStrategy(tf.distribute.Strategy):
             ConfigurationError: `reduce_op` is a sum, and `value` is not one value for each replica.
 
         Example:
-            >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+            >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
             >>> float(strategy.reduce("SUM", strategy.run(lambda: tf.constant(1.0))))
             2.0
         """
@@ -204,7 +204,7 @@ class SynchronousStrategy(tf.distribute.Strategy):
             ConfigurationError: A replica does not exist, or is given twice.
 
         Example:
-            >>> MirroredStrategy(["CPU:0", "CPU:1"]).new_group([1])
+            >>> tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).new_group([1])
             ReplicaGroup([1])
         """
 
@@ -256,7 +256,7 @@ class SynchronousStrategy(tf.distribute.Strategy):
             DesyncError: A variable differs. The message names the first one, and the value on each replica.
 
         Example:
-            >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+            >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
             >>> with strategy.scope():
             ...     v = tf.Variable(1.0)
             >>> strategy.assert_in_sync([v])

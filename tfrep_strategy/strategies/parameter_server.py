@@ -60,8 +60,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         >>> with tfrep.local_cluster(workers=2, servers=1) as cluster:
         ...     strategy = tfrep.ParameterServerStrategy(cluster)
         ...     with strategy.scope():
-        ...         model = build_and_compile()
-        ...     model.fit(x, y)
+        ...         model = make_model()
+        ...     history = model.fit(x, y, batch_size=2, verbose=0)
+        >>> len(history.history["loss"])
+        1
     """
 
     trains_asynchronously = True

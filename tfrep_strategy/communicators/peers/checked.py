@@ -30,13 +30,18 @@ class CheckedCommunicator(Communicator):
         monitor: Sends the reports.
         group: The ranks that take part. Default: all.
 
-    Example:
-        >>> communicator = CheckedCommunicator(inner, PeerMonitor.start(inner))
-        >>> communicator.all_reduce([tf.ones([communicator.rank + 1])])
-        Traceback (most recent call last):
+    If rank 0 calls `all_reduce([tf.ones([1])])` and rank 1 calls `all_reduce([tf.ones([2])])`, both raise::
+
         DesyncError: Ranks called different collectives.
           rank 0: all_reduce(float32[1], sum) at train.py:7
           rank 1: all_reduce(float32[2], sum) at train.py:7
+
+    Example:
+        >>> inner = tfrep.communicators.SingleCommunicator()
+        >>> communicator = CheckedCommunicator(inner, PeerMonitor.start(inner))
+        >>> communicator.all_reduce([tf.ones([2])])[0].numpy().tolist()
+        [1.0, 1.0]
+        >>> communicator.close()
     """
 
     def __init__(self, inner: Communicator, monitor: PeerMonitor, group: Sequence[int] | None = None) -> None:

@@ -109,8 +109,10 @@ class PeerMonitor:
             The monitor; None, with a warning, if some rank cannot reach rank 0.
 
         Example:
-            >>> PeerMonitor.start(communicator).ended
+            >>> monitor = PeerMonitor.start(tfrep.communicators.SingleCommunicator())
+            >>> monitor.ended
             []
+            >>> monitor.close()
         """
         loopback = communicator.local_size == communicator.size
         hub = Hub(communicator.size, loopback, silence_seconds) if communicator.rank == 0 else None
