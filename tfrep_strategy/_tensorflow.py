@@ -122,18 +122,18 @@ CoordinatedJob = _private("eager.context", "coordination_config_pb2").Coordinate
 
 
 def runtime_has_started() -> bool:
-    """Whether TensorFlow has opened its devices; from then on it refuses most settings."""
+    """Returns whether TensorFlow has opened its devices. From then on it refuses most settings."""
     return context()._context_handle is not None
 
 
 def configure_collectives(leader: str, device_filters: tuple[str, ...]) -> None:
-    """Tells the runtime how collectives find each other, which it needs only when its server starts.
+    """Configures the collectives of the runtime, which reads these settings only when its server starts.
 
     Unlike `configure_collective_ops`, it does not refuse a runtime that has started.
 
     Args:
-        leader: The task that hands out the keys of groups.
-        device_filters: The tasks that this one talks to besides.
+        leader: The task that assigns the keys of groups.
+        device_filters: The other tasks that this one communicates with.
     """
     runtime = context()
     runtime._collective_leader = leader
@@ -142,7 +142,7 @@ def configure_collectives(leader: str, device_filters: tuple[str, ...]) -> None:
 
 
 def parts_of_dataset(dataset: tf.data.Dataset) -> Iterator[Any]:
-    """Gives a data set, and all that it reads from."""
+    """Yields a data set and all data sets that it reads from."""
     waiting = [dataset]
     while waiting:
         current = waiting.pop()
@@ -151,12 +151,12 @@ def parts_of_dataset(dataset: tf.data.Dataset) -> Iterator[Any]:
 
 
 def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
-    """Lists a pair of seeds for each `shuffle`; `(0, 0)` is one that was made without any seed, which no two ranks draw alike."""
+    """Lists the pair of seeds of each `shuffle`. `(0, 0)` means that it has no seed, and differs on every rank."""
     return [(int(part._seed), int(part._seed2)) for part in parts_of_dataset(dataset) if hasattr(part, "_seed2")]
 
 
 def unordered_operations(dataset: tf.data.Dataset) -> list[str]:
-    """Lists the parts of a data set that were told to hand on whatever is ready first (`deterministic=False`)."""
+    """Lists the operations of a data set that were made with `deterministic=False`."""
     found = [part for part in parts_of_dataset(dataset) if getattr(part, "_deterministic", None) == "false"]
     return [type(part).__name__.strip("_") for part in found]
 
