@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import subprocess
+import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 from collections.abc import Callable, Iterator  # noqa: E402
 
+import docstrings  # noqa: E402
 import pytest  # noqa: E402
 from lanes import LANES, lane_of  # noqa: E402
 from workers import WorkerPool  # noqa: E402
@@ -74,3 +78,14 @@ def worker_pool(_pools: dict[tuple[str, int], WorkerPool]) -> Callable[[str, int
         return pool
 
     return get
+
+
+@pytest.fixture(scope="module")
+def differences(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """How the examples of a module's tests differ from the docstrings, by name; all run in one process."""
+    items = [item for item in request.session.items if item.path == request.path and "differences" in item.fixturenames]
+    results = tmp_path_factory.mktemp("examples") / "differences.json"
+    command = [sys.executable, docstrings.__file__, str(results), *(item.callspec.params["name"] for item in items)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(results.read_text("utf-8"))

@@ -29,6 +29,7 @@ LANES = {
         "running/test_processes.py",
         "test_cli.py",
         "test_demo.py",
+        "test_docstrings_of_runs.py",
     ),
     "faults": (
         "communicators/peers/test_monitor.py",

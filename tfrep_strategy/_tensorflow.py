@@ -1,6 +1,6 @@
-"""The private TensorFlow names that this package relies on, and the only module that imports them.
+"""Imports the private TensorFlow names that this package uses. No other module imports private names.
 
-Each is checked at import: when a TensorFlow release moves one, the error says which.
+Each name is checked at import. If a TensorFlow release moves one, the error names it.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ is_mirrored = _private("distribute.distribute_utils", "is_mirrored")
 regroup = _private("distribute.distribute_utils", "regroup")
 in_replica_update_context = _private("distribute.values_util", "in_replica_update_context")
 
-# The graph that remembers scopes outside functions.
+# The graph that holds the scopes that are open outside functions.
 default_graph_stack = _private("framework.ops", "_default_graph_stack")
 
 # Graphs of branches and loop bodies.
 BranchGraph = _private("ops.control_flow_v2_func_graphs", "ControlFlowFuncGraph")
 
-# AutoGraph leaves the functions of this package as they are, as it does TensorFlow's own.
+# AutoGraph does not convert the functions of this package, just as it does not convert TensorFlow's own.
 autograph_rules = _private("autograph.core", "config")
 autograph_rules.CONVERSION_RULES = (autograph_rules.DoNotConvert("tfrep_strategy"), *autograph_rules.CONVERSION_RULES)
 autograph_status = _private("autograph.core", "ag_ctx")
@@ -107,12 +107,12 @@ CompositeTensorGradient = _private("framework.composite_tensor_gradient", "Compo
 save_context = _private("saved_model.save_context", "_save_context")
 LoadedFunction = _private("saved_model.load", "_WrapperFunction")
 
-# Checkpoints: what is done after one was written, and the file that lists those of a folder.
+# Checkpoints: the callbacks after a write, and the file that lists the checkpoints of a folder.
 run_write_callbacks = _private("checkpoint.checkpoint", "_execute_callbacks")
 _checkpoint_management = _private("checkpoint.checkpoint", "checkpoint_management")
 _private("checkpoint.checkpoint_management", "update_checkpoint_state_internal")
 
-# The global seed that TensorFlow takes for an operation with a seed of its own, where nobody set one.
+# The global seed that TensorFlow uses for an operation with its own seed if no global seed is set.
 NO_SEED = _private("framework.random_seed", "DEFAULT_GRAPH_SEED")
 
 # Runtime.
@@ -122,18 +122,18 @@ CoordinatedJob = _private("eager.context", "coordination_config_pb2").Coordinate
 
 
 def runtime_has_started() -> bool:
-    """Whether TensorFlow has opened its devices; from then on it refuses most settings."""
+    """Returns whether TensorFlow has opened its devices. From then on it refuses most settings."""
     return context()._context_handle is not None
 
 
 def configure_collectives(leader: str, device_filters: tuple[str, ...]) -> None:
-    """Tells the runtime how collectives find each other, which it needs only when its server starts.
+    """Configures the collectives of the runtime, which reads these settings only when its server starts.
 
     Unlike `configure_collective_ops`, it does not refuse a runtime that has started.
 
     Args:
-        leader: The task that hands out the keys of groups.
-        device_filters: The tasks that this one talks to besides.
+        leader: The task that assigns the keys of groups.
+        device_filters: The other tasks that this one communicates with.
     """
     runtime = context()
     runtime._collective_leader = leader
@@ -142,7 +142,7 @@ def configure_collectives(leader: str, device_filters: tuple[str, ...]) -> None:
 
 
 def parts_of_dataset(dataset: tf.data.Dataset) -> Iterator[Any]:
-    """Gives a data set, and all that it reads from."""
+    """Yields a data set and all data sets that it reads from."""
     waiting = [dataset]
     while waiting:
         current = waiting.pop()
@@ -151,24 +151,24 @@ def parts_of_dataset(dataset: tf.data.Dataset) -> Iterator[Any]:
 
 
 def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
-    """Lists a pair of seeds for each `shuffle`; `(0, 0)` is one that was made without any seed, which no two ranks draw alike."""
+    """Lists the pair of seeds of each `shuffle`. `(0, 0)` means that it has no seed, and differs on every rank."""
     return [(int(part._seed), int(part._seed2)) for part in parts_of_dataset(dataset) if hasattr(part, "_seed2")]
 
 
 def unordered_operations(dataset: tf.data.Dataset) -> list[str]:
-    """Lists the parts of a data set that were told to hand on whatever is ready first (`deterministic=False`)."""
+    """Lists the operations of a data set that were made with `deterministic=False`."""
     found = [part for part in parts_of_dataset(dataset) if getattr(part, "_deterministic", None) == "false"]
     return [type(part).__name__.strip("_") for part in found]
 
 
 def converted_by_autograph(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a user's function whose `if`s and loops over tensors become those of the graph."""
+    """Returns a user's function, converted by AutoGraph: conditions and loops on tensors become those of the graph."""
     enabled = autograph_status.ControlStatusCtx(autograph_status.Status.ENABLED)
     return autograph_convert(fn, enabled)
 
 
 def run_independently(operation: Any) -> None:
-    """Has an operation of a function run whoever uses its results, and wait for no other than those that it takes."""
+    """Makes an operation of a function run even if nothing uses its results, and wait for its inputs only."""
     manager = getattr(operation, "graph", None) and operation.graph.experimental_acd_manager
     if manager is not None:
         manager.run_independently(operation)
@@ -176,7 +176,7 @@ def run_independently(operation: Any) -> None:
 
 @contextlib.contextmanager
 def without_checkpoint_state() -> Iterator[None]:
-    """Lets nothing write the file that lists the checkpoints of a folder."""
+    """Disables writing the file that lists the checkpoints of a folder."""
     update = _checkpoint_management.update_checkpoint_state_internal
     _checkpoint_management.update_checkpoint_state_internal = lambda *args, **kwargs: None
     try:
@@ -192,9 +192,9 @@ def random_state() -> tuple[int | None, object]:
 
 
 def use_random_seed(graph: Any, seed: int | None) -> int | None:
-    """Changes the seed of a graph's random operations, or of eager ones where `graph` is None; returns the one before.
+    """Sets the seed of a graph's random operations, or of eager ones if `graph` is None. Returns the previous seed.
 
-    Unlike `tf.random.set_seed`, it leaves the generator alone that numbers operations.
+    Unlike `tf.random.set_seed`, it does not change the generator that numbers operations.
     """
     if graph is not None:
         before, graph.seed = graph.seed, seed
@@ -205,7 +205,7 @@ def use_random_seed(graph: Any, seed: int | None) -> int | None:
 
 
 def set_random_state(seed: int, state: object) -> None:
-    """Gives TensorFlow's eager context a state that `random_state` returned, here or in another process."""
+    """Restores the state of TensorFlow's eager context that `random_state` returned, here or in another process."""
     if context()._seed != seed:
         tf.random.set_seed(seed)
     if state is not None:

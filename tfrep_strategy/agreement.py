@@ -1,4 +1,4 @@
-"""How the processes keep in step when each reads data of its own, or when nobody knows how long the data is."""
+"""Keeps the processes in step if each reads its own data, or if the length of the data is unknown."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import tensorflow as tf
 
 
 class Agreement:
-    """How the processes agree on a step whose batches may not be there on all of them.
+    """Lets the processes agree on each step, also if some of them have no batch for it.
 
     Args:
-        rank: This process.
+        rank: Rank of this process.
         size: How many processes there are.
-        sum_over_processes: Sums one int64 vector over all processes, inside a `tf.function` or eagerly.
-        stop_together: Whether pipelines of their own end for all as soon as one ends, with a warning. Otherwise those that
-            have no more data take part with empty batches until the last has finished.
+        sum_over_processes: Sums an int64 vector over all processes, inside a `tf.function` or eagerly.
+        stop_together: Whether the data ends for all processes as soon as it ends for one, with a warning. Otherwise a process
+            without data takes part with empty batches until the last process has read its data.
     """
 
     def __init__(
@@ -26,14 +26,14 @@ class Agreement:
         self._sum = sum_over_processes
 
     def next_step(self, has_batch: tf.Tensor, own: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Agrees on the next step of pipelines of their own.
+        """Agrees on the next step of processes that each read their own data.
 
         Args:
-            has_batch: bool scalar, whether this process has read a batch for it. A batch may be empty.
-            own: int64 scalar, how many examples this process has read for it.
+            has_batch: bool scalar, whether this process has read a batch for the step. A batch may be empty.
+            own: int64 scalar, the number of examples in that batch.
 
         Returns:
-            How many examples the step has over all (int64 scalar), and whether there is such a step (bool scalar).
+            The number of examples of all processes (int64 scalar), and whether there is a step (bool scalar).
         """
         if self.size == 1:
             return own, has_batch
@@ -43,17 +43,17 @@ class Agreement:
         return tf.reduce_sum(tf.maximum(sizes, 0)), goes_on
 
     def all_read(self, has_batch: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
-        """Returns whether the next batch of data that every process reads whole is there on all of them.
+        """Returns whether all processes have read the next batch of data that each of them reads whole.
 
         Args:
-            has_batch: bool scalar, whether this process has read one.
-            own: int64 scalar, how many examples are in it.
+            has_batch: bool scalar, whether this process has read a batch.
+            own: int64 scalar, the number of examples in it.
 
         Returns:
             bool scalar.
 
         Raises:
-            tf.errors.InvalidArgumentError: when it runs, where processes have read batches of different sizes.
+            tf.errors.InvalidArgumentError: The processes have read batches of different sizes. Raised when it runs.
         """
         sizes = self._gather(tf.where(has_batch, own, -1))
         one_size = tf.reduce_all((sizes == tf.reduce_max(sizes)) | (sizes < 0))
@@ -66,12 +66,12 @@ class Agreement:
 
     @staticmethod
     def _all_have(has_data: tf.Tensor) -> tf.Tensor:
-        """Returns whether all of a vector over the ranks is true; warns where only some of it is."""
+        """Returns whether a bool vector over the ranks is true everywhere; warns if it is true on some ranks only."""
         ended = tf.reshape(tf.where(tf.logical_not(has_data)), [-1])
 
         def stop() -> tf.Tensor:
-            warning = tf.print("Warning: the data of rank", ended, "ended before that of the other ranks, so that the"
-                               " epoch ends here for all.", output_stream=sys.stderr)  # fmt: skip
+            warning = tf.print("Warning: the data of rank", ended, "ended before that of the other ranks, so the epoch ends"
+                               " here for all.", output_stream=sys.stderr)  # fmt: skip
             with tf.control_dependencies([] if warning is None else [warning]):
                 return tf.constant(False)
 

@@ -1,4 +1,4 @@
-"""One batch at a time: counted, cut into one part for each replica, in order, and put together again."""
+"""Functions on one batch: count its examples, cut it into one part for each replica, and join the parts again."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def num_examples(batch: Any) -> tf.Tensor:
         batch: A nest of dense, sparse or ragged tensors whose first dimension is the batch.
 
     Returns:
-        int64 scalar: the first dimension of the first tensor that has one; 1 when none has, and also for one whose rank is not
-        known before it runs and turns out to be 0.
+        int64 scalar: the first dimension of the first tensor that is not a scalar; 1 if all are scalars. A tensor of unknown
+        rank counts as 1 if it turns out to be a scalar.
     """
     for leaf in tf.nest.flatten(batch):
         if isinstance(leaf, tf.SparseTensor):
@@ -33,7 +33,7 @@ def num_examples(batch: Any) -> tf.Tensor:
 
 
 def as_tensors(batch: Any) -> Any:
-    """Makes the arrays of a nest tensors; None leaves are kept."""
+    """Converts the arrays of a nest to tensors; None leaves are kept."""
     return tf.nest.map_structure(lambda v: v if v is None or tf.is_tensor(v) else tf.convert_to_tensor(v), batch)
 
 
@@ -43,9 +43,9 @@ def cut(batch: Any, num_parts: int, index: int) -> Any:
     The first `size % num_parts` parts have one example more than the others; a part may be empty.
 
     Args:
-        batch: A nest of dense, sparse or ragged tensors whose first dimension is the batch. Scalars are copied to all.
+        batch: A nest of dense, sparse or ragged tensors whose first dimension is the batch. Every part gets a scalar whole.
         num_parts: How many parts there are.
-        index: Which one to take.
+        index: Index of the part to take.
 
     Returns:
         A nest of the same structure.
@@ -66,7 +66,7 @@ def cut(batch: Any, num_parts: int, index: int) -> Any:
             )
             if leaf.shape.rank is None:
                 return part
-            # TensorFlow forgets the dimensions that are known.
+            # tf.sparse.slice loses the static dimensions.
             known = [part.dense_shape[i] if size is None else size for i, size in enumerate([None, *leaf.shape[1:]])]
             return tf.SparseTensor(part.indices, part.values, tf.stack(known))
         if isinstance(leaf, tf.RaggedTensor):
@@ -96,21 +96,21 @@ def shard(batch: Any, num_replicas: int, first: int, count: int) -> Shards:
 
 
 def pack(shards: Shards) -> Any:
-    """Turns one step's parts into the value that `Strategy.run` hands to the replicas."""
+    """Turns the parts of a step into the value that `Strategy.run` passes to the replicas."""
     return shards.parts[0] if len(shards.parts) == 1 else regroup(shards.parts)
 
 
 def with_unknown_size(part: Any) -> Any:
-    """Hides from the function that is being traced that a part has no rows, or one.
+    """Hides a static batch size of 0 or 1 from the function that is being traced.
 
-    Code that decides by a static size takes 0 and 1 for something else than a batch: `keras.ops.add` adds what has the
-    shape `[1, n]` as a bias.
+    Code that reads static sizes does not take a dimension of 0 or 1 for a batch. `keras.ops.add`, for example, takes a
+    tensor of shape `[1, n]` for a bias.
 
     Args:
         part: A nest of dense, sparse or ragged tensors whose first dimension is the batch.
 
     Returns:
-        The same nest; the first dimension of dense tensors is unknown where it was 0 or 1.
+        The same nest. The first dimension of dense tensors is unknown if it was 0 or 1.
     """
 
     def hide(leaf: Any) -> Any:
@@ -122,7 +122,7 @@ def with_unknown_size(part: Any) -> Any:
 
 
 def concatenate(parts: Sequence[Any]) -> Any:
-    """Joins replica outputs along the batch: dense, sparse or ragged tensors; scalars are stacked."""
+    """Joins dense, sparse or ragged outputs of replicas along the batch; stacks scalars."""
     if len(parts) == 1:
         return parts[0]
     if isinstance(parts[0], tf.SparseTensor):
@@ -131,14 +131,14 @@ def concatenate(parts: Sequence[Any]) -> Any:
 
 
 def empty_batch(spec: Any) -> Any:
-    """Makes a batch of no examples.
+    """Makes a batch without examples.
 
     Args:
         spec: A nest of `tf.TensorSpec`, `tf.SparseTensorSpec` or `tf.RaggedTensorSpec`.
 
     Returns:
-        A nest of the same structure whose tensors have a first dimension of 0. Scalars are zeros; a tensor of unknown rank is
-        a vector of no elements.
+        A nest of the same structure whose tensors have a first dimension of 0. Scalars are zero. A tensor of unknown rank is
+        an empty vector.
     """
 
     def empty_leaf(leaf: Any) -> Any:
@@ -160,7 +160,7 @@ def empty_batch(spec: Any) -> Any:
 
 
 def any_size(spec: Any) -> Any:
-    """Returns the specification of batches of any number of examples, given that of some."""
+    """Returns a specification of batches with any number of examples, given one with a fixed number."""
 
     def any_leaf(leaf: Any) -> Any:
         if isinstance(leaf, tf.OptionalSpec) or not leaf.shape.rank:
@@ -174,12 +174,12 @@ def any_size(spec: Any) -> Any:
 
 
 def as_element(spec: Any, components: Sequence[Any]) -> Any:
-    """Puts together again what `tf.data.Dataset.map` passes to a function: the items of a tuple one by one."""
+    """Rebuilds an element from the arguments that `tf.data.Dataset.map` passes: it passes the items of a tuple one by one."""
     return tuple(components) if type(spec) is tuple else components[0]
 
 
 def in_turn(dataset: tf.data.Dataset, pieces_of: Callable[[Any], Sequence[Any]]) -> tf.data.Dataset:
-    """Makes several elements of each: `pieces_of(element)` lists them."""
+    """Replaces each element of a data set by the elements in the list `pieces_of(element)`."""
     spec = dataset.element_spec
 
     @tf.autograph.experimental.do_not_convert

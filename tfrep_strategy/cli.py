@@ -41,7 +41,9 @@ def main() -> None:
 
     Example:
         >>> sys.argv = ["tfrep", "--version"]
-        >>> main()
+        >>> with contextlib.suppress(SystemExit):
+        ...     main()
+        tfrep_strategy ...
     """
     try:
         app()

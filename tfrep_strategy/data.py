@@ -1,4 +1,4 @@
-"""Who reads what: every process its parts of one pipeline, or pipelines of its own."""
+"""Distributes data sets: each process reads its parts of one pipeline, or its own pipelines."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tfrep_strategy.keras_integration.protocol import Shards
 
 _PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
 _STEPS_AHEAD = 2
-"""How many steps are cut before they are needed."""
+"""How many steps are cut ahead."""
 
 
 class ReplicaDataset(tf.distribute.DistributedDataset):
     """A data set whose elements are steps: one batch for each replica of this process.
 
     Args:
-        pipelines: Either one for all replicas of this process, or one for each.
-        reading: How steps are made of what they give.
-        cardinality: How many steps there are; negative when that is unknown or infinite, as TensorFlow has it.
+        pipelines: One pipeline for all replicas of this process, or one for each replica.
+        reading: How steps are made from the elements of the pipelines.
+        cardinality: The number of steps, or one of TensorFlow's negative values for unknown and infinite.
     """
 
     def __init__(self, pipelines: Sequence[Pipeline], reading: Reading, cardinality: int) -> None:
@@ -34,9 +34,9 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         self._reading = reading
         self.cardinality = cardinality
         self.first_batch: FirstBatch | None = None
-        """What compares the first batch of data that every process reads whole."""
+        """Compares the first batch between the processes, if each reads the whole data."""
         self.steps_per_batch: int | None = 1
-        """How many steps a batch of the data set that was distributed makes; None where nobody knows."""
+        """How many steps one batch of the original data set makes; None if that is not known."""
 
     def __iter__(self) -> Iterator[Any]:
         iterators = tuple(pipeline.start() for pipeline in self._pipelines)
@@ -57,7 +57,7 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         return [pipeline.dataset.element_spec for pipeline in self._pipelines]
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Folds `reduce_func(state, batch)` over the steps; a `for` loop in a `tf.function` is such a fold too."""
+        """Folds `reduce_func(state, batch)` over the steps. AutoGraph turns a `for` loop over the data into such a fold."""
         if not tf.executing_eagerly():
             return self._reduce_in_graph(initial_state, reduce_func)
         state = initial_state
@@ -72,15 +72,15 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
             state = reduce_func(state, optional.get_value())
             return iterator.get_next_as_optional(), state
 
-        # One step after the other: each reads the next batch.
+        # Iterations must not run in parallel, since each reads the next batch.
         start = iterator.get_next_as_optional(), initial_state
         return tf.while_loop(lambda optional, state: optional.has_value(), step, start, parallel_iterations=1)[1]
 
     def for_keras(self, length_is_known: bool) -> Any:
-        """Returns an iterable whose elements are `Shards`, for Keras's training loops.
+        """Returns an iterable of `Shards`, for Keras's training loops.
 
         Args:
-            length_is_known: Whether Keras's loops end after the same number of steps on every process.
+            length_is_known: Whether Keras's loops run the same number of steps on every process.
         """
         first = self._pipelines[0]
         reads_whole = isinstance(first.dataset.element_spec, Shards)
@@ -98,9 +98,9 @@ class LocalReplicas(NamedTuple):
     """The replicas of this process.
 
     Attributes:
-        first: The id of the first one.
-        devices: The device of each.
-        agreement: How the processes keep in step where each reads data of its own.
+        first: The id of the first replica.
+        devices: The device of each replica.
+        agreement: Keeps the processes in step if each reads its own data.
     """
 
     first: int
@@ -118,27 +118,27 @@ def distribute(
 ) -> ReplicaDataset:
     """Spreads a data set of global batches over the replicas.
 
-    Every process reads the same pipeline and takes its parts of each batch, which gives exactly the steps of one device,
-    unless the data set's `auto_shard_policy` says otherwise: with `FILE` each process reads files of its own, with `OFF`
-    each reads all that the data set has there; their batches are then cut into per-replica ones.
+    By default every process reads the same pipeline and takes its parts of each batch. The steps are then exactly those of
+    one device. With the `auto_shard_policy` `FILE` each process reads its own files; with `OFF` each process reads all data
+    of its data set. Their batches are then cut into per-replica batches.
 
     Args:
-        dataset: Of global batches.
-        replicas: Those of this process. Their agreement is needed when each process reads data of its own, or where nobody
-            knows how many batches there are (`UNKNOWN_CARDINALITY`, on all of them or on none).
-        options: Where to, and how far ahead, batches are moved.
+        dataset: A data set of global batches.
+        replicas: The replicas of this process. Their agreement is used if each process reads its own data, or if the number
+            of batches is unknown (`UNKNOWN_CARDINALITY`, on all processes or on none).
+        options: The devices to move batches to, and how far ahead.
 
     Returns:
         A `ReplicaDataset`.
 
     Raises:
-        ConfigurationError: for options that cannot be followed.
+        ConfigurationError: The options do not apply to one data set.
     """
     _check(options)
     if options is not None and options.experimental_replication_mode == _PER_REPLICA:
         raise ConfigurationError(
             message(
-                "One data set cannot be read anew by each replica.",
+                "The replicas cannot each read one data set from the start.",
                 hint="use distribute_datasets_from_function, or InputReplicationMode.PER_WORKER.",
                 experimental_replication_mode=options.experimental_replication_mode,
             )
@@ -157,7 +157,7 @@ def distribute(
         own.steps_per_batch = replicas.total if policy == policies.OFF else None
         return own
     if buffer:
-        # Each replica's part is an element, which goes to the device whose turn it is.
+        # Each part is an element of its own; TensorFlow's iterator sends the elements to the devices in turn.
         parts = range(replicas.first, replicas.first + count)
         dataset = in_turn(dataset, lambda batch: [shard(batch, replicas.total, part, 1) for part in parts])
     else:
@@ -172,18 +172,19 @@ def distribute_from_function(
     replicas: LocalReplicas,
     options: tf.distribute.InputOptions | None = None,
 ) -> ReplicaDataset:
-    """Lets each process, or each replica, read a pipeline of its own.
+    """Lets each process, or each replica, read its own pipeline.
 
     Args:
-        dataset_fn: Called with a `tf.distribute.InputContext` for each pipeline; returns a data set of per-replica batches.
-        replicas: Those of this process.
+        dataset_fn: Called once for each pipeline, with a `tf.distribute.InputContext`. It returns a data set of per-replica
+            batches.
+        replicas: The replicas of this process.
         options: With `PER_REPLICA` each replica has a pipeline, otherwise each process.
 
     Returns:
-        A `ReplicaDataset`. It ends when the last pipeline does: until then replicas without data get empty batches.
+        A `ReplicaDataset`. It ends when the last pipeline ends. Until then replicas without data get empty batches.
 
     Raises:
-        ConfigurationError: for options that do not go together, or a function that returns no data set.
+        ConfigurationError: The options contradict each other, or the function does not return a data set.
     """
     _check(options)
     agreement, count = replicas.agreement, len(replicas.devices)
@@ -200,7 +201,7 @@ def distribute_from_function(
             dataset = dataset_fn(tf.distribute.InputContext(number, index, replicas.total))
         if not isinstance(dataset, tf.data.Dataset):
             raise ConfigurationError(
-                message("The function has to return a tf.data.Dataset.", returned=type(dataset).__name__)
+                message("The function must return a tf.data.Dataset.", returned=type(dataset).__name__)
             )
         devices, buffer = _destinations(replicas, options, dataset.element_spec)
         own = devices[len(pipelines) : len(pipelines) + 1] if per_replica else devices
@@ -212,7 +213,7 @@ def distribute_from_function(
 
 
 def _check(options: tf.distribute.InputOptions | None) -> None:
-    """Refuses options that TensorFlow's strategies refuse too, or that nothing would follow."""
+    """Refuses options that TensorFlow's strategies refuse too, and options without effect."""
     if options is None:
         return
     if options.experimental_place_dataset_on_device and options.experimental_replication_mode != _PER_REPLICA:
@@ -226,7 +227,7 @@ def _check(options: tf.distribute.InputOptions | None) -> None:
     if options.experimental_place_dataset_on_device and options.experimental_fetch_to_device:
         raise ConfigurationError(
             message(
-                "What a data set on the device gives is there already.",
+                "A data set on the device gives batches that are on the device already.",
                 hint="set experimental_fetch_to_device=False.",
                 experimental_place_dataset_on_device=True,
                 experimental_fetch_to_device=True,
@@ -235,7 +236,7 @@ def _check(options: tf.distribute.InputOptions | None) -> None:
     if options.experimental_per_replica_buffer_size < 0:
         raise ConfigurationError(
             message(
-                "A buffer has a size of 0 or more.",
+                "A buffer size must be 0 or more.",
                 experimental_per_replica_buffer_size=options.experimental_per_replica_buffer_size,
             )
         )
@@ -244,7 +245,7 @@ def _check(options: tf.distribute.InputOptions | None) -> None:
 def _destinations(
     replicas: LocalReplicas, options: tf.distribute.InputOptions | None, spec: Any
 ) -> tuple[tuple[str, ...], int]:
-    """Returns the device of each replica's batches, and how many are moved there ahead; 0: each when it is needed."""
+    """Returns the device of each replica's batches, and how many batches are moved there ahead of the step."""
     devices = replicas.devices
     if options is None:
         ahead = any(tf.DeviceSpec.from_string(device).device_type != "CPU" for device in devices)
@@ -253,7 +254,7 @@ def _destinations(
     else:
         on_device = options.experimental_place_dataset_on_device
         return (devices if on_device else tuple(map(host_of, devices))), 0
-    # Strings, and sparse and ragged tensors, which pipelines hold in variants, are moved when they are needed.
+    # Strings cannot be moved ahead, nor can sparse and ragged tensors, which pipelines hold as variants.
     leaves = tf.nest.flatten(spec)
     movable = all(isinstance(leaf, tf.TensorSpec) and leaf.dtype not in (tf.string, tf.variant) for leaf in leaves)
     if not (ahead and movable):
@@ -264,7 +265,7 @@ def _destinations(
 def _cut_ahead(
     dataset: tf.data.Dataset, cut_batch: Callable[[Any], Shards], options: tf.distribute.InputOptions | None
 ) -> tf.data.Dataset:
-    """Cuts batches in the background, unless somebody wants nothing to be read before it is needed."""
+    """Cuts batches in the background, unless the options forbid reading ahead."""
     spec = dataset.element_spec
 
     @tf.autograph.experimental.do_not_convert
@@ -273,7 +274,7 @@ def _cut_ahead(
 
     no_buffer = options is not None and options.experimental_per_replica_buffer_size == 0
     if no_buffer or dataset.options().experimental_optimization.inject_prefetch is False:
-        # TensorFlow would run the map ahead, and hold what it gives ahead.
+        # By default TensorFlow would run the map ahead and keep its results.
         at_once = tf.data.Options()
         at_once.experimental_optimization.map_parallelization = False
         at_once.experimental_optimization.inject_prefetch = False

@@ -1,4 +1,4 @@
-"""`tfrep demo`: the same network, trained on real digits in every way that there is, and how the results compare."""
+"""`tfrep demo`: trains one network on handwritten digits with every strategy and communicator, and compares the results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tfrep_strategy.running.identity import horovod_is_installed
 from tfrep_strategy.running.joining import refuse_inside_a_run
 
 ONE_DEVICE = "one device"
-"""The variant that the others are compared with: Keras without a strategy."""
+"""The reference variant: Keras without a strategy."""
 
 _SECONDS_PER_VARIANT = 300.0
 
@@ -39,10 +39,10 @@ class Variant:
     """A way to train.
 
     Attributes:
-        name: What the table calls it.
+        name: Its name in the table.
         strategy: "none", "mirrored" or "multi-worker".
         processes: How many processes take part.
-        communicator: What they talk through.
+        communicator: The communicator of the processes.
     """
 
     name: str
@@ -53,12 +53,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Training:
-    """What one process reports.
+    """The result of one process.
 
     Attributes:
         losses: Mean loss of each epoch.
         seconds: Duration of each epoch.
-        accuracy: Part of the test examples that it gets right, between 0 and 1.
+        accuracy: Accuracy on the test examples, between 0 and 1.
         weights: float32 arrays, in Keras's order.
     """
 
@@ -73,9 +73,9 @@ class Result:
     """One line of the table.
 
     Attributes:
-        variant: Its name.
-        examples_per_second: Median over the epochs after the first, which compiles.
-        accuracy: Part of the test examples that it gets right, between 0 and 1.
+        variant: The name of the variant.
+        examples_per_second: Median over the epochs without the first, which compiles.
+        accuracy: Accuracy on the test examples, between 0 and 1.
         largest_difference: Largest absolute difference of a weight from that of one device, over all processes.
         losses: Mean loss of each epoch.
     """
@@ -88,7 +88,7 @@ class Result:
 
 
 def variants() -> list[Variant]:
-    """Lists what can be compared here: one device first, and a line for each communicator that is installed.
+    """Lists the variants that can run here: one device first, then one for each installed communicator.
 
     Returns:
         The variants.
@@ -112,13 +112,13 @@ def run_demo(
     examples: int | None = None,
     console: Console | None = None,
 ) -> list[Result]:
-    """Trains in every way, one after the other, shows a table and draws the picture.
+    """Trains all variants one after the other, shows a table and draws a picture.
 
     Args:
-        picture: Where to write it (PNG); `None` for none.
-        epochs: How often the training examples are gone through, at least 2: the first is not timed.
-        examples: How many examples to train on; by default all 1,437.
-        console: Where to show progress and the table; by default the terminal.
+        picture: Path of the picture (PNG); None for no picture.
+        epochs: The number of epochs, at least 2, since the first is not timed.
+        examples: How many examples to train on. Default: all 1,437.
+        console: The console for progress and the table. Default: the terminal.
 
     Returns:
         The lines of the table.
@@ -129,13 +129,13 @@ def run_demo(
         PeerError: A process failed, or took more than 5 minutes.
 
     Example:
-        >>> results = run_demo(None, epochs=2, examples=128)
+        >>> results = run_demo(None, epochs=2, examples=128, console=Console(file=open(os.devnull, "w")))
         >>> max(result.largest_difference for result in results) < 1e-5
         True
     """
     refuse_inside_a_run("`tfrep demo`")
     if epochs < 2:
-        raise ValueError(f"The first epoch is not timed, so there must be another. Received: epochs={epochs}")
+        raise ValueError(f"The demo needs at least 2 epochs, since the first is not timed. Received: epochs={epochs}")
     console = console or Console()
     wanted = variants()
     trainings: list[list[Training]] = []
@@ -168,18 +168,14 @@ def run_demo(
 
 
 def main() -> None:
-    """Is what `tfrep demo` does.
-
-    Example:
-        >>> main()
-    """
+    """Runs `tfrep demo`."""
     start = time.monotonic()
     console = Console()
     run_demo(console=console)
     console.print(f"{time.monotonic() - start:.0f} s in all, most of them to start Python and TensorFlow.")
 
 
-# What happens in a process of its own.
+# The training, which runs in separate processes.
 
 
 def _train(strategy: str, communicator: str, epochs: int, examples: int | None, log: str) -> Training:
@@ -206,8 +202,8 @@ def _train(strategy: str, communicator: str, epochs: int, examples: int | None, 
 
 
 def _network() -> keras.Model:
-    # A smooth one. The kinks of ReLU and the choices of max pooling turn rounding errors of 1e-7, which any change of
-    # the order of a sum brings, into differences of 1e-2 within ten epochs.
+    # All layers are smooth. Any change of the order of a sum causes rounding errors of 1e-7. The kinks of ReLU and max pooling
+    # would turn them into differences of 1e-2 within ten epochs.
     layers = keras.layers
     return keras.Sequential(
         [
@@ -224,7 +220,7 @@ def _network() -> keras.Model:
 
 
 class _Clock(keras.callbacks.Callback):
-    """Times the epochs, and lets the file `log` grow by a byte for each, so that the demo can count them."""
+    """Times the epochs, and appends a byte to the file `log` after each, so that the demo can count them."""
 
     def __init__(self, log: str) -> None:
         super().__init__()
@@ -241,12 +237,12 @@ class _Clock(keras.callbacks.Callback):
             log.write(b".")
 
 
-# What is shown.
+# The output.
 
 
 @contextlib.contextmanager
 def _shown_epochs(progress: Progress, task: TaskID) -> Iterator[str]:
-    """Moves a bar while another process writes to the file whose path this gives."""
+    """Yields the path of a file, and advances a bar while another process appends to the file."""
     over = threading.Event()
     with tempfile.NamedTemporaryFile(prefix="tfrep-demo-") as log:
 
@@ -266,9 +262,9 @@ def _shown_epochs(progress: Progress, task: TaskID) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _quiet_errors() -> Iterator[None]:
-    """Keeps what TensorFlow's libraries log when they start out of the bars; it is shown if the body fails.
+    """Hides stderr, so that the log of TensorFlow's libraries does not disturb the bars. Shows it if the body fails.
 
-    TF_CPP_MIN_LOG_LEVEL does not silence all of it.
+    TF_CPP_MIN_LOG_LEVEL does not silence the whole log.
     """
     sys.stderr.flush()
     terminal = os.dup(2)
@@ -311,12 +307,12 @@ def _draw(results: Sequence[Result], picture: Path) -> None:
     figure = Figure(figsize=(11, 4), layout="constrained")
     curves, bars = figure.subplots(1, 2)
     for i, result in enumerate(results):
-        # The curves lie on each other: the first is drawn widest, so that all can be seen.
+        # The curves coincide. The first is drawn widest, so that all are visible.
         width = 2.0 * (len(results) - i)
         epochs = range(1, len(result.losses) + 1)
         curves.plot(epochs, result.losses, linewidth=width, color=f"C{i}", label=result.variant)
         bars.barh(result.variant, result.examples_per_second, color=f"C{i}")
-    curves.set(xlabel="epoch", ylabel="loss", yscale="log", title="Loss: the curves lie on each other")
+    curves.set(xlabel="epoch", ylabel="loss", yscale="log", title="Loss: the curves coincide")
     curves.legend()
     bars.set(xlabel="examples per second", title="Throughput")
     bars.invert_yaxis()

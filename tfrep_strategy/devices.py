@@ -1,4 +1,4 @@
-"""The GPUs of this machine: which of them this process takes, and what stands in the way."""
+"""Chooses the GPUs of this process, and reports GPUs that TensorFlow cannot use."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tfrep_strategy.nvidia import driver_gpus
 
 
 def own_gpu(num_visible: int, local_rank: int, local_size: int) -> int | None:
-    """Decides which of the GPUs that a process sees is its own.
+    """Chooses the GPU of a process among those that it sees.
 
-    A scheduler, or the user, may show each process one GPU; then there is nothing to decide. Processes that see several
-    share them out by their local rank.
+    A scheduler, or the user, may show each process one GPU; then there is nothing to choose. Processes that see several
+    GPUs take them by local rank.
 
     Args:
         num_visible: How many GPUs the process sees.
-        local_rank: Its number among the processes of the run on this machine.
-        local_size: How many these are.
+        local_rank: Rank of the process among those of the run on this machine.
+        local_size: How many processes of the run are on this machine.
 
     Returns:
-        The number of the GPU, or None where the process keeps what it sees.
+        The number of the GPU; None if the process keeps all GPUs that it sees.
 
     Example:
         >>> [own_gpu(8, rank, 8) for rank in (0, 7)], own_gpu(1, 3, 8), own_gpu(8, 0, 1)
@@ -36,15 +36,15 @@ def own_gpu(num_visible: int, local_rank: int, local_size: int) -> int | None:
 
 
 def take_own_gpu(local_rank: int, local_size: int) -> None:
-    """Shows TensorFlow one GPU, and lets its memory grow, where several processes share the GPUs of this machine.
+    """Shows TensorFlow one GPU, and lets its memory grow, if several processes share the GPUs of this machine.
 
-    Otherwise every process would open a context, and take memory, on every GPU, and NCCL would meet one GPU twice. What has
-    been set before stays as it is: visible devices narrow the choice, logical devices and memory limits are kept. Once
-    TensorFlow has started nothing can be changed.
+    Otherwise every process would open a context and take memory on every GPU, and NCCL would find one GPU twice. Earlier
+    settings are kept: the choice is among the visible devices, and logical devices and memory limits stay. Once TensorFlow
+    has started, nothing can be changed.
 
     Args:
-        local_rank: The number of this process among those of the run on this machine.
-        local_size: How many these are.
+        local_rank: Rank of this process among those of the run on this machine.
+        local_size: How many processes of the run are on this machine.
     """
     if runtime_has_started():
         return
@@ -64,20 +64,20 @@ def take_own_gpu(local_rank: int, local_size: int) -> None:
         )
     if local_size > 1:
         for gpu in visible:
-            with contextlib.suppress(ValueError):  # Memory that was limited does not grow.
+            with contextlib.suppress(ValueError):  # A GPU with a memory limit cannot grow its memory.
                 tf.config.experimental.set_memory_growth(gpu, True)
 
 
 def warn_of_unseen_gpus(stacklevel: int) -> None:
-    """Says that TensorFlow cannot use GPUs which are there; TensorFlow itself says it in its log alone."""
+    """Warns if TensorFlow cannot use the GPUs of this machine. TensorFlow itself mentions it in its log only."""
     hidden = "CUDA_VISIBLE_DEVICES" in os.environ or tf.config.list_physical_devices("GPU")
     gpus = [] if hidden else driver_gpus()
     if gpus:
         warnings.warn(
             message(
-                f"The driver sees {len(gpus)} GPU(s) and TensorFlow none, so that this run uses the CPU.",
+                f"The driver sees {len(gpus)} GPU(s) and TensorFlow none, so this run uses the CPU.",
                 hint="pip install 'tensorflow[and-cuda]', or name the folders of CUDA's libraries in LD_LIBRARY_PATH."
-                " CUDA_VISIBLE_DEVICES=-1 says that the CPU is wanted.",
+                " To use the CPU, set CUDA_VISIBLE_DEVICES=-1.",
                 LD_LIBRARY_PATH=os.environ.get("LD_LIBRARY_PATH", ""),
             ),
             stacklevel=stacklevel,
@@ -88,10 +88,10 @@ def replica_device(local_rank: int) -> str:
     """Names the device of the one replica of a process, without starting TensorFlow.
 
     Args:
-        local_rank: The number of this process among those of the run on this machine.
+        local_rank: Rank of this process among those of the run on this machine.
 
     Returns:
-        `"GPU:0"`, `"GPU:1"`, ..., or `"CPU:0"` where the process sees no GPU.
+        `"GPU:0"`, `"GPU:1"`, ..., or `"CPU:0"` if the process sees no GPU.
     """
     limits = [tf.config.get_logical_device_configuration(gpu) for gpu in tf.config.get_visible_devices("GPU")]
     num_logical = sum(len(logical or [None]) for logical in limits)
@@ -99,12 +99,12 @@ def replica_device(local_rank: int) -> str:
 
 
 def logical_devices(kind: str | None = None) -> list[Any]:
-    """Lists the logical devices of this process, which starts TensorFlow.
+    """Lists the logical devices of this process. It starts TensorFlow.
 
-    Where TensorFlow connects several processes it lists those of all.
+    TensorFlow's own list contains the devices of all processes that it connects.
 
     Args:
-        kind: "CPU", "GPU", or all.
+        kind: "CPU", "GPU", or None for all.
 
     Raises:
         ConfigurationError: A GPU cannot be used: it is busy in exclusive mode, or has no memory left.

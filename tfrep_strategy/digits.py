@@ -1,4 +1,4 @@
-"""Real handwritten digits, small enough to ship: for the demo, the tests, the notebooks and the benchmarks."""
+"""A small data set of handwritten digits, for the demo, the tests, the notebooks and the benchmarks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BRIGHTEST = 16
 
 
 class Examples(NamedTuple):
-    """Pictures and what they show.
+    """Images of digits and their labels.
 
     Attributes:
         images: float32 of shape `[n, 8, 8, 1]`, between 0 (paper) and 1 (ink).
@@ -27,8 +27,8 @@ def load_digits() -> tuple[Examples, Examples]:
     """Loads the UCI "optical recognition of handwritten digits" set that comes with the package.
 
     Returns:
-        1,437 examples to train on, and the last 360 to test with, in the order of the source. Source and licence stand
-        in `data_files/digits.txt`.
+        1,437 training examples, and the last 360 as test examples, in the order of the source. `data_files/digits.txt` names
+        the source and the licence.
 
     Example:
         >>> train, test = load_digits()

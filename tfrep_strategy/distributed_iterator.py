@@ -1,4 +1,4 @@
-"""Reads step by step: one batch for each replica of this process, on that replica's device."""
+"""Reads the steps of distributed data: one batch for each replica of this process, on that replica's device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
 
 _MOST_UNROLLED = 500
-"""How many steps one function may read one by one: Python's own loops would go on for ever."""
+"""How many steps a function may read while it is traced. A loop of Python's own would never end."""
 
 
 def host_of(device: str) -> str:
@@ -29,10 +29,10 @@ class Pipeline(NamedTuple):
     """A data set that is read for some replicas of this process.
 
     Attributes:
-        dataset: Its elements are whole steps (`Shards` with a part for each replica), or parts of one replica each (batches,
-            or `Shards` with one part), for the replicas in turn.
+        dataset: A data set of whole steps (`Shards` with a part for each replica), or of parts for the replicas in turn
+            (batches, or `Shards` with one part).
         runs_on: The device on which it runs.
-        ahead_to: The devices of the replicas, where elements are moved there ahead.
+        ahead_to: The devices of the replicas, if elements are moved there ahead.
         buffer: How many elements each of these devices holds.
     """
 
@@ -42,7 +42,7 @@ class Pipeline(NamedTuple):
     buffer: int = 1
 
     def start(self) -> Any:
-        """Returns an iterator of TensorFlow over it."""
+        """Returns a TensorFlow iterator over the data set."""
         with tf.device(self.runs_on):
             if not self.ahead_to:
                 return iter(self.dataset)
@@ -56,12 +56,12 @@ class Pipeline(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How steps are made of what pipelines give.
+    """How steps are made from the elements of pipelines.
 
     Attributes:
-        devices: Where each replica of this process wants its part.
-        agreement: How processes keep in step, or None where all have the same number of steps.
-        as_shards: Whether to hand out `Shards`, for Keras's loops, rather than what `Strategy.run` takes.
+        devices: The device for the part of each replica of this process.
+        agreement: Keeps the processes in step; None if all have the same number of steps.
+        as_shards: Whether to return `Shards`, for Keras's loops, instead of arguments for `Strategy.run`.
     """
 
     devices: tuple[str, ...]
@@ -69,7 +69,7 @@ class Reading(NamedTuple):
     as_shards: bool = False
 
     def part_specs(self, specs: Sequence[Any]) -> list[Any]:
-        """Returns the specification of each replica's part, given those of the pipelines' elements."""
+        """Returns the specification of each replica's part, given the specifications of the pipelines' elements."""
         parts: list[Any] = []
         while len(parts) < len(self.devices):
             for spec in specs:
@@ -78,18 +78,18 @@ class Reading(NamedTuple):
         return parts if self.agreement is None else [any_size(part) for part in parts]
 
     def packed_spec(self, specs: Sequence[Any]) -> Any:
-        """Returns the specification of what `Strategy.run` takes."""
+        """Returns the specification of the argument for `Strategy.run`."""
         parts = self.part_specs(specs)
         return parts[0] if len(parts) == 1 else tf.nest.map_structure(lambda *leaves: PerReplicaSpec(*leaves), *parts)
 
 
 class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.DistributedIterator):
-    """Iterates over what a `ReplicaDataset` gives; can be an argument of a `tf.function`.
+    """An iterator over the steps of a `ReplicaDataset`. It can be an argument of a `tf.function`.
 
     Args:
-        iterators: Of TensorFlow, one over each pipeline.
-        reading: How steps are made of what they give.
-        first_batch: Compared once the first batch has been read, where that happens outside functions.
+        iterators: A TensorFlow iterator over each pipeline.
+        reading: How steps are made from their elements.
+        first_batch: Compares the first batch between the processes, if it is read outside functions.
     """
 
     def __init__(self, iterators: tuple[Any, ...], reading: Reading, first_batch: FirstBatch | None = None) -> None:
@@ -119,8 +119,8 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         if self._traced[graph] > _MOST_UNROLLED:
             raise ConfigurationError(
                 message(
-                    "A loop of Python over distributed data does not end while a tf.function is traced.",
-                    hint="loop with for over the data, over enumerate or zip of distributed data, or over tf.range(n).",
+                    "A Python loop over distributed data never ends while a tf.function is traced.",
+                    hint="use a for loop over the data, over enumerate or zip of distributed data, or over tf.range(n).",
                     steps=_MOST_UNROLLED,
                 )
             )
@@ -129,23 +129,23 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         """Returns the next step's batch.
 
         Raises:
-            tf.errors.OutOfRangeError: at the end of the data.
-            ConfigurationError: inside a replica.
+            tf.errors.OutOfRangeError: The data has ended.
+            ConfigurationError: The caller is inside a replica.
         """
         _refuse_replicas()
         if self._reading.agreement is None:
             elements = self._read(lambda iterator: iterator.get_next())
             return self._given(self._joined([element for element, _ in elements]))
         shards, goes_on = self._next_step(self._reading.agreement)
-        # Nothing of the step may run where there is none.
+        # If there is no step, nothing that depends on its batch may run.
         with tf.control_dependencies([tf.cond(goes_on, lambda: tf.constant(0, tf.int64), _raise_at_the_end)]):
             return self._given(shards, always_copied=True)
 
     def get_next_as_optional(self) -> Any:
-        """Returns what `get_next` would as a `tf.experimental.Optional`, which is empty at the end of the data.
+        """Returns the next step's batch as a `tf.experimental.Optional`, which is empty at the end of the data.
 
         Raises:
-            ConfigurationError: inside a replica.
+            ConfigurationError: The caller is inside a replica.
         """
         _refuse_replicas()
         if self._reading.agreement is None:
@@ -165,7 +165,7 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         )
 
     def _next_step(self, agreement: Agreement) -> tuple[Shards, tf.Tensor]:
-        """Returns this process's parts, empty where it has no more, and whether there is such a step."""
+        """Returns this process's parts, empty if its data has ended, and whether there is a step."""
         optionals = self._read(lambda iterator: iterator.get_next_as_optional())
         there = [optional.has_value() for optional, _ in optionals]
         elements = [_value_or_empty(optional, device) for optional, device in optionals]
@@ -177,7 +177,7 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         return Shards(tuple(elements), total), goes_on
 
     def _read(self, read: Callable[[Any], Any]) -> list[tuple[Any, str | None]]:
-        """Reads the elements of one step, with the devices to which they were moved."""
+        """Reads the elements of one step. Returns each with the device to which it was moved."""
         found: list[tuple[Any, str | None]] = []
         parts_of_each = _parts_of(self._iterators[0].element_spec)
         while len(found) * parts_of_each < len(self._reading.devices):
@@ -193,15 +193,15 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         return self._reading.devices if len(self._iterators) == 1 else self._reading.devices[first : first + 1]
 
     def _joined(self, elements: Sequence[Any]) -> Shards:
-        """Makes one step of elements that are each a part of it, or some."""
+        """Makes one step from its elements, each of which holds one part or several."""
         if isinstance(elements[0], Shards):
             return Shards(tuple(part for element in elements for part in element.parts), elements[0].total)
         return Shards(tuple(elements), tf.add_n([num_examples(part) for part in elements]))
 
     def _given(self, shards: Shards, always_copied: bool = False) -> Any:
-        """Returns a step as it is handed out, its parts on their devices."""
+        """Returns a step as `get_next` returns it, with its parts on their devices."""
         if self._reading.as_shards and not always_copied:
-            return shards  # Keras's step runs where its replica is anyway.
+            return shards  # Keras's step runs on the replica's device anyway.
         parts = shards.parts
         if always_copied or any(device != host_of(device) for device in self._reading.devices):
             parts = tuple(map(_copied, parts, self._reading.devices))
@@ -216,7 +216,7 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
 
     @property
     def element_spec(self) -> Any:
-        """The specification of what `get_next` returns."""
+        """The specification of the result of `get_next`."""
         return self._given_spec()
 
     @property
@@ -234,7 +234,7 @@ class ReplicaIteratorSpec(tf.TypeSpec):
     value_type = property(lambda self: ReplicaIterator)
 
     def _serialize(self) -> tuple[Any, ...]:
-        # For comparison only: functions are shared between iterators that have the same elements and that agree alike.
+        # Used for comparison only: iterators with equal elements and the same agreement share functions.
         devices, agreement, as_shards = self._reading
         return self._iterator_specs, devices, id(agreement), as_shards
 
@@ -248,7 +248,7 @@ class ReplicaIteratorSpec(tf.TypeSpec):
     def _from_components(self, components: Any) -> ReplicaIterator:
         return ReplicaIterator(tuple(components), self._reading)
 
-    # TensorFlow would derive these from `_serialize`, which does not hold all that is needed.
+    # TensorFlow's versions rebuild the object from `_serialize`, which does not contain the agreement itself.
 
     def _without_tensor_names(self) -> ReplicaIteratorSpec:
         return self._with(spec._without_tensor_names() for spec in self._iterator_specs)
@@ -287,13 +287,13 @@ class ZippedIterator(tf.distribute.DistributedIterator):
         return self
 
     def get_next(self) -> tuple[Any, ...]:
-        """Returns a tuple of what each gives; raises `tf.errors.OutOfRangeError` at the end of the data."""
+        """Returns a tuple with the next element of each; raises `tf.errors.OutOfRangeError` if one of them has ended."""
         return tuple(iterator.get_next() for iterator in self._iterators)
 
     __next__ = get_next
 
     def get_next_as_optional(self) -> Any:
-        """Returns a `tf.experimental.Optional` of that tuple, which is empty when one of them has ended."""
+        """Returns that tuple as a `tf.experimental.Optional`, which is empty if one of them has ended."""
         optionals = [iterator.get_next_as_optional() for iterator in self._iterators]
         spec = tuple(optional.element_spec for optional in optionals)
         return tf.cond(
@@ -303,7 +303,7 @@ class ZippedIterator(tf.distribute.DistributedIterator):
         )
 
 
-# Python's own `enumerate` and `zip` would ask for one step after the other, for ever, while a function is traced.
+# Python's own `enumerate` and `zip` would read steps forever while a function is traced.
 
 
 def _enumerate(source: Any, start: int = 0) -> Any:
@@ -321,7 +321,7 @@ def _zip(*sources: Any, strict: bool = False) -> Any:
 
 
 def support_loops(kind: type) -> None:
-    """Lets `enumerate` and `zip` of such data sets or iterators stand in the loops of a `tf.function`."""
+    """Lets loops of a `tf.function` use `enumerate` and `zip` on a class of data sets or iterators."""
     enumerate_registry.register(kind, _enumerate)
     zip_registry.register(kind, _zip)
 
@@ -334,9 +334,9 @@ def _refuse_replicas() -> None:
     if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
         raise ConfigurationError(
             message(
-                "A replica has read from a distributed iterator: each replica would take a whole step of its own, of which"
-                " it sees one part.",
-                hint="read outside of the function that replicas run: strategy.run(fn, args=(next(iterator),)).",
+                "A replica has read from a distributed iterator. Each replica would take a whole step and see one part of"
+                " it.",
+                hint="read outside the function that replicas run: strategy.run(fn, args=(next(iterator),)).",
             )
         )
 
@@ -361,5 +361,5 @@ def _copied(part: Any, device: str) -> Any:
 
 
 def _raise_at_the_end() -> tf.Tensor:
-    """Raises `tf.errors.OutOfRangeError` when it runs, as TensorFlow does at the end of the data."""
+    """Adds an operation that raises `tf.errors.OutOfRangeError`, as TensorFlow does at the end of the data."""
     return iter(tf.data.Dataset.range(0)).get_next()

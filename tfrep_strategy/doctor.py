@@ -1,4 +1,4 @@
-"""Looks at what is installed and whether processes can talk to each other, in a form to paste into an issue."""
+"""Checks the installation, and whether processes can communicate. The report can be pasted into an issue."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tfrep_strategy.startup_log import quiet_start
 from tfrep_strategy.transports import choose_communicator, horovod_transports
 
 SELF_TEST_SECONDS = 60.0
-"""After this time a self-test counts as failed; it takes about five seconds, most of them to import TensorFlow."""
+"""The time limit of a self-test. It takes about five seconds, most of them to import TensorFlow."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: What was looked at.
-        value: What was found.
-        ok: Whether that is fine; `None` if it is neither good nor bad.
+        name: The checked item.
+        value: The result.
+        ok: Whether the result is good; None if it is neither good nor bad.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """All that was found.
+    """The result of all checks.
 
     Attributes:
         findings: The lines.
@@ -64,22 +64,22 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing was found that is not fine."""
+        """Whether no finding is bad."""
         return all(finding.ok is not False for finding in self.findings)
 
 
 def examine(*, self_test: bool = True) -> Report:
-    """Looks at everything.
+    """Runs all checks.
 
     Args:
-        self_test: Whether to start processes that talk to each other, which takes some seconds.
+        self_test: Whether to start processes that run a collective, which takes some seconds.
 
     Returns:
         The report.
 
     Example:
-        >>> examine(self_test=False).healthy
-        True
+        >>> examine(self_test=False).findings[0].name
+        'tfrep_strategy'
     """
     with quiet_start():
         of_tensorflow = [_tried("TensorFlow", _tensorflow), _tried("Keras", _keras), *_gpus(driver_gpus())]
@@ -103,11 +103,12 @@ def show(report: Report, *, as_json: bool = False) -> None:
     """Prints a report.
 
     Args:
-        report: From `examine`.
-        as_json: One JSON object instead of a table.
+        report: The report, from `examine`.
+        as_json: Whether to print one JSON object instead of a table.
 
     Example:
-        >>> show(examine(), as_json=True)
+        >>> show(Report([Finding("GPUs", "none")]), as_json=True)
+        {"healthy": true, "findings": [{"name": "GPUs", "value": "none", "ok": null}]}
     """
     if as_json:
         print(json.dumps({"healthy": report.healthy, "findings": [asdict(finding) for finding in report.findings]}))
@@ -121,7 +122,7 @@ def show(report: Report, *, as_json: bool = False) -> None:
 
 @contextlib.contextmanager
 def _output_to_stderr() -> Iterator[None]:
-    """Keeps what started processes print out of a report that may be read by a program."""
+    """Redirects the output of started processes to stderr, since a program may read the report from stdout."""
     sys.stdout.flush()
     saved = os.dup(1)
     os.dup2(2, 1)
@@ -152,7 +153,7 @@ def _keras() -> str:
 
 
 def _gpus(there: list[Gpu]) -> list[Finding]:
-    """Says which GPUs there are, whether TensorFlow can use them, and how."""
+    """Lists the GPUs, whether TensorFlow can use them, and how."""
     if not there:
         return [Finding("GPUs", "none"), Finding("XLA", _xla(False))]
     import tensorflow as tf
@@ -213,7 +214,7 @@ def _self_test(communicator: str) -> Finding:
 
 
 def _sum_of_ranks() -> float:
-    """Runs on every rank: adds up rank + 1 over the ranks."""
+    """Sums rank + 1 over the ranks. It runs on every rank."""
     import tensorflow as tf
 
     strategy = tf.distribute.get_strategy()

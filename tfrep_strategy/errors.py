@@ -1,4 +1,4 @@
-"""The package's exceptions, and the one shape that their messages have.
+"""The package's exceptions, and the format of their messages.
 
 A message says what happened, then what was received, then what to do::
 
@@ -12,9 +12,9 @@ from typing import Any
 
 
 class TfrepError(Exception):
-    """Base of every exception that this package raises on its own account."""
+    """Base class of this package's exceptions."""
 
-    # AutoGraph raises an error of the same class, with the user's lines added, only where it finds this very constructor.
+    # AutoGraph adds the user's lines to an error, and keeps its class, only if the class has this constructor.
     __init__ = Exception.__init__
 
 
@@ -23,11 +23,11 @@ class ConfigurationError(TfrepError, ValueError):
 
 
 class UnsupportedVersionError(TfrepError, ImportError):
-    """The installed TensorFlow, Keras or Horovod lacks something that this package relies on."""
+    """The installed TensorFlow, Keras or Horovod lacks a feature that this package needs."""
 
 
 class PeerError(TfrepError, RuntimeError):
-    """Another process of this run died, hung, or does not fit to this one."""
+    """Another process of this run died, hung, or does something else than this one."""
 
 
 class DesyncError(PeerError):
@@ -39,7 +39,7 @@ class WorkerError(PeerError):
 
 
 class ServerLostError(PeerError):
-    """A parameter server is gone, and the variables with it."""
+    """A parameter server has ended, and its variables are lost."""
 
 
 def message(what: str, hint: Any = None, **received: Any) -> str:
@@ -47,8 +47,8 @@ def message(what: str, hint: Any = None, **received: Any) -> str:
 
     Args:
         what: What happened, as a sentence with a full stop.
-        hint: What to do about it, if anything can be said.
-        **received: The offending settings, shown as `name=value`.
+        hint: What the user can do, if that is known.
+        **received: The wrong settings, shown as `name=value`.
 
     Returns:
         The message, of up to two lines.

@@ -1,4 +1,4 @@
-"""Cheap fingerprints of data, by which the ranks see that they were given different data."""
+"""Cheap fingerprints of data, with which the ranks check that they were given the same data."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _TEXT = 1024
 _GOLDEN = 0.6180339887498949
 HINT = (
     "give all ranks the same data: each trains on its part of every batch. Usual causes: an order that follows a `set`,"
-    " generators without a seed, `x[rank::size]`. Ranks that are to read data of their own:"
-    ' MultiWorkerStrategy(rank_data="own"), AutoShardPolicy.OFF, or strategy.distribute_datasets_from_function. Ranks whose'
-    ' data differs by what is drawn for it alone (augmentation): rank_data="unchecked".'
+    " generators without a seed, `x[rank::size]`. If each rank should read its own data, use"
+    ' MultiWorkerStrategy(rank_data="own"), AutoShardPolicy.OFF, or strategy.distribute_datasets_from_function. If the data'
+    ' differs only by random augmentation, use rank_data="unchecked".'
 )
 
 
 class Leaf(NamedTuple):
-    """What a rank says of one array.
+    """A sample of one array.
 
     Attributes:
-        name: Where it stands, such as `x['image']`.
-        kind: Its dtype and shape, or the type of what is no array.
-        shape: Its shape; empty where `positions` says nothing.
-        positions: int64, the places of `sample` in the flat array.
+        name: Path of the array in its nest, such as `x['image']`.
+        kind: Its dtype and shape, or the type of a value that is not an array.
+        shape: Its shape; empty if there are no `positions`.
+        positions: int64, the positions of `sample` in the flat array.
         sample: Some of its values.
     """
 
@@ -55,8 +55,8 @@ class Fingerprint:
     """A sample of arrays, of a size that does not grow with them.
 
     Args:
-        given: Nests (dicts, lists and tuples) of arrays, tensors, data frames and plain values, by their names. A pipeline
-            counts as one whatever it reads; see `FirstBatch`.
+        given: Nests (dicts, lists and tuples) of arrays, tensors, data frames and plain values, by name. All pipelines have
+            the same fingerprint; `FirstBatch` compares their content.
 
     Example:
         >>> Fingerprint({"x": np.zeros(3)}).digest == Fingerprint({"x": np.zeros(3)}).digest
@@ -68,7 +68,7 @@ class Fingerprint:
 
     @property
     def digest(self) -> bytes:
-        """16 bytes that differ where a leaf does."""
+        """A hash of all leaves, of 16 bytes."""
         digest = hashlib.blake2b(digest_size=16)
         for leaf in self.leaves:
             leaf.update(digest)
@@ -76,7 +76,7 @@ class Fingerprint:
 
 
 def difference(ranks: Sequence[Sequence[Leaf]]) -> str:
-    """Describes the first difference between what the ranks were given, for an error.
+    """Describes the first difference between the ranks' data, for an error.
 
     Args:
         ranks: The leaves of each rank.
@@ -120,7 +120,7 @@ def _text(value: Any) -> bytes:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Gives the parts of a nest and their names."""
+    """Yields the leaves of a nest with their names."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield from _leaves(value[key], f"{name}[{key!r}]")
@@ -161,7 +161,7 @@ def _of_array(name: str, value: Any, dtype: str, take: Callable[[np.ndarray], An
 
 
 def _of_rows(name: str, value: Any, dtype: str, take: Callable[[np.ndarray], Sequence[Any]]) -> Leaf:
-    """Describes what may cost as much as it is long when it is made an array, by a few of its rows."""
+    """Samples a few rows of an object that may be costly to convert to an array."""
     shape = tuple(map(int, value.shape))
     positions = _positions(shape[0], 0)
     positions = positions[:: -(-len(positions) // 16) or 1]
@@ -179,13 +179,13 @@ def _row(row: Any) -> Any:
 
 
 def _values(array: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    # What is not contiguous would be copied to be made flat.
+    # Flattening an array that is not contiguous would copy it.
     return array.reshape(-1)[positions] if array.flags.c_contiguous else array[np.unravel_index(positions, array.shape)]
 
 
 @functools.lru_cache(256)
 def _positions(size: int, runs: int) -> np.ndarray:
-    """Chooses places in a flat array: single ones, which no period of the data meets, and runs, for data that is mostly 0."""
+    """Chooses positions in a flat array: single ones, which match no period of the data, and runs, for data that is mostly 0."""
     if size <= _SINGLES + runs * _RUN:
         return np.arange(size)
     parts = np.modf(np.arange(1, _SINGLES + runs + 1) * _GOLDEN)[0]
@@ -195,7 +195,7 @@ def _positions(size: int, runs: int) -> np.ndarray:
 
 
 class FirstBatch:
-    """Notes the first batch that a pipeline gives, as it passes, and has the ranks compare it once.
+    """Records the first batch of a pipeline while it is read, and lets the ranks compare it once.
 
     Args:
         compare: Called with the fingerprint on every rank.
@@ -206,7 +206,7 @@ class FirstBatch:
         self._fingerprint = Fingerprint({})
 
     def noted(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns the same data set; what it reads first is noted. It is read no more often than before."""
+        """Returns a data set with the same elements that records its first batch. The batch is not read a second time."""
         names: list[str] = []
 
         def note(*leaves: Any) -> np.bool_:
@@ -225,10 +225,10 @@ class FirstBatch:
         return dataset.enumerate().map(passed_on)
 
     def check(self) -> None:
-        """Has the ranks compare what they noted, the first time that it is called. All ranks have to call it.
+        """Compares the recorded batches of the ranks on the first call. All ranks must call it.
 
         Raises:
-            DesyncError: It differs.
+            DesyncError: The batches differ.
         """
         compare, self._compare = self._compare, None
         if compare is not None:

@@ -1,7 +1,7 @@
-"""From replica gradients to the global gradient.
+"""Aggregates the gradients of the replicas to the global gradient.
 
-The global gradient of a batch that is spread over replicas is the sum over replicas of `share_r * gradient_r`, where
-`share_r` is the part of the batch's examples that replica r has: every example counts once, however the batch was cut.
+The global gradient is the sum over replicas of `share_r * gradient_r`. `share_r` is the fraction of the global batch's
+examples that replica r has. Every example thus counts once, however the batch was cut.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def aggregate(
     """Sums gradients over the replicas.
 
     Args:
-        gradients: This replica's gradients, weighed; None where a variable has none.
+        gradients: This replica's gradients, times its share; None for a variable without a gradient.
         all_reduce: Sums a list of dense tensors over the replicas.
         all_gather: Concatenates tensors of different length along the first dimension, in replica order.
-        bucket_bytes: Gradients are sent in groups of about this size. The last variables go first, since backward reaches
-            them first, so that a bucket leaves while the next is still being computed.
+        bucket_bytes: Gradients are sent in buckets of about this size. The last variables go first, since backward reaches
+            them first. A bucket is then sent while the next is still being computed.
 
     Returns:
-        The global gradients, in the order given; sparse ones stay sparse.
+        The global gradients, in the given order. Sparse gradients stay sparse.
 
     Example:
         >>> one_replica = dict(all_reduce=lambda ts: ts, all_gather=lambda t: t, bucket_bytes=1 << 20)
@@ -65,11 +65,11 @@ def weighed(gradient: Gradient, weight: tf.Tensor | None) -> Gradient:
 
     Args:
         gradient: `tf.Tensor`, `tf.IndexedSlices` or None.
-        weight: float32 scalar; None leaves the gradient as it is. A weight of zero makes a gradient zero even where it is not
-            finite: a replica without examples has nothing to say.
+        weight: float32 scalar; None leaves the gradient unchanged. A weight of zero, that of a replica without examples, makes
+            the gradient zero even if it is not finite.
 
     Returns:
-        As `gradient`.
+        A gradient of the same type.
     """
     if gradient is None or weight is None:
         return gradient
@@ -79,14 +79,14 @@ def weighed(gradient: Gradient, weight: tf.Tensor | None) -> Gradient:
 
 
 def multiply_no_nan(tensor: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
-    """Multiplies a tensor with a share; the product with 0 is 0, even where the tensor is not finite.
+    """Multiplies a tensor with a share. The product with 0 is 0, even if the tensor is not finite.
 
     Args:
-        tensor: Floating or complex.
+        tensor: A floating or complex tensor.
         factor: float32 scalar.
 
     Returns:
-        As `tensor`.
+        A tensor of the same dtype and shape.
 
     Example:
         >>> multiply_no_nan(tf.constant([2.0, float("inf")], tf.bfloat16), tf.constant(0.0)).numpy().tolist()
@@ -96,14 +96,14 @@ def multiply_no_nan(tensor: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
 
 
 def divide_no_nan(tensor: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
-    """Divides a tensor by a share; the quotient is 0 where the share is. See `multiply_no_nan`."""
+    """Divides a tensor by a share. The quotient is 0 if the share is 0. See `multiply_no_nan`."""
     return _rounded_once(tf.math.divide_no_nan, tensor, divisor)
 
 
 def _rounded_once(operation: Callable[..., tf.Tensor], tensor: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
-    """Computes with floats of 16 bits in float32: a share of 1/3 is 0.2 percent off in bfloat16.
+    """Computes 16-bit floats in float32, since a share of 1/3 has an error of 0.2 percent in bfloat16.
 
-    On GPUs TensorFlow has no `multiply_no_nan` of bfloat16 either, and would copy the tensor to the CPU.
+    Moreover, TensorFlow has no `multiply_no_nan` of bfloat16 on GPUs, and would copy the tensor to the CPU.
     """
     if tensor.dtype in (tf.float16, tf.bfloat16):
         return tf.cast(operation(tf.cast(tensor, tf.float32), share), tensor.dtype)
@@ -111,13 +111,13 @@ def _rounded_once(operation: Callable[..., tf.Tensor], tensor: tf.Tensor, share:
 
 
 def zero_unless(has_examples: tf.Tensor, gradients: Sequence[Gradient]) -> list[Gradient]:
-    """Makes the gradients of a replica without examples zero, whose loss is a mean over nothing.
+    """Sets small gradients of a replica without examples to zero. The loss of such a replica, a mean over nothing, is NaN.
 
-    What reaches a variable through an empty batch is zero already. Another number gets only what enters the loss after that
-    mean, such as a learned weight of a loss; to look at small dense gradients is enough, and costs nothing.
+    Gradients that flow through the empty batch are zero already. Only parameters used after the mean (a learned loss weight,
+    say) can get NaN. They are small, so only small dense gradients are set.
 
     Args:
-        has_examples: bool scalar.
+        has_examples: bool scalar, whether this replica has examples.
         gradients: This replica's gradients.
     """
 
@@ -126,7 +126,7 @@ def zero_unless(has_examples: tf.Tensor, gradients: Sequence[Gradient]) -> list[
 
     result = list(gradients)
     small = [i for i, gradient in enumerate(gradients) if is_small(gradient)]
-    packed = Packed([gradients[i] for i in small])  # A net has hundreds: on a GPU each operation is a launch.
+    packed = Packed([gradients[i] for i in small])  # A net has hundreds, and on a GPU each operation launches a kernel.
     zeroed = [tf.where(has_examples, flat, tf.zeros_like(flat)) for flat in packed.flats]
     for i, gradient in zip(small, packed.unpack(zeroed), strict=True):
         result[i] = gradient
@@ -134,22 +134,22 @@ def zero_unless(has_examples: tf.Tensor, gradients: Sequence[Gradient]) -> list[
 
 
 def dense(gradient: Gradient) -> Gradient:
-    """Returns a sparse gradient as a dense one, others as they are."""
+    """Converts a sparse gradient to a dense one; returns other gradients unchanged."""
     return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def has_fixed_rows(gradient: Gradient) -> bool:
-    """Tells whether a sparse gradient is of rows that do not depend on the batch, such as an embedding of positions.
+    """Returns whether the rows of a sparse gradient do not depend on the batch, as in an embedding of positions.
 
     One device has one slice for such a row: the sum over all examples. Each replica has a slice with its part of that sum.
-    Keras's optimizers square every slice by itself, so the parts must be added before. Slices of rows that the batch names
-    stay apart, as they do on one device.
+    Keras's optimizers square each slice separately, so the parts must be added before. Slices of rows that depend on the
+    batch stay separate, as on one device.
 
     Args:
         gradient: `tf.Tensor`, `tf.IndexedSlices` or None.
 
     Returns:
-        Whether the row numbers are computed from constants alone. False outside of a `tf.function`, where nobody can tell.
+        Whether the row numbers are computed from constants only. False outside a `tf.function`, where it is not known.
     """
     if not isinstance(gradient, tf.IndexedSlices) or not tf.is_symbolic_tensor(gradient.indices):
         return False
@@ -159,7 +159,7 @@ def has_fixed_rows(gradient: Gradient) -> bool:
         if tensor.ref() in seen:
             continue
         seen.add(tensor.ref())
-        if not tf.is_symbolic_tensor(tensor):  # A function has captured it.
+        if not tf.is_symbolic_tensor(tensor):  # An eager tensor that a function has captured.
             if tensor.dtype == tf.resource:
                 return False
             continue
@@ -180,14 +180,14 @@ def transformed(
 
     Args:
         transform: Takes pairs and returns pairs of the same variables, or takes gradients and returns gradients.
-        gradients: One for each variable.
+        gradients: One gradient for each variable.
         variables: Keras variables.
 
     Returns:
-        The gradients that it returned.
+        The transformed gradients.
 
     Raises:
-        ConfigurationError: It returned another number of gradients.
+        ConfigurationError: `transform` returned another number of gradients.
 
     Example:
         >>> transformed(lambda pairs: [(2 * g, v) for g, v in pairs], [1.0], ["v"])
@@ -206,7 +206,7 @@ def transformed(
     if len(result) != len(gradients):
         raise ConfigurationError(
             message(
-                "A gradient transformer returns one gradient for each that it gets.",
+                "A gradient transformer must return one gradient for each that it gets.",
                 transformer=transform,
                 gradients=len(gradients),
                 returned=len(result),
@@ -216,11 +216,11 @@ def transformed(
 
 
 def buckets(indices: Sequence[int], tensors: Sequence[tf.Tensor], bucket_bytes: int) -> Iterator[list[int]]:
-    """Groups tensors, last first, so that each group has about `bucket_bytes` bytes and one dtype.
+    """Groups tensors, the last first, into buckets of one dtype and about `bucket_bytes` bytes.
 
     Args:
-        indices: What to call each tensor.
-        tensors: The tensors; one of unknown size gets a bucket of its own.
+        indices: The index of each tensor.
+        tensors: The tensors. A tensor of unknown size closes its bucket.
         bucket_bytes: A bucket is closed when it has reached this size.
 
     Yields:

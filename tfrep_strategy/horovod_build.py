@@ -1,4 +1,4 @@
-"""Builds Horovod for the TensorFlow that is installed, which its last release cannot do by itself."""
+"""Builds Horovod for the installed TensorFlow. Horovod's last release does not build with it unchanged."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ HOROVOD_VERSION = "0.28.1"
 """The release that is built."""
 
 EXTRAS = ("mpi", "nccl")
-"""What can be built in besides Gloo."""
+"""The transports that can be built in besides Gloo."""
 
 _PYTHON_NEEDS = ("cloudpickle", "psutil", "pyyaml", "packaging")
 _PERCENT = re.compile(r"\[\s*(\d+)%\]")
 _COMPILER_ERROR = re.compile(r":\d+:(?:\d+:)? (?:fatal )?error: |^\s*CMake Error|undefined reference to|\bnvcc fatal")
 _ANY_ERROR = re.compile(r"^(?!.*\bwarning\b).*\berror\b", re.IGNORECASE)
 
-# Where a CUDA toolkit may be; Horovod's own variable goes first, the folder of the nvcc on PATH last.
+# Possible folders of a CUDA toolkit. Horovod's own variable comes first, the folder of the nvcc on PATH last.
 _CUDA_VARIABLES = ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")
 _CUDA_HOMES = ("/usr/local/cuda",)
 _CUDA_RELEASE = re.compile(r"release (\d+\.\d+)")
@@ -51,11 +51,11 @@ print(json.dumps({"gloo": bool(hvd.gloo_built()), "mpi": bool(hvd.mpi_built()), 
 
 @dataclass(frozen=True)
 class HorovodStatus:
-    """What the installed Horovod is.
+    """The state of the installed Horovod.
 
     Attributes:
-        version: Its version; `None` if it is not installed.
-        built_in: The transports it was built with.
+        version: Its version; None if it is not installed.
+        built_in: The transports that it was built with.
         problem: Why it cannot be used; empty if it can.
     """
 
@@ -64,7 +64,7 @@ class HorovodStatus:
     problem: str = ""
 
     def describe(self) -> str:
-        """Says it in a line or two.
+        """Describes it in one line or two.
 
         Returns:
             The text.
@@ -81,16 +81,16 @@ class HorovodStatus:
 
 
 def status() -> HorovodStatus:
-    """Asks the installed Horovod what is built in.
+    """Checks the installed Horovod.
 
-    A Horovod that was built for another TensorFlow may crash on import, so it is asked in a process of its own.
+    A Horovod that was built for another TensorFlow may crash on import, so it is imported in another process.
 
     Returns:
-        The answer.
+        The status.
 
     Example:
-        >>> status().version
-        '0.28.1'
+        >>> status().describe()
+        'Horovod...'
     """
     try:
         version = importlib.metadata.version("horovod")
@@ -107,27 +107,30 @@ def status() -> HorovodStatus:
 
 
 def build_wheel(extras: Iterable[str] = (), cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Gets a wheel of Horovod that fits the installed TensorFlow and Python: from the cache, or by building it.
+    """Returns a wheel of Horovod for the installed TensorFlow and Python, from the cache or newly built.
 
     Args:
-        extras: What to build in besides Gloo: "nccl", "mpi".
-        cache_dir: Where wheels are kept; by default `TFREP_CACHE_DIR`, or the user's cache folder.
+        extras: The transports to build in besides Gloo: "nccl", "mpi".
+        cache_dir: The folder of cached wheels. Default: `TFREP_CACHE_DIR`, or the user's cache folder.
 
     Returns:
         Path of the wheel.
 
     Raises:
         ConfigurationError: An extra is unknown, or a tool that the build needs is missing.
-        TfrepError: The build failed; the message has the first error and the path of the log.
+        TfrepError: The build failed. The message contains the first error and the path of the log.
 
     Example:
-        >>> install_wheel(build_wheel(["mpi"]))
+        >>> build_wheel(["infiniband"])
+        Traceback (most recent call last):
+        tfrep_strategy.errors.ConfigurationError: Unknown transport of Horovod. Received: extra='infiniband'
+        Hint: use nccl or mpi.
     """
     chosen = sorted(set(extras))
     for extra in chosen:
         if extra not in EXTRAS:
             raise ConfigurationError(
-                message("Horovod cannot be built with that.", hint="use nccl or mpi.", extra=extra)
+                message("Unknown transport of Horovod.", hint="use nccl or mpi.", extra=extra)
             )
     folder = _cache(cache_dir) / _key(chosen)
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,16 +143,13 @@ def build_wheel(extras: Iterable[str] = (), cache_dir: str | os.PathLike[str] | 
 
 
 def install_wheel(wheel: Path) -> None:
-    """Installs a wheel of Horovod and what its Python side needs, and leaves all else as it is.
+    """Installs a wheel of Horovod and the Python packages that it needs, and changes no other package.
 
     Args:
         wheel: From `build_wheel`.
 
     Raises:
         TfrepError: pip failed.
-
-    Example:
-        >>> install_wheel(build_wheel())
     """
     for arguments in (["--no-deps", "--force-reinstall", str(wheel)], _PYTHON_NEEDS):
         done = subprocess.run([*_pip("install"), "--quiet", *arguments], capture_output=True, text=True, check=False)
@@ -158,14 +158,14 @@ def install_wheel(wheel: Path) -> None:
 
 
 def first_error(log: str) -> str:
-    """Finds what went wrong first in the output of a build.
+    """Finds the first error in the output of a build.
 
     Args:
         log: The output.
 
     Returns:
-        The line of the compiler's or CMake's first error, with what CMake says below it; else the first line that
-        speaks of an error, else the last line.
+        The first error of the compiler, or the first of CMake with its next line. Without one, the first line that mentions
+        an error, or else the last line.
 
     Example:
         >>> first_error("[ 3%] Building\\na.cc:1:2: error: no such type\\nmake: *** Error 1")
@@ -215,17 +215,17 @@ def _check_tools(extras: Sequence[str]) -> None:
 
 
 def _missing_for_nccl() -> dict[str, str]:
-    """Names what NCCL lacks, with the mend of each.
+    """Returns the missing tools of a build with NCCL, and how to install each.
 
     Raises:
-        ConfigurationError: TensorFlow or the driver does not fit to it.
+        ConfigurationError: TensorFlow or the driver does not support NCCL.
     """
     import tensorflow as tf
 
     if not tf.test.is_built_with_cuda():
         raise ConfigurationError(
             message(
-                "This TensorFlow was built without CUDA, so that Horovod cannot have NCCL.",
+                "This TensorFlow was built without CUDA, so Horovod cannot use NCCL.",
                 hint="pip install 'tensorflow[and-cuda]'.",
                 tensorflow=tf.__version__,
             )
@@ -327,7 +327,7 @@ def _build_environ(extras: Sequence[str]) -> dict[str, str]:
         "HOROVOD_WITHOUT_PYTORCH": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_CMAKE": str(_which("cmake")),
-        # CMake 4 refuses what Horovod's third parties ask for, unless told to go on.
+        # Without it, CMake 4 refuses the old minimum versions in Horovod's third-party projects.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
     }
     if "nccl" in extras:
@@ -360,7 +360,7 @@ def _run(command: Sequence[str], environ: dict[str, str]) -> Iterator[str]:
 
 
 def _which(tool: str) -> str | None:
-    """Finds a tool, also one that pip put beside this Python."""
+    """Finds a tool on PATH, or beside this Python, where pip installs tools."""
     return shutil.which(tool) or shutil.which(tool, path=str(Path(sys.executable).parent))
 
 

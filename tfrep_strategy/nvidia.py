@@ -1,4 +1,4 @@
-"""What NVIDIA's driver and libraries tell about this machine. Nothing here loads TensorFlow."""
+"""Asks NVIDIA's driver and libraries about the GPUs of this machine. It does not load TensorFlow."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Gpu:
     """A GPU as the driver describes it, whether or not TensorFlow can use it.
 
     Attributes:
-        index: Its number in the order of PCI addresses, which `nvidia-smi` shows.
+        index: Its number in the order of PCI addresses, as `nvidia-smi` shows it.
         name: Its model.
         bus_id: Its PCI address.
-        total_bytes: Its memory.
-        free_bytes: What of that nobody has taken.
-        exclusive: Whether one process at a time may use it (compute mode "exclusive process"), or none ("prohibited").
+        total_bytes: The size of its memory.
+        free_bytes: The part of its memory that is free.
+        exclusive: Whether only one process at a time may use it (compute mode "exclusive process"), or none ("prohibited").
         num_processes: How many processes compute on it now.
     """
 
@@ -44,7 +44,7 @@ class Gpu:
     num_processes: int
 
     def describe(self) -> str:
-        """Says it in a line.
+        """Describes it in one line.
 
         Example:
             >>> Gpu(0, "NVIDIA H200", "0000:1B:00.0", 150 << 30, 75 << 30, False, 1).describe()
@@ -59,7 +59,7 @@ def driver_gpus() -> list[Gpu]:
     """Asks the driver for the GPUs of this machine.
 
     Returns:
-        The GPUs; none where there is no driver.
+        The GPUs; none if there is no driver.
     """
     return _ask_driver(lambda: [_described(index) for index in range(pynvml.nvmlDeviceGetCount())], [])
 
@@ -68,7 +68,7 @@ def _described(index: int) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     exclusive, num_processes = False, 0
-    with contextlib.suppress(pynvml.NVMLError):  # Not every GPU, and not every user in a container, is told these.
+    with contextlib.suppress(pynvml.NVMLError):  # Some GPUs, and some containers, do not give these.
         exclusive = pynvml.nvmlDeviceGetComputeMode(handle) != pynvml.NVML_COMPUTEMODE_DEFAULT
         num_processes = len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
     bus_id = pynvml.nvmlDeviceGetPciInfo(handle).busId
@@ -76,7 +76,7 @@ def _described(index: int) -> Gpu:
 
 
 def pairs_without_peer_access() -> list[tuple[int, int]]:
-    """Asks the driver which GPUs cannot read each other's memory, so that what they exchange goes through the host.
+    """Asks the driver which GPUs cannot read each other's memory. They exchange data through the host.
 
     Returns:
         Pairs of the GPUs' numbers.
@@ -98,7 +98,7 @@ def gpus_are_visible() -> bool:
     """Asks NVIDIA's driver whether there are GPUs, and the environment whether programs may see them.
 
     Returns:
-        Whether there are; False where there is no driver.
+        Whether there are visible GPUs; False if there is no driver.
     """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip()
     if not chosen or chosen.startswith("-"):
@@ -110,7 +110,7 @@ def driver_cuda() -> str | None:
     """Asks NVIDIA's driver for the newest CUDA that it runs.
 
     Returns:
-        Such as "12.8"; `None` where there is no driver.
+        The version, such as "12.8"; None if there is no driver.
     """
     version = _ask_driver(pynvml.nvmlSystemGetCudaDriverVersion_v2, 0)
     return f"{version // 1000}.{version % 1000 // 10}" if version else None
@@ -122,8 +122,8 @@ class Nccl:
 
     Attributes:
         library: Its path.
-        version: Its version, such as "2.27.7"; empty if the library does not tell.
-        cuda: The CUDA that it was built with, such as "12.9"; empty if the library does not tell.
+        version: Its version, such as "2.27.7"; empty if it is not known.
+        cuda: The CUDA version that it was built with, such as "12.9"; empty if it is not known.
     """
 
     library: Path
@@ -132,12 +132,12 @@ class Nccl:
 
     @property
     def header(self) -> Path:
-        """Where its header is, if it was installed too."""
+        """Path of its header, if that was installed too."""
         homes = (folder for folder in self.library.parents if Path(folder, "include", "nccl.h").exists())
         return Path(next(homes, self.library.parent.parent), "include", "nccl.h")
 
     def describe(self) -> str:
-        """Says it in a line.
+        """Describes it in one line.
 
         Example:
             >>> Nccl(Path("/usr/lib/libnccl.so.2"), "2.27.7", "12.9").describe()
@@ -150,10 +150,10 @@ def find_nccl() -> Nccl | None:
     """Finds the NCCL that TensorFlow and Horovod load.
 
     `HOROVOD_NCCL_HOME` comes first, then `LD_LIBRARY_PATH`, then the wheel `nvidia-nccl-cu12`, which `tensorflow[and-cuda]`
-    brings, then the system.
+    installs, then the system.
 
     Returns:
-        What was found, or `None`.
+        The library; None if there is none.
     """
     named = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
     own, others = [os.environ.get("HOROVOD_NCCL_HOME", "")], [*_wheel_homes("nccl"), *_SYSTEM_HOMES]
@@ -167,14 +167,14 @@ def find_nccl() -> Nccl | None:
 
 
 def nccl_problem(nccl: Nccl | None, driver: str | None) -> str:
-    """Says what keeps NCCL from working, and the mend.
+    """Describes why NCCL cannot work, and how to fix it.
 
     Args:
-        nccl: From `find_nccl`.
-        driver: The newest CUDA that the driver runs, from `driver_cuda`; `None` if it is not known.
+        nccl: The library, from `find_nccl`.
+        driver: The newest CUDA that the driver runs, from `driver_cuda`; None if it is not known.
 
     Returns:
-        A sentence and a hint, or nothing.
+        A sentence and a hint; an empty string if nothing is wrong.
 
     Example:
         >>> print(nccl_problem(Nccl(Path("/usr/lib/libnccl.so.2"), "2.27.7", "13.0"), "12.8"))
@@ -196,7 +196,7 @@ def nccl_problem(nccl: Nccl | None, driver: str | None) -> str:
 
 
 def newer_major(version: str, driver: str | None) -> bool:
-    """Whether a CUDA is of a later major version than the driver runs. Minor versions fit to each other.
+    """Returns whether a CUDA has a newer major version than the driver runs. Minor versions are compatible.
 
     Example:
         >>> newer_major("13.0", "12.8"), newer_major("12.9", "12.2"), newer_major("13.0", None)
@@ -206,7 +206,7 @@ def newer_major(version: str, driver: str | None) -> bool:
 
 
 def _ask_driver(question: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
-    """Returns the driver's answer, or the other one where there is no driver, or none that knows the question."""
+    """Returns the driver's answer. Returns `otherwise` if there is no driver or it does not support the question."""
     try:
         pynvml.nvmlInit()
         try:
@@ -222,12 +222,12 @@ def _library_folders(homes: Sequence[str]) -> list[str]:
 
 
 def _wheel_homes(part: str) -> list[str]:
-    """Folders of NVIDIA's wheels, which share the package `nvidia`."""
+    """Returns the folders of a part of NVIDIA's wheels, which share the package `nvidia`."""
     found = importlib.util.find_spec("nvidia")
     return [os.path.join(folder, part) for folder in found.submodule_search_locations or ()] if found else []
 
 
 def mapped(path: Path) -> mmap.mmap:
-    """Opens a library to be searched, without loading it."""
+    """Maps a library into memory, to search it without loading it."""
     with open(path, "rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

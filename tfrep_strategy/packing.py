@@ -1,4 +1,4 @@
-"""Many tensors as few: laid end to end, so that one operation does the work of many."""
+"""Concatenates many tensors to few flat ones, so that one operation does the work of many."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 
 class Packed:
-    """Tensors laid end to end, one flat tensor for each dtype.
+    """Tensors that are concatenated to one flat tensor for each dtype.
 
     Args:
         tensors: Dense tensors of any shapes and dtypes.
@@ -38,13 +38,13 @@ class Packed:
         return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
     def unpack(self, flats: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Cuts flat tensors as the tensors were.
+        """Cuts flat tensors into tensors with the shapes of the original ones.
 
         Args:
-            flats: One for each of `self.flats`, of the same size; their dtypes may differ.
+            flats: A tensor for each of `self.flats`, of the same size. The dtypes may differ.
 
         Returns:
-            A tensor of the same shape for each tensor, in order.
+            A tensor for each original tensor, in order, of the same shape.
         """
         result: list[Any] = [None] * len(self._tensors)
         for members, flat in zip(self._members, flats, strict=True):

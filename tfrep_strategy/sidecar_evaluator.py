@@ -1,4 +1,4 @@
-"""Evaluates checkpoints in a process of its own, beside the training that writes them."""
+"""Evaluates checkpoints in a separate process, while the training that writes them goes on."""
 
 from __future__ import annotations
 
@@ -23,28 +23,32 @@ class SidecarEvaluator:
     """Waits for checkpoints, and evaluates each new one.
 
     The training writes them with `keras.callbacks.ModelCheckpoint(..., "ckpt-{epoch}.weights.h5", save_weights_only=True)`,
-    or as whole models (`.keras`). When several are new, the one written last is evaluated. A name with a number is evaluated
-    once; a file without one each time that it was written again. It stops after the checkpoint with number
-    `max_evaluations`, or after that many evaluations where the names have no number. The number is the last whole one:
-    5 in "run2-05-0.31.keras".
+    or as whole models (`.keras`). If several are new, the latest is evaluated. A file whose name has a number is evaluated
+    once. A file without a number is evaluated each time that it was written again. The evaluator stops after the checkpoint
+    with number `max_evaluations`, or after that many evaluations if the names have no number. The number is the last
+    integer of the name: 5 in "run2-05-0.31.keras".
 
     Args:
-        model: A compiled model of the same architecture, outside of any strategy.
-        data: What `model.evaluate` takes as `x`: a `tf.data.Dataset`, a `tfrep.DatasetCreator`, arrays, or a tuple (x, y).
+        model: A compiled model of the same architecture, made outside any strategy.
+        data: The data: a `tf.data.Dataset`, a `tfrep.DatasetCreator`, arrays, or a tuple (x, y).
         checkpoint_dir: Folder of the checkpoints. It may not exist yet.
         steps: Batches for each evaluation; None for all of the data.
-        max_evaluations: When to stop; None for never.
+        max_evaluations: The number of the last checkpoint, or of evaluations; None for no limit.
         callbacks: Callbacks for `model.evaluate`, such as `keras.callbacks.TensorBoard`.
-        poll_seconds: How often to look for a new checkpoint.
-        timeout: Seconds without a new checkpoint after which to stop; None for never.
+        poll_seconds: Seconds between two looks for a new checkpoint.
+        timeout: Seconds to wait for a new checkpoint before stopping; None for no limit.
 
     Raises:
         ConfigurationError: The model is not compiled, or a setting cannot be used.
 
     Example:
-        >>> evaluator = tfrep.SidecarEvaluator(model, data, "checkpoints", max_evaluations=10)
-        >>> evaluator.start()
-        >>> evaluator.history["loss"]
+        >>> model = make_model()
+        >>> model.save_weights("ckpt-1.weights.h5")
+        >>> evaluator = tfrep.SidecarEvaluator(model, (x, y), ".", max_evaluations=1, poll_seconds=0.01)
+        >>> history = evaluator.start()
+        ckpt-1.weights.h5: loss: ...
+        >>> history["checkpoint"]
+        [1]
     """
 
     def __init__(
@@ -65,9 +69,9 @@ class SidecarEvaluator:
             )
         for name, count in (("steps", steps), ("max_evaluations", max_evaluations)):
             if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-                raise ConfigurationError(message(f"{name} is a whole number, at least 1.", **{name: count}))
+                raise ConfigurationError(message(f"{name} must be an integer, at least 1.", **{name: count}))
         if poll_seconds <= 0:
-            raise ConfigurationError(message("Time has to pass between two looks.", poll_seconds=poll_seconds))
+            raise ConfigurationError(message("poll_seconds must be above 0.", poll_seconds=poll_seconds))
         self.model = model
         self.data = data
         self.checkpoint_dir = Path(checkpoint_dir)
@@ -78,10 +82,10 @@ class SidecarEvaluator:
         self.timeout = timeout
         self._evaluated: set[Any] = set()
         self.history: dict[str, list[float]] = {}
-        """What was measured, by the metric's name; `checkpoint` has the number of each."""
+        """The values of each metric, by name. `checkpoint` holds the numbers of the checkpoints."""
 
     def start(self) -> dict[str, list[float]]:
-        """Evaluates checkpoints as they come, until it is time to stop.
+        """Evaluates checkpoints as they come, until a limit is reached.
 
         Returns:
             The history.
@@ -104,7 +108,7 @@ class SidecarEvaluator:
         return self.history
 
     def _new_checkpoints(self) -> Iterator[tuple[Path, int]]:
-        """Gives each new checkpoint, and when it was written."""
+        """Yields each new checkpoint, and when it was written."""
         tried: tuple[Path, int] | None = None
         last: tuple[Path, int] | None = None
         last_new = time.monotonic()
@@ -126,19 +130,19 @@ class SidecarEvaluator:
         if self.checkpoint_dir.is_dir():
             for path in self.checkpoint_dir.iterdir():
                 if path.name.endswith(_SUFFIXES) and not path.name.startswith("."):
-                    # Replaced or removed by the training meanwhile.
+                    # The training may have replaced or removed the file meanwhile.
                     with contextlib.suppress(FileNotFoundError):
                         found.append((path, path.stat().st_mtime_ns))
         return max(found, key=lambda each: (each[1], _natural_order(each[0].name)), default=None)
 
     def _load(self, path: Path) -> bool:
-        """Loads a checkpoint; tells whether it was whole. One that is still being written is tried again."""
+        """Loads a checkpoint; returns whether it was complete. A file that is still being written is tried again."""
         for _ in range(5):
             try:
                 if path.name.endswith(".keras"):
-                    # The table of contents, without which it is no zip file, is written last.
+                    # The table of contents is written last; without it the file is not a zip file.
                     if not zipfile.is_zipfile(path):
-                        raise OSError(f"{path} is not whole.")
+                        raise OSError(f"{path} is not complete.")
                     self.model.set_weights(keras.models.load_model(path, compile=False).get_weights())
                 else:
                     self.model.load_weights(path)
@@ -156,12 +160,12 @@ class SidecarEvaluator:
 
 
 def _number(name: str) -> int | None:
-    """Returns the number in a checkpoint's name: the last whole one before the suffix."""
+    """Returns the number in a checkpoint's name: the last integer before the suffix."""
     stem = name.removesuffix(".weights.h5").removesuffix(".keras")
     numbers = re.findall(r"\d+", re.sub(r"\d+\.\d+", "", stem))
     return int(numbers[-1]) if numbers else None
 
 
 def _natural_order(name: str) -> list[Any]:
-    """Sorts numbers in names by their values."""
+    """Returns a sort key that orders numbers in names by their values."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]

@@ -1,4 +1,4 @@
-"""What processes can talk through on this machine, and which of it "auto" means. Nothing here loads TensorFlow."""
+"""Finds the transports that are installed on this machine, and chooses the one for "auto". It does not load TensorFlow."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from tfrep_strategy.nvidia import mapped
 
 HOROVOD_TRANSPORTS = {"gloo": "14GlooController", "mpi": "13MPIController", "nccl": "13NCCLAllreduce"}
-"""What Horovod can have built in, and the class of its library that shows it."""
+"""The transports that Horovod can contain, and the C++ class in its library that shows each."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A communicator, and why it is taken.
+    """The chosen communicator, and the reason.
 
     Attributes:
         communicator: "horovod" or "tf".
-        reason: Why, as a sentence.
-        hint: How to get a faster one; empty if there is nothing to mend.
+        reason: The reason, as a sentence.
+        hint: How to get a faster communicator; empty if there is none.
     """
 
     communicator: str
@@ -28,7 +28,7 @@ class Choice:
     hint: str = ""
 
     def describe(self) -> str:
-        """Says it in a line or two.
+        """Describes it in one line or two.
 
         Example:
             >>> Choice("tf", "Horovod is not installed.").describe()
@@ -40,15 +40,15 @@ class Choice:
 def choose_communicator(
     horovod: Collection[str] | None, *, gpus: bool, reachable: Collection[str] = ("horovod", "tf")
 ) -> Choice:
-    """Decides what "auto" means. `tfrep run`, the strategies and `tfrep doctor` all ask here.
+    """Chooses the communicator for "auto", for `tfrep run`, the strategies and `tfrep doctor` alike.
 
-    On GPUs Horovod is taken only if it has NCCL, since it would otherwise carry every gradient through the CPU.
+    On GPUs it chooses Horovod only with NCCL. Without NCCL, Horovod would send every gradient through the CPU.
 
     Args:
-        horovod: What Horovod has built in, from `horovod_transports`; `None` if it is not installed.
+        horovod: The transports in Horovod, from `horovod_transports`; None if Horovod is not installed.
         gpus: Whether the replicas are on GPUs.
-        reachable: The communicators by which the processes can find each other. A launcher can serve both. In a process
-            that knows the address of every other it is "tf", in one that was started for Horovod it is "horovod".
+        reachable: The communicators that can connect the processes. A launcher can offer both. If a process knows the
+            addresses of all others, it is "tf"; if it was started for Horovod, it is "horovod".
 
     Returns:
         The choice.
@@ -65,30 +65,30 @@ def choose_communicator(
         reason = "the processes were started for Horovod, and know no addresses"
         if slow:
             hint = f"{install}, and `tfrep run --communicator tf` uses TensorFlow's."
-            return Choice("horovod", f"{reason}. It has no NCCL, and carries everything through the CPU.", hint)
+            return Choice("horovod", f"{reason}. It has no NCCL, and sends everything through the CPU.", hint)
         return Choice("horovod", f"{reason}.")
     if horovod is None:
         return Choice("tf", "Horovod is not installed.")
     if slow:
-        return Choice("tf", "there are GPUs, and the Horovod that is installed has no NCCL.", f"{install}.")
+        return Choice("tf", "there are GPUs, and the installed Horovod has no NCCL.", f"{install}.")
     return Choice("horovod", "Horovod has NCCL for the GPUs." if gpus else "Horovod is installed.")
 
 
 def horovod_transports() -> tuple[str, ...] | None:
-    """Reads what is built in from the library of the installed Horovod, without loading it.
+    """Reads the transports from the library of the installed Horovod, without loading it.
 
     Returns:
-        Some of "gloo", "mpi" and "nccl"; `None` if Horovod is not installed with its TensorFlow operations.
+        Some of "gloo", "mpi" and "nccl"; None if Horovod is not installed with its TensorFlow operations.
 
     Example:
-        >>> horovod_transports()
-        ('gloo',)
+        >>> set(horovod_transports() or ()) <= {"gloo", "mpi", "nccl"}
+        True
     """
     library = horovod_library()
     if library is None:
         return None
     with mapped(library) as content:
-        # The name of a class is there for as long as the class is, in a library without symbols too.
+        # A library contains the names of its C++ classes, even if its symbols were removed.
         return tuple(name for name, kind in HOROVOD_TRANSPORTS.items() if content.find(f"{kind}E".encode()) >= 0)
 
 
@@ -96,7 +96,7 @@ def horovod_library() -> Path | None:
     """Finds the library of the installed Horovod, without importing it.
 
     Returns:
-        Its path; `None` if Horovod is not installed with its TensorFlow operations.
+        Its path; None if Horovod is not installed with its TensorFlow operations.
     """
     found = importlib.util.find_spec("horovod")
     folders = found.submodule_search_locations or () if found else ()

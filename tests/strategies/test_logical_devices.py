@@ -117,7 +117,7 @@ def test_a_name_that_no_layer_has():
 
 
 def test_bad_input():
-    with pytest.raises(ConfigurationError, match="do not divide"):
+    with pytest.raises(ConfigurationError, match="not a multiple"):
         tfrep.MirroredStrategy(CPUS[:3], devices_per_replica=2)
     with pytest.raises(ConfigurationError, match="1 logical device"):
         tfrep.MirroredStrategy(CPUS[:2], keras_layer_placement={"encoder": 1})

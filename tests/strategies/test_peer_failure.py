@@ -109,7 +109,7 @@ def test_a_call_that_nothing_can_end_ends_with_its_process(communicator: str, tm
     assert outcome.codes == [1, -9]
     assert outcome.seconds < SURVIVORS_END_WITHIN
     assert "Rank 1 ended" in outcome.output[0]
-    assert "could not be ended, so that this process ends here." in outcome.output[0]
+    assert "could not be aborted, so this process ends now." in outcome.output[0]
 
 
 @BOTH

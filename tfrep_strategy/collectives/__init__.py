@@ -1,8 +1,10 @@
-"""MPI-like collectives between replicas, callable inside a step: nest in, nest out, and gradients flow through them.
+"""MPI-like collectives between replicas, callable inside a step. They take and return nests; gradients flow through them.
 
-All replicas call the same collectives in the same order, with nests of the same structure, dtypes and (but for what is
-said at `all_gather` and `all_to_all`) shapes. Pass a dict as one nest; do not loop over it. Outside a step, and under no
-strategy, each gives the answer of a replica that is alone.
+All replicas call the same collectives in the same order. Their nests have the same structure, dtypes and shapes;
+`all_gather` and `all_to_all` document the one dimension that may differ. Pass a dict as one nest; do not loop over it.
+Outside a step, and without a strategy, a collective returns the result for a single replica.
+
+The set follows TF-Replicator (Buchlovsky et al., arXiv:1902.00465), which took it from MPI.
 """
 
 from tfrep_strategy.collectives.chief import chief_first, is_chief

@@ -1,4 +1,4 @@
-"""How every collective starts: what is refused, who talks, and what comes back."""
+"""The common path of all collectives: checks the arguments, finds the communicator, packs the result."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def launch(
     """Runs one collective; all of them pass through here.
 
     Args:
-        kind: Its name.
-        nest: What this replica brings.
-        group: Who takes part.
-        work: Does it: from this replica's flow and tensors to the resulting tensors.
-        check: Refuses a tensor that the collective cannot take.
-        **options: What else all replicas have to agree on.
+        kind: The name of the collective.
+        nest: The nest of this replica.
+        group: The replicas that take part; None for all.
+        work: Runs the collective: takes this replica's flow and tensors, returns the resulting tensors.
+        check: Raises a ConfigurationError for a tensor that the collective cannot take.
+        **options: Further arguments that all replicas must agree on.
 
     Returns:
         The result, in the structure of `nest`.
@@ -68,23 +68,25 @@ def launch(
 
 
 def flow_of(group: ReplicaGroup | None) -> Flow:
-    """Returns the collectives of the replica that asks, between all replicas or those of a group.
+    """Returns the collectives of the calling replica, between all replicas or those of a group.
 
     Raises:
-        ConfigurationError: where replicas cannot talk, or the group is of another strategy.
+        ConfigurationError: The replicas cannot communicate, or the group belongs to another strategy.
     """
     context = tf.distribute.get_replica_context()
     strategy = tf.distribute.get_strategy()
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise ConfigurationError(
             message(
-                "Under a ParameterServerStrategy the workers do not wait for each other, so that they cannot talk.",
+                "The workers of a ParameterServerStrategy do not wait for each other, so they cannot run collectives.",
                 hint="use a MirroredStrategy or a MultiWorkerStrategy for collectives.",
                 strategy=type(strategy).__name__,
             )
         )
     if group is not None and not isinstance(group, ReplicaGroup):
-        raise ConfigurationError(message("Not a group.", hint="make one by strategy.new_group([0, 2]).", group=group))
+        raise ConfigurationError(
+            message("`group` is not a ReplicaGroup.", hint="make one with strategy.new_group([0, 2]).", group=group)
+        )
     if context is None or (context.num_replicas_in_sync == 1 and not hasattr(strategy, "communicator_of")):
         return Flow(SingleCommunicator(), None)
     if group is not None and group.strategy is not strategy:
@@ -101,5 +103,5 @@ def flow_of(group: ReplicaGroup | None) -> Flow:
 
 
 def outside_step() -> bool:
-    """Tells whether the caller is not inside a replica: in the scope of a strategy, or of none."""
+    """Returns whether the caller is outside replicas: in the scope of a strategy, or in none."""
     return not tf.distribute.has_strategy() or tf.distribute.get_replica_context() is None

@@ -1,4 +1,4 @@
-"""What is refused before a collective starts, in words that say which replica passed what."""
+"""Checks the arguments of a collective before it starts; the errors name each replica and what it passed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tfrep_strategy.strategies.groups import ReplicaGroup
 
 
 class Call(NamedTuple):
-    """What a replica calls; all replicas have to call the same.
+    """A collective as one replica calls it; all replicas must call the same.
 
     Attributes:
         kind: Name of the collective.
-        options: What else it was given, such as `op`.
+        options: Its other arguments, such as `op`.
         structure: The nest, with each tensor as its dtype and static shape.
         specs: Dtype and static shape of each tensor.
     """
@@ -38,7 +38,7 @@ class Call(NamedTuple):
 
 
 def describe(kind: str, options: dict[str, Any], nest: Any, tensors: Sequence[tf.Tensor]) -> Call:
-    """Describes what a replica is about to call."""
+    """Describes the collective that a replica is about to call."""
     leaves = [_Leaf(f"{t.dtype.name}{t.shape.as_list()}") for t in tensors]
     specs = tuple(tf.TensorSpec(t.shape, t.dtype) for t in tensors)
     return Call(kind, tuple(options.items()), str(tf.nest.pack_sequence_as(nest, leaves)), specs)
@@ -50,19 +50,19 @@ class _Leaf(str):
 
 
 def to_tensor(kind: str, leaf: Any) -> tf.Tensor:
-    """Converts what a replica brings, or says why it cannot be sent."""
+    """Converts a leaf of a nest to a tensor; raises a ConfigurationError for one that cannot be sent."""
     try:
         if isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)):
-            raise TypeError("sparse and ragged tensors are not taken; pass their parts")
+            raise TypeError("sparse and ragged tensors are not supported; pass their parts")
         tensor = tf.convert_to_tensor(leaf)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            message(f"{kind} on replica {replica_id()}: something is no tensor ({error}).", type=type(leaf).__name__)
+            message(f"{kind} on replica {replica_id()}: a leaf is not a tensor ({error}).", type=type(leaf).__name__)
         ) from None
     if tensor.shape.rank is None or tensor.dtype in (tf.resource, tf.variant):
         raise ConfigurationError(
             message(
-                f"{kind} on replica {replica_id()}: a tensor of a dtype or a shape that cannot be sent.",
+                f"{kind} on replica {replica_id()}: a tensor has a dtype or a shape that cannot be sent.",
                 hint="set the number of dimensions by tf.ensure_shape.",
                 dtype=tensor.dtype.name,
                 shape=str(tensor.shape),
@@ -72,23 +72,23 @@ def to_tensor(kind: str, leaf: Any) -> tf.Tensor:
 
 
 def check_equal(calls: Sequence[tuple[int, Call]]) -> list[int]:
-    """Refuses replicas that call different collectives, or bring what does not fit together.
+    """Refuses replicas that call different collectives, or pass nests that do not match.
 
     Args:
-        calls: Each replica's number, and what it is about to call.
+        calls: The id of each replica, and the call that it is about to make.
 
     Returns:
-        The replicas, if they have dimensions left to be compared that only the run will tell.
+        The replica ids, if some dimensions are known only when the step runs and must be compared then; else nothing.
 
     Raises:
-        DesyncError: says which replica passed what.
+        DesyncError: The calls differ. The message shows both.
     """
     first, call = calls[0]
     for replica, other in calls[1:]:
         same = call[:2] == other[:2] and _skeleton(call.structure) == _skeleton(other.structure)
         if not same or not all(_fit(call, a, b) for a, b in zip(call.specs, other.specs, strict=True)):
             raise DesyncError(
-                f"Replicas {first} and {replica} do not fit together.\n"
+                f"Replicas {first} and {replica} called different collectives.\n"
                 f"Replica {first} called {call}\nReplica {replica} called {other}"
             )
     sizes = [d for _, each in calls for spec in each.specs for d in _fixed_sizes(each, spec.shape.as_list())]
@@ -98,14 +98,14 @@ def check_equal(calls: Sequence[tuple[int, Call]]) -> list[int]:
 def check_shapes(
     call: Call, tensors: Sequence[tf.Tensor], replicas: Sequence[int], communicator: Communicator
 ) -> list[tf.Tensor]:
-    """Returns tensors whose use fails, in a message with all shapes, if those of the replicas do not fit together."""
+    """Returns the tensors; using them raises an error with all shapes if the shapes of the replicas do not match."""
     own = tf.stack([size for t in tensors for size in _fixed_sizes(call, tf.unstack(tf.shape(t), t.shape.rank))])
-    what = f"{call.kind}: the replicas pass tensors of different shapes. Those dimensions that have to be equal,"
+    what = f"{call.kind}: the replicas pass tensors of different shapes. The dimensions that must be equal are,"
     return _if_equal(tensors, communicator.all_gather(own[tf.newaxis]), replicas, what)
 
 
 def check_structures(call: Call, tensors: Sequence[tf.Tensor], replicas: Sequence[int], flow: Flow) -> list[tf.Tensor]:
-    """Returns tensors whose use fails if the replicas pass different nests; costs one small reduction."""
+    """Returns the tensors; using them raises an error if the replicas pass different nests. Costs one small reduction."""
     own = _skeleton(call.structure)
     digest = zlib.crc32(own.encode()) % 2**31
     highest = flow.all_reduce([tf.constant([digest, -digest])], "max")[0]
@@ -118,7 +118,7 @@ def check_structures(call: Call, tensors: Sequence[tf.Tensor], replicas: Sequenc
 
 
 def has_names(call: Call) -> bool:
-    """Whether replicas could mean different things by the same tensors: by the keys of dicts, or the fields of tuples."""
+    """Returns whether the nest has dict keys or tuple fields, which could differ where the tensors match."""
     return any(sign in _skeleton(call.structure) for sign in "{=")
 
 
@@ -148,12 +148,12 @@ def _fixed_sizes(call: Call, sizes: list[Any]) -> list[Any]:
 
 
 def _skeleton(structure: str) -> str:
-    """The structure without dtypes and shapes, which `_fit` compares."""
+    """Returns the structure without dtypes and shapes, which `_fit` compares."""
     return re.sub(r"\w+\[[\dNone, ]*\]", "_", structure)
 
 
 def check_op(op: str, tensor: tf.Tensor) -> None:
-    """Refuses a reduction that is unknown, or that a dtype cannot do."""
+    """Refuses an unknown reduction, and one that the dtype does not support."""
     if op not in REDUCE_OPS:
         raise ConfigurationError(message("Unknown reduction.", hint=f"use one of {REDUCE_OPS}.", op=op))
     dtype = tensor.dtype
@@ -165,21 +165,21 @@ def check_op(op: str, tensor: tf.Tensor) -> None:
     elif dtype.is_complex:
         allowed = ("sum", "mean", "product")
     if op not in allowed:
-        hint = f"it can do {', '.join(allowed)}." if allowed else "all_gather moves tensors of any dtype."
-        raise ConfigurationError(message("The dtype cannot do that.", hint=hint, op=op, dtype=dtype.name))
+        hint = f"use {' or '.join(allowed)}." if allowed else "all_gather moves tensors of any dtype."
+        raise ConfigurationError(message("The dtype does not support this reduction.", hint=hint, op=op, dtype=dtype.name))
 
 
 def check_rows(kind: str, tensor: tf.Tensor) -> None:
     """Refuses a scalar."""
     if tensor.shape.rank == 0:
-        raise ConfigurationError(message(f"{kind} needs tensors that have rows.", shape=tensor.shape))
+        raise ConfigurationError(message(f"{kind} needs tensors with at least one dimension.", shape=tensor.shape))
 
 
 def check_source(source: int, group: ReplicaGroup | None, size: int) -> int:
-    """Returns the place of the source among `size` communicating replicas, or refuses one that does not exist."""
+    """Returns the position of the root among `size` communicating replicas; refuses one that does not exist."""
     members = list(range(size)) if group is None else list(group.replicas)
     if isinstance(source, bool) or source not in members:
         raise ConfigurationError(
             message(f"broadcast on replica {replica_id()}: no such source.", hint=f"use one of {members}.", source=source)
         )
-    return members.index(source) if size > 1 else 0  # An outsider of the group keeps its own.
+    return members.index(source) if size > 1 else 0  # A replica outside the group keeps its own tensors.

@@ -1,4 +1,4 @@
-"""What one process does for all, in scripts that every rank runs."""
+"""Lets the chief do something once for all processes, in a script that every rank runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tfrep_strategy.strategies.of_process import is_chief_process, process_commu
 
 
 def is_chief() -> bool:
-    """Tells whether this process is the one that writes files: rank 0, or a process that is alone.
+    """Returns whether this process is the chief, which writes files: rank 0, or a single process.
 
-    It may be asked anywhere, also before a strategy is made.
+    It can be called anywhere, also before a strategy is made.
 
     Returns:
-        Whether it is.
+        True on the chief.
 
     Example:
         >>> if tfrep.is_chief():
@@ -28,17 +28,17 @@ def is_chief() -> bool:
 
 @contextlib.contextmanager
 def chief_first() -> Iterator[None]:
-    """Runs the body on the chief, and when that is done on all others, which then find what the chief has made.
+    """Runs the body on the chief first, then on the other processes. They find the files that the chief has written.
 
-    Every process has to come here, with a strategy made before. The others wait as in a collective: if the chief may take
-    longer than `TFREP_TIMEOUT` (600 seconds), raise that.
+    Every process must call it, after a strategy was made. The others wait as in a collective. If the chief may take
+    longer than `TFREP_TIMEOUT` (600 seconds), raise that limit.
 
     Yields:
         Nothing.
 
     Raises:
-        PeerError: on the others, whose body does not run, when the chief's body raised an error.
-        ConfigurationError: inside a step, or where no strategy connects the processes.
+        PeerError: The chief's body raised an error. Raised on the other processes; their body does not run.
+        ConfigurationError: The caller is inside a step, or no strategy connects the processes.
 
     Example:
         >>> with tfrep.chief_first():

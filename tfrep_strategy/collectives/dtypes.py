@@ -1,4 +1,4 @@
-"""What the transports do not know: strings, bool, complex numbers, other axes than the first."""
+"""Adds what transports do not support: strings, bool, complex numbers, and axes other than the first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tfrep_strategy.collectives.flow import Flow
 
 
 def to_real(tensor: tf.Tensor) -> tf.Tensor:
-    """Shows bool as int32, and complex numbers as pairs (last dimension)."""
+    """Converts bool to int32, and complex numbers to pairs along a new last dimension."""
     if tensor.dtype.is_bool:
         return tf.cast(tensor, tf.int32)
     if tensor.dtype.is_complex:
@@ -24,12 +24,12 @@ def from_real(real: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
 
 
 def product(flow: Flow, tensor: tf.Tensor) -> tf.Tensor:
-    """Multiplies over the replicas, for complex numbers, which are no pair of products."""
+    """Multiplies complex tensors over the replicas. Their product is not the pair of the products of their parts."""
     return tf.reduce_prod(gather_along(flow, tensor[tf.newaxis], 0), 0)
 
 
 def gather_along(flow: Flow, tensor: tf.Tensor, axis: int) -> tf.Tensor:
-    """Gathers along any axis, any dtype."""
+    """Gathers a tensor of any dtype along any axis."""
     axis %= tensor.shape.rank
     order = [axis] + [i for i in range(tensor.shape.rank) if i != axis]
     moved = tensor if axis == 0 else tf.transpose(tensor, order)
@@ -47,7 +47,7 @@ def _gather_strings(flow: Flow, tensor: tf.Tensor) -> tf.Tensor:
 
 
 def broadcast_strings(flow: Flow, tensor: tf.Tensor, source: int) -> tf.Tensor:
-    """Sends strings as their bytes, whose number only the source knows."""
+    """Sends strings as bytes. Only the source knows how many, so that all gather, and the others send none."""
     is_source = tf.equal(flow.communicator.rank, source)
     lengths = flow.broadcast([tf.strings.length(tensor)], source)[0]
     sent = _bytes(tf.where(is_source, tensor, tf.constant("")))

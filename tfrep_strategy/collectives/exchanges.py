@@ -1,4 +1,4 @@
-"""Collectives that move values between replicas, and leave them as they are."""
+"""Collectives that move values between replicas without changing them: `all_gather`, `broadcast`, `all_to_all`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def all_gather(nest: Nest, axis: int = 0, stack: bool = False, *, group: Replica
     """Gives every replica the tensors of all, joined in replica order.
 
     Args:
-        nest: Of tensors of any dtype, string included. The sizes along `axis` may differ between replicas.
-        axis: Dimension along which they are joined.
-        stack: Joins along a new dimension `axis` instead; the shapes are then equal on all replicas.
-        group: Only these replicas take part.
+        nest: A nest of tensors of any dtype, string included. Their sizes along `axis` may differ between replicas.
+        axis: The dimension to join along.
+        stack: Whether to join along a new dimension `axis`. The shapes must then be equal on all replicas.
+        group: The replicas that take part; None for all.
 
     Returns:
         A nest of the same structure.
 
     Raises:
-        ConfigurationError: for an axis that a tensor does not have.
-        DesyncError: when dimensions other than `axis` differ.
+        ConfigurationError: A tensor does not have the axis.
+        DesyncError: Dimensions other than `axis` differ.
 
     Example:
         >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -44,7 +44,7 @@ def all_gather(nest: Nest, axis: int = 0, stack: bool = False, *, group: Replica
         rank = tensor.shape.rank + bool(stack)
         if not -rank <= axis < rank:
             hint = "use stack=True to join scalars." if tensor.shape.rank == 0 else f"the tensor has {rank} dimensions."
-            raise ConfigurationError(message("A tensor does not have that axis.", hint=hint, axis=axis, shape=tensor.shape))
+            raise ConfigurationError(message("A tensor does not have this axis.", hint=hint, axis=axis, shape=tensor.shape))
 
     def gather(flow: Flow, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return [gather_along(flow, tf.expand_dims(t, axis) if stack else t, axis) for t in tensors]
@@ -56,15 +56,15 @@ def broadcast(nest: Nest, source: int = 0, *, group: ReplicaGroup | None = None)
     """Gives every replica the tensors of one.
 
     Args:
-        nest: Of tensors of any dtype, string included; the same shapes on all replicas.
-        source: Replica id of the sender (also with a group: the id in the strategy).
-        group: Only these replicas take part.
+        nest: A nest of tensors of any dtype, string included; the same shapes on all replicas.
+        source: Id of the replica that sends (the root). With a group, too, it is the id in the strategy.
+        group: The replicas that take part; None for all.
 
     Returns:
-        The source's nest. Its gradient arrives at the source.
+        The nest of the source. Gradients flow back to the source.
 
     Raises:
-        ConfigurationError: when no such replica exists, or it is not in the group.
+        ConfigurationError: The replica does not exist, or is not in the group.
 
     Example:
         >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -84,20 +84,19 @@ def broadcast(nest: Nest, source: int = 0, *, group: ReplicaGroup | None = None)
 
 
 def all_to_all(nest: Nest, splits: Any = None, *, group: ReplicaGroup | None = None) -> Nest:
-    """Sends a part of the rows to each replica, and receives what each has sent to this one.
+    """Sends a part of the rows to each replica, and receives a part from each.
 
     Args:
-        nest: Of tensors of shape `[rows, ...]` of any dtype, string included.
-        splits: int32 of shape `[num_replicas]`: how many rows go to each replica; they add up to `rows`. Default: equal
-            parts.
-        group: Only these replicas take part.
+        nest: A nest of tensors of shape `[rows, ...]` of any dtype, string included.
+        splits: How many rows go to each replica: int32 of shape `[num_replicas]`, with sum `rows`. Default: equal parts.
+        group: The replicas that take part; None for all.
 
     Returns:
-        A nest of the rows received, in replica order; with `splits`, a pair of that and of how many came from each (int32
-        of shape `[num_replicas]`).
+        A nest of the received rows, in replica order. With `splits`, a pair of this nest and the number of rows that came
+        from each replica (int32 of shape `[num_replicas]`).
 
     Raises:
-        ConfigurationError: for a scalar, splits of another length, or rows that do not divide.
+        ConfigurationError: A tensor is a scalar, `splits` has another length, or the rows do not divide.
 
     Example:
         >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -110,7 +109,7 @@ def all_to_all(nest: Nest, splits: Any = None, *, group: ReplicaGroup | None = N
 
     def exchange(flow: Flow, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         size = flow.communicator.size
-        outside = group is not None and size < len(group)  # Keeps its own.
+        outside = group is not None and size < len(group)  # A replica outside the group keeps its own rows.
         result = []
         for tensor in tensors:
             if outside or splits is None:
@@ -146,7 +145,7 @@ def _to_splits(splits: Any, size: int) -> tf.Tensor:
     if own.shape.rank != 1 or own.shape[0] not in (None, size):
         raise ConfigurationError(
             message(
-                f"all_to_all on replica {replica_id()}: one number of rows is needed for each replica.",
+                f"all_to_all on replica {replica_id()}: splits needs one number of rows for each replica.",
                 splits=splits,
                 num_replicas=size,
             )

@@ -1,9 +1,9 @@
 """Collectives that gradients flow through.
 
-The one-device computation that they stand for has the objective `sum_r loss_r`, or, in a step that Keras drives,
-`sum_r share_r * loss_r`, where a replica's gradients are multiplied by its share only after backward. What flows back
-through a collective comes from the losses of other replicas, so that there it is multiplied by the share of the replica
-that it comes from, and divided by the share of the one that it arrives at.
+The equivalent computation on one device minimizes `sum_r loss_r`. In a step that Keras drives it minimizes
+`sum_r share_r * loss_r`; there each replica multiplies its gradients by its share only after backward. A gradient that
+flows back through a collective comes from the loss of another replica. It is therefore multiplied by the share of the
+replica that it comes from, and divided by the share of the replica that it arrives at.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Tensors = Sequence[tf.Tensor]
 
 
 class Flow:
-    """One replica's collectives on dense numeric tensors; gradients flow through those of floating and complex dtype.
+    """One replica's collectives on dense numeric tensors. Gradients flow through floating tensors.
 
     Args:
-        communicator: Of this replica.
+        communicator: The communicator of this replica.
         step: The step that Keras drives; None elsewhere.
     """
 
@@ -61,13 +61,13 @@ class Flow:
         return _list(tf.custom_gradient(forward)(*tensors))
 
     def _extremum_gradient(self, xs: Tensors, ys: Tensors, totals: Tensors) -> list[tf.Tensor]:
-        """Goes to the replicas that have the extremum, in equal parts."""
+        """Sends the gradient, in equal parts, to the replicas that have the extremum."""
         chosen = [tf.cast(tf.equal(x, y), x.dtype) for x, y in zip(xs, ys, strict=True)]
         counts = self.communicator.all_reduce(chosen, "sum")
         return [t * c / n for t, c, n in zip(totals, chosen, counts, strict=True)]
 
     def _product_gradient(self, xs: Tensors, totals: Tensors) -> list[tf.Tensor]:
-        """Is the product of what the other replicas have."""
+        """Multiplies the gradient with the product of the other replicas' tensors."""
         rank, size = self.communicator.rank, self.communicator.size
         result = []
         for x, total in zip(xs, totals, strict=True):
@@ -78,7 +78,7 @@ class Flow:
         return result
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Concatenates along the first dimension, which may differ."""
+        """Concatenates the replicas' tensors along the first dimension, whose size may differ."""
         communicator = self.communicator
 
         def forward(x: tf.Tensor) -> Any:
@@ -99,7 +99,7 @@ class Flow:
         def forward(*xs: tf.Tensor) -> Any:
             def gradient(*dys: tf.Tensor) -> list[tf.Tensor]:
                 totals = self._back(dys, lambda ds: self._reduce(ds, "sum"))
-                # With a condition that is known, TensorFlow would leave the sum out on all replicas but one.
+                # If TensorFlow knew the condition, it would remove the sum on all replicas but one.
                 is_source = tf.raw_ops.PlaceholderWithDefault(input=tf.equal(communicator.rank, source), shape=[])
                 return [tf.where(is_source, t, tf.zeros_like(t)) for t in totals]
 
@@ -113,7 +113,7 @@ class Flow:
         ]
 
     def reduce_scatter(self, tensor: tf.Tensor, op: str) -> tf.Tensor:
-        """Reduces, and leaves each replica one part of the rows."""
+        """Reduces a tensor over the replicas, and leaves each replica one part of the rows."""
         communicator = self.communicator
         if op == "mean":
             if not tensor.dtype.is_floating:
@@ -136,7 +136,7 @@ class Flow:
         return tf.custom_gradient(forward)(tensor) if tensor.dtype.is_floating else communicator.reduce_scatter(tensor, op)
 
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Sends `splits[r]` rows to replica r; returns the rows received and how many came from each."""
+        """Sends `splits[r]` rows to replica r. Returns the received rows, and how many came from each replica."""
         communicator = self.communicator
 
         def forward(x: tf.Tensor) -> Any:
@@ -159,7 +159,7 @@ class Flow:
 
 
 def _of_this_graph(tensors: Tensors) -> list[tf.Tensor]:
-    """Keeps what one replica gets back unchanged from being a tensor of the graph around a branch, unlike the others."""
+    """Copies the result, so that a branch never returns a tensor of the outer graph."""
     return [tf.identity(tensor) for tensor in tensors]
 
 

@@ -1,4 +1,4 @@
-"""Work on a list of items, spread over the replicas."""
+"""Maps a function over items that are spread over the replicas: `map_gather` and `map_reduce`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from tfrep_strategy.strategies.groups import ReplicaGroup
 
 
 def map_gather(fn: Callable[[Any], Nest], items: Any, *, group: ReplicaGroup | None = None) -> list[Nest]:
-    """Spreads items over the replicas, and gives every replica the results of all.
+    """Spreads items over the replicas, and gives every replica all results.
 
     Args:
-        fn: Makes a nest of tensors of one item; of the same structure and dtypes for every item, the shapes may differ. It
-            calls no collectives.
-        items: A sequence of anything that `fn` takes, or a tensor or array of such along the first axis; the same on all
-            replicas. Replica r computes items r, r + num_replicas, ... (one that has none computes the first, and takes
-            nothing of it).
-        group: Only these replicas take part.
+        fn: Takes an item and returns a nest of tensors. Structure and dtypes are the same for every item; shapes may
+            differ. It calls no collectives.
+        items: A sequence, or a tensor or array whose first axis holds the items; the same on all replicas. Replica r
+            computes items r, r + num_replicas, ... A replica without items computes the first one and discards it.
+        group: The replicas that take part; None for all.
 
     Returns:
         The results, in the order of the items, on every replica. Gradients flow to the replica that computed an item.
 
     Raises:
-        ConfigurationError: when `fn` returns nests of different structures.
+        ConfigurationError: `fn` returns nests of different structures.
 
     Example:
         >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -48,20 +47,20 @@ def map_gather(fn: Callable[[Any], Nest], items: Any, *, group: ReplicaGroup | N
 
 
 def map_reduce(fn: Callable[[Any], Nest], items: Any, op: str = "sum", *, group: ReplicaGroup | None = None) -> Nest:
-    """Spreads items over the replicas, and gives every replica the reduction of the results.
+    """Spreads items over the replicas, and gives every replica the reduction of all results.
 
     Args:
-        fn: Makes a nest of tensors of one item; of the same structure, dtypes and shapes for every item. It calls no
-            collectives.
+        fn: Takes an item and returns a nest of tensors. Structure, dtypes and shapes are the same for every item. It calls
+            no collectives.
         items: As for `map_gather`; at least one.
-        op: As for `all_reduce`; over the items.
-        group: Only these replicas take part.
+        op: As for `all_reduce`, but over the items.
+        group: The replicas that take part; None for all.
 
     Returns:
         The nest `fn(items[0]) op fn(items[1]) op ...`, equal on all replicas.
 
     Raises:
-        ConfigurationError: for no items, or an op that a dtype cannot do.
+        ConfigurationError: There are no items, or a dtype does not support `op`.
 
     Example:
         >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -81,14 +80,14 @@ def map_reduce(fn: Callable[[Any], Nest], items: Any, op: str = "sum", *, group:
 
 
 def _listed(items: Any) -> list[Any]:
-    """Takes tensors apart along their first axis; the number of items has to be known while a step is built."""
+    """Returns the items as a list. A tensor is cut along its first axis, whose size must be known while a step is traced."""
     if not tf.is_tensor(items):
         return list(items)
     if not items.shape.rank or items.shape[0] is None:
         raise ConfigurationError(
             message(
-                "A tensor of items needs a first dimension that is known.",
-                hint="set it by tf.ensure_shape, or give a list.",
+                "The first dimension of a tensor of items must be known.",
+                hint="set it with tf.ensure_shape, or pass a list.",
                 shape=items.shape,
             )
         )

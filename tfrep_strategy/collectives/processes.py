@@ -1,4 +1,4 @@
-"""Waiting for each other, and Python objects of the processes."""
+"""Collectives between processes: a barrier, and the exchange of Python objects."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tfrep_strategy.strategies.of_process import process_communicator
 
 
 def barrier(*, group: ReplicaGroup | None = None) -> None:
-    """Waits until every replica has called it: inside a step the replicas, outside a step the processes.
+    """Waits until all have called it: inside a step all replicas, outside a step all processes.
 
-    Outside a step it needs no scope, only a strategy that was made before.
+    Outside a step it needs no scope. A strategy must have been made before.
 
     Args:
-        group: Only these replicas take part; inside a step.
+        group: The replicas that take part; None for all. Used inside a step only.
 
     Raises:
-        ConfigurationError: Outside a step, where this process is one of several and no strategy connects them.
+        ConfigurationError: The caller is outside a step, and no strategy connects this process with the others.
 
     Example:
         >>> tfrep.barrier()
@@ -32,7 +32,7 @@ def barrier(*, group: ReplicaGroup | None = None) -> None:
         return
 
     def wait(flow: Flow, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        # What comes back is used by an operation that a function has to run.
+        # The assertion is an operation that a function must run, so that it runs the all_reduce too.
         for total in flow.all_reduce(tensors, "sum"):
             tf.debugging.assert_greater(total, 0)
         return tensors
@@ -41,17 +41,17 @@ def barrier(*, group: ReplicaGroup | None = None) -> None:
 
 
 def broadcast_object(value: Any, source: int = 0) -> Any:
-    """Gives every process one process's Python object; outside a step, once a strategy was made.
+    """Gives every process the Python object of one. Call it outside a step, after a strategy was made.
 
     Args:
-        value: Picklable; only the source's counts.
-        source: Rank of the sending process.
+        value: A picklable object. Only that of the source is sent.
+        source: Rank of the process that sends (the root).
 
     Returns:
         The source's object.
 
     Raises:
-        ConfigurationError: inside a step or a `tf.function`, or when there is no such process.
+        ConfigurationError: The caller is inside a step or a `tf.function`, or the rank does not exist.
 
     Example:
         >>> tfrep.broadcast_object({"run": 7})
@@ -64,16 +64,16 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """Gives every process the Python objects of all; outside a step, once a strategy was made.
+    """Gives every process the Python objects of all. Call it outside a step, after a strategy was made.
 
     Args:
-        value: Picklable.
+        value: A picklable object.
 
     Returns:
         One object for each process, by rank.
 
     Raises:
-        ConfigurationError: inside a step or a `tf.function`.
+        ConfigurationError: The caller is inside a step or a `tf.function`.
 
     Example:
         >>> tfrep.all_gather_object("alone")
@@ -84,10 +84,10 @@ def all_gather_object(value: Any) -> list[Any]:
 
 
 def check_no_step(kind: str) -> None:
-    """Refuses inside a step what is for the processes.
+    """Refuses to run a collective of processes inside a step.
 
     Raises:
         ConfigurationError: The caller is inside a step or a `tf.function`.
     """
     if not tf.executing_eagerly() or not outside_step():
-        raise ConfigurationError(f"{kind} was called inside a step.\nHint: objects are for what happens once, outside it.")
+        raise ConfigurationError(f"{kind} was called inside a step.\nHint: call it outside the step.")

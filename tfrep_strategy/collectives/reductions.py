@@ -1,4 +1,4 @@
-"""Collectives that reduce: what every replica brings becomes one value."""
+"""Collectives that reduce tensors over the replicas: `all_reduce`, `all_sum`, `all_mean`, `reduce_scatter`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def all_reduce(nest: Nest, op: str = "sum", *, group: ReplicaGroup | None = None
     """Reduces each tensor over the replicas.
 
     Args:
-        nest: Of tensors, of any numeric dtype or bool; the same shapes on all replicas.
-        op: `"sum"`, `"mean"` (integers are rounded towards zero), `"min"`, `"max"` or `"product"`. Of bool: `"min"` (all)
-            and `"max"` (any). Of complex: not `"min"`, `"max"`.
-        group: Only these replicas take part.
+        nest: A nest of tensors of any numeric dtype or bool; the same shapes on all replicas.
+        op: `"sum"`, `"mean"` (integers are rounded towards zero), `"min"`, `"max"` or `"product"`. Bool supports `"min"`
+            (all) and `"max"` (any). Complex numbers support `"sum"`, `"mean"` and `"product"`.
+        group: The replicas that take part; None for all.
 
     Returns:
-        The nest reduced, of the same structure, shapes and dtypes, equal on all replicas.
+        The reduced nest, of the same structure, shapes and dtypes, equal on all replicas.
 
     Raises:
-        ConfigurationError: for an unknown `op`, or one that a dtype cannot do.
-        DesyncError: when replicas pass nests of different structures.
+        ConfigurationError: `op` is unknown, or a dtype does not support it.
+        DesyncError: The replicas pass nests of different structures.
 
     Example:
         >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -48,14 +48,14 @@ def all_sum(nest: Nest, *, group: ReplicaGroup | None = None) -> Nest:
     """Sums each tensor over the replicas: `all_reduce(nest, "sum")`.
 
     Args:
-        nest: Of tensors of any numeric dtype.
-        group: Only these replicas take part.
+        nest: A nest of tensors of any numeric dtype.
+        group: The replicas that take part; None for all.
 
     Returns:
         The nest of sums, equal on all replicas.
 
     Raises:
-        ConfigurationError: for a dtype that has no sum.
+        ConfigurationError: A dtype has no sum.
 
     Example:
         >>> tfrep.all_sum(tf.constant([1.0, 2.0])).numpy().tolist()  # no strategy: one replica
@@ -68,14 +68,14 @@ def all_mean(nest: Nest, *, group: ReplicaGroup | None = None) -> Nest:
     """Averages each tensor over the replicas: `all_reduce(nest, "mean")`.
 
     Args:
-        nest: Of tensors of any numeric dtype.
-        group: Only these replicas take part.
+        nest: A nest of tensors of any numeric dtype.
+        group: The replicas that take part; None for all.
 
     Returns:
         The nest of means, equal on all replicas.
 
     Raises:
-        ConfigurationError: for a dtype that has no mean.
+        ConfigurationError: A dtype has no mean.
 
     Example:
         >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -91,15 +91,15 @@ def reduce_scatter(nest: Nest, op: str = "sum", *, group: ReplicaGroup | None = 
     """Reduces each tensor over the replicas, and leaves replica r the r-th part of its rows.
 
     Args:
-        nest: Of tensors of shape `[rows, ...]`, the same on all replicas.
+        nest: A nest of tensors of shape `[rows, ...]`, the same on all replicas.
         op: As for `all_reduce`.
-        group: Only these replicas take part.
+        group: The replicas that take part; None for all.
 
     Returns:
-        A nest of tensors of shape `[part, ...]`; the first `rows % num_replicas` parts have one row more than the others.
+        A nest of tensors of shape `[part, ...]`. The first `rows % num_replicas` parts have one row more than the others.
 
     Raises:
-        ConfigurationError: for an unknown `op`, one that a dtype cannot do, or a scalar.
+        ConfigurationError: `op` is unknown, a dtype does not support it, or a tensor is a scalar.
 
     Example:
         >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])

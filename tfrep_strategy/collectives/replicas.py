@@ -1,4 +1,4 @@
-"""Who the replicas of a step are."""
+"""The id of the current replica, and the number of replicas."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tfrep_strategy.strategies.groups import ReplicaGroup
 
 
 def replica_id() -> Any:
-    """Returns the number of this replica, 0 to `num_replicas() - 1`; 0 outside a step.
+    """Returns the id of this replica, 0 to `num_replicas() - 1`; 0 outside a step.
 
     Returns:
-        An int; under strategies of TensorFlow that number replicas at run time, an int32 scalar.
+        An int. Under TensorFlow's strategies that number replicas at run time, an int32 scalar.
 
     Example:
         >>> tfrep.replica_id()
@@ -30,7 +30,7 @@ def num_replicas(group: ReplicaGroup | None = None) -> int:
     """Returns how many replicas run this step together; 1 outside a step.
 
     Args:
-        group: Counts its members instead.
+        group: A group whose members to count; None for all replicas.
 
     Example:
         >>> tfrep.num_replicas()

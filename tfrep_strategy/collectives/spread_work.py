@@ -1,4 +1,4 @@
-"""Work on a list of items, spread over the replicas."""
+"""Computes items that are spread over the replicas, for `map_gather` and `map_reduce`."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ _IDENTITY = {"sum": 0, "mean": 0, "product": 1}
 
 
 class Spread:
-    """The items of one `map_gather` or `map_reduce`, replica r having the items r, r + size, ...
+    """The items of one `map_gather` or `map_reduce`. Replica r has the items r, r + size, ...
 
     Args:
-        fn: Makes a nest of tensors of an item.
-        items: All of them.
-        rank: This replica, or its place in a group.
+        fn: Takes an item and returns a nest of tensors.
+        items: All items.
+        rank: The id of this replica, or its position in a group.
         size: How many replicas share the work.
 
     Raises:
-        ConfigurationError: when `fn` makes nests of different structures or dtypes.
+        ConfigurationError: `fn` returns nests of different structures or dtypes.
     """
 
     def __init__(self, fn: Callable[[Any], Nest], items: Sequence[Any], rank: Any, size: int) -> None:
         if not isinstance(rank, int):
-            raise ConfigurationError("map_gather and map_reduce need a strategy that knows its replica while it traces.")
+            raise ConfigurationError(
+                "map_gather and map_reduce need a replica id that is known while the step is traced.\n"
+                "Hint: use a MirroredStrategy or a MultiWorkerStrategy."
+            )
         self._fn, self._items = fn if tf.executing_eagerly() else converted_by_autograph(fn), items
         self._owners = [i % size for i in range(len(items))]
         self._rank, self._size = rank, size
-        # A replica has to know the shapes of what the others compute. Tracing tells, and runs nothing.
+        # A replica needs the shapes of the other replicas' results. Tracing tells them without running anything.
         self.specs = [tf.function(lambda item=item: self._tensors(item)).get_concrete_function().structured_outputs
                       for item in items]  # fmt: skip
         first = tf.nest.map_structure(lambda s: s.dtype, self.specs[0])
@@ -52,11 +55,11 @@ class Spread:
         return [self._tensors(item) for item, owner in zip(self._items, self._owners, strict=True) if owner == self._rank]
 
     def _nothing_of_first(self) -> list[tf.Tensor]:
-        """Takes no rows of the first item's results: without items, gradients still have to flow on this replica too."""
+        """Returns no rows of the first item's results, so that gradients flow on a replica without items too."""
         return [tensor[tf.newaxis][:0] for tensor in tf.nest.flatten(self._tensors(self._items[0]))]
 
     def gather(self, all_gather: Callable[[Nest], Nest]) -> list[Nest]:
-        """Gives the results of all items, in order; one collective for each tensor of the nest, and one for the shapes."""
+        """Returns the results of all items, in order. Runs one collective for each tensor of the nest, and one for shapes."""
         own = [tf.nest.flatten(nest) for nest in self.own()]
         flat_specs = [tf.nest.flatten(spec) for spec in self.specs]
         parts = own or [self._nothing_of_first()]
@@ -84,7 +87,7 @@ class Spread:
         return shapes
 
     def reduce(self, op: str, all_reduce: Callable[[Nest, str], Nest]) -> Nest:
-        """Reduces the results of all items: first those of each replica, then over the replicas."""
+        """Reduces the results of all items: first on each replica, then over the replicas."""
         own = self.own()
         partial = reduce_nests(own, "sum" if op == "mean" else op) if own else self._nothing(op)
         total = all_reduce(partial, "sum" if op == "mean" else op)
@@ -96,7 +99,7 @@ class Spread:
         )
 
     def has_static_shapes(self) -> bool:
-        """Whether all results are of one shape that is known before they are computed."""
+        """Returns whether all results have one shape that is known before they are computed."""
         return all(
             s.shape.is_fully_defined() and s.shape == first.shape
             for spec in self.specs

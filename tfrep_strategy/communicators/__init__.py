@@ -1,4 +1,4 @@
-"""How replicas in different processes talk: one contract, one file per transport."""
+"""Communication between replicas in different processes: one contract, one file per transport."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ __all__ = ["REDUCE_OPS", "Communicator", "SingleCommunicator", "make_communicato
 
 
 def make_communicator(name: str | Communicator, environment: Any, device: str | None = None) -> Communicator:
-    """Makes the communicator that `name` asks for, and checks that it reaches the processes of the environment.
+    """Makes a communicator by name, and checks that it connects the processes of the environment.
 
     Args:
-        name: `"horovod"`, `"tf"`, a `Communicator`, which is returned as it is, or `"auto"`: TensorFlow's collectives
-            where the environment tells the address of every process, else Horovod, which finds the processes itself.
-        environment: The `Environment` that tells rank, size and addresses.
-        device: Device string on which TensorFlow's collectives run. Default: chosen by the local rank.
+        name: `"horovod"`, `"tf"`, `"auto"` or a `Communicator`, which is returned as it is. `"auto"` is TensorFlow's
+            collectives if the environment knows the address of every process, else Horovod, which finds the processes
+            itself.
+        environment: The `Environment` with rank, size and addresses.
+        device: Device that TensorFlow's collectives run on. Default: chosen by the local rank.
 
     Returns:
         A `Communicator`.
 
     Raises:
-        ConfigurationError: for an unknown name, one that this environment cannot serve, or a communicator whose rank or
-            size is not that of the environment.
+        ConfigurationError: The name is unknown, the environment lacks what the communicator needs, or the communicator
+            has another rank or size than the environment.
     """
     communicator = name if isinstance(name, Communicator) else _named(name, environment, device)
     _check_place(communicator, environment)
@@ -63,17 +64,17 @@ def _named(name: str, environment: Any, device: str | None) -> Communicator:
 
 
 def _check_place(communicator: Communicator, environment: Any) -> None:
-    """Refuses a communicator that reaches other processes than those that were started: each would train alone."""
+    """Refuses a communicator that connects other processes than were started: each process would train alone."""
     told, found = (environment.rank, environment.size), (communicator.rank, communicator.size)
     if environment.size == 1 or told == found:
         return
     raise ConfigurationError(
         message(
-            f"By {environment.name} this process is rank {told[0]} of {told[1]},"
+            f"According to {environment.name} this process is rank {told[0]} of {told[1]},"
             f" but its communicator says rank {found[0]} of {found[1]}.",
-            hint="start the processes with what the communicator knows: Horovod knows horovodrun and `tfrep run`, and"
-            " mpirun and srun only if it was built with MPI (`tfrep horovod install --with mpi`). For processes that should"
-            f" be alone, unset {', '.join(environment.found) or 'the variables of the environment'}.",
+            hint="use a launcher that the communicator supports: Horovod supports horovodrun and `tfrep run`. It supports"
+            " mpirun and srun only if it was built with MPI (`tfrep horovod install --with mpi`). To run this process alone,"
+            f" unset {', '.join(environment.found) or 'the variables of the environment'}.",
             communicator=communicator.name,
             environment=environment.describe(),
         )

@@ -1,4 +1,4 @@
-"""The contract of a communicator: MPI's collectives on TensorFlow tensors, callable eagerly and in a `tf.function`."""
+"""The contract of a communicator: MPI's collectives on TensorFlow tensors, in eager code and in a `tf.function`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfrep_strategy.errors import ConfigurationError, message
 
 REDUCE_OPS = ("sum", "mean", "min", "max", "product")
 
-# What the transports reduce is float16, float32, float64, int32 and int64; the other numbers travel as one of these.
+# Every transport reduces float16, float32, float64, int32 and int64. Other dtypes are sent as one of these.
 _CARRIERS = {tf.bool: tf.int32, tf.uint8: tf.int32, tf.int8: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32,
              tf.uint32: tf.int64, tf.uint64: tf.int64, tf.bfloat16: tf.float32}  # fmt: skip
 
@@ -30,7 +30,7 @@ def carry(tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
     """
     if tensor.dtype != tf.uint64:
         return tf.cast(tensor, _CARRIERS.get(tensor.dtype, tensor.dtype))
-    # Sums and products agree modulo 2**64; for comparisons the order has to be kept.
+    # Sums and products are the same modulo 2**64. For min and max the cast must keep the order.
     return tf.bitcast(_flip_sign_bit(tensor) if op in ("min", "max") else tensor, tf.int64)
 
 
@@ -53,10 +53,10 @@ def _flip_sign_bit(tensor: tf.Tensor) -> tf.Tensor:
 
 @contextlib.contextmanager
 def outside_xla() -> Iterator[None]:
-    """Keeps the operations of a collective out of what XLA compiles of a step.
+    """Excludes the operations of a collective from XLA's compilation of a step.
 
-    A transport has no XLA kernels. And a sum that is compiled together with the update that follows it is rounded otherwise
-    than one which arrives from another replica, so that replicas would come apart bit by bit.
+    Transports have no XLA kernels. Moreover, XLA could fuse a sum with the update after it and round differently than on
+    another replica. The replicas would then diverge, bit by bit.
     """
     eager = tf.executing_eagerly()
     with contextlib.nullcontext() if eager else tf.xla.experimental.jit_scope(compile_ops=False):
@@ -64,7 +64,7 @@ def outside_xla() -> Iterator[None]:
 
 
 def mean_of_sum(total: tf.Tensor, size: int) -> tf.Tensor:
-    """Divides a sum over replicas by their number; integers are rounded towards zero, as `tf.reduce_mean` does.
+    """Divides a sum over replicas by their number. Integers are rounded towards zero, as in `tf.reduce_mean`.
 
     Example:
         >>> mean_of_sum(tf.constant([7, -7]), 2).numpy().tolist()
@@ -75,12 +75,12 @@ def mean_of_sum(total: tf.Tensor, size: int) -> tf.Tensor:
 
 
 class Communicator(abc.ABC):
-    """Talks to the other processes of a run; one object per process.
+    """Runs collectives between the processes of a run; one object per process.
 
-    Subclass it to bring your own transport: give `rank`, `size`, `local_rank`, `local_size`, and the five methods that
-    are abstract here. All ranks call the same methods in the same order with tensors of the same dtype and, but for
-    `all_gather` and `all_to_all`, the same shape. Methods take and return tensors, also symbolic ones inside a
-    `tf.function`; they need no gradient.
+    Subclass it to add a transport: set `rank`, `size`, `local_rank`, `local_size`, and implement the five abstract
+    methods. All ranks call the same methods in the same order, with tensors of the same dtype and shape; only
+    `all_gather` and `all_to_all` allow another first dimension. Methods take and return tensors, eager or symbolic. They
+    need no gradient.
 
     Example:
         >>> from tfrep_strategy.communicators import SingleCommunicator
@@ -94,23 +94,23 @@ class Communicator(abc.ABC):
     local_rank: int = 0
     local_size: int = 1
     bucket_bytes: int = 32 << 20
-    """In groups of about how many bytes gradients travel best, where nothing else is asked for."""
+    """The default size of a gradient bucket in bytes."""
 
     @abc.abstractmethod
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
         """Reduces each tensor over all ranks.
 
         Args:
-            tensors: Dense numeric tensors. They are given as one list so that the transport can fuse them.
+            tensors: Dense numeric tensors. They come as one list so that the transport can fuse them.
             op: One of `REDUCE_OPS`.
 
         Returns:
-            The reduced tensors, equal on every rank, in the order, shapes and dtypes given.
+            The reduced tensors, equal on every rank, in the given order, shapes and dtypes.
         """
 
     @abc.abstractmethod
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Concatenates the ranks' tensors along their first dimension, which may differ, in rank order.
+        """Concatenates the ranks' tensors along the first dimension, in rank order. Its size may differ between ranks.
 
         Args:
             tensor: A dense tensor of rank one or more, of any numeric dtype or bool.
@@ -132,17 +132,17 @@ class Communicator(abc.ABC):
             splits: int32, of shape `[size]`.
 
         Returns:
-            The rows received, in rank order, and how many came from each rank (int32, shape `[size]`).
+            The received rows, in rank order, and how many came from each rank (int32, shape `[size]`).
         """
 
     @abc.abstractmethod
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
-        """Makes a communicator of some of the ranks. All ranks call this; those outside get None."""
+        """Makes a communicator of some ranks. All ranks must call it; a rank outside the group gets None."""
 
     def reduce_scatter(self, tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
-        """Reduces over ranks and leaves rank r with the r-th of `size` parts along the first dimension.
+        """Reduces over the ranks, and gives rank r the r-th of `size` parts along the first dimension.
 
-        The first `dim % size` parts are one row longer when it does not divide.
+        If the rows do not divide, the first `rows % size` parts are one row longer.
         """
         reduced = self.all_reduce([tensor], op)[0]
         rows = tf.shape(reduced)[0]
@@ -155,20 +155,19 @@ class Communicator(abc.ABC):
         self.all_reduce([tf.zeros([1])], "sum")
 
     def abort(self, reason: str) -> None:  # noqa: B027
-        """Makes collectives fail that are under way or come later; called in a thread when they could only wait.
+        """Makes running and later collectives fail. The monitor calls it, in a thread, when they would wait forever.
 
-        It is called again while what was under way has not ended, and after some seconds the process is ended.
-
-        A transport that cannot do that leaves them to its own time limit.
+        It is called again while a running collective has not ended. After some seconds the process is ended instead.
+        A transport that cannot abort does nothing, and relies on its own time limit.
 
         Args:
-            reason: Goes into the message of the error.
+            reason: Part of the error message.
         """
 
     def close(self) -> None:  # noqa: B027
-        """Ends the communication. Nothing else may be called afterwards."""
+        """Ends the communication. No other method may be called afterwards."""
 
-    # Objects, for what happens once per run rather than once per step.
+    # Collectives of Python objects, used once per run rather than once per step.
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gathers one picklable Python object of each rank, in rank order. Not for use inside a `tf.function`."""
@@ -191,14 +190,14 @@ class Communicator(abc.ABC):
             raise ConfigurationError(message("Unknown reduction.", hint=f"use one of {REDUCE_OPS}.", op=op))
 
     def check_root(self, root: int) -> None:
-        """Raises a ConfigurationError when no such rank exists."""
+        """Raises a ConfigurationError if the root is not a rank."""
         if not 0 <= root < self.size:
             raise ConfigurationError(message("No such rank.", hint=f"ranks are 0 to {self.size - 1}.", root=root))
 
     def check_group(self, ranks: Sequence[int]) -> list[int]:
-        """Returns the sorted ranks of a group; raises a ConfigurationError unless they exist and differ."""
+        """Returns the sorted ranks of a group; raises a ConfigurationError if a rank does not exist or is given twice."""
         if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < self.size for r in ranks):
             raise ConfigurationError(
-                message("A group needs different existing ranks.", hint=f"ranks are 0 to {self.size - 1}.", ranks=ranks)
+                message("A group needs distinct, existing ranks.", hint=f"ranks are 0 to {self.size - 1}.", ranks=ranks)
             )
         return sorted(ranks)

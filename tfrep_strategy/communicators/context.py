@@ -1,4 +1,4 @@
-"""Collectives under a strategy that is not of this package, such as TensorFlow's for TPUs."""
+"""Collectives under TensorFlow's own strategies, such as `tf.distribute.TPUStrategy`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ContextCommunicator(Communicator):
     """Builds every collective from the two that each strategy of TensorFlow has: a sum, and a gather of equal shapes.
 
     Args:
-        context: The `tf.distribute.ReplicaContext` of the replica that talks.
+        context: The `tf.distribute.ReplicaContext` of this replica.
     """
 
     name = "context"

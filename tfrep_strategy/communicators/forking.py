@@ -1,4 +1,4 @@
-"""Connections and forked children: a peer never notices an end that a child of the process keeps open."""
+"""Closes connections in forked children: while a child keeps one open, the peer does not notice that this process ended."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 
 def close_in_children(owner: Any, close: Callable[[Any], None]) -> None:
-    """Has `close(owner)` called in every process that is forked off from now on, while the owner lives.
+    """Calls `close(owner)` in every process that is forked from now on, as long as the owner lives.
 
     Args:
-        owner: Is not kept alive.
-        close: Closes what it has open, and tells nobody.
+        owner: The object with open connections. It is not kept alive.
+        close: Closes the connections without a message to the peers.
     """
     reference = weakref.ref(owner)
 
@@ -29,7 +29,7 @@ def close_in_children(owner: Any, close: Callable[[Any], None]) -> None:
 
 @contextlib.contextmanager
 def sockets_closed_in_children() -> Iterator[None]:
-    """Has sockets that are opened inside, by whatever library, closed in every process that is forked off later."""
+    """Closes sockets that any library opens inside the body, in every process that is forked later."""
     before = _open_sockets()
     yield
     opened = _open_sockets() - before
@@ -38,10 +38,10 @@ def sockets_closed_in_children() -> Iterator[None]:
 
 
 def _open_sockets() -> set[tuple[int, int]]:
-    """Descriptors and inodes, which tell sockets apart that had the same descriptor one after the other."""
+    """Returns descriptors with inodes; inodes distinguish sockets that reuse a descriptor."""
     found = set()
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with contextlib.suppress(OSError):  # The folder's own descriptor is gone.
+        with contextlib.suppress(OSError):  # The descriptor of the listing itself is closed by now.
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
                 found.add((int(name), status.st_ino))

@@ -1,4 +1,4 @@
-"""Which physical GPU is behind a device of TensorFlow, and whether NCCL connects some of them."""
+"""Finds the physical GPU behind a TensorFlow device, and whether NCCL can connect the GPUs of some replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfrep_strategy.errors import message
 
 
 def nccl_connects(gpus: Sequence[str | None]) -> bool:
-    """Whether NCCL connects the devices of some replicas. It refuses two members on one physical GPU.
+    """Returns whether NCCL connects the devices of some replicas. NCCL refuses two replicas on one physical GPU.
 
     Args:
         gpus: The identity of each replica's GPU, as `identity_of_gpu` gives it; None for another kind of device.
@@ -30,7 +30,7 @@ def nccl_connects(gpus: Sequence[str | None]) -> bool:
 
 
 def shared_gpus(gpus: Sequence[str | None]) -> dict[str, list[int]]:
-    """Returns the GPUs that several replicas have, with the replicas' numbers.
+    """Returns the GPUs that several replicas share, with the ids of these replicas.
 
     Example:
         >>> shared_gpus(["a 0000:07:00.0", "a 0000:0f:00.0", "a 0000:07:00.0", None, None])
@@ -44,12 +44,12 @@ def shared_gpus(gpus: Sequence[str | None]) -> dict[str, list[int]]:
 
 
 def warn_if_shared(gpus: Sequence[str | None]) -> None:
-    """Warns where several replicas have the same GPU, given the identity of each replica's."""
+    """Warns if several replicas share a GPU, given the identity of each replica's GPU."""
     shared = shared_gpus(gpus)
     if shared:
         warnings.warn(
             message(
-                "Several replicas share a GPU. NCCL refuses that, so that TensorFlow sums gradients without it.",
+                "Several replicas share a GPU. NCCL refuses that, so TensorFlow sums gradients without it.",
                 hint="give each replica a GPU of its own; several on one are no faster than one.",
                 replicas_by_gpu=shared,
             ),
@@ -58,11 +58,11 @@ def warn_if_shared(gpus: Sequence[str | None]) -> None:
 
 
 def physical_by_logical(visible: Sequence[str], parts: Mapping[str, int]) -> list[str]:
-    """Returns the physical GPU of each logical one.
+    """Returns the physical GPU of each logical GPU.
 
     Args:
         visible: The physical GPUs that TensorFlow uses, in its order.
-        parts: How many logical GPUs those that were split have.
+        parts: The number of logical GPUs of each GPU that was split.
 
     Example:
         >>> physical_by_logical(["GPU:2", "GPU:0"], {"GPU:2": 3})
@@ -72,10 +72,12 @@ def physical_by_logical(visible: Sequence[str], parts: Mapping[str, int]) -> lis
 
 
 def identity_of_gpu(device: str) -> str | None:
-    """Names the physical GPU of a device of this process, the same in all processes; None for another kind of device.
+    """Returns the identity of the physical GPU behind a device of this process; None for another kind of device.
+
+    The identity is the same in all processes.
 
     Args:
-        device: Such as `"GPU:0"`, or a full name.
+        device: A device name such as `"GPU:0"`, or a full name.
     """
     spec = tf.DeviceSpec.from_string(device if "/" in device else f"/device:{device}")
     if spec.device_type != "GPU":
@@ -84,16 +86,16 @@ def identity_of_gpu(device: str) -> str | None:
     parts = {gpu.name: len(tf.config.get_logical_device_configuration(gpu) or [None]) for gpu in visible}
     physical = physical_by_logical([gpu.name for gpu in visible], parts)
     index = spec.device_index or 0
-    if index >= len(physical):  # Who places things there is told so by TensorFlow.
+    if index >= len(physical):  # TensorFlow itself refuses to place operations there.
         return None
     return f"{socket.gethostname()} {_address(int(physical[index].rpartition(':')[2]))}"
 
 
 @functools.cache
 def _address(number: int) -> str:
-    """Returns the PCI address of the CUDA device of a number, by which NCCL tells GPUs apart.
+    """Returns the PCI address of a CUDA device. NCCL identifies GPUs by it.
 
-    Where CUDA's driver cannot be asked, the entry of CUDA_VISIBLE_DEVICES has to do.
+    If CUDA's driver is not available, it returns the device's entry in CUDA_VISIBLE_DEVICES.
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")

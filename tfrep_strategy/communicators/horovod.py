@@ -1,6 +1,7 @@
-"""Horovod's TensorFlow operations as a communicator (Gloo, MPI or NCCL, whatever Horovod was built with).
+"""Horovod's TensorFlow operations as a communicator, over Gloo, MPI or NCCL, as Horovod was built.
 
-Only `horovod.tensorflow` ops are used. Horovod's Keras front end does not reduce the gradients of Keras 3 optimizers.
+Only the operations of `horovod.tensorflow` are used. Horovod's Keras front end does not reduce the gradients of Keras 3
+optimizers. Horovod: Sergeev and Del Balso, arXiv:1802.05799.
 """
 
 from __future__ import annotations
@@ -23,29 +24,31 @@ _TAKES_GROUPS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
 class HorovodCommunicator(Communicator):
-    """Collectives over Horovod. The processes must have been started for it (`tfrep run`, `horovodrun`, `mpirun`).
+    """Runs collectives over Horovod. A launcher that Horovod supports must have started the processes.
+
+    Such launchers are `tfrep run` and `horovodrun`, and `mpirun` if Horovod was built with MPI.
 
     Args:
         process_set: A `horovod.tensorflow.ProcessSet`, for a subgroup. Default: all processes.
 
     Raises:
-        ConfigurationError: when Horovod is not installed, or was built for another TensorFlow.
+        ConfigurationError: Horovod is not installed, or was built for another TensorFlow.
     """
 
     name = "horovod"
     _is_ours = False
-    """Whether Horovod was started here, and not by the user's program."""
+    """Whether this class, and not the user's program, has started Horovod."""
     _groups: ClassVar[dict[tuple[int, ...], HorovodCommunicator | None]] = {}
-    """By their ranks among all, for all communicators of this process: Horovod refuses a second process set of the same ranks."""
+    """The communicator of each group of global ranks. Horovod refuses a second process set of the same ranks."""
 
     def __init__(self, process_set: Any = None) -> None:
         try:
             import horovod.tensorflow as hvd
-        except Exception as error:  # Horovod raises its own kinds of errors for a library that does not load.
+        except Exception as error:  # Horovod raises errors of several types if its library does not load.
             raise ConfigurationError(
                 message(
                     f"Horovod is not installed for this TensorFlow: {error}",
-                    hint="run `tfrep horovod install`; `tfrep horovod status` says more.",
+                    hint="run `tfrep horovod install`; `tfrep horovod status` shows details.",
                 )
             ) from error
         self._hvd = hvd
@@ -60,17 +63,17 @@ class HorovodCommunicator(Communicator):
         self._ops = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
 
     def _start(self) -> None:
-        if self._hvd.mpi_built() or os.environ.get("HOROVOD_CROSS_SIZE", "1") != "1":  # Started once only.
+        if self._hvd.mpi_built() or os.environ.get("HOROVOD_CROSS_SIZE", "1") != "1":  # These cannot be started again.
             os.environ.setdefault(_TAKES_GROUPS, "1")
         with sockets_closed_in_children():
             self._hvd.init()
         HorovodCommunicator._is_ours = True
 
     def _start_again(self) -> None:
-        """Starts Horovod as one that takes groups. Only who makes groups pays for them: each of its cycles costs more then.
+        """Starts Horovod again, with support for groups. That support makes each cycle slower, so it is off at first.
 
-        The ranks find each other through a server of their own. That of the launcher may still tell where they listened
-        before: it forgets the addresses of a start only where no rank was faster than another.
+        Rank 0 starts a rendezvous server for this start. The launcher's server may still hold the addresses of the first
+        start: it removes them reliably only if no rank is ahead of another.
         """
         os.environ[_TAKES_GROUPS] = "1"
         port = 0
@@ -94,7 +97,7 @@ class HorovodCommunicator(Communicator):
         by_dtype: dict[Any, list[int]] = {}
         for i, tensor in enumerate(carried):
             by_dtype.setdefault(tensor.dtype, []).append(i)
-        # Horovod averages no integers; a mean is a sum, divided, for every dtype alike.
+        # Horovod does not average integers. For every dtype, a mean is a sum that is divided afterwards.
         options = {
             "reduce_op": self._ops["sum" if op == "mean" else op],
             "prescale_factor": 1.0,
@@ -137,14 +140,14 @@ class HorovodCommunicator(Communicator):
         options |= {"name": name, "ignore_name_scope": True, "process_set_id": group}
         if tf.executing_eagerly():
             return operation(tensors, **options)
-        # Horovod's operations are not marked as having effects. One with nothing but constants to send would be run while the
-        # function is optimised; one whose result nobody uses, on this rank alone perhaps, would be left out.
+        # Horovod's operations are not marked as stateful. TensorFlow's optimizer would evaluate one whose inputs are constant,
+        # and remove one whose result is unused, perhaps on this rank only.
         with outside_xla():
             start = self._order.zero()
             sent = tf.nest.map_structure(lambda tensor: _no_constant(tensor, start), tensors)
             result = tf.nest.map_structure(_opaque, operation(sent, **options))
-            # Horovod refuses two collectives of one name at a time: a function is called again, or a loop goes on, when all
-            # have ended. Within it their names differ, and none waits for another.
+            # Horovod refuses two running collectives of one name. A function is therefore called again, and a loop goes on,
+            # only when all its collectives have ended. Within one call the names differ, and no collective waits for another.
             self._order.keep(result)
         return result
 
@@ -161,7 +164,7 @@ class HorovodCommunicator(Communicator):
             except ValueError as error:
                 raise ConfigurationError(
                     message(
-                        "Horovod refuses new groups of ranks.",
+                        "Horovod was started without support for groups of ranks.",
                         hint=f"set {_TAKES_GROUPS}=1 before `horovod.init()` is called.",
                         ranks=ranks,
                     )
@@ -176,9 +179,10 @@ class HorovodCommunicator(Communicator):
             self._return_what_is_left()
 
     def _return_what_is_left(self) -> None:
-        """Has Horovod return with an error what was handed in in the very moment in which it emptied its queue.
+        """Makes Horovod fail tensors that were submitted while it was emptying its queue.
 
-        It empties it again when a start fails, which one process alone can see to: it has no rank 1.
+        Horovod empties its queue again when a start fails. This process provokes that alone: it starts Horovod as a run of
+        one process, with a process set of rank 1, which does not exist.
         """
         counts = {"RANK": "0", "SIZE": "1"}
         alone = {f"HOROVOD_{of}{name}": count for of in ("", "LOCAL_", "CROSS_") for name, count in counts.items()}
@@ -211,10 +215,10 @@ def _no_constant(tensor: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
 
 
 def _opaque(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the tensor through an operation that TensorFlow's optimiser neither evaluates nor removes."""
+    """Passes the tensor through an operation that TensorFlow's optimizer neither evaluates nor removes."""
     return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
 
 
 def _carry_bytes(tensor: tf.Tensor) -> tf.Tensor:
-    """What is moved and not reduced may also be of one byte."""
+    """Converts a tensor that is moved, not reduced: Horovod also moves the dtypes of one byte."""
     return tensor if tensor.dtype in (tf.bool, tf.uint8, tf.int8) else carry(tensor)

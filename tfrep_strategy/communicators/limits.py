@@ -1,4 +1,4 @@
-"""How long processes wait for each other."""
+"""Settings from the environment: how long processes wait for each other, and whether every call is checked."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _DEFAULT_SECONDS = 600.0
 
 
 def timeout_seconds() -> float:
-    """Returns after how many seconds a collective that not all ranks have called is given up.
+    """Returns how many seconds a collective may wait for ranks that have not called it.
 
-    `TFREP_TIMEOUT` sets it, in seconds; the default is 600. Ranks may keep each other waiting for that long, while the
-    chief writes a large file, say. A rank that has ended is noticed at once and needs no time limit.
+    `TFREP_TIMEOUT` sets it, in seconds; the default is 600. A rank may keep the others waiting for that long, for example
+    while the chief writes a large file. A rank that has ended is noticed at once, without this limit.
 
     Raises:
-        ConfigurationError: when `TFREP_TIMEOUT` is no positive number.
+        ConfigurationError: `TFREP_TIMEOUT` is not a positive number.
 
     Example:
         >>> timeout_seconds()
@@ -29,12 +29,18 @@ def timeout_seconds() -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise ConfigurationError(message("TFREP_TIMEOUT is no positive number of seconds.", TFREP_TIMEOUT=given))
+        raise ConfigurationError(
+            message(
+                "TFREP_TIMEOUT is not a positive number of seconds.",
+                hint="set it to a number such as 600, or unset it.",
+                TFREP_TIMEOUT=given,
+            )
+        )
     return seconds
 
 
 def is_debugging() -> bool:
-    """Returns whether `TFREP_DEBUG` asks for every collective to be checked before it is called.
+    """Returns whether `TFREP_DEBUG` is set, so that every collective is checked before it runs.
 
     Example:
         >>> is_debugging()

@@ -1,4 +1,4 @@
-"""How the replicas of one process talk: through the graph that they share, or, inside its branches, by collectives."""
+"""Communication between the replicas of one process: in the graph that they share, and by collectives inside branches."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from tfrep_strategy.packing import Packed
 
 _REDUCTIONS = {"min": tf.minimum, "max": tf.maximum, "product": tf.multiply}
 _ON_GPUS = NCCL_DTYPES - {tf.int32}  # TensorFlow keeps int32 in the memory of the host.
-# Above the keys that processes give their groups (`ring.py`).
+# Above the keys of groups of processes (`ring.py`).
 _group_keys = itertools.count(2**30 + 1000)
 
 
 class LocalGroup:
-    """Some or all replicas of a process: what their communicators have in common.
+    """A group of replicas of one process; their communicators share it.
 
     Args:
         strategy: A `MirroredStrategy`.
-        members: Its replicas that belong to the group, in order. Every other replica is a group of its own.
+        members: The replicas of the group, in order. Every other replica is a group of its own.
     """
 
     def __init__(self, strategy: Any, members: Sequence[int]) -> None:
@@ -40,33 +40,33 @@ class LocalGroup:
             [identity_of_gpu(strategy.extended.worker_devices[replica]) for replica in self.members]
         )
         self.called: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-        """What the first member called at each place in the inner functions of a graph."""
+        """The call of the first member that built each place in the inner functions of a graph."""
         self._communicators: dict[int, LocalCommunicator] = {}
 
     def communicator(self, replica: int) -> LocalCommunicator:
-        """Returns the communicator of one replica; that of an outsider has size 1."""
+        """Returns the communicator of one replica. For a replica outside the group it has size 1."""
         if replica not in self._communicators:
             self._communicators[replica] = LocalCommunicator(self, replica)
         return self._communicators[replica]
 
 
 class _Sent(NamedTuple):
-    """What one replica brings to a collective."""
+    """The arguments of one replica in a collective."""
 
     members: tuple[int, ...]
     values: Any
 
 
 class LocalCommunicator(Communicator):
-    """Talks to the other replicas of a process.
+    """Runs collectives between the replicas of one process.
 
-    In the graph (or eager code) that all replicas build, the values of all are at hand, so that a collective is ordinary
-    arithmetic on them. A branch, a loop body and an inner `tf.function` are built by each replica for itself; there the
-    replicas meet at run time, in TensorFlow's collective operations, all of which have to run at once.
+    All replicas build one graph (or run eagerly), in which a collective is ordinary arithmetic on the values of all
+    replicas. Each replica builds its own branches, loop bodies and inner functions. There the replicas meet at run time,
+    in TensorFlow's collective operations, which must all run at once.
 
     Args:
-        group: The replicas that talk.
-        replica: The one that this object belongs to.
+        group: The replicas that take part.
+        replica: The replica that this communicator belongs to.
     """
 
     name = "local"
@@ -86,7 +86,7 @@ class LocalCommunicator(Communicator):
         carried = [carry(t, op) for t in tensors]
         reduce = functools.partial(self._reduce, op=op)
         if self._group.nccl and self.size > 1:
-            # Each sum of NCCL is a launch on every GPU, so that it gets few and large tensors. On CPUs that would only be a copy.
+            # NCCL launches a kernel on every GPU for each sum, so it gets few large tensors. On CPUs packing would be a mere copy.
             with tf.device(self._device):
                 packed = Packed(carried)
             reduced = packed.unpack(self._meet(packed.flats, reduce))
@@ -98,7 +98,7 @@ class LocalCommunicator(Communicator):
         ]
 
     def _reduce(self, sent: Sequence[list[tf.Tensor]], op: str) -> list[list[tf.Tensor]]:
-        """Returns what each member gets for what the members sent; a mean as its sum."""
+        """Returns the result for each member. For a mean it is the sum."""
         reduced = [self._reduce_values(values, op) for values in zip(*sent, strict=True)]
         return [[results[member] for results in reduced] for member in range(len(sent))]
 
@@ -107,7 +107,7 @@ class LocalCommunicator(Communicator):
             return [functools.reduce(_REDUCTIONS[op], values)] * len(values)
         if self._group.nccl and len(values) > 1 and values[0].dtype in _ON_GPUS:
             sums = nccl_all_sum(list(values))
-            for total in sums:  # NCCL waits for ever for a member whose result nobody uses.
+            for total in sums:  # If one result is unused and thus not computed, NCCL waits forever for its member.
                 if not tf.executing_eagerly():
                     run_independently(total.op)
             return sums
@@ -145,21 +145,21 @@ class LocalCommunicator(Communicator):
         return LocalGroup(self._group.strategy, [self._members[r] for r in ranks]).communicator(self._replica)
 
     def compare(self, called: Any, check: Callable[[Sequence[Any]], Any]) -> Any:
-        """Compares what the replicas are about to call, where that costs nothing: while the program is being built.
+        """Compares the calls of the replicas while the graph is built, which costs nothing at run time.
 
         Args:
-            called: What this replica calls; it holds no tensors.
-            check: Gets what the members call, in order.
+            called: The call of this replica; it holds no tensors.
+            check: Takes the calls of the members, in order.
 
         Returns:
-            What `check` returned. None in an inner `tf.function`: a replica that has built it before does not come by again,
-            so that nobody can wait for it, and each is compared with the first that built it.
+            The result of `check`; None in an inner `tf.function`. A replica that has traced that function before does not
+            trace it again, so the replicas cannot wait for it. Each is compared with the first replica that traced it.
         """
         shared = self._shared_graph()
         if not self._apart():
             return self._meet(called, lambda sent: [check(sent)] * len(sent))
         if _is_branch_of(shared):
-            with tf.Graph.as_default(shared):  # Replicas meet in no other graph.
+            with tf.Graph.as_default(shared):  # Replicas can meet in this graph only.
                 return self._meet(called, lambda sent: [check(sent)] * len(sent))
         if self.size > 1:
             place = replica_name("compare", self._replica)
@@ -168,7 +168,7 @@ class LocalCommunicator(Communicator):
         return None
 
     def _apart(self) -> bool:
-        """Whether this replica builds a graph of its own."""
+        """Returns whether this replica builds a graph of its own."""
         return tf.compat.v1.get_default_graph() is not self._shared_graph()
 
     def _shared_graph(self) -> Any:
@@ -178,18 +178,18 @@ class LocalCommunicator(Communicator):
         if shared is None:
             raise ConfigurationError(
                 "A collective of MirroredStrategy was called outside the step that it belongs to.\n"
-                "Hint: take gradients inside the function that strategy.run gets."
+                "Hint: take gradients inside the function that you pass to strategy.run."
             )
         if tf.compat.v1.get_default_graph() is not shared and getattr(thread, "in_eager", False):
             raise ConfigurationError(
-                "A collective inside a tf.function, itself inside a step that runs eagerly, would wait for ever: the replicas"
-                " of MirroredStrategy run one after the other there.\n"
-                "Hint: put the call of strategy.run into a tf.function."
+                "A collective in a tf.function inside an eager step would wait forever: there the replicas of"
+                " MirroredStrategy run one after the other.\n"
+                "Hint: call strategy.run inside a tf.function."
             )
         return shared
 
     def _meet(self, values: Any, combine: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
-        """Gives the values of a group's members to `combine`, and each member what it returns for it."""
+        """Passes the values of a group's members to `combine`, and returns this member's result."""
 
         def meet(strategy: Any, everything: Any) -> Any:
             sent = [opaque.content for opaque in getattr(everything, "values", [everything])]
@@ -204,7 +204,7 @@ class LocalCommunicator(Communicator):
         return context.merge_call(meet, args=(_Opaque(_Sent(self._members, values)),)).content
 
     def _on_replica(self, result: Any, replica: int) -> Any:
-        """Gives a replica a value of its own, on its device: TensorFlow takes one object for one value of all replicas."""
+        """Copies a result to the replica's device. TensorFlow would take a shared object for one value of all replicas."""
         with tf.device(self._group.strategy.extended.worker_devices[replica]):
             return tf.nest.map_structure(
                 lambda v: v.values[replica] if isinstance(v, PerReplica) else tf.identity(v) if tf.is_tensor(v) else v, result
@@ -218,7 +218,7 @@ class LocalCommunicator(Communicator):
 
 
 def _is_branch_of(shared: Any) -> bool:
-    """Whether what is being built are branches and loop bodies, and nothing else, inside the shared graph."""
+    """Returns whether only branches and loop bodies lie between the current graph and the shared graph."""
     graph = tf.compat.v1.get_default_graph()
     while isinstance(graph, BranchGraph):
         graph = graph.outer_graph
@@ -226,7 +226,7 @@ def _is_branch_of(shared: Any) -> bool:
 
 
 class _Opaque:
-    """Carries something past TensorFlow's sorting of values by replica."""
+    """Hides a value from TensorFlow, which would regroup its parts by replica."""
 
     def __init__(self, content: Any) -> None:
         self.content = content

@@ -13,14 +13,14 @@ _orders: weakref.WeakKeyDictionary[Any, dict[str, Order]] = weakref.WeakKeyDicti
 
 
 class Order:
-    """A resource that collectives share: TensorFlow keeps operations on one resource in program order.
+    """A resource that collectives share, because TensorFlow keeps operations on one resource in program order.
 
-    Its dtype is float32. A variable of int32 has no kernel on GPUs. It would lie on the CPU, and a collective runs where
-    the resource lies that it uses.
+    Its dtype is float32. An int32 variable has no kernel on GPUs and would be on the CPU; a collective runs on the device
+    of the resource that it uses.
 
     Args:
-        name: Unique in this process.
-        device: Where it lives.
+        name: A name that is unique in this process.
+        device: The device of the resource.
     """
 
     def __init__(self, name: str, device: str) -> None:
@@ -33,9 +33,9 @@ class Order:
     def of(device: str) -> Order:
         """Returns the order of all groups that a device belongs to.
 
-        NCCL waits for ever if two devices launch the collectives of two groups in different orders.
+        NCCL waits forever if two devices launch the collectives of two groups in different orders.
         """
-        with tf.init_scope():  # Every graph without eager execution around it has handles of its own.
+        with tf.init_scope():  # A graph that is not inside eager execution needs handles of its own.
             owner = Order if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         orders = _orders.setdefault(owner, {})
         if device not in orders:
@@ -49,24 +49,24 @@ class Order:
     def _in_graph(self, graph: Any) -> tf.Tensor:
         if not getattr(graph, "building_function", False):
             return self._handle
-        # The gradient of a branch or a loop body can take what the body itself has taken from the graph around it, and
-        # nothing else. A function takes it from nowhere: branches share its trace, and not what one of them has taken.
+        # The gradient of a branch or a loop body can capture only tensors that the body itself has captured. A function
+        # captures the handle itself: several branches may share its trace, but not a tensor captured in one branch.
         if hasattr(graph, "_forward_graph"):
             return self._in_graph(graph._forward_graph)
         return graph.capture(self._in_graph(graph.outer_graph) if isinstance(graph, BranchGraph) else self._handle)
 
     def mark(self) -> Any:
-        """Makes an operation that comes after all that was marked or ordered before, and before all that follows."""
+        """Adds an operation that runs after all earlier operations on the resource, and before all later ones."""
         return tf.raw_ops.AssignVariableOp(resource=self.handle(), value=tf.constant(0.0))
 
     def keep(self, tensors: Any) -> None:
-        """Has tensors computed, whoever uses them, before the function that is being built ends.
+        """Makes the current function compute tensors before it ends, also if nothing uses them.
 
-        Calls of that function stay in program order. Within one call, nothing waits for the tensors.
+        Calls of the function stay in program order. Within one call, nothing waits for the tensors.
         """
         with tf.control_dependencies(tf.nest.flatten(tensors)):
             run_independently(self.mark())
 
     def zero(self) -> tf.Tensor:
-        """Returns an int32 scalar of 0 that no optimisation of the graph can know to be 0."""
+        """Returns an int32 scalar 0. TensorFlow's optimizer cannot know that it is 0."""
         return tf.cast(tf.raw_ops.ReadVariableOp(resource=self.handle(), dtype=tf.float32), tf.int32)

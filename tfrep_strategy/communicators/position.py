@@ -1,4 +1,4 @@
-"""Which collectives of functions this rank is in: the functions write it down, and another thread reads it."""
+"""Records which collectives of functions this rank is in. The functions write it; the monitor's thread reads it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tfrep_strategy.communicators.peers.reports import Call, user_line
 
 
 class Stay(NamedTuple):
-    """A collective that a rank is in. Ranks that are in one with different tensors wait for each other for ever.
+    """A collective that a rank is in. Ranks in the same collective with different tensors wait for each other forever.
 
     Attributes:
         place: Name of its place in the program.
         times: How often it has begun there.
-        call: What it is.
+        call: The collective.
     """
 
     place: str
@@ -27,23 +27,24 @@ class Stay(NamedTuple):
 
 
 class Position:
-    """Where a rank is among the collectives of a group."""
+    """The collectives of a group that a rank is in."""
 
     def __init__(self) -> None:
         self._notes: dict[str, _Note] = {}
         self._calls: list[Call] = []
 
     def enter(self, kind: str, place: str, tensors: Sequence[tf.Tensor], sizes: tf.Tensor) -> Any:
-        """Notes a collective that a function calls. What is eager, is told to the other ranks, and not noted.
+        """Records that a function begins a collective. Eager collectives are reported to the other ranks instead.
 
         Args:
             kind: Name of the collective.
             place: Name of its place in the program.
-            tensors: What it sends.
+            tensors: The tensors that it sends.
             sizes: `sizes_of(tensors)`.
 
         Returns:
-            The operation that does so, to be run before it, and what `leave` needs; None where nothing is noted.
+            A tuple for `leave`, whose first item is an operation that must run before the collective. None for an eager
+            collective.
         """
         with tf.init_scope():
             if not tf.executing_eagerly():
@@ -59,13 +60,13 @@ class Position:
             return note.write(tf.concat([times, number, sizes], 0)), note, times
 
     def leave(self, entered: Any, result: tf.Tensor) -> None:
-        """Notes that a collective has given its result."""
+        """Records that a collective has ended."""
         _, note, times = entered
         with tf.device("CPU:0"), tf.control_dependencies([result]):
             note.write(times)
 
     def read(self) -> Iterator[Stay]:
-        """Tells which collectives this rank is in."""
+        """Yields the collectives that this rank is in."""
         for place, note in list(self._notes.items()):
             times, *where = note.read().numpy().tolist()
             if where:
@@ -79,7 +80,7 @@ class Position:
 
 
 class _Note(Order):
-    """Holds how often a collective has begun, and while it has not ended, the number of its call and its sizes."""
+    """Holds how often a collective has begun and, until it ends, the number of its call and its sizes."""
 
     _names = itertools.count()
 
@@ -98,9 +99,9 @@ class _Note(Order):
 
 
 def sizes_of(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns the shapes of tensors as one int32 vector: of each, how many dimensions it has, and their sizes."""
+    """Returns the shapes of tensors as one int32 vector: for each tensor its number of dimensions, then their sizes."""
     if all(tensor.shape.is_fully_defined() for tensor in tensors):
         return tf.constant([n for tensor in tensors for n in (tensor.shape.rank, *tensor.shape)], tf.int32)
-    shapes = [tf.shape(tensor) for tensor in tensors]  # Where the tensors are, which are not copied for it.
+    shapes = [tf.shape(tensor) for tensor in tensors]  # On the device of each tensor, so that no tensor is copied.
     with tf.device("CPU:0"):
         return tf.concat([part for shape in shapes for part in (tf.shape(shape), shape)], 0)

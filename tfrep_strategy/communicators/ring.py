@@ -1,4 +1,8 @@
-"""TensorFlow's collective operations as a communicator: what its users in one process and in many have in common."""
+"""TensorFlow's collective operations as a communicator, for replicas in one process or in several.
+
+Between CPUs TensorFlow runs the ring all-reduce of Patarasuk and Yuan ("Bandwidth optimal all-reduce algorithms for
+clusters of workstations", 2009); between GPUs, NCCL.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +32,21 @@ _MERGE_OPS = {"sum": "Add", "mean": "Add", "min": "Min", "max": "Max", "product"
 _PRIME = 2**31 - 1
 _MOST_SIZES = 4096
 _TOLD_DIMENSIONS = 8
-"""How many dimensions of a tensor that is gathered the members compare. Those of more are told apart by their instance key."""
+"""How many dimensions of a gathered tensor the members compare. Further dimensions are part of the instance key only."""
 
 
 class RingCommunicator(Communicator):
     """Collectives between devices that TensorFlow's runtime already connects: a ring between CPUs, NCCL between GPUs.
 
     Args:
-        rank: Which of the group's members this is.
+        rank: The rank of this member in the group.
         size: How many members there are.
         device: Full name of the device that this member's operations run on.
-        group_key: A positive int32 that all members of the group, and no others, use.
-        group_name: Goes into the names of its operations, so that what members call among themselves is not counted among
-            what all call.
-        place: Names the place in the program where a collective is called, given its kind; the same on all members.
-        position: Notes which collectives this member is in, for those who watch it.
-        nccl: Whether NCCL connects the members, and not TensorFlow's ring; the same on all members.
+        group_key: A positive int32 that only the members of the group use.
+        group_name: Part of the names of the group's collectives, which are counted separately from those of all ranks.
+        place: Takes the kind of a collective and returns a name for its place in the program, equal on all members.
+        position: Records which collectives this member is in, for the monitor.
+        nccl: Whether NCCL, and not TensorFlow's ring, connects the members; the same on all members.
     """
 
     name = "ring"
@@ -65,16 +68,16 @@ class RingCommunicator(Communicator):
         self._nccl = nccl
         self._functions: dict[Any, Any] = {}
         self._in_flight: weakref.WeakKeyDictionary[Any, collections.deque[str]] = weakref.WeakKeyDictionary()
-        # TensorFlow lets two threads sleep for every collective until its time limit is over, however soon it has finished:
-        # thousands in a fast training loop. Between processes the peer monitor keeps the limit.
+        # With a time limit, TensorFlow keeps two threads asleep for every collective until the limit is over, even if the
+        # collective has finished: thousands in a fast training loop. The monitor applies the limit between processes.
         self._timeout = timeout_seconds() if is_debugging() else 0.0
         self._order = Order.of(device)
 
     def choose_transport(self) -> None:
-        """Uses NCCL where it connects the members, else TensorFlow's ring. All members have to call it.
+        """Chooses NCCL if it connects the members, else TensorFlow's ring. All members must call it.
 
         Raises:
-            ConfigurationError: some members are on GPUs, and others are not.
+            ConfigurationError: Some members are on GPUs, and others are not.
         """
         cpu = tf.DeviceSpec.from_string(self._device).replace(device_type="CPU", device_index=0).to_string()
         hosts = RingCommunicator(self.rank, self.size, cpu, _HOSTS_KEY, f"{self._group_name}hosts/", self._place)
@@ -82,7 +85,7 @@ class RingCommunicator(Communicator):
         if None in gpus and any(gpus):
             raise ConfigurationError(
                 message(
-                    "Some ranks are on GPUs and others are not, between which TensorFlow's collectives cannot sum.",
+                    "Some ranks are on GPUs and others are not. TensorFlow's collectives cannot connect them.",
                     hint='give every rank a GPU, or device="CPU:0".',
                     ranks_without_gpu=[rank for rank, gpu in enumerate(gpus) if gpu is None],
                 )
@@ -107,7 +110,7 @@ class RingCommunicator(Communicator):
         tensor = tf.convert_to_tensor(tensor)
         rows = tf.shape(tensor)[:1]
         counts = self._row_counts(tensor)
-        # The ring gathers equal parts only, so that all are padded to the longest.
+        # The ring gathers parts of equal size only, so all are padded to the longest.
         longest = tf.maximum(tf.reduce_max(counts), 1)
         padding = [[0, longest - rows[0]]] + [[0, 0]] * (tensor.shape.rank - 1)
         gathered = self._gather(tf.pad(carry(tensor), padding))
@@ -115,7 +118,7 @@ class RingCommunicator(Communicator):
         return tf.ensure_shape(result, [None, *tensor.shape[1:]])
 
     def _row_counts(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Gathers how many rows each member has, and refuses tensors that differ in anything else."""
+        """Gathers the number of rows of each member. Refuses tensors whose dtypes or other dimensions differ."""
         rank = min(tensor.shape.rank, _TOLD_DIMENSIONS)
         kind = [tensor.dtype.as_datatype_enum, tensor.shape.rank]
         own = tf.concat([kind, tf.shape(tensor)[:rank], [0] * (_TOLD_DIMENSIONS - rank)], 0)
@@ -123,7 +126,7 @@ class RingCommunicator(Communicator):
         fits = tf.reduce_all(tf.equal(told[:, :2], told[0, :2])) & tf.reduce_all(tf.equal(told[:, 3:], told[0, 3:]))
 
         def refuse() -> tf.Tensor:
-            with tf.device("CPU:0"):  # Where strings are.
+            with tf.device("CPU:0"):  # Strings exist on the CPU only.
                 names = tf.constant([f"number {i}" if i in (0, *range(24, 64)) else tf.as_dtype(i).name for i in range(64)])
                 words: list[Any] = ["all_gather: the ranks pass tensors whose dtypes differ, or shapes beside the first dimension:"]
                 for member in range(self.size):
@@ -164,9 +167,9 @@ class RingCommunicator(Communicator):
             position = self.position
             entered = position.enter(kind, place, brought, sizes) if position is not None else None
             after = [] if entered is None else list(entered[:1])
-            # The resource orders the calls of a function, and the steps of a loop. Within them, the ring tells reductions apart by
-            # their keys, so that they need no order. Each occupies a thread, which is why they are not all let go at once. What
-            # is gathered keeps its order: tensors that do not fit are refused, and what comes after must not have begun then.
+            # The resource orders the calls of a function, and the steps of a loop. Within one call the reductions of the ring
+            # need no order, since their keys differ. Each occupies a thread, so only some run at once. Gathers stay in order: a
+            # gather may refuse its tensors, and no later collective must have begun then.
             is_free = kind == "all_reduce" and not self._nccl and not tf.executing_eagerly()
             in_flight = self._in_flight_here() if is_free else None
             if in_flight is not None and len(in_flight) == _AT_ONCE:
@@ -189,8 +192,8 @@ class RingCommunicator(Communicator):
     ) -> tf.Tensor:
         if not in_nested_graph():
             return run(tensor, instance_key, self._order.handle())
-        # TensorFlow tells apart what runs in different loops, and the members' loops are different ones. A function that is
-        # called, and not copied, into the body of a loop belongs to none.
+        # TensorFlow keeps the collectives of different loops apart, and each member has a loop of its own. A function that is
+        # called in a loop body, and not inlined, belongs to no loop.
         key = (*which, tensor.dtype, tensor.shape.rank)
         if key not in self._functions:
             signature = [
@@ -228,12 +231,12 @@ class RingCommunicator(Communicator):
 
 
 def group_key(name: str) -> int:
-    """Returns the key of a group of processes: 1 for that of all, another for a group with a name."""
+    """Returns the key of a group of processes: 1 for all processes, a hash of the name for another group."""
     return 2 + zlib.crc32(name.encode()) % 2**30 if name else 1
 
 
 def _instance_key(place: str, sizes: tf.Tensor) -> tf.Tensor:
-    """Identifies one collective: by its place in the program and by its shapes, which TensorFlow caches with the key."""
+    """Returns the key of a collective, from its place and its shapes: TensorFlow caches the shapes of each key."""
     start = zlib.crc32(place.encode())
     known = tf.get_static_value(sizes)
     factors = itertools.accumulate(itertools.repeat(16807), lambda a, b: a * b % _PRIME)

@@ -1,4 +1,4 @@
-"""The communicator of a process that is alone."""
+"""The communicator of a single process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tfrep_strategy.communicators.base import Communicator
 
 
 class SingleCommunicator(Communicator):
-    """Rank 0 of 1: every collective returns what it was given."""
+    """Rank 0 of 1: every collective returns its argument."""
 
     name = "single"
     rank, size = 0, 1

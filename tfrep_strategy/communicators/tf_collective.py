@@ -20,30 +20,29 @@ from tfrep_strategy.errors import ConfigurationError, PeerError, message
 _CONNECT_SECONDS = 25
 _HEARTBEAT_SECONDS = 20.0
 
-# Measured, see docs/benchmarks.md: faster than one part of 20 MB, and than parts so small that a deep net has many.
+# Measured, see docs/benchmarks.md: faster than one bucket of 20 MB, and than the many small buckets of a deep net.
 _CPU_BUCKET_BYTES = 4 << 20
 
 
 class TensorFlowCommunicator(RingCommunicator):
-    """Collectives over TensorFlow's gRPC servers, one of which this process starts.
+    """Runs collectives over TensorFlow's gRPC servers. Each process starts one server.
 
-    A process may make several; they share the server. As all that concerns several ranks, they are made in the same order
-    everywhere.
+    A process may make several communicators, which share the server. All ranks make them in the same order.
 
     Args:
-        environment: Tells rank, size and `addresses` (`host:port` of every rank).
-        device: Device string that the collectives run on, such as `"GPU:0"`. Default: the GPU with the number of this
-            process's local rank, or the CPU.
+        environment: The environment with rank, size and `addresses` (`host:port` of every rank).
+        device: Device that the collectives run on, such as `"GPU:0"`. Default: the GPU whose number is the local rank, or
+            the CPU.
 
     Raises:
-        ConfigurationError: when the environment knows no addresses or others than before, or another program listens on
-            that of this process.
-        PeerError: when a rank's address does not answer within 25 seconds.
+        ConfigurationError: The environment knows no addresses, its addresses have changed, or another program listens on
+            the address of this process.
+        PeerError: The address of a rank does not answer within 25 seconds.
     """
 
     name = "tf"
     _connected: ClassVar[list[tuple[int, list[str]]]] = []
-    """Rank and addresses of those made so far."""
+    """Rank and addresses of each communicator made so far."""
 
     def __init__(self, environment: Any, device: str | None = None) -> None:
         if not environment.addresses:
@@ -67,19 +66,19 @@ class TensorFlowCommunicator(RingCommunicator):
             self.bucket_bytes = _CPU_BUCKET_BYTES
 
     def _heartbeat_seconds(self) -> float:
-        # On one machine the monitor of peers sees every end at once, and TensorFlow's heartbeats would only complain about
-        # ranks that ended well some time before the others. Between machines a firewall may hide the monitor.
+        # On one machine the monitor notices the end of a rank at once. TensorFlow's heartbeats would only fail runs whose
+        # ranks end without an error at different times. Between machines a firewall may block the monitor.
         return max(timeout_seconds(), _HEARTBEAT_SECONDS) if self.local_size == self.size else _HEARTBEAT_SECONDS
 
     def abort(self, reason: str) -> None:
         context().abort_collective_ops(tf.errors.UNAVAILABLE, reason)
 
     def _server(self, addresses: list[str]) -> Any:
-        """Describes the server of this process, and tells the runtime what it may not be told once it has started."""
+        """Describes the server of this process, and configures the runtime, also if it has started already."""
         if runtime_has_started():
             warnings.warn(
-                "TensorFlow has run something before its collectives are set up. Tensors and data sets that were made so far"
-                " can be used, but variables, models, iterators and functions cannot: make the strategy before them.",
+                "TensorFlow was used before its collectives were set up. Tensors and data sets made before can be used, but"
+                " variables, models, iterators and functions cannot.\nHint: make the strategy before them.",
                 stacklevel=2,
             )
         leader = "/job:worker/replica:0/task:0"
@@ -119,8 +118,8 @@ class TensorFlowCommunicator(RingCommunicator):
         elif self._connected[0] != own:
             raise ConfigurationError(
                 message(
-                    "This process is connected to other processes already, and TensorFlow connects it once only.",
-                    hint="leave TF_CONFIG as it is between two strategies.",
+                    "This process is already connected to other processes, and TensorFlow can connect it only once.",
+                    hint="do not change TF_CONFIG between two strategies.",
                     before=self._connected[0],
                     now=own,
                 )
@@ -128,7 +127,7 @@ class TensorFlowCommunicator(RingCommunicator):
         self._connected.append(own)
 
     def _connect(self, addresses: list[str]) -> None:
-        """Starts the server in the background of a connection check, so that a wrong address is named."""
+        """Starts the server in a thread and checks all addresses meanwhile, so that the error names a wrong address."""
         server = self._server(addresses)
         failure: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""Who is this process, and who are the others: one small class for each thing that starts processes."""
+"""The rank of this process and the addresses of the others: one small class for each kind of launcher."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
     "register_environment",
 ]
 
-# From the most particular to the most general: a launcher inside a Slurm job speaks for its processes, Slurm does not.
+# From the most specific to the most general: a launcher inside a Slurm job describes its processes better than Slurm does.
 _environments: list[type[Environment]] = [
     HorovodEnvironment,
     MpiEnvironment,
@@ -36,14 +36,14 @@ _environments: list[type[Environment]] = [
 def detect_environment() -> Environment:
     """Finds out what started this process.
 
-    The first that detects itself wins: registered ones (the latest first), Horovod, MPI, `TF_CONFIG`, Slurm, one
-    process alone.
+    The first environment that detects itself is used. The order is: registered environments (the latest first), Horovod,
+    MPI, `TF_CONFIG`, Slurm, a single process.
 
     Returns:
         The environment, checked.
 
     Raises:
-        ConfigurationError: The environment that detected itself is described badly.
+        ConfigurationError: The variables of the detected environment are missing, unreadable or contradictory.
 
     Example:
         >>> detect_environment().rank
@@ -54,10 +54,10 @@ def detect_environment() -> Environment:
 
 
 def register_environment(environment: type[Environment]) -> type[Environment]:
-    """Adds an environment of one's own, ahead of all that are known so far. Works as a class decorator.
+    """Adds an environment, ahead of all others. It can be used as a class decorator.
 
     Args:
-        environment: The class; it is made without arguments when its `detect` says yes.
+        environment: The class. It is called without arguments when its `detect` returns True.
 
     Returns:
         The same class.
@@ -77,10 +77,10 @@ def register_environment(environment: type[Environment]) -> type[Environment]:
 
 
 def identity_variables() -> set[str]:
-    """Names every variable by which some environment tells a process who it is.
+    """Returns the names of all variables that describe a process in some environment.
 
     Returns:
-        The names; a launcher removes them from what it passes on, so that no older run speaks to its processes.
+        The names. A launcher does not pass these variables on, so that its processes see no description of another run.
 
     Example:
         >>> "TF_CONFIG" in identity_variables()

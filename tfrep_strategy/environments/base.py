@@ -1,4 +1,4 @@
-"""What every environment answers: who is this process, and who are the others."""
+"""The contract of an environment: the rank of this process, the number of processes, and their hosts and addresses."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from tfrep_strategy.errors import ConfigurationError, message
 
 
 class Environment(ABC):
-    """The place of this process among the processes of a run, as told by whatever started them.
+    """The rank of this process in a run, as described by the launcher.
 
-    A subclass says in `detect` whether it can speak, reads its source in `__init__`, and hands what it found to this
-    class, which checks it. Everything is fixed from then on.
+    A subclass implements `detect`. Its `__init__` reads the description, such as environment variables, and passes it to
+    this class, which checks it. The attributes do not change afterwards.
 
     Args:
-        rank: Number of this process, from 0.
+        rank: Rank of this process, from 0.
         size: How many processes take part.
-        hosts: The machine of each rank; an empty string where the environment does not tell.
-        addresses: `"host:port"` of each rank, or `None` when the environment knows no ports.
-        local_rank: Number of this process among those on its machine. Counted from `hosts` if not given.
-        local_size: How many of the processes are on this machine. Counted from `hosts` if not given.
+        hosts: The machine of each rank; an empty string where it is not known.
+        addresses: `"host:port"` of each rank; None if the environment knows no ports.
+        local_rank: Rank of this process among those on its machine. Default: counted from `hosts`.
+        local_size: How many of the processes are on this machine. Default: counted from `hosts`.
 
     Raises:
-        ConfigurationError: The parts do not fit together.
+        ConfigurationError: The arguments contradict each other.
 
     Example:
         >>> class Pair(Environment):
@@ -42,12 +42,12 @@ class Environment(ABC):
     """Short name, shown to users."""
 
     variables: ClassVar[tuple[str, ...]] = ()
-    """Environment variables that tell a process who it is; a launcher removes them before it starts its own run."""
+    """Environment variables that describe a process. A launcher removes them before it starts processes of its own."""
 
     @classmethod
     @abstractmethod
     def detect(cls) -> bool:
-        """Whether this environment started the process. Must be quick, and must not raise."""
+        """Returns whether this environment started the process. It must be quick, and must not raise."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Environment(ABC):
         _check_place("local_rank", local_rank, "local_size", local_size, self.name)
         if local_size > size:
             raise ConfigurationError(
-                message(f"{self.name}: more ranks on one machine than in all.", local_size=local_size, size=size)
+                message(f"{self.name}: local_size must not be above size.", local_size=local_size, size=size)
             )
         if addresses is not None:
             _check_addresses(addresses, size, self.name)
@@ -83,7 +83,7 @@ class Environment(ABC):
 
     @property
     def rank(self) -> int:
-        """Number of this process, from 0."""
+        """Rank of this process, from 0."""
         return self._rank
 
     @property
@@ -93,7 +93,7 @@ class Environment(ABC):
 
     @property
     def local_rank(self) -> int:
-        """Number of this process among those on its machine."""
+        """Rank of this process among those on its machine."""
         return self._local_rank
 
     @property
@@ -103,24 +103,24 @@ class Environment(ABC):
 
     @property
     def hosts(self) -> list[str]:
-        """The machine of each rank; an empty string where the environment does not tell."""
+        """The machine of each rank; an empty string where it is not known."""
         return list(self._hosts)
 
     @property
     def addresses(self) -> list[str] | None:
-        """`"host:port"` of each rank, or `None` when the environment knows no ports."""
+        """`"host:port"` of each rank; None if the environment knows no ports."""
         return None if self._addresses is None else list(self._addresses)
 
     @property
     def found(self) -> dict[str, str]:
-        """The environment variables that told it, with their values."""
+        """The variables that described the process, with their values."""
         return dict(self._found)
 
     def describe(self) -> str:
-        """Says in one line why this environment was detected and what it told.
+        """Describes this environment in one line.
 
         Returns:
-            The place of this process and the variables behind it.
+            The name, the rank and the variables that were found.
         """
         found = ", ".join(f"{name}={value}" for name, value in self._found.items())
         return f"{self.name}: rank {self.rank} of {self.size}" + (f" ({found})" if found else "")
@@ -130,17 +130,17 @@ class Environment(ABC):
 
 
 def read_int(*names: str, default: int | None = None) -> int:
-    """Reads a whole number from the first of some environment variables that is set.
+    """Reads an integer from the first of several environment variables that is set.
 
     Args:
-        *names: Variables, the preferred one first.
-        default: Answer when none is set; without it that is an error.
+        *names: Names of the variables, the preferred one first.
+        default: The result if none is set. Without a default that is an error.
 
     Returns:
         The number.
 
     Raises:
-        ConfigurationError: No variable is set, or it holds no whole number.
+        ConfigurationError: No variable is set, or its value is not an integer.
 
     Example:
         >>> read_int("NO_SUCH_VARIABLE", default=3)
@@ -153,7 +153,7 @@ def read_int(*names: str, default: int | None = None) -> int:
             except ValueError:
                 raise ConfigurationError(
                     message(
-                        f"{name} is not a whole number.", hint="set it to one, or unset it.", **{name: os.environ[name]}
+                        f"{name} is not an integer.", hint="set it to one, or unset it.", **{name: os.environ[name]}
                     )
                 ) from None
     if default is not None:
@@ -182,7 +182,7 @@ def _check_addresses(addresses: Sequence[str], size: int, environment: str) -> N
         if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
             raise ConfigurationError(
                 message(
-                    f"{environment}: not an address.",
+                    f"{environment}: this is not an address.",
                     hint='write "host:port", with a port below 65536.',
                     address=address,
                 )

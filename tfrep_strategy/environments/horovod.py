@@ -1,4 +1,4 @@
-"""Processes started by `horovodrun` (Gloo), or by anything else that sets Horovod's variables."""
+"""Processes started by `horovodrun` (Gloo), or by another launcher that sets Horovod's variables."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tfrep_strategy.environments.base import Environment, read_int
 class HorovodEnvironment(Environment):
     """Reads `HOROVOD_RANK`, `HOROVOD_SIZE`, `HOROVOD_LOCAL_RANK`, `HOROVOD_LOCAL_SIZE` and `HOROVOD_HOSTNAME`.
 
-    Horovod tells a process its own host only, so the hosts of the other machines' ranks stay empty.
+    Horovod tells a process its own host only. The hosts of ranks on other machines stay empty.
 
     Raises:
-        ConfigurationError: A variable is missing or holds no fitting number.
+        ConfigurationError: A variable is missing, or its value is not valid.
 
     Example:
         >>> os.environ.update(HOROVOD_RANK="1", HOROVOD_SIZE="2")
@@ -39,7 +39,7 @@ class HorovodEnvironment(Environment):
 
     @classmethod
     def detect(cls) -> bool:
-        """Whether Horovod's rank or size is set."""
+        """Returns whether Horovod's rank or size is set."""
         return "HOROVOD_RANK" in os.environ or "HOROVOD_SIZE" in os.environ
 
     def __init__(self) -> None:
@@ -55,16 +55,16 @@ class HorovodEnvironment(Environment):
 
 
 def known_hosts(rank: int, size: int, local_size: int, host: str) -> list[str]:
-    """Hosts of all ranks when a process knows only its own.
+    """Returns the hosts of all ranks as far as a process knows them that knows only its own.
 
     Args:
-        rank: Number of this process.
+        rank: Rank of this process.
         size: How many processes take part.
         local_size: How many of them are on this machine.
         host: Name of this machine.
 
     Returns:
-        `host` for every rank if all are here, else for this rank only, and an empty string for the others.
+        `host` for every rank if all are on this machine. Else `host` for this rank, and an empty string for the others.
 
     Example:
         >>> known_hosts(1, 3, 1, "b")

@@ -13,10 +13,10 @@ from tfrep_strategy.environments.slurm import SlurmEnvironment
 class MpiEnvironment(Environment):
     """Reads `OMPI_COMM_WORLD_*`, else `PMI_*` with Hydra's `MPI_LOCALRANKID` and `MPI_LOCALNRANKS`.
 
-    MPI tells a process its own host only, so the hosts of the other machines' ranks stay empty.
+    MPI tells a process its own host only. The hosts of ranks on other machines stay empty.
 
     Raises:
-        ConfigurationError: A variable is missing or holds no fitting number.
+        ConfigurationError: A variable is missing, or its value is not valid.
 
     Example:
         >>> os.environ.update(OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2")
@@ -38,11 +38,11 @@ class MpiEnvironment(Environment):
 
     @classmethod
     def detect(cls) -> bool:
-        """Whether an MPI rank is set, and not merely Slurm's own ranks repeated for MPI libraries."""
+        """Returns whether an MPI launcher set a rank. Ranks that Slurm repeats for MPI libraries do not count."""
         if "OMPI_COMM_WORLD_RANK" in os.environ:
             return True
-        # `srun --mpi=pmi2` sets PMI_* beside its own variables, which tell more (the hosts). Under Hydra inside a Slurm
-        # job the two differ, and then it is Hydra that started this process.
+        # `srun --mpi=pmi2` sets PMI_* beside its own variables, which also describe the hosts. Under Hydra inside a Slurm
+        # job the two differ; then Hydra started this process.
         repeated = SlurmEnvironment.detect() and all(
             os.environ.get(slurm) == os.environ.get(pmi)
             for slurm, pmi in (("SLURM_PROCID", "PMI_RANK"), ("SLURM_NTASKS", "PMI_SIZE"))

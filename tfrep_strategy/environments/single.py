@@ -1,4 +1,4 @@
-"""One process alone."""
+"""The environment of a single process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tfrep_strategy.environments.base import Environment
 
 
 class SingleEnvironment(Environment):
-    """What holds when nobody started several processes.
+    """The environment of a process that no launcher has started together with others.
 
     Example:
         >>> SingleEnvironment().size
@@ -17,7 +17,7 @@ class SingleEnvironment(Environment):
 
     @classmethod
     def detect(cls) -> bool:
-        """Always true: this is the last resort."""
+        """Returns True: this environment is asked last."""
         return True
 
     def __init__(self) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from tfrep_strategy.environments.base import Environment, read_int
 from tfrep_strategy.errors import ConfigurationError, message
 
-# All ranks compute the same ports from the job and its step, so that no port has to be passed around; the range stays
-# below the ports that Linux hands out by itself (32768 and up).
+# All ranks compute the same ports from the job and its step, so no port has to be passed around. The range stays below the
+# ports that Linux assigns by itself (32768 and up).
 _FIRST_PORT, _PORTS = 10_000, 20_000
 
 
@@ -45,7 +45,7 @@ class SlurmEnvironment(Environment):
 
     @classmethod
     def detect(cls) -> bool:
-        """Whether `srun` started this process; an interactive shell or the script of a batch job does not count."""
+        """Returns whether `srun` started this process. An interactive shell and the script of a batch job do not count."""
         interactive = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
         return "SLURM_PROCID" in os.environ and "SLURM_NTASKS" in os.environ and not interactive and not _is_batch_script()
 
@@ -58,7 +58,7 @@ class SlurmEnvironment(Environment):
         if len(counts) != len(nodes) or sum(counts) != size:
             raise ConfigurationError(
                 message(
-                    "Slurm: the tasks per node do not fit the nodes and the number of tasks.",
+                    "Slurm: the tasks per node do not match the nodes and the number of tasks.",
                     hint="start the processes with srun, and without variables of another job.",
                     nodes=nodes,
                     tasks_per_node=counts,
@@ -88,7 +88,7 @@ class SlurmEnvironment(Environment):
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Writes out a compact node list.
+    """Expands a compact node list.
 
     Args:
         text: Names with ranges in square brackets, separated by commas.
@@ -103,10 +103,10 @@ def expand_nodes(text: str) -> list[str]:
         >>> expand_nodes("node[01-03,07],gpu5")
         ['node01', 'node02', 'node03', 'node07', 'gpu5']
     """
-    # A name is made of plain pieces and of ranges in brackets; only a comma outside brackets ends it.
+    # A name consists of plain pieces and of ranges in brackets. A comma outside brackets ends it.
     if not re.fullmatch(r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]|(?<=[^,]),(?=[^,]))+", text):
         raise ConfigurationError(
-            message("Slurm: cannot read the node list.", hint='e.g. "node[01-03,07]".', nodes=text)
+            message("Slurm: cannot read the node list.", hint='write it like "node[01-03,07]".', nodes=text)
         )
     names: list[str] = []
     for pattern in re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", text):
@@ -117,10 +117,10 @@ def expand_nodes(text: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Writes out Slurm's compact numbers of tasks per node.
+    """Expands Slurm's compact numbers of tasks per node.
 
     Args:
-        text: Numbers, with `(xN)` behind one that holds for N nodes in a row.
+        text: Numbers separated by commas. `(xN)` after a number repeats it for N nodes in a row.
 
     Returns:
         One number per node.
@@ -137,7 +137,7 @@ def expand_counts(text: str) -> list[int]:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if not match:
             raise ConfigurationError(
-                message("Slurm: cannot read the tasks per node.", hint='e.g. "4(x2),2".', tasks_per_node=text)
+                message("Slurm: cannot read the tasks per node.", hint='write it like "4(x2),2".', tasks_per_node=text)
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
@@ -162,13 +162,13 @@ def _spread(nodes: list[str], counts: list[int], *, cyclic: bool) -> Iterator[st
 
 
 def _is_batch_script() -> bool:
-    """Whether this is the one process that runs a batch script: Slurm numbers it 0 of all tasks, and starts no others."""
+    """Returns whether this process runs a batch script. Slurm numbers it 0 of all tasks, and starts no other process."""
     step = any(name in os.environ for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST"))
     return os.environ["SLURM_PROCID"] == "0" and "SLURM_JOB_ID" in os.environ and not step
 
 
 def _even(size: int, nodes: int) -> str:
-    """Tasks per node when Slurm does not tell: as equal as can be, the first nodes taking one more."""
+    """Returns tasks per node if Slurm does not set them: as equal as possible, with one more on the first nodes."""
     return ",".join(str(size // nodes + (index < size % nodes)) for index in range(nodes))
 
 

@@ -16,11 +16,11 @@ _EXAMPLE = '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type
 class TfConfigEnvironment(Environment):
     """Reads the cluster and the task from `TF_CONFIG`.
 
-    The chief, if there is one, is rank 0 and the workers follow. `ps` and `evaluator` jobs may be listed but are not
-    ranks. Processes with the same host share a machine.
+    The chief, if there is one, is rank 0; the workers follow. `ps` and `evaluator` jobs may be listed, but are not ranks.
+    Processes with the same host share a machine.
 
     Raises:
-        ConfigurationError: `TF_CONFIG` is not JSON, lacks the cluster or the task, or they do not fit together.
+        ConfigurationError: `TF_CONFIG` is not JSON, lacks the cluster or the task, or they contradict each other.
 
     Example:
         >>> os.environ["TF_CONFIG"] = (
@@ -35,7 +35,7 @@ class TfConfigEnvironment(Environment):
 
     @classmethod
     def detect(cls) -> bool:
-        """Whether `TF_CONFIG` is set and not empty; TensorFlow, too, takes `{}` for "one process alone"."""
+        """Returns whether `TF_CONFIG` is set and not empty. `{}` means a single process, as in TensorFlow."""
         return os.environ.get("TF_CONFIG", "").strip() not in ("", "{}")
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class TfConfigEnvironment(Environment):
         kind, index = task.get("type"), _index_of(task)
         if kind not in jobs:
             known = " or ".join(repr(job) for job in jobs) or "'worker', with its addresses under cluster"
-            what = "is not a replica" if kind in cluster else "is not in the cluster"
+            what = "has no rank" if kind in cluster else "is not in the cluster"
             raise ConfigurationError(
                 message(f"TF_CONFIG: the job of this task {what}.", hint=f"the task's type must be {known}.", type=kind)
             )
@@ -78,11 +78,11 @@ def _section(config: Any, name: str) -> dict[str, Any]:
 
 
 def _addresses_of(job: str, addresses: Any) -> list[str]:
-    # TensorFlow also takes {"0": "host:port", ...}, for clusters that are described in part only.
+    # TensorFlow also accepts {"0": "host:port", ...}, for clusters that are described only in part.
     if isinstance(addresses, dict) and sorted(addresses) == sorted(str(index) for index in range(len(addresses))):
         addresses = [addresses[str(index)] for index in range(len(addresses))]
     if not isinstance(addresses, list) or not all(isinstance(address, str) for address in addresses):
-        raise _refusal(f"TF_CONFIG: the addresses of job {job!r} are not a list of texts.", addresses=addresses)
+        raise _refusal(f"TF_CONFIG: the addresses of job {job!r} are not a list of strings.", addresses=addresses)
     return addresses
 
 
@@ -90,7 +90,7 @@ def _index_of(task: dict[str, Any]) -> int:
     try:
         return int(task["index"])
     except (KeyError, TypeError, ValueError):
-        raise _refusal("TF_CONFIG: the task has no index that is a whole number.", task=task) from None
+        raise _refusal("TF_CONFIG: the task has no integer index.", task=task) from None
 
 
 def _refusal(what: str, **received: Any) -> ConfigurationError:

@@ -36,7 +36,7 @@ class DatasetCreator:
     Example:
         >>> def dataset_fn(context):
         ...     return tf.data.Dataset.from_tensor_slices((x, y)).repeat().shuffle(1024).batch(32)
-        >>> model.fit(tfrep.DatasetCreator(dataset_fn), epochs=2, steps_per_epoch=10)
+        >>> history = make_model().fit(tfrep.DatasetCreator(dataset_fn), epochs=2, steps_per_epoch=10, verbose=0)
     """
 
     def __init__(self, dataset_fn: Callable[[Any], Any], input_options: Any = None) -> None:

@@ -31,7 +31,8 @@ class TimedCheckpoint(keras.callbacks.Callback):
             would not agree.
 
     Example:
-        >>> model.fit(x, y, callbacks=[tfrep.TimedCheckpoint("checkpoints/ckpt-{epoch}.weights.h5", minutes=10)])
+        >>> checkpoint = tfrep.TimedCheckpoint("checkpoints/ckpt-{epoch}.weights.h5", minutes=10)
+        >>> history = make_model().fit(x, y, callbacks=[checkpoint], verbose=0)
     """
 
     supports_remote_logs = True

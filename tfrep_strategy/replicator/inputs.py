@@ -1,4 +1,4 @@
-"""What an input function is told, and how its pipelines become what replicas read."""
+"""Calls input functions with their context, and gives the batches of their pipelines to the replicas."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ InputFn = Callable[..., Any]
 
 
 class InputReplicationMode(enum.Enum):
-    """How often an input function is called, and who gets what its pipeline gives.
+    """How often an input function is called, and which replicas read its pipeline.
 
-    Elements of a pipeline are batches of one replica, in all modes.
+    In all modes an element of a pipeline is a per-replica batch.
     """
 
     SINGLE = "single"
-    """One pipeline; its elements go to the replicas in turn. Processes each read all of it, data set or callable, and take
-    what is theirs, so that it has to give the same elements everywhere."""
+    """One pipeline, whose elements go to the replicas in turn. Each process reads the whole pipeline and keeps the elements
+    of its own replicas, so the pipeline must give the same elements in every process."""
     PER_WORKER = "per_worker"
     """One pipeline in each process."""
     PER_REPLICA = "per_replica"
@@ -35,7 +35,7 @@ class InputReplicationMode(enum.Enum):
 
 
 class InputContext(tf.distribute.InputContext):
-    """What an input function is told: `num_replicas_in_sync`, `input_pipeline_id` and `num_input_pipelines`.
+    """The context of an input function: `num_replicas_in_sync`, `input_pipeline_id` and `num_input_pipelines`.
 
     Example:
         >>> InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=4).get_per_replica_batch_size(64)
@@ -43,16 +43,16 @@ class InputContext(tf.distribute.InputContext):
     """
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Divides the size of a global batch by the number of replicas.
+        """Divides the global batch size by the number of replicas.
 
         Args:
-            global_batch_size: Examples in a step of all replicas.
+            global_batch_size: The number of examples in a step of all replicas.
 
         Returns:
-            Examples in a step of one replica.
+            The number of examples in a step of one replica.
 
         Raises:
-            ConfigurationError: when it does not divide.
+            ConfigurationError: The global batch size is not a multiple of the number of replicas.
 
         Example:
             >>> InputContext(1, 0, 2).get_per_replica_batch_size(32)
@@ -61,7 +61,7 @@ class InputContext(tf.distribute.InputContext):
         if global_batch_size % self.num_replicas_in_sync:
             raise ConfigurationError(
                 message(
-                    "The global batch does not divide among the replicas.",
+                    "The global batch size is not a multiple of the number of replicas.",
                     hint=f"use a multiple of {self.num_replicas_in_sync}.",
                     global_batch_size=global_batch_size,
                     num_replicas_in_sync=self.num_replicas_in_sync,
@@ -75,16 +75,16 @@ def call_input(input_fn: InputFn, context: Any) -> Any:
     """Calls an input function with its context, or without one if it takes none."""
     try:
         takes_context = bool(inspect.signature(input_fn).parameters)
-    except ValueError:  # A builtin tells nothing.
+    except ValueError:  # A builtin has no signature.
         takes_context = True
     return input_fn(context) if takes_context else input_fn()
 
 
 def per_pipeline(strategy: tf.distribute.Strategy, mode: InputReplicationMode, input_fn: InputFn) -> Any:
-    """Makes a distributed data set by TensorFlow's own means, for strategies that do not cut batches themselves.
+    """Makes a distributed data set with TensorFlow's functions, for strategies that do not cut batches themselves.
 
     Raises:
-        ConfigurationError: for an input function that returns no data set.
+        ConfigurationError: The input function does not return a data set.
     """
 
     def dataset_of(context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -93,7 +93,7 @@ def per_pipeline(strategy: tf.distribute.Strategy, mode: InputReplicationMode, i
         if not all(isinstance(m, tf.data.Dataset) for m in made):
             raise ConfigurationError(
                 message(
-                    "Under this strategy an input function returns a tf.data.Dataset.",
+                    "Under this strategy an input function must return a tf.data.Dataset.",
                     strategy=type(strategy).__name__,
                     returned=type(made[0]).__name__,
                 )
@@ -104,12 +104,12 @@ def per_pipeline(strategy: tf.distribute.Strategy, mode: InputReplicationMode, i
 
 
 class _Process(NamedTuple):
-    """Whose input functions are called.
+    """The process that calls an input function.
 
     Attributes:
-        rank: Which process this is.
-        size: How many there are.
-        total: How many replicas all of them have.
+        rank: Rank of the process.
+        size: How many processes there are.
+        total: How many replicas all processes have.
     """
 
     rank: int
@@ -132,7 +132,7 @@ class _Process(NamedTuple):
         return [call_input(input_fn, InputContext(n, i, self.total)) for n, i in places]
 
     def joined(self, mode: InputReplicationMode, made: list[tf.data.Dataset]) -> tf.data.Dataset:
-        """Makes one data set of the pipelines, whose elements go to the replicas of this process in turn."""
+        """Joins the pipelines to one data set, whose elements go to the replicas of this process in turn."""
         if mode == InputReplicationMode.SINGLE and self.size > 1:
             made = [made[0].shard(self.total, replica) for replica in self.replicas]
         if len(made) == 1:
@@ -153,15 +153,15 @@ def make_input(strategy: tf.distribute.Strategy, mode: InputReplicationMode, inp
     """Calls an input function once for each pipeline of this process.
 
     Args:
-        strategy: Whose replicas read.
-        mode: Which pipelines there are.
-        input_fn: Returns a `tf.data.Dataset` of batches of one replica, or a callable that gives such a batch.
+        strategy: The strategy whose replicas read.
+        mode: How often the input function is called.
+        input_fn: Returns a `tf.data.Dataset` of per-replica batches, or a callable that returns such a batch.
 
     Returns:
-        An iterator of steps, or a function that gives a step's `Shards` whenever it is called.
+        An iterator of steps, or a function that returns the `Shards` of the next step.
 
     Raises:
-        ConfigurationError: for an input function that returns something else.
+        ConfigurationError: The input function returns something else.
     """
     if not isinstance(strategy, SynchronousStrategy):
         return iter(per_pipeline(strategy, mode, input_fn))
@@ -181,7 +181,7 @@ def make_input(strategy: tf.distribute.Strategy, mode: InputReplicationMode, inp
         return batches
     raise ConfigurationError(
         message(
-            "An input function returns a tf.data.Dataset, or a callable that gives a nest of tensors.",
+            "An input function must return a tf.data.Dataset, or a callable that returns a nest of tensors.",
             returned=[type(m).__name__ for m in made],
             first_replica=process.replicas[0],
         )
@@ -189,13 +189,13 @@ def make_input(strategy: tf.distribute.Strategy, mode: InputReplicationMode, inp
 
 
 def whole_step(batch: Any) -> Any:
-    """Ends the data, with a warning, when it has ended in the middle of a step: a replica without a batch has no mean."""
+    """Ends the data, with a warning, if some replica has no batch for the step: it could not compute a mean."""
     if not isinstance(batch, Shards) or len(batch.parts) == 1:
         return batch
     missing = tf.reshape(tf.where(tf.stack([num_examples(part) for part in batch.parts]) == 0), [-1])
 
     def end() -> tf.Tensor:
-        warning = tf.print("Warning: the data ended in the middle of a step, which is left out. Replicas without a batch:",
+        warning = tf.print("Warning: the data ended in the middle of a step. The step is left out. Replicas without a batch:",
                            missing, output_stream=sys.stderr)  # fmt: skip
         with tf.control_dependencies([] if warning is None else [warning]):
             return iter(tf.data.Dataset.range(0)).get_next()

@@ -1,4 +1,4 @@
-"""Replicators that make their strategy themselves."""
+"""Replicators that make their own strategy."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class MultiGpuReplicator(Replicator):
     """Replicas on the GPUs of this process.
 
     Args:
-        num_gpus: How many; default: all.
+        num_gpus: The number of GPUs. Default: all.
         **options: As for `Replicator`.
 
     Raises:
-        ConfigurationError: when there are fewer.
+        ConfigurationError: There are fewer GPUs.
     """
 
     def __init__(self, num_gpus: int | None = None, **options: Any) -> None:
@@ -55,16 +55,16 @@ class MultiWorkerReplicator(Replicator):
 
 
 class TpuReplicator(Replicator):
-    """Replicas on the cores of a TPU, by TensorFlow's own strategy. It has not run on a TPU so far.
+    """Replicas on the cores of a TPU, with TensorFlow's own strategy. It was not tested on a TPU so far.
 
     Args:
-        num_workers: Hosts of the TPU.
-        num_tpu_cores_per_worker: Cores at each of them.
-        tpu: Name or address of the TPU; default: the one of this machine.
+        num_workers: The number of hosts of the TPU.
+        num_tpu_cores_per_worker: The number of cores of each host.
+        tpu: Name or address of the TPU. Default: the TPU of this machine.
         **options: As for `Replicator`.
 
     Raises:
-        ConfigurationError: when there is no TPU, or it has another number of cores.
+        ConfigurationError: There is no TPU, or it has another number of cores.
     """
 
     def __init__(self, num_workers: int = 1, num_tpu_cores_per_worker: int = 8, tpu: str = "local", **options: Any) -> None:

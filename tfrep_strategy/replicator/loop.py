@@ -1,4 +1,4 @@
-"""Step functions on every replica, in a loop of one's own."""
+"""Runs step functions on every replica, in the user's own training loop."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ StepFn = Callable[..., Any]
 class Replicator:
     """Runs step functions on every replica of a strategy.
 
-    Inside `run`, a step computes what one device would: its loss is the mean over its own batch, and an optimizer applies
-    the gradient of the mean over the batches of all replicas. Under a strategy of TensorFlow itself its conventions hold.
+    A step is written as for one device: its loss is the mean over its own batch. The optimizer then applies the gradient
+    of the mean over the batches of all replicas. Under TensorFlow's own strategies, TensorFlow's conventions hold.
 
     Args:
-        strategy: Default: `tfrep.auto_strategy()`.
-        input_replication_mode: How input functions are called.
+        strategy: The strategy. Default: `tfrep.auto_strategy()`.
+        input_replication_mode: How often an input function is called.
 
     Example:
         >>> repl = Replicator(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))
@@ -53,7 +53,7 @@ class Replicator:
         self.strategy = auto_strategy() if strategy is None else strategy
         self._check_strategy()
         self.input_replication_mode = input_replication_mode
-        # By function; the functions are kept, so that their identity is not used again.
+        # The keys hold the functions, so that no other function gets the same identity.
         self._inputs: dict[Any, Any] = {}
         self._compiled: dict[Any, Any] = {}
         self._reduce = tf.function(self._all_reduce, autograph=False)
@@ -75,13 +75,13 @@ class Replicator:
         return self.strategy.scope()
 
     def init(self) -> None:
-        """Waits until all processes are there; `run` needs no call of it."""
+        """Waits until all processes have called it. `run` works without it."""
         self._check_alive()
         with self.context():
             collectives.barrier()
 
     def shutdown(self) -> None:
-        """Lets go of pipelines and compiled steps. Nothing may be run afterwards."""
+        """Frees pipelines and compiled steps. The replicator cannot run steps afterwards."""
         self._inputs.clear()
         self._compiled.clear()
         self._is_shut_down = True
@@ -100,10 +100,10 @@ class Replicator:
             optimizer: Any Keras optimizer.
 
         Returns:
-            The same optimizer; its `apply` and `apply_gradients` may be called in a step.
+            The same optimizer. Its `apply` and `apply_gradients` may be called in a step.
 
         Raises:
-            ConfigurationError: for something else, or when it was wrapped before.
+            ConfigurationError: The argument is not a Keras optimizer, or was wrapped before.
 
         Example:
             >>> Replicator(tfrep.MirroredStrategy(["CPU:0"])).wrap_optimizer(keras.optimizers.SGD(name="mine")).name
@@ -118,28 +118,28 @@ class Replicator:
                 message("The optimizer is wrapped already.", hint="wrap it once.", optimizer=optimizer.name)
             )
         optimizer._tfrep_is_wrapped = True
-        # Under every strategy optimizers aggregate anyway; what is left is to notice mistakes.
+        # Optimizers aggregate under every strategy anyway. This method only finds mistakes.
         return optimizer
 
     def run(self, step_fn: StepFn, input_fn: InputFn | None = None, *, steps: int = 1) -> Any:
         """Runs one step, or several, on every replica.
 
         Args:
-            step_fn: Called as `step_fn(batch)`, or `step_fn()` without an `input_fn`; compiled once. Returns a nest of
-                tensors.
-            input_fn: Called once for each pipeline, as `input_fn(input_context)` or `input_fn()`; returns a
-                `tf.data.Dataset` of batches of one replica, or a callable that gives such a batch whenever it is called.
-                The iterator is kept from one `run` to the next.
-            steps: How many steps to run in this one call.
+            step_fn: The step, called as `step_fn(batch)`, or as `step_fn()` without an `input_fn`. It is compiled once, and
+                returns a nest of tensors.
+            input_fn: Called once for each pipeline, as `input_fn(input_context)` or `input_fn()`. It returns a
+                `tf.data.Dataset` of per-replica batches, or a callable that returns a per-replica batch. Later calls of
+                `run` continue the same iterator.
+            steps: How many steps this call runs.
 
         Returns:
-            What `step_fn` returned on each replica of this process in the last step; see `local_results` and `reduce`.
+            The result of `step_fn` on each replica of this process, in the last step; see `local_results` and `reduce`.
 
         Raises:
-            ConfigurationError: after `shutdown`, for a step that returns something that is no tensor, or fewer than one
-                step.
-            tf.errors.OutOfRangeError: at the end of the data; a last step that is not whole, since not every replica has a
-                batch, is left out with a warning.
+            ConfigurationError: The replicator was shut down, the step returns something other than tensors, or `steps` is
+                below 1.
+            tf.errors.OutOfRangeError: The data has ended. A last step without a batch for every replica is left out, with
+                a warning.
 
         Example:
             >>> repl = Replicator(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))
@@ -157,7 +157,7 @@ class Replicator:
             return self._compiled[key](*([] if source is None or callable(source) else [source]))
 
     def reduce(self, value: Any, op: str = "mean") -> Any:
-        """Reduces what `run` returned over all replicas.
+        """Reduces a result of `run` over all replicas.
 
         Args:
             value: A nest of per-replica tensors.
@@ -179,10 +179,10 @@ class Replicator:
         return self.strategy.run(lambda v: collectives.all_reduce(v, op), args=(value,))
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Returns what the replicas of this process returned: one entry for each, of a tensor that `run` gave."""
+        """Returns the results of the replicas of this process as a tuple, given a tensor that `run` returned."""
         return self.strategy.experimental_local_results(value)
 
-    # How a step is built.
+    # Building a step.
 
     def _program(self, step_fn: StepFn, source: Any, steps: int) -> Callable[..., Any]:
         strategy = self.strategy
@@ -217,7 +217,7 @@ class Replicator:
                 if leaf is not None and not tf.is_tensor(leaf) and not isinstance(leaf, (tf.Variable, keras.Variable)):
                     raise ConfigurationError(
                         message(
-                            f"The step returned something that is no tensor on replica {collectives.replica_id()}.",
+                            f"The step returned something other than a tensor on replica {collectives.replica_id()}.",
                             hint="return tensors, or a nest of them.",
                             returned=leaf,
                         )
@@ -226,7 +226,7 @@ class Replicator:
 
         return step
 
-    # What a step reads.
+    # Input of a step.
 
     def _input(self, input_fn: InputFn | None) -> Any:
         if input_fn is not None and input_fn not in self._inputs:

@@ -14,16 +14,16 @@ from tfrep_strategy.strategies.parameter_server import ParameterServerStrategy
 
 
 class ParameterServerReplicator(Replicator):
-    """Workers that run steps without waiting for each other, on variables that live on parameter servers.
+    """Runs steps on workers that do not wait for each other, with variables on parameter servers.
 
-    `run` hands `steps` steps to whichever workers are free, waits for all of them, and returns one result for each step, in
-    order. Collectives cannot be called in a step, and gradients are not aggregated: every step updates by itself.
+    `run` gives `steps` steps to free workers, waits for all of them, and returns one result for each step, in order.
+    A step cannot call collectives. Gradients are not aggregated: every step updates the variables by itself.
 
     Args:
-        strategy: A parameter-server strategy; made in the coordinator. Default: `tfrep.ParameterServerStrategy()`.
+        strategy: A parameter-server strategy, made in the coordinator. Default: `tfrep.ParameterServerStrategy()`.
 
     Raises:
-        ConfigurationError: for another strategy.
+        ConfigurationError: The strategy is of another kind.
     """
 
     def __init__(self, strategy: tf.distribute.ParameterServerStrategy | None = None) -> None:
@@ -31,11 +31,11 @@ class ParameterServerReplicator(Replicator):
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
 
     def init(self) -> None:
-        """Nothing has to be waited for."""
+        """Checks that the replicator was not shut down; there is nothing to wait for."""
         self._check_alive()
 
     def run(self, step_fn: StepFn, input_fn: InputFn | None = None, *, steps: int = 1) -> Any:
-        """Runs `steps` steps, each on one worker, and returns their results in a list; see `Replicator.run`."""
+        """Runs `steps` steps, each on one worker. Returns a list of their results; see `Replicator.run`."""
         self._check_alive()
         if steps < 1:
             raise ConfigurationError(message("At least one step is needed.", steps=steps))

@@ -88,9 +88,6 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
     Args:
         arguments: Folder of the call and its results; "scope" if the strategy's scope is to be entered.
         own_path: Unused: the function may need what its caller could import.
-
-    Example:
-        >>> main(["folder", "scope"], [])
     """
     del own_path
     folder, scope = Path(arguments[0]), arguments[1]

@@ -34,8 +34,7 @@ def horovod_is_installed() -> bool:
         Whether it is.
 
     Example:
-        >>> horovod_is_installed()
-        True
+        >>> communicator = "horovod" if horovod_is_installed() else "tf"
     """
     return horovod_library() is not None
 

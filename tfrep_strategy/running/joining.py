@@ -82,9 +82,6 @@ def join_outer_run(outer: Environment, options: Options, arguments: Sequence[str
 
     Raises:
         ConfigurationError: Something else than a rank of the outer run is wanted.
-
-    Example:
-        >>> join_outer_run(outer, Options(), ["script", "train.py"])
     """
     other_size = options.num_replicas not in (None, outer.size)
     wanted = {

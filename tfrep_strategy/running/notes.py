@@ -56,6 +56,8 @@ def noted_failure(folder: Path | None, rank: int) -> Iterator[None]:
     Example:
         >>> with noted_failure(Path("notes"), rank=1):
         ...     sys.exit(3)
+        Traceback (most recent call last):
+        SystemExit: 3
     """
     try:
         yield

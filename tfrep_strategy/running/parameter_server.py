@@ -74,7 +74,9 @@ def run_coordinator(
         ConfigurationError: There is no such script, or another launcher has started this process as one of several.
 
     Example:
-        >>> run_coordinator("train.py", ["--epochs", "3"], ClusterOptions(workers=2, servers=1, max_restarts=1))
+        >>> size = Path("train.py").write_text("print('The script runs here.')")
+        >>> run_coordinator("train.py", ["--epochs", "3"], ClusterOptions(workers=2, servers=1)) is None
+        True
     """
     if not as_module and not Path(target).exists():
         raise ConfigurationError(
@@ -145,8 +147,12 @@ def exit_on_server_loss(strategy: Any, code: int = SERVER_LOST) -> Iterator[None
         Nothing.
 
     Example:
-        >>> with tfrep.exit_on_server_loss(strategy):
-        ...     model.fit(x, y, callbacks=[keras.callbacks.BackupAndRestore("backup")])
+        >>> with tfrep.local_cluster() as cluster:
+        ...     strategy = tfrep.ParameterServerStrategy(cluster)
+        ...     with strategy.scope():
+        ...         model = make_model()
+        ...     with tfrep.exit_on_server_loss(strategy):
+        ...         history = model.fit(x, y, verbose=0, callbacks=[keras.callbacks.BackupAndRestore("backup")])
     """
     try:
         with strategy.step_runner.naming_lost_servers():

@@ -57,6 +57,7 @@ def last_lines(log: Path, size: int | None = None) -> list[str]:
         The lines; at most 20.
 
     Example:
+        >>> size = Path("rank1.log").write_text("epoch 1\\nepoch 2\\n")
         >>> last_lines(Path("rank1.log"))
         ['epoch 1', 'epoch 2']
     """

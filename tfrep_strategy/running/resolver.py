@@ -41,7 +41,8 @@ def local_cluster(workers: int = 2, servers: int = 1) -> Iterator[LocalClusterRe
 
     Example:
         >>> with tfrep.local_cluster(workers=2, servers=1) as cluster:
-        ...     strategy = tfrep.ParameterServerStrategy(cluster)
+        ...     tfrep.ParameterServerStrategy(cluster).num_workers
+        2
     """
     check_counts(workers=workers, servers=servers)
     cluster = LocalCluster(workers, servers)

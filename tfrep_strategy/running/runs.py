@@ -157,8 +157,7 @@ def run_to_end(
         RunFailed: A rank failed, the time was over, or a signal came.
 
     Example:
-        >>> with deferred_signals() as events:
-        ...     run_to_end(Options(num_replicas=2), lambda logs: rank_command("script", ...), folder, events)
+        >>> run_to_end(Options(num_replicas=2), lambda logs: ["true"], Path(), Events())
     """
     with contextlib.ExitStack() as stack:
         environ = inherited_environ() | {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": common_hash_seed()}

@@ -35,6 +35,7 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
         RunFailed: A rank failed.
 
     Example:
+        >>> size = Path("train.py").write_text("print('The script runs here.')")
         >>> run_script("train.py", ["--epochs", "3"], Options(num_replicas=2))
     """
     if not as_module and not Path(target).exists():
@@ -75,9 +76,6 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
         arguments: Folder of the notes if a launcher of this package reads them, folder of the logs if this process has
             to open its own, "script" or "module", its name, and its arguments.
         own_path: The search path with which Python started.
-
-    Example:
-        >>> main(["notes", "", "script", "train.py", "--epochs", "3"], sys.path)
     """
     note_dir, log_dir, kind, target, *rest = arguments
     rank = detect_environment().rank

@@ -30,9 +30,6 @@ def main(arguments: list[str], own_path: list[str]) -> None:
     Args:
         arguments: The cluster as JSON, the folder of the servers' logs, and the one that goes with the cluster.
         own_path: Unused.
-
-    Example:
-        >>> main(['{"worker": ["127.0.0.1:2222"], "ps": ["127.0.0.1:2223"]}', "logs", "temporary"], [])
     """
     del own_path
     cluster, log_dir, folder = json.loads(arguments[0]), Path(arguments[1]), arguments[2]
@@ -104,9 +101,6 @@ def run_server(cluster: dict[str, Any], job: str, index: int, *, coordinator_tim
         index: Which of that job's tasks this process is.
         coordinator_timeout: Lets the process end with the chief: with exit code 0 when the chief has been there and is
             gone, and with 1 when it has not come after so many seconds. None: it serves until it is ended.
-
-    Example:
-        >>> run_server({"worker": ["127.0.0.1:2222"], "ps": ["127.0.0.1:2223"]}, "ps", 0)
     """
     # A call to a task that is gone fails at once instead of waiting for it to come back.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")

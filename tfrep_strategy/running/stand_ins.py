@@ -61,6 +61,8 @@ def put(stack: contextlib.ExitStack, owner: Any, name: str, replacement: Any) ->
     Example:
         >>> with contextlib.ExitStack() as stack:
         ...     put(stack, math, "pi", 3)
+        ...     math.pi
+        3
     """
     stack.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, replacement)

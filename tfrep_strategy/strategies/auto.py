@@ -1,4 +1,4 @@
-"""The strategy that fits where this process runs."""
+"""Chooses the strategy for this run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tfrep_strategy.strategies.multi_worker import MultiWorkerStrategy
 
 @functools.cache
 def auto_strategy() -> SynchronousStrategy:
-    """Makes the strategy of this run; calling it again returns the same one.
+    """Makes the strategy of this run. Later calls return the same strategy.
 
-    What `tfrep run` was asked for (`TFREP_STRATEGY`, `TFREP_COMMUNICATOR`) comes first; then several processes make a
-    `MultiWorkerStrategy`, several GPUs or logical CPUs of one process a `MirroredStrategy`, and one device a
-    `MultiWorkerStrategy` of one replica.
+    `TFREP_STRATEGY` and `TFREP_COMMUNICATOR`, which `tfrep run` sets, come first. Otherwise several processes get a
+    `MultiWorkerStrategy`, a single process with several GPUs or logical CPUs gets a `MirroredStrategy`, and a process with
+    one device gets a `MultiWorkerStrategy` of one replica.
 
     Returns:
         The strategy.
 
     Raises:
-        ConfigurationError: when `TFREP_STRATEGY` names no strategy that can be made here.
+        ConfigurationError: `TFREP_STRATEGY` does not name a strategy.
 
     Example:
         >>> auto_strategy() is auto_strategy()
@@ -50,7 +50,7 @@ def auto_strategy() -> SynchronousStrategy:
 
 
 def _is_first() -> bool:
-    with contextlib.suppress(ConfigurationError):  # Which is told where a strategy is made.
+    with contextlib.suppress(ConfigurationError):  # The same error is raised when a strategy is made.
         return detect_environment().rank == 0
     return True
 

@@ -1,4 +1,4 @@
-"""What the synchronous strategies have in common: how steps run, how data is cut, how gradients become global."""
+"""The base of the synchronous strategies: runs steps, cuts batches, and aggregates gradients."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ GradientAggregator = Callable[[list[Any], Communicator], list[Any]]
 
 
 class SynchronousStrategy(tf.distribute.Strategy):
-    """Base of the strategies whose replicas train in step. Make one of its subclasses.
+    """Base of the strategies whose replicas train in step. Use one of its subclasses.
 
     Attributes:
-        gradient_transformers: Functions applied in order to the global gradients of an update before the optimizer clips or
-            uses them, as TensorFlow 2.4's optimizers had it: each gets a list of (gradient, variable) pairs and returns one.
-            One that cannot take pairs gets, and returns, a list of gradients alone.
-        gradient_aggregator: Replaces the aggregation: `f(gradients, communicator)` is called in every replica with its
-            gradients, weighed so that their sum over the replicas is the global gradient, and with what the replica talks
-            to the others with, and returns the global gradients.
-            The default does what `lambda gradients, communicator: communicator.all_reduce(gradients, "sum")` does.
-        bucket_bytes: Gradients travel in groups of about this many bytes.
-        densify_sparse_gradients: Whether `tf.IndexedSlices` travel as dense tensors.
-        check_sync_every: After how many steps of `fit` to call `assert_in_sync(model)` each time; None: never.
+        gradient_transformers: Functions that are applied, in order, to the global gradients before the optimizer clips and
+            uses them, as in TensorFlow 2.4's optimizers. Each takes a list of (gradient, variable) pairs and returns such a
+            list. A function that cannot take pairs takes and returns a list of gradients.
+        gradient_aggregator: Replaces the aggregation. Every replica calls `f(gradients, communicator)` with its own
+            gradients and communicator; `f` returns the global gradients. The gradients are multiplied by the replica's
+            share, so that their sum over the replicas is the global gradient. The default is equivalent to
+            `lambda gradients, communicator: communicator.all_reduce(gradients, "sum")`.
+        bucket_bytes: Gradients are sent in buckets of about this many bytes.
+        densify_sparse_gradients: Whether `tf.IndexedSlices` are sent as dense tensors.
+        check_sync_every: Number of steps of `fit` between two calls of `assert_in_sync(model)`; None for no checks.
     """
 
     drives_keras = True
@@ -48,7 +48,7 @@ class SynchronousStrategy(tf.distribute.Strategy):
 
     def __init__(self, extended: Any, bucket_bytes: int, densify_sparse_gradients: bool) -> None:
         if bucket_bytes <= 0:
-            raise ConfigurationError(message("A bucket needs a positive size.", bucket_bytes=bucket_bytes))
+            raise ConfigurationError(message("bucket_bytes must be above 0.", bucket_bytes=bucket_bytes))
         super().__init__(extended)
         self.gradient_transformers: list[GradientTransformer] = []
         self.gradient_aggregator: GradientAggregator | None = None
@@ -63,27 +63,27 @@ class SynchronousStrategy(tf.distribute.Strategy):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the process that writes files and draws bars."""
+        """Whether this process is the chief, which writes files and draws progress bars."""
         return self.extended.first_local_replica == 0
 
     # Steps.
 
     @property
     def compiles_whole_steps(self) -> bool:
-        """Whether XLA may compile a whole step: one replica, which talks to nobody."""
+        """Whether XLA may compile a whole step: only a single replica runs no collectives."""
         return self.num_replicas_in_sync == 1
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica; see `tf.distribute.Strategy.run`.
 
-        `Shards` as the only argument mark a step that Keras drives: each replica then gets its part, and knows its share
-        of the global batch.
+        In a step that Keras drives, `Shards` are the only argument. Each replica then gets its part, and knows its share of
+        the global batch.
         """
         self.synchronize_new_variables()
         if len(args) == 1 and isinstance(args[0], Shards):
             self.mark_state_changed()
             shards = args[0]
-            if self.num_replicas_in_sync == 1:  # There is nothing to weigh: the step is that of one device.
+            if self.num_replicas_in_sync == 1:  # The share is 1, and the step is that of one device.
                 args = (pack(shards),)
             else:
                 if not tf.executing_eagerly():
@@ -95,21 +95,21 @@ class SynchronousStrategy(tf.distribute.Strategy):
             return super().run(fn, args, kwargs, options)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        """Reduces over the replicas what `run` returned; see `tf.distribute.Strategy.reduce`.
+        """Reduces a result of `run` over the replicas; see `tf.distribute.Strategy.reduce`.
 
         Args:
             reduce_op: `"SUM"`, `"MEAN"` or a `tf.distribute.ReduceOp`.
-            value: One value for each replica. One for all replicas of a process has a mean, and no sum over replicas.
-            axis: Dimension, or dimensions, of each replica's value to reduce along as well; None: none.
+            value: A value for each replica. A single value for all replicas of a process has a mean, but no sum.
+            axis: Dimension, or dimensions, of each replica's value to reduce along, too; None for no dimension.
 
         Returns:
             A tensor.
 
         Raises:
-            ConfigurationError: for the sum of a value that is not one of each replica.
+            ConfigurationError: `reduce_op` is a sum, and `value` is not one value for each replica.
 
         Example:
-            >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+            >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
             >>> float(strategy.reduce("SUM", strategy.run(lambda: tf.constant(1.0))))
             2.0
         """
@@ -121,8 +121,8 @@ class SynchronousStrategy(tf.distribute.Strategy):
                 return tf.zeros_like(value)
             raise ConfigurationError(
                 message(
-                    "One value for all replicas has no sum over replicas.",
-                    hint="pass what strategy.run returned, or multiply by strategy.num_replicas_in_sync.",
+                    "A single value for all replicas has no sum over replicas.",
+                    hint="pass a result of strategy.run, or multiply by strategy.num_replicas_in_sync.",
                     value=value,
                 )
             )
@@ -131,7 +131,7 @@ class SynchronousStrategy(tf.distribute.Strategy):
         return super().reduce(reduce_op, value, axis)
 
     def shard(self, batch: Any) -> Shards:
-        """Cuts a whole global batch for the replicas of this process.
+        """Cuts a global batch for the replicas of this process.
 
         Args:
             batch: A nest of arrays or tensors whose first dimension is the batch; None leaves are kept.
@@ -147,11 +147,11 @@ class SynchronousStrategy(tf.distribute.Strategy):
     # Gradients.
 
     def aggregate_gradients(self, replica_gradients: Sequence[Any], weight: tf.Tensor | None) -> list[Any]:
-        """Makes replica gradients global; called inside a replica.
+        """Aggregates the gradients of the replicas to the global gradients. Every replica calls it.
 
         Args:
-            replica_gradients: One for each variable: `tf.Tensor`, `tf.IndexedSlices` or None.
-            weight: float32 scalar, this replica's share of the global batch; None where the losses are scaled already.
+            replica_gradients: The gradient of each variable: `tf.Tensor`, `tf.IndexedSlices` or None.
+            weight: float32 scalar, this replica's share of the global batch; None if the losses are scaled already.
 
         Returns:
             `sum over replicas of weight * gradient`.
@@ -169,7 +169,7 @@ class SynchronousStrategy(tf.distribute.Strategy):
         )
 
     def mean_over_processes(self, own_gradients: Sequence[Any]) -> list[Any]:
-        """Averages gradients that every process computed outside replicas; nothing to do within one process."""
+        """Averages gradients that every process computed outside replicas. A single process returns them unchanged."""
         return list(own_gradients)
 
     def transform_gradients(self, global_gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -185,39 +185,39 @@ class SynchronousStrategy(tf.distribute.Strategy):
 
     @abc.abstractmethod
     def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Concatenates along the first dimension, which may differ, in replica order; called inside a replica."""
+        """Concatenates tensors along the first dimension, in replica order; called inside a replica. Sizes may differ."""
 
-    # Replicas among themselves.
+    # Communication between replicas.
 
     @abc.abstractmethod
     def communicator_of(self, replica: int) -> Communicator:
-        """Returns what a replica of this process talks to all others with."""
+        """Returns the communicator of a replica of this process."""
 
     @abc.abstractmethod
     def new_group(self, replicas: Sequence[int]) -> ReplicaGroup:
-        """Makes a group of some replicas, for the `group=` of collectives. Every process has to call it.
+        """Makes a group of replicas, for the argument `group` of collectives. Every process must call it.
 
         Args:
-            replicas: Their replica ids.
+            replicas: The replica ids of the members.
 
         Raises:
-            ConfigurationError: when one does not exist or is given twice.
+            ConfigurationError: A replica does not exist, or is given twice.
 
         Example:
-            >>> MirroredStrategy(["CPU:0", "CPU:1"]).new_group([1])
+            >>> tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).new_group([1])
             ReplicaGroup([1])
         """
 
     # State.
 
     def mark_state_changed(self) -> None:
-        """Says that replicas have run a step since their own state was merged."""
+        """Records that replicas have run a step since their own state was merged."""
         self.extended.steps.mark()
 
     def merge_replica_state(self) -> None:
-        """Makes the state that every replica keeps for itself (moving statistics) its mean, everywhere.
+        """Sets the state that each replica keeps for itself (moving statistics) to its mean over the replicas.
 
-        Every process has to call it. Keras's `fit`, `evaluate` and `predict` do.
+        Every process must call it. Keras's `fit`, `evaluate` and `predict` call it.
         """
         if not self.extended.steps.not_merged():
             return
@@ -228,16 +228,16 @@ class SynchronousStrategy(tf.distribute.Strategy):
         self.extended.steps.merged()
 
     def collect_sums(self) -> None:
-        """Moves sums of which every process holds a part to the first one, which can then read them alone."""
+        """Adds up sums of which every process holds a part on rank 0, which can then read them alone."""
 
     def _own_of_replicas(self, aggregation: tf.VariableAggregation) -> list[Any]:
-        """Lists the variables that replicas have changed on their own, in the same order on every process."""
+        """Lists the variables that replicas have changed independently, in the same order on every process."""
         own = {
             order: variable
             for order, variable in sorted(self.extended.replica_variables.items())
             if variable.differs and variable.aggregation == aggregation
         }
-        # Those of a model that is gone may be collected on one process, and not yet on another.
+        # Python may have freed the variables of a deleted model on one process, and not yet on another.
         alive = set.intersection(*map(set, self.all_gather_object(list(own))))
         return [variable for order, variable in own.items() if order in alive]
 
@@ -245,18 +245,18 @@ class SynchronousStrategy(tf.distribute.Strategy):
         return [variable.read_value() for variable in variables]
 
     def assert_in_sync(self, model_or_variables: Any, every: int | None = None) -> None:
-        """Raises unless all replicas hold the same values, bit by bit. Every process has to call it.
+        """Raises unless all replicas hold the same values, bit by bit. Every process must call it.
 
         Args:
-            model_or_variables: A Keras model, with its optimizer, a layer, or a list of variables. What each replica keeps
-                for itself until somebody reads it (metrics, moving statistics) is left out.
-            every: Also check every so many steps of `fit` from now on; sets `check_sync_every`.
+            model_or_variables: A Keras model, with its optimizer, a layer, or a list of variables. Variables that each
+                replica keeps for itself (metrics, moving statistics) are not compared.
+            every: If given, also check after each `every` steps of `fit` from now on. It sets `check_sync_every`.
 
         Raises:
-            DesyncError: names the first variable that differs, and what each replica holds.
+            DesyncError: A variable differs. The message names the first one, and the value on each replica.
 
         Example:
-            >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+            >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
             >>> with strategy.scope():
             ...     v = tf.Variable(1.0)
             >>> strategy.assert_in_sync([v])
@@ -270,7 +270,7 @@ class SynchronousStrategy(tf.distribute.Strategy):
         sync_check.compare([replica for process in self.all_gather_object(checksums) for replica in process])
 
     def count_steps(self, model: Any, count: int) -> None:
-        """Checks a model every `check_sync_every` steps; called after `count` steps of `fit` or `evaluate`."""
+        """Checks a model every `check_sync_every` steps. It is called after each `count` steps of `fit` or `evaluate`."""
         if self.check_sync_every:
             self._steps_since_check += count
             if self._steps_since_check >= self.check_sync_every:
@@ -278,29 +278,32 @@ class SynchronousStrategy(tf.distribute.Strategy):
                 self.assert_in_sync(model)
 
     def watching_peers(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which the error of a collective says which process has ended, where one has."""
+        """Returns a context in which the error of a collective names a process that has ended."""
         return contextlib.nullcontext()
 
     def synchronize_new_variables(self) -> None:
-        """Gives variables made since the last call the values of rank 0; nothing to do within one process."""
+        """Gives variables made since the last call the values of rank 0. A single process does nothing."""
 
     def acting_alone(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which this process may make variables that the others do not make."""
         return contextlib.nullcontext()
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        """Gives variables the values of rank 0; nothing to do within one process."""
+        """Gives variables the values of rank 0. A single process does nothing."""
 
     def begin_call(self, settings: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        """Begins a `fit`, `evaluate` or `predict`; nothing to do within one process."""
+        """Begins a `fit`, `evaluate` or `predict`: shares the random state and compares the arguments of the ranks.
+
+        A single process does nothing.
+        """
 
     def check_same(self, given: Fingerprint) -> None:
-        """Refuses data that differs between the processes; nothing to do within one process."""
+        """Refuses data that differs between the processes. A single process does nothing."""
 
     def shortest_epoch(self, num_batches: int) -> int:
-        """Returns how many batches all processes have, given how many this one has.
+        """Returns the smallest number of batches of a process, given the number of this process.
 
-        Infinitely many and unknown are `tf.data`'s negative cardinalities; what one process does not know, nobody knows.
+        Infinite and unknown numbers are `tf.data`'s negative cardinalities. If one number is unknown, so is the result.
         """
         return num_batches
 
@@ -313,7 +316,7 @@ class SynchronousStrategy(tf.distribute.Strategy):
         return [value]
 
     def first_with(self, values: Sequence[Any]) -> list[bool]:
-        """Tells of each value whether no process before this one gives it. Every process has to call it."""
+        """Returns for each value whether no process of lower rank has passed it. Every process must call it."""
         gathered = self.all_gather_object(list(values))
         before = gathered[: self.extended.first_local_replica] if len(gathered) > 1 else []
         return [all(value not in others for others in before) for value in values]
@@ -323,7 +326,7 @@ class SynchronousStrategy(tf.distribute.Strategy):
 
     @abc.abstractmethod
     def gather_outputs(self, outputs: Any) -> Any:
-        """Concatenates what replicas returned (a nest) along the batch, in replica order, on every process."""
+        """Concatenates the outputs of the replicas (a nest) along the batch, in replica order, on every process."""
 
 
 def _is_of_replicas(value: Any) -> bool:
@@ -331,7 +334,7 @@ def _is_of_replicas(value: Any) -> bool:
 
 
 class SynchronousExtended:
-    """What the `extended` of the synchronous strategies adds to TensorFlow's; mix it in before TensorFlow's class."""
+    """Mixin for the `extended` of the synchronous strategies. It comes before TensorFlow's class."""
 
     first_local_replica = 0
     num_local_replicas = 1
@@ -339,23 +342,23 @@ class SynchronousExtended:
     _num_replicas_in_sync: Any
 
     def _init_state(self) -> None:
-        # By order of creation, which is the same on every process.
+        # The key is the order of creation, which is the same on every process.
         self.replica_variables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.steps = StepsSinceMerge()
         self._agreements: dict[bool, Agreement] = {}
         self.reads_alone = False
-        """Whether this process reads variables that the others do not read, whose parts it has got before."""
+        """Whether this process reads variables without the others; it has received their parts before."""
 
     def note_step(self) -> None:
-        """Notes a step that the user's own loop runs."""
+        """Records a step of the user's own loop."""
         if tf.executing_eagerly():
             self.steps.mark()
         else:
             self.steps.mark_in_graph()
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        # A variable first made inside a step (an optimizer slot, a lazily built layer) belongs to the program, not to the
-        # function being traced, where its copies could not be initialised.
+        # A variable that a step makes (an optimizer slot, a lazily built layer) is made outside the function being traced. In
+        # the function its copies could not be initialized.
         lift = callable(kwargs.get("initial_value")) and not tf.executing_eagerly()
         with tf.init_scope() if lift else contextlib.nullcontext():
             variable = super()._create_variable(next_creator, **dict(kwargs))  # type: ignore[misc]
@@ -365,7 +368,7 @@ class SynchronousExtended:
             return variable
 
     def _contain(self, variable: Any, **kwargs: Any) -> Any:
-        """Puts what TensorFlow's class has made into a container, where it has not done so."""
+        """Puts a variable into a container, if TensorFlow's class has not done so."""
         return variable
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> data.ReplicaDataset:
@@ -375,13 +378,13 @@ class SynchronousExtended:
         return data.distribute_from_function(dataset_fn, self.local_replicas(stop_together=False), options)
 
     def local_replicas(self, stop_together: bool) -> data.LocalReplicas:
-        """Returns the replicas of this process, as `data` wants to know them."""
-        if stop_together not in self._agreements:  # Functions are shared between iterators of one agreement.
+        """Returns the replicas of this process, for the functions of `data`."""
+        if stop_together not in self._agreements:  # Iterators share functions only if they share the agreement.
             self._agreements[stop_together] = self._agreement(stop_together)
         return data.LocalReplicas(self.first_local_replica, tuple(self.worker_devices), self._agreements[stop_together])
 
     def value_of_first_replica(self, local: tf.Tensor) -> tf.Tensor:
-        """Returns replica 0's value, given that of the first replica of this process."""
+        """Returns the value of replica 0, given the value of the first replica of this process."""
         return tf.identity(local)
 
     def _agreement(self, stop_together: bool) -> Agreement:

@@ -1,4 +1,4 @@
-"""Outputs of the replicas of several processes, put together along the batch."""
+"""Joins the outputs of the replicas of several processes along the batch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tfrep_strategy.communicators import Communicator
 
 
 def gathered(value: Any, communicator: Communicator) -> Any:
-    """Concatenates what each rank has, in rank order; every process has to call it.
+    """Concatenates the values of the ranks, in rank order. Every process must call it.
 
     Args:
         value: A dense, sparse or ragged tensor whose first dimension is the batch, or a scalar; scalars are stacked.
-        communicator: Of the ranks.
+        communicator: The communicator of the ranks.
 
     Returns:
         A tensor of the same kind.

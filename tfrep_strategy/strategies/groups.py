@@ -1,4 +1,4 @@
-"""Sub-groups of replicas, which may talk among themselves."""
+"""Groups of replicas, for collectives between some of the replicas."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tfrep_strategy.errors import ConfigurationError, message
 
 
 class ReplicaGroup:
-    """Some of a strategy's replicas; made by `strategy.new_group`, taken by every collective as `group=`.
+    """A group of a strategy's replicas. `strategy.new_group` makes it; every collective takes it as `group`.
 
-    All replicas may call a collective of the group, on `MirroredStrategy` all have to; one that is no member gets the
-    answer of a replica that is alone.
+    All replicas may call a collective of the group. On `MirroredStrategy` all must call it. A replica outside the group
+    gets the result for a single replica.
 
     Args:
         strategy: The strategy.
-        replicas: The members' replica ids, ascending.
-        communicator_of: Gives the communicator of a replica in this process.
+        replicas: The replica ids of the members, ascending.
+        communicator_of: Returns the communicator of a replica of this process.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ def check_members(replicas: Sequence[int], num_replicas: int) -> list[int]:
     """Returns the sorted members of a group.
 
     Raises:
-        ConfigurationError: unless they are different replica ids, at least one, of a strategy of `num_replicas`.
+        ConfigurationError: There are no members, an id is not below `num_replicas`, or an id is given twice.
 
     Example:
         >>> check_members([2, 0], 4)
@@ -50,7 +50,7 @@ def check_members(replicas: Sequence[int], num_replicas: int) -> list[int]:
     """
     wrong = [r for r in replicas if isinstance(r, bool) or not isinstance(r, int) or not 0 <= r < num_replicas]
     if wrong or not replicas or len(set(replicas)) != len(replicas):
-        what = f"There is no replica {wrong[0]!r}." if wrong else "A group needs replicas, each of them once."
+        what = f"There is no replica {wrong[0]!r}." if wrong else "A group needs at least one replica, and each only once."
         raise ConfigurationError(
             message(what, hint=f"the strategy has replicas 0 to {num_replicas - 1}.", replicas=list(replicas))
         )

@@ -1,6 +1,6 @@
-"""Model parallelism: each replica has several devices, numbered 0, 1, ... within it.
+"""Model parallelism: each replica has several logical devices, numbered 0, 1, ...
 
-Only where things are placed changes; the answer is that of one device.
+They change the placement only. The answer is that of one device.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ class LogicalDevices:
     """The devices of each replica of a strategy.
 
     Args:
-        devices: All of them; the first `devices_per_replica` are those of replica 0, and so on.
-        devices_per_replica: How many a replica has.
-        layer_placement: The logical device of Keras layers, by name; layers inside a named one go with it.
+        devices: All devices. The first `devices_per_replica` belong to replica 0, and so on.
+        devices_per_replica: How many devices a replica has.
+        layer_placement: The logical device of Keras layers, by name. Layers inside a named layer are placed with it.
 
     Raises:
-        ConfigurationError: when the devices do not divide, or a layer is placed on a device that a replica does not have.
+        ConfigurationError: The number of devices is not a multiple of `devices_per_replica`, or a layer is placed on a
+            device that a replica does not have.
 
     Example:
         >>> LogicalDevices(["CPU:0", "CPU:1", "CPU:2", "CPU:3"], 2, {}).of_replica
@@ -35,8 +36,8 @@ class LogicalDevices:
         if devices_per_replica < 1 or len(devices) % devices_per_replica:
             raise ConfigurationError(
                 message(
-                    "The devices do not divide among the replicas.",
-                    hint="give a multiple of devices_per_replica.",
+                    "The number of devices is not a multiple of devices_per_replica.",
+                    hint="pass as many devices for each replica.",
                     devices=list(devices),
                     devices_per_replica=devices_per_replica,
                 )
@@ -50,7 +51,7 @@ class LogicalDevices:
         self._creating = threading.local()
 
     def check(self, index: int, **details: Any) -> int:
-        """Returns a logical device's number; raises a ConfigurationError, with details, where a replica does not have it."""
+        """Returns the number of a logical device; raises a ConfigurationError, with details, if a replica lacks it."""
         count = len(self.of_replica[0])
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < count:
             raise ConfigurationError(
@@ -74,7 +75,7 @@ class LogicalDevices:
             self._creating.index = before
 
     def placement(self) -> Placement | None:
-        """Where a variable goes that is created now; None where the strategy puts it anyway."""
+        """Returns the placement of a variable that is created now; None for the strategy's default."""
         index = getattr(self._creating, "index", None)
         return None if not index else Placement([devices[index] for devices in self.of_replica])
 
@@ -89,7 +90,7 @@ class LogicalDevices:
 
     @contextlib.contextmanager
     def for_layer(self, name: str) -> Iterator[None]:
-        """Puts a Keras layer where `layer_placement` says, or leaves it where it is."""
+        """Places a Keras layer as in `layer_placement`; does nothing for a layer that is not named there."""
         index = self.layer_placement.get(name)
         self.layers_not_seen.discard(name)
         if index is None:
@@ -100,7 +101,7 @@ class LogicalDevices:
 
 
 class Placement:
-    """One device for each replica, in the form in which TensorFlow asks a variable where another one is to be."""
+    """A device for each replica. TensorFlow reads it like a variable that another one is colocated with."""
 
     def __init__(self, devices: list[str]) -> None:
         self._devices = tuple(devices)
@@ -110,10 +111,10 @@ def logical_device(index: int) -> contextlib.AbstractContextManager[Any]:
     """Puts the operations of a step that are built inside on a logical device of this replica.
 
     Args:
-        index: 0 to `devices_per_replica - 1`. Inputs, and all that is not placed, are on 0.
+        index: 0 to `devices_per_replica - 1`. Inputs, and operations that are not placed, are on 0.
 
     Raises:
-        ConfigurationError: when a replica does not have it; under no strategy it has one.
+        ConfigurationError: The replica does not have the device. Without a strategy there is device 0 only.
 
     Example:
         >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"], devices_per_replica=2)

@@ -1,4 +1,4 @@
-"""Replicas are the devices of one process."""
+"""`MirroredStrategy`: the replicas are the devices of one process."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def use_logical_cpus(n: int) -> list[str]:
     """Splits the CPU into logical devices, to run several replicas on a machine without accelerators.
 
     Args:
-        n: How many.
+        n: The number of logical devices.
 
     Returns:
         Their names, `["CPU:0", "CPU:1", ...]`.
 
     Raises:
-        ConfigurationError: for fewer than one, or when TensorFlow has been initialised with another number.
+        ConfigurationError: `n` is below 1, or TensorFlow was initialized with another number.
 
     Example:
         >>> use_logical_cpus(2)
@@ -61,8 +61,8 @@ def use_logical_cpus(n: int) -> list[str]:
         if present != n:
             raise ConfigurationError(
                 message(
-                    f"TensorFlow is already initialised, with {present} logical CPU(s).",
-                    hint="call use_logical_cpus before anything else touches TensorFlow.",
+                    f"TensorFlow is already initialized, with {present} logical CPU(s).",
+                    hint="call use_logical_cpus before TensorFlow is used.",
                     n=n,
                 )
             ) from error
@@ -70,7 +70,7 @@ def use_logical_cpus(n: int) -> list[str]:
 
 
 def _ensure_threads() -> None:
-    """Gives every replica a thread of its own: collectives within a process deadlock when they cannot all run at once."""
+    """Gives every replica a thread. Collectives within a process deadlock if they cannot all run at once."""
     if "TF_NUM_INTEROP_THREADS" in os.environ or tf.config.threading.get_inter_op_parallelism_threads():
         return
     if not runtime_has_started():
@@ -82,15 +82,15 @@ class MirroredStrategy(SynchronousStrategy):
 
     Args:
         devices: Device names such as `["GPU:0", "GPU:1"]`. Default: all GPUs, or all logical CPUs where there are none.
-        devices_per_replica: How many devices each replica has; the first are those of replica 0. See
+        devices_per_replica: How many devices each replica has. The first ones belong to replica 0. See
             `logical_device_for_variables` and `tfrep.logical_device`.
-        keras_layer_placement: The logical device of Keras layers, by name, for a model that was not written for several.
-        bucket_bytes: Gradients are summed in groups of about this many bytes. On GPUs, NCCL sums each group at once. On CPUs the
-            group decides about their order only.
-        densify_sparse_gradients: Whether sparse gradients travel as dense tensors.
+        keras_layer_placement: The logical device of Keras layers, by name, for models that do not place their layers.
+        bucket_bytes: Gradients are summed in buckets of about this many bytes. On GPUs, NCCL sums each bucket at once. On
+            CPUs the buckets only determine the order.
+        densify_sparse_gradients: Whether sparse gradients are sent as dense tensors.
 
     Raises:
-        ConfigurationError: when a device does not exist, or is named twice.
+        ConfigurationError: A device does not exist, or is named twice.
 
     Example:
         >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
@@ -113,7 +113,7 @@ class MirroredStrategy(SynchronousStrategy):
         super().__init__(_Extended(self, first_devices), bucket_bytes, densify_sparse_gradients)
         self._all_replicas = LocalGroup(self, range(self.num_replicas_in_sync))
 
-    # TensorFlow numbers the collectives of all strategies alike; each of ours starts at another number.
+    # TensorFlow numbers the collectives of every strategy from the same base. Each of ours gets another base.
     _collective_key_base = 0
     _instances = 0
 
@@ -124,7 +124,7 @@ class MirroredStrategy(SynchronousStrategy):
         return self.own_communicator().all_gather(tensor)
 
     def own_communicator(self) -> Communicator:
-        """Returns what the replica that calls this talks to the others with."""
+        """Returns the communicator of the calling replica."""
         context: Any = tf.distribute.get_replica_context()
         return self.communicator_of(int(tf.get_static_value(context.replica_id_in_sync_group)))
 
@@ -135,7 +135,7 @@ class MirroredStrategy(SynchronousStrategy):
             index: 0 to `devices_per_replica - 1`.
 
         Raises:
-            ConfigurationError: when a replica does not have it.
+            ConfigurationError: A replica does not have the device.
 
         Example:
             >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"], devices_per_replica=2)
@@ -175,8 +175,8 @@ class _Extended(SynchronousExtended, MirroredExtended):
             kwargs["colocate_with"] = placement
         return super()._create_variable(next_creator, **kwargs)
 
-    # Replicas update their copies of a variable themselves, from the same global gradient, so that nothing has to leave
-    # the replica to do it, and `tf.cond` may stand around an update.
+    # Each replica updates its own copy of a variable, with the same global gradient. No merge call is needed, so an update may
+    # be inside `tf.cond`.
     def _use_merge_call(self) -> bool:
         return False
 
@@ -187,7 +187,7 @@ class _Extended(SynchronousExtended, MirroredExtended):
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         if tf.is_tensor(tensor) and isinstance(destinations, DistributedValues):
-            # TensorFlow asks first whether the destinations are empty, which a variable answers by its value.
+            # TensorFlow's method first tests the truth of the destinations, which for a variable is that of its value.
             return self._get_cross_device_ops(tensor).broadcast(tensor, destinations)
         return super()._broadcast_to(tensor, destinations)
 
@@ -197,7 +197,7 @@ class _Extended(SynchronousExtended, MirroredExtended):
             with DeviceReplicaContext(self._container_strategy(), replica_id):
                 return fn(*args, **kwargs)
 
-        if hasattr(fn, "python_function"):  # A tf.function: TensorFlow traces one function for all replicas around it.
+        if hasattr(fn, "python_function"):  # For a tf.function, TensorFlow traces one function around all replicas.
             return super()._call_for_each_replica(fn, args, kwargs)
         return super()._call_for_each_replica(replica_fn, args, kwargs)
 
@@ -217,12 +217,12 @@ class _Extended(SynchronousExtended, MirroredExtended):
 
 
 def _warn_among_processes() -> None:
-    """Says that processes which were started together train alone."""
-    with contextlib.suppress(ConfigurationError):  # Variables that cannot be read describe no run.
+    """Warns if this process was started together with others, since it would train without them."""
+    with contextlib.suppress(ConfigurationError):  # Variables that cannot be read do not describe a run.
         environment = detect_environment()
         if environment.size > 1:
             warnings.warn(
-                f"This process is one of {environment.size}, and a MirroredStrategy trains on its own devices alone.\n"
+                f"This process is one of {environment.size}, but a MirroredStrategy trains on its own devices only.\n"
                 f"Hint: MultiWorkerStrategy() trains with the others. Environment: {environment.describe()}",
                 stacklevel=3,
             )

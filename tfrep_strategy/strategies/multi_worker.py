@@ -1,4 +1,4 @@
-"""One replica per process, on one machine or many."""
+"""`MultiWorkerStrategy`: one replica in each process, on one machine or several."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ class MultiWorkerStrategy(SynchronousStrategy):
     """Synchronous training with one replica in each process, with the answer that one device gives.
 
     Args:
-        communicator: `"horovod"`, `"tf"` (TensorFlow's own collectives), `"auto"` (TensorFlow's where the environment tells
-            the address of every process, else Horovod), or a `Communicator` of all processes.
-        device: Device of this process's replica, such as `"GPU:0"`. Default: a GPU, or the CPU where there is none. Processes
-            that see several GPUs share them out by their local rank, and TensorFlow is shown the process's own alone.
-        bucket_bytes: Gradients travel in groups of about this many bytes. Default: what the communicator does best with.
-        densify_sparse_gradients: Whether sparse gradients travel as dense tensors.
-        rank_data: What the data that the ranks give to `fit`, `evaluate`, `predict` and
-            `experimental_distribute_dataset` is. `"same"`: the same on all ranks, of which each takes its part of every
-            batch; a sample of it is compared, and what differs is refused. `"unchecked"`: the same, without a comparison.
-            `"own"`: each rank's own part of all data, as in `fit(x[rank::size])`. A step then reads `batch_size / size`
-            examples on each rank, an epoch lasts until the last rank has read its data, and `predict` gives each rank the
-            predictions for its own rows.
+        communicator: `"horovod"`, `"tf"` (TensorFlow's own collectives), `"auto"` (TensorFlow's if the environment knows the
+            address of every process, else Horovod), or a `Communicator` of all processes.
+        device: Device of this process's replica, such as `"GPU:0"`. Default: a GPU, or the CPU if there is none. If the
+            processes see several GPUs, each takes one by its local rank, and shows TensorFlow only this one.
+        bucket_bytes: Gradients are sent in buckets of about this many bytes. Default: the best size for the communicator.
+        densify_sparse_gradients: Whether sparse gradients are sent as dense tensors.
+        rank_data: The relation between the data that the ranks pass to `fit`, `evaluate`, `predict` and
+            `experimental_distribute_dataset`. `"same"`: all ranks pass the same data, and each takes its part of every
+            batch. A sample is compared; a difference is an error. `"unchecked"`: the same, without the comparison.
+            `"own"`: each rank passes its own part of the data, as in `fit(x[rank::size])`. A step then reads
+            `batch_size / size` examples on each rank. An epoch lasts until the last rank has read its data. `predict`
+            returns to each rank the predictions for its own rows.
 
     Attributes:
-        rank_data: As above; may be set before the first `fit` or `predict`, for programs that do not make the strategy.
+        rank_data: As above. Programs that do not make the strategy may set it before the first `fit` or `predict`.
 
     Raises:
-        ConfigurationError: for an unknown communicator or `rank_data`, a communicator that reaches other processes than the
-            environment tells of, a device that does not exist, or an environment that does not say who the processes are.
-        PeerError: when another process cannot be reached.
+        ConfigurationError: The communicator or `rank_data` is unknown, the communicator connects other processes than the
+            environment describes, a device does not exist, or the environment does not describe the processes.
+        PeerError: Another process cannot be reached.
 
     Example:
         >>> strategy = MultiWorkerStrategy()  # alone: one replica
@@ -103,12 +103,12 @@ class MultiWorkerStrategy(SynchronousStrategy):
 
     @property
     def compiles_whole_steps(self) -> bool:
-        # Other communicators bring operations into the graph also where there is one process.
+        # Other communicators add operations to the graph even for a single process.
         return type(self.communicator) is SingleCommunicator
 
     @property
     def rank_data(self) -> str:
-        """What the data is that the ranks give: `"same"`, `"unchecked"` or `"own"`."""
+        """The relation between the data of the ranks: `"same"`, `"unchecked"` or `"own"`."""
         return self._rank_data
 
     @rank_data.setter
@@ -118,7 +118,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
     def scope(self) -> Any:
         """Returns a context manager in which variables belong to this strategy; see `tf.distribute.Strategy.scope`.
 
-        What is made inside gets rank 0's values when the outermost scope ends, or when a step runs, if that is earlier.
+        Variables made inside get rank 0's values when the outermost scope ends, or when a step runs before.
         """
         return _Scope(self, super().scope())
 
@@ -131,7 +131,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
     def mean_over_processes(self, own_gradients: Sequence[Any]) -> list[Any]:
         """Averages gradients that every process computed outside replicas.
 
-        They are equal where all processes read the same data. Where they are not, the processes must not come apart.
+        The gradients are equal if all processes read the same data. If not, their mean keeps the weights equal.
         """
         share = tf.constant(1 / self.num_replicas_in_sync)
         return gradients.aggregate(
@@ -167,13 +167,13 @@ class MultiWorkerStrategy(SynchronousStrategy):
         """Gives variables made since the last call the values of rank 0.
 
         Raises:
-            DesyncError: when the ranks made different variables; names the first, with its shape on each rank.
+            DesyncError: The ranks made different variables. The message names the first, with its shape on each rank.
         """
         if tf.executing_eagerly() and self.extended.new_variables:
             new, self.extended.new_variables = self.extended.new_variables, []
             made = [(v.name, tuple(v.shape), v.dtype.name) for v in new]
             sync_check.refuse_different_variables(self.communicator.all_gather_object(made))
-            # A sum over ranks is what rank 0 holds already; its parts on the other ranks are zero.
+            # Variables that are summed over ranks are left out: rank 0 holds their value, the other ranks hold zero.
             self._broadcast([v for v in new if not _is_sum(v)])
 
     @contextlib.contextmanager
@@ -194,7 +194,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
         own = [getattr(v, "value", v) if not isinstance(v, tf.Variable) else v for v in variables]
         self._broadcast([v for v in own if not _is_sum(v)])
         for variable in own if self.rank else []:
-            if _is_sum(variable):  # Rank 0 holds all of it.
+            if _is_sum(variable):  # Rank 0 holds the whole sum.
                 variable.values[0].assign(tf.zeros_like(variable.values[0]))
 
     def _broadcast(self, variables: Sequence[Any]) -> None:
@@ -230,7 +230,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
 
 
 class _Scope:
-    """Enters TensorFlow's scope, and shares what was made in it when the outermost one ends."""
+    """Enters TensorFlow's scope. When the outermost scope ends, it gives the new variables rank 0's values."""
 
     def __init__(self, strategy: MultiWorkerStrategy, scope: Any) -> None:
         self._strategy = strategy
@@ -265,13 +265,13 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
         variable = super()._create_variable(next_creator, **kwargs)
         self.new_variables.append(variable)
         if in_function:
-            # Made while a step is traced; the step runs next, so that this cannot wait for the end of the scope.
+            # The variable was made while a step is traced. The step runs next, before the scope ends.
             with tf.init_scope():
                 self._container_strategy().synchronize_new_variables()
         return variable
 
     def _contain(self, variable: Any, **kwargs: Any) -> Any:
-        """Puts a variable that has to talk to the other ranks into a container that does."""
+        """Puts a variable whose value is reduced over the ranks into a container that does so."""
         strategy = self._container_strategy()
         aggregation = kwargs.get("aggregation") or tf.VariableAggregation.NONE
         if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
@@ -316,7 +316,7 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
 
     def _update_non_slot(self, colocate_with: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         def update(*args: Any, **kwargs: Any) -> Any:
-            with UpdateContext(0):  # The replica whose copies are read. TensorFlow's class names a device here.
+            with UpdateContext(0):  # The id of the replica to read from. TensorFlow's method passes a device here.
                 return fn(*args, **kwargs)
 
         return super()._update_non_slot(colocate_with, update, args, kwargs, group)
@@ -334,9 +334,9 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
         return self._communicator.broadcast([local])[0]
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        # TensorFlow calls this to give all replicas the first one's value.
+        # TensorFlow calls this to give all replicas the value of the first.
         if isinstance(tensor, tf.IndexedSlices):
-            gather = self._communicator.all_gather  # Each rank may have another number of rows.
+            gather = self._communicator.all_gather  # The number of rows may differ between ranks.
             rows = gather(tf.shape(tensor.indices))[0]
             return tf.IndexedSlices(gather(tensor.values)[:rows], gather(tensor.indices)[:rows], tensor.dense_shape)
         return self._communicator.broadcast([tf.convert_to_tensor(tensor)])[0]
@@ -349,13 +349,13 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
         return ranks_read.distribute(strategy, dataset, self._in_one_order, lambda data_set: whole(data_set, options))
 
     def _in_one_order(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns a data set whose elements are the same on all ranks, as far as that can be known before it is read."""
+        """Returns a data set with equal elements on all ranks, as far as that is known before it is read."""
         check_order(dataset, self._communicator)
         shortest = self._container_strategy().shortest_epoch(int(dataset.cardinality()))
         if shortest >= 0:
             dataset = dataset.take(shortest)
         elif shortest != dataset.cardinality():
-            dataset = dataset.filter(lambda *_: True)  # Its length is to be unknown here too.
+            dataset = dataset.filter(lambda *_: True)  # Makes its length unknown on this rank, too.
         in_order = tf.data.Options()
         in_order.deterministic = True
         return dataset.with_options(in_order)
@@ -392,7 +392,7 @@ def _is_sum(variable: Any) -> bool:
 
 
 def _cluster_resolver(environment: Environment) -> Any:
-    """Returns what scripts for TensorFlow's strategies ask for their place, `strategy.cluster_resolver`."""
+    """Returns the `cluster_resolver` of the strategy, which scripts for TensorFlow's strategies read."""
     resolvers = tf.distribute.cluster_resolver
     if isinstance(environment, TfConfigEnvironment):
         return resolvers.TFConfigClusterResolver()

@@ -1,4 +1,4 @@
-"""The strategy that connects this process with the others, found also by code outside its scope."""
+"""Finds the strategy that connects this process with the others, also outside its scope."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _latest: Callable[[], Any] = lambda: None  # noqa: E731
 
 
 def remember(strategy: Any) -> None:
-    """Makes a strategy the one that code outside all scopes talks through, as long as it lives."""
+    """Makes a strategy the default for code outside all scopes, as long as the strategy lives."""
     global _latest
     _latest = weakref.ref(strategy)
 
 
 def process_strategy() -> Any:
-    """Finds the strategy of one replica per process that is in scope, else the one that was made last.
+    """Returns the `MultiWorkerStrategy` in scope, else the one that was made last.
 
     Returns:
         The strategy; None if there is none.
@@ -36,10 +36,10 @@ def process_strategy() -> Any:
 
 
 def process_communicator() -> Communicator:
-    """Returns what this process talks to the others with, outside a step.
+    """Returns the communicator of this process, for use outside a step.
 
     Raises:
-        ConfigurationError: This process is one of several, and has made no strategy that connects them.
+        ConfigurationError: This process is one of several, and has not made a strategy that connects them.
 
     Example:
         >>> process_communicator().size
@@ -54,7 +54,7 @@ def process_communicator() -> Communicator:
             raise ConfigurationError(
                 message(
                     "The processes are not connected yet.",
-                    hint="make a tfrep.MultiWorkerStrategy before, on all ranks, and keep it.",
+                    hint="make a tfrep.MultiWorkerStrategy first, on all ranks, and keep a reference to it.",
                     environment=environment.describe(),
                 )
             )
@@ -62,7 +62,7 @@ def process_communicator() -> Communicator:
 
 
 def is_chief_process() -> bool:
-    """Tells whether this process is rank 0, or alone."""
+    """Returns whether this process is the chief: rank 0, or a single process."""
     strategy = process_strategy()
     if strategy is not None:
         return strategy.is_chief
@@ -70,5 +70,5 @@ def is_chief_process() -> bool:
 
 
 def coordinates_servers() -> bool:
-    """Tells whether this process is the coordinator of parameter servers: it alone runs the script."""
+    """Returns whether this process is the coordinator of parameter servers, the only process that runs the script."""
     return isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy)

@@ -1,4 +1,8 @@
-"""Variables live on servers; workers read and update them on their own."""
+"""`ParameterServerStrategy`: variables are on servers, and workers read and update them independently.
+
+Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014), and TensorFlow's RFC 334,
+"Distributed Keras training APIs with parameter servers".
+"""
 
 from __future__ import annotations
 
@@ -24,39 +28,42 @@ from tfrep_strategy.strategies.step_runner import StepRunner
 
 
 class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
-    """Asynchronous training: workers take batches on their own, and update variables that live on servers.
+    """Asynchronous training: workers process batches independently, and update variables on parameter servers.
 
-    This process is the coordinator. One step is one batch on one worker, so that 100 steps on 4 workers are about 25 on
-    each. No worker waits for another one, and one that dies is done without.
+    This process is the coordinator. A step is one batch on one worker: 100 steps on 4 workers are about 25 on each. No
+    worker waits for another. Training continues without a worker that dies.
 
     Args:
-        cluster_resolver: Says where the workers ("worker") and servers ("ps") are. By default `TF_CONFIG` tells, or
-            Slurm, where rank 0 is the coordinator, the next `TFREP_SERVERS` (1) ranks are servers, and the rest workers.
-            On a worker or server this then serves until the process is ended (under Slurm: until the coordinator has
-            ended), so that all can run the same script.
-        variable_partitioner: Says into how many parts to cut a variable along its first axis; see
+        cluster_resolver: The addresses of the workers (job "worker") and servers (job "ps"). Default: those of `TF_CONFIG`,
+            or of Slurm. Under Slurm rank 0 is the coordinator, the next `TFREP_SERVERS` (1) ranks are servers, and the rest
+            are workers. All processes can run the same script: on a worker or server, making the strategy serves until the
+            process is ended (under Slurm: until the coordinator has ended).
+        variable_partitioner: A function that returns into how many parts to cut a variable along its first axis; see
             `tf.distribute.experimental.partitioners`.
-        max_in_flight: No step starts before the one `max_in_flight * workers` before it has ended: a gradient is then
-            applied after at most about that many other updates. None: a slow worker holds nobody up.
-        sync: Whether an update takes the mean gradient of several workers that read the same weights, instead of each
-            gradient as it comes.
-        replicas_to_aggregate: With `sync`, how many gradients make an update. The slowest of the other workers' gradients
-            are dropped. Default: as many as there are workers.
+        max_in_flight: Limits how many steps may start before an earlier one has ended: step i starts after step
+            `i - max_in_flight * workers` has ended. A gradient is then applied after at most about that many other updates.
+            None: the fast workers never wait for a slow one.
+        sync: Whether an update applies the mean gradient of several workers that read the same weights, instead of each
+            gradient separately.
+        replicas_to_aggregate: With `sync`, the number of gradients of an update. Gradients of slower workers are dropped.
+            Default: the number of workers.
         worker_timeout: Seconds without any worker after which training fails.
-        connect_timeout: Seconds that servers and workers may take to come up.
-        coordinator_timeout: Seconds that workers and servers wait for the coordinator under Slurm, whose job would
-            otherwise last as long as they do.
+        connect_timeout: Seconds in which servers and workers must become reachable.
+        coordinator_timeout: Under Slurm, seconds that workers and servers wait for the coordinator. Otherwise the job would
+            last as long as they do.
 
     Raises:
         ConfigurationError: The cluster has no server or no worker, or a setting cannot be used.
-        PeerError: An address cannot be reached; it is named.
+        PeerError: An address cannot be reached. The message names it.
 
     Example:
         >>> with tfrep.local_cluster(workers=2, servers=1) as cluster:
         ...     strategy = tfrep.ParameterServerStrategy(cluster)
         ...     with strategy.scope():
-        ...         model = build_and_compile()
-        ...     model.fit(x, y)
+        ...         model = make_model()
+        ...     history = model.fit(x, y, batch_size=2, verbose=0)
+        >>> len(history.history["loss"])
+        1
     """
 
     trains_asynchronously = True
@@ -91,7 +98,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise ConfigurationError(
                 message(
-                    "A partitioner is a function of a shape and a dtype.",
+                    "variable_partitioner must be a function of a shape and a dtype.",
                     hint="use one of tf.distribute.experimental.partitioners.",
                     variable_partitioner=variable_partitioner,
                 )
@@ -102,7 +109,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if replicas_to_aggregate is not None and not sync:
             raise ConfigurationError(
                 message(
-                    "Without sync every gradient is an update.",
+                    "replicas_to_aggregate needs sync=True: without it every gradient is an update.",
                     hint="set sync=True.",
                     replicas_to_aggregate=replicas_to_aggregate,
                 )
@@ -112,7 +119,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self.worker_timeout = worker_timeout
         self._refuse_unreachable(connect_timeout)
         super().__init__(resolver, variable_partitioner)
-        # TensorFlow's class makes its own `extended`; the second call puts ours in its place.
+        # TensorFlow's class makes its own `extended`. The second call replaces it with ours.
         tf.distribute.Strategy.__init__(self, _Extended(self, resolver, variable_partitioner))
         self._step_numbers = itertools.count()
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self)
@@ -133,17 +140,17 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         return wait_until_reachable(servers, 1.0)
 
     def cut_for_replicas(self, batch: Any) -> Any:
-        """Cuts a batch for the devices of a worker, which `run` hands their parts."""
+        """Cuts a batch into parts for the devices of a worker, as the argument of `run`."""
         replicas = self.num_replicas_in_sync
         return batch if replicas == 1 else pack(shard(batch, replicas, 0, replicas))
 
     def next_step_number(self) -> int:
-        """Returns another number for each step that Keras drives."""
+        """Returns the number of the next step that Keras drives."""
         return next(self._step_numbers)
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Says that what is traced meanwhile will run on workers."""
+        """Marks functions that are traced in the body as functions that will run on workers."""
         self.extended._being_scheduled = True
         try:
             yield
@@ -166,7 +173,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
 class _Extended(ParameterServerExtended):
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        # What a step makes lazily, such as an optimizer's slots, does not wait for the step's batch.
+        # Variables that a step makes lazily, such as an optimizer's slots, must not depend on the step's batch.
         with tf.control_dependencies(None):
             return self._created(next_creator, **kwargs)
 
@@ -176,13 +183,13 @@ class _Extended(ParameterServerExtended):
             return self._create_like(like, next_creator, **kwargs)
         variable = super()._create_variable(next_creator, **kwargs)
         if isinstance(variable, ShardedVariable):
-            # An optimizer hands a part, not the whole, to the function that updates it.
+            # An optimizer passes each part, not the whole variable, to its update function.
             parts = [part.get() if isinstance(part, CachingVariable) else part for part in variable.variables]
             return PartitionedVariable(parts, name=kwargs.get("name") or "Variable")
         return variable
 
     def _create_like(self, like: PartitionedVariable, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        """Makes an optimizer's slot: each part is where the part is that it belongs to."""
+        """Makes an optimizer's slot. Each part is on the server of the variable's part."""
         value, shape = kwargs.pop("initial_value"), kwargs.pop("shape", None)
         name = kwargs.pop("name", None) or "Variable"
         if not isinstance(value, PartInitializer):
@@ -203,7 +210,7 @@ class _Extended(ParameterServerExtended):
             start += part.shape[0]
         return PartitionedVariable(parts, name=name)
 
-    # With one device, nothing has to be merged over a worker's replicas, and updates may stand inside `tf.cond`.
+    # A worker with one device has nothing to merge over its replicas, so updates may be inside `tf.cond`.
     def _use_merge_call(self) -> bool:
         return self._num_replicas_in_sync > 1
 
@@ -271,7 +278,7 @@ def _checked_jobs(resolver: Any) -> dict[str, list[str]]:
 
 
 def _without_evaluator(resolver: Any) -> Any:
-    """Leaves the evaluator out of a cluster: nobody serves at its address, and TensorFlow would wait for it."""
+    """Removes the evaluator from a cluster. It runs no server, and TensorFlow would wait for it."""
     jobs = resolver.cluster_spec().as_dict()
     if jobs.pop("evaluator", None) is None:
         return resolver
@@ -285,7 +292,7 @@ def _check_count(name: str, count: int | None, maximum: int | None) -> None:
         return
     if isinstance(count, bool) or not isinstance(count, int) or count < 1 or (maximum is not None and count > maximum):
         limit = "at least 1" if maximum is None else f"from 1 to the number of workers, {maximum}"
-        raise ConfigurationError(message(f"{name} is a whole number, {limit}.", **{name: count}))
+        raise ConfigurationError(message(f"{name} must be an integer, {limit}.", **{name: count}))
 
 
 def _resolver_from_environment() -> Any:
@@ -295,7 +302,7 @@ def _resolver_from_environment() -> Any:
         return _resolver_from_slurm()
     raise ConfigurationError(
         message(
-            "Nothing describes the cluster.",
+            "There is no description of the cluster.",
             hint="pass a cluster resolver (tfrep.local_cluster starts a cluster on this machine), or set TF_CONFIG.",
             cluster_resolver=None,
         )

@@ -1,4 +1,4 @@
-"""What the data is that the ranks give: the same, of which each takes its part, or each its own."""
+"""The setting `rank_data`: either all ranks pass the same data and each takes its part, or each passes its own."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _POLICIES = tf.data.experimental.AutoShardPolicy
 
 
 def check_kind(kind: str) -> str:
-    """Returns a kind of data; raises a ConfigurationError for an unknown one."""
+    """Returns a value of `rank_data`; raises a ConfigurationError for an unknown one."""
     kinds = ("same", "unchecked", "own")
     if kind not in kinds:
-        raise ConfigurationError(message("Unknown kind of data.", hint=f"use one of {kinds}.", rank_data=kind))
+        raise ConfigurationError(message("Unknown rank_data.", hint=f"use one of {kinds}.", rank_data=kind))
     return kind
 
 
 def compare(communicator: Communicator, given: Fingerprint) -> None:
-    """Refuses what differs between the ranks, each of which has to call this."""
+    """Refuses data that differs between the ranks. Every rank must call it."""
     own = np.frombuffer(given.digest, np.uint8)[np.newaxis]
     refuse_difference(communicator, given, [row.tobytes() for row in communicator.all_gather(tf.constant(own)).numpy()])
 
@@ -38,9 +38,9 @@ def refuse_difference(communicator: Communicator, given: Fingerprint, digests: S
 
 
 def shortest(sizes: Sequence[int]) -> int:
-    """Returns how many batches all ranks have, given how many each has; warns where some have more.
+    """Returns the smallest number of batches of a rank, given the number of each; warns if the numbers differ.
 
-    Infinitely many and unknown are `tf.data`'s negative cardinalities; what one rank does not know, nobody knows.
+    Infinite and unknown numbers are `tf.data`'s negative cardinalities. If one number is unknown, so is the result.
     """
     known = [size for size in sizes if size >= 0]
     if tf.data.UNKNOWN_CARDINALITY in sizes:
@@ -49,8 +49,8 @@ def shortest(sizes: Sequence[int]) -> int:
         return sizes[0]
     ranks = [rank for rank, size in enumerate(sizes) if size == min(known)]
     warnings.warn(
-        f"The data of rank {ranks} ends after {min(known)} batches, before that of the other ranks, so that an epoch"
-        f" ends there for all. Received: batches={sizes}",
+        f"The data of rank {ranks} ends after {min(known)} batches, before that of the other ranks, so an epoch ends"
+        f" there for all. Received: batches={sizes}",
         stacklevel=3,
     )
     return min(known)
@@ -65,13 +65,13 @@ def distribute(
     """Distributes a data set of several ranks.
 
     Args:
-        strategy: Says what the data is.
-        dataset: Of global batches.
-        in_one_order: Returns the data set with its elements in the order of rank 0.
-        distribute_whole: Distributes by the data set's `auto_shard_policy`.
+        strategy: The strategy, with its `rank_data`.
+        dataset: A data set of global batches.
+        in_one_order: Returns the data set with its elements in the same order on all ranks.
+        distribute_whole: Distributes the data set by its `auto_shard_policy`.
 
     Returns:
-        The distributed data set; where all ranks should read the same, its first batch is compared.
+        The distributed data set. If all ranks should read the same data, its first batch is compared.
     """
     if strategy.rank_data == "own":
         each_its_own = tf.data.Options()

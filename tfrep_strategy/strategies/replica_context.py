@@ -1,4 +1,4 @@
-"""The replica context of our strategies: gradients through `all_reduce` are right for uneven batches too."""
+"""The replica contexts of our strategies: gradients through `all_reduce` are exact for uneven batches too."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tfrep_strategy.keras_integration.protocol import current_step
 class _WeighedGradient:
     """Overrides `all_reduce` inside steps that Keras drives.
 
-    There the objective is `sum_r share_r * loss_r`, and the share multiplies a replica's gradients only after backward.
-    What flows back through an all-reduce comes from other replicas, which have other shares, so that it is weighed by
-    the share of where it comes from, and the share of where it arrives is taken out again.
+    Such a step minimizes `sum_r share_r * loss_r`, and a replica multiplies its gradients by its share only after backward.
+    A gradient that flows back through an all-reduce comes from the losses of all replicas. It is therefore multiplied by
+    the share of the replica that it comes from, and divided by the share of the replica that it arrives at.
     """
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
@@ -47,4 +47,4 @@ class ProcessReplicaContext(_WeighedGradient, ReplicaContext):
 
 
 class DeviceReplicaContext(_WeighedGradient, MirroredReplicaContext):
-    """The context of one of a process's replicas."""
+    """The context of one of several replicas of a process."""

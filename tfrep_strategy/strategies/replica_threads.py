@@ -1,7 +1,7 @@
-"""What the threads of the replicas of one process take from the thread that runs the strategy.
+"""Copies the state of the calling thread to the threads of the replicas of one process.
 
-TensorFlow gives them graphs, devices, scopes of names and of variables, and the state of summaries. The rest is added here:
-the state of Keras, Python's context variables, and TensorFlow's own `threading.local`s.
+TensorFlow copies graphs, devices, name and variable scopes, and the state of summaries. This module adds the state of
+Keras, Python's context variables, and TensorFlow's own `threading.local`s.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _THREAD_LOCALS = (save_context, sync_on_read_context)
 
 
 class _Inherited:
-    """The state of the thread that makes it, for the thread of a replica."""
+    """The state of the current thread, for the thread of a replica."""
 
     def __init__(self, thread: Any) -> None:
         self._thread = thread
@@ -37,7 +37,7 @@ class _Inherited:
 
     @contextlib.contextmanager
     def _creating_outside_replicas(self) -> Iterator[None]:
-        # TensorFlow matches the variables of replicas by the order in which each makes its own.
+        # TensorFlow matches the variables of the replicas by the order in which each replica makes them.
         with tf.init_scope():
             graph = tf.compat.v1.get_default_graph()
             before, graph._variable_creator_stack = graph._variable_creator_stack, self._thread._variable_creator_stack

@@ -1,4 +1,4 @@
-"""One random state for all processes, so that what they draw outside a step is the same: first of all an order of examples."""
+"""Shares one random state between all processes, so that they shuffle alike and draw the same numbers outside a step."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.errors import ConfigurationError, message
 
 _GOLDEN = 0x9E3779B1
-_drawn_seed = 0  # Of the random operations in a step, where nobody gave a seed.
+_drawn_seed = 0  # The seed of random operations in a step, if the user set none.
 
 
 def share_random_state(communicator: Communicator, digest: bytes = b"") -> list[bytes]:
     """Gives Python's, NumPy's and TensorFlow's random generators the state of rank 0.
 
-    Rank 0's own state stays as it is, so that a seeded run draws what one device draws. Where rank 0 has no TensorFlow
-    seed, operations with one of their own draw as on one device, and the others draw by chance, all ranks the same.
+    Rank 0's state does not change, so that a seeded run draws the numbers of one device. If rank 0 has no TensorFlow seed,
+    operations with their own seed draw as on one device; other operations draw random numbers, equal on all ranks.
 
     Args:
-        communicator: What the ranks talk with.
-        digest: What this rank tells the others on the way; of the same length on all ranks.
+        communicator: The communicator of the ranks.
+        digest: Bytes that this rank sends along to the others; of the same length on all ranks.
 
     Returns:
         The digest of each rank.
@@ -53,7 +53,7 @@ def share_random_state(communicator: Communicator, digest: bytes = b"") -> list[
 
 
 def _gather(communicator: Communicator, digest: bytes, told: bytes) -> tuple[list[bytes], bytes]:
-    """Returns the digest of each rank, and what rank 0 tells, with one collective."""
+    """Returns the digest of each rank and the message of rank 0, with one collective."""
     own = tf.constant(np.frombuffer(told + digest, np.uint8))
     gathered = communicator.all_gather(own).numpy().tobytes()
     end = len(gathered) - len(digest) * communicator.size
@@ -61,22 +61,22 @@ def _gather(communicator: Communicator, digest: bytes, told: bytes) -> tuple[lis
 
 
 def check_order(dataset: tf.data.Dataset, communicator: Communicator) -> None:
-    """Refuses a data set whose elements would come in another order on each rank.
+    """Refuses a data set whose elements would come in different orders on the ranks.
 
     Args:
-        dataset: Any data set.
-        communicator: What the ranks talk with.
+        dataset: A data set.
+        communicator: The communicator of the ranks.
 
     Raises:
-        ConfigurationError: It shuffles with other seeds on each rank, or hands on what is ready first.
+        ConfigurationError: It shuffles with different seeds on the ranks, or was made with `deterministic=False`.
     """
     seeds = communicator.all_gather_object(shuffle_seeds(dataset))
     for rank, other in enumerate(seeds):
         if other != seeds[0] or (0, 0) in other:
             raise ConfigurationError(
                 message(
-                    "The ranks would shuffle this data set in different orders, so that examples were lost.",
-                    hint="make the strategy before the data set, or give shuffle(..., seed=...) the same on all ranks.",
+                    "The ranks would shuffle this data set in different orders and miss examples.",
+                    hint="make the strategy before the data set, or use the same shuffle(..., seed=...) on all ranks.",
                     **{"rank_0": seeds[0], f"rank_{rank}": other},
                 )
             )
@@ -84,8 +84,8 @@ def check_order(dataset: tf.data.Dataset, communicator: Communicator) -> None:
     if unordered:
         raise ConfigurationError(
             message(
-                "The ranks would read this data set in different orders, so that examples were lost.",
-                hint="leave out deterministic=False.",
+                "The ranks would read this data set in different orders and miss examples.",
+                hint="remove deterministic=False.",
                 operations=unordered,
             )
         )
@@ -93,7 +93,7 @@ def check_order(dataset: tf.data.Dataset, communicator: Communicator) -> None:
 
 @contextlib.contextmanager
 def own_random_operations(rank: int) -> Iterator[None]:
-    """Makes TensorFlow's random operations draw other numbers on each rank, and on rank 0 those of a seeded device.
+    """Makes TensorFlow's random operations draw different numbers on each rank. Rank 0 draws the numbers of one device.
 
     Args:
         rank: The rank of this process.
@@ -105,7 +105,7 @@ def own_random_operations(rank: int) -> Iterator[None]:
         yield
         return
     own = (shared + rank * _GOLDEN) % 2**31
-    # Functions that are traced inside inherit the seed.
+    # Functions that are traced in the body inherit the seed.
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     before = use_random_seed(graph, own)
     try:

@@ -1,4 +1,4 @@
-"""Hands steps to whichever worker is free, and tells what became of them."""
+"""Schedules steps on free workers, and collects their results and errors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _CHECK_SECONDS = 0.5
 
 
 class StepResult(RemoteValueImpl):
-    """What one scheduled step will return.
+    """The result of one scheduled step.
 
-    Unlike other remote values it is complete only when its value is on the coordinator: a worker that dies before that
-    has not done the step, and another one does it.
+    Unlike TensorFlow's remote values, it is complete only when its value is on the coordinator. If the worker dies before,
+    another worker repeats the step.
 
     Attributes:
         worker: Number of the worker that runs it, or ran it last.
@@ -46,11 +46,11 @@ class StepResult(RemoteValueImpl):
 
     @property
     def has_value(self) -> bool:
-        """Whether the step was done: it did not fail, was not cancelled, and had data."""
+        """Whether the step succeeded: it did not fail, was not cancelled, and had data."""
         return self.complete and self._error is None and not self.out_of_data
 
     def finish(self) -> None:
-        """Says that the step needs no further attempt."""
+        """Marks the step as complete: it needs no further attempt."""
         if not self.complete:
             self.complete = True
             self._on_complete(self)
@@ -71,14 +71,14 @@ class _StepClosure(Closure):
         self._output_remote_value_ref = lambda: self.result
 
     def execute_on(self, worker: Any) -> None:
-        # Whoever leaves the executor that threads share by default waits for what it has sent to a worker that hangs.
+        # A thread that leaves the default executor, which all threads share, waits for all workers, also for one that hangs.
         context().executor = worker.executor
         self.result.worker = worker.worker_index
         self.result.attempts += 1
         try:
             super().execute_on(worker)
             self.result.get()
-            # What is left on the worker is given up at once, before the worker may hang.
+            # Frees the values on the worker now. Later the worker may hang, and freeing them would wait.
             self.result._values = None
         except tf.errors.OutOfRangeError:
             # Not a failure: the steps of the other workers go on.
@@ -91,12 +91,12 @@ class _StepClosure(Closure):
 
 
 class StepRunner:
-    """Schedules steps, never more than are wanted at a time, and waits for them.
+    """Schedules steps, a limited number at a time, and waits for them.
 
     Args:
-        strategy: Whose workers run the steps.
-        max_in_flight: No step starts before the one `max_in_flight * workers` before it has ended, which bounds how old a
-            gradient can be. None: a slow worker holds nobody up.
+        strategy: The strategy whose workers run the steps.
+        max_in_flight: Step i starts after step `i - max_in_flight * workers` has ended, which limits the age of a gradient.
+            None: the fast workers never wait for a slow one.
     """
 
     def __init__(self, strategy: Any, max_in_flight: int | None) -> None:
@@ -113,18 +113,18 @@ class StepRunner:
         return self._strategy.coordinator._cluster
 
     def schedule(self, function: Any, args: tuple[Any, ...]) -> StepResult:
-        """Queues a step, and first waits until it may be queued.
+        """Waits until a step may be queued, and queues it.
 
         Args:
             function: A concrete function.
-            args: Its arguments; per-worker values are replaced by the worker's own.
+            args: Its arguments. Per-worker values are replaced by the value of the worker.
 
         Returns:
-            The result to come.
+            The result, which is not complete yet.
 
         Raises:
             WorkerError: A step failed on its worker, or no worker is left.
-            ServerLostError: A parameter server is gone.
+            ServerLostError: A parameter server has ended.
         """
         num_workers = len(self._cluster.workers)
         per_worker = self._max_in_flight or 2
@@ -152,7 +152,7 @@ class StepRunner:
 
         Raises:
             WorkerError: A step failed on its worker, or no worker is left.
-            ServerLostError: A parameter server is gone.
+            ServerLostError: A parameter server has ended.
         """
         self._wait_for(lambda: not self._unfinished)
         self._translating_errors(self._cluster.closure_queue.wait)
@@ -199,7 +199,7 @@ class StepRunner:
 
     @contextlib.contextmanager
     def naming_lost_servers(self) -> Iterator[None]:
-        """Raises `ServerLostError` where the coordinator's own access to a variable fails."""
+        """Raises `ServerLostError` if the coordinator cannot access a variable because a server has ended."""
         try:
             yield
         except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
@@ -209,9 +209,9 @@ class StepRunner:
 
     @contextlib.contextmanager
     def driving(self) -> Iterator[None]:
-        """Surrounds a training, an evaluation or a prediction, which begins when no step of an interrupted one runs.
+        """Surrounds a training, an evaluation or a prediction. It begins when no step of an interrupted one runs any more.
 
-        In it, this thread runs operations of its own without waiting for a worker that hangs.
+        Inside, this thread has an executor of its own, and does not wait for a worker that hangs.
         """
         with self.naming_lost_servers(), executor_scope(new_executor(enable_async=False)):
             is_outermost = not self._is_driving
@@ -227,7 +227,7 @@ class StepRunner:
                 self._is_driving = not is_outermost
 
     def _forget_abandoned(self) -> None:
-        """Waits for the steps that an interrupted training has left; how they end is nobody's business any more."""
+        """Waits for the remaining steps of an interrupted training, and ignores their results and errors."""
         queue = self._cluster.closure_queue
         self._last_progress = time.monotonic()
         self._wait_for(lambda: not self._unfinished or queue._error is not None)
@@ -238,11 +238,11 @@ class StepRunner:
 
     @property
     def num_unfinished(self) -> int:
-        """How many steps are queued or run."""
+        """How many steps are queued or running."""
         return len(self._unfinished)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Waits until a condition holds that depends on steps being complete, or until a step has failed."""
+        """Waits for a condition that changes when steps complete. Raises the error of a step that has failed meanwhile."""
         queue = self._cluster.closure_queue
         self._wait_for(lambda: condition() or queue._error is not None)
         if queue._error is not None:
@@ -261,7 +261,7 @@ class StepRunner:
         lost = self._strategy.lost_servers()
         return ServerLostError(
             message(
-                "A parameter server is gone, and the variables that it held.",
+                "A parameter server is gone, and its variables are lost.",
                 hint="start the cluster again, and resume from a checkpoint (keras.callbacks.BackupAndRestore).",
                 servers=lost or self._strategy.addresses("ps"),
             )

@@ -1,4 +1,4 @@
-"""Shows that all replicas hold the same values."""
+"""Checks that all replicas hold the same values."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tfrep_strategy.errors import DesyncError, message
 
 
 class Checksum(NamedTuple):
-    """What replicas compare of one variable.
+    """The checksum of one variable, which replicas compare.
 
     Attributes:
         name: Path of the variable.
         dtype: Name of its dtype.
         shape: Its shape.
-        crc: CRC-32 of its bytes, which decides.
-        total: Sum of its elements in float64, for people to read; None where there is none.
+        crc: CRC-32 of its bytes, which is compared.
+        total: Sum of its elements in float64, for error messages; None for strings.
     """
 
     name: str
@@ -52,7 +52,7 @@ def checksum(name: str, value: Any) -> Checksum:
 
 
 def variables_of(model_or_variables: Any) -> list[Any]:
-    """Returns the variables of a model, with those of its optimizer, or the given ones, once each."""
+    """Returns the variables of a model and its optimizer, or the given variables, each once."""
     variables = model_or_variables
     if hasattr(variables, "variables"):
         optimizer = getattr(variables, "optimizer", None)
@@ -64,12 +64,12 @@ def replica_checksums(variables: Sequence[Any], num_local_replicas: int) -> list
     """Makes the checksums of the copies that the replicas of this process hold.
 
     Args:
-        variables: Of Keras or TensorFlow. Those of which each replica keeps its own value until somebody reads it, such
-            as the totals of metrics, are left out.
-        num_local_replicas: How many copies a variable has here.
+        variables: Keras or TensorFlow variables. Variables that each replica keeps for itself, such as the totals of
+            metrics, are left out.
+        num_local_replicas: How many copies a variable has in this process.
 
     Returns:
-        For each replica of this process the checksums of all variables, in order.
+        A list of the checksums of all variables, in order, for each replica of this process.
     """
     replicas: list[list[Checksum]] = [[] for _ in range(num_local_replicas)]
     for variable in variables:
@@ -89,7 +89,7 @@ def compare(replicas: Sequence[Sequence[Checksum]]) -> None:
         replicas: The checksums of each replica, in order of their ids.
 
     Raises:
-        DesyncError: names the first variable that differs, and what each replica holds.
+        DesyncError: A variable differs. The message names the first one, and its checksum on each replica.
 
     Example:
         >>> compare([[checksum("w", np.ones(2))], [checksum("w", np.ones(2))]])
@@ -106,12 +106,12 @@ def compare(replicas: Sequence[Sequence[Checksum]]) -> None:
             lines = "\n".join(f"  replica {replica}: {copy}" for replica, copy in enumerate(copies))
             raise DesyncError(
                 f"Variable {copies[0].name!r} differs between the replicas.\n{lines}\n"
-                "Hint: something changes it on one replica only, or from values of one replica only."
+                "Hint: look for code that changes it on one replica only, or with values of one replica only."
             )
 
 
 def refuse_different_variables(ranks: Sequence[Sequence[tuple[str, tuple[int, ...], str]]]) -> None:
-    """Raises a DesyncError that names the first difference unless all ranks made the same variables.
+    """Raises a DesyncError, which names the first difference, unless all ranks made the same variables.
 
     Args:
         ranks: Name, shape and dtype of each variable, by rank.

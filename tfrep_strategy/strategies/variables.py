@@ -1,4 +1,4 @@
-"""Variables that every replica keeps for itself and that are reduced when somebody outside a replica reads them."""
+"""The variables of our strategies: those with equal copies, and those that each replica keeps for itself until a read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _creation_order = itertools.count()
 
 
 class StepsSinceMerge:
-    """Whether replicas have run steps since the state that each keeps for itself was merged."""
+    """Records whether replicas have run steps since their own state was last merged."""
 
     def __init__(self) -> None:
         self._marked = False
@@ -30,26 +30,26 @@ class StepsSinceMerge:
             self._count = tf.Variable(0, trainable=False, dtype=tf.int64)
 
     def mark(self) -> None:
-        """Says that a step runs now."""
+        """Records a step that runs now."""
         self._marked = True
 
     def mark_in_graph(self) -> None:
-        """Makes the function that is traced say so whenever it runs, which nothing in Python sees."""
+        """Makes the function that is being traced record each of its runs, which Python code does not see."""
         self._count.assign_add(1)
 
     def not_merged(self) -> bool:
-        """Whether a step has run since the last call of `merged`."""
+        """Returns whether a step has run since the last call of `merged`."""
         with tf.init_scope():
             return self._marked or int(self._count) != self._count_when_merged
 
     def merged(self) -> None:
-        """Says that the state is one value on all replicas."""
+        """Records that the state is equal on all replicas now."""
         self._marked = False
         self._count_when_merged = int(self._count)
 
 
 class _Converts:
-    """Lets a variable convert to Python's numbers and NumPy's arrays, scalars too, as plain variables do."""
+    """Lets a variable convert to Python numbers and NumPy arrays, as plain variables do."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.read_value().numpy(), dtype)  # type: ignore[attr-defined]
@@ -67,14 +67,14 @@ class _Converts:
 class ReplicaVariable(_Converts, SyncOnReadVariable):
     """An `ON_READ` variable: metric totals (`SUM`), moving statistics (`MEAN`).
 
-    TensorFlow spreads what is assigned to a `SUM` variable evenly, which loses counts where they do not divide; here the
-    first replica gets all of it. A `MEAN` variable that was merged over the replicas is read without another collective.
+    TensorFlow divides a value assigned to a `SUM` variable among the replicas, and loses counts that do not divide. Here the
+    first replica gets the whole value. Once a `MEAN` variable was merged, it is read without another collective.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.differs = False
-        """Whether some replica has assigned to it inside a step, so that replicas may hold different values."""
+        """Whether a replica has assigned to it inside a step, so that replicas may hold different values."""
         self._distribute_strategy.extended.replica_variables[next(_creation_order)] = self
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
@@ -94,11 +94,11 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
         return assigned[0]
 
     def spread_initial_value(self) -> None:
-        """Leaves the initial value of a `SUM` to the first of all replicas, so that it counts once."""
+        """Keeps the initial value of a `SUM` variable on the first replica only, so that it counts once."""
         if self.aggregation == tf.VariableAggregation.SUM:
             first = self._distribute_strategy.extended.first_local_replica
             for variable in self.values[first == 0 :]:
-                # What a SavedModel brings has no value yet to take the shape of.
+                # A variable of a SavedModel has no value yet whose shape could be read.
                 is_known = variable.shape.is_fully_defined()
                 variable.assign(tf.zeros(variable.shape, variable.dtype) if is_known else tf.zeros_like(variable))
 
@@ -135,12 +135,12 @@ class ReplicatedVariable(_Converts, MirroredVariable):
 
     @property
     def handle(self) -> Any:
-        """Is that of the copy that is read, outside replicas too, so that a tape there finds the gradient."""
+        """The handle of the copy that reads use, so tapes outside replicas find the gradient."""
         return self._get_on_device_or_primary().handle
 
 
 def _with_copies_that_are_read(call: Any) -> Any:
-    """TensorFlow's functions of a SavedModel that was loaded in scope run in replicas only; outside they read as all else does."""
+    """Lets functions of a loaded SavedModel run outside replicas, on the local copy."""
 
     @functools.wraps(call)
     def called(self: Any, args: Any, captured_inputs: Any) -> Any:
@@ -153,7 +153,7 @@ LoadedFunction._call_flat = _with_copies_that_are_read(LoadedFunction._call_flat
 
 
 def with_our_class(variable: Any) -> Any:
-    """Puts the copies of a variable that TensorFlow has made into a container of ours."""
+    """Replaces TensorFlow's container of a variable's copies by ours."""
     if type(variable) is MirroredVariable:
         return ReplicatedVariable(variable.distribute_strategy, variable.values, variable.aggregation)
     if type(variable) is SyncOnReadVariable:

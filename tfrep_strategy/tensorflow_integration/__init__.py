@@ -1,1 +1,1 @@
-"""Where what TensorFlow does for one process is made right for many: checkpoints, cache files, the end of pipelines."""
+"""Adapts TensorFlow functions to several processes: checkpoints, cache files, and the end of pipelines."""

@@ -12,10 +12,10 @@ _suffix: str | None = None
 
 
 def cache_in_own_files(rank: int, size: int) -> None:
-    """Makes data sets that are cached in a file from now on use one per process.
+    """Gives each process a cache file of its own, for data sets that are cached from now on.
 
-    Every process reads the whole data set, so that all would write the file at once, which TensorFlow refuses. That of
-    rank 0 keeps its name; the others end in `.rank-1`, `.rank-2`, ...
+    Every process reads the whole data set. All would write the same file at once, which TensorFlow refuses. The file of
+    rank 0 keeps its name; those of the other ranks end in `.rank-1`, `.rank-2`, ...
 
     Args:
         rank: The rank of this process.

@@ -1,4 +1,4 @@
-"""`tf.train.Checkpoint` on several processes: all may ask for the same file, and one writes it."""
+"""`tf.train.Checkpoint` on several processes: all save to the same path, and one process writes it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _strategy: weakref.ref[Any] | None = None
 
 
 def write_checkpoints_once(strategy: Any) -> None:
-    """Makes `tf.train.Checkpoint` write each path from the first process that gives it.
+    """Makes `tf.train.Checkpoint` write each path on one process only: the lowest rank that saves to this path.
 
-    Saving reads variables that only all processes together can read, so that the others take part, and write to a
-    folder that is removed afterwards. Every process has to save.
+    Saving reads variables that only all processes together can read. So every process must save. The others write to a
+    temporary folder, which is removed.
 
     Args:
-        strategy: The strategy that talks between the processes. The last one given is asked.
+        strategy: The strategy that connects the processes. It replaces the strategy of an earlier call.
     """
     global _strategy
     if strategy.num_replicas_in_sync == 1:
@@ -39,8 +39,10 @@ def _saved_now(save: Any) -> Any:
     @functools.wraps(save)
     def save_now(self: Any, file_prefix: Any, options: Any = None) -> Any:
         if _strategy is not None and _strategy() is not None and options and options.experimental_enable_async_checkpoint:
-            # A thread of its own would talk to the other processes while training does.
-            warnings.warn("Several processes write a checkpoint at once, not in the background.", stacklevel=2)
+            # A background thread would run collectives while the training runs its own.
+            warnings.warn(
+                "With several processes a checkpoint is written synchronously, not in the background.", stacklevel=2
+            )
             options = copy.copy(options)
             options.experimental_enable_async_checkpoint = False
         return save(self, file_prefix, options)
@@ -64,7 +66,7 @@ def _written_once(write: Any) -> Any:
         with tempfile.TemporaryDirectory(prefix="tfrep-checkpoint-") as folder:
             write(self, os.path.join(folder, "unused"), options)
             strategy.barrier()
-        # A `tf.train.CheckpointManager` keeps its books by them; what they write is written already.
+        # A `tf.train.CheckpointManager` updates its list of checkpoints in them. The other process has written its file.
         path = os.fspath(file_prefix)
         with without_checkpoint_state():
             run_write_callbacks(callbacks, path)

@@ -1,8 +1,8 @@
-"""Ends data pipelines before Python ends.
+"""Ends data pipelines before Python exits.
 
-A pipeline that calls Python (a generator, `tf.numpy_function`, a `PyDataset`) reads ahead in a thread of TensorFlow. Once
-Python has begun to end, it ends each thread that wants to run Python code, and the pipeline, which waits for its thread,
-would wait for ever: a process that has done everything would stay.
+A pipeline that calls Python (a generator, `tf.numpy_function`, a `PyDataset`) reads ahead in a thread of TensorFlow. When
+Python exits, it ends each thread that wants to run Python code. The pipeline would wait for its thread forever, and the
+process would never end.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import time
 from tfrep_strategy._tensorflow import OwnedIterator
 
 _LIMIT_SECONDS = 5.0
-"""How long all pipelines may take; a generator may wait for something that will never come."""
+"""The time limit for all pipelines. A generator may wait for an event that never happens."""
 
 
 def end_pipelines() -> None:
-    """Ends the pipelines of all iterators that are still there; they cannot be used afterwards.
+    """Ends the pipelines of all existing iterators. The iterators cannot be used afterwards.
 
     Example:
         >>> iterator = iter(tf.data.Dataset.from_generator(lambda: itertools.count(), tf.int64).prefetch(2))
         >>> end_pipelines()
     """
     threads = []
-    for each in gc.get_objects():  # Also what nobody can reach any more; to collect that here could wait for ever.
-        # Not by `isinstance`, for which some objects run code of their own.
+    for each in gc.get_objects():  # Includes unreachable objects. Collecting them here could wait forever.
+        # `isinstance` would run the code of some objects.
         if type(each) is OwnedIterator and (resource := vars(each).pop("_iterator_resource", None)) is not None:
-            # The last reference goes in a thread, which may be left alone if it has to wait.
+            # A thread drops the last reference. If that blocks, the thread is abandoned.
             threads.append(threading.Thread(target=[resource].clear, daemon=True, name="tfrep-pipeline-end"))
             del resource
     for thread in threads:

@@ -1,1 +1,1 @@
-"""How the ranks of a run hear of each other beside the collectives: who has ended, who is awaited, who calls what."""
+"""Connections between the ranks beside the collectives, which report ranks that have ended, wait, or call something else."""

@@ -1,4 +1,4 @@
-"""A communicator around another one: it says who is missing, and compares what the ranks call."""
+"""A communicator around another one, which compares the ranks' calls and reports ranks that are missing."""
 
 from __future__ import annotations
 
@@ -19,24 +19,29 @@ _Result = TypeVar("_Result")
 
 
 class CheckedCommunicator(Communicator):
-    """Tells the other ranks about collectives before it hands them to the communicator inside.
+    """Reports collectives to the other ranks before the inner communicator runs them.
 
-    Eager collectives are always told of, and none begins before all ranks have said the same: what differs is an error on
-    every rank, after which they can go on. With `TFREP_DEBUG=1` the collectives in functions are told of too, each time
+    Every eager collective is reported. It begins when all ranks have reported the same call. If the calls differ, every
+    rank gets an error and can go on afterwards. With `TFREP_DEBUG=1` collectives in functions are reported too, each time
     that they run.
 
     Args:
         inner: The communicator that does the work.
-        monitor: Carries the words.
+        monitor: Sends the reports.
         group: The ranks that take part. Default: all.
 
-    Example:
-        >>> communicator = CheckedCommunicator(inner, PeerMonitor.start(inner))
-        >>> communicator.all_reduce([tf.ones([communicator.rank + 1])])
-        Traceback (most recent call last):
+    If rank 0 calls `all_reduce([tf.ones([1])])` and rank 1 calls `all_reduce([tf.ones([2])])`, both raise::
+
         DesyncError: Ranks called different collectives.
           rank 0: all_reduce(float32[1], sum) at train.py:7
           rank 1: all_reduce(float32[2], sum) at train.py:7
+
+    Example:
+        >>> inner = tfrep.communicators.SingleCommunicator()
+        >>> communicator = CheckedCommunicator(inner, PeerMonitor.start(inner))
+        >>> communicator.all_reduce([tf.ones([2])])[0].numpy().tolist()
+        [1.0, 1.0]
+        >>> communicator.close()
     """
 
     def __init__(self, inner: Communicator, monitor: PeerMonitor, group: Sequence[int] | None = None) -> None:
@@ -48,11 +53,11 @@ class CheckedCommunicator(Communicator):
         if getattr(inner, "position", None) is not None:
             monitor.follow(self._group, inner.position)  # type: ignore[attr-defined]
         if monitor.checks_every_call:
-            # A function of Python, which TensorFlow runs at any time, is put into program order by it.
+            # TensorFlow may run a Python function at any time; this resource keeps the reports in program order.
             self._order = Order(f"tfrep_checked_order_{'_'.join(map(str, self._group))}", "CPU:0")
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which errors of collectives say which rank has ended; see `PeerMonitor.watching`."""
+        """Returns a context whose errors of collectives name a rank that has ended; see `PeerMonitor.watching`."""
         return self.monitor.watching()
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
@@ -78,7 +83,7 @@ class CheckedCommunicator(Communicator):
         own = Call("all_gather_object", purpose(), (), user_line())
         told = self._call(own.kind, own.option, [], lambda ts: self.inner.all_gather_object((own, value)))
         calls = [call for call, _ in told]
-        if not all(call.fits(own) for call in calls):  # What it would return answers other questions.
+        if not all(call.fits(own) for call in calls):  # The gathered objects would belong to different calls.
             words = list(zip(self._group, map(str, calls), strict=True))
             raise DesyncError(describe_difference("Ranks called different collectives.", words))
         return [value for _, value in told]
@@ -113,7 +118,7 @@ class CheckedCommunicator(Communicator):
             return work(tensors)
 
     def _report_in_graph(self, kind: str, option: str, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Has the report made each time that the function runs, before the collective does."""
+        """Adds an operation that reports each time that the function runs, before the collective."""
         dtypes = [tensor.dtype.name for tensor in tensors]
         mark = self._order.mark()
         line = user_line((frame.filename, frame.lineno) for frame in reversed(mark.traceback))
@@ -122,7 +127,7 @@ class CheckedCommunicator(Communicator):
             described = tuple((dtype, tuple(map(int, shape))) for dtype, shape in zip(dtypes, shapes, strict=True))
             try:
                 self.monitor.report(self._group, Call(kind, option, described, line))
-            except DesyncError as error:  # TensorFlow raises an error of its own instead.
+            except DesyncError as error:  # TensorFlow replaces it by an error of its own.
                 self.monitor.refused_in_function = error
                 raise
             return np.int32(0)
@@ -135,14 +140,14 @@ class CheckedCommunicator(Communicator):
 
 
 def watched(communicator: Communicator, hosts: Sequence[str] = ()) -> Communicator:
-    """Connects the ranks of a communicator to each other, so that none waits for one that has ended.
+    """Connects the monitors of all ranks, so that no rank waits for one that has ended.
 
     Args:
-        communicator: Of all ranks; each has to call this.
+        communicator: The communicator of all ranks. Every rank must call this.
         hosts: The machine of each rank, as far as known.
 
     Returns:
-        A communicator around it, or itself where there is nobody to watch or the ranks cannot be connected.
+        A checked communicator around it. The communicator itself if it has one rank or the ranks cannot be connected.
     """
     monitor = PeerMonitor.start(communicator, hosts) if communicator.size > 1 else None
     return communicator if monitor is None else CheckedCommunicator(communicator, monitor)

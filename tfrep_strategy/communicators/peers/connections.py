@@ -1,4 +1,4 @@
-"""Connections between the ranks of a run."""
+"""Connections between the ranks of a run, which carry reports and failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONNECT_SECONDS = 10.0
 
 
 def own_hosts(loopback: bool, hosts: Sequence[str]) -> list[str]:
-    """Where the other ranks may find this machine, the best first."""
+    """Returns the addresses at which other ranks may reach this machine, the best first."""
     if loopback:
         return ["127.0.0.1"]
     numbers = [
@@ -33,10 +33,10 @@ def connect(addresses: Sequence[str], port: int, key: bytes, rank: int) -> Conne
     """Connects to the hub of rank 0.
 
     Args:
-        addresses: Where it may be, the best first.
-        port: Where it listens.
-        key: What it wants to know.
-        rank: Who connects.
+        addresses: Possible addresses of rank 0, the best first.
+        port: The hub's port.
+        key: Shared secret.
+        rank: This rank.
 
     Returns:
         The connection; None if the hub could not be reached within 10 seconds.
@@ -46,7 +46,7 @@ def connect(addresses: Sequence[str], port: int, key: bytes, rank: int) -> Conne
         patience = min(3.0, deadline - time.monotonic())
         if patience <= 0:
             break
-        with contextlib.suppress(Exception):  # Something else may listen there, and answer anything.
+        with contextlib.suppress(Exception):  # Another program may listen there and answer anything.
             connection = connection_of(socket.create_connection((address, port), patience), 3)
             try:
                 answer_challenge(connection, key)
@@ -61,11 +61,11 @@ def connect(addresses: Sequence[str], port: int, key: bytes, rank: int) -> Conne
 
 
 def connection_of(peer: socket.socket, seconds: int) -> Connection:
-    """Turns a connected socket into a connection of Python objects, whose reads give up after some seconds."""
+    """Turns a connected socket into a connection for Python objects. Reads give up after some seconds."""
     peer.settimeout(None)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # A machine that is gone without a word is noticed after 5 + 4 * 3 seconds.
+    # A machine that disappears without closing its connections is noticed after 5 + 4 * 3 seconds.
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, name):
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -75,6 +75,6 @@ def connection_of(peer: socket.socket, seconds: int) -> Connection:
 
 
 def set_patience(connection: Connection, seconds: int) -> None:
-    """Sets after how many seconds a read from a connection gives up; 0: never."""
+    """Sets how many seconds a read from a connection may take; 0 for no limit."""
     with socket.socket(fileno=os.dup(connection.fileno())) as own:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, 0))

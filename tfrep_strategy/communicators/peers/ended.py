@@ -1,4 +1,4 @@
-"""A rank that has ended, and what the others say about it."""
+"""A rank that has ended, and the error that it causes on the other ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfrep_strategy.errors import PeerError, message
 
 
 class PeerLostError(PeerError, tf.errors.UnavailableError):
-    """A rank has ended while this one needed it; also a `tf.errors.UnavailableError`."""
+    """A rank has ended while this one needed it. It is also a `tf.errors.UnavailableError`."""
 
     def __init__(self, text: str) -> None:
         tf.errors.UnavailableError.__init__(self, None, None, text)
@@ -21,11 +21,11 @@ class PeerLostError(PeerError, tf.errors.UnavailableError):
 
 
 class Ended:
-    """What is known of a rank that has ended.
+    """A rank that has ended.
 
     Args:
-        rank: Which.
-        lost: Whether it ended without a word: killed, or by `os._exit`.
+        rank: The rank.
+        lost: Whether its connection broke without a goodbye: the process was killed, or called `os._exit`.
         error: The error that ended it, if one did.
     """
 
@@ -35,12 +35,12 @@ class Ended:
 
     @property
     def failed(self) -> bool:
-        """Whether it has not come to the end of its program."""
+        """Whether it ended before the end of its program."""
         return self.lost or self.error is not None
 
     @property
     def how(self) -> str:
-        """What is known of the reason, to follow the word "ended"."""
+        """The reason, worded to follow "ended"."""
         return " without a word" if self.lost else f" with {self.error}" if self.error else ""
 
     def __str__(self) -> str:
@@ -48,9 +48,9 @@ class Ended:
 
 
 def lost(ended: Ended) -> PeerLostError:
-    """Says that this process cannot go on without a rank that has ended."""
+    """Makes the error of a process that cannot go on without a rank that has ended."""
     hint = f"look for the reason in the output of rank {ended.rank}"
-    hint += "; the system may have killed it for want of memory." if ended.lost else "."
+    hint += "; the system may have killed it because memory ran out." if ended.lost else "."
     if not ended.failed:
         hint = "every rank has to call the same collectives; its program ended before that of the others."
     return PeerLostError(message(f"{ended} No collective can finish without it.", hint=hint))

@@ -1,4 +1,4 @@
-"""The middle of the star through which ranks hear of each other; it lives in a thread of rank 0."""
+"""Rank 0's server, through which ranks report failures and collectives. It runs in a thread."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tfrep_strategy.communicators.peers.reports import Report, describe_differen
 
 _ANSWER_SECONDS = 5
 _GATHER_SECONDS = 1.0
-"""How long a difference that was found waits for the words of the other ranks."""
+"""How long the hub waits for the reports of the other ranks once two reports differ."""
 
 
 class Hub:
-    """Listens to all ranks, tells all when one ends, and compares what they are about to call.
+    """Tells all ranks when one ends, and compares the collectives that they are about to call.
 
     Args:
         size: How many ranks there are.
         loopback: Whether all of them are on this machine.
-        silence_seconds: After how long a rank that has not called what others wait in is reported.
+        silence_seconds: How long a rank may keep others waiting in a collective before it is reported.
 
     Attributes:
-        port: Where it listens until all ranks have connected.
-        key: What a rank has to know to connect.
+        port: The port that it listens on until all ranks have connected.
+        key: Shared secret of the ranks.
     """
 
     def __init__(self, size: int, loopback: bool, silence_seconds: float) -> None:
@@ -45,7 +45,7 @@ class Hub:
             self._server = socket.create_server(("", 0))
         self.port: int = self._server.getsockname()[1]
         self._ranks: dict[Connection, int] = {}
-        self._ended: dict[int, bool] = {}  # Whether it failed.
+        self._ended: dict[int, bool] = {}  # Whether each ended rank failed.
         self._rounds: dict[tuple[tuple[int, ...], Any], _Round] = {}
         self._last: dict[int, Report] = {}
         self._idle_since: dict[int, float | None] = {}
@@ -55,11 +55,11 @@ class Hub:
         self._thread.start()
 
     def join(self) -> None:
-        """Waits until the hub has ended, which it does when rank 0 has said goodbye."""
+        """Waits until the hub has ended. It ends when rank 0 has said goodbye."""
         self._thread.join(_ANSWER_SECONDS)
 
     def stop_listening(self) -> None:
-        """Gives up waiting for ranks that have not connected."""
+        """Stops waiting for ranks that have not connected."""
         self._server.close()
 
     def _run(self) -> None:
@@ -84,7 +84,7 @@ class Hub:
             deliver_challenge(connection, self.key)
             answer_challenge(connection, self.key)
             rank = connection.recv()
-        except Exception:  # Whatever a stranger sends is no reason to end.
+        except Exception:  # Another program may connect and send anything.
             connection.close()
             return
         set_patience(connection, 0)
@@ -95,7 +95,7 @@ class Hub:
             for connection in wait(list(self._ranks), self._patience()):
                 self._hear(connection)  # type: ignore[arg-type]
             self._judge()
-        while ready := wait(list(self._ranks), 0):  # What others said before rank 0 left is not lost.
+        while ready := wait(list(self._ranks), 0):  # Reads messages that others sent before rank 0 left.
             for connection in ready:
                 self._hear(connection)  # type: ignore[arg-type]
 
@@ -119,18 +119,18 @@ class Hub:
     def _tell(self, news: Any, group: Sequence[int] | None = None) -> None:
         for connection, rank in list(self._ranks.items()):
             if group is None or rank in group:
-                with contextlib.suppress(OSError):  # Its end will be read next.
+                with contextlib.suppress(OSError):  # The connection is broken; the next read reports it.
                     connection.send(news)
 
     def _weigh(self, rank: int, busy: float | None, idle: float) -> None:
-        """Tells all when a rank waits in a call and another calls nothing, both for longer than the limit."""
+        """Reports a hang: one rank waits in a call and another calls nothing, both for longer than the limit."""
         now = time.monotonic()
         self._idle_since[rank] = None if busy is not None else now - idle
         for other, since in self._idle_since.items():
             if busy is not None and busy > self._limit and since is not None and now - since > self._limit:
                 self._tell(("hang", other, now - since))
 
-    # What ranks are about to call.
+    # Collectives that ranks are about to call.
 
     def _note(self, rank: int, report: Report) -> None:
         self._last[rank] = report
@@ -144,7 +144,7 @@ class Hub:
             current.deadline = time.monotonic() + _GATHER_SECONDS
 
     def _forget_before(self, group: tuple[int, ...], number: tuple[int, str, int]) -> None:
-        """Forgets who waited in what a function has called, once a rank has come to the same place again."""
+        """Forgets earlier reports of a collective in a function, once a rank has begun the same collective again."""
         for key in list(self._rounds):
             if key[0] == group and isinstance(key[1], tuple) and key[1][:2] == number[:2] and key[1][2] < number[2]:
                 del self._rounds[key]
@@ -157,13 +157,13 @@ class Hub:
             if not missing and not current.differs:
                 if current.waits:
                     self._tell(("agreed", key), group)
-            elif current.differs and not missing and current.waits:  # Nothing has begun, and all are told.
+            elif current.differs and not missing and current.waits:  # No rank has begun; all get the error and can go on.
                 what = self._describe("Ranks called different collectives.", group, current)
                 self._tell(("refused", key, what), group)
             elif current.differs and current.is_due() and (not missing or now > current.deadline):
                 self._tell(("desync", self._describe("Ranks called different collectives.", group, current)))
             elif any(self._ended.get(rank) for rank in missing):
-                pass  # Who waits has been told of a rank that failed.
+                pass  # The waiting ranks already know of the rank that failed.
             elif current.is_limited and (now > current.deadline or not self._ended.keys().isdisjoint(missing)):
                 what = f"Only some of the ranks {list(group)} called their collective number {int(number) + 1}."
                 self._tell(("desync", self._describe(what, group, current)))
@@ -194,7 +194,7 @@ class Hub:
 
 
 class _Round:
-    """The reports of one collective."""
+    """The reports of all ranks about one collective."""
 
     def __init__(self, first: Report, silence: float) -> None:
         self.reports: dict[int, Report] = {}
@@ -203,5 +203,5 @@ class _Round:
         self.deadline = self.began + silence
 
     def is_due(self) -> bool:
-        """Whether something has to happen at the deadline: those who wait, without a limit, wait until all have spoken."""
+        """Returns whether the deadline applies. Ranks that wait without a limit wait until all have reported."""
         return self.is_limited or (self.differs and not self.waits)

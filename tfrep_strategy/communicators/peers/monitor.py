@@ -1,4 +1,4 @@
-"""Knows which ranks have ended, and says so when a collective fails or could only wait."""
+"""Watches the other ranks: names the rank that has ended when a collective fails, or aborts one that would wait forever."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _log = logging.getLogger(__name__)
 
 _LOST_SECONDS = 0.5
 _LEFT_SECONDS = 5.0
-"""How long a call may go on after a rank has ended well; what that rank has sent may still be on its way."""
+"""How long a call may go on after a rank ended without an error; the data that it sent may still be on its way."""
 _NEWS_SECONDS = 2.0
 _TICK_SECONDS = 0.1
 _LOOK_SECONDS, _LOOKS = 0.7, 3
-"""A rank that was in a collective of a function whenever it looked, so many times, tells the others."""
+"""How often a rank looks at its position, and after how many looks in the same collective it reports it."""
 _END_SECONDS = 5.0
 _SILENCE_SECONDS = 25.0
 _ABORTS, _ABORT_SECONDS = 3, 4.0
 """How often, and every how many seconds, calls are aborted before the process is ended instead."""
 
-# What is raised where a rank is gone; the other errors are this rank's own.
+# Errors that a lost rank can cause on this one. Other errors have their cause here.
 _FAILURES = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
@@ -55,16 +55,16 @@ _FAILURES = (
 
 
 class PeerMonitor:
-    """This rank's place in the star of connections through which ranks hear of each other's end.
+    """Connects this rank with the hub, which tells it when other ranks end.
 
     Args:
-        connection: To the hub, in rank 0.
-        communicator: Its collectives are ended when they could only wait.
-        hub: The hub, in rank 0.
-        checks_every_call: Whether ranks agree on collectives in functions too before they call them.
+        connection: The connection to the hub.
+        communicator: The communicator whose collectives are aborted when they would wait forever.
+        hub: The hub on rank 0; None on other ranks.
+        checks_every_call: Whether ranks compare collectives in functions, too, before they run.
 
     Attributes:
-        ended: The ranks that have ended, in that order.
+        ended: The ranks that have ended, in the order in which they ended.
         refused_in_function: The error of a collective that was refused while a function ran.
     """
 
@@ -98,19 +98,21 @@ class PeerMonitor:
     def start(
         cls, communicator: Communicator, hosts: Sequence[str] = (), silence_seconds: float = _SILENCE_SECONDS
     ) -> PeerMonitor | None:
-        """Connects all ranks; each has to call it.
+        """Connects all ranks. Every rank must call it.
 
         Args:
-            communicator: Carries the address and the key.
+            communicator: Sends the hub's address and the key to all ranks.
             hosts: The machine of each rank, as far as known.
             silence_seconds: With `TFREP_DEBUG=1`, how long a rank may keep others waiting in a collective.
 
         Returns:
-            The monitor; None, with a warning, when some rank cannot reach rank 0.
+            The monitor; None, with a warning, if some rank cannot reach rank 0.
 
         Example:
-            >>> PeerMonitor.start(communicator).ended
+            >>> monitor = PeerMonitor.start(tfrep.communicators.SingleCommunicator())
+            >>> monitor.ended
             []
+            >>> monitor.close()
         """
         loopback = communicator.local_size == communicator.size
         hub = Hub(communicator.size, loopback, silence_seconds) if communicator.rank == 0 else None
@@ -128,24 +130,24 @@ class PeerMonitor:
         if hub is not None:
             hub.stop_listening()
             _log.warning(
-                "Ranks %s cannot reach rank 0 (%s, any port): that a rank has ended will be noticed later.",
+                "Ranks %s cannot reach rank 0 (%s, any port). The end of a rank will be noticed late.",
                 unreachable, ", ".join(addresses))  # fmt: skip
         return None
 
-    # For those who call collectives.
+    # Used by callers of collectives.
 
     @contextlib.contextmanager
     def watching(self, single: bool = False) -> Iterator[None]:
-        """Ends the collectives inside when they could wait for ever, and says for which rank.
+        """Aborts the collectives inside if they would wait forever, and raises an error that names the rank.
 
         Args:
-            single: Whether there is one collective inside, which the time limit applies to. What holds several may take
-                long; it is ended when it waits while another rank calls nothing for as long as the limit.
+            single: Whether the body is one collective, to which the time limit applies. A body of several collectives may
+                take long. It is aborted if it waits while another rank calls nothing for as long as the limit.
 
         Raises:
-            PeerLostError: instead of the error that TensorFlow or Horovod raises.
-            DesyncError: when the ranks did not call the same.
-            PeerError: when the time limit was reached, `TFREP_TIMEOUT`, while all ranks are alive.
+            PeerLostError: A rank has ended. It replaces the error of TensorFlow or Horovod.
+            DesyncError: The ranks called different collectives.
+            PeerError: The time limit, `TFREP_TIMEOUT`, was reached while all ranks are alive.
         """
         number = next(self._call_ids)
         self._calls[number] = time.monotonic(), single
@@ -167,9 +169,9 @@ class PeerMonitor:
         """Raises unless the ranks of a group can still call collectives together.
 
         Raises:
-            PeerLostError: when one has ended.
-            DesyncError: when ranks did not call the same before.
-            PeerError: when the others have waited too long for a rank.
+            PeerLostError: A rank of the group has ended.
+            DesyncError: The ranks called different collectives before.
+            PeerError: The others have waited too long for a rank.
         """
         if self._desync:
             raise DesyncError(self._desync)
@@ -180,12 +182,12 @@ class PeerMonitor:
             raise lost(ended[0])
 
     def report(self, group: tuple[int, ...], call: Call) -> None:
-        """Says what this rank is about to call, and waits until the others have said the same.
+        """Reports the next collective of this rank, and waits until the other ranks have reported the same.
 
         Raises:
-            DesyncError: when they did not. If it was raised on all ranks of the group, they can go on.
-            PeerLostError: when a rank ended meanwhile.
-            PeerError: when the others have not called anything within the time limit, `TFREP_TIMEOUT`.
+            DesyncError: They reported another. If all ranks of the group got this error, they can go on.
+            PeerLostError: A rank ended meanwhile.
+            PeerError: The other ranks called nothing within the time limit, `TFREP_TIMEOUT`.
         """
         self.check([each.rank for each in self.ended if each.failed])
         number = self._numbers[group]
@@ -212,19 +214,19 @@ class PeerMonitor:
             raise self._given_up(time.monotonic() - began)
 
     def follow(self, group: tuple[int, ...], position: Position) -> None:
-        """Tells the others in which collectives of functions this rank is, once it has been there for some time.
+        """Reports collectives in functions, once this rank has been in them for some time.
 
-        Ranks that are in the same one with different tensors can only wait: rank 0 finds that out.
+        Ranks that are in the same collective with different tensors wait forever. Rank 0 finds them by these reports.
 
         Args:
             group: The ranks that take part.
-            position: Of this rank. All ranks of the group follow theirs, in the same order.
+            position: The position of this rank. All ranks of the group follow theirs, in the same order.
         """
         number = sum(each.group == group for each in self._followed)
         self._followed.append(_Followed(group, number, position))
 
     def close(self) -> None:
-        """Says goodbye. Ranks that still need this one learn that it has ended; the others are not disturbed."""
+        """Tells the other ranks that this one ends. Only ranks that still need it get an error."""
         if self._closing:
             return
         self._closing = True
@@ -237,7 +239,7 @@ class PeerMonitor:
         if self._aborting is not None:
             self._aborting.join(_END_SECONDS)
 
-    # What the thread does.
+    # Used by the monitor's thread.
 
     def _listen(self) -> None:
         with self._connection:
@@ -274,7 +276,7 @@ class PeerMonitor:
             self._start_abort(self._desync)
         elif kind == "hang" and self._hang is None:
             self._hang = message(f"Rank {what[0]} has called no collective for {what[1]:.0f} seconds, and others wait.",
-                                 hint="see what it does; TFREP_TIMEOUT sets how long that may take.")  # fmt: skip
+                                 hint="find out what it is doing; TFREP_TIMEOUT sets the limit.")  # fmt: skip
             _log.error(self._hang)
             self._start_abort(self._hang)
         elif kind == "ended":
@@ -284,7 +286,7 @@ class PeerMonitor:
                 _log.error("Rank %d ended%s. The other ranks cannot go on without it.", ended.rank, ended.how)
 
     def _consider_abort(self) -> bool:
-        """Ends the collectives once it is certain that they cannot finish; returns whether that has happened."""
+        """Aborts the collectives once it is certain that they cannot finish. Returns whether they were aborted."""
         if self._aborting is not None or self._closing:
             return True
         now = time.monotonic()
@@ -302,7 +304,7 @@ class PeerMonitor:
         return self._aborting is not None
 
     def _tell_state(self) -> None:
-        """Tells for how long this rank is in a call, if it is, and how long ago it last was."""
+        """Tells the hub how long this rank has been in a call, or how long ago its last call ended."""
         now = time.monotonic()
         if now - self._told_state < self._limit / 4:
             return
@@ -311,19 +313,19 @@ class PeerMonitor:
         self._send(("state", max(calls, default=None), now - self._idle_since))
 
     def _look(self) -> None:
-        """Tells in which collectives of functions this rank is stuck."""
+        """Reports the collectives in functions that this rank is stuck in."""
         for followed in list(self._followed) if not self._closing and not self._aborting else []:
             for report in followed.look():
                 self._send(report)
 
     def _start_abort(self, reason: str) -> None:
         if self._aborting is None and not self._closing:
-            # In a thread of its own: it may take its time, and news still come.
+            # A separate thread, since it may take long and this thread must go on reading messages.
             self._aborting = threading.Thread(target=self._end_calls, args=(reason,), daemon=True, name="tfrep-abort")
             self._aborting.start()
 
     def _end_calls(self, reason: str) -> None:
-        """Aborts collectives; where that does not end the calls that are under way, nothing but the process's end does."""
+        """Aborts collectives. If the running calls do not end, it ends the process."""
         under_way = set(self._calls)
         for _ in range(_ABORTS):
             self._abort(reason)
@@ -332,7 +334,7 @@ class PeerMonitor:
                 if self._closing or not under_way & set(self._calls):
                     return
                 time.sleep(_TICK_SECONDS)
-        _log.critical("%s A call that was under way could not be ended, so that this process ends here.", reason)
+        _log.critical("%s A running collective could not be aborted, so this process ends now.", reason)
         os._exit(1)
 
     def _explain(self, waited: float) -> Exception | None:
@@ -350,7 +352,7 @@ class PeerMonitor:
         return self._given_up(waited)
 
     def _given_up(self, waited: float) -> PeerError:
-        hint = "TFREP_DEBUG=1 tells which rank does not call it; TFREP_TIMEOUT is the limit."
+        hint = "TFREP_DEBUG=1 shows which rank does not call it; TFREP_TIMEOUT sets the limit."
         return PeerError(message("A collective was given up. All ranks are alive, but not all have called it.", hint=hint,
                                  waited_seconds=round(waited)))  # fmt: skip
 
@@ -365,14 +367,14 @@ class PeerMonitor:
 
 
 class _Followed:
-    """A position that is looked at from time to time."""
+    """A position that the monitor looks at from time to time."""
 
     def __init__(self, group: tuple[int, ...], number: int, position: Position) -> None:
         self.group, self._number, self._position = group, number, position
         self._looks: dict[Stay, int] = {}
 
     def look(self) -> list[Report]:
-        """Reports the collectives that the rank has been in for some time; each once."""
+        """Returns a report of each collective that the rank has been in for some time; each once."""
         self._looks = {stay: self._looks.get(stay, 0) + 1 for stay in self._position.read()}
         stuck = [stay for stay, looks in self._looks.items() if looks == _LOOKS]
         return [Report(self.group, (self._number, stay.place, stay.times), stay.call, False) for stay in stuck]

@@ -1,4 +1,4 @@
-"""What a rank says about a collective that it is about to call, and how the ranks' words are compared."""
+"""Descriptions of the collectives that ranks are about to call, so that they can be compared."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _FREE_ROWS = ("all_gather", "all_to_all")
 
 
 class Call(NamedTuple):
-    """One collective, as one rank calls it.
+    """A collective as one rank calls it.
 
     Attributes:
         kind: Name of the collective.
-        option: What else all ranks have to agree on, such as the reduction or the root.
+        option: An argument that must be equal on all ranks, such as the reduction or the root.
         tensors: Dtype and shape of each tensor.
         line: File and line of the user's code.
     """
@@ -34,7 +34,7 @@ class Call(NamedTuple):
         return f"{self.kind}({', '.join([*tensors, *filter(None, [self.option])])}) at {self.line}"
 
     def fits(self, other: Call) -> bool:
-        """Whether both can be part of one collective.
+        """Returns whether both calls can be part of one collective.
 
         Example:
             >>> Call("all_reduce", "sum", (("float32", (3,)),), "a.py:1").fits(
@@ -49,15 +49,15 @@ class Call(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A rank's word that it is about to call something.
+    """A rank's report of its next collective, or of one in a function that it has been in for some time.
 
     Attributes:
         group: The ranks that take part.
-        number: How many collectives of this group the rank called before. Of one in a function, in which the rank has been
-            for some time: the communicator of the group, the place in the program, and how often it has begun there.
-        call: What it calls.
-        waits: Whether it waits for the others' word before it goes on.
-        is_limited: Whether it is an error when they let it wait for long.
+        number: For an eager collective: how many collectives of this group the rank called before. For a collective in a
+            function: the number of the group's communicator, the place in the program, and how often it has begun there.
+        call: The collective.
+        waits: Whether the rank waits for the others' reports before it goes on.
+        is_limited: Whether a long wait is an error.
     """
 
     group: tuple[int, ...]
@@ -75,13 +75,13 @@ _STANDARD = os.path.join(sysconfig.get_path("stdlib"), "")
 
 
 def user_line(stack: Iterable[tuple[str, int]] | None = None) -> str:
-    """Finds the line of the user's program that is being run.
+    """Finds the current line of the user's program.
 
     Args:
-        stack: File and line of each frame, the innermost first. Default: the caller's.
+        stack: File and line of each frame, the innermost first. Default: the caller's stack.
 
     Returns:
-        `"file.py:12"`, of the innermost frame outside TensorFlow, Keras, Python's own modules and this package.
+        The innermost frame outside TensorFlow, Keras, Python's own modules and this package, as `"file.py:12"`.
     """
     for file, line in _frames() if stack is None else stack:
         standard = file.startswith(_STANDARD) and "site-packages" not in file
@@ -98,7 +98,7 @@ def _frames() -> Iterable[tuple[str, int]]:
 
 
 def purpose() -> str:
-    """Names what this package does while it talks to the other ranks: its function that the user, or Keras, has called."""
+    """Returns the name of this package's outermost function on the stack: the one that the user or Keras has called."""
     name, frame = "", sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_OWN[0]):
         name = frame.f_code.co_name if frame.f_code.co_name != "replaced" else name
@@ -107,7 +107,7 @@ def purpose() -> str:
 
 
 def describe_difference(what: str, words: Sequence[tuple[int, str]]) -> str:
-    """Formats what each rank did, one line for each.
+    """Formats an error with one line for each rank.
 
     Example:
         >>> print(describe_difference("Ranks called different collectives.", [(0, "a"), (1, "b")]).partition("Hint")[0])
