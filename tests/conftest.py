@@ -11,11 +11,14 @@ import sys
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
+from collections import defaultdict  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 import docstrings  # noqa: E402
+import leaks  # noqa: E402
 import pytest  # noqa: E402
-from lanes import LANES, lane_of  # noqa: E402
+from lanes import LANES, is_quick, lane_of, place  # noqa: E402
 from workers import WorkerPool  # noqa: E402
 
 import tfrep_strategy as tfrep  # noqa: E402
@@ -29,16 +32,27 @@ _POOLS_ALIVE = 2  # An idle process keeps some hundred megabytes.
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(leaks)
     config.addinivalue_line("markers", "full: is not in the short lane, which `pytest` runs by itself.")
+    config.addinivalue_line("markers", "quick: runs in one process; all of them take less than three minutes.")
     for lane in LANES:
         config.addinivalue_line("markers", f"{lane}: belongs to this lane.")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks tests with their lane, and runs the short one where neither a path nor a lane was asked for."""
+    """Marks tests with their lane, and runs the short one where neither a path nor a lane was asked for.
+
+    Modules that use pools of processes come last, so that no pool is idle meanwhile, and none starts twice.
+    """
+    fixtures: dict[Path, set[str]] = defaultdict(set)
+    for item in items:
+        fixtures[item.path].update(item.fixturenames)
+    items.sort(key=lambda item: place(item.path, fixtures[item.path]))
     for item in items:
         lane = lane_of(item.path, item.name)
+        if is_quick(item.path, item.name, item.fixturenames):
+            item.add_marker("quick")
         if lane is not None:
             item.add_marker("full")
             item.add_marker(lane)
@@ -55,15 +69,6 @@ def _pools() -> Iterator[dict[tuple[str, int], WorkerPool]]:
         pool.close()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_idle_pools(request: pytest.FixtureRequest, _pools: dict[tuple[str, int], WorkerPool]) -> None:
-    """Ends the pools before a module that uses none: idle ranks of Horovod still ask each other for work all the time."""
-    items = [item for item in request.session.items if item.path == request.path]
-    if not any("worker_pool" in item.fixturenames for item in items):
-        while _pools:
-            _pools.popitem()[1].close()
-
-
 @pytest.fixture(scope="session")
 def worker_pool(_pools: dict[tuple[str, int], WorkerPool]) -> Callable[[str, int], WorkerPool]:
     """Gives `worker_pool(communicator, size)`, whose processes live until other pools were used more recently."""
@@ -71,7 +76,7 @@ def worker_pool(_pools: dict[tuple[str, int], WorkerPool]) -> Callable[[str, int
     def get(communicator: str, size: int) -> WorkerPool:
         if communicator == "horovod" and not horovod_is_installed():
             pytest.skip("Horovod is not installed.")
-        pool = _pools.pop((communicator, size), None) or WorkerPool(communicator, size)
+        pool = _pools.pop((communicator, size), None) or WorkerPool(communicator, size, leaks.kept)
         _pools[communicator, size] = pool
         while len(_pools) > _POOLS_ALIVE:
             _pools.pop(next(iter(_pools))).close()

@@ -1,6 +1,6 @@
 """Which tests `pytest` runs by itself, and which wait for their lane: `pytest -m programs`, `pytest -m "full or not full"`.
 
-Who names a file gets all tests in it.
+`pytest -m quick` runs tests of the short lane and of others, in one process. Who names a file gets all tests in it.
 
 `python tests/lanes.py COMMIT` lists the lanes in the order in which CI takes them on that commit.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import zlib
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 _TESTS = Path(__file__).parent
@@ -59,6 +60,68 @@ LANES = {
 }
 """Lanes, and the beginnings of the paths of their tests. What is in none belongs to the short lane."""
 
+QUICK = (
+    "collectives/test_collectives.py::test_as_on_one_device[mirrored-2-forward-function",
+    "collectives/test_collectives.py::test_as_on_one_device[mirrored-2-gradients-function",
+    "collectives/test_collectives.py::test_in_fit_with_uneven_batches[mirrored-2",
+    "collectives/test_docstrings.py",
+    "collectives/test_errors.py::test_calls_differ",
+    "collectives/test_errors.py::test_no_such_source_or_member",
+    "collectives/test_errors.py::test_structures_differ[",
+    "communicators/test_limits.py",
+    "communicators/test_monitor.py::test_all_hear_how_a_rank_ended",
+    "communicators/test_monitor.py::test_different_calls_are_listed[True-other0",
+    "environments/",
+    "keras_integration/test_callbacks.py",
+    "keras_integration/test_downloads.py",
+    "keras_integration/test_empty_parts.py::test_one_row_eagerly",
+    "keras_integration/test_layers.py",
+    "keras_integration/test_saving.py::test_backup_goes_on_with_the_order_of_the_data[arrays",
+    "keras_integration/test_saving.py::test_mirrored_files_load_anywhere[2",
+    "keras_integration/test_session.py",
+    "keras_integration/test_thread_state.py",
+    "keras_integration/test_timed_checkpoint.py",
+    "keras_integration/test_xla.py::test_auto_is_what_it_is_on_one_device",
+    "keras_integration/test_xla.py::test_what_cannot_be_compiled_is_said_and_runs",
+    "keras_integration/test_xla.py::test_what_is_marked_for_xla",
+    "launch/test_child.py",
+    "launch/test_identity.py",
+    "launch/test_report.py",
+    "launch/test_stand_ins.py",
+    "strategies/test_common_strategy.py::test_replicas_of_one_process[2",
+    "strategies/test_distributed_input.py",
+    "strategies/test_logical_devices.py",
+    "strategies/test_parameter_server_clusters.py::test_a_bad_cluster_is_refused_before_anybody_is_waited_for",
+    "strategies/test_parameter_server_clusters.py::test_a_tf_config_that_cannot_be_read_is_shown",
+    "strategies/test_sync_check.py",
+    "strategies/test_variables.py",
+    "test_batches.py",
+    "test_cli.py::test_bad_input",
+    "test_data.py::test_one_process_shuffles_as_it_likes",
+    "test_dataset_creator.py",
+    "test_devices.py",
+    "test_digits.py",
+    "test_doctor.py::test_healthy",
+    "test_errors.py",
+    "test_fingerprints.py",
+    "test_gradients.py",
+    "test_horovod_build.py::test_first_error",
+    "test_horovod_build.py::test_the_source_is_changed",
+    "test_imports.py",
+    "test_lanes.py",
+    "test_leaks.py",
+    "test_readme.py::test_linked_files_exist",
+    "test_readme.py::test_run_lines_parse",
+    "test_replicator.py",
+    "test_sidecar_evaluator.py::test_bad_settings",
+    "test_sidecar_evaluator.py::test_whole_models_and_a_file_that_is_still_written",
+    "test_transports.py",
+)
+"""The beginnings of the ids of the tests of `pytest -m quick`. Those that need processes over a communicator are left out."""
+
+MANY_PROCESSES = ("collectives/test_collectives.py", "strategies/test_one_device_answer.py")
+"""Modules that use pools of more than two processes, too."""
+
 _KINDS = ("mirrored", "tf", "horovod")
 
 
@@ -73,6 +136,34 @@ def lane_of(path: Path, name: str) -> str | None:
     if within == "strategies/test_one_device_answer.py":
         return None if _kind(name) == _chosen_kind(name) else "scenarios"
     return next((lane for lane, beginnings in LANES.items() if within.startswith(beginnings)), None)
+
+
+def is_quick(path: Path, name: str, fixtures: Container[str]) -> bool:
+    """Returns whether a test belongs to `pytest -m quick`, which runs in one process.
+
+    Args:
+        path: Of its module.
+        name: With its parameters.
+        fixtures: The names of its fixtures.
+    """
+    within = path.relative_to(_TESTS).as_posix()
+    if "worker_pool" in fixtures and not name.partition("[")[2].startswith(("mirrored", "one-", "alone")):
+        return False
+    if within == "strategies/test_one_device_answer.py":
+        return lane_of(path, name) is None
+    return f"{within}::{name}".startswith(QUICK)
+
+
+def place(path: Path, fixtures: Iterable[str]) -> int:
+    """Returns which place a module has among the others, so that each pool of processes starts once.
+
+    Args:
+        path: Of the module.
+        fixtures: The names of the fixtures of its tests.
+    """
+    if path.relative_to(_TESTS).as_posix() in MANY_PROCESSES:
+        return 2
+    return int("worker_pool" in fixtures)
 
 
 def _kind(name: str) -> str:

@@ -40,10 +40,11 @@ class WorkerPool:
     Args:
         communicator: "horovod" or "tf".
         size: How many processes.
+        starting: Makes a context in which the processes are started.
     """
 
-    def __init__(self, communicator: str, size: int) -> None:
-        self.communicator, self.size = communicator, size
+    def __init__(self, communicator: str, size: int, starting: Callable[[], Any] = contextlib.nullcontext) -> None:
+        self.communicator, self.size, self._starting = communicator, size, starting
         self._stack = contextlib.ExitStack()
         self._connections: list[Connection] = []
 
@@ -62,7 +63,8 @@ class WorkerPool:
             WorkerFailure: with the traceback of each rank that failed; the processes have ended.
         """
         if not self._connections:
-            self._start()
+            with self._starting():
+                self._start()
         module = sys.modules[fn.__module__]
         if module.__name__ != "__main__":
             cloudpickle.register_pickle_by_value(module)
