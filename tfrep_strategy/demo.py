@@ -24,6 +24,7 @@ from rich.table import Table
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.digits import load_digits
+from tfrep_strategy.errors import check_count
 from tfrep_strategy.running import launch
 from tfrep_strategy.running.identity import horovod_is_installed
 from tfrep_strategy.running.joining import refuse_inside_a_run
@@ -124,8 +125,7 @@ def run_demo(
         The lines of the table.
 
     Raises:
-        ValueError: There are too few epochs.
-        ConfigurationError: Another launcher has started this process as one of several.
+        ConfigurationError: There are too few epochs, or another launcher has started this process as one of several.
         PeerError: A process failed, or took more than 5 minutes.
 
     Example:
@@ -134,8 +134,7 @@ def run_demo(
         True
     """
     refuse_inside_a_run("`tfrep demo`")
-    if epochs < 2:
-        raise ValueError(f"The demo needs at least 2 epochs, since the first is not timed. Received: epochs={epochs}")
+    check_count("The demo needs at least 2 epochs, since the first is not timed.", 2, epochs=epochs)
     console = console or Console()
     wanted = variants()
     trainings: list[list[Training]] = []

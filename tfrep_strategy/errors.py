@@ -64,3 +64,48 @@ def message(what: str, hint: Any = None, **received: Any) -> str:
     if hint:
         text += f"\nHint: {hint}"
     return text
+
+
+def is_count(value: Any, minimum: int = 1, maximum: int | None = None) -> bool:
+    """Tells whether a setting is a whole number between two limits, which belong to it; a bool is none.
+
+    Args:
+        value: The setting.
+        minimum: The smallest that is allowed.
+        maximum: The largest that is allowed; None: there is none.
+
+    Returns:
+        Whether it is.
+
+    Example:
+        >>> is_count(2), is_count(0), is_count(2.0), is_count(True)
+        (True, False, False, False)
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        return False
+    return value >= minimum and (maximum is None or value <= maximum)
+
+
+def check_count(what: str, minimum: int = 1, maximum: int | None = None, **setting: Any) -> None:
+    """Refuses a setting that is no whole number between two limits, see `is_count`.
+
+    Args:
+        what: What the error says, as a sentence with a full stop.
+        minimum: The smallest that is allowed.
+        maximum: The largest that is allowed; None: there is none.
+        **setting: One setting, as `name=value`.
+
+    Raises:
+        ConfigurationError: if it is refused.
+
+    Example:
+        >>> check_count("A run has at least one step.", steps=0)
+        Traceback (most recent call last):
+        ...
+        tfrep_strategy.errors.ConfigurationError: A run has at least one step. Received: steps=0
+        Hint: use a whole number, 1 or more.
+    """
+    (value,) = setting.values()
+    if not is_count(value, minimum, maximum):
+        numbers = f"{minimum} or more" if maximum is None else f"from {minimum} to {maximum}"
+        raise ConfigurationError(message(what, hint=f"use a whole number, {numbers}.", **setting))

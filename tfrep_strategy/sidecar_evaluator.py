@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.errors import ConfigurationError, check_count, message
 from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
 
 _SUFFIXES = (".weights.h5", ".keras")
@@ -68,8 +68,8 @@ class SidecarEvaluator:
                 message("The model is not compiled.", hint="call model.compile.", model=model.name)
             )
         for name, count in (("steps", steps), ("max_evaluations", max_evaluations)):
-            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-                raise ConfigurationError(message(f"{name} must be an integer, at least 1.", **{name: count}))
+            if count is not None:
+                check_count(f"{name} must be an integer, at least 1.", **{name: count})
         if poll_seconds <= 0:
             raise ConfigurationError(message("poll_seconds must be above 0.", poll_seconds=poll_seconds))
         self.model = model

@@ -11,7 +11,7 @@ import tensorflow as tf
 from scenarios import dense, regression
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.errors import DesyncError
+from tfrep_strategy.errors import ConfigurationError, DesyncError
 from tfrep_strategy.strategies.sync_check import checksum, compare
 
 BOTH = pytest.mark.parametrize("communicator", ["tf", "horovod"])
@@ -120,3 +120,9 @@ def test_strings_and_numbers_of_variables() -> None:
     compare([[checksum("s", np.array([b"a"], object))], [checksum("s", np.array([b"a"], object))]])
     with pytest.raises(DesyncError, match="numbers of variables"):
         compare([[], [checksum("kernel", np.ones(2))]])
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.0, True])
+def test_checks_come_after_whole_numbers_of_steps(every: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"every={every}"):
+        tfrep.MirroredStrategy(["CPU:0"]).assert_in_sync([], every)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfrep_strategy import collectives
 from tfrep_strategy._tensorflow import converted_by_autograph
-from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.errors import ConfigurationError, check_count, message
 from tfrep_strategy.replicator.inputs import InputFn, InputReplicationMode, make_input, whole_step
 from tfrep_strategy.strategies.auto import auto_strategy
 
@@ -147,8 +147,7 @@ class Replicator:
             4.0
         """
         self._check_alive()
-        if steps < 1:
-            raise ConfigurationError(message("At least one step is needed.", steps=steps))
+        check_count("At least one step is needed.", steps=steps)
         key = step_fn, input_fn, steps
         if key not in self._compiled:
             self._compiled[key] = tf.function(self._program(step_fn, self._input(input_fn), steps), autograph=False)

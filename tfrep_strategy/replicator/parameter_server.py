@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.collectives.spread_work import reduce_nests
-from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.errors import ConfigurationError, check_count, message
 from tfrep_strategy.replicator.inputs import InputFn, per_pipeline
 from tfrep_strategy.replicator.loop import Replicator, StepFn
 from tfrep_strategy.strategies.parameter_server import ParameterServerStrategy
@@ -37,8 +37,7 @@ class ParameterServerReplicator(Replicator):
     def run(self, step_fn: StepFn, input_fn: InputFn | None = None, *, steps: int = 1) -> Any:
         """Runs `steps` steps, each on one worker. Returns a list of their results; see `Replicator.run`."""
         self._check_alive()
-        if steps < 1:
-            raise ConfigurationError(message("At least one step is needed.", steps=steps))
+        check_count("At least one step is needed.", steps=steps)
         key = step_fn, input_fn
         if key not in self._compiled:
             self._compiled[key] = tf.function(self._program(step_fn, self._input(input_fn), 1), autograph=False)

@@ -15,7 +15,7 @@ from tfrep_strategy import data, gradients
 from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.batches import as_tensors, num_examples, pack, shard, with_unknown_size
 from tfrep_strategy.communicators import Communicator
-from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.errors import ConfigurationError, check_count, message
 from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards, in_step
 from tfrep_strategy.strategies import sync_check
@@ -253,6 +253,7 @@ class SynchronousStrategy(tf.distribute.Strategy):
             every: If given, also check after each `every` steps of `fit` from now on. It sets `check_sync_every`.
 
         Raises:
+            ConfigurationError: `every` is not an integer, or less than 1.
             DesyncError: A variable differs. The message names the first one, and the value on each replica.
 
         Example:
@@ -262,6 +263,7 @@ class SynchronousStrategy(tf.distribute.Strategy):
             >>> strategy.assert_in_sync([v])
         """
         if every is not None:
+            check_count("A check comes after at least one step.", every=every)
             self.check_sync_every = every
         self.synchronize_new_variables()
         checksums = sync_check.replica_checksums(

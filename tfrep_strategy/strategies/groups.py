@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfrep_strategy.communicators import Communicator
-from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.errors import ConfigurationError, is_count, message
 
 
 class ReplicaGroup:
@@ -48,7 +48,7 @@ def check_members(replicas: Sequence[int], num_replicas: int) -> list[int]:
         >>> check_members([2, 0], 4)
         [0, 2]
     """
-    wrong = [r for r in replicas if isinstance(r, bool) or not isinstance(r, int) or not 0 <= r < num_replicas]
+    wrong = [r for r in replicas if not is_count(r, 0, num_replicas - 1)]
     if wrong or not replicas or len(set(replicas)) != len(replicas):
         what = f"There is no replica {wrong[0]!r}." if wrong else "A group needs at least one replica, and each only once."
         raise ConfigurationError(

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.errors import ConfigurationError, is_count, message
 
 
 class LogicalDevices:
@@ -53,7 +53,7 @@ class LogicalDevices:
     def check(self, index: int, **details: Any) -> int:
         """Returns the number of a logical device; raises a ConfigurationError, with details, if a replica lacks it."""
         count = len(self.of_replica[0])
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < count:
+        if not is_count(index, 0, count - 1):
             raise ConfigurationError(
                 message(
                     f"A replica has {count} logical device(s).",

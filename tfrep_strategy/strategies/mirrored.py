@@ -25,7 +25,7 @@ from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects, wa
 from tfrep_strategy.communicators.local import LocalGroup
 from tfrep_strategy.devices import logical_devices, warn_of_unseen_gpus
 from tfrep_strategy.environments import detect_environment
-from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.errors import ConfigurationError, check_count, message
 from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.logical_devices import LogicalDevices
@@ -50,8 +50,7 @@ def use_logical_cpus(n: int) -> list[str]:
         >>> use_logical_cpus(2)
         ['CPU:0', 'CPU:1']
     """
-    if n < 1:
-        raise ConfigurationError(message("At least one logical CPU is needed.", n=n))
+    check_count("At least one logical CPU is needed.", n=n)
     cpu = tf.config.list_physical_devices("CPU")[0]
     _ensure_threads()
     try:

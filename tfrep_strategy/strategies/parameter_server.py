@@ -20,7 +20,7 @@ from tfrep_strategy._tensorflow import CachingVariable, ParameterServerExtended,
 from tfrep_strategy.batches import pack, shard
 from tfrep_strategy.environments import SlurmEnvironment, TfConfigEnvironment
 from tfrep_strategy.environments.base import read_int
-from tfrep_strategy.errors import ConfigurationError, PeerError, message
+from tfrep_strategy.errors import ConfigurationError, PeerError, check_count, message
 from tfrep_strategy.keras_integration.partitioned import PartInitializer, PartitionedVariable
 from tfrep_strategy.running.cluster import wait_until_reachable
 from tfrep_strategy.running.servers import run_server
@@ -104,8 +104,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
                 )
             )
         num_workers = len(self._jobs["worker"])
-        _check_count("max_in_flight", max_in_flight, None)
-        _check_count("replicas_to_aggregate", replicas_to_aggregate, num_workers)
+        if max_in_flight is not None:
+            check_count("At least one step has to be in flight.", max_in_flight=max_in_flight)
+        if replicas_to_aggregate is not None:
+            check_count(
+                f"There are {num_workers} workers to wait for.", 1, num_workers, replicas_to_aggregate=replicas_to_aggregate
+            )
         if replicas_to_aggregate is not None and not sync:
             raise ConfigurationError(
                 message(
@@ -285,14 +289,6 @@ def _without_evaluator(resolver: Any) -> Any:
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(jobs), rpc_layer=resolver.rpc_layer, task_type=resolver.task_type, task_id=resolver.task_id
     )
-
-
-def _check_count(name: str, count: int | None, maximum: int | None) -> None:
-    if count is None:
-        return
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1 or (maximum is not None and count > maximum):
-        limit = "at least 1" if maximum is None else f"from 1 to the number of workers, {maximum}"
-        raise ConfigurationError(message(f"{name} must be an integer, {limit}.", **{name: count}))
 
 
 def _resolver_from_environment() -> Any:
