@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.crews import Variant
 from benchmarks.report import show, summarize, write_json
-from benchmarks.turns import take_turns
+from benchmarks.turns import take_turns, turns_parser
 from tfrep_strategy.running.identity import horovod_is_installed
 
 REFERENCE = "TensorFlow's ring"
@@ -53,10 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     Returns:
         What is written as JSON, by workload.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.all_reduce", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="how often each variant gets its turn")
+    parser = turns_parser("all_reduce", __doc__, rounds=15)
     parser.add_argument("--times", type=int, help="how many all-reduces make a turn")
-    parser.add_argument("--json", metavar="PATH", help="also write all samples there")
     chosen = parser.parse_args(arguments)
     workloads = {name: {**load, "times": chosen.times or load["times"]} for name, load in WORKLOADS.items()}
     results = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from rich.table import Table
 
 from benchmarks.crews import Variant
 from benchmarks.report import ratio, summarize, write_json
-from benchmarks.turns import take_turns
+from benchmarks.turns import take_turns, turns_parser
 from tfrep_strategy.running.identity import horovod_is_installed
 
 PRIMITIVES = ("all_reduce sum", "all_reduce max", "all_gather", "broadcast", "reduce_scatter", "all_to_all",
@@ -62,12 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     Returns:
         What is written as JSON, by workload.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.collectives", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9, help="how often each variant gets its turn")
+    parser = turns_parser("collectives", __doc__, rounds=9)
     parser.add_argument("--times", type=int, help="how many calls make a turn")
     parser.add_argument("--primitives", nargs="+", choices=PRIMITIVES, default=PRIMITIVES, metavar="NAME")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), metavar="SIZE")
-    parser.add_argument("--json", metavar="PATH", help="also write all samples there")
     chosen = parser.parse_args(arguments)
     workloads = {
         f"{primitive} of {size}": {"primitive": primitive, **SIZES[size], "times": chosen.times or SIZES[size]["times"]}

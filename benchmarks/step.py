@@ -7,14 +7,13 @@ that a second one makes nothing faster: the numbers compare what strategies cost
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.crews import Variant
 from benchmarks.report import show, summarize, write_json
-from benchmarks.turns import take_turns
+from benchmarks.turns import take_turns, turns_parser
 from tfrep_strategy.running.identity import horovod_is_installed
 
 REFERENCE = "Keras"
@@ -80,8 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     Returns:
         What is written as JSON, by net.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9, help="how often each variant gets its turn")
+    parser = turns_parser("step", __doc__, rounds=9)
     parser.add_argument(
         "--nets", nargs="+", choices=list(NETS), default=list(NETS), metavar="NET", help=str(list(NETS))
     )
@@ -89,7 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--variants", nargs="+", metavar="TEXT", help="measure only those whose name contains one of these"
     )
-    parser.add_argument("--json", metavar="PATH", help="also write all samples there")
     chosen = parser.parse_args(arguments)
     wanted = [v for v in variants() if not chosen.variants or any(text in v.name for text in chosen.variants)]
     nets = {name: {**NETS[name], "name": name, "steps": chosen.steps or NETS[name]["steps"]} for name in chosen.nets}

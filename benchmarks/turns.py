@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,20 @@ from typing import Any
 from rich.progress import Progress
 
 from benchmarks.crews import Crew, Variant
+
+
+def turns_parser(name: str, description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """Makes the parser of a benchmark's command line, with what all of them take.
+
+    Args:
+        name: Of the benchmark's module.
+        description: What it measures.
+        rounds: How often each variant gets its turn by default.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    parser.add_argument("--rounds", type=int, default=rounds, help="how often each variant gets its turn")
+    parser.add_argument("--json", metavar="PATH", help="also write all samples there")
+    return parser
 
 
 def take_turns(

@@ -21,6 +21,19 @@ def _dense(units, seed, **kwargs):
     return keras.layers.Dense(units, kernel_initializer=keras.initializers.GlorotUniform(seed), **kwargs)
 
 
+def _classification_step(model, optimizer):
+    loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def step_fn(batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = loss_fn(y, model(x))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    return step_fn
+
+
 def classification(repl):
     """The RFC's first example: `input_fn`, `step_fn`, a wrapped optimizer."""
 
@@ -32,15 +45,7 @@ def classification(repl):
     with repl.context():
         model = keras.Sequential([keras.Input((4,)), _dense(8, 1, activation="relu"), _dense(2, 2)])
         optimizer = repl.wrap_optimizer(keras.optimizers.SGD(0.1, momentum=0.9))
-        loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-    def step_fn(batch):
-        x, y = batch
-        with tf.GradientTape() as tape:
-            loss = loss_fn(y, model(x))
-        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-        return loss
-
+    step_fn = _classification_step(model, optimizer)
     losses = [float(repl.reduce(repl.run(step_fn, input_fn))) for _ in range(3)]
     losses.append(float(repl.reduce(repl.run(step_fn, input_fn, steps=3))))
     return losses, [w.numpy() for w in model.weights]
@@ -136,15 +141,7 @@ def global_batch_norm(repl):
     with repl.context():
         model = keras.Sequential([keras.Input((4,)), _dense(5, 1), GlobalBatchNorm(), _dense(2, 2)])
         optimizer = repl.wrap_optimizer(keras.optimizers.SGD(0.2))
-        loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-    def step_fn(batch):
-        x, y = batch
-        with tf.GradientTape() as tape:
-            loss = loss_fn(y, model(x))
-        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-        return loss
-
+    step_fn = _classification_step(model, optimizer)
     losses = [float(repl.reduce(repl.run(step_fn, input_fn))) for _ in range(4)]
     return losses, [w.numpy() for w in model.weights]
 

@@ -96,20 +96,15 @@ def test_the_first_to_end_is_named(communicator: str, tmp_path: Path) -> None:
 
 
 @BOTH
-def test_own_loops_name_the_rank(communicator: str, tmp_path: Path) -> None:
-    outcome = run_ranks(communicator, 2, "kill-loop", 1, tmp_path)
+@pytest.mark.parametrize(
+    ("way", "more"), [("kill-loop", ""), ("kill-stuck", "could not be aborted, so this process ends now.")]
+)
+def test_loops_of_ones_own_and_calls_that_nothing_can_end(communicator: str, way: str, more: str, tmp_path: Path) -> None:
+    outcome = run_ranks(communicator, 2, way, 1, tmp_path)
     assert outcome.codes == [1, -9]
     assert outcome.seconds < SURVIVORS_END_WITHIN
     assert "Rank 1 ended" in outcome.output[0]
-
-
-@BOTH
-def test_a_call_that_nothing_can_end_ends_with_its_process(communicator: str, tmp_path: Path) -> None:
-    outcome = run_ranks(communicator, 2, "kill-stuck", 1, tmp_path)
-    assert outcome.codes == [1, -9]
-    assert outcome.seconds < SURVIVORS_END_WITHIN
-    assert "Rank 1 ended" in outcome.output[0]
-    assert "could not be aborted, so this process ends now." in outcome.output[0]
+    assert more in outcome.output[0]
 
 
 @BOTH
