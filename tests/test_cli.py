@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,34 +20,7 @@ import tfrep_strategy
 ROOT = str(Path(tfrep_strategy.__file__).parents[1])
 LIMIT = 120
 
-PLACE = """
-import json, sys, os
-import tensorflow as tf
-import helper
-strategy = tf.distribute.get_strategy()
-found = {
-    "argv": sys.argv, "path": sys.path[0], "name": __name__, "main": sys.modules["__main__"].__file__,
-    "replicas": strategy.num_replicas_in_sync, "same": tf.distribute.MirroredStrategy() is strategy,
-    "experimental": tf.distribute.experimental.MultiWorkerMirroredStrategy() is strategy,
-    "stock": isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy), "helper": helper.__file__,
-}
-print("FOUND " + json.dumps(found))
-"""
-DIES = """
-import os, signal, sys, time
-from tfrep_strategy.environments import detect_environment
-if detect_environment().rank == 1:
-    print("last words", flush=True)
-    {death}
-time.sleep(90)
-"""
-WATCHED = """
-import sys, time, warnings
-warnings.warn("the script's warning")
-print("the script's error", file=sys.stderr)
-print("READY", flush=True)
-time.sleep(90)
-"""
+SCRIPTS = Path(__file__).with_name("scripts")
 MEGABYTES = 80
 
 
@@ -65,7 +39,7 @@ def tfrep(*arguments: str, cwd: Path | None = None, **more: str) -> subprocess.C
 def project(tmp_path: Path) -> Path:
     """A folder with scripts of which one is in a folder of its own, beside a module that it imports."""
     (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "place.py").write_text(PLACE)
+    shutil.copy(SCRIPTS / "place.py", tmp_path / "scripts")
     (tmp_path / "scripts" / "helper.py").touch()
     return tmp_path
 
@@ -114,16 +88,16 @@ def test_a_module_runs_as_python_would_run_it(project):
 @pytest.mark.parametrize(
     ("death", "code", "shown"),
     [
-        ("sys.exit(3)", 3, "exit code 3"),
-        ("raise ValueError('seven')", 1, "ValueError: seven"),
-        ("os.mkdir('.')", 1, "`with tfrep.chief_first():`"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL"),
+        ("exit", 3, "exit code 3"),
+        ("raise", 1, "ValueError: seven"),
+        ("make a folder that is there", 1, "`with tfrep.chief_first():`"),
+        ("kill", 137, "SIGKILL"),
     ],
 )
 def test_a_rank_that_dies_ends_the_run(tmp_path, death, code, shown):
-    (tmp_path / "dies.py").write_text(DIES.format(death=death))
     word = f"marker-{uuid.uuid4().hex}"
-    done = tfrep("run", "-n", "2", "dies.py", word, cwd=tmp_path, TMPDIR=str(tmp_path), TF_CPP_MIN_LOG_LEVEL="0")
+    command = ["run", "-n", "2", str(SCRIPTS / "dies.py"), death, word]
+    done = tfrep(*command, cwd=tmp_path, TMPDIR=str(tmp_path), TF_CPP_MIN_LOG_LEVEL="0")
     assert done.returncode == code
     assert "Rank 1 failed" in done.stderr
     report = done.stderr.rpartition("Rank 1 failed")[2]
@@ -142,10 +116,9 @@ def test_a_rank_that_dies_ends_the_run(tmp_path, death, code, shown):
 
 @pytest.mark.parametrize("options", [["-n", "2"], ["--strategy", "parameter-server", "--workers", "1"]], ids=" ".join)
 def test_what_only_watches_is_small_and_ranks_start_quietly(tmp_path, options):
-    (tmp_path / "script.py").write_text(WATCHED)
     unset = environ()
     del unset["TF_CPP_MIN_LOG_LEVEL"]
-    command = [sys.executable, "-m", "tfrep_strategy.cli", "run", *options, "script.py"]
+    command = [sys.executable, "-m", "tfrep_strategy.cli", "run", *options, str(SCRIPTS / "watched.py")]
     with open(tmp_path / "errors", "w+") as errors:
         process = subprocess.Popen(command, cwd=tmp_path, env=unset, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:
@@ -169,8 +142,7 @@ def test_what_only_watches_is_small_and_ranks_start_quietly(tmp_path, options):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 def test_stopping_the_command_stops_its_ranks(tmp_path, number, code):
     word = f"marker-{uuid.uuid4().hex}"
-    (tmp_path / "sleeps.py").write_text("import time; print('here', flush=True); time.sleep(90)")
-    command = [sys.executable, "-m", "tfrep_strategy.cli", "run", "-n", "2", "sleeps.py", word]
+    command = [sys.executable, "-m", "tfrep_strategy.cli", "run", "-n", "2", str(SCRIPTS / "sleeps.py"), word]
     own = environ(TMPDIR=str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     with subprocess.Popen(command, cwd=tmp_path, env=own, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:

@@ -24,27 +24,6 @@ pytestmark = [
     ),
 ]
 
-IMPORT = """
-import horovod.tensorflow as hvd
-from tfrep_strategy.transports import horovod_transports
-print(hvd.__file__, bool(hvd.nccl_built()), bool(hvd.gloo_built()), "/".join(horovod_transports()))
-"""
-
-TRAIN = """
-import tensorflow as tf
-import tfrep_strategy as tfrep
-
-def program():
-    import horovod.tensorflow as hvd
-    strategy = tf.distribute.get_strategy()
-    total = strategy.run(lambda: tfrep.all_reduce(tf.fill([1000], strategy.communicator.rank + 1.0)))
-    return hvd.__file__, bool(hvd.nccl_built()), float(total[0]), float(total[999])
-
-if __name__ == "__main__":
-    for result in tfrep.launch(program, num_replicas=2, communicator="horovod", timeout=300):
-        print(*result)
-"""
-
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -55,12 +34,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(site: Path, program: str) -> str:
-    script = site / "program.py"
-    script.write_text(program, "utf-8")
+def run(site: Path, script: str) -> str:
     path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, str(Path(__file__).parent / "scripts" / script)],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -72,7 +49,7 @@ def run(site: Path, program: str) -> str:
 
 
 def test_it_loads_without_a_gpu_and_has_nccl(site):
-    assert run(site, IMPORT).split() == [str(site / "horovod/tensorflow/__init__.py"), "True", "True", "gloo/nccl"]
+    assert run(site, "horovod_built.py").split() == [str(site / "horovod/tensorflow/__init__.py"), "True", "True", "gloo/nccl"]
 
 
 def test_it_calls_no_cuda_runtime_but_its_own_and_the_nccl_that_was_found(site):
@@ -93,4 +70,4 @@ def test_it_calls_no_cuda_runtime_but_its_own_and_the_nccl_that_was_found(site):
 
 def test_it_trains_on_cpus_over_gloo(site):
     expected = [str(site / "horovod/tensorflow/__init__.py"), "True", "3.0", "3.0"]
-    assert [line.split() for line in run(site, TRAIN).splitlines()] == [expected] * 2
+    assert [line.split() for line in run(site, "horovod_sums.py").splitlines()] == [expected] * 2

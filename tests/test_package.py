@@ -17,6 +17,7 @@ import pytest
 import tfrep_strategy as tfrep
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
+_SCRIPTS = _REPOSITORY / "tests" / "scripts"
 _LIMIT = 240.0
 
 
@@ -56,9 +57,9 @@ def fresh(wheel, tmp_path_factory):
     return python
 
 
-def _outside(python, code, tmp_path, *flags):
+def _outside(python, script, tmp_path, *arguments):
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return _run([python, *flags, "-c", code], cwd=tmp_path, env=environ | {"TF_CPP_MIN_LOG_LEVEL": "3"})
+    return _run([python, _SCRIPTS / script, *arguments], cwd=tmp_path, env=environ | {"TF_CPP_MIN_LOG_LEVEL": "3"})
 
 
 def test_wheel_holds_what_it_should(wheel):
@@ -83,25 +84,7 @@ def test_wheel_holds_what_it_should(wheel):
 
 
 def test_installed_package_is_complete(fresh, tmp_path):
-    code = """
-import json, os, sys
-import tfrep_strategy as tfrep
-from tfrep_strategy.digits import load_digits
-before = set(sys.modules)
-room = tfrep.strategies.mirrored
-from tfrep_strategy import *
-print(json.dumps({
-    "file": tfrep.__file__,
-    "early": [name for name in ("tensorflow", "keras") if name in before],
-    "same": room.MirroredStrategy is tfrep.MirroredStrategy is MirroredStrategy,
-    "version": tfrep.__version__,
-    "missing": [name for name in tfrep.__all__ if not hasattr(tfrep, name)],
-    "all": tfrep.__all__,
-    "digits": len(load_digits()[0].labels),
-    "typed": os.path.exists(os.path.join(os.path.dirname(tfrep.__file__), "py.typed")),
-}))
-"""
-    found = json.loads(_outside(fresh, code, tmp_path).splitlines()[-1])
+    found = json.loads(_outside(fresh, "installed.py", tmp_path).splitlines()[-1])
     assert Path(found["file"]).is_relative_to(fresh.parent.parent)
     assert found["version"] == tfrep.__version__
     assert re.fullmatch(r"\d+\.\d+\.\d+([ab.]\S+)?", found["version"])
@@ -123,35 +106,14 @@ def test_installed_command_runs(fresh, tmp_path):
 
 
 def test_installed_package_trains(fresh, tmp_path):
-    code = """
-import keras
-import tfrep_strategy as tfrep
-from tfrep_strategy.digits import load_digits
-strategy = tfrep.MirroredStrategy(tfrep.use_logical_cpus(2))
-(x, y), _ = load_digits()
-with strategy.scope():
-    model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)])
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-losses = model.fit(x[:256], y[:256], epochs=2, verbose=0).history["loss"]
-print(strategy.num_replicas_in_sync, losses[1] < losses[0])
-"""
-    assert _outside(fresh, code, tmp_path).splitlines()[-1] == "2 True"
+    assert _outside(fresh, "trains.py", tmp_path).splitlines()[-1] == "2 True"
 
 
 @pytest.mark.parametrize(
     ("module", "version", "minimum"), [("tensorflow", "2.18.1", "2.19"), ("keras", "3.11.0", "3.12")]
 )
 def test_too_old_a_version_is_refused_at_first_use(fresh, tmp_path, module, version, minimum):
-    code = f"""
-import {module}
-{module}.__version__ = "{version}"
-import tfrep_strategy
-try:
-    tfrep_strategy.MirroredStrategy
-except ImportError as error:
-    print(type(error).__name__, "|", str(error).replace(chr(10), " "))
-"""
-    said = _outside(fresh, code, tmp_path).splitlines()[-1]
+    said = _outside(fresh, "old_version.py", tmp_path, module, version).splitlines()[-1]
     assert said.startswith("UnsupportedVersionError")
     assert f"{minimum} or newer" in said
     assert version in said
@@ -159,16 +121,7 @@ except ImportError as error:
 
 
 def test_another_keras_backend_is_refused_at_first_use(fresh, tmp_path):
-    code = """
-import keras
-keras.backend.backend = lambda: "jax"
-import tfrep_strategy
-try:
-    tfrep_strategy.MirroredStrategy
-except ImportError as error:
-    print(str(error).replace(chr(10), " "))
-"""
-    said = _outside(fresh, code, tmp_path).splitlines()[-1]
+    said = _outside(fresh, "other_backend.py", tmp_path).splitlines()[-1]
     assert "TensorFlow backend" in said
     assert "KERAS_BACKEND=tensorflow" in said
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from calling import command
 
 import tfrep_strategy as tfrep
-
-_TRAINING = """
-import time
-import keras, numpy as np
-x = np.random.RandomState(0).randn(64, 4).astype("float32")
-model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-model.compile(keras.optimizers.SGD(0.1), "mse")
-save = keras.callbacks.ModelCheckpoint("checkpoints/ckpt-{epoch}.weights.h5", save_weights_only=True)
-pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.7))
-model.fit(x, x[:, :1], epochs=4, verbose=0, callbacks=[save, pause])
-"""
 
 
 def _model() -> Any:
@@ -38,9 +28,16 @@ def _data() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(16)
 
 
+def _train() -> None:
+    model = _model()
+    save = keras.callbacks.ModelCheckpoint("checkpoints/ckpt-{epoch}.weights.h5", save_weights_only=True)
+    pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.7))
+    model.fit(_data(), epochs=4, verbose=0, callbacks=[save, pause])
+
+
 def test_each_new_checkpoint_is_evaluated(tmp_path: Path) -> None:
     environ = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
-    training = subprocess.Popen([sys.executable, "-c", _TRAINING], cwd=tmp_path, env=environ)
+    training = subprocess.Popen(command(_train), cwd=tmp_path, env=environ)
     try:
         logs = keras.callbacks.TensorBoard(str(tmp_path / "logs"))
         evaluator = tfrep.SidecarEvaluator(

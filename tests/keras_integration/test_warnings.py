@@ -2,46 +2,54 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
-import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
-_PROGRAM = """
-import json, sys, warnings
-import keras, numpy as np, tensorflow as tf
-if sys.argv[1] == "ours":
-    import tfrep_strategy as tfrep
-    scope = tfrep.MirroredStrategy(tfrep.use_logical_cpus(2)).scope()
-else:
-    scope = tf.distribute.get_strategy().scope()
+import keras
+import numpy as np
+import tensorflow as tf
+from calling import command
+
+X = np.ones((4, 2), "float32")
+
 
 class Sequence(keras.utils.PyDataset):
-    def __len__(self):
+    def __len__(self) -> int:
         return 1
-    def __getitem__(self, index):
-        return x, x[:, :1]
 
-x = np.ones((4, 2), "float32")
-data = tf.data.Dataset.from_tensors((x, x[:, :1]))
-with scope, warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse", run_eagerly=True, jit_compile=True)
-    model.compile("sgd", "mse")
-    model.fit(data, shuffle=True, class_weight=None, verbose=0)
-    model.fit(data, steps_per_epoch=2, verbose=0)
-    model.fit(Sequence(), verbose=0)
-    model.evaluate(data, steps=2, verbose=0)
-    model.save(sys.argv[2] + "/model.h5")
-    keras.layers.Dense(1, input_shape=(2,))
-    keras.layers.Embedding(2, 2, input_length=3)
-    keras.Sequential([keras.layers.LSTM(1, dropout=0.1, use_cudnn=False)])
-print(json.dumps([[str(w.message)[:40], w.filename, w.lineno] for w in caught if w.category is UserWarning]))
-"""
+    def __getitem__(self, index: int) -> Any:
+        return X, X[:, :1]
+
+
+def _warns(whose: str, folder: str) -> None:
+    if whose == "ours":
+        import tfrep_strategy as tfrep
+
+        scope = tfrep.MirroredStrategy(tfrep.use_logical_cpus(2)).scope()
+    else:
+        scope = tf.distribute.get_strategy().scope()
+    data = tf.data.Dataset.from_tensors((X, X[:, :1]))
+    with scope, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", run_eagerly=True, jit_compile=True)
+        model.compile("sgd", "mse")
+        model.fit(data, shuffle=True, class_weight=None, verbose=0)
+        model.fit(data, steps_per_epoch=2, verbose=0)
+        model.fit(Sequence(), verbose=0)
+        model.evaluate(data, steps=2, verbose=0)
+        model.save(folder + "/model.h5")
+        keras.layers.Dense(1, input_shape=(2,))
+        keras.layers.Embedding(2, 2, input_length=3)
+        keras.Sequential([keras.layers.LSTM(1, dropout=0.1, use_cudnn=False)])
+    print(json.dumps([[str(w.message)[:40], w.filename, w.lineno] for w in caught if w.category is UserWarning]))
 
 
 def test_warnings_blame_the_line_that_keras_blames(tmp_path: Path) -> None:
-    commands = [[sys.executable, "-c", _PROGRAM, whose, str(tmp_path)] for whose in ("plain", "ours")]
+    commands = [command(_warns, whose, str(tmp_path)) for whose in ("plain", "ours")]
     running = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for c in commands]
     (plain, _), (ours, errors) = (process.communicate(timeout=120) for process in running)
     assert running[1].returncode == 0, errors

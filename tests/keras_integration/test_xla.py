@@ -6,30 +6,27 @@ import contextlib
 import os
 import pathlib
 import subprocess
-import sys
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from calling import command
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.keras_integration.xla import compiled_between_collectives
 
-XLA_PROGRAM = """
-import sys
-import keras, numpy as np, tensorflow as tf, tfrep_strategy as tfrep
-devices, jit_compile, method = int(sys.argv[1]), sys.argv[2] == "True", sys.argv[3]
-strategy = tfrep.MirroredStrategy(tfrep.use_logical_cpus(devices))
-with strategy.scope():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(1)])
-    model.compile("adam", "mse", jit_compile=jit_compile)
-if method == "fit":
-    model.fit(np.ones((32, 4)), np.ones((32, 1)), verbose=0)
-else:
-    model.predict(np.ones((32, 4)), verbose=0)
-"""
+
+def _fit_or_predict(devices: str, jit_compile: str, method: str) -> None:
+    strategy = tfrep.MirroredStrategy(tfrep.use_logical_cpus(int(devices)))
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(1)])
+        model.compile("adam", "mse", jit_compile=jit_compile == "True")
+    if method == "fit":
+        model.fit(np.ones((32, 4)), np.ones((32, 1)), verbose=0)
+    else:
+        model.predict(np.ones((32, 4)), verbose=0)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +41,7 @@ else:
 def test_what_xla_compiles(devices: int, jit_compile: bool, method: str, compiled: str, tmp_path: pathlib.Path) -> None:
     environ = os.environ | {"XLA_FLAGS": f"--xla_dump_to={tmp_path}"}
     arguments = [str(devices), str(jit_compile), method]
-    subprocess.run([sys.executable, "-c", XLA_PROGRAM, *arguments], env=environ, check=True, timeout=120)
+    subprocess.run(command(_fit_or_predict, *arguments), env=environ, check=True, timeout=120)
     kinds = ("cluster", "one_step_on_data")
     found = [kind for kind in kinds if any(kind in path.name for path in tmp_path.iterdir())]
     assert found == ([compiled] if compiled else [])

@@ -9,19 +9,22 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from parameter_server_support import start
+from parameter_server_support import data, dense_model, start
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.running.identity import free_ports
 
 _PS, _WORKER = ["127.0.0.1:1"], ["127.0.0.1:2"]
-_SCRIPT = """
-strategy = tfrep.ParameterServerStrategy(connect_timeout=100)  # Several imports at once take a while.
-with strategy.scope():
-    model = dense_model()
-model.fit(*data(), batch_size=32, verbose=0)
-print("steps", int(model.optimizer.iterations), flush=True)
-"""
+def _task() -> None:
+    strategy = tfrep.ParameterServerStrategy(connect_timeout=100)  # Several imports at once take a while.
+    with strategy.scope():
+        model = dense_model()
+    model.fit(*data(), batch_size=32, verbose=0)
+    print("steps", int(model.optimizer.iterations), flush=True)
+
+
+def _impatient_server() -> None:
+    tfrep.ParameterServerStrategy(coordinator_timeout=0.5)
 
 
 def _tf_config() -> list[dict[str, str]]:
@@ -81,7 +84,7 @@ def test_one_script_on_all_tasks(tmp_path: Path, tasks: object) -> None:
         for index, environ in enumerate(tasks()):  # type: ignore[operator]
             folder = tmp_path / str(index)
             folder.mkdir()
-            processes.append(start(_SCRIPT, folder=folder, **environ))
+            processes.append(start(_task, folder=folder, **environ))
         out, err = processes[0].communicate(timeout=200)
         assert processes[0].returncode == 0, err[-3000:]
         assert out == "steps 20\n"
@@ -98,7 +101,7 @@ def test_one_script_on_all_tasks(tmp_path: Path, tasks: object) -> None:
 
 def test_a_server_does_not_wait_for_ever_for_a_coordinator(tmp_path: Path) -> None:
     """Under Slurm, where the job would last as long as it waits."""
-    process = start("tfrep.ParameterServerStrategy(coordinator_timeout=0.5)", folder=tmp_path, **_slurm()[1])
+    process = start(_impatient_server, folder=tmp_path, **_slurm()[1])
     try:
         _, err = process.communicate(timeout=100)
     finally:

@@ -3,41 +3,47 @@
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
-import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
-# The iterators are in a cycle of references, as those of a script that `tfrep run` runs are: Python finds them when it ends.
-PROGRAM = """
-import queue, sys, time
 import tensorflow as tf
-import tfrep_strategy as tfrep
+from calling import command
 
-def slow():
+import tfrep_strategy  # noqa: F401  # What is under test: the end of a process that has imported it.
+
+
+class Holder:
+    """Holds itself, so that Python finds what it holds only when it ends: as in a script that `tfrep run` runs."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        number = tf.TensorSpec([], tf.int32)
+        slow = tf.data.Dataset.from_generator(_slow, output_signature=number).prefetch(10_000)
+        stuck = tf.data.Dataset.from_generator(_stuck, output_signature=number).prefetch(2)
+        self.iterators = [*(iter(slow) for _ in range(4)), iter(stuck)]
+
+
+def _slow() -> Iterator[int]:
     while True:
         time.sleep(0.01)
         yield 1
 
-def stuck():
+
+def _stuck() -> Iterator[int]:
     yield 1
-    queue.Queue().get()
+    queue.Queue[int]().get()
 
-class Holder:
-    pass
 
-holder = Holder()
-holder.itself = holder
-number = tf.TensorSpec([], tf.int32)
-holder.slow = [iter(tf.data.Dataset.from_generator(slow, output_signature=number).prefetch(10_000)) for _ in range(4)]
-holder.stuck = iter(tf.data.Dataset.from_generator(stuck, output_signature=number).prefetch(2))
-print(sum(int(next(each)) for each in [*holder.slow, holder.stuck]), flush=True)
-del holder
-"""
+def _read() -> None:
+    print(sum(int(next(each)) for each in Holder().iterators), flush=True)
 
 
 def test_live_pipelines_do_not_hold_up_the_end(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        command(_read),
         env=os.environ | {"TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
