@@ -20,21 +20,18 @@ def check(strategy: Any) -> None:
         totals = strategy.run(lambda x, y: tf.reduce_sum(x) + tf.reduce_sum(y), args=batch)
         return strategy.reduce(SUM, totals, axis=None)
 
-    @tf.function
-    def over_dataset() -> Any:
+    def over(batches: Any) -> Any:
         total, steps = 0, 0
-        for batch in distributed:
+        for batch in batches:
             total += total_of(batch)
             steps += 1
         return total, steps
 
     @tf.function
-    def over_iterator(iterator: Any) -> Any:
-        total, steps = 0, 0
-        for batch in iterator:
-            total += total_of(batch)
-            steps += 1
-        return total, steps
+    def over_dataset() -> Any:
+        return over(distributed)
+
+    over_iterator = tf.function(over)
 
     @tf.function
     def over_optionals(iterator: Any) -> Any:

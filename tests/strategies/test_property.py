@@ -94,14 +94,19 @@ def outcome(program: dict[str, Any]) -> dict[str, Any]:
 RANDOM = bool(os.environ.get("TFREP_RANDOM_DRAWS"))
 
 
-@settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=not RANDOM,
-    print_blob=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+def _examples(count: int) -> settings:
+    """Draws some programs, the same ones in every run unless told otherwise."""
+    return settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=not RANDOM,
+        print_blob=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@_examples(25)
 @given(program=programs(), num_replicas=st.integers(1, 4))
 def test_replicas_give_the_answer_of_one_device(program: dict[str, Any], num_replicas: int) -> None:
     expected = outcome(program)
@@ -115,14 +120,7 @@ def outcome_in_scope(strategy: Any, program: dict[str, Any]) -> dict[str, Any]:
         return outcome(program)
 
 
-@settings(
-    max_examples=8,
-    deadline=None,
-    derandomize=not RANDOM,
-    print_blob=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+@_examples(8)
 @given(program=programs(), communicator=st.sampled_from(["horovod", "tf"]))
 def test_processes_give_the_answer_of_one_device(worker_pool: Any, program: dict[str, Any], communicator: str) -> None:
     expected = outcome(program)
