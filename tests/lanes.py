@@ -57,8 +57,12 @@ LANES = {
     ),
     "drawn": ("strategies/test_property.py",),
     "scenarios": (),
+    "versions": (),
 }
-"""Lanes, and the beginnings of the paths of their tests. What is in none belongs to the short lane."""
+"""Lanes, and the beginnings of the paths of their tests. What is in none belongs to the short lane.
+
+Those of `scenarios` are chosen below; `versions` is `nox -s oldest colab`.
+"""
 
 QUICK = (
     "collectives/test_collectives.py::test_as_on_one_device[mirrored-2-forward-function",
