@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tfrep_strategy.errors import message
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -23,11 +25,10 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="session")
-def to_close() -> Iterator[list[socket.socket]]:
-    sockets: list[socket.socket] = []
-    yield sockets
-    for each in sockets:
-        each.close()
+def stack() -> Iterator[contextlib.ExitStack]:
+    """Ends at last what tests have left behind."""
+    with contextlib.ExitStack() as opened:
+        yield opened
 
 
 def test_process() -> None:
@@ -38,23 +39,25 @@ def test_process_without_parent() -> None:
     subprocess.run(["sh", "-c", '"$@" > /dev/null &', "sh", *SLEEP], check=True)
 
 
-def test_thread() -> None:
-    threading.Thread(target=time.sleep, args=(1.5,), name="sleeper").start()
+def test_thread(stack: contextlib.ExitStack) -> None:
+    end = threading.Event()
+    stack.callback(end.set)
+    threading.Thread(target=end.wait, args=(60,), name="waiting").start()
 
 
-def test_thread_of_the_package() -> None:
-    from tfrep_strategy.errors import message
+def test_thread_of_the_package(stack: contextlib.ExitStack) -> None:
+    end = threading.Event()
+    stack.callback(end.set)
 
-    class Slow:
+    class Waiting:
         def __repr__(self) -> str:
-            time.sleep(1.5)
-            return "slow"
+            return str(end.wait(60))
 
-    threading.Thread(target=message, args=("What.",), kwargs={"slow": Slow()}, name="inside", daemon=True).start()
+    threading.Thread(target=message, args=("What.",), kwargs={"value": Waiting()}, name="inside", daemon=True).start()
 
 
-def test_port(to_close: list[socket.socket]) -> None:
-    to_close.append(socket.create_server(("127.0.0.1", 0)))
+def test_port(stack: contextlib.ExitStack) -> None:
+    stack.enter_context(socket.create_server(("127.0.0.1", 0)))
 
 
 def test_temporary_file() -> None:
@@ -69,13 +72,14 @@ def test_module(folder: Path) -> None:
     assert folder.exists()
 
 
-def test_nothing(tmp_path: Path) -> None:
-    """All of these end, or are allowed to stay."""
+def test_nothing(tmp_path: Path, stack: contextlib.ExitStack) -> None:
+    """Leaves only what may stay."""
+    end = threading.Event()
+    stack.callback(end.set)
+    threading.Thread(target=end.wait, args=(60,), daemon=True).start()
+    tempfile.mkdtemp(prefix="tfrep-logs-")
     (tmp_path / "file").touch()
     os.rmdir(tempfile.mkdtemp(prefix="tfrep-"))
-    tempfile.mkdtemp(prefix="tfrep-logs-")
-    threading.Thread(target=time.sleep, args=(0.1,)).start()
-    threading.Thread(target=time.sleep, args=(1.0,), daemon=True).start()
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.1)"])
+    subprocess.run(["true"], check=True)
     with socket.create_server(("127.0.0.1", 0)):
         pass

@@ -39,8 +39,9 @@ _HIDDEN = (".", "__pycache__")
 
 os.environ[_VARIABLE] = _SESSION
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # `tmp_path` stays, so that one can look at a failed test's.
-os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tfrep-tests-")
-atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
+_TEMPORARY = tempfile.mkdtemp(prefix="tfrep-tests-")
+os.environ["TMPDIR"] = tempfile.tempdir = _TEMPORARY
+atexit.register(shutil.rmtree, _TEMPORARY, ignore_errors=True)
 
 _kept: set[Hashable] = set()
 _foreign: set[psutil.Process] = set()
@@ -121,8 +122,7 @@ def _ports() -> Iterator[tuple[str, int]]:
 
 def _files() -> Iterator[Path]:
     """Gives the package's files in the temporary folder, and all in the working directory and the checkout."""
-    temporary = Path(os.environ["TMPDIR"])
-    yield from (path for path in temporary.glob("tfrep-*") if not path.name.startswith(_STAYS))
+    yield from (path for path in Path(_TEMPORARY).glob("tfrep-*") if not path.name.startswith(_STAYS))
     yield from (path for path in Path.cwd().iterdir() if not path.name.startswith(_HIDDEN))
     for folder, folders, names in os.walk(_ROOT):
         folders[:] = [name for name in folders if not name.startswith(_HIDDEN) and not Path(folder, name, "pyvenv.cfg").exists()]
