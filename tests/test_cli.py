@@ -133,7 +133,7 @@ def test_what_only_watches_is_small_and_ranks_start_quietly(tmp_path, options):
             process.communicate(timeout=LIMIT)
         errors.seek(0)
         warning, source, error, *rest = errors.read().splitlines()
-    assert warning.endswith("script.py:3: UserWarning: the script's warning")
+    assert warning.endswith("watched.py:7: UserWarning: the script's warning")
     assert "warnings.warn" in source
     assert error == "the script's error"
     assert all(line.startswith("tfrep: ") for line in rest), rest

@@ -11,47 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from calling import command
 
 import tfrep_strategy as tfrep
+from tfrep_strategy.communicators import SingleCommunicator
 from tfrep_strategy.running.identity import free_ports, horovod_is_installed, inherited_environ
 
 ROOT = str(Path(tfrep.__file__).parents[1])
 LIMIT = 150
 needs_horovod = pytest.mark.skipif(not horovod_is_installed(), reason="Horovod is not installed")
 
-# README's program, with code outside of all scopes around it. Everything that is shown has to be the same on all ranks.
-PROGRAM = """
-import json, os, sys
-import numpy as np, keras
-import tfrep_strategy as tfrep
-
-chief = tfrep.is_chief()
-strategy = tfrep.MultiWorkerStrategy()
-assert chief == tfrep.is_chief() == (strategy.rank == 0)
-with strategy.scope():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-x = np.arange(40, dtype="float32").reshape(10, 4) / 40
-history = model.fit(x, x[:, :1], batch_size=4, verbose=0).history
-with tfrep.chief_first():
-    if chief:
-        os.mkdir("out")
-    assert os.path.isdir("out")
-try:
-    with tfrep.chief_first():
-        os.mkdir("out")
-except Exception as error:
-    failure = type(error).__name__
-if not chief:
-    open("from_rank_1", "w").close()
-tfrep.barrier()
-assert os.path.exists("from_rank_1")
-found = {"failure": failure, "size": strategy.num_replicas_in_sync, "ranks": tfrep.all_gather_object(strategy.rank),
-         "communicator": strategy.communicator.name, "loss": history["loss"], "argv": sys.argv[1:]}
-if os.environ.get("PYTHONHASHSEED", "random") != "random":
-    found["hash"] = hash("word")
-print("FOUND " + json.dumps(found), flush=True)
-"""
+SCRIPTS = Path(__file__).with_name("scripts")
 
 TASKS = {
     "MPI": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
@@ -82,10 +52,9 @@ def check_all(found: Sequence[dict[str, object]], communicator: str) -> None:
 
 @needs_horovod
 def test_horovodrun_starts_the_ranks(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PROGRAM)
     horovodrun = Path(sys.executable).with_name("horovodrun")
     done = subprocess.run(
-        [horovodrun, "-np", "2", sys.executable, "train.py"],
+        [horovodrun, "-np", "2", sys.executable, str(SCRIPTS / "joins.py")],
         cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=LIMIT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -94,9 +63,8 @@ def test_horovodrun_starts_the_ranks(tmp_path: Path) -> None:
 
 @needs_horovod
 def test_hosts_are_reached_through_horovodrun(tmp_path: Path) -> None:
-    (tmp_path / "hash.py").write_text("import tfrep_strategy as tfrep; print('hashes', {*tfrep.all_gather_object(hash('word'))})")
     done = subprocess.run(
-        [sys.executable, "-m", "tfrep_strategy.cli", "run", "--hosts", "localhost:2", "hash.py"],
+        [sys.executable, "-m", "tfrep_strategy.cli", "run", "--hosts", "localhost:2", str(SCRIPTS / "hashes.py")],
         cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=LIMIT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -104,8 +72,7 @@ def test_hosts_are_reached_through_horovodrun(tmp_path: Path) -> None:
 
 
 def test_tfrep_run_in_tasks_becomes_their_ranks(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "tfrep_strategy.cli", "run", "train.py", "--epochs", "3"]
+    command = [sys.executable, "-m", "tfrep_strategy.cli", "run", str(SCRIPTS / "joins.py"), "--epochs", "3"]
     common = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(free_ports(1)[0] % 20_000), "SLURM_STEP_NODELIST": "localhost"}
     processes = [
         subprocess.Popen(
@@ -126,30 +93,21 @@ def test_tfrep_run_in_tasks_becomes_their_ranks(tmp_path: Path) -> None:
     check_all(found, "tf")
 
 
-ALONE = """
-import json, os, sys
-import horovod.tensorflow as hvd
-import tfrep_strategy as tfrep
-from tfrep_strategy.communicators import SingleCommunicator
+def _train_alone(cases: str) -> None:
+    import horovod.tensorflow as hvd
 
-messages = []
-for variables, name in json.loads(sys.argv[1]):
-    os.environ.update(variables)
-    try:
-        tfrep.MultiWorkerStrategy(SingleCommunicator() if name == "own" else name)
-        sys.exit(f"{variables} with {name} trains alone")
-    except tfrep.errors.ConfigurationError as error:
-        messages.append(str(error))
-    try:
-        tfrep.barrier()
-        sys.exit("a barrier without the others")
-    except tfrep.errors.ConfigurationError as error:
-        assert "The processes are not connected yet" in str(error)
-    for variable in variables:
-        del os.environ[variable]
-assert not hvd.mpi_built()
-print(json.dumps(messages))
-"""
+    assert not hvd.mpi_built()
+    messages = []
+    for variables, name in json.loads(cases):
+        os.environ.update(variables)
+        with pytest.raises(tfrep.errors.ConfigurationError) as refused:
+            tfrep.MultiWorkerStrategy(SingleCommunicator() if name == "own" else name)
+        messages.append(str(refused.value))
+        with pytest.raises(tfrep.errors.ConfigurationError, match="The processes are not connected yet"):
+            tfrep.barrier()
+        for variable in variables:
+            del os.environ[variable]
+    print(json.dumps(messages))
 
 
 @needs_horovod
@@ -157,7 +115,7 @@ def test_nobody_trains_alone(tmp_path: Path) -> None:
     """What mpirun and srun start cannot talk through a Horovod that has Gloo only, nor through what connects nobody."""
     cases = [("MPI", "auto"), ("MPI", "horovod"), ("Slurm", "horovod"), ("TF_CONFIG", "own"), ("Slurm", "own")]
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, json.dumps([(TASKS[name], communicator) for name, communicator in cases])],
+        command(_train_alone, json.dumps([(TASKS[name], communicator) for name, communicator in cases])),
         cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=LIMIT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from calling import command
 from observing import alive, wait_until
 
-import tfrep_strategy
 from tfrep_strategy.running.processes import (
     GRACE_SECONDS,
     TIMED_OUT,
@@ -23,24 +23,10 @@ from tfrep_strategy.running.processes import (
     run_ranks,
 )
 
-ROOT = str(Path(tfrep_strategy.__file__).parents[1])
 SLEEP = "import time; time.sleep(60)"
-STUBBORN = """
-import signal, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("ready", flush=True)
-time.sleep(60)
-"""
+STUBBORN = Path(__file__).parent / "scripts" / "stubborn.py"
 SOON = 30.0  # Seconds; well before the sleepers would end by themselves, also on a busy machine.
-# One child in the rank's process group, one in a session of its own.
-WITH_CHILDREN = """
-import subprocess, sys, time
-sleep = [sys.executable, "-c", "import time; time.sleep(60)", sys.argv[1]]
-subprocess.Popen(sleep)
-subprocess.Popen(sleep, start_new_session=True)
-print("started", flush=True)
-time.sleep(60)
-"""
+WITH_CHILDREN = Path(__file__).parent / "scripts" / "with_children.py"
 
 
 class Runner:
@@ -51,8 +37,9 @@ class Runner:
         self.logs.mkdir()
         self.notes.mkdir()
 
-    def __call__(self, *programs: str, timeout: float | None = 30) -> Failure | None:
-        commands = [Command([sys.executable, "-c", program, self.marker], os.environ) for program in programs]
+    def __call__(self, *programs: str | Path, timeout: float | None = 30) -> Failure | None:
+        called = [[str(each)] if isinstance(each, Path) else ["-c", each] for each in programs]
+        commands = [Command([sys.executable, *each, self.marker], os.environ) for each in called]
         with deferred_signals() as events:
             return run_ranks(
                 commands,
@@ -112,22 +99,18 @@ def test_one_dies_and_ends_the_others(run, death, code, rank):
     assert not alive(run.marker)
 
 
+def _show_terminals(marker: str, folder: str) -> None:
+    show = "import sys; print(sys.stdin.isatty(), sys.stdout.isatty(), sys.stderr.isatty(), flush=True)"
+    with deferred_signals() as events:
+        commands = [Command([sys.executable, "-c", show, marker], os.environ)] * 2
+        run_ranks(commands, events, log_dir=Path(folder), note_dir=Path(folder))
+
+
 def test_rank_0_has_the_terminal(tmp_path, marker):
-    program = f"""
-import os, sys
-from pathlib import Path
-sys.path.insert(0, {ROOT!r})
-from tfrep_strategy.running.processes import Command, deferred_signals, run_ranks
-show = "import sys; print(sys.stdin.isatty(), sys.stdout.isatty(), sys.stderr.isatty(), flush=True)"
-folder = Path({str(tmp_path)!r})
-with deferred_signals() as events:
-    commands = [Command([sys.executable, "-c", show, {marker!r}], os.environ)] * 2
-    run_ranks(commands, events, log_dir=folder, note_dir=folder)
-"""
     ours, theirs = os.openpty()
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program],
+            command(_show_terminals, marker, str(tmp_path)),
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
@@ -200,19 +183,13 @@ def test_a_command_that_does_not_exist_leaves_nothing(run):
     assert not alive(run.marker)
 
 
-LAUNCHER = f"""
-import os, sys
-from pathlib import Path
-sys.path.insert(0, {ROOT!r})
-from tfrep_strategy.running.processes import Command, deferred_signals, run_ranks
-folder = Path(sys.argv[2])
-commands = [Command([sys.executable, "-c", {WITH_CHILDREN!r}, sys.argv[1]], os.environ)] * 2
-try:
-    with deferred_signals() as events:
-        run_ranks(commands, events, log_dir=folder, note_dir=folder)
-except KeyboardInterrupt:
-    sys.exit(130)
-"""
+def _launch(marker: str, folder: str) -> None:
+    commands = [Command([sys.executable, str(WITH_CHILDREN), marker], os.environ)] * 2
+    try:
+        with deferred_signals() as events:
+            run_ranks(commands, events, log_dir=Path(folder), note_dir=Path(folder))
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +202,7 @@ except KeyboardInterrupt:
 )
 def test_signals_to_the_launcher_end_everything(tmp_path, marker, number, code):
     launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, marker, str(tmp_path)],
+        command(_launch, marker, str(tmp_path)),
         stdout=subprocess.DEVNULL,
     )
     wait_until(lambda: len(alive(marker)) == 1 + 2 * 3, 60)
@@ -236,7 +213,7 @@ def test_signals_to_the_launcher_end_everything(tmp_path, marker, number, code):
 
 def test_a_killed_launcher_leaves_no_rank(tmp_path, marker):
     launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, marker, str(tmp_path)],
+        command(_launch, marker, str(tmp_path)),
         stdout=subprocess.DEVNULL,
     )
     wait_until(lambda: len(alive(marker)) == 1 + 2 * 3, 60)
