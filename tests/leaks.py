@@ -28,8 +28,8 @@ import pytest
 PATIENCE = 5.0
 """For how many seconds processes and threads may go on after their test."""
 
-_ROOT = Path(__file__).resolve().parent.parent
-_PACKAGE = str(_ROOT / "tfrep_strategy") + os.sep
+_ROOT = str(Path(__file__).resolve().parent.parent)
+_PACKAGE = os.path.join(_ROOT, "tfrep_strategy", "")
 _VARIABLE, _SESSION = "TFREP_TESTS_SESSION", uuid.uuid4().hex
 _OF_PYTHON = {"multiprocessing.resource_tracker", "multiprocessing.forkserver"}
 """Modules whose processes Python starts once and keeps."""
@@ -43,6 +43,7 @@ _TEMPORARY = tempfile.mkdtemp(prefix="tfrep-tests-")
 os.environ["TMPDIR"] = tempfile.tempdir = _TEMPORARY
 atexit.register(shutil.rmtree, _TEMPORARY, ignore_errors=True)
 
+# Processes, threads, and descriptions of ports and files.
 _kept: set[Hashable] = set()
 _foreign: set[psutil.Process] = set()
 
@@ -114,19 +115,27 @@ def _counts(thread: threading.Thread) -> bool:
     return False
 
 
-def _ports() -> Iterator[tuple[str, int]]:
+def _ports() -> Iterator[str]:
     for connection in psutil.Process().net_connections("inet"):
         if connection.status == psutil.CONN_LISTEN:
-            yield connection.laddr.ip, connection.laddr.port
+            yield f"listening port {connection.laddr.ip}:{connection.laddr.port}"
 
 
-def _files() -> Iterator[Path]:
+def _files() -> Iterator[str]:
     """Gives the package's files in the temporary folder, and all in the working directory and the checkout."""
-    yield from (path for path in Path(_TEMPORARY).glob("tfrep-*") if not path.name.startswith(_STAYS))
-    yield from (path for path in Path.cwd().iterdir() if not path.name.startswith(_HIDDEN))
+    for name in os.listdir(_TEMPORARY):
+        if name.startswith("tfrep-") and not name.startswith(_STAYS):
+            yield f"file {_TEMPORARY}/{name}"
+    working = os.getcwd()
+    for name in os.listdir(working):
+        if not name.startswith(_HIDDEN):
+            yield f"file {working}/{name}"
     for folder, folders, names in os.walk(_ROOT):
-        folders[:] = [name for name in folders if not name.startswith(_HIDDEN) and not Path(folder, name, "pyvenv.cfg").exists()]
-        yield from (Path(folder, name) for name in names if not name.startswith(_HIDDEN))
+        folders[:] = [name for name in folders if not name.startswith(_HIDDEN)]
+        if "pyvenv.cfg" in names:
+            folders.clear()
+        else:
+            yield from (f"file {folder}/{name}" for name in names if not name.startswith(_HIDDEN))
 
 
 def _describe(leak: Hashable) -> str:
@@ -134,9 +143,4 @@ def _describe(leak: Hashable) -> str:
         with contextlib.suppress(psutil.Error):
             return f"process {leak.pid}: {' '.join(leak.cmdline())[:200]}; from {leak.environ().get('PYTEST_CURRENT_TEST')}"
         return f"process {leak.pid}"
-    if isinstance(leak, threading.Thread):
-        return f"thread {leak.name}"
-    if isinstance(leak, Path):
-        return f"file {leak}"
-    ip, port = leak  # type: ignore[misc]
-    return f"listening port {ip}:{port}"
+    return f"thread {leak.name}" if isinstance(leak, threading.Thread) else str(leak)
