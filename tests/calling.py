@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
 
@@ -15,7 +16,8 @@ def command(fn: Callable[..., object], *arguments: str) -> list[str]:
         fn: Stands at the top of a module that can be imported as in this process.
         *arguments: Its arguments.
     """
-    return [sys.executable, __file__, json.dumps(sys.path), fn.__module__, fn.__name__, *arguments]
+    path = [os.path.abspath(entry) for entry in sys.path]
+    return [sys.executable, __file__, json.dumps(path), fn.__module__, fn.__name__, *arguments]
 
 
 if __name__ == "__main__":
