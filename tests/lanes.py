@@ -79,7 +79,6 @@ QUICK = (
     "keras_integration/test_downloads.py",
     "keras_integration/test_empty_parts.py::test_one_row_eagerly",
     "keras_integration/test_layers.py",
-    "keras_integration/test_saving.py::test_backup_goes_on_with_the_order_of_the_data[arrays",
     "keras_integration/test_saving.py::test_mirrored_files_load_anywhere[2",
     "keras_integration/test_session.py",
     "keras_integration/test_thread_state.py",
@@ -122,6 +121,15 @@ QUICK = (
 )
 """The beginnings of the ids of the tests of `pytest -m quick`. Those that need processes over a communicator are left out."""
 
+NOT_QUICK = (
+    "keras_integration/test_thread_state.py::test_a_variational_autoencoder_trains",
+    "strategies/test_distributed_input.py::test_a_loop_that_python_would_unroll_for_ever",
+    "strategies/test_distributed_input.py::test_loops_in_functions",
+    "test_devices.py::test_what_a_process_takes_of_the_gpus_that_it_sees",
+    "test_transports.py::test_what_horovods_library_has_is_what_horovod_says",
+)
+"""Those among them that take many seconds, or start a process with TensorFlow."""
+
 MANY_PROCESSES = ("collectives/test_collectives.py", "strategies/test_one_device_answer.py")
 """Modules that use pools of more than two processes, too."""
 
@@ -154,7 +162,8 @@ def is_quick(path: Path, name: str, fixtures: Container[str]) -> bool:
         return False
     if within == "strategies/test_one_device_answer.py":
         return lane_of(path, name) is None
-    return f"{within}::{name}".startswith(QUICK)
+    test = f"{within}::{name}"
+    return test.startswith(QUICK) and not test.startswith(NOT_QUICK)
 
 
 def place(path: Path, fixtures: Iterable[str]) -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from lanes import LANES, MANY_PROCESSES, QUICK
+from lanes import LANES, MANY_PROCESSES, NOT_QUICK, QUICK
 
 _TESTS = Path(__file__).parent
 
 
-@pytest.mark.parametrize("lane", [*LANES, "quick", "many processes"])
+@pytest.mark.parametrize("lane", [*LANES, "quick", "not quick", "many processes"])
 def test_entries_name_tests(lane: str) -> None:
-    for entry in {**LANES, "quick": QUICK, "many processes": MANY_PROCESSES}[lane]:
+    for entry in {**LANES, "quick": QUICK, "not quick": NOT_QUICK, "many processes": MANY_PROCESSES}[lane]:
         beginning, _, name = entry.partition("::")
         files = [path for path in _TESTS.rglob("test_*.py") if path.relative_to(_TESTS).as_posix().startswith(beginning)]
         assert files, entry
