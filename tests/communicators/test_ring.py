@@ -27,3 +27,15 @@ def threads_after_many_collectives(strategy: Any) -> tuple[int, int]:
 def test_threads_do_not_pile_up(worker_pool: Any) -> None:
     for before, after in worker_pool("tf", 2).run(threads_after_many_collectives):
         assert after < before + 10
+
+
+def sums_of_as_many(strategy: Any) -> list[list[Any]]:
+    """Sums seven scalars, of one dtype and of two: TensorFlow remembers the shape of what goes by one key."""
+    tensors = [[tf.constant(1.0)] * 7, [tf.constant(1.0)] * 6 + [tf.constant(2)], [tf.constant(1.0)] * 5 + [tf.constant(2)] * 2]
+    return [[total.numpy().item() for total in strategy.communicator.all_reduce(each)] for each in tensors]
+
+
+def test_as_many_tensors_of_other_dtypes(worker_pool: Any) -> None:
+    expected = [[2.0] * 7, [2.0] * 6 + [4], [2.0] * 5 + [4, 4]]
+    for communicator in ("tf", "horovod"):
+        assert worker_pool(communicator, 2).run(sums_of_as_many) == [expected] * 2

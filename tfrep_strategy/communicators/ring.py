@@ -163,7 +163,8 @@ class RingCommunicator(Communicator):
 
         with outside_xla():
             place, sizes = self._place(self._group_name + kind), sizes_of(brought)
-            instance_key = _instance_key(f"{place}.{tensor.dtype.name}", sizes)
+            # Eager calls of one kind share a place: seven scalars of one dtype are told from six and one of another.
+            instance_key = _instance_key(f"{place}.{tensor.dtype.name}", sizes_of([tensor, *brought]))
             position = self.position
             entered = position.enter(kind, place, brought, sizes) if position is not None else None
             after = [] if entered is None else list(entered[:1])

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfrep_strategy import errors
+
 _FREE_ROWS = ("all_gather", "all_to_all")
 
 
@@ -69,7 +71,7 @@ class Report(NamedTuple):
 
 _OWN = tuple(
     os.path.join(os.path.dirname(os.path.abspath(file)), "")
-    for file in (os.path.dirname(__file__), tf.__file__, keras.__file__)
+    for file in (errors.__file__, tf.__file__, keras.__file__)
 )
 _STANDARD = os.path.join(sysconfig.get_path("stdlib"), "")
 
