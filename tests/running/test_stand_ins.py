@@ -18,6 +18,7 @@ BASES = (tf.distribute.Strategy, tf.compat.v1.distribute.Strategy)
 def public_strategies() -> list[tuple[Any, str, type]]:
     """Every name in TensorFlow's public modules, and in this package's, that is a strategy: module, name and class."""
     public = [module for name, module in sys.modules.items() if name.startswith("tensorflow._api.")]
+    assert all(hasattr(tfrep, name) for name in tfrep.__all__)  # Names of the package are loaded when they are used.
     return [
         (module, name, value)
         for module in (*public, tfrep)
