@@ -24,6 +24,7 @@ from tfrep_strategy.communicators import Communicator, SingleCommunicator, make_
 from tfrep_strategy.communicators.peers.checked import watched
 from tfrep_strategy.devices import full_name, replica_device, take_own_gpu
 from tfrep_strategy.environments import Environment, TfConfigEnvironment, detect_environment
+from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.strategies import rank_data as ranks_read
@@ -36,6 +37,8 @@ from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
 from tfrep_strategy.strategies.seeds import check_order, own_random_operations, share_random_state
 from tfrep_strategy.tensorflow_integration.cache_files import cache_in_own_files
 from tfrep_strategy.tensorflow_integration.checkpoints import write_checkpoints_once
+
+_SYNCHRONIZATIONS = [kind for kind in tf.VariableSynchronization if kind != tf.VariableSynchronization.NONE]
 
 
 class MultiWorkerStrategy(SynchronousStrategy):
@@ -273,7 +276,18 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
         """Puts a variable whose value is reduced over the ranks into a container that does so."""
         strategy = self._container_strategy()
         aggregation = kwargs.get("aggregation") or tf.VariableAggregation.NONE
-        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+        synchronization = kwargs.get("synchronization") or tf.VariableSynchronization.AUTO
+        if synchronization not in _SYNCHRONIZATIONS or aggregation not in list(tf.VariableAggregation):
+            raise ConfigurationError(
+                message(
+                    "A variable that replicas cannot keep.",
+                    hint="synchronization is AUTO, ON_WRITE or ON_READ, aggregation a tf.VariableAggregation.",
+                    name=variable.name,
+                    synchronization=synchronization,
+                    aggregation=aggregation,
+                )
+            )
+        if synchronization == tf.VariableSynchronization.ON_READ:
             return SyncOnReadVariable(strategy, [variable], aggregation)
         if aggregation != tf.VariableAggregation.NONE:
             return MirroredVariable(strategy, [variable], aggregation)
