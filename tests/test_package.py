@@ -139,7 +139,7 @@ print(strategy.num_replicas_in_sync, losses[1] < losses[0])
 
 
 @pytest.mark.parametrize(
-    ("module", "version", "minimum"), [("tensorflow", "2.18.1", "2.19"), ("keras", "3.11.0", "3.12")]
+    ("module", "version", "minimum"), [("tensorflow", "2.18.1", "2.19"), ("keras", "3.12.0", "3.13")]
 )
 def test_too_old_a_version_is_refused_at_first_use(fresh, tmp_path, module, version, minimum):
     code = f"""

@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from tfrep_strategy.errors import UnsupportedVersionError
 
-MINIMUM_KERAS = "3.12"
+MINIMUM_KERAS = "3.13"
 
 if Version(keras.__version__) < Version(MINIMUM_KERAS):
     raise UnsupportedVersionError(

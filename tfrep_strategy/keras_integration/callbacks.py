@@ -27,7 +27,9 @@ _DESTINATIONS: dict[type, Callable[[Any], str]] = {
 }
 """Callbacks that do nothing but write or show, and where to; of those with the same destination one writes."""
 
-_DECIDE_ALIKE = (keras.callbacks.ModelCheckpoint, keras.callbacks.TensorBoard, keras.callbacks.TerminateOnNaN)
+_CHECKPOINTS = (keras.callbacks.ModelCheckpoint, keras.callbacks.OrbaxCheckpoint)
+
+_DECIDE_ALIKE = (*_CHECKPOINTS, keras.callbacks.TensorBoard, keras.callbacks.TerminateOnNaN)
 """Callbacks whose decisions about a batch are the same everywhere, because its logs are."""
 
 _STOPS = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
@@ -37,6 +39,8 @@ _STOPS = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_
 def _destination(callback: Any, is_lone: bool) -> str | None:
     if is_lone and isinstance(callback, keras.callbacks.ModelCheckpoint):
         return os.path.abspath(callback.filepath)
+    if is_lone and isinstance(callback, keras.callbacks.OrbaxCheckpoint):
+        return os.path.abspath(callback.directory)
     return next((where(callback) for kind, where in _DESTINATIONS.items() if isinstance(callback, kind)), None)
 
 
@@ -77,7 +81,7 @@ def _phases_seen_by_batch(callback: Any) -> frozenset[str]:
     """Returns in which phases a callback looks at single batches."""
     if isinstance(callback, (keras.callbacks.ProgbarLogger, keras.callbacks.BackupAndRestore)):
         return frozenset()
-    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+    if isinstance(callback, _CHECKPOINTS):
         return frozenset(["train"] if callback.save_freq != "epoch" else [])
     if isinstance(callback, keras.callbacks.TensorBoard):
         return frozenset(["train"] if callback.update_freq != "epoch" else [])
@@ -157,6 +161,34 @@ def save_checkpoint(original: Any, self: Any, epoch: int, batch: int | None, log
 def should_save(original: Any, self: Any, *args: Any) -> bool:
     """Answers no where another process saves: nothing is looked for or made in the file system then."""
     return original(self, *args) and not getattr(self, "only_decides", False)
+
+
+@replaces(keras.callbacks.OrbaxCheckpoint, "_save_checkpoint")
+def save_orbax(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Saves on one process: Orbax knows JAX's processes and not these, so that each would write every file."""
+    strategy = strategy_of(self.model)
+    if strategy is None or is_coordinated():
+        return original(self, *args, **kwargs)
+    with written_once(strategy, self.directory) as writes:
+        if writes:
+            original(self, *args, **kwargs)
+    return None
+
+
+def _waits_for_writer(name: str) -> None:
+    @replaces(keras.callbacks.OrbaxCheckpoint, name)
+    def wait(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        """Returns everywhere when what is written in the background is there."""
+        strategy = None if self.model is None else strategy_of(self.model)
+        if strategy is None or is_coordinated():
+            return original(self, *args, **kwargs)
+        with failing_together(strategy):
+            original(self, *args, **kwargs)
+        return None
+
+
+for _name in ("wait_until_finished", "on_train_end"):
+    _waits_for_writer(_name)
 
 
 @replaces(keras.callbacks.BackupAndRestore, "_save_model")

@@ -14,7 +14,7 @@ import keras
 
 from tfrep_strategy.errors import PeerError
 from tfrep_strategy.keras_integration.patching import keras_internal, replace_everywhere, replaces
-from tfrep_strategy.keras_integration.protocol import KerasStrategy
+from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_strategy
 from tfrep_strategy.keras_integration.trainer import strategy_of
 
 
@@ -125,6 +125,19 @@ for _name in ("save", "save_weights", "export"):
     replaces(keras.Model, _name)(lambda save, *args, **kwargs: _saves_together(save)(*args, **kwargs))
 for _function in (keras.saving.save_model, keras.saving.save_weights):
     replace_everywhere(_function, _saves_together(_function))
+
+
+@replaces(type(keras.export.ExportArchive()), "write_out")
+def write_archive(original: Any, self: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+    """Writes an archive where `save` would; all processes have to call it."""
+    tracked = [strategy_of(each) for each in getattr(self, "_tracked", []) if isinstance(each, keras.Model)]
+    strategy = next(filter(None, tracked), None) or current_strategy()
+    if strategy is None or is_coordinated():
+        return original(self, filepath, *args, **kwargs)
+    with written_once(strategy, filepath) as writes:
+        if writes:
+            original(self, filepath, *args, **kwargs)
+    return None
 
 
 @replaces(keras_internal("utils.file_utils"), "makedirs")
