@@ -126,3 +126,24 @@ def logical_devices(kind: str | None = None) -> list[Any]:
         here = tf.DeviceSpec.from_string(tf.zeros([]).device)
     specs = [tf.DeviceSpec.from_string(device.name) for device in devices]
     return [device for device, spec in zip(devices, specs, strict=True) if spec.task in (here.task, None)]
+
+
+def full_name(device: str) -> str:
+    """Finds a logical device of this process, which starts TensorFlow.
+
+    Args:
+        device: Such as `"CPU:0"`, `"/gpu:1"` or a full name; of a job or task in it nothing is asked.
+
+    Returns:
+        Its full name, such as `"/job:worker/replica:0/task:1/device:CPU:0"`.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    names = {each.name.rpartition("device:")[2]: each.name for each in logical_devices()}
+    name = names.get(str(device).upper().rpartition("DEVICE:")[2].lstrip("/"))
+    if name is None:
+        raise ConfigurationError(
+            message(f"There is no device {device!r}.", hint=f"this process has {', '.join(names)}.", device=device)
+        )
+    return name

@@ -82,6 +82,7 @@ PROGRAMS = {
     "own_callbacks": Program(),
     "own_metric_and_loss": Program(always=False),
     "pinn_oscillator": Program(),
+    "prepared_once": Program(),
     "recommender": Program(always=False),
     "reinforce_pole": Program(),
     "save_and_serve": Program(),

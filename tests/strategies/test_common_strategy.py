@@ -5,43 +5,18 @@ The subjects are those of its own tests of strategies.
 
 from __future__ import annotations
 
-import tempfile
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from checks import Checks, both_ways, first, of_each, own_replicas, shared_folder
 
 import tfrep_strategy as tfrep
 
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
-CHECKS: list[Callable[[Any], None]] = []
-
-
-def check(function: Callable[[Any], None]) -> Callable[[Any], None]:
-    CHECKS.append(function)
-    return function
-
-
-def of_each(strategy: Any, value_of: Callable[[int], Any]) -> Any:
-    return strategy.experimental_distribute_values_from_function(lambda context: value_of(context.replica_id_in_sync_group))
-
-
-def first(strategy: Any, value: Any) -> Any:
-    return tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0].numpy(), value)
-
-
-def both_ways(call: Callable[[], Any]) -> list[Any]:
-    """What a call gives eagerly and in a function."""
-    return [call(), tf.function(call)()]
-
-
-def own_replicas(strategy: Any) -> range:
-    start = strategy.extended.first_local_replica
-    return range(start, start + strategy.extended.num_local_replicas)
+check = Checks()
 
 
 @check
@@ -329,7 +304,7 @@ def saving(strategy: Any) -> None:
         module.weight.assign([3.0, 4.0])
     strategy.run(lambda: module.count.assign_add(2.0))
     x = tf.constant([[1.0, 1.0]])
-    folder = Path(strategy.broadcast_object(tempfile.mkdtemp()))  # Ranks other than the first leave theirs empty.
+    folder = shared_folder(strategy)
     path = tf.train.Checkpoint(module=module).write(str(folder / "checkpoint"))
     strategy.barrier()
 
@@ -359,28 +334,17 @@ def saving(strategy: Any) -> None:
     strategy.barrier()
 
 
-def check_all(strategy: Any, names: list[str]) -> dict[str, str]:
-    """Runs checks, and returns what failed."""
-    failed = {}
-    for each in CHECKS:
-        if each.__name__ in names:
-            try:
-                each(strategy)
-            except Exception:
-                failed[each.__name__] = traceback.format_exc()
-    return failed
-
-
-NAMES = [each.__name__ for each in CHECKS]
+def failures(strategy: Any) -> str:
+    return check.failures(strategy)
 
 
 @pytest.mark.parametrize("size", [2, 1])
 def test_replicas_of_one_process(size: int) -> None:
-    failed = check_all(tfrep.MirroredStrategy([f"CPU:{i}" for i in range(size)]), NAMES)
-    assert not failed, "\n".join(failed.values())
+    failed = failures(tfrep.MirroredStrategy([f"CPU:{i}" for i in range(size)]))
+    assert not failed, failed
 
 
 @pytest.mark.parametrize("communicator", ["tf", "horovod"])
 def test_processes(worker_pool: Any, communicator: str) -> None:
-    for rank, failed in enumerate(worker_pool(communicator, 2).run(check_all, NAMES)):
-        assert not failed, f"rank {rank}\n" + "\n".join(failed.values())
+    for rank, failed in enumerate(worker_pool(communicator, 2).run(failures)):
+        assert not failed, f"rank {rank}\n{failed}"

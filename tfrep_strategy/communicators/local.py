@@ -16,7 +16,7 @@ from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, 
 from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects
 from tfrep_strategy.communicators.naming import replica_name
 from tfrep_strategy.communicators.ring import RingCommunicator
-from tfrep_strategy.errors import ConfigurationError
+from tfrep_strategy.errors import ConfigurationError, DesyncError
 from tfrep_strategy.packing import Packed
 
 _REDUCTIONS = {"min": tf.minimum, "max": tf.maximum, "product": tf.multiply}
@@ -82,7 +82,7 @@ class LocalCommunicator(Communicator):
         self.check_op(op)
         tensors = [tf.convert_to_tensor(t) for t in tensors]
         if self._apart():
-            return tensors if self.size == 1 else self._ring.all_reduce(tensors, op)
+            return tensors if self.size == 1 else self._ring.all_reduce(self._fitting("all_reduce", tensors), op)
         carried = [carry(t, op) for t in tensors]
         reduce = functools.partial(self._reduce, op=op)
         if self._group.nccl and self.size > 1:
@@ -123,7 +123,7 @@ class LocalCommunicator(Communicator):
         self.check_root(root)
         tensors = [tf.convert_to_tensor(t) for t in tensors]
         if self._apart():
-            return tensors if self.size == 1 else self._ring.broadcast(tensors, root)
+            return tensors if self.size == 1 else self._ring.broadcast(self._fitting("broadcast", tensors), root)
         return self._meet((tensors, root), lambda sent: [sent[sent[0][1]][0]] * len(sent))
 
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -152,20 +152,36 @@ class LocalCommunicator(Communicator):
             check: Takes the calls of the members, in order.
 
         Returns:
-            The result of `check`; None in an inner `tf.function`. A replica that has traced that function before does not
-            trace it again, so the replicas cannot wait for it. Each is compared with the first replica that traced it.
+            The result of `check` where the replicas build one graph; elsewhere None, and the collective compares the shapes.
+            In an inner `tf.function`, each replica is compared with the first replica that traced it: a replica that has
+            traced that function before does not trace it again, so the replicas cannot wait for it.
         """
         shared = self._shared_graph()
         if not self._apart():
             return self._meet(called, lambda sent: [check(sent)] * len(sent))
         if _is_branch_of(shared):
             with tf.Graph.as_default(shared):  # Replicas can meet in this graph only.
-                return self._meet(called, lambda sent: [check(sent)] * len(sent))
-        if self.size > 1:
-            place = replica_name("compare", self._replica)
-            first = self._group.called.setdefault(shared, {}).setdefault(place, called)
-            check([first, called])
+                self._meet(called, lambda sent: [check(sent)] * len(sent))
+        elif self.size > 1:
+            check([self._first("compare", called), called])
         return None
+
+    def _first(self, what: str, called: Any) -> Any:
+        """Returns what the first member called at this place of a graph that each replica builds for itself."""
+        return self._group.called.setdefault(self._shared_graph(), {}).setdefault(replica_name(what, self._replica), called)
+
+    def _fitting(self, kind: str, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns tensors whose use fails if the replicas, which build graphs of their own here, pass different shapes.
+
+        They would wait for each other for ever, since TensorFlow tells collectives apart by their shapes. Shapes that the
+        program tells while it is being built cost nothing.
+        """
+        first, shapes = self._first("shapes", [tensor.shape for tensor in tensors]), [tensor.shape for tensor in tensors]
+        if len(first) != len(shapes) or not all(a.is_compatible_with(b) for a, b in zip(first, shapes, strict=True)):
+            raise DesyncError(f"{kind}: the replicas pass tensors of different shapes, {first} and {shapes}.")
+        if all(shape.is_fully_defined() for shape in first):
+            return [tf.ensure_shape(tensor, shape) for tensor, shape in zip(tensors, first, strict=True)]
+        return self._ring.of_equal_shapes(kind, tensors)
 
     def _apart(self) -> bool:
         """Returns whether this replica builds a graph of its own."""

@@ -106,6 +106,24 @@ class RingCommunicator(Communicator):
         result = self._run(tf.raw_ops.CollectiveReduceV2, "all_reduce", flat, tensors, **options)
         return mean_of_sum(result, self.size) if op == "mean" else result
 
+    def of_equal_shapes(self, kind: str, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the tensors, whose use fails on all members if their shapes differ; costs one small gather.
+
+        Args:
+            kind: What they are for.
+            tensors: As many, and with as many dimensions, on all members.
+        """
+        told = tf.reshape(self._gather(sizes_of(tensors)), [self.size, -1])
+        words: list[Any] = [f"{kind}: the replicas pass tensors of different shapes. Number of dimensions and sizes"]
+        for member in range(self.size):
+            words += [f"on replica {member}:", told[member]]
+        with tf.device("CPU:0"), tf.control_dependencies(
+            [tf.debugging.Assert(tf.reduce_all(tf.equal(told, told[0])), words, summarize=_MOST_SIZES)]
+        ):
+            fits = tf.constant(0)
+        with tf.control_dependencies([fits]):
+            return [tf.identity(tensor) for tensor in tensors]
+
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         tensor = tf.convert_to_tensor(tensor)
         rows = tf.shape(tensor)[:1]

@@ -14,7 +14,7 @@ from tfrep_strategy._tensorflow import CoordinatedJob, ServerDef, configure_coll
 from tfrep_strategy.communicators.limits import timeout_seconds
 from tfrep_strategy.communicators.position import Position
 from tfrep_strategy.communicators.ring import RingCommunicator, group_key
-from tfrep_strategy.devices import replica_device
+from tfrep_strategy.devices import full_name, replica_device
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
 
 _CONNECT_SECONDS = 25
@@ -35,8 +35,8 @@ class TensorFlowCommunicator(RingCommunicator):
             the CPU.
 
     Raises:
-        ConfigurationError: The environment knows no addresses, its addresses have changed, or another program listens on
-            the address of this process.
+        ConfigurationError: The environment knows no addresses, its addresses have changed, another program listens on the
+            address of this process, or there is no such device.
         PeerError: The address of a rank does not answer within 25 seconds.
     """
 
@@ -57,8 +57,7 @@ class TensorFlowCommunicator(RingCommunicator):
         self.local_rank, self.local_size = environment.local_rank, environment.local_size
         self._connect_once(list(environment.addresses))
         name = f"strategy{len(self._connected)}/" if len(self._connected) > 1 else ""
-        device = (device or replica_device(self.local_rank)).upper().rpartition("DEVICE:")[2].lstrip("/")
-        device = f"/job:worker/replica:0/task:{self.rank}/device:{device}"
+        device = full_name(device or replica_device(self.local_rank))
         super().__init__(self.rank, self.size, device, group_key(name), name, position=Position())
         if self.size > 1:
             self.choose_transport()

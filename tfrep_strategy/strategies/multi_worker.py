@@ -22,7 +22,7 @@ from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.batches import as_tensors, num_examples
 from tfrep_strategy.communicators import Communicator, SingleCommunicator, make_communicator
 from tfrep_strategy.communicators.peers.checked import watched
-from tfrep_strategy.devices import logical_devices, replica_device, take_own_gpu
+from tfrep_strategy.devices import full_name, replica_device, take_own_gpu
 from tfrep_strategy.environments import Environment, TfConfigEnvironment, detect_environment
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import Fingerprint
@@ -37,6 +37,8 @@ from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
 from tfrep_strategy.strategies.seeds import check_order, own_random_operations, share_random_state
 from tfrep_strategy.tensorflow_integration.cache_files import cache_in_own_files
 from tfrep_strategy.tensorflow_integration.checkpoints import write_checkpoints_once
+
+_SYNCHRONIZATIONS = [kind for kind in tf.VariableSynchronization if kind != tf.VariableSynchronization.NONE]
 
 
 class MultiWorkerStrategy(SynchronousStrategy):
@@ -87,7 +89,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
             place = communicator if isinstance(communicator, Communicator) else self.environment
             take_own_gpu(place.local_rank, place.local_size)
         self.communicator = watched(make_communicator(communicator, self.environment, device), self.environment.hosts)
-        extended = _Extended(self, self.communicator, _resolve(device, self.communicator))
+        extended = _Extended(self, self.communicator, full_name(device or replica_device(self.communicator.local_rank)))
         bucket_bytes = self.communicator.bucket_bytes if bucket_bytes is None else bucket_bytes
         super().__init__(extended, bucket_bytes, densify_sparse_gradients)
         share_random_state(self.communicator)
@@ -274,7 +276,18 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
         """Puts a variable whose value is reduced over the ranks into a container that does so."""
         strategy = self._container_strategy()
         aggregation = kwargs.get("aggregation") or tf.VariableAggregation.NONE
-        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+        synchronization = kwargs.get("synchronization") or tf.VariableSynchronization.AUTO
+        if synchronization not in _SYNCHRONIZATIONS or aggregation not in list(tf.VariableAggregation):
+            raise ConfigurationError(
+                message(
+                    "A variable that replicas cannot keep.",
+                    hint="synchronization is AUTO, ON_WRITE or ON_READ, aggregation a tf.VariableAggregation.",
+                    name=variable.name,
+                    synchronization=synchronization,
+                    aggregation=aggregation,
+                )
+            )
+        if synchronization == tf.VariableSynchronization.ON_READ:
             return SyncOnReadVariable(strategy, [variable], aggregation)
         if aggregation != tf.VariableAggregation.NONE:
             return MirroredVariable(strategy, [variable], aggregation)
@@ -403,15 +416,3 @@ def _cluster_resolver(environment: Environment) -> Any:
 
 def _op_name(reduce_op: Any) -> str:
     return "mean" if reduce_op == tf.distribute.ReduceOp.MEAN else "sum"
-
-
-def _resolve(device: str | None, communicator: Communicator) -> str:
-    names = {d.name.rpartition("device:")[2]: d.name for d in logical_devices()}
-    if device is None:
-        device = replica_device(communicator.local_rank)
-    name = names.get(str(device).upper().rpartition("DEVICE:")[2].lstrip("/"))
-    if name is None:
-        raise ConfigurationError(
-            message(f"There is no device {device!r}.", hint=f"this process has {', '.join(names)}.", device=device)
-        )
-    return name
