@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.keras_integration.xla import compiled_between_collectives
+from tfrep_strategy.keras_integration.shared.xla import compiled_between_collectives
 
 XLA_PROGRAM = """
 import sys
