@@ -14,6 +14,8 @@ from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 
+_legacy_metadata = keras_internal("legacy.saving.saving_utils", "model_metadata")
+
 is_coordinated = Setting(False)
 """Whether a caller further up has decided which process saves: `save` then writes without asking the other processes."""
 
