@@ -32,7 +32,7 @@ def test_each_attribute_is_replaced_once_and_says_why() -> None:
     for row in rows:
         assert row.why, row.target
         assert row.otherwise, row.target
-    assert len(rows) <= 78, "about a third fewer than the 117 replacements that there were before there was a table"
+    assert len(rows) <= 82, "a new entry needs the place of an old one, or a good reason"
 
 
 def test_a_changed_signature_names_version_entry_and_both_signatures() -> None:
@@ -100,7 +100,7 @@ def changed():
     return sorted(
         f"{name}.{attribute}"
         for name, (space, attributes) in before.items()
-        for attribute in attributes.keys() | vars(space).keys()
+        for attribute in (attributes.keys() | vars(space).keys()) - {"__warningregistry__"}
         if attributes.get(attribute) is not vars(space).get(attribute)
         and not isinstance(vars(space).get(attribute), types.ModuleType)
     )

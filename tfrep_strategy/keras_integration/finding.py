@@ -32,26 +32,34 @@ def driver_of_model(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def of_callback(callback: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the driver of the model that a callback belongs to."""
     return driver_of_model(callback.model)
 
 
-def of_callbacks(callback_list: Any, *args: Any, model: Any = None, **kwargs: Any) -> Any:
+def of_callbacks(
+    callback_list: Any, callbacks: Any = None, add_history: Any = False, add_progbar: Any = False, model: Any = None, **params: Any
+) -> Any:
+    """Returns the driver of the model that a list of callbacks is made for."""
     return driver_of_model(model)
 
 
 def of_loop(*args: Any, distribute_strategy: Any = None, **kwargs: Any) -> Any:
+    """Returns the driver of the strategy that a loop reads data for."""
     return driver_of(distribute_strategy)
 
 
 def of_outputs(values: Any, strategy: Any, reduction: Any) -> Any:
+    """Returns the driver of the strategy whose replicas have returned values."""
     return driver_of(strategy)
 
 
 def of_predictions(tensors: Any) -> Any:
+    """Returns the driver of the workers that make predictions; None where they are tensors already."""
     return driver_of(getattr(tensors[0], "strategy", None))
 
 
 def of_reader(*args: Any, **kwargs: Any) -> Any:
+    """Returns the driver for whose loop data is adapted."""
     return loops_data_of.value
 
 
@@ -62,6 +70,7 @@ def of_variable(variable: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def of_embedding(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the driver that the table of a layer belongs to; else the one in scope."""
     return of_variable(getattr(layer, "_embeddings", None))
 
 

@@ -105,7 +105,7 @@ class Patch:
             return self
         return self._keras_or_shared
 
-    def _keras_or_shared(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _keras_or_shared(self, original: Any, /, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs) if self._does is None else self._does(original, *args, **kwargs)
 
     @property

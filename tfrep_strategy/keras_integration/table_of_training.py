@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfrep_strategy.keras_integration import dataset_creator
+from tfrep_strategy.keras_integration.dataset_creator import EXPERIMENTAL, is_dataset, make_and_adapt
 from tfrep_strategy.keras_integration.finding import (
     driver_in_scope,
     driver_of_model,
@@ -106,15 +106,15 @@ class TrainingPatches:
     get_data_adapter = patch(
         "trainers.data_adapters:get_data_adapter",
         "(x, y=None, sample_weight=None, batch_size=None, steps_per_epoch=None, shuffle=False, class_weight=None)",
-        why="takes a `DatasetCreator`", does=dataset_creator.make_and_adapt,
+        why="takes a `DatasetCreator`", does=make_and_adapt,
     )
     is_tf_dataset = patch(
         "trainers.data_adapters:is_tf_dataset", "(x)",
-        why="takes data sets that the user has distributed", does=dataset_creator.is_dataset,
+        why="takes data sets that the user has distributed", does=is_dataset,
     )
     experimental = patch(
         "keras.utils:experimental",
-        why="`DatasetCreator` is where it was in Keras 2, so that scripts written for it run", adds=dataset_creator.EXPERIMENTAL,
+        why="`DatasetCreator` is where it was in Keras 2, so that scripts written for it run", adds=EXPERIMENTAL,
     )
 
     _optimizers = Topic(

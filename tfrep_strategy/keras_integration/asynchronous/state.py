@@ -13,6 +13,7 @@ from tfrep_strategy.keras_integration.asynchronous.local_variables import kept_o
 from tfrep_strategy.keras_integration.asynchronous.partitioned_variables import PartitionedVariable
 from tfrep_strategy.keras_integration.asynchronous.sums import refuse_what_is_no_sum
 from tfrep_strategy.keras_integration.driver import KerasDriver
+from tfrep_strategy.keras_integration.finding import driver_in_scope
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.settings import Setting
 
@@ -46,11 +47,11 @@ class SharedState(KerasDriver):
 
     def add_to_variable(self, original: Any, variable: Any, value: Any) -> Any:
         """Adds on the server in one operation; Keras reads, adds, and writes, and loses what came in between."""
-        return _add(original, variable, value, "assign_add")
+        return self._add(original, variable, value, "assign_add")
 
     def subtract_from_variable(self, original: Any, variable: Any, value: Any) -> Any:
         """Subtracts on the server in one operation."""
-        return _add(original, variable, value, "assign_sub")
+        return self._add(original, variable, value, "assign_sub")
 
     def accumulate_gradients(self, original: Any, optimizer: Any, grads: Any, acc_grads: Any) -> Any:
         """Adds on the servers what workers accumulate; Keras reads, adds, and writes."""
@@ -79,7 +80,7 @@ class SharedState(KerasDriver):
 
     def next_seed(self, original: Any, generator: Any, ordered: bool = True) -> Any:
         """Gives every step of every worker another seed, though two of them may read the same state."""
-        if tf.executing_eagerly() or not _is_shared(generator.state):
+        if tf.executing_eagerly() or not self._is_shared(generator.state):
             return original(generator, ordered=ordered)
         seed = generator.state.value * 1
         generator.state.assign_add([0, 1])
@@ -100,7 +101,7 @@ class SharedState(KerasDriver):
             make_exact(metric)
         return variable
 
-    def update_metric(self, original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
+    def update_metric(self, original: Any, metric: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Has the state of a metric be a sum, on workers too, which is added to atomically on the servers."""
         variables = [variable for variable in metric.variables if variable._value is not None]
         if tf.executing_eagerly() or _in_stateless_scope() or not variables:
@@ -121,32 +122,28 @@ class SharedState(KerasDriver):
 
     update_mean = update_metric
 
+    def _add(self, original: Any, variable: Any, value: Any, method: str) -> Any:
+        if variable._value is None or _in_stateless_scope() or not self._is_shared(variable):
+            return original(variable, value)
+        value = tf.broadcast_to(variable._convert_to_tensor(value, dtype=variable._dtype), variable.shape)
+        step = traced_step.value
+        if step is not None and id(variable) in step.added:
+            step.added[id(variable)].assign_add(value if method == "assign_add" else -value)
+        return getattr(variable._value, method)(value)
+
+    def _is_shared(self, variable: Any) -> bool:
+        """Whether several workers may change a Keras variable at once; one made outside the scope is on the coordinator."""
+        if is_on_servers(variable):
+            return True
+        graph_of_workers = not tf.executing_eagerly() and driver_in_scope() is self
+        return graph_of_workers and isinstance(variable._value, tf.Variable)
+
 
 def make_exact(metric: Any) -> None:
     """Makes the updates of a metric's class atomic on the servers."""
     KerasDriver.update_metric.install_in(type(metric))
 
 
-def _add(original: Any, variable: Any, value: Any, method: str) -> Any:
-    if variable._value is None or _in_stateless_scope() or not _is_shared(variable):
-        return original(variable, value)
-    value = tf.broadcast_to(variable._convert_to_tensor(value, dtype=variable._dtype), variable.shape)
-    step = traced_step.value
-    if step is not None and id(variable) in step.added:
-        step.added[id(variable)].assign_add(value if method == "assign_add" else -value)
-    return getattr(variable._value, method)(value)
-
-
 def is_on_servers(variable: Any) -> bool:
     """Whether a Keras variable's value is on parameter servers."""
     return isinstance(variable._value, (CachingVariable, AggregatingVariable, PartitionedVariable))
-
-
-def _is_shared(variable: Any) -> bool:
-    """Whether several workers may change a Keras variable at once; one made outside the scope is on the coordinator."""
-    if is_on_servers(variable):
-        return True
-    graph_of_workers = not tf.executing_eagerly() and getattr(
-        tf.distribute.get_strategy(), "trains_asynchronously", False
-    )
-    return graph_of_workers and isinstance(variable._value, tf.Variable)

@@ -24,7 +24,7 @@ _creates_layer_state = Setting(False)
 class Layers(SynchronousBase):
     """What layers and their variables do."""
 
-    def add_weight(self, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    def add_weight(self, original: Any, layer: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Marks what `add_weight` makes as state of a layer, for when it is made later than asked for."""
         with _creates_layer_state.to(True):
             variable = original(layer, *args, **kwargs)

@@ -27,7 +27,7 @@ _results: Setting[dict[int, tuple[tf.Tensor, Place]] | None] = Setting(None)
 class Logs(SynchronousBase):
     """What metrics tell."""
 
-    def metric_result(self, original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
+    def metric_result(self, original: Any, metric: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Notes which tensors are results of a metric."""
         value = original(metric, *args, **kwargs)
         if _results.value is not None:

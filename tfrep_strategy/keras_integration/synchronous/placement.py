@@ -12,12 +12,12 @@ from tfrep_strategy.keras_integration.synchronous.layers import Layers
 class Placement(Layers):
     """Where layers are."""
 
-    def call_layer(self, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_layer(self, original: Any, layer: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Puts what a layer builds and computes on its logical device."""
         with self._placed(layer):
             return original(layer, *args, **kwargs)
 
-    def add_weight(self, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    def add_weight(self, original: Any, layer: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Puts the weights of a layer that is built without being called on its logical device."""
         with self._placed(layer):
             return super().add_weight(original, layer, *args, **kwargs)
