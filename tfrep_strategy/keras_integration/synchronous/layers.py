@@ -94,7 +94,8 @@ class Layers(SynchronousBase):
 def _is_weighed(layer: Any) -> bool:
     """Whether `normalize` weighs what this step adds to the moving statistics of a layer."""
     step = current_step()
-    return step is not None and step.strategy.num_replicas_in_sync > 1 and not layer.synchronized and not layer.renorm
+    renorm = getattr(layer, "renorm", False)  # Newer than the oldest Keras.
+    return step is not None and step.strategy.num_replicas_in_sync > 1 and not layer.synchronized and not renorm
 
 
 def _is_moving_state(variable: Any) -> bool:
