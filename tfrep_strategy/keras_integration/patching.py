@@ -197,9 +197,10 @@ class Patch:
             driver = find_driver(*args, **kwargs)
             return (without_driver if driver is None else getattr(driver, method))(original, *args, **kwargs)
 
-        # A class is called as a function is, but its namespace is none of a function's.
-        updated = () if isinstance(original, type) else functools.WRAPPER_UPDATES
-        replaced = functools.wraps(original, updated=updated)(replaced)
+        if isinstance(original, type):  # What else `wraps` reads of a class it would make there.
+            replaced = functools.wraps(original, ("__module__", "__name__", "__qualname__", "__doc__"), ())(replaced)
+        else:
+            replaced = functools.wraps(original)(replaced)
         replaced.is_patched = True  # type: ignore[attr-defined]
         return replaced
 
