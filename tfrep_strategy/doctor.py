@@ -99,6 +99,25 @@ def examine(*, self_test: bool = True) -> Report:
     return Report(findings)
 
 
+def show_keras(*, as_markdown: bool = False) -> None:
+    """Prints what of Keras is replaced.
+
+    Args:
+        as_markdown: Whether to print the tables of docs/architecture.md.
+    """
+    from tfrep_strategy.keras_integration import describe
+    from tfrep_strategy.keras_integration.patching import markdown
+
+    rows = describe()
+    if as_markdown:
+        sys.stdout.write(markdown(rows))
+        return
+    table = Table("part", "what of Keras is replaced", "with the signature", "why")
+    for row in rows:
+        table.add_row(*map(escape, (row.topic, row.target, row.expects, row.why)))
+    Console(highlight=False).print(table)
+
+
 def show(report: Report, *, as_json: bool = False) -> None:
     """Prints a report.
 

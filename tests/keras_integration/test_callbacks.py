@@ -13,7 +13,7 @@ import pytest
 from keras.src.utils import file_utils
 
 from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.keras_integration.lone_callbacks import Given, find_lone
+from tfrep_strategy.keras_integration.synchronous.lone_callbacks import Given, find_lone
 
 
 def _model() -> Any:

@@ -1,7 +1,7 @@
 """Makes Keras 3 work under the strategies of this package; the only room that touches Keras's internals.
 
-Importing it replaces the few Keras methods that decide how replicas work together. Under any other strategy, and under
-none, each of them does what Keras wrote.
+Importing it replaces the Keras functions that decide how replicas work together (`table_of_training.py`, `table_of_models.py`).
+Under any other strategy, and under none, each of them does what Keras wrote. `uninstall()` makes Keras what it was.
 """
 
 import keras
@@ -22,50 +22,11 @@ if keras.backend.backend() != "tensorflow":
         "Hint: set the environment variable KERAS_BACKEND=tensorflow before Keras is imported."
     )
 
-from tfrep_strategy.keras_integration import (  # noqa: E402
-    batch_callbacks,
-    callbacks,
-    dataset_creator,
-    downloads,
-    empty_parts,
-    layers,
-    losses,
-    made_in_scope,
-    metrics,
-    optimizer,
-    parameter_server,
-    partitioned,
-    placement,
-    saving,
-    server_optimizers,
-    server_state,
-    session,
-    stateful_rnn,
-    thread_state,
-    trainer,
-    whole_batch,
-)
+from tfrep_strategy.keras_integration.asynchronous import driver as _asynchronous  # noqa: E402, F401  (derives from Keras's own)
+from tfrep_strategy.keras_integration.driver import registry  # noqa: E402
+from tfrep_strategy.keras_integration.synchronous import driver as _synchronous  # noqa: E402, F401  (likewise)
 
-__all__ = [
-    "batch_callbacks",
-    "callbacks",
-    "dataset_creator",
-    "downloads",
-    "empty_parts",
-    "layers",
-    "losses",
-    "made_in_scope",
-    "metrics",
-    "optimizer",
-    "parameter_server",
-    "partitioned",
-    "placement",
-    "saving",
-    "server_optimizers",
-    "server_state",
-    "session",
-    "stateful_rnn",
-    "thread_state",
-    "trainer",
-    "whole_batch",
-]
+install, uninstall, describe = registry.install, registry.uninstall, registry.describe
+install()
+
+__all__ = ["MINIMUM_KERAS", "describe", "install", "registry", "uninstall"]

@@ -7,12 +7,10 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from tfrep_strategy.keras_integration.patching import keras_internal, replaces
+from tfrep_strategy.keras_integration.patching import keras_internal
 
-_adapters = keras_internal("trainers.data_adapters")
 _make_class_weight_map_fn = keras_internal("trainers.data_adapters.tf_dataset_adapter", "make_class_weight_map_fn")
 
 
@@ -85,39 +83,27 @@ class DatasetCreator:
         return DatasetCreator(lambda context: self(context).map(weigh), self.input_options)
 
 
-@replaces(_adapters, "get_data_adapter")
-def get_data_adapter(original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Takes a `DatasetCreator`, as the strategy in scope or none would have it."""
+def make_and_adapt(get_data_adapter: Any, x: Any, *args: Any, make: Any = None, **kwargs: Any) -> Any:
+    """Adapts data as Keras does, and a `DatasetCreator` too.
+
+    Args:
+        get_data_adapter: Keras's own function, with its arguments.
+        x: The data.
+        make: Makes the data set of a creator; by default, for one process with one replica.
+    """
     if isinstance(x, DatasetCreator):
         class_weight = kwargs.pop("class_weight", None)
-        x = x if class_weight is None else x.with_class_weight(class_weight)
-        strategy = _reading.strategy
-        if strategy is not None and getattr(strategy, "drives_keras", False):
-            x = strategy.distribute_datasets_from_function(x, x.input_options)
-        else:
-            x = x()
+        creator = x if class_weight is None else x.with_class_weight(class_weight)
+        x = creator() if make is None else make(creator)
         kwargs["shuffle"] = False
-    return original(x, *args, **kwargs)
+    return get_data_adapter(x, *args, **kwargs)
 
 
-class _Reading:
-    strategy: Any = None
+def is_dataset(is_tf_dataset: Any, x: Any) -> bool:
+    """Takes data sets that the user has distributed, too."""
+    return isinstance(x, tf.distribute.DistributedDataset) or is_tf_dataset(x)
 
 
-_reading = _Reading()
-
-
-@replaces(keras_internal("backend.tensorflow.trainer", "TFEpochIterator"), "__init__")
-def init_epoch_iterator(original: Any, self: Any, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Notes for whom a `DatasetCreator` makes its data."""
-    before, _reading.strategy = _reading.strategy, distribute_strategy
-    try:
-        original(self, *args, distribute_strategy=distribute_strategy, **kwargs)
-    finally:
-        _reading.strategy = before
-
-
-if not hasattr(keras.utils, "experimental"):
-    # Where it was in Keras 2, so that scripts written for it run.
-    keras.utils.experimental = types.ModuleType("keras.utils.experimental")
-    keras.utils.experimental.DatasetCreator = DatasetCreator
+EXPERIMENTAL = types.ModuleType("keras.utils.experimental")
+"""Where it was in Keras 2."""
+EXPERIMENTAL.DatasetCreator = DatasetCreator  # type: ignore[attr-defined]

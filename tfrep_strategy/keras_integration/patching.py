@@ -1,18 +1,25 @@
-"""How a Keras function is replaced: in one way, checked at import, and only for our own strategies."""
+"""How Keras is touched: `keras_internal` imports from it, and each `Patch` of a registry replaces one attribute of it.
+
+A patch names its attribute, the signature that it expects there, and why Keras has to be changed. `install` checks all patches
+of this package before it makes the first one; `uninstall` puts back the very objects that Keras had; `describe` lists them.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 import types
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 
 from tfrep_strategy.errors import UnsupportedVersionError
+
+_MISSING = object()
 
 
 def keras_internal(module: str, name: str | None = None) -> Any:
@@ -26,67 +33,255 @@ def keras_internal(module: str, name: str | None = None) -> Any:
         return found if name is None else getattr(found, name)
     except (ImportError, AttributeError) as error:
         missing = f"`keras.src.{module}`" + (f".{name}" if name else "")
-        raise UnsupportedVersionError(
-            f"Keras {keras.__version__} moved {missing}, which tfrep_strategy needs."
-        ) from error
+        raise UnsupportedVersionError(f"Keras {keras.__version__} moved {missing}, which tfrep_strategy needs.") from error
 
 
-def replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replaces a function or method of Keras by the decorated one, which gets the original as its first argument.
+@dataclass(frozen=True)
+class Row:
+    """What a person reads about a patch.
 
-    Args:
-        owner: The module or class of Keras that has it.
-        name: Its name there.
-
-    Raises:
-        UnsupportedVersionError: when this Keras has no such function.
+    Attributes:
+        topic: What part of Keras it belongs to.
+        target: The attribute, below `keras.src` unless it begins with `keras.`.
+        expects: The signature that it has to have; empty for what is no function, or is added.
+        why: Why Keras has to be changed.
+        otherwise: Why neither a subclass nor a public hook of Keras does it.
     """
 
-    def decorate(replacement: Callable[..., Any]) -> Callable[..., Any]:
-        original = getattr(owner, name, None)
-        if original is None:
+    topic: str
+    target: str
+    expects: str
+    why: str
+    otherwise: str
+
+
+class Patch:
+    """One attribute of Keras, and what stands in its place.
+
+    A patch is a class attribute of `KerasDriver`. What it does is the method of that name of the driver that is found when Keras
+    calls: it gets Keras's own function, then the arguments. The base driver calls that function, as is done without a driver.
+
+    Args:
+        target: `module:attribute` or `module:Class.attribute` below `keras.src`, or an absolute one below `keras`. A name without
+            a colon is a module that modules of Keras import.
+        expects: The signature, as `inspect.signature` prints it. A tuple, where releases that are supported differ.
+        why: Why Keras has to be changed.
+        driver: Gets the arguments of the call and returns the driver, or None; else as the topic says.
+        does: What is done without a driver, and by the base driver, if that is not what Keras does.
+        everywhere: Whether to replace it in each module that has imported it by name, too.
+        in_subclasses: Whether to replace it in classes that `install_in` is told of, and not in the class itself.
+        adds: What to put there if Keras has nothing of that name. A function gets no original.
+        instead: What to put there; no driver is asked.
+    """
+
+    name: str
+    topic: str
+    otherwise: str
+
+    def __init__(
+        self,
+        target: str,
+        expects: str | tuple[str, ...] = "",
+        *,
+        why: str,
+        driver: Callable[..., Any] | None = None,
+        does: Callable[..., Any] | None = None,
+        everywhere: bool = False,
+        in_subclasses: bool = False,
+        adds: Any = None,
+        instead: Any = None,
+    ) -> None:
+        self.target, self.why = target, why
+        self.expects = (expects,) if isinstance(expects, str) else expects
+        self.everywhere, self.in_subclasses = everywhere, in_subclasses
+        self.find_driver, self._does, self._adds, self._instead = driver, does, adds, instead
+        self._changed: list[tuple[Any, str, Any]] = []
+
+    def __set_name__(self, owner: Any, name: str) -> None:
+        self.name = name
+
+    def __get__(self, driver: Any, owner: Any = None) -> Any:
+        if driver is None:
+            return self
+        return self._keras_or_shared
+
+    def _keras_or_shared(self, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if self._does is None else self._does(original, *args, **kwargs)
+
+    @property
+    def row(self) -> Row:
+        """The patch as `describe` lists it."""
+        return Row(self.topic, self.target, self.expects[0], self.why, self.otherwise)
+
+    def find(self) -> tuple[Any, str, Any]:
+        """Finds what is to be replaced.
+
+        Returns:
+            The module or class that defines it, its name there, and what stands there, as it is stored.
+
+        Raises:
+            UnsupportedVersionError: when this Keras has no such attribute.
+        """
+        module_name, _, path = self.target.partition(":")
+        if not path:
+            return None, module_name, importlib.import_module(module_name)
+        *holders, name = path.split(".")
+        try:
+            owner = importlib.import_module(module_name if module_name.startswith("keras.") else f"keras.src.{module_name}")
+            for holder in holders:
+                owner = getattr(owner, holder)
+            found = vars(owner).get(name, _MISSING)
+        except (ImportError, AttributeError):
+            found = _MISSING
+        if found is _MISSING and self._adds is None:
+            raise UnsupportedVersionError(f"Keras {keras.__version__} has no `{self.target}`, which tfrep_strategy replaces.")
+        return owner, name, found
+
+    def check(self) -> None:
+        """Compares the signature that Keras has with the one that is expected.
+
+        Raises:
+            UnsupportedVersionError: when this Keras has no such attribute, or one of another signature.
+        """
+        _, _, found = self.find()
+        if self.expects == ("",) or found is _MISSING:
+            return
+        signature = str(inspect.signature(found))
+        if signature not in self.expects:
             raise UnsupportedVersionError(
-                f"Keras {keras.__version__} has no `{name}` in `{owner.__name__}`, which tfrep_strategy needs."
+                f"Keras {keras.__version__} has another `{self.target}` than the one that tfrep_strategy replaces."
+                f" Received: {signature}\nExpected: {' or '.join(self.expects)}"
             )
 
-        @functools.wraps(original)
+    def install(self) -> None:
+        """Replaces the attribute."""
+        if self._changed or self.in_subclasses:
+            return
+        owner, name, original = self.find()
+        if self._adds is not None:
+            if not hasattr(owner, name):
+                self._set(owner, name, self._adds)
+            return
+        replacement = self._instead if self._instead is not None else self._replacement(original)
+        if owner is not None:
+            self._set(owner, name, replacement)
+        if self.everywhere:
+            for module, attribute in _attributes_that_are(original):
+                self._set(module, attribute, replacement)
+
+    def install_in(self, kind: type) -> None:
+        """Replaces the attribute in a class and in the classes that it derives from, where they define it."""
+        base, name, _ = self.find()
+        for owner in kind.__mro__:
+            if name in vars(owner) and owner is not base and not hasattr(vars(owner)[name], "is_patched"):
+                self._set(owner, name, self._replacement(vars(owner)[name]))
+
+    def uninstall(self) -> None:
+        """Puts back what was there."""
+        while self._changed:
+            owner, name, original = self._changed.pop()
+            if original is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._changed.append((owner, name, _namespace(owner).get(name, _MISSING)))
+        setattr(owner, name, value)
+
+    def _replacement(self, original: Any) -> Any:
+        find_driver: Any = self.find_driver
+        method, without_driver = self.name, self._keras_or_shared
+
         def replaced(*args: Any, **kwargs: Any) -> Any:
-            return replacement(original, *args, **kwargs)
+            driver = find_driver(*args, **kwargs)
+            return (without_driver if driver is None else getattr(driver, method))(original, *args, **kwargs)
 
-        setattr(owner, name, replaced)
-        return replacement
-
-    return decorate
-
-
-def replace_everywhere(function: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-    """Replaces a function of Keras in every module that has imported it by name: Keras's data sets, and the user's program."""
-    for module in list(sys.modules.values()):
-        if isinstance(module, types.ModuleType):
-            namespace = object.__getattribute__(module, "__dict__")  # Some modules load themselves when they are asked.
-            for name, value in list(namespace.items()):
-                if value is function:
-                    namespace[name] = replacement
+        if isinstance(original, type):  # What else `wraps` reads of a class it would make there.
+            replaced = functools.wraps(original, ("__module__", "__name__", "__qualname__", "__doc__"), ())(replaced)
+        else:
+            replaced = functools.wraps(original)(replaced)
+        replaced.is_patched = True  # type: ignore[attr-defined]
+        return replaced
 
 
-class _WarningsOfKeras:
-    """The module `warnings` for Keras, which counts frames to blame the right line: frames of this package do not count."""
+def _attributes_that_are(value: Any) -> Iterator[tuple[Any, str]]:
+    """Finds the modules that have imported something by name, as Keras's data sets, and programs, import `get_file`.
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(warnings, name)
-
-    @staticmethod
-    def warn(message: Any, category: Any = None, stacklevel: int = 1, source: Any = None, **kwargs: Any) -> None:
-        """Does what `warnings.warn` does, as if no function of Keras had been replaced."""
-        frame: Any = sys._getframe(1)
-        level = 1
-        while frame is not None and stacklevel > 0:
-            level += 1
-            stacklevel -= frame.f_globals.get("__name__", "").partition(".")[0] != "tfrep_strategy"
-            frame = frame.f_back
-        warnings.warn(message, category, level, source, **kwargs)
+    A module that is imported itself, such as `warnings`, is looked for in modules of Keras alone.
+    """
+    for module_name, module in list(sys.modules.items()):
+        if isinstance(module, types.ModuleType) and (not isinstance(value, types.ModuleType) or _is_of_keras(module_name)):
+            yield from ((module, name) for name, found in list(_namespace(module).items()) if found is value)
 
 
-for _name, _module in list(sys.modules.items()):
-    if _name.startswith("keras.src.") and getattr(_module, "warnings", None) is warnings:
-        vars(_module)["warnings"] = _WarningsOfKeras()
+def _is_of_keras(module_name: str) -> bool:
+    return module_name.startswith("keras.src.")
+
+
+def _namespace(owner: Any) -> Any:
+    """Returns what a class or module defines itself. Some modules load themselves when they are asked."""
+    return object.__getattribute__(owner, "__dict__") if isinstance(owner, types.ModuleType) else vars(owner)
+
+
+@dataclass(frozen=True)
+class Topic:
+    """Begins a part of the table: the patches that follow it in the class.
+
+    Args:
+        title: What part of Keras is changed.
+        otherwise: Why neither a subclass nor a public hook of Keras does it.
+        driver: How the driver is found for those that say nothing of it: gets the arguments of the call.
+    """
+
+    title: str
+    otherwise: str
+    driver: Callable[..., Any]
+
+
+class Registry:
+    """The patches of a class and its bases, in the order in which they stand there."""
+
+    def __init__(self, table: type) -> None:
+        self.patches: list[Patch] = []
+        topic = None
+        for entry in [entry for base in table.__mro__ for entry in vars(base).values()]:
+            if isinstance(entry, Topic):
+                topic = entry
+            elif isinstance(entry, Patch):
+                assert topic is not None, f"{entry.target} stands below no topic"
+                entry.topic, entry.otherwise = topic.title, topic.otherwise
+                entry.find_driver = entry.find_driver or topic.driver
+                self.patches.append(entry)
+
+    def install(self) -> None:
+        """Checks every patch, and then makes them all. Nothing is changed where one does not fit, or all are made already.
+
+        Raises:
+            UnsupportedVersionError: for what this Keras does not have as it is expected; it names both signatures.
+        """
+        fresh = [patch for patch in self.patches if not patch._changed]
+        for patch in fresh:
+            patch.check()
+        for patch in fresh:
+            patch.install()
+
+    def uninstall(self) -> None:
+        """Makes Keras what it was before `install`."""
+        for patch in reversed(self.patches):
+            patch.uninstall()
+
+    def describe(self) -> list[Row]:
+        """Lists the patches."""
+        return [patch.row for patch in self.patches]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Draws the table of docs/architecture.md."""
+    lines, topic = [], None
+    for row in rows:
+        if row.topic != topic:
+            topic = row.topic
+            lines += ["", f"**{topic}.** {row.otherwise}", "", "| what | why |", "|---|---|"]
+        lines.append(f"| `{row.target}` | {row.why} |")
+    return "\n".join(lines[1:]) + "\n"

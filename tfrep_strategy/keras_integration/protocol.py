@@ -1,4 +1,4 @@
-"""What Keras code asks of a strategy, and how it finds the strategy that it runs under.
+"""What Keras code asks of a strategy, and what a replica knows while Keras drives it.
 
 `keras_integration` knows strategies through this module alone, so that strategies import it and not the other way round.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
+
+from tfrep_strategy.keras_integration.settings import Setting
 
 
 class Shards(NamedTuple):
@@ -143,29 +144,12 @@ class Step:
         return any(self.scaled_losses.values())
 
 
-class _Steps(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[Step] = []
-
-
-_steps = _Steps()
+_step: Setting[Step | None] = Setting(None)
 
 
 def current_step() -> Step | None:
     """Returns the step that Keras drives on this replica's thread, or None outside one."""
-    return _steps.stack[-1] if _steps.stack else None
-
-
-def current_strategy() -> KerasStrategy | None:
-    """Returns the strategy in scope if it is a synchronous one of this package, else None."""
-    strategy = tf.distribute.get_strategy()
-    return strategy if getattr(strategy, "drives_keras", False) else None
-
-
-def replica_strategy() -> KerasStrategy | None:
-    """Returns the strategy in scope if this is one of ours and the caller is inside a replica, else None."""
-    strategy = current_strategy()
-    return strategy if strategy is not None and tf.distribute.get_replica_context() is not None else None
+    return _step.value
 
 
 def in_step(
@@ -174,10 +158,7 @@ def in_step(
     """Wraps a Keras step so that it knows, on each replica, which share of the global batch it has."""
 
     def replica_step(part: Any, total: tf.Tensor) -> Any:
-        _steps.stack.append(Step(strategy, num_examples(part), total))
-        try:
+        with _step.to(Step(strategy, num_examples(part), total)):
             return step_function(part)
-        finally:
-            _steps.stack.pop()
 
     return replica_step

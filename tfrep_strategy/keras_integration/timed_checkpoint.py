@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.keras_integration.trainer import strategy_of
+from tfrep_strategy.keras_integration.finding import driver_of_model
 
 _SUFFIX = ".weights.h5"
 
@@ -51,8 +51,8 @@ class TimedCheckpoint(keras.callbacks.Callback):
         self._saved_at = 0.0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        strategy = strategy_of(self.model)
-        processes = 1 if strategy is None else len(strategy.all_gather_object(None))
+        driver = driver_of_model(self.model)
+        processes = driver.num_processes() if driver is not None else 1
         if processes > 1:
             raise ConfigurationError(
                 message(

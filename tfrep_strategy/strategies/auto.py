@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.keras_integration.downloads import draw_bars_where
+from tfrep_strategy.keras_integration.shared.files import draw_bars_where
 from tfrep_strategy.strategies.base import SynchronousStrategy
 from tfrep_strategy.strategies.mirrored import MirroredStrategy
 from tfrep_strategy.strategies.multi_worker import MultiWorkerStrategy

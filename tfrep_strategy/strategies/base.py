@@ -18,6 +18,7 @@ from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.errors import ConfigurationError, check_count, message
 from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards, in_step
+from tfrep_strategy.keras_integration.synchronous.driver import SynchronousDriver
 from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.groups import ReplicaGroup
 from tfrep_strategy.strategies.variables import ReplicaVariable, StepsSinceMerge, with_our_class
@@ -43,13 +44,13 @@ class SynchronousStrategy(tf.distribute.Strategy):
         check_sync_every: Number of steps of `fit` between two calls of `assert_in_sync(model)`; None for no checks.
     """
 
-    drives_keras = True
     collectives_in_branches = False
 
     def __init__(self, extended: Any, bucket_bytes: int, densify_sparse_gradients: bool) -> None:
         if bucket_bytes <= 0:
             raise ConfigurationError(message("bucket_bytes must be above 0.", bucket_bytes=bucket_bytes))
         super().__init__(extended)
+        extended.keras_driver = SynchronousDriver(self)
         self.gradient_transformers: list[GradientTransformer] = []
         self.gradient_aggregator: GradientAggregator | None = None
         self.bucket_bytes = bucket_bytes

@@ -21,7 +21,8 @@ from tfrep_strategy.batches import pack, shard
 from tfrep_strategy.environments import SlurmEnvironment, TfConfigEnvironment
 from tfrep_strategy.environments.base import read_int
 from tfrep_strategy.errors import ConfigurationError, PeerError, check_count, message
-from tfrep_strategy.keras_integration.partitioned import PartInitializer, PartitionedVariable
+from tfrep_strategy.keras_integration.asynchronous.driver import AsynchronousDriver
+from tfrep_strategy.keras_integration.asynchronous.partitioned_variables import PartInitializer, PartitionedVariable
 from tfrep_strategy.running.cluster import wait_until_reachable
 from tfrep_strategy.running.servers import run_server
 from tfrep_strategy.strategies.step_runner import StepRunner
@@ -65,8 +66,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         >>> len(history.history["loss"])
         1
     """
-
-    trains_asynchronously = True
 
     def __init__(
         self,
@@ -125,6 +124,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         super().__init__(resolver, variable_partitioner)
         # TensorFlow's class makes its own `extended`. The second call replaces it with ours.
         tf.distribute.Strategy.__init__(self, _Extended(self, resolver, variable_partitioner))
+        self.extended.keras_driver = AsynchronousDriver(self)
         self._step_numbers = itertools.count()
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self)
         self.step_runner = StepRunner(self, max_in_flight)
@@ -179,7 +179,10 @@ class _Extended(ParameterServerExtended):
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         # Variables that a step makes lazily, such as an optimizer's slots, must not depend on the step's batch.
         with tf.control_dependencies(None):
-            return self._created(next_creator, **kwargs)
+            variable = self._created(next_creator, **kwargs)
+        # Keras variables know it by that where no strategy is in scope.
+        variable.keras_driver = self.keras_driver
+        return variable
 
     def _created(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         like = kwargs.get("colocate_with")

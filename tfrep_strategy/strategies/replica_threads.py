@@ -15,7 +15,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import MirroredReplicaThread, save_context, sync_on_read_context
-from tfrep_strategy.keras_integration.thread_state import CallerState
+from tfrep_strategy.keras_integration.finding import driver_of
+from tfrep_strategy.keras_integration.synchronous.driver import SynchronousDriver
+from tfrep_strategy.keras_integration.synchronous.thread_state import CallerState
 
 _THREAD_LOCALS = (save_context, sync_on_read_context)
 
@@ -51,7 +53,7 @@ def _inheriting(init: Any) -> Any:
     @functools.wraps(init)
     def inheriting_init(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
         init(self, strategy, *args, **kwargs)
-        self.inherited = _Inherited(self) if getattr(strategy, "drives_keras", False) else None
+        self.inherited = _Inherited(self) if isinstance(driver_of(strategy), SynchronousDriver) else None
 
     return inheriting_init
 

@@ -1,0 +1,102 @@
+"""What workers read: batches that the coordinator sends them, or pipelines of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import PerWorkerValues
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
+from tfrep_strategy.keras_integration.patching import keras_internal
+
+_EpochIterator: Any = keras_internal("backend.tensorflow.trainer", "TFEpochIterator")
+_adapters = keras_internal("trainers.data_adapters")
+_DataAdapter: Any = keras_internal("trainers.data_adapters.data_adapter", "DataAdapter")
+
+
+class FedData:
+    """Batches that the coordinator reads and sends to whichever worker is free: each example is seen once per epoch."""
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        self.element_spec = dataset.element_spec
+        self._dataset = dataset.prefetch(tf.data.AUTOTUNE)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._dataset)
+
+
+class WorkerData:
+    """Pipelines on the workers, one each, that go on from epoch to epoch until one of them ends."""
+
+    def __init__(self, strategy: Any, source: Any) -> None:
+        if isinstance(source, DatasetCreator):
+            creator = source
+            source = lambda: strategy.distribute_datasets_from_function(creator, creator.input_options)  # noqa: E731
+        self._distributed = strategy.coordinator.create_per_worker_dataset(source)
+        self.element_spec = self._distributed.element_spec
+
+    def __iter__(self) -> PerWorkerValues:
+        return iter(self._distributed)
+
+
+class StepsOfWorkers(_EpochIterator):  # type: ignore[misc]
+    """Reads what it is given on the coordinator; the workers read what a `DatasetCreator` makes for training.
+
+    Args:
+        driver: The driver of the model.
+        **kwargs: What Keras's loops give: the data, and settings.
+    """
+
+    def __init__(self, driver: Any, **kwargs: Any) -> None:
+        strategy, source = driver.strategy, kwargs.get("x")
+        # Of `fit`, `evaluate` and `predict`, only `fit` has class weights.
+        trains = "class_weight" in kwargs
+        created = isinstance(source, DatasetCreator) and trains and kwargs.get("steps_per_epoch") is not None
+        on_workers = created or isinstance(source, tf.distribute.DistributedDataset)
+        if on_workers:
+            source = _as_dataset_only(source, **kwargs)
+            kwargs |= {"x": _WorkerAdapter(), "class_weight": None}
+        # What TensorFlow's iterator adds to its base class is the distribution of the data, which is another one here.
+        super(_EpochIterator, self).__init__(**kwargs)
+        self._driver, self._distribute_strategy = driver, strategy
+        dataset: Any = None if on_workers else self.data_adapter.get_tf_dataset()
+        endless = on_workers or int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
+        if self.steps_per_epoch is None and endless:
+            raise ConfigurationError(
+                message("The data never ends.", hint="say how long an epoch is: steps_per_epoch=...", steps_per_epoch=None)
+            )
+        self._distributed_dataset = WorkerData(strategy, source) if on_workers else FedData(dataset)
+        self.element_spec = self._distributed_dataset.element_spec
+
+    def tf_sync(self) -> None:
+        """Waits for the steps of an epoch."""
+        self._driver.end_epoch()
+
+
+def _as_dataset_only(
+    source: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, **unused: Any
+) -> Any:
+    """Refuses what Keras refuses beside a data set, and gives the examples of a `DatasetCreator` their class's weight."""
+    for name, value, what in (("y", y, "the targets"), ("sample_weight", sample_weight, "the sample weights")):
+        if value is not None:
+            _adapters.raise_unsupported_arg(name, what, type(source).__name__)
+    if class_weight is None:
+        return source
+    if not isinstance(source, DatasetCreator):
+        raise ConfigurationError(
+            message(
+                "Class weights cannot be added to a data set that is distributed already.",
+                hint="let it yield (x, y, sample_weight), or pass a tfrep.DatasetCreator.",
+                class_weight=class_weight,
+            )
+        )
+    return source.with_class_weight(class_weight)
+
+
+class _WorkerAdapter(_DataAdapter):  # type: ignore[misc, valid-type]
+    """Stands for data that the coordinator does not see."""
+
+    num_batches = batch_size = has_partial_batch = partial_batch_size = None

@@ -1,0 +1,143 @@
+"""`fit`, `evaluate` and `predict` on workers that take steps on their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfrep_strategy.keras_integration.asynchronous.callbacks import check_callbacks
+from tfrep_strategy.keras_integration.asynchronous.data import StepsOfWorkers
+from tfrep_strategy.keras_integration.asynchronous.partitioned_variables import Parts
+from tfrep_strategy.keras_integration.asynchronous.predictions import PredictFunction
+from tfrep_strategy.keras_integration.asynchronous.state import SharedState
+from tfrep_strategy.keras_integration.asynchronous.steps import StepFunction
+from tfrep_strategy.keras_integration.asynchronous.sync_updates import Updates
+from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.settings import Setting
+from tfrep_strategy.keras_integration.shared import made_in_scope
+
+_Trainer = keras_internal("backend.tensorflow.trainer", "TensorFlowTrainer")
+
+
+class AsynchronousDriver(Updates, SharedState, Parts):
+    """Trains a model on the workers of a parameter-server strategy.
+
+    Here are the loops, in the order in which they come. What a step calls is in the classes that this one derives from.
+
+    Args:
+        strategy: The strategy.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
+        self._running: Setting[Any] = Setting(None)
+        self._is_watched: Setting[bool] = Setting(True)
+
+    # A call begins.
+
+    def compile(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Makes in the model's scope what is given by name."""
+        with self.strategy.scope():
+            original(model, *args, **kwargs)
+
+    def fit(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trains on the workers."""
+        made_in_scope.refuse_foreign_model(model, self.strategy, "fit")
+        return self._on_workers("train", original, model, args, kwargs)
+
+    def evaluate(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates on the workers."""
+        made_in_scope.refuse_foreign_model(model, self.strategy, "evaluate")
+        return self._on_workers("test", original, model, args, kwargs)
+
+    def predict(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Predicts on the workers."""
+        return self._on_workers("predict", original, model, args, kwargs)
+
+    def train_on_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Waits for the step of a worker."""
+        made_in_scope.refuse_foreign_model(model, self.strategy, "train_on_batch")
+        with self._driving(model, "train_function"):
+            return original(model, *args, **kwargs)
+
+    def test_on_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Waits for the step of a worker."""
+        made_in_scope.refuse_foreign_model(model, self.strategy, "test_on_batch")
+        with self._driving(model, "test_function"):
+            return original(model, *args, **kwargs)
+
+    def predict_on_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Waits for the outputs of a worker."""
+        with self._driving(model, "predict_function"):
+            return original(model, *args, **kwargs)
+
+    def _on_workers(self, phase: str, original: Any, model: Any, args: Any, kwargs: Any) -> Any:
+        is_watched = check_callbacks(phase, original, model, args, kwargs)
+        with self._driving(model, f"{phase}_function"), self._is_watched.to(is_watched):
+            return original(model, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _driving(self, model: Any, function_name: str) -> Iterator[None]:
+        """Starts clean, and says that a server is gone where the coordinator notices it first."""
+        with self.strategy.step_runner.driving(), self._running.to((model, function_name)):
+            function = getattr(model, function_name)
+            if function is not None:
+                function.begin()
+            yield
+
+    # What is read.
+
+    def make_epoch_iterator(self, original: Any, distribute_strategy: Any = None, **kwargs: Any) -> StepsOfWorkers:
+        """Hands Keras's loops batches to send to workers, or the pipelines of these."""
+        return StepsOfWorkers(self, **kwargs)
+
+    def end_epoch(self) -> None:
+        """Waits for the steps of an epoch, and tells Keras if a worker had no data for one of them."""
+        model, function_name = self._running.value
+        function = getattr(model, function_name)
+        function.drain()
+        if function.take_out_of_data():
+            raise tf.errors.OutOfRangeError(None, None, "The data of a worker has ended.")
+
+    def build_model(self, original: Any, model: Any, iterator: Any = None, data_batch: Any = None) -> None:
+        """Builds the model from the specification of its data."""
+        if iterator is not None:
+            spec = iterator.element_spec
+            data_batch = tf.nest.map_structure(lambda s: None if isinstance(s, tf.OptionalSpec) else s, spec)
+        with self.strategy.scope():
+            self._adopt(model.optimizer)
+            if all(getattr(type(model), name) is getattr(_Trainer, name) for name in ("train_step", "test_step")):
+                model._symbolic_build(data_batch=data_batch)
+            elif model.built and isinstance(model.optimizer, keras.optimizers.Optimizer) and not model.optimizer.built:
+                # Nothing says what else such a step calls; what it makes lazily is made when it is traced.
+                model.optimizer.build(model.trainable_variables)
+
+    def _adopt(self, optimizer: Any) -> None:
+        """Takes over an optimizer that was made outside the strategy's scope, so that its slots are on the servers."""
+        while isinstance(optimizer, keras.optimizers.Optimizer) and not optimizer.built:
+            optimizer._distribution_strategy = self.strategy
+            optimizer = getattr(optimizer, "inner_optimizer", None)
+
+    # What a step does.
+
+    def make_function(self, original: Any, model: Any, step_function: Any) -> StepFunction:
+        """Makes the function that hands a step to a worker."""
+        updates = step_function != model.test_step
+        return StepFunction(model, step_function, self.strategy, updates, self._is_watched)
+
+    def make_predict_function(self, original: Any, model: Any, force: bool = False) -> Any:
+        """Makes the function that hands a prediction to a worker."""
+        if model.predict_function is None or force:
+            model.predict_function = PredictFunction(model, model.predict_step, self.strategy, False, self._is_watched)
+        return model.predict_function
+
+    # What is reported.
+
+    def join_predictions(self, original: Any, tensors: Any) -> Any:
+        """Waits for predictions, and puts them together in input order."""
+        outputs = [prediction.get() for prediction in tensors]
+        return keras.tree.map_structure(lambda *parts: original(list(parts)), *outputs)

@@ -1,0 +1,351 @@
+"""What a worker does in a step that Keras drives, and what becomes of its result."""
+
+from __future__ import annotations
+
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import PerWorkerValues
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.keras_integration.asynchronous.local_variables import kept_on_worker, new_local
+from tfrep_strategy.keras_integration.asynchronous.state import AsyncStep, make_exact, traced_step
+from tfrep_strategy.keras_integration.asynchronous.sync_updates import SyncUpdates
+from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.settings import Setting
+from tfrep_strategy.keras_integration.shared.xla import compiled_between_collectives
+
+_trainer = keras_internal("backend.tensorflow.trainer")
+_StatelessScope = keras_internal("backend.common.stateless_scope", "StatelessScope")
+_SHOW_SECONDS = 0.25
+
+
+class StepFunction:
+    """Stands where Keras keeps its compiled step: a call hands one step to a worker.
+
+    The metrics of a step stay on the worker, and travel with its result, as what the step has added to them. They are
+    counted here when the step is complete, so that a step that was begun twice counts once.
+
+    Args:
+        model: The model.
+        step_function: `model.train_step`, `test_step` or `predict_step`.
+        strategy: The strategy of the model.
+        updates: Whether the step changes the model.
+        is_watched: Whether somebody looks at the logs while an epoch runs.
+    """
+
+    def __init__(
+        self, model: Any, step_function: Callable[[Any], Any], strategy: Any, updates: bool, is_watched: Setting[bool]
+    ) -> None:
+        if model.run_eagerly:
+            raise ConfigurationError(
+                message("Workers run compiled steps only.", hint="compile with run_eagerly=False.", run_eagerly=True)
+            )
+        if model.jit_compile:
+            step_function = compiled_between_collectives(step_function)
+        self._model = weakref.ref(model)
+        self._step_function = model._autoconvert_optionals(step_function)
+        self.strategy = strategy
+        self._runner = strategy.step_runner
+        self._updates = updates
+        self._traced: dict[Any, Any] = {}
+        self._pending: list[Any] = []
+        self._is_watched = is_watched
+        self._sync = SyncUpdates(strategy) if updates and strategy.replicas_to_aggregate else None
+        self._is_drained, self._out_of_data = True, False
+        self._reset()
+
+    @property
+    def model(self) -> Any:
+        """The model whose steps these are."""
+        return self._model()
+
+    def _reset(self) -> None:
+        self._totals: np.ndarray | None = None
+        self._logs: dict[str, float] = {}
+        self._handed_out: dict[str, float] = {}
+        """What the last call has returned: the logs of the epoch when its steps are done."""
+        self._shown: dict[str, float] = {}
+        self._shown_at, self._retried = 0.0, False
+        self._base: Any = None
+
+    def begin(self) -> None:
+        """Forgets what a training or an evaluation has left that was interrupted. No step of it runs any more."""
+        if self._is_drained:
+            return
+        self._pending, self._is_drained, self._out_of_data = [], True, False
+        self._reset()
+        if self._sync is not None:
+            # Gradients of abandoned steps may be in the accumulators, whose names the traced programs hold.
+            self._sync.close()
+            self._sync = SyncUpdates(self.strategy)
+            self._traced.clear()
+
+    def __call__(self, iterator: Any) -> dict[str, Any]:
+        """Hands the next step to a worker.
+
+        Returns:
+            The logs of the steps that are done so far, which become those of the epoch when all are done. Of a batch that is no
+            part of an epoch, as `train_on_batch` gives it, the logs of its step.
+        """
+        if isinstance(iterator, types.GeneratorType):
+            self._hand_out(self._next_batches(iterator, 1))
+            self.drain()
+            return self.model._get_metrics_result_or_logs(self.logs)
+        count = self.model.steps_per_execution
+        on_worker = isinstance(iterator, PerWorkerValues)
+        data = iterator if on_worker else self._next_batches(iterator, count)
+        if self._sync is None:
+            self._hand_out(data)
+        else:
+            # Each gradient is for an update of its own.
+            for batches in [data] * count if on_worker else [(batch,) for batch in data]:
+                self._hand_out(batches)
+        self._handed_out = dict(self._current_logs())
+        return self._handed_out
+
+    def _hand_out(self, data: Any) -> None:
+        self._is_drained = False
+        update = 0 if self._sync is None else self._sync.wait_for_turn()
+        self._collect()
+        if self._out_of_data:
+            self.drain()
+            self.take_out_of_data()
+            raise StopIteration
+        concrete, layout = self._trace(data)
+        if self._base is None and self._updates:
+            self._base = [variable.numpy() for variable in layout.counters]
+        arguments: tuple[Any, ...] = (data,)
+        if layout.is_numbered:
+            arguments = (data, tf.constant([self.strategy.next_step_number(), update], tf.int64))
+        result = self._runner.schedule(concrete, arguments)
+        self._pending.append((result, layout))
+        if self._sync is not None:
+            self._sync.add(result)
+
+    def _next_batches(self, iterator: Any, count: int) -> tuple[Any, ...]:
+        batches: list[Any] = []
+        for batch in iterator:
+            batches.append(as_tensors(batch))
+            if len(batches) == count:
+                break
+        if not batches:
+            self.drain()
+            raise StopIteration
+        return tuple(batches)
+
+    def drain(self) -> None:
+        """Waits for all steps, and writes what the metrics are into the model."""
+        if self._is_drained:
+            return
+        self._runner.join()
+        if self._sync is not None:
+            self._sync.finish()
+        self._collect()
+        self._write_metrics()
+        if self._retried and self._updates:
+            # A worker that died may have added to a counter on the server before another one did the step again.
+            for variable, base, added in zip(self._layout.counters, self._base, self._added(), strict=True):
+                variable.assign(base + added)
+        logs, shown, handed_out = self._logs, self._read_metrics(), self._handed_out
+        self._reset()
+        self._is_drained = True
+        self._logs = {name: shown.get(name, value) for name, value in logs.items()}
+        handed_out.clear()
+        handed_out.update(self._logs)
+
+    def take_out_of_data(self) -> bool:
+        """Tells, once, whether a worker had no data for a step that is done."""
+        out_of_data, self._out_of_data = self._out_of_data, False
+        return out_of_data
+
+    @property
+    def logs(self) -> dict[str, float]:
+        """The logs of an epoch whose steps are done."""
+        return dict(self._logs)
+
+    def _collect(self) -> None:
+        waiting = []
+        for result, layout in self._pending:
+            if not result.complete:
+                waiting.append((result, layout))
+                continue
+            self._retried |= result.attempts > 1
+            if result.out_of_data:
+                self._out_of_data = True
+            elif result.has_value:
+                values = result.get().numpy()
+                self._layout = layout
+                self._logs = layout.read_logs(values)
+                totals = values[: layout.size]
+                self._totals = totals if self._totals is None else self._totals + totals
+        self._pending = waiting
+
+    def _added(self) -> list[np.ndarray]:
+        return self._layout.split(self._totals)[len(self._layout.metrics) :]
+
+    def _write_metrics(self) -> None:
+        if self._totals is not None:
+            for variable, total in zip(self._layout.metrics, self._layout.split(self._totals), strict=False):
+                variable.assign(total.astype(tf.as_dtype(variable._dtype).as_numpy_dtype))
+
+    def _read_metrics(self) -> dict[str, float]:
+        """Computes the metrics of the steps that are done, from sums that are here already."""
+        if self._totals is None:
+            return {}
+        sums = zip(self._layout.metrics, self._layout.split(self._totals), strict=False)
+        values = [(variable, tf.constant(total, variable._dtype)) for variable, total in sums]
+        with _StatelessScope(state_mapping=values):
+            return keras_internal("utils.python_utils", "pythonify_logs")(self.model.get_metrics_result())
+
+    def _current_logs(self) -> dict[str, float]:
+        now = time.monotonic()
+        if self._is_watched.value and self._totals is not None and now - self._shown_at > _SHOW_SECONDS:
+            metrics = self._read_metrics()
+            self._shown = {name: metrics.get(name, value) for name, value in self._logs.items()}
+            self._shown_at = time.monotonic()
+        return self._shown
+
+    def _trace(self, data: Any) -> tuple[Any, Any]:
+        on_worker = isinstance(data, PerWorkerValues)
+        argument = data._values[0]._type_spec if on_worker else tf.nest.map_structure(_relaxed_spec, data)
+        key = str(argument), self.model.steps_per_execution
+        if key not in self._traced:
+            layout = StepLayout()
+            # Each argument that the coordinator sends costs a message.
+            layout.is_numbered = self._sync is not None or _draws_random_numbers(self.model)
+            arguments = (argument, tf.TensorSpec([2], tf.int64)) if layout.is_numbered else (argument,)
+            function = tf.function(lambda data, *number: self._steps(data, on_worker, layout, *number), autograph=False)
+            with self.strategy.scope(), self.strategy.tracing():
+                concrete = function.get_concrete_function(*arguments)
+            self._traced[key] = concrete, layout
+        return self._traced[key]
+
+    def _steps(self, data: Any, on_worker: bool, layout: StepLayout, number: tf.Tensor | None = None) -> tf.Tensor:
+        model = self.model
+        for metric in _flat(model.metrics):
+            make_exact(metric)
+        layout.metrics = _distinct(v for metric in model.metrics for v in metric.variables)
+        layout.counters = _counters(model) if self._updates and self._sync is None else []
+        step = AsyncStep() if number is None else AsyncStep(number[0], self._sync, number[1])
+        count = len(data) if not on_worker else model.steps_per_execution if self._sync is None else 1
+        one_step = tf.function(lambda batch: self._one_step(batch), autograph=False) if count > 1 else self._one_step
+        batches = _all_or_none([next(data) for _ in range(count)]) if on_worker else data
+        with kept_on_worker(layout.metrics) as metrics, traced_step.to(step):
+            counters = [new_local(variable) for variable in layout.counters]
+            step.added = {id(v): local for v, local in zip(layout.counters, counters, strict=True)}
+            for index, batch in enumerate(batches):
+                step.number = None if number is None else number[0] * count + index
+                logs = one_step(batch)
+            sums = [tf.reshape(tf.cast(v.read_value(), tf.float64), [-1]) for v in metrics + counters]
+        logs = logs if isinstance(logs, dict) else {}
+        layout.describe(logs)
+        return tf.concat([*sums, *(tf.reshape(tf.cast(value, tf.float64), [-1]) for value in logs.values())], 0)
+
+    def _one_step(self, batch: Any) -> Any:
+        def step(batch: Any) -> Any:
+            # Nothing may be counted before the batch is there: the data may have ended.
+            leaves = tf.nest.flatten(batch, expand_composites=True)
+            with tf.control_dependencies([leaf for leaf in leaves if tf.is_tensor(leaf)]):
+                return self._step_function(batch)
+
+        return run_on_worker(self.strategy, step, batch, "auto")
+
+
+def run_on_worker(strategy: Any, step_function: Any, batch: Any, reduction: str) -> Any:
+    """Runs a step on the devices of a worker, each of which gets its part of the batch."""
+    outputs = strategy.run(step_function, args=(strategy.cut_for_replicas(batch),))
+    return _trainer.reduce_per_replica(outputs, strategy, reduction)
+
+
+class StepLayout:
+    """How the numbers of a step's result are laid out: metrics, counters, logs."""
+
+    def __init__(self) -> None:
+        self.metrics: list[Any] = []
+        self.counters: list[Any] = []
+        self.is_numbered = False
+        self.log_shapes: dict[str, tuple[int, ...]] = {}
+        self.size = 0
+
+    def describe(self, logs: dict[str, Any]) -> None:
+        """Notes which logs follow the sums."""
+        self.log_shapes = {name: tuple(value.shape) for name, value in logs.items()}
+        self.size = sum(int(np.prod(v.shape)) for v in self.metrics + self.counters)
+
+    def read_logs(self, values: np.ndarray) -> dict[str, Any]:
+        """Reads the logs of a step from its result."""
+        logs, start = {}, self.size
+        for name, shape in self.log_shapes.items():
+            size = int(np.prod(shape))
+            logs[name] = values[start : start + size].reshape(shape) if shape else float(values[start])
+            start += size
+        return logs
+
+    def split(self, totals: np.ndarray) -> list[np.ndarray]:
+        """Cuts the sums into the values of the single variables."""
+        values, start = [], 0
+        for variable in self.metrics + self.counters:
+            size = int(np.prod(variable.shape))
+            values.append(totals[start : start + size].reshape(tuple(variable.shape)))
+            start += size
+        return values
+
+
+def _all_or_none(batches: list[Any]) -> list[Any]:
+    """Makes batches that are there when all are: where the data ends before, none of their steps is done."""
+    leaves = tf.nest.flatten(batches, expand_composites=True)
+    with tf.control_dependencies([leaf for leaf in leaves if tf.is_tensor(leaf)]):
+        leaves = [tf.identity(leaf) if tf.is_tensor(leaf) else leaf for leaf in leaves]
+    return tf.nest.pack_sequence_as(batches, leaves, expand_composites=True)
+
+
+def _draws_random_numbers(model: Any) -> bool:
+    return any(variable.name == "seed_generator_state" for variable in model.variables)
+
+
+def _flat(metrics: Any) -> Iterator[Any]:
+    for metric in metrics:
+        yield metric
+        yield from _flat(getattr(metric, "metrics", metric._metrics))
+
+
+def _distinct(variables: Any) -> list[Any]:
+    return list({id(variable): variable for variable in variables}.values())
+
+
+def _counters(model: Any) -> list[Any]:
+    """Returns the counters of steps: of the optimizer, and of what it wraps."""
+    counters, optimizer = [], getattr(model, "optimizer", None)
+    while optimizer is not None:
+        counters.append(optimizer._iterations)
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    return _distinct(counters)
+
+
+def as_tensors(batch: Any) -> Any:
+    """Makes tensors of what a batch holds, but for None."""
+    return tf.nest.map_structure(lambda v: v if v is None or _is_tensor(v) else tf.convert_to_tensor(v), batch)
+
+
+def _is_tensor(value: Any) -> bool:
+    return tf.is_tensor(value) or isinstance(value, tf.experimental.Optional)
+
+
+def _relaxed_spec(value: Any) -> Any:
+    """Describes a value but for the size of its batch, so that a smaller last batch needs no other program."""
+    if value is None:
+        return None
+    spec = tf.type_spec_from_value(value)
+    if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
+        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensorSpec([None, *spec.shape[1:]], spec.dtype)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec([None, *spec.shape[1:]], spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return spec

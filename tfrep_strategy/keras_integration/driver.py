@@ -1,0 +1,36 @@
+"""A driver: the methods that Keras's own code calls in the place of what is replaced."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from tfrep_strategy.keras_integration.patching import Registry
+from tfrep_strategy.keras_integration.table_of_models import ModelPatches
+from tfrep_strategy.keras_integration.table_of_training import TrainingPatches
+
+
+class KerasDriver(TrainingPatches, ModelPatches):
+    """Trains as Keras wrote it; the drivers of strategies override what they need.
+
+    A method has the name of an entry of the tables. It gets Keras's own function, then the arguments of the call.
+
+    Args:
+        strategy: The strategy that brings it.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = weakref.ref(strategy)
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that has brought this driver."""
+        return self._strategy()
+
+    def num_processes(self) -> int:
+        """Counts the processes that train together, and call what saves at the same time."""
+        return 1
+
+
+registry = Registry(KerasDriver)
+"""All that is replaced."""

@@ -1,0 +1,80 @@
+"""How a driver is found: by the strategy of the object that Keras passes, or by the one in scope.
+
+A strategy brings its driver as `strategy.extended.keras_driver`. None stands for what Keras does by itself, under the strategies of
+others and under none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.keras_integration.settings import Setting
+
+loops_data_of: Setting[Any] = Setting(None)
+"""The driver for whose loop an adapter of data is made now; None outside loops."""
+
+
+def driver_of(strategy: Any) -> Any:
+    """Returns the driver that a strategy brings; for None, and for strategies of others, None."""
+    return getattr(getattr(strategy, "extended", None), "keras_driver", None)
+
+
+def driver_in_scope(*args: Any, **kwargs: Any) -> Any:
+    """Returns the driver of the strategy in scope."""
+    return driver_of(tf.distribute.get_strategy())
+
+
+def driver_of_model(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the driver of the strategy that a model was made under; of what is no model, None."""
+    return driver_of(getattr(model, "distribute_strategy", None))
+
+
+def of_callback(callback: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the driver of the model that a callback belongs to."""
+    return driver_of_model(callback.model)
+
+
+def of_callbacks(
+    callback_list: Any, callbacks: Any = None, add_history: Any = False, add_progbar: Any = False, model: Any = None, **params: Any
+) -> Any:
+    """Returns the driver of the model that a list of callbacks is made for."""
+    return driver_of_model(model)
+
+
+def of_loop(*args: Any, distribute_strategy: Any = None, **kwargs: Any) -> Any:
+    """Returns the driver of the strategy that a loop reads data for."""
+    return driver_of(distribute_strategy)
+
+
+def of_outputs(values: Any, strategy: Any, reduction: Any) -> Any:
+    """Returns the driver of the strategy whose replicas have returned values."""
+    return driver_of(strategy)
+
+
+def of_predictions(tensors: Any) -> Any:
+    """Returns the driver of the workers that make predictions; None where they are tensors already."""
+    return driver_of(getattr(tensors[0], "strategy", None))
+
+
+def of_reader(*args: Any, **kwargs: Any) -> Any:
+    """Returns the driver for whose loop data is adapted."""
+    return loops_data_of.value
+
+
+def of_variable(variable: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the driver that a variable on servers belongs to, which needs no scope; else the one in scope."""
+    own = getattr(getattr(variable, "_value", None), "keras_driver", None)
+    return driver_in_scope() if own is None else own
+
+
+def of_embedding(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the driver that the table of a layer belongs to; else the one in scope."""
+    return of_variable(getattr(layer, "_embeddings", None))
+
+
+def of_optimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the driver in scope; outside scopes, that of the strategy that the optimizer was made under."""
+    driver = driver_in_scope()
+    return driver_of(optimizer._distribution_strategy) if driver is None else driver

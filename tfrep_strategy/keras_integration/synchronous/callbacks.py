@@ -1,0 +1,234 @@
+"""Callbacks that decide alike on every process, and write each file once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+
+from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.protocol import KerasStrategy
+from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
+from tfrep_strategy.keras_integration.synchronous.lone_callbacks import Given, LoneCallback, find_lone
+from tfrep_strategy.keras_integration.synchronous.saving import failing_together, is_coordinated, written_once
+
+_file_utils = keras_internal("utils.file_utils")
+_is_default = keras_internal("utils.python_utils", "is_default")
+_pythonify_logs = keras_internal("utils.python_utils", "pythonify_logs")
+
+_DESTINATIONS: dict[type, Callable[[Any], str]] = {
+    keras.callbacks.CSVLogger: lambda callback: os.path.abspath(callback.filename),
+    keras.callbacks.ProgbarLogger: lambda callback: "terminal",
+    keras.callbacks.RemoteMonitor: lambda callback: callback.root + callback.path,
+    keras.callbacks.TensorBoard: lambda callback: os.path.abspath(callback.log_dir),
+}
+"""Callbacks that do nothing but write or show, and where to; of those with the same destination one writes."""
+
+_DECIDE_ALIKE = (keras.callbacks.ModelCheckpoint, keras.callbacks.TensorBoard, keras.callbacks.TerminateOnNaN)
+"""Callbacks whose decisions about a batch are the same everywhere, because its logs are."""
+
+_STOPS = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
+"""The attribute of a model by which callbacks end each phase."""
+
+
+def _destination(callback: Any, is_lone: bool) -> str | None:
+    if is_lone and isinstance(callback, keras.callbacks.ModelCheckpoint):
+        return os.path.abspath(callback.filepath)
+    return next((where(callback) for kind, where in _DESTINATIONS.items() if isinstance(callback, kind)), None)
+
+
+class Callbacks(SynchronousBase):
+    """What callbacks do."""
+
+    def init_callbacks(
+        self, original: Any, callback_list: Any, callbacks: Any = None, add_history: bool = False,
+        add_progbar: bool = False, model: Any = None, **params: Any,
+    ) -> None:  # fmt: skip
+        """Leaves out what another process writes, and puts what keeps the processes in step at both ends."""
+        strategy = self.strategy
+        callbacks = list(keras.tree.flatten(callbacks)) if callbacks else []
+        agreement, callbacks = _agreed(strategy, callbacks)
+        original(
+            callback_list, [_Before(strategy, agreement), *callbacks, _After(strategy, agreement)],
+            add_history=add_history, add_progbar=add_progbar and strategy.is_chief, model=model, **params,
+        )  # fmt: skip
+
+    def save_checkpoint(self, original: Any, callback: Any, epoch: int, batch: int | None, logs: Any) -> None:
+        """Decides on every process whether to save, and saves where `save` would."""
+        if is_coordinated.value:
+            return original(callback, epoch, batch, logs)
+        with written_once(self.strategy, callback.filepath) as writes:
+            if writes:
+                original(callback, epoch, batch, logs)
+            else:  # Nothing is looked for or made in the file system.
+                with _silent(callback):
+                    callback._should_save_model(epoch, batch, logs, callback._get_file_path(epoch, batch, logs))
+        return None
+
+    def save_backup(self, original: Any, callback: Any) -> None:
+        """Backs up where `save` would."""
+        with written_once(self.strategy, callback.backup_dir) as writes:
+            if writes:
+                original(callback)
+
+    def restore_backup(self, original: Any, callback: Any, logs: Any = None) -> None:
+        """Restores what the chief finds, everywhere: the other processes may not see its disk."""
+        strategy, model = self.strategy, callback.model
+        optimizer = model.optimizer
+        exists = any(map(_file_utils.exists, (callback._weights_path, callback._prev_weights_path))) if strategy.is_chief else False
+        restores = strategy.broadcast_object(exists)
+        if restores and model.built and optimizer is not None and not optimizer.built:
+            with strategy.scope():
+                optimizer.build(model.trainable_variables)
+        strategy.synchronize_new_variables()
+        batches = 0
+        with failing_together(strategy), strategy.acting_alone():
+            if strategy.is_chief:
+                original(callback, logs)
+                batches = _batches_done(callback) if restores else 0
+        model._initial_epoch, batches = strategy.broadcast_object((model._initial_epoch, batches))
+        if restores:
+            strategy.resumes_at = model._initial_epoch or 0, batches
+            # Else a second interruption would be noted as one of epoch 0.
+            callback._current_epoch = model._initial_epoch or 0
+            strategy.broadcast_variables(model.variables + (optimizer.variables if optimizer is not None else []))
+
+    def remove_backup(self, original: Any, callback: Any, logs: Any = None) -> None:
+        """Removes the backup where it was written."""
+        self.strategy.resumes_at = 0, 0  # Where there was no epoch left to do.
+        with written_once(self.strategy, callback.backup_dir) as writes:
+            if writes:
+                original(callback, logs)
+
+
+class _Agreement(NamedTuple):
+    """What the callbacks of all processes are.
+
+    Attributes:
+        look_at_batches: The phases in which one of them looks at single batches.
+        may_stop_alone: Those in which one of them may stop for reasons that the others do not have.
+        some_are_lone: Whether a process has a callback for itself.
+    """
+
+    look_at_batches: frozenset[str]
+    may_stop_alone: frozenset[str]
+    some_are_lone: bool
+
+
+def _agreed(strategy: KerasStrategy, callbacks: list[Any]) -> tuple[_Agreement, list[Any]]:
+    """Compares the callbacks of all processes, and returns those that this one runs."""
+    look_at_batches = frozenset[str]().union(*map(_phases_seen_by_batch, callbacks))
+    of_their_own = [callback for callback in callbacks if not isinstance(callback, _DECIDE_ALIKE)]
+    may_stop_alone = frozenset[str]().union(*map(_phases_seen_by_batch, of_their_own))
+    ranks = strategy.all_gather_object((look_at_batches, may_stop_alone, list(map(Given.of, callbacks))))
+    kinds = find_lone([given for _, _, given in ranks])
+    look_at_batches, may_stop_alone = (frozenset().union(*(said[i] for said in ranks)) for i in (0, 1))
+    are_lone = [Given.of(callback).kind in kinds for callback in callbacks]
+    destinations = list(map(_destination, callbacks, are_lone))
+    firsts = strategy.first_with(destinations)
+    own = [
+        LoneCallback(callback, strategy) if is_lone else callback
+        for callback, is_lone, destination, first in zip(callbacks, are_lone, destinations, firsts, strict=True)
+        if first or destination is None
+    ]
+    return _Agreement(look_at_batches, may_stop_alone, bool(kinds)), own
+
+
+class _Together(keras.callbacks.Callback):
+    """Does with all processes what a list of callbacks does; it stands at one end of the list.
+
+    Args:
+        strategy: The strategy of the model.
+        agreement: What the callbacks of all processes are.
+    """
+
+    def __init__(self, strategy: KerasStrategy, agreement: _Agreement) -> None:
+        super().__init__()
+        self._strategy, self._agreement = strategy, agreement
+        # Without batches to look at there is nothing to do at one, and the bar of Keras may be drawn meanwhile.
+        self.async_safe = not agreement.look_at_batches
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._end_batch("train", logs)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._end_batch("test", logs)
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._end_batch("predict", logs)
+
+    def _end_batch(self, phase: str, logs: Any) -> None:
+        raise NotImplementedError
+
+
+class _Before(_Together):
+    """Makes what the other callbacks see that of the whole batch, and of all replicas."""
+
+    def _end_batch(self, phase: str, logs: Any) -> None:
+        if phase in self._agreement.look_at_batches:
+            if logs and phase != "predict":  # Outputs are those of all replicas already.
+                # All callbacks get this one object.
+                of_all = _pythonify_logs(self.model._get_metrics_result_or_logs(dict(logs)))
+                logs.clear()
+                logs.update(of_all)
+            self._prepare_for_lone()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._strategy.merge_replica_state()
+        self._prepare_for_lone()
+
+    def _prepare_for_lone(self) -> None:
+        """Makes state that is spread over the processes readable on each alone, where one has a callback for itself."""
+        if self._agreement.some_are_lone:
+            self._strategy.synchronize_new_variables()
+            self._strategy.merge_replica_state()
+            self._strategy.collect_sums()
+
+
+class _After(_Together):
+    """Ends a phase on all processes where one wants to."""
+
+    def _end_batch(self, phase: str, logs: Any) -> None:
+        if phase in self._agreement.may_stop_alone:
+            self._stop_together(phase)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._stop_together("train")
+
+    def _stop_together(self, phase: str) -> None:
+        # In a loop of one's own a model may not know of stopping.
+        if any(self._strategy.all_gather_object(getattr(self.model, _STOPS[phase], False))):
+            setattr(self.model, _STOPS[phase], True)
+
+
+def _phases_seen_by_batch(callback: Any) -> frozenset[str]:
+    """Returns in which phases a callback looks at single batches."""
+    if isinstance(callback, (keras.callbacks.ProgbarLogger, keras.callbacks.BackupAndRestore)):
+        return frozenset()
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+        return frozenset(["train"] if callback.save_freq != "epoch" else [])
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        return frozenset(["train"] if callback.update_freq != "epoch" else [])
+    phases = [phase for phase in _STOPS if not _is_default(getattr(callback, f"on_{phase}_batch_end"))]
+    return frozenset(phases if _is_default(callback.on_batch_end) else [*phases, "train"])
+
+
+@contextlib.contextmanager
+def _silent(callback: Any) -> Iterator[None]:
+    verbose, callback.verbose = callback.verbose, 0
+    try:
+        yield
+    finally:
+        callback.verbose = verbose
+
+
+def _batches_done(callback: Any) -> int:
+    """Returns how many batches of the interrupted epoch the backup has seen; Keras itself starts that epoch again."""
+    if callback.save_freq == "epoch" or not _file_utils.exists(callback._training_metadata_path):
+        return 0
+    with _file_utils.File(callback._training_metadata_path, "r") as file:
+        return json.loads(file.read())["batch"] + 1

@@ -1,0 +1,226 @@
+"""`fit`, `evaluate`, `predict` and the `*_on_batch` methods on replicas that train in step."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.fingerprints import Fingerprint
+from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.keras_integration.shared import made_in_scope
+from tfrep_strategy.keras_integration.shared.xla import SplitPrediction, compiled_between_collectives
+from tfrep_strategy.keras_integration.synchronous.callbacks import Callbacks
+from tfrep_strategy.keras_integration.synchronous.empty_parts import EmptyParts
+from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
+from tfrep_strategy.keras_integration.synchronous.layers import Layers
+from tfrep_strategy.keras_integration.synchronous.logs import Logs, with_global_logs
+from tfrep_strategy.keras_integration.synchronous.losses import Losses
+from tfrep_strategy.keras_integration.synchronous.optimizer import Updates
+from tfrep_strategy.keras_integration.synchronous.placement import Placement
+from tfrep_strategy.keras_integration.synchronous.saving import Saving
+from tfrep_strategy.keras_integration.synchronous.stateful_rnn import StatefulLayers
+from tfrep_strategy.keras_integration.synchronous.thread_state import Seeds
+
+_Trainer = keras_internal("backend.tensorflow.trainer", "TensorFlowTrainer")
+_STEPS = (tf.data.Iterator, tf.distribute.DistributedIterator)
+
+
+class SynchronousDriver(
+    Updates, Losses, Logs, StatefulLayers, Placement, Layers, Seeds, EmptyParts, Callbacks, Saving
+):
+    """Trains a model on all replicas of a strategy as on one device.
+
+    Here are the loops, in the order in which they come. What a step calls is in the classes that this one derives from.
+
+    Args:
+        strategy: The strategy.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
+        self._compared_calls: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+    # A call begins.
+
+    def compile(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Makes in the model's scope what is given by name, and refuses objects that were made elsewhere."""
+        with self.strategy.scope() if self.has_several else contextlib.nullcontext():
+            original(model, *args, **kwargs)
+        if self.has_several:
+            made_in_scope.refuse_foreign_parts(model, self.strategy)
+
+    def resolve_auto_jit_compile(self, original: Any, model: Any) -> bool:
+        """Decides about XLA as on one device, where Keras does without it under every strategy."""
+        strategy, model._distribute_strategy = model._distribute_strategy, None
+        try:
+            return original(model)
+        finally:
+            model._distribute_strategy = strategy
+
+    def fit(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compares validation data before training, and not after the first epoch."""
+        self._refuse_foreign(model, "fit")
+        given = _given(original, model, args, kwargs)
+        self.strategy.given_beside = {"validation_data": given.get("validation_data")}
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            self.strategy.given_beside = {}
+
+    def evaluate(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Merges state that results depend on."""
+        self._refuse_foreign(model, "evaluate")
+        self._merge_state()
+        return original(model, *args, **kwargs)
+
+    def predict(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Merges state that predictions depend on."""
+        self._merge_state()
+        return original(model, *args, **kwargs)
+
+    def train_on_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compares what the ranks give to the first call."""
+        self._refuse_foreign(model, "train_on_batch")
+        self._compare_first_call("train_on_batch", original, model, args, kwargs)
+        return original(model, *args, **kwargs)
+
+    def test_on_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compares what the ranks give to the first call, and merges state that results depend on."""
+        self._refuse_foreign(model, "test_on_batch")
+        self._merge_state()
+        self._compare_first_call("test_on_batch", original, model, args, kwargs)
+        return original(model, *args, **kwargs)
+
+    def predict_on_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compares what the ranks give to the first call, and merges state that predictions depend on."""
+        self._merge_state()
+        self._compare_first_call("predict_on_batch", original, model, args, kwargs)
+        return original(model, *args, **kwargs)
+
+    def _refuse_foreign(self, model: Any, method: str) -> None:
+        if self.has_several:
+            made_in_scope.refuse_foreign_model(model, self.strategy, method)
+
+    def _merge_state(self) -> None:
+        """Makes moving statistics one value on all replicas."""
+        self.strategy.synchronize_new_variables()
+        self.strategy.merge_replica_state()
+
+    def _compare_first_call(self, method: str, original: Any, model: Any, args: Any, kwargs: Any) -> None:
+        """Compares what the ranks give; to compare each call would cost each a collective."""
+        compared = self._compared_calls.setdefault(model, set())
+        if method not in compared:
+            compared.add(method)
+            given = _given(original, model, args, kwargs)
+            self.strategy.check_same(Fingerprint({key: value for key, value in given.items() if key != "self"}))
+
+    # What is read.
+
+    def make_epoch_iterator(self, original: Any, distribute_strategy: Any = None, **kwargs: Any) -> StepsOfReplicas:
+        """Hands Keras's loops whole steps of all replicas of this process."""
+        return StepsOfReplicas(self, **kwargs)
+
+    def get_data_adapter(self, original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Has every process make the pipeline of its replicas of a `DatasetCreator`."""
+
+        def make(creator: Any) -> Any:
+            strategy: Any = self.strategy
+            return strategy.distribute_datasets_from_function(creator, creator.input_options)
+
+        return super().get_data_adapter(original, x, *args, make=make, **kwargs)
+
+    def build_model(self, original: Any, model: Any, iterator: Any = None, data_batch: Any = None) -> None:
+        """Builds the model from the specification of its data: a batch that is read for that would be lost."""
+        # Nothing says what a step of the user's own reads or calls. What it makes lazily is made when it is traced, as on one
+        # device.
+        if not _has_own_steps(model):
+            if iterator is not None:
+                spec = iterator.part_spec
+                data_batch = tf.nest.map_structure(lambda s: None if isinstance(s, tf.OptionalSpec) else s, spec)
+            with self.strategy.scope():
+                model._symbolic_build(data_batch=data_batch)
+        self.strategy.synchronize_new_variables()
+
+    # What a step does.
+
+    def make_function(self, original: Any, model: Any, step_function: Any) -> Any:
+        """Makes a train or test function that also takes whole batches, as `train_on_batch` gives them."""
+        strategy = self.strategy
+        if self.has_several:
+            step_function = with_global_logs(model, strategy, step_function)
+        if strategy.compiles_whole_steps or not model.jit_compile:
+            run = original(model, step_function)
+        else:
+            with _without_jit(model):
+                run = original(model, compiled_between_collectives(step_function))
+
+        def function(iterator: Any) -> Any:
+            strategy.synchronize_new_variables()
+            strategy.mark_state_changed()
+            takes_whole_batches = not isinstance(iterator, _STEPS)
+            if takes_whole_batches:
+                iterator = map(strategy.shard, iterator)
+            with strategy.watching_peers():
+                logs = run(iterator)
+            self._check_first_batch()
+            self.warn_of_layers_not_seen()
+            strategy.count_steps(model, model.steps_per_execution)
+            # Nobody asks again for the logs of a single batch, and those of a step are of one replica.
+            return model._get_metrics_result_or_logs(logs) if takes_whole_batches else logs
+
+        return function
+
+    def make_predict_function(self, original: Any, model: Any, force: bool = False) -> None:
+        """Makes a predict function that also takes whole batches, as `predict_on_batch` gives them."""
+        strategy = self.strategy
+        if strategy.compiles_whole_steps or not model.jit_compile:
+            original(model, force=force)
+        else:
+            split = SplitPrediction(model)
+            original(split, force=force)
+            model.predict_function = split.predict_function
+        if getattr(model.predict_function, "takes_whole_batches", False):
+            return
+        run = model.predict_function
+
+        def function(batches: Any) -> Any:
+            self._check_first_batch()
+            with strategy.watching_peers():
+                return run([batch if isinstance(batch, Shards) else strategy.shard(batch) for batch in batches])
+
+        function.takes_whole_batches = True  # type: ignore[attr-defined]
+        model.predict_function = function
+
+    def reduce_per_replica(self, original: Any, values: Any, strategy: Any, reduction: str) -> Any:
+        """Gathers the predictions of all replicas, in input order, on every process."""
+        return strategy.gather_outputs(values) if reduction == "concat" else original(values, strategy, reduction)
+
+    def _check_first_batch(self) -> None:
+        """Compares what the ranks have read first, once."""
+        first_batch, self.strategy.first_batch = self.strategy.first_batch, None
+        if first_batch is not None:
+            first_batch.check()
+
+
+def _given(original: Any, model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    return inspect.signature(original).bind(model, *args, **kwargs).arguments
+
+
+def _has_own_steps(model: Any) -> bool:
+    return any(getattr(type(model), name) is not getattr(_Trainer, name) for name in ("train_step", "test_step"))
+
+
+@contextlib.contextmanager
+def _without_jit(model: Any) -> Iterator[None]:
+    """Keeps Keras from compiling a whole step, which holds collectives that XLA cannot."""
+    jit_compile, model._jit_compile = model.jit_compile, False
+    try:
+        yield
+    finally:
+        model._jit_compile = jit_compile

@@ -1,0 +1,103 @@
+"""Operations on no rows: the part of a replica whose batch has fewer rows than there are replicas.
+
+TensorFlow's oneDNN kernels (2.21, on the CPU) give such a part the shape of their input, or no gradient, or end the process.
+Keras asks some operations for at least one element, and decides by a static size of 0 or 1 what is a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
+
+
+class EmptyParts(SynchronousBase):
+    """What operations of the backend do that fail on no rows."""
+
+    def conv(self, original: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Convolves or pools; the kernels of GPUs take no rows as they are."""
+        if "GPU" in getattr(inputs, "device", ""):
+            return original(inputs, *args, **kwargs)
+        return self._on_rows(lambda x: original(x, *args, **kwargs), inputs)
+
+    conv_transpose = depthwise_conv = separable_conv = max_pool = average_pool = conv
+
+    def map_rows(self, original: Any, f: Any, xs: Any) -> Any:
+        """Maps over no rows, of which Keras would take the first."""
+        return self._on_rows(lambda rows: original(f, rows), xs)
+
+    def stft(self, original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Transforms no signals, which TensorFlow cannot pad."""
+        return self._on_rows(lambda rows: original(rows, *args, **kwargs), x)
+
+    def transform_images(self, original: Any, layer: Any, data: Any, training: bool = True) -> Any:
+        """Transforms no images: some of these layers look at the first."""
+        if len(keras.ops.shape(data["images"] if isinstance(data, dict) else data)) != 4:  # One image.
+            return original(layer, data, training=training)
+        return self._on_rows(lambda rows: original(layer, rows, training=training), data)
+
+    def add(self, original: Any, x1: Any, x2: Any) -> Any:
+        """Adds two parts of no rows, or of one, as batches: Keras would add the second one as a bias."""
+
+        def is_small(x: Any) -> bool:
+            return isinstance(x, tf.Tensor) and bool(x.shape.rank) and x.shape[0] in (0, 1)
+
+        if not self.in_replica or not (is_small(x1) and is_small(x2)):
+            return original(x1, x2)
+        dtype = keras.backend.result_type(x1.dtype, x2.dtype)
+        return tf.add(tf.cast(x1, dtype), tf.cast(x2, dtype))
+
+    def max(self, original: Any, x: Any, axis: Any = None, keepdims: bool = False, initial: Any = None) -> Any:
+        """Lets an eager replica without rows go on, where Keras asks for an element."""
+        x = keras.ops.convert_to_tensor(x)
+        if not self._is_empty_now(x) or initial is not None:
+            return original(x, axis=axis, keepdims=keepdims, initial=initial)
+        return (tf.reduce_any if x.dtype == tf.bool else tf.reduce_max)(x, axis=axis, keepdims=keepdims)
+
+    def min(self, original: Any, x: Any, axis: Any = None, keepdims: bool = False, initial: Any = None) -> Any:
+        """Lets an eager replica without rows go on, where Keras asks for an element."""
+        x = keras.ops.convert_to_tensor(x)
+        if not self._is_empty_now(x) or initial is not None:
+            return original(x, axis=axis, keepdims=keepdims, initial=initial)
+        return (tf.reduce_all if x.dtype == tf.bool else tf.reduce_min)(x, axis=axis, keepdims=keepdims)
+
+    def _on_rows(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+        inputs = tf.nest.map_structure(tf.convert_to_tensor, inputs)
+        return _with_a_row(fn, inputs) if self._may_be_empty(tf.nest.flatten(inputs)[0]) else fn(inputs)
+
+    def _may_be_empty(self, inputs: Any) -> bool:
+        """Whether this is a tensor in one of several replicas that is not known to have rows."""
+        if not self.in_replica or not self.has_several or inputs.shape.rank is None:
+            return False
+        return not inputs.shape[:1].num_elements()
+
+    def _is_empty_now(self, x: Any) -> bool:
+        return tf.executing_eagerly() and not tf.size(x) and self._may_be_empty(x)
+
+
+def _with_a_row(fn: Callable[[Any], Any], inputs: Any) -> Any:
+    """Calls a function of rows on a row of zeros where there is none, and takes its result away.
+
+    Where there are rows, padding by nothing and slicing off nothing copy nothing, forward and backward.
+
+    Args:
+        fn: What is to be called with `inputs`; each row of its results depends on one row only.
+        inputs: A nest of tensors whose first dimension is the batch.
+    """
+    first = tf.nest.flatten(inputs)[0]
+    rows = tf.shape(first)[0]
+    missing = 1 - tf.minimum(rows, 1)
+
+    def padded(x: tf.Tensor) -> tf.Tensor:
+        x_padded = tf.pad(x, tf.concat([[[0, missing]], tf.zeros([x.shape.rank - 1, 2], tf.int32)], 0))
+        return tf.ensure_shape(x_padded, [None, *x.shape[1:]])
+
+    def sliced(y: tf.Tensor) -> tf.Tensor:
+        sizes = tf.concat([[rows], tf.shape(y)[1:]], 0)
+        return tf.ensure_shape(tf.slice(y, tf.zeros_like(sizes), sizes), [first.shape[0], *y.shape[1:]])
+
+    return tf.nest.map_structure(sliced, fn(tf.nest.map_structure(padded, inputs)))

@@ -1,0 +1,99 @@
+"""What Keras's loops iterate over: the steps of an epoch, with the whole step (`Shards`) of all replicas of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfrep_strategy.keras_integration.finding import loops_data_of
+from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.protocol import KerasStrategy
+
+_EpochIterator: Any = keras_internal("backend.tensorflow.trainer", "TFEpochIterator")
+_array_data = keras_internal("trainers.data_adapters.array_data_adapter")
+_ARRAYS = ("x", "y", "sample_weight")
+_SETTINGS = ("class_weight", "batch_size", "steps_per_epoch", "shuffle", "steps_per_execution")
+
+
+class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
+    """Hands out whole steps, so that a replica knows its share of the global batch, and as many as all processes have.
+
+    Args:
+        driver: The driver of the model.
+        **kwargs: What Keras's loops give: the data, and settings.
+    """
+
+    _distributed_dataset: Any
+    _num_batches: int | None
+
+    def __init__(self, driver: Any, **kwargs: Any) -> None:
+        strategy = driver.strategy
+        arrays = {name: kwargs.get(name) for name in _ARRAYS}
+        settings = {name: kwargs.get(name) for name in _SETTINGS}
+        beside, strategy.given_beside = strategy.given_beside, {}
+        strategy.begin_call(settings, arrays | beside)
+        if isinstance(kwargs.get("x"), types.GeneratorType):
+            kwargs["x"] = _copied(kwargs["x"])
+        strategy.notes_first_batch = not _array_data.can_convert_arrays(tuple(arrays.values()))
+        try:
+            with loops_data_of.to(driver):
+                super().__init__(distribute_strategy=strategy, **kwargs)
+        finally:
+            strategy.notes_first_batch = True
+        self.part_spec = self._distributed_dataset.part_spec
+        self._first_batch = self._distributed_dataset.first_batch
+        self._common_batches = _batches_of_all(strategy, self._distributed_dataset, self._num_batches)
+        self._num_batches = self._common_batches
+        self._distributed_dataset = self._distributed_dataset.for_keras(self._common_batches is not None)
+
+    def reset(self) -> None:
+        """Forgets the state of an epoch, but not that the data of another process is shorter."""
+        super().reset()
+        self._num_batches = self._common_batches
+
+    def _enumerate_iterator(self) -> Iterator[Any]:
+        """Passes over what an interrupted run has trained on already, so that the order of the data goes on."""
+        strategy = self._distribute_strategy
+        (epochs, batches), strategy.resumes_at = strategy.resumes_at, (0, 0)
+        strategy.first_batch = self._first_batch
+        for _ in range(epochs):
+            self._pass_over_epoch()
+        for first, last, iterator in super()._enumerate_iterator():
+            if last < batches:
+                for _ in range(first, last + 1):
+                    next(iterator)
+            else:
+                yield first, last, iterator
+
+    def _pass_over_epoch(self) -> None:
+        # Where each epoch starts an iterator of its own, one batch of it is enough to have the next epoch's order drawn.
+        starts_again = self.steps_per_epoch is None and self.num_batches is not None
+        with contextlib.suppress(StopIteration):
+            for first, last, iterator in super()._enumerate_iterator():
+                if first == 0 or not starts_again:
+                    for _ in range(first, last + 1):
+                        next(iterator)
+
+
+def _batches_of_all(strategy: KerasStrategy, distributed: Any, num_batches: int | None) -> int | None:
+    """Returns after how many steps an epoch ends on every process; None where only the data can tell."""
+    if distributed.cardinality >= 0:  # Made as long as the shortest when it was distributed.
+        return None if num_batches is None else min(num_batches, distributed.cardinality)
+    if distributed.steps_per_batch != 1:  # Each process reads data of its own, and the epoch ends with the last of them.
+        of_all = strategy.all_gather_object(num_batches)
+        is_known = distributed.steps_per_batch is not None and None not in of_all
+        return distributed.steps_per_batch * max(of_all) if is_known else None
+    shortest = strategy.shortest_epoch(int(tf.data.UNKNOWN_CARDINALITY) if num_batches is None else num_batches)
+    return shortest if shortest >= 0 else None
+
+
+def _copied(generator: Iterator[Any]) -> Iterator[Any]:
+    """Copies what a generator yields: TensorFlow may write into memory that it shares with an aligned array."""
+    for batch in generator:
+        yield keras.tree.map_structure(lambda v: v.copy() if isinstance(v, np.ndarray) else v, batch)

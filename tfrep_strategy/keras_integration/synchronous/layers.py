@@ -1,0 +1,120 @@
+"""State that layers keep: moving statistics, and the state of random generators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfrep_strategy.gradients import multiply_no_nan
+from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.settings import Setting
+from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
+
+_GOLDEN = 0x9E3779B9
+
+creates_partial_sums = Setting(False)
+"""Whether replicas hold parts of the variables that are made, which read as the sum outside replicas."""
+
+_creates_layer_state = Setting(False)
+"""Whether the variables that are made are state of a layer, as opposed to state of an optimizer."""
+
+
+class Layers(SynchronousBase):
+    """What layers and their variables do."""
+
+    def add_weight(self, original: Any, layer: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Marks what `add_weight` makes as state of a layer, for when it is made later than asked for."""
+        with _creates_layer_state.to(True):
+            variable = original(layer, *args, **kwargs)
+        variable._is_layer_state = True
+        return variable
+
+    def map_synchronization(self, original: Any, variable: Any, synchronization: str) -> Any:
+        """Lets every replica keep moving statistics of its own between the moments when somebody reads them."""
+        if creates_partial_sums.value or _is_moving_state(variable):
+            return tf.VariableSynchronization.ON_READ
+        return original(variable, synchronization)
+
+    def map_aggregation(self, original: Any, variable: Any, aggregation: str) -> Any:
+        """Reads moving statistics as their mean, and lets counters be counted on each replica alike."""
+        if creates_partial_sums.value:
+            return tf.VariableAggregation.SUM
+        if _is_moving_state(variable):
+            return tf.VariableAggregation.MEAN
+        return tf.VariableAggregation.NONE if aggregation == "only_first_replica" else original(variable, aggregation)
+
+    def next_seed(self, original: Any, generator: Any, ordered: bool = True) -> Any:
+        """Gives each replica another seed, and replica 0 that of one device; the generator's state stays equal everywhere."""
+        seed = original(generator, ordered=ordered)
+        if not self.in_replica or not self.has_several:
+            return seed
+        context: Any = tf.distribute.get_replica_context()
+        # The same operations on every replica, so that all trace the same program.
+        offset = tf.cast(context.replica_id_in_sync_group, tf.int64) * _GOLDEN % 2**32
+        return seed + tf.cast(tf.stack([tf.zeros_like(offset), offset]), seed.dtype)
+
+    def normalize(self, original: Any, layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        """Weighs what a step adds to moving statistics by the examples of the replica, since what is read is their mean.
+
+        Where all replicas have as many examples, which is nearly always, that launches nothing on an accelerator.
+        """
+        step = current_step()
+        if not training or not layer.trainable or step is None or not _is_weighed(layer):
+            return original(layer, inputs, training=training, mask=mask)
+        statistics = [layer.moving_mean, layer.moving_variance]
+        before = [tf.convert_to_tensor(variable) for variable in statistics]
+        outputs = original(layer, inputs, training=training, mask=mask)
+
+        def weigh() -> None:
+            weight = step.share * step.strategy.num_replicas_in_sync
+            for variable, value in zip(statistics, before, strict=True):
+                kept = value * layer.momentum
+                # A replica without examples adds nothing; what it has computed is no number.
+                variable.assign(kept + multiply_no_nan(tf.convert_to_tensor(variable) - kept, weight))
+
+        tf.cond(step.has_equal_share, lambda: None, weigh)
+        return outputs
+
+    def moments(self, original: Any, layer: Any, inputs: Any, mask: Any) -> Any:
+        """Leaves the statistics of a replica without examples as they are, and synchronizes masked ones, which Keras does not."""
+        if layer.synchronized and mask is not None and self.in_replica and self.has_several:
+            return _masked_moments_of_all(inputs, mask, layer._reduction_axes)
+        mean, variance = original(layer, inputs, mask)
+        if not self.in_replica or layer.synchronized or _is_weighed(layer):
+            return mean, variance
+        empty = tf.equal(tf.size(inputs), 0)
+        return (
+            tf.where(empty, tf.cast(layer.moving_mean, mean.dtype), mean),
+            tf.where(empty, tf.cast(layer.moving_variance, variance.dtype), variance),
+        )
+
+
+def _is_weighed(layer: Any) -> bool:
+    """Whether `normalize` weighs what this step adds to the moving statistics of a layer."""
+    step = current_step()
+    renorm = getattr(layer, "renorm", False)  # Newer than the oldest Keras.
+    return step is not None and step.strategy.num_replicas_in_sync > 1 and not layer.synchronized and not renorm
+
+
+def _is_moving_state(variable: Any) -> bool:
+    """Whether replicas assign their own values: floating state of a layer that no gradient reaches."""
+    in_layer = _creates_layer_state.value or getattr(variable, "_is_layer_state", False)
+    floating = keras.backend.is_float_dtype(variable.dtype)
+    return in_layer and floating and not variable.trainable and variable.synchronization == "auto"
+
+
+def _masked_moments_of_all(inputs: tf.Tensor, mask: tf.Tensor, axes: list[int]) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns mean and variance, each of shape `[channels]`, of the entries of all replicas that are not masked."""
+    context: Any = tf.distribute.get_replica_context()
+    kept = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
+
+    def sum_of_all(values: tf.Tensor) -> tf.Tensor:
+        own = tf.reduce_sum(tf.where(kept, values, tf.zeros_like(values)), axes, keepdims=True)
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, own)
+
+    count = sum_of_all(tf.ones_like(inputs)) + keras.backend.epsilon()
+    mean = sum_of_all(inputs) / count
+    variance = sum_of_all(tf.square(inputs - mean)) / count
+    return tf.reshape(mean, [-1]), tf.reshape(variance, [-1])

@@ -1,0 +1,102 @@
+"""Callbacks that only some processes were given, such as a `ModelCheckpoint` under `if rank == 0:`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.keras_integration.protocol import KerasStrategy
+from tfrep_strategy.keras_integration.synchronous.saving import is_coordinated
+
+_CHANGE_TRAINING = (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.SwapEMAWeights,
+)
+
+
+class Given(NamedTuple):
+    """What a process tells the others of a callback that it was given.
+
+    Attributes:
+        kind: Module and name of its class.
+        changes_training: Whether weights or the learning rate depend on it.
+    """
+
+    kind: str
+    changes_training: bool
+
+    @classmethod
+    def of(cls, callback: Any) -> Given:
+        """Describes a callback."""
+        kind = f"{type(callback).__module__}.{type(callback).__qualname__}"
+        restores = isinstance(callback, keras.callbacks.EarlyStopping) and callback.restore_best_weights
+        return cls(kind, restores or isinstance(callback, _CHANGE_TRAINING))
+
+
+def find_lone(ranks: Sequence[Sequence[Given]]) -> dict[str, list[int]]:
+    """Finds callbacks that not every process was given.
+
+    Args:
+        ranks: The callbacks of each rank.
+
+    Returns:
+        The kinds of which some rank has fewer than another, and the ranks that have the most.
+
+    Raises:
+        ConfigurationError: for one that changes how the model trains: it would not stay one model.
+    """
+    counts = [Counter(given.kind for given in rank) for rank in ranks]
+    found = {}
+    for given in {given: None for rank in ranks for given in rank}:
+        of_ranks = [count[given.kind] for count in counts]
+        if len(set(of_ranks)) == 1:
+            continue
+        found[given.kind] = [rank for rank, count in enumerate(of_ranks) if count == max(of_ranks)]
+        if given.changes_training:
+            raise ConfigurationError(
+                message(
+                    f"Only some ranks were given a {given.kind.rpartition('.')[2]}, which changes how the model trains.",
+                    hint="give it to all ranks; what it writes is written once all the same.",
+                    ranks_with_it=found[given.kind],
+                )
+            )
+    return found
+
+
+class LoneCallback(keras.callbacks.Callback):
+    """Runs a callback of this process without asking the others, which do not run it.
+
+    Args:
+        callback: The callback.
+        strategy: Whose state it reads as this process has it; it was merged before.
+    """
+
+    def __init__(self, callback: Any, strategy: KerasStrategy) -> None:
+        super().__init__()
+        self.callback, self._strategy = callback, strategy
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        self.callback.set_model(model)
+
+    def set_params(self, params: Any) -> None:
+        super().set_params(params)
+        self.callback.set_params(params)
+
+
+def _forwarding(hook: str) -> Callable[..., None]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> None:
+        with self._strategy.acting_alone(), is_coordinated.to(True):
+            getattr(self.callback, hook)(*args, **kwargs)
+
+    return forward
+
+
+for _hook in [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]:
+    setattr(LoneCallback, _hook, _forwarding(_hook))

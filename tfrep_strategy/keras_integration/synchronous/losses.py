@@ -1,0 +1,90 @@
+"""Losses whose value and gradient are those of the global batch.
+
+In a step that Keras drives, a replica's loss is the mean over its own examples and its gradient is weighed by its share
+of the global batch later (`optimizer.py`), so that a hand-written `ops.mean` is right too. In a custom loop gradients are
+summed, as stock strategies have it, and a mean divides by the count of all replicas.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from tfrep_strategy.gradients import divide_no_nan
+from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
+from tfrep_strategy.keras_integration.synchronous.whole_batch import loss_of_whole_batch, mixes_rows, sees_whole_batch
+
+
+class Losses(SynchronousBase):
+    """What losses and their parts do."""
+
+    def compute_loss(self, original: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        """Computes a loss that mixes rows from the rows of all replicas; others from this replica's own."""
+        if not self.in_replica or not self.has_several or not mixes_rows(loss):
+            return original(loss, y_true, y_pred, sample_weight)
+        return loss_of_whole_batch(self.strategy, original, loss, y_true, y_pred, sample_weight)
+
+    def apply_mask(self, original: Any, sample_weight: Any, mask: Any, dtype: Any, reduction: str | None) -> Any:
+        """Makes the weight of an unmasked entry the one that it has in the global batch."""
+        weight = original(sample_weight, mask, dtype, reduction)
+        if not self._sees_part or mask is None or reduction not in ("mean", "sum_over_batch_size"):
+            return weight
+        total = ops.cast(ops.size(mask), dtype)
+        valid = ops.sum(ops.cast(mask, dtype))
+        all_total, all_valid = map(ops.stop_gradient, self.strategy.sum_over_replicas([total, valid]))
+        local, wanted = ops.divide_no_nan(total, valid), ops.divide_no_nan(all_total, all_valid)
+        return weight * ops.divide_no_nan(wanted, local)
+
+    def reduce_loss(
+        self, original: Any, values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size"
+    ) -> Any:
+        """Divides by what all replicas have together, wherever this replica's own part would not do."""
+        step = current_step()
+        if not self._sees_part or reduction in (None, "none") or not len(values.shape):
+            return original(values, sample_weight, reduction)
+        total = ops.sum(values)
+        weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
+        if reduction == "sum":
+            # The gradient will be multiplied by the share, which a sum is free of.
+            return total if step is None else divide_no_nan(total, step.share)
+        if step is None or weighs:
+            divisor = ops.sum(sample_weight) if weighs else ops.prod(ops.cast(ops.shape(values), "int32"))
+            divisor = self.strategy.sum_over_replicas([ops.cast(divisor, total.dtype)])[0]
+            divisor = divisor if weighs else ops.stop_gradient(divisor)  # A count has none.
+            mean = ops.divide_no_nan(total, divisor)
+            return mean if step is None else divide_no_nan(mean, step.share)
+        if 0 in values.shape:  # A replica that is known to have no examples; Keras would not even reduce them.
+            return total
+        return original(values, sample_weight, reduction)
+
+    def scale_for_replicas(self, original: Any, value: Any) -> Any:
+        """A step that Keras drives weighs gradients, not losses; outside replicas a loss is that of the whole batch."""
+        return original(value) if self._divides_by_replicas else value
+
+    def unscale_for_replicas(self, original: Any, value: Any) -> Any:
+        """Nothing to undo where nothing was scaled."""
+        return original(value) if self._divides_by_replicas else value
+
+    def update_mean(self, original: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:
+        """Weighs a scalar without a weight, such as the loss of a custom step, by the replica's share of the batch."""
+        step = current_step()
+        if step is not None and not keras.ops.shape(values):
+            # The mean over no examples is no number, which a weight of zero would not remove.
+            values = tf.where(step.num_examples > 0, values, tf.zeros_like(values))
+            if sample_weight is None:
+                sample_weight = keras.ops.cast(step.share, metric.dtype)
+        return original(metric, values, sample_weight=sample_weight)
+
+    @property
+    def _sees_part(self) -> bool:
+        """Whether this is one of several replicas, and the loss that is computed now is that of its part of the batch."""
+        return self.has_several and self.in_replica and not sees_whole_batch.value
+
+    @property
+    def _divides_by_replicas(self) -> bool:
+        """Whether losses are divided by the number of replicas: in a custom loop, whose gradients are summed."""
+        return current_step() is None and not sees_whole_batch.value and self.in_replica

@@ -1,0 +1,149 @@
+"""Aggregate first: an optimizer sees the global gradient before it checks, clips, accumulates or applies anything."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.gradients import dense, multiply_no_nan, weighed, zero_unless
+from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.settings import Setting
+from tfrep_strategy.keras_integration.shared import made_in_scope
+from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
+from tfrep_strategy.keras_integration.synchronous.layers import creates_partial_sums
+
+_BaseOptimizer = keras_internal("optimizers.base_optimizer", "BaseOptimizer")
+
+_OUTSIDE_REPLICAS = (
+    "An optimizer is applied outside `strategy.run`. Gradients that are computed there too are computed for the whole batch by"
+    " every process: right, but no faster than one device.\n"
+    "Hint: strategy.run(step, args=(batch,)) with batches of strategy.experimental_distribute_dataset(...), or a `train_step`."
+)
+
+_applied_gradients: Setting[str | None] = Setting(None)
+"""What this replica's thread is applying: nothing, global gradients, or local ones that become global later."""
+
+_updated_variables: Setting[Sequence[Any]] = Setting(())
+"""Whose gradients an update clips."""
+
+_builds_inner = Setting(False)
+"""Whether this thread builds an optimizer that another one wraps."""
+
+
+def _on_each_replica(name: str) -> Callable[..., Any]:
+    """Returns what does a step of an update as Keras's base class does it, and not its TensorFlow optimizer.
+
+    That one coordinates replicas. With global gradients there is nothing left to coordinate.
+    """
+    single_device = getattr(_BaseOptimizer, name)
+
+    def method(self: Any, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        return single_device(optimizer, *args, **kwargs)
+
+    return method
+
+
+class Updates(SynchronousBase):
+    """What optimizers do, in the order of a step."""
+
+    def build_optimizer(self, original: Any, optimizer: Any, variables: Any) -> None:
+        """Refuses to optimize, in a loop of the user's own too, what the strategy in scope has not made."""
+        if self.has_several:
+            made_in_scope.refuse_foreign_variables(variables, self.strategy)
+        original(optimizer, variables)
+
+    def build_loss_scaling(self, original: Any, optimizer: Any, var_list: Any) -> None:
+        """Notes that the optimizer inside is built for global gradients."""
+        with _builds_inner.to(True):
+            original(optimizer, var_list)
+
+    def add_slot(self, original: Any, optimizer: Any, reference_variable: Any, name: Any = None, **kwargs: Any) -> Any:
+        """Lets gradient accumulators hold a part of the sum on each process, and be saved as their sum."""
+        accumulates = name == "gradient_accumulator" and self._accumulates_locally(optimizer)
+        accumulates = accumulates and not _builds_inner.value  # That one gets gradients which are global already.
+        with creates_partial_sums.to(True) if accumulates else contextlib.nullcontext():
+            return original(optimizer, reference_variable, name=name, **kwargs)
+
+    def scale_loss(self, original: Any, optimizer: Any, loss: Any) -> Any:
+        """Applies the replica's share to the loss itself where the step gives the chance.
+
+        Backward then computes what one device would, in the same range, which decides about overflow in half precision, and
+        the gradients need no multiplication of their own.
+        """
+        step = current_step()
+        loss = original(optimizer, loss)
+        if step is None:
+            return loss
+        step.scaled_losses[id(optimizer)] += 1
+        return multiply_no_nan(loss, step.share)
+
+    scale_loss_dynamically = scale_loss
+
+    def apply(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        """Makes the gradients global, then lets every replica do the update that one device would do."""
+        strategy = self.strategy
+        if _applied_gradients.value is not None:
+            return original(optimizer, grads, trainable_variables)
+        if not self.in_replica:
+            if self.has_several:
+                warnings.warn(_OUTSIDE_REPLICAS, stacklevel=2)
+            with _applied_gradients.to("global"):
+                return original(optimizer, strategy.mean_over_processes(list(grads)), trainable_variables)
+        grads, share = _to_be_weighed(optimizer, list(grads))
+        if self._accumulates_locally(optimizer):
+            own = [weighed(dense(g), share) for g in grads]  # Keras collects in dense variables.
+            with _applied_gradients.to("local"):
+                return original(optimizer, own, trainable_variables)
+        with _applied_gradients.to("global"):
+            return original(optimizer, strategy.aggregate_gradients(grads, share), trainable_variables)
+
+    def apply_scaled(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        """Makes an overflow on one replica an overflow of the global gradient, which all replicas skip.
+
+        Then goes on as on one device: Keras's own function coordinates replicas, and refuses to work outside them.
+        """
+        return self.apply(type(optimizer)._common_apply, optimizer, grads, trainable_variables)
+
+    def apply_to_variables(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any) -> None:
+        """Notes whose gradients an update clips."""
+        with _updated_variables.to(tuple(trainable_variables)):
+            original(optimizer, grads, trainable_variables)
+
+    accumulate_gradients = _on_each_replica("_backend_increment_gradient_accumulators")
+
+    def clip_gradients(self, original: Any, optimizer: Any, grads: Any) -> Any:
+        """Makes accumulated gradients global, and transforms them, before anything looks at them: an update begins here."""
+        applied, strategy = _applied_gradients.value, self.strategy
+        if applied is None:
+            return original(optimizer, grads)
+        if applied == "local":
+            grads = strategy.aggregate_gradients(list(grads), None)
+        with _applied_gradients.to("global"):
+            return original(optimizer, strategy.transform_gradients(list(grads), _updated_variables.value))
+
+    decay_weights = _on_each_replica("_apply_weight_decay")
+    update_variables = _on_each_replica("_backend_update_step")
+    overwrite_with_averages = _on_each_replica("_overwrite_model_variables_with_average_value")
+
+    def _accumulates_locally(self, optimizer: Any) -> bool:
+        """Whether replicas collect gradients of their own and talk only on the steps that update.
+
+        That needs a collective inside `tf.cond`. Within one process all steps aggregate, which costs no message.
+        """
+        return bool(optimizer.gradient_accumulation_steps) and self.strategy.collectives_in_branches
+
+
+def _to_be_weighed(optimizer: Any, grads: list[Any]) -> tuple[list[Any], tf.Tensor | None]:
+    """Returns the gradients and what they have to be multiplied by, which is None where their loss was."""
+    step = current_step()
+    if step is None:
+        return grads, None
+    if not step.scaled_losses[id(optimizer)]:
+        return grads, step.share
+    step.scaled_losses[id(optimizer)] -= 1
+    return zero_unless(step.num_examples > 0, grads), None

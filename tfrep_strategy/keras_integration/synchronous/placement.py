@@ -1,0 +1,36 @@
+"""Keras layers on the logical devices of a replica, for models that were not written for it."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+from tfrep_strategy.keras_integration.synchronous.layers import Layers
+
+
+class Placement(Layers):
+    """Where layers are."""
+
+    def call_layer(self, original: Any, layer: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Puts what a layer builds and computes on its logical device."""
+        with self._placed(layer):
+            return original(layer, *args, **kwargs)
+
+    def add_weight(self, original: Any, layer: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Puts the weights of a layer that is built without being called on its logical device."""
+        with self._placed(layer):
+            return super().add_weight(original, layer, *args, **kwargs)
+
+    def warn_of_layers_not_seen(self) -> None:
+        """Warns, once, of names in `keras_layer_placement` that no layer has had by the end of a step."""
+        devices = getattr(self.strategy, "logical_devices", None)
+        if devices is not None and devices.layers_not_seen:
+            names, devices.layers_not_seen = sorted(devices.layers_not_seen), set()
+            warnings.warn(f"keras_layer_placement names layers that have not been called. Received: {names}", stacklevel=2)
+
+    def _placed(self, layer: Any) -> contextlib.AbstractContextManager[Any]:
+        devices = getattr(self.strategy, "logical_devices", None)
+        if devices is None or not devices.layer_placement:
+            return contextlib.nullcontext()
+        return devices.for_layer(layer.name)

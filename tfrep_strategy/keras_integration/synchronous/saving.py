@@ -1,0 +1,96 @@
+"""Saving: every process may ask for the same file, and one writes it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+from tfrep_strategy.errors import PeerError
+from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.protocol import KerasStrategy
+from tfrep_strategy.keras_integration.settings import Setting
+from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
+
+_legacy_metadata = keras_internal("legacy.saving.saving_utils", "model_metadata")
+
+is_coordinated = Setting(False)
+"""Whether a caller further up has decided which process saves: `save` then writes without asking the other processes."""
+
+
+class Saving(SynchronousBase):
+    """What is done with files of a model."""
+
+    def save_model(self, original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        """Writes each file once: of the processes that give the same path, the first one writes.
+
+        All processes have to call it.
+        """
+        if is_coordinated.value:
+            return original(model, filepath, *args, **kwargs)
+        with written_once(self.strategy, filepath) as writes:
+            if writes:
+                original(model, filepath, *args, **kwargs)
+            elif _is_legacy(filepath):
+                # Writing such a file takes the optimizer out of the settings that a clone is compiled with. Ranks stay alike.
+                _legacy_metadata(model, kwargs.get("include_optimizer", True))
+        return None
+
+    save_weights = export = save_model
+
+
+@contextlib.contextmanager
+def failing_together(strategy: KerasStrategy) -> Iterator[None]:
+    """Makes what fails on one process fail on all, after all have come to the end of the block.
+
+    Raises:
+        Exception: The one of the first process that failed, on the others too if it can travel, else `PeerError`.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    failures = strategy.all_gather_object(None if failure is None else (repr(failure), _pickled(failure)))
+    if failure is not None:
+        raise failure
+    for rank, other in enumerate(failures):
+        if other is not None:
+            description, pickled = other
+            cause = PeerError(f"Rank {rank} failed: {description}")
+            if pickled is None:
+                raise cause
+            raise pickle.loads(pickled) from cause
+
+
+def _pickled(error: Exception) -> bytes | None:
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:
+        return None
+    return data
+
+
+def _is_legacy(filepath: Any) -> bool:
+    """Whether Keras writes a whole model to this path in its old format."""
+    name = str(filepath)
+    return name.endswith((".h5", ".hdf5")) and not name.endswith(".weights.h5")
+
+
+@contextlib.contextmanager
+def written_once(strategy: KerasStrategy, filepath: Any) -> Iterator[bool]:
+    """Yields whether this process writes a file: of those that give the same path, the first one does.
+
+    All processes have to enter it, and leave it when the file is there.
+    """
+    strategy.synchronize_new_variables()
+    strategy.merge_replica_state()
+    strategy.collect_sums()
+    is_path = isinstance(filepath, (str, os.PathLike))  # Else a file of this process.
+    is_first = strategy.first_with([os.path.abspath(os.fspath(filepath)) if is_path else None])[0]
+    # Keras makes an optimizer of its own when it first saves, to see which attributes every optimizer has.
+    with failing_together(strategy), is_coordinated.to(True), strategy.acting_alone():
+        yield is_first or not is_path
