@@ -18,7 +18,7 @@ from pathlib import Path  # noqa: E402
 import docstrings  # noqa: E402
 import leaks  # noqa: E402
 import pytest  # noqa: E402
-from lanes import LANES, is_quick, lane_of, place  # noqa: E402
+from lanes import SPLIT, all_lanes, is_quick, lane_of, place  # noqa: E402
 from workers import WorkerPool  # noqa: E402
 
 import tfrep_strategy as tfrep  # noqa: E402
@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(leaks)
     config.addinivalue_line("markers", "full: is not in the short lane, which `pytest` runs by itself.")
     config.addinivalue_line("markers", "quick: runs in one process; all of them take less than three minutes.")
-    for lane in LANES:
+    for lane in (*all_lanes(), *SPLIT):
         config.addinivalue_line("markers", f"{lane}: belongs to this lane.")
 
 
@@ -56,6 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if lane is not None:
             item.add_marker("full")
             item.add_marker(lane)
+            item.add_marker(lane.partition("_")[0])
     if config.args_source is config.ArgsSource.TESTPATHS and not config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if "full" in item.keywords])
         items[:] = [item for item in items if "full" not in item.keywords]

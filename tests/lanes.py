@@ -64,6 +64,9 @@ LANES = {
 Those of `scenarios` are chosen below; `versions` is `nox -s oldest colab`.
 """
 
+SPLIT = ("programs", "scenarios")
+"""Lanes that are too long for one go. Each has a part for each kind of replicas: `programs_tf`."""
+
 QUICK = (
     "collectives/test_collectives.py::test_as_on_one_device[mirrored-2-forward-function",
     "collectives/test_collectives.py::test_as_on_one_device[mirrored-2-gradients-function",
@@ -137,7 +140,7 @@ _KINDS = ("mirrored", "tf", "horovod")
 
 
 def lane_of(path: Path, name: str) -> str | None:
-    """Returns the lane that a test waits for; None for those of the short lane.
+    """Returns the lane that a test waits for, or the part of a lane; None for those of the short lane.
 
     Args:
         path: Of its module.
@@ -145,8 +148,10 @@ def lane_of(path: Path, name: str) -> str | None:
     """
     within = path.relative_to(_TESTS).as_posix()
     if within == "strategies/test_one_device_answer.py":
-        return None if _kind(name) == _chosen_kind(name) else "scenarios"
-    return next((lane for lane, beginnings in LANES.items() if within.startswith(beginnings)), None)
+        lane = None if _kind(name) == _chosen_kind(name) else "scenarios"
+    else:
+        lane = next((lane for lane, beginnings in LANES.items() if within.startswith(beginnings)), None)
+    return f"{lane}_{_kind(name)}" if lane in SPLIT else lane
 
 
 def is_quick(path: Path, name: str, fixtures: Container[str]) -> bool:
@@ -179,7 +184,7 @@ def place(path: Path, fixtures: Iterable[str]) -> int:
 
 
 def _kind(name: str) -> str:
-    return next((kind for kind in _KINDS[1:] if f"[{kind}-" in name), "mirrored")
+    return next((kind for kind in _KINDS[1:] if f"[{kind}-" in name or f"-{kind}]" in name), "mirrored")
 
 
 def _chosen_kind(name: str) -> str | None:
@@ -189,9 +194,14 @@ def _chosen_kind(name: str) -> str | None:
     return _KINDS[chosen] if chosen < len(_KINDS) else None
 
 
+def all_lanes() -> list[str]:
+    """Returns the names of all lanes, of those that are split each part."""
+    return [part for lane in LANES for part in ([f"{lane}_{kind}" for kind in _KINDS] if lane in SPLIT else [lane])]
+
+
 def in_order(commit: str) -> list[str]:
     """Returns the lanes, starting with another one on each commit."""
-    lanes = list(LANES)
+    lanes = all_lanes()
     first = zlib.crc32(commit.encode()) % len(lanes)
     return lanes[first:] + lanes[:first]
 
