@@ -73,7 +73,7 @@ def test_a_layer_that_talks_to_other_replicas(strategy: Any) -> None:
         def call(self, inputs: Any) -> Any:
             return tfrep.all_sum(inputs)
 
-    with pytest.raises(ValueError, match="workers do not wait for each other, so they cannot run collectives"):
+    with pytest.raises(ValueError, match="do not wait for each other, so they cannot run collectives"):
         make_model(strategy, layers=(Sums(),))
 
 
