@@ -248,12 +248,24 @@ class _Touched:
         os.stat, self.folder = self._stat, ""
 
 
-def _all_that_write(strategy: Any, folder: str) -> tuple[list[str], Any]:
+_WRITE_NO_FILES = {
+    *("Callback", "CallbackList", "History", "LambdaCallback", "LearningRateScheduler"),
+    *("ProgbarLogger", "RemoteMonitor", "TerminateOnNaN"),
+}
+_HAS_ORBAX = hasattr(keras.callbacks, "OrbaxCheckpoint")  # Since Keras 3.13.
+
+
+def _all_that_write(strategy: Any, folder: str) -> tuple[list[str], list[float], set[str]]:
     C = keras.callbacks
+    orbax = [
+        C.OrbaxCheckpoint(f"{folder}/orbax", max_to_keep=None),
+        C.OrbaxCheckpoint(f"{folder}/steps", save_freq=3, save_on_background=False, monitor="loss", save_best_only=True),
+    ] if _HAS_ORBAX else []  # fmt: skip
     callbacks = [
         C.ModelCheckpoint(f"{folder}/new/{{epoch}}/model.keras"),
         C.ModelCheckpoint(f"{folder}/best/model.weights.h5", monitor="loss", save_best_only=True, save_weights_only=True),
         C.ModelCheckpoint(f"{folder}/batches/{{batch}}.keras", save_freq=3),
+        *orbax,
         C.BackupAndRestore(f"{folder}/backup", save_freq=2),
         C.BackupAndRestore(f"{folder}/kept", delete_checkpoint=False),
         C.CSVLogger(f"{folder}/log.csv"),
@@ -272,20 +284,38 @@ def _all_that_write(strategy: Any, folder: str) -> tuple[list[str], Any]:
         model.save_weights(f"{folder}/saved.weights.h5")
         keras.saving.save_model(model, f"{folder}/function.keras")
         model.export(f"{folder}/exported", verbose=False)
-    best = callbacks[1].best
-    return sorted(touched.paths), None if best is None else float(best)
+    best = [float(callback.best) for callback in callbacks if getattr(callback, "save_best_only", False)]
+    for callback in orbax:
+        callback.wait_until_finished()
+    return sorted(touched.paths), best, {type(callback).__name__ for callback in callbacks}
 
 
 @pytest.mark.parametrize("communicator", ["tf", "horovod"])
 def test_only_one_rank_touches_files(communicator: str, tmp_path: Path, worker_pool: Any) -> None:
-    (touched, best), (none, other_best) = worker_pool(communicator, 2).run(_all_that_write, str(tmp_path))
+    (touched, best, kinds), (none, other_best, _) = worker_pool(communicator, 2).run(_all_that_write, str(tmp_path))
     assert none == []
-    assert best == other_best is not None
-    for name in ("new/1", "best", "batches", "backup", "kept", "log.csv", "saved.keras"):
+    assert best == other_best
+    assert len(best) == 1 + _HAS_ORBAX
+    in_orbax = ("orbax/1", "steps/3") if _HAS_ORBAX else ()
+    for name in ("new/1", "best", "batches", *in_orbax, "backup", "kept", "log.csv", "saved.keras"):
         assert any(path.startswith(str(tmp_path / name)) for path in touched), name
     names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert {"new/1/model.keras", "new/2/model.keras", "best/model.weights.h5", "batches/3.keras"} <= names
     assert "exported/saved_model.pb" in names
+    if _HAS_ORBAX:
+        _compare_with_orbax(tmp_path)
+    every_kind = {name for name, kind in vars(keras.callbacks).items() if isinstance(kind, type)}
+    assert every_kind - _WRITE_NO_FILES == kinds, "A callback of Keras of which nobody has looked whether it writes."
+
+
+def _compare_with_orbax(folder: Path) -> None:
+    from orbax.checkpoint import v1 as orbax
+
+    in_orbax = orbax.training.Checkpointer(folder / "orbax").load_checkpointables(1, {"pytree": None})["pytree"]
+    in_file = keras.models.load_model(folder / "new/2/model.keras").get_state_tree("numpy_array")
+    for name in ("trainable_variables", "non_trainable_variables"):
+        for mine, theirs in zip(*(keras.tree.flatten(state[name]) for state in (in_orbax, in_file)), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
 
 
 def _own_names_in_a_new_folder(strategy: Any, folder: str) -> None:

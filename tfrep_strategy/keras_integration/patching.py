@@ -72,6 +72,7 @@ class Patch:
         in_subclasses: Whether to replace it in classes that `install_in` is told of, and not in the class itself.
         adds: What to put there if Keras has nothing of that name. A function gets no original.
         instead: What to put there; no driver is asked.
+        optional: Whether a Keras that has no such attribute is left as it is.
     """
 
     name: str
@@ -90,10 +91,11 @@ class Patch:
         in_subclasses: bool = False,
         adds: Any = None,
         instead: Any = None,
+        optional: bool = False,
     ) -> None:
         self.target, self.why = target, why
         self.expects = (expects,) if isinstance(expects, str) else expects
-        self.everywhere, self.in_subclasses = everywhere, in_subclasses
+        self.everywhere, self.in_subclasses, self._optional = everywhere, in_subclasses, optional
         self.find_driver, self._does, self._adds, self._instead = driver, does, adds, instead
         self._changed: list[tuple[Any, str, Any]] = []
 
@@ -126,6 +128,7 @@ class Patch:
         if not path:
             return None, module_name, importlib.import_module(module_name)
         *holders, name = path.split(".")
+        owner: Any = None
         try:
             owner = importlib.import_module(module_name if module_name.startswith("keras.") else f"keras.src.{module_name}")
             for holder in holders:
@@ -133,7 +136,7 @@ class Patch:
             found = vars(owner).get(name, _MISSING)
         except (ImportError, AttributeError):
             found = _MISSING
-        if found is _MISSING and self._adds is None:
+        if found is _MISSING and self._adds is None and not self._optional:
             raise UnsupportedVersionError(f"Keras {keras.__version__} has no `{self.target}`, which tfrep_strategy replaces.")
         return owner, name, found
 
@@ -161,6 +164,8 @@ class Patch:
         if self._adds is not None:
             if not hasattr(owner, name):
                 self._set(owner, name, self._adds)
+            return
+        if original is _MISSING:
             return
         replacement = self._instead if self._instead is not None else self._replacement(original)
         if owner is not None:

@@ -169,6 +169,18 @@ class ModelPatches:
         "callbacks.model_checkpoint:ModelCheckpoint._save_model", "(self, epoch, batch, logs)",
         why="all decide alike, and who does not write does not look at the file system", driver=of_callback,
     )
+    save_orbax = patch(
+        "callbacks.orbax_checkpoint:OrbaxCheckpoint._save_checkpoint", "(self, step, logs=None)", optional=True,
+        why="is written once: Orbax knows JAX's processes and not these, so that each would write every file", driver=of_callback,
+    )
+    wait_for_orbax = patch(
+        "callbacks.orbax_checkpoint:OrbaxCheckpoint.wait_until_finished", "(self)", optional=True,
+        why="returns everywhere when the files are there", driver=of_callback,
+    )
+    end_orbax = patch(
+        "callbacks.orbax_checkpoint:OrbaxCheckpoint.on_train_end", "(self, logs=None)", optional=True,
+        why="returns everywhere when the files are there", driver=of_callback,
+    )
     save_backup = patch(
         "callbacks.backup_and_restore:BackupAndRestore._save_model", "(self)",
         why="is written once", driver=of_callback,

@@ -28,7 +28,12 @@ _DESTINATIONS: dict[type, Callable[[Any], str]] = {
 }
 """Callbacks that do nothing but write or show, and where to; of those with the same destination one writes."""
 
-_DECIDE_ALIKE = (keras.callbacks.ModelCheckpoint, keras.callbacks.TensorBoard, keras.callbacks.TerminateOnNaN)
+_ORBAX = (keras.callbacks.OrbaxCheckpoint,) if hasattr(keras.callbacks, "OrbaxCheckpoint") else ()
+"""Keras has it since 3.13."""
+
+_CHECKPOINTS = (keras.callbacks.ModelCheckpoint, *_ORBAX)
+
+_DECIDE_ALIKE = (*_CHECKPOINTS, keras.callbacks.TensorBoard, keras.callbacks.TerminateOnNaN)
 """Callbacks whose decisions about a batch are the same everywhere, because its logs are."""
 
 _STOPS = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
@@ -38,6 +43,8 @@ _STOPS = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_
 def _destination(callback: Any, is_lone: bool) -> str | None:
     if is_lone and isinstance(callback, keras.callbacks.ModelCheckpoint):
         return os.path.abspath(callback.filepath)
+    if is_lone and isinstance(callback, _ORBAX):
+        return os.path.abspath(callback.directory)
     return next((where(callback) for kind, where in _DESTINATIONS.items() if isinstance(callback, kind)), None)
 
 
@@ -68,6 +75,25 @@ class Callbacks(SynchronousBase):
                 with _silent(callback):
                     callback._should_save_model(epoch, batch, logs, callback._get_file_path(epoch, batch, logs))
         return None
+
+    def save_orbax(self, original: Any, callback: Any, *args: Any, **kwargs: Any) -> None:
+        """Saves where `save` would."""
+        if is_coordinated.value:
+            return original(callback, *args, **kwargs)
+        with written_once(self.strategy, callback.directory) as writes:
+            if writes:
+                original(callback, *args, **kwargs)
+        return None
+
+    def wait_for_orbax(self, original: Any, callback: Any, *args: Any, **kwargs: Any) -> None:
+        """Returns everywhere when what is written in the background is there."""
+        if is_coordinated.value:
+            return original(callback, *args, **kwargs)
+        with failing_together(self.strategy):
+            original(callback, *args, **kwargs)
+        return None
+
+    end_orbax = wait_for_orbax
 
     def save_backup(self, original: Any, callback: Any) -> None:
         """Backs up where `save` would."""
@@ -209,7 +235,7 @@ def _phases_seen_by_batch(callback: Any) -> frozenset[str]:
     """Returns in which phases a callback looks at single batches."""
     if isinstance(callback, (keras.callbacks.ProgbarLogger, keras.callbacks.BackupAndRestore)):
         return frozenset()
-    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+    if isinstance(callback, _CHECKPOINTS):
         return frozenset(["train"] if callback.save_freq != "epoch" else [])
     if isinstance(callback, keras.callbacks.TensorBoard):
         return frozenset(["train"] if callback.update_freq != "epoch" else [])
