@@ -127,6 +127,19 @@ class ModelPatches:
         "backend.tensorflow.nn:average_pool", "(inputs, pool_size, strides=None, padding='valid', data_format=None)",
         why="the same",
     )
+    unfold = patch(
+        "backend.tensorflow.nn:unfold", "(input, kernel_size, dilation=1, padding=0, stride=1)", optional=True,
+        why="the same",
+    )
+    ctc_loss = patch(
+        "backend.tensorflow.nn:ctc_loss", "(target, output, target_length, output_length, mask_index=0)",
+        why="TensorFlow has no loss of no sequences",
+    )
+    ctc_decode = patch(
+        "backend.tensorflow.nn:ctc_decode",
+        "(inputs, sequence_lengths, strategy='greedy', beam_width=100, top_paths=1, merge_repeated=True, mask_index=0)",
+        why="TensorFlow refuses to decode no sequences",
+    )
     map_rows = patch(
         "backend.tensorflow.core:map", "(f, xs)",
         why="Keras would take the first row",

@@ -24,7 +24,24 @@ class EmptyParts(SynchronousBase):
             return original(inputs, *args, **kwargs)
         return self._on_rows(lambda x: original(x, *args, **kwargs), inputs)
 
-    conv_transpose = depthwise_conv = separable_conv = max_pool = average_pool = conv
+    conv_transpose = depthwise_conv = separable_conv = max_pool = average_pool = unfold = conv
+
+    def ctc_loss(
+        self, original: Any, target: Any, output: Any, target_length: Any, output_length: Any, mask_index: int = 0
+    ) -> Any:
+        """Gives no sequences no losses, where TensorFlow fails."""
+        given = (target, output, target_length, output_length)
+        return self._on_rows(lambda rows: original(*rows, mask_index=mask_index), given)
+
+    def ctc_decode(self, original: Any, inputs: Any, sequence_lengths: Any, *args: Any, **kwargs: Any) -> Any:
+        """Decodes no sequences, which TensorFlow refuses."""
+
+        def decode(given: Any) -> Any:
+            decoded, scores = original(*given, *args, **kwargs)
+            return tf.transpose(decoded, [1, 0, 2]), scores  # Of the results, paths come before the batch.
+
+        decoded, scores = self._on_rows(decode, (inputs, sequence_lengths))
+        return tf.transpose(decoded, [1, 0, 2]), scores
 
     def map_rows(self, original: Any, f: Any, xs: Any) -> Any:
         """Maps over no rows, of which Keras would take the first."""
