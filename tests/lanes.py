@@ -50,10 +50,14 @@ LANES = {
     "input": ("strategies/test_distributed_input.py", "test_data.py"),
     "callbacks": (
         "keras_integration/test_callbacks.py",
-        "keras_integration/test_empty_parts.py",
         "keras_integration/test_saving.py",
         "keras_integration/test_timed_checkpoint.py",
         "keras_integration/test_warnings.py",
+    ),
+    "rows": (
+        "keras_integration/test_empty_parts.py",
+        "keras_integration/test_every_layer.py",
+        "keras_integration/test_every_operation.py",
     ),
     "drawn": ("strategies/test_property.py",),
     "scenarios": (),

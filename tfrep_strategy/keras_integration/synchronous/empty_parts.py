@@ -57,6 +57,12 @@ class EmptyParts(SynchronousBase):
             return original(layer, data, training=training)
         return self._on_rows(lambda rows: original(layer, rows, training=training), data)
 
+    def cross_features(self, original: Any, layer: Any, inputs: Any) -> Any:
+        """Crosses the features of no rows, which TensorFlow gives another number of columns."""
+        if not tf.executing_eagerly() or not keras.ops.ndim(tf.nest.flatten(inputs)[0]):  # The features of one example.
+            return original(layer, inputs)
+        return self._on_rows(lambda rows: original(layer, rows), inputs)
+
     def add(self, original: Any, x1: Any, x2: Any) -> Any:
         """Adds two parts of no rows, or of one, as batches: Keras would add the second one as a bias."""
 
