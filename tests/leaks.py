@@ -25,11 +25,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+import tfrep_strategy
+
 PATIENCE = 5.0
 """For how many seconds processes and threads may go on after their test."""
 
 _ROOT = str(Path(__file__).resolve().parent.parent)
-_PACKAGE = os.path.join(_ROOT, "tfrep_strategy", "")
+_PACKAGE = os.path.join(os.path.dirname(tfrep_strategy.__file__), "")  # In CI it is installed.
 _VARIABLE, _SESSION = "TFREP_TESTS_SESSION", uuid.uuid4().hex
 _OF_PYTHON = {"multiprocessing.resource_tracker", "multiprocessing.forkserver"}
 """Modules whose processes Python starts once and keeps."""

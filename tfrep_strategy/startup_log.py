@@ -35,7 +35,7 @@ def log_lines(levels: str) -> str:
 
     Example:
         >>> import re
-        >>> bool(re.match(log_lines("IW"), "I0000 00:00:1.5 6 port.cc:153] oneDNN custom operations are on."))
+        >>> bool(re.match(log_lines("IW"), "I0000 00:00:1795365687.26 6 port.cc:153] oneDNN custom operations are on."))
         True
     """
     return (

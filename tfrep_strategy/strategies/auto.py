@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 
@@ -10,7 +9,6 @@ import tensorflow as tf
 
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.keras_integration.shared.files import draw_bars_where
 from tfrep_strategy.strategies.base import SynchronousStrategy
 from tfrep_strategy.strategies.mirrored import MirroredStrategy
 from tfrep_strategy.strategies.multi_worker import MultiWorkerStrategy
@@ -47,12 +45,3 @@ def auto_strategy() -> SynchronousStrategy:
     if wanted == "mirrored":
         return MirroredStrategy()
     return MultiWorkerStrategy(os.environ.get("TFREP_COMMUNICATOR", "auto"))
-
-
-def _is_first() -> bool:
-    with contextlib.suppress(ConfigurationError):  # The same error is raised when a strategy is made.
-        return detect_environment().rank == 0
-    return True
-
-
-draw_bars_where(_is_first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import tensorflow as tf
 from tfrep_strategy.communicators import Communicator, SingleCommunicator
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.keras_integration.shared.files import draw_bars_where
 
 _latest: Callable[[], Any] = lambda: None  # noqa: E731
 
@@ -72,3 +74,12 @@ def is_chief_process() -> bool:
 def coordinates_servers() -> bool:
     """Returns whether this process is the coordinator of parameter servers, the only process that runs the script."""
     return isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy)
+
+
+def _is_first() -> bool:
+    with contextlib.suppress(ConfigurationError):  # The same error is raised when a strategy is made.
+        return detect_environment().rank == 0
+    return True
+
+
+draw_bars_where(_is_first)
