@@ -121,7 +121,8 @@ def _counts(thread: threading.Thread) -> bool:
 
 def _ports() -> Iterator[str]:
     for connection in psutil.Process().net_connections("inet"):
-        if connection.status == psutil.CONN_LISTEN:
+        # TensorFlow's server listens on all interfaces, and stays as long as its process.
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.ip != "::":
             yield f"listening port {connection.laddr.ip}:{connection.laddr.port}"
 
 

@@ -93,7 +93,7 @@ def _resolver(task_type: str | None = None, **jobs: list[str]) -> Any:
         (
             {"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]},
             {"sync": True, "replicas_to_aggregate": 2},
-            "number of workers",
+            "workers to wait for",
         ),
         ({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, {"variable_partitioner": 3}, "partitioner"),
         ({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, {"connect_timeout": 0}, "connect_timeout"),
