@@ -129,7 +129,7 @@ def test_the_coordinator_is_killed(tmp_path: Path) -> None:
 
 
 def _found(family: list[psutil.Process], module: str) -> psutil.Process:
-    return next(process for process in family if f"launch.{module}" in " ".join(process.cmdline()))
+    return next(process for process in family if f"running.{module}" in " ".join(process.cmdline()))
 
 
 @pytest.mark.parametrize("victim", ["server", "coordinator", "launcher", "nobody, but Ctrl-C"])
