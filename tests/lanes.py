@@ -61,11 +61,10 @@ LANES = {
     ),
     "drawn": ("strategies/test_property.py",),
     "scenarios": (),
-    "versions": (),
 }
 """Lanes, and the beginnings of the paths of their tests. What is in none belongs to the short lane.
 
-Those of `scenarios` are chosen below; `versions` is `nox -s oldest colab`.
+Those of `scenarios` are chosen below.
 """
 
 SPLIT = ("programs", "scenarios")
