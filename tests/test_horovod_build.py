@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from tfrep_strategy import horovod_build, transports
+from tfrep_strategy import horovod_build, nvidia
 from tfrep_strategy.errors import ConfigurationError, TfrepError
 from tfrep_strategy.horovod_build import HorovodStatus, build_wheel, first_error, install_wheel, status
 from tfrep_strategy.horovod_source import CHANGES
@@ -149,8 +149,8 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*horovod_build._CUDA_VARIABLES, "HOROVOD_NCCL_HOME", "LD_LIBRARY_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(horovod_build, "_CUDA_HOMES", ())
-    monkeypatch.setattr(transports, "_SYSTEM_HOMES", ())
-    monkeypatch.setattr(transports, "_wheel_homes", lambda part: [])
+    monkeypatch.setattr(nvidia, "_SYSTEM_HOMES", ())
+    monkeypatch.setattr(nvidia, "_wheel_homes", lambda part: [])
     monkeypatch.setattr(horovod_build, "_which", lambda tool: None if tool == "nvcc" else "/bin/true")
     monkeypatch.setattr(horovod_build, "driver_cuda", lambda: None)
     monkeypatch.setattr(tf.test, "is_built_with_cuda", lambda: True)
@@ -186,9 +186,9 @@ def test_missing_tools_are_named(no_cuda, tmp_path, monkeypatch):
 
 def test_nccl_of_the_wheel_and_a_toolkit_are_enough(no_cuda, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", make_toolkit(tmp_path / "cuda", "12.8"))
-    monkeypatch.setattr(transports, "_wheel_homes", lambda part: [make_nccl(tmp_path / "nvidia" / part)])
+    monkeypatch.setattr(nvidia, "_wheel_homes", lambda part: [make_nccl(tmp_path / "nvidia" / part)])
     horovod_build._check_tools(["nccl"])
-    monkeypatch.setattr(transports, "_wheel_homes", lambda part: [str(tmp_path / "nvidia" / part)])
+    monkeypatch.setattr(nvidia, "_wheel_homes", lambda part: [str(tmp_path / "nvidia" / part)])
     environ = horovod_build._build_environ(["nccl"])
     assert environ["HOROVOD_CUDA_HOME"] == str(tmp_path / "cuda")
     assert environ["HOROVOD_NCCL_INCLUDE"] == str(tmp_path / "nvidia" / "nccl" / "include")
