@@ -346,5 +346,5 @@ def test_replicas_of_one_process(size: int) -> None:
 
 @pytest.mark.parametrize("communicator", ["tf", "horovod"])
 def test_processes(worker_pool: Any, communicator: str) -> None:
-    for rank, failed in enumerate(worker_pool(communicator, 2).run(failures, limit=240)):
+    for rank, failed in enumerate(worker_pool(communicator, 2).run(failures)):
         assert not failed, f"rank {rank}\n{failed}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import json
 import os
@@ -187,8 +188,9 @@ class _Together(keras.callbacks.Callback):
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
         self._end_batch("predict", logs)
 
+    @abc.abstractmethod
     def _end_batch(self, phase: str, logs: Any) -> None:
-        raise NotImplementedError
+        """Does what is to be done at the end of each batch."""
 
 
 class _Before(_Together):
