@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tfrep_strategy.errors import ConfigurationError, PeerError, message
+from tfrep_strategy.errors import PeerError, check_count, message
 from tfrep_strategy.running.child import rank_command
 from tfrep_strategy.running.identity import free_ports, inherited_environ
 
@@ -148,10 +148,7 @@ def check_counts(**counts: Any) -> None:
         ConfigurationError: for the first of them.
     """
     for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ConfigurationError(
-                message(f"A cluster needs at least one of its {name}.", hint="use 1 or more.", **{name: count})
-            )
+        check_count(f"A cluster needs at least one of its {name}.", **{name: count})
 
 
 def wait_until_reachable(addresses: dict[str, str], seconds: float) -> list[str]:

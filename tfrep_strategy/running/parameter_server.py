@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfrep_strategy.errors import ConfigurationError, ServerLostError, message
+from tfrep_strategy.errors import ConfigurationError, ServerLostError, check_count, message
 from tfrep_strategy.running.child import rank_command
 from tfrep_strategy.running.cluster import LocalCluster, check_counts
 from tfrep_strategy.running.identity import free_ports, inherited_environ
@@ -49,11 +49,7 @@ class ClusterOptions:
 
     def __post_init__(self) -> None:
         check_counts(workers=self.workers, servers=self.servers)
-        restarts = self.max_restarts
-        if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
-            raise ConfigurationError(
-                message("A run cannot be restarted that often.", hint="use 0 or more.", max_restarts=restarts)
-            )
+        check_count("A run cannot be restarted that often.", 0, max_restarts=self.max_restarts)
 
 
 def run_coordinator(

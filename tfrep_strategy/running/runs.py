@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.errors import ConfigurationError, check_count, message
 from tfrep_strategy.running.child import STRATEGIES
 from tfrep_strategy.running.identity import (
     COMMUNICATORS,
@@ -54,15 +54,8 @@ class Options:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        count = self.num_replicas
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise ConfigurationError(
-                message(
-                    "A run needs at least one replica.",
-                    hint="use 1 or more.",
-                    num_replicas=count,
-                )
-            )
+        if self.num_replicas is not None:
+            check_count("A run needs at least one replica.", num_replicas=self.num_replicas)
         if self.strategy is not None and self.strategy not in STRATEGIES:
             hint = f"use {', '.join(STRATEGIES)}."
             raise ConfigurationError(message("Unknown strategy.", hint=hint, strategy=self.strategy))
