@@ -71,6 +71,23 @@ def test_steps_of_several_strategies_interleave(worker_pool: Any, communicator: 
         assert rank["alone"] == [7.0, 7.0]
 
 
+def forgotten_by_one_rank(first: Any, communicator: str, folder: str) -> list[Any]:
+    """Rank 0 frees a strategy at once, the other rank keeps it. Python's garbage collector does no less."""
+    kept = tfrep.MultiWorkerStrategy(communicator)
+    if first.rank == 0:
+        del kept
+    gc.collect()
+    path = tf.train.Checkpoint(v=tf.Variable(3.0)).write(os.path.join(folder, "checkpoint"))
+    read = tf.Variable(0.0)
+    tf.train.Checkpoint(v=read).read(path).assert_consumed()
+    return [float(read), tfrep.broadcast_object(first.rank, source=1), float(first.run(lambda: tfrep.all_sum(1.0)))]
+
+
+@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+def test_a_strategy_that_only_one_rank_has_forgotten(worker_pool: Any, communicator: str, tmp_path: Any) -> None:
+    assert worker_pool(communicator, 2).run(forgotten_by_one_rank, communicator, str(tmp_path)) == [[3.0, 1, 2.0]] * 2
+
+
 def connected_elsewhere(strategy: Any) -> str:
     told = strategy.environment
     turned = SimpleNamespace(

@@ -32,7 +32,7 @@ from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
 from tfrep_strategy.strategies.gathering import gathered
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
-from tfrep_strategy.strategies.of_process import remember
+from tfrep_strategy.strategies.of_process import process_strategy, remember
 from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
 from tfrep_strategy.strategies.seeds import check_order, own_random_operations, share_random_state
 from tfrep_strategy.tensorflow_integration.cache_files import cache_in_own_files
@@ -94,7 +94,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
         super().__init__(extended, bucket_bytes, densify_sparse_gradients)
         share_random_state(self.communicator)
         self.extended._cluster_resolver = _cluster_resolver(self.environment)
-        write_checkpoints_once(self)
+        write_checkpoints_once(process_strategy)
         cache_in_own_files(self.communicator.rank, self.communicator.size)
         remember(self)
 

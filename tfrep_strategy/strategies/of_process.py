@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -14,17 +12,22 @@ from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.shared.files import draw_bars_where
 
-_latest: Callable[[], Any] = lambda: None  # noqa: E731
+_latest: Any = None
 
 
 def remember(strategy: Any) -> None:
-    """Makes a strategy the default for code outside all scopes, as long as the strategy lives."""
+    """Makes a strategy the default for code outside all scopes, until another one connects this process.
+
+    It is kept alive. Python frees what nobody uses at another time on each rank, and ranks with different defaults would
+    wait for each other forever.
+    """
     global _latest
-    _latest = weakref.ref(strategy)
+    if strategy.num_replicas_in_sync > 1:
+        _latest = strategy
 
 
 def process_strategy() -> Any:
-    """Returns the `MultiWorkerStrategy` in scope, else the one that was made last.
+    """Returns the `MultiWorkerStrategy` in scope, else the last one that has connected this process with others.
 
     Returns:
         The strategy; None if there is none.
@@ -34,7 +37,7 @@ def process_strategy() -> Any:
         True
     """
     in_scope = tf.distribute.get_strategy()
-    return in_scope if hasattr(in_scope, "communicator") else _latest()
+    return in_scope if hasattr(in_scope, "communicator") else _latest
 
 
 def process_communicator() -> Communicator:

@@ -7,38 +7,41 @@ import functools
 import os
 import tempfile
 import warnings
-import weakref
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import run_write_callbacks, without_checkpoint_state
 
-_strategy: weakref.ref[Any] | None = None
+_find_strategy: Callable[[], Any] | None = None
 
 
-def write_checkpoints_once(strategy: Any) -> None:
+def write_checkpoints_once(find_strategy: Callable[[], Any]) -> None:
     """Makes `tf.train.Checkpoint` write each path on one process only: the lowest rank that saves to this path.
 
     Saving reads variables that only all processes together can read. So every process must save. The others write to a
     temporary folder, which is removed.
 
     Args:
-        strategy: The strategy that connects the processes. It replaces the strategy of an earlier call.
+        find_strategy: Returns the strategy that connects the processes; None if they are not connected.
     """
-    global _strategy
-    if strategy.num_replicas_in_sync == 1:
-        return
-    if _strategy is None:
+    global _find_strategy
+    if _find_strategy is None:
         tf.train.Checkpoint.save = _saved_now(tf.train.Checkpoint.save)
         tf.train.Checkpoint._write = _saved_now(_written_once(tf.train.Checkpoint._write))
-    _strategy = weakref.ref(strategy)
+    _find_strategy = find_strategy
+
+
+def _strategy() -> Any:
+    strategy = None if _find_strategy is None else _find_strategy()
+    return None if strategy is None or strategy.num_replicas_in_sync == 1 else strategy
 
 
 def _saved_now(save: Any) -> Any:
     @functools.wraps(save)
     def save_now(self: Any, file_prefix: Any, options: Any = None) -> Any:
-        if _strategy is not None and _strategy() is not None and options and options.experimental_enable_async_checkpoint:
+        if _strategy() is not None and options and options.experimental_enable_async_checkpoint:
             # A background thread would run collectives while the training runs its own.
             warnings.warn(
                 "With several processes a checkpoint is written synchronously, not in the background.", stacklevel=2
@@ -53,7 +56,7 @@ def _saved_now(save: Any) -> Any:
 def _written_once(write: Any) -> Any:
     @functools.wraps(write)
     def write_once(self: Any, file_prefix: Any, options: Any = None) -> Any:
-        strategy = None if _strategy is None else _strategy()
+        strategy = _strategy()
         if strategy is None:
             return write(self, file_prefix, options)
         strategy.merge_replica_state()
