@@ -190,11 +190,10 @@ def _kind(name: str) -> str:
     return next((kind for kind in _KINDS[1:] if f"[{kind}-" in name or f"-{kind}]" in name), "mirrored")
 
 
-def _chosen_kind(name: str) -> str | None:
-    """Returns the kind of replicas on which the short lane runs a scenario, for every third; the lane `scenarios` has the rest."""
+def _chosen_kind(name: str) -> str:
+    """Returns the one kind of replicas on which the short lane runs a scenario; the lane `scenarios` has the others."""
     scenario = name.partition("[")[2].removesuffix("]").removeprefix("tf-").removeprefix("horovod-")
-    chosen = zlib.crc32(scenario.encode()) % (3 * len(_KINDS))
-    return _KINDS[chosen] if chosen < len(_KINDS) else None
+    return _KINDS[zlib.crc32(scenario.encode()) % len(_KINDS)]
 
 
 def all_lanes() -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -90,11 +92,13 @@ class WorkerPool:
         environ = inherited_environ() | {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
         environ["TMPDIR"] = str(folder)  # AutoGraph writes files there, which a process that is killed leaves behind.
         self._logs = [folder / f"rank{rank}.log" for rank in range(self.size)]
+        self._processes: list[subprocess.Popen[bytes]] = []
         for rank, own in enumerate(self._stack.enter_context(identities(self.communicator, self.size))):
             command = [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), listener.address, str(rank), self.communicator]
             with open(self._logs[rank], "wb") as log:
                 process = subprocess.Popen(command, env=environ | own, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             self._stack.callback(_end, process)
+            self._processes.append(process)
         accepted: dict[int, Connection] = {}
         while len(accepted) < self.size:  # A worker connects before it imports anything that could fail.
             connection = self._stack.enter_context(listener.accept())
@@ -121,13 +125,17 @@ class WorkerPool:
                     deadline = min(deadline, time.monotonic() + _PEER_SECONDS)
         if not failures and not waiting:
             return results
+        for rank in waiting.values():
+            self._processes[rank].send_signal(signal.SIGUSR1)  # It writes what its threads are doing.
+        time.sleep(1.0 if waiting else 0.0)
         report = [f"Rank {rank}: {text[-4000:]}" for rank, text in sorted(failures.items())]
         report += [f"Rank {rank} did not finish. Its log:\n{self._log(rank)}" for rank in sorted(waiting.values())]
+        report += [f"Rank {rank} returned {str(result)[-4000:]}" for rank, result in enumerate(results) if result is not None]
         self.close()
         raise WorkerFailure(f"{self.communicator}, {self.size} processes\n" + "\n".join(report))
 
     def _log(self, rank: int) -> str:
-        return self._logs[rank].read_text("utf-8", "replace")[-2000:]
+        return self._logs[rank].read_text("utf-8", "replace")[-4000:]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -137,6 +145,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def main(address: str, rank: str, communicator: str) -> None:
     """Is the life of a worker: makes its strategy, then runs what it is sent until its parent is gone."""
+    faulthandler.register(signal.SIGUSR1)
     connection = Client(address, "AF_UNIX", authkey=_KEY)
     connection.send(int(rank))
     threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
@@ -150,6 +159,8 @@ def main(address: str, rank: str, communicator: str) -> None:
     _answer(connection, start)
     import keras
 
+    from tfrep_strategy.strategies.of_process import remember
+
     gc.collect()
     gc.freeze()  # What is imported stays; to look through it again and again is a large part of what a small test costs.
     with contextlib.suppress(EOFError, OSError):
@@ -158,6 +169,7 @@ def main(address: str, rank: str, communicator: str) -> None:
 
             def work(request: bytes = request) -> Any:
                 keras.utils.clear_session(free_memory=False)  # Names of layers count from one again, on every rank.
+                remember(state["strategy"])  # An earlier test may have made another one.
                 fn, args = pickle.loads(request)
                 return fn(state["strategy"], *args)
 
