@@ -11,7 +11,7 @@ from rich.table import Table
 from benchmarks.crews import Variant
 from benchmarks.report import ratio, summarize, write_json
 from benchmarks.turns import take_turns, turns_parser
-from tfrep_strategy.running.identity import horovod_is_installed
+from tfrep_strategy.processes.identity import horovod_is_installed
 
 PRIMITIVES = ("all_reduce sum", "all_reduce max", "all_gather", "broadcast", "reduce_scatter", "all_to_all",
               "map_gather", "map_reduce", "barrier")  # fmt: skip

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tfrep_strategy.running.identity import identities, inherited_environ
+from tfrep_strategy.processes.identity import identities, inherited_environ
 
 _PIPE = "TFREP_BENCHMARK_PIPE"
 _PATIENCE_SECONDS = 300.0

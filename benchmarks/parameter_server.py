@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tfrep_strategy.running.cluster import LocalCluster
+from tfrep_strategy.clusters.cluster import LocalCluster
 
 _LIMIT_SECONDS = 300
 

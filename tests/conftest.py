@@ -22,7 +22,7 @@ from lanes import SPLIT, all_lanes, is_quick, lane_of, place  # noqa: E402
 from workers import WorkerPool  # noqa: E402
 
 import tfrep_strategy as tfrep  # noqa: E402
-from tfrep_strategy.running.identity import horovod_is_installed  # noqa: E402
+from tfrep_strategy.processes.identity import horovod_is_installed  # noqa: E402
 
 tfrep.use_logical_cpus(4)
 gc.collect()

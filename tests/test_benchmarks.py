@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tfrep_strategy.running.identity import horovod_is_installed
+from tfrep_strategy.processes.identity import horovod_is_installed
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.append(str(_REPOSITORY))  # At the end: where the package is installed, that one is tested.

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tfrep_strategy import demo
 from tfrep_strategy.errors import PeerError
-from tfrep_strategy.running.identity import horovod_is_installed
+from tfrep_strategy.processes.identity import horovod_is_installed
 
 _EXAMPLES = 333  # Does not divide by the batch, and its last batch not by two.
 

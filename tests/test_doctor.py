@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfrep_strategy import doctor
 from tfrep_strategy.nvidia import Gpu
-from tfrep_strategy.running.identity import horovod_is_installed
+from tfrep_strategy.processes.identity import horovod_is_installed
 
 
 def values(report: doctor.Report) -> dict[str, doctor.Finding]:

@@ -10,7 +10,7 @@ import pytest
 
 from tfrep_strategy import horovod_build, nvidia, transports
 from tfrep_strategy.nvidia import Nccl, driver_cuda, find_nccl, gpus_are_visible, nccl_problem
-from tfrep_strategy.running import identity
+from tfrep_strategy.processes import identity
 from tfrep_strategy.transports import choose_communicator, horovod_transports
 
 GLOO, NCCL = ("gloo",), ("gloo", "nccl")

@@ -22,7 +22,7 @@ from typing import Any
 
 import cloudpickle
 
-from tfrep_strategy.running.identity import identities, inherited_environ
+from tfrep_strategy.processes.identity import identities, inherited_environ
 
 _BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from workers import main; main(*sys.argv[2:])"
 _KEY = b"tfrep-tests"

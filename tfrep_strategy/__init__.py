@@ -6,6 +6,7 @@ from tfrep_strategy._lazy import names_loaded_when_used
 from tfrep_strategy._version import __version__
 
 if TYPE_CHECKING:
+    from tfrep_strategy.clusters.resolver import local_cluster
     from tfrep_strategy.collectives import (
         all_gather,
         all_gather_object,
@@ -38,8 +39,7 @@ if TYPE_CHECKING:
         TpuReplicator,
     )
     from tfrep_strategy.running import launch
-    from tfrep_strategy.running.parameter_server import exit_on_server_loss
-    from tfrep_strategy.running.resolver import local_cluster
+    from tfrep_strategy.running.coordinator import exit_on_server_loss
     from tfrep_strategy.sidecar_evaluator import SidecarEvaluator
     from tfrep_strategy.strategies.auto import auto_strategy
     from tfrep_strategy.strategies.logical_devices import logical_device
@@ -61,7 +61,7 @@ else:
             "InputContext", "InputReplicationMode", "MultiGpuReplicator", "MultiWorkerReplicator",
             "ParameterServerReplicator", "Replicator", "TpuReplicator",
         ],
-        "running": ["launch"], "running.parameter_server": ["exit_on_server_loss"], "running.resolver": ["local_cluster"],
+        "running": ["launch"], "running.coordinator": ["exit_on_server_loss"], "clusters.resolver": ["local_cluster"],
         "sidecar_evaluator": ["SidecarEvaluator"],
         "strategies.auto": ["auto_strategy"],
         "strategies.logical_devices": ["logical_device"], "strategies.mirrored": ["MirroredStrategy", "use_logical_cpus"],

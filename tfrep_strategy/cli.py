@@ -112,7 +112,7 @@ def run(
         del own_arguments[0]
     _check_options(context, strategy)
     if strategy == "parameter-server":
-        from tfrep_strategy.running.parameter_server import ClusterOptions, run_coordinator
+        from tfrep_strategy.running.coordinator import ClusterOptions, run_coordinator
 
         cluster = ClusterOptions(workers=workers, servers=servers, max_restarts=max_restarts, log_dir=log_dir)
         try:

@@ -25,8 +25,8 @@ from rich.table import Table
 import tfrep_strategy as tfrep
 from tfrep_strategy.digits import load_digits
 from tfrep_strategy.errors import check_count
+from tfrep_strategy.processes.identity import horovod_is_installed
 from tfrep_strategy.running import launch
-from tfrep_strategy.running.identity import horovod_is_installed
 from tfrep_strategy.running.joining import refuse_inside_a_run
 
 ONE_DEVICE = "one device"

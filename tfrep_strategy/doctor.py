@@ -28,8 +28,8 @@ from tfrep_strategy.nvidia import (
     nccl_problem,
     pairs_without_peer_access,
 )
+from tfrep_strategy.processes.identity import free_ports, horovod_is_installed
 from tfrep_strategy.running import launch
-from tfrep_strategy.running.identity import free_ports, horovod_is_installed
 from tfrep_strategy.startup_log import quiet_start
 from tfrep_strategy.transports import choose_communicator, horovod_transports
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from keras_runs import KERAS, VARIANTS, run
 
-from tfrep_strategy.running.identity import horovod_is_installed
+from tfrep_strategy.processes.identity import horovod_is_installed
 
 ALL = os.environ.get("TFREP_KERAS_TESTS") == "all"
 """Whether to run every test of every file: an hour and more on two cores."""

@@ -19,7 +19,7 @@ import pytest
 from running import Outcome, Running
 
 from tfrep_strategy.digits import load_digits
-from tfrep_strategy.running.identity import horovod_is_installed
+from tfrep_strategy.processes.identity import horovod_is_installed
 
 _SCRIPTS = Path(__file__).with_name("scripts")
 _LIMIT = 150.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,13 +13,23 @@ import pytest
 
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, PeerError
-from tfrep_strategy.running import identity, launch
-from tfrep_strategy.running.identity import horovod_is_installed
-from tfrep_strategy.running.processes import GRACE_SECONDS
+from tfrep_strategy.processes import identity
+from tfrep_strategy.processes.identity import horovod_is_installed
+from tfrep_strategy.processes.ranks import GRACE_SECONDS
+from tfrep_strategy.running import launch
 
 LIMIT = 100.0
 needs_horovod = pytest.mark.skipif(not horovod_is_installed(), reason="Horovod is not installed")
 both = pytest.mark.parametrize("communicator", [pytest.param("horovod", marks=needs_horovod), "tf"])
+
+
+@pytest.fixture
+def temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder where this test, and only this test, makes temporary files."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
 
 
 def place() -> tuple[int, int, int, int, int, int]:

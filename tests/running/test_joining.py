@@ -15,7 +15,7 @@ from calling import command
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.communicators import SingleCommunicator
-from tfrep_strategy.running.identity import free_ports, horovod_is_installed, inherited_environ
+from tfrep_strategy.processes.identity import free_ports, horovod_is_installed, inherited_environ
 
 ROOT = str(Path(tfrep.__file__).parents[1])
 LIMIT = 150

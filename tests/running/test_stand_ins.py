@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.running.child import run_strategy_scope
+from tfrep_strategy.running.scope import run_strategy_scope
 
 BASES = (tf.distribute.Strategy, tf.compat.v1.distribute.Strategy)
 

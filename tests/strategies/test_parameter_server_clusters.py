@@ -12,7 +12,7 @@ import tensorflow as tf
 from parameter_server_support import data, dense_model, start
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.running.identity import free_ports
+from tfrep_strategy.processes.identity import free_ports
 
 _PS, _WORKER = ["127.0.0.1:1"], ["127.0.0.1:2"]
 def _task() -> None:

@@ -129,7 +129,7 @@ def test_the_coordinator_is_killed(tmp_path: Path) -> None:
 
 
 def _found(family: list[psutil.Process], module: str) -> psutil.Process:
-    return next(process for process in family if f"running.{module}" in " ".join(process.cmdline()))
+    return next(process for process in family if module in " ".join(process.cmdline()))
 
 
 @pytest.mark.parametrize("victim", ["server", "coordinator", "launcher", "nobody, but Ctrl-C"])
@@ -152,10 +152,10 @@ def test_the_command(tmp_path: Path, victim: str) -> None:
         if victim == "server":
             # The servers are forks of one process, each with a log of its own.
             next(
-                p for p in _found(family, "servers").children() if "ps0.log" in os.readlink(f"/proc/{p.pid}/fd/1")
+                p for p in _found(family, "clusters.servers").children() if "ps0.log" in os.readlink(f"/proc/{p.pid}/fd/1")
             ).kill()
         elif victim == "coordinator":
-            _found(family, "script").kill()
+            _found(family, "running.script").kill()
         else:
             process.send_signal(signal.SIGKILL if victim == "launcher" else signal.SIGINT)
         out, err = process.communicate(timeout=150)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tfrep_strategy.running.identity import horovod_is_installed, identities, inherited_environ
+from tfrep_strategy.processes.identity import horovod_is_installed, identities, inherited_environ
 
 PROGRAM = Path(__file__).with_name("peer_programs.py")
 SURVIVORS_END_WITHIN = 30.0

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.running.identity import identities
+from tfrep_strategy.processes.identity import identities
 
 
 def _loop(strategy: Any) -> Any:

@@ -7,10 +7,10 @@ Outside a step, and without a strategy, a collective returns the result for a si
 The set follows TF-Replicator (Buchlovsky et al., arXiv:1902.00465), which took it from MPI.
 """
 
+from tfrep_strategy.collectives.between_processes import all_gather_object, barrier, broadcast_object
 from tfrep_strategy.collectives.chief import chief_first, is_chief
 from tfrep_strategy.collectives.exchanges import all_gather, all_to_all, broadcast
 from tfrep_strategy.collectives.mapping import map_gather, map_reduce
-from tfrep_strategy.collectives.processes import all_gather_object, barrier, broadcast_object
 from tfrep_strategy.collectives.reductions import all_mean, all_reduce, all_sum, reduce_scatter
 from tfrep_strategy.collectives.replicas import num_replicas, replica_id
 

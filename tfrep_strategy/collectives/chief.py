@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from tfrep_strategy.collectives.processes import check_no_step
+from tfrep_strategy.collectives.between_processes import check_no_step
 from tfrep_strategy.errors import PeerError
 from tfrep_strategy.strategies.of_process import is_chief_process, process_communicator
 

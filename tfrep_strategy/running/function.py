@@ -12,11 +12,12 @@ import cloudpickle
 
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import PeerError
-from tfrep_strategy.running.child import rank_command, run_strategy_scope
+from tfrep_strategy.processes.command import module_command
+from tfrep_strategy.processes.notes import noted_failure
+from tfrep_strategy.processes.ranks import deferred_signals
 from tfrep_strategy.running.joining import warn_inside_a_run
-from tfrep_strategy.running.notes import noted_failure
-from tfrep_strategy.running.processes import deferred_signals
 from tfrep_strategy.running.runs import Options, RunFailed, run_to_end
+from tfrep_strategy.running.scope import run_strategy_scope
 
 
 def launch(
@@ -67,7 +68,7 @@ def launch(
         try:
             run_to_end(
                 options,
-                lambda logs: rank_command("function", name, scope),
+                lambda logs: module_command(__name__, name, scope),
                 folder,
                 events,
             )

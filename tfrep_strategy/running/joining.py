@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 from tfrep_strategy.environments import Environment, detect_environment
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.running.child import rank_command
-from tfrep_strategy.running.identity import RUN_VARIABLES, common_hash_seed
+from tfrep_strategy.processes.command import module_command
+from tfrep_strategy.processes.identity import RUN_VARIABLES, common_hash_seed
 from tfrep_strategy.running.runs import Options, make_log_dir
 
 _HASH_SEED = "0"
@@ -102,7 +102,7 @@ def join_outer_run(outer: Environment, options: Options, arguments: Sequence[str
         "TFREP_COMMUNICATOR": options.communicator,
     }
     log_dir = "" if options.log_dir is None else str(make_log_dir(options.log_dir))
-    command = rank_command("script", "", log_dir, *arguments)
+    command = module_command("tfrep_strategy.running.script", "", log_dir, *arguments)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command[0], command, environ)

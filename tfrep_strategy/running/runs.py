@@ -13,16 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfrep_strategy.errors import ConfigurationError, check_count, message
-from tfrep_strategy.running.child import STRATEGIES
-from tfrep_strategy.running.identity import (
+from tfrep_strategy.processes.identity import (
     COMMUNICATORS,
     common_hash_seed,
     identities,
     inherited_environ,
     resolve_communicator,
 )
-from tfrep_strategy.running.processes import Command, Events, Failure, run_ranks
-from tfrep_strategy.running.report import describe
+from tfrep_strategy.processes.ranks import Command, Events, Failure, run_ranks
+from tfrep_strategy.running.failures import describe
+
+STRATEGIES = ("auto", "mirrored", "multi-worker")
+"""What a run may be asked for."""
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.running.child import rank_command, run_strategy_scope
+from tfrep_strategy.processes.command import module_command
+from tfrep_strategy.processes.notes import noted_failure
+from tfrep_strategy.processes.ranks import deferred_signals
 from tfrep_strategy.running.joining import join_outer_run, outer_run
-from tfrep_strategy.running.notes import noted_failure
-from tfrep_strategy.running.processes import deferred_signals
 from tfrep_strategy.running.runs import Options, run_to_end
+from tfrep_strategy.running.scope import run_strategy_scope
 
 
 def run_script(target: str, arguments: Sequence[str], options: Options, *, as_module: bool = False) -> None:
@@ -56,8 +57,8 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
     ):
         run_to_end(
             options,
-            lambda logs: rank_command(
-                "script",
+            lambda logs: module_command(
+                __name__,
                 notes,
                 str(logs) if options.hosts else "",
                 kind,

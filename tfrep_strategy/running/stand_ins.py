@@ -8,17 +8,20 @@ from typing import Any
 
 import tensorflow as tf
 
+import tfrep_strategy.replicator.kinds
+import tfrep_strategy.replicator.loop
+import tfrep_strategy.replicator.on_workers
 from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.errors import ConfigurationError, message
 
 
 def _table(strategy: Any) -> list[tuple[Sequence[Any], str, Callable[[], Any]]]:
     """Lists where a name stands, the name, and what is done in place of making it. Some modules lack some names."""
-    import tfrep_strategy as tfrep
-
     apis = (tf.distribute, tf.compat.v1.distribute, tf.compat.v2.distribute)
     stock = [module for api in apis for module in (api, api.experimental)]
-    ours = [tfrep, tfrep.replicator.loop, tfrep.replicator.kinds, tfrep.replicator.parameter_server]
+    # The package itself, where scripts find its names, and what makes a strategy for them.
+    replicator = tfrep_strategy.replicator
+    ours = [tfrep_strategy, replicator.loop, replicator.kinds, replicator.on_workers]
     return [
         (stock, "MirroredStrategy", lambda: strategy),
         (stock, "MultiWorkerMirroredStrategy", lambda: strategy),

@@ -18,13 +18,13 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import CachingVariable, ParameterServerExtended, ShardedVariable
 from tfrep_strategy.batches import pack, shard
+from tfrep_strategy.clusters.cluster import wait_until_reachable
+from tfrep_strategy.clusters.servers import run_server
 from tfrep_strategy.environments import SlurmEnvironment, TfConfigEnvironment
 from tfrep_strategy.environments.base import read_int
 from tfrep_strategy.errors import ConfigurationError, PeerError, check_count, message
 from tfrep_strategy.keras_integration.asynchronous.driver import AsynchronousDriver
 from tfrep_strategy.keras_integration.asynchronous.partitioned_variables import PartInitializer, PartitionedVariable
-from tfrep_strategy.running.cluster import wait_until_reachable
-from tfrep_strategy.running.servers import run_server
 from tfrep_strategy.strategies.step_runner import StepRunner
 
 

@@ -13,7 +13,7 @@ from workers import WorkerPool
 import tfrep_strategy as tfrep
 from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.errors import DesyncError
-from tfrep_strategy.running.identity import horovod_is_installed
+from tfrep_strategy.processes.identity import horovod_is_installed
 
 BOTH = pytest.mark.parametrize(
     "communicator",

@@ -9,13 +9,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfrep_strategy.keras_integration.asynchronous.callbacks import check_callbacks
-from tfrep_strategy.keras_integration.asynchronous.data import StepsOfWorkers
+from tfrep_strategy.keras_integration.asynchronous.callback_checks import check_callbacks
 from tfrep_strategy.keras_integration.asynchronous.partitioned_variables import Parts
 from tfrep_strategy.keras_integration.asynchronous.predictions import PredictFunction
 from tfrep_strategy.keras_integration.asynchronous.state import SharedState
 from tfrep_strategy.keras_integration.asynchronous.steps import StepFunction
 from tfrep_strategy.keras_integration.asynchronous.sync_updates import Updates
+from tfrep_strategy.keras_integration.asynchronous.worker_data import StepsOfWorkers
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared import made_in_scope

@@ -22,7 +22,8 @@ _COLLISION_HINT = """\
 Hint: all ranks run this script, so that another rank may have made this path at the same moment. Let one rank do it first:
 `with tfrep.chief_first():`, or `if tfrep.is_chief():` followed by `tfrep.barrier()`.
 """
-_OWN_FOLDER = str(Path(__file__).parent)
+_PACKAGE = Path(__file__).parent.parent
+_LAUNCHER = {str(_PACKAGE / "processes"), str(_PACKAGE / "running")}
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _traceback_of_user(error: BaseException) -> str:
 
 def _is_launcher(file: str) -> bool:
     folder, name = os.path.split(file)
-    return folder == _OWN_FOLDER or name in ("<frozen runpy>", "runpy.py", "contextlib.py")
+    return folder in _LAUNCHER or name in ("<frozen runpy>", "runpy.py", "contextlib.py")
 
 
 def _hint(error: BaseException) -> str:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tfrep_strategy.clusters.cluster import LocalCluster, check_counts
 from tfrep_strategy.errors import ConfigurationError, ServerLostError, check_count, message
-from tfrep_strategy.running.child import rank_command
-from tfrep_strategy.running.cluster import LocalCluster, check_counts
-from tfrep_strategy.running.identity import free_ports, inherited_environ
+from tfrep_strategy.processes.command import module_command
+from tfrep_strategy.processes.identity import free_ports, inherited_environ
+from tfrep_strategy.processes.ranks import Command, Failure, deferred_signals, run_ranks
 from tfrep_strategy.running.joining import refuse_inside_a_run
-from tfrep_strategy.running.processes import Command, Failure, deferred_signals, run_ranks
 from tfrep_strategy.running.runs import make_log_dir
 
 SERVER_LOST = 75
@@ -91,7 +91,8 @@ def run_coordinator(
                     "TFREP_STRATEGY": "parameter-server",
                     "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}}),
                 }
-                command = Command(rank_command("script", str(notes), "", kind, target, *arguments), environ)
+                of_script = ["tfrep_strategy.running.script", str(notes), "", kind, target, *arguments]
+                command = Command(module_command(*of_script), environ)
                 failure = run_ranks([command], events, log_dir=notes, note_dir=notes)
             lost = failure is not None and failure.rank is not None and _was_lost(failure)
             if not lost or attempt == options.max_restarts:

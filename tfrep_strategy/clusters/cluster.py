@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tfrep_strategy.errors import PeerError, check_count, message
-from tfrep_strategy.running.child import rank_command
-from tfrep_strategy.running.identity import free_ports, inherited_environ
+from tfrep_strategy.processes.command import module_command
+from tfrep_strategy.processes.identity import free_ports, inherited_environ
 
 START_SECONDS = 60.0
 """How long the servers may take to start."""
@@ -58,7 +58,7 @@ class LocalCluster:
         self._changed = threading.Condition()
         environ = inherited_environ() | {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
         self._process = subprocess.Popen(
-            rank_command("servers", json.dumps(self.spec), str(self.log_dir), str(self.folder)),
+            module_command("tfrep_strategy.clusters.servers", json.dumps(self.spec), str(self.log_dir), str(self.folder)),
             env=environ,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

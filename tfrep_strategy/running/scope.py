@@ -1,51 +1,17 @@
-"""What happens inside a rank before the user's code runs."""
+"""The scope in which a run calls the user's code: that of the strategy which the launcher asked for."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.running.coordinator import exit_on_server_loss
 from tfrep_strategy.startup_log import quiet_start
-
-STRATEGIES = ("auto", "mirrored", "multi-worker")
-"""What a run may be asked for."""
-
-# A rank finds this package where its launcher found it, whatever folder it is started in. It gets its own search path
-# back before the user's script runs.
-_BOOTSTRAP = (
-    "import json, sys; own = sys.path[:]; sys.path[:] = json.loads(sys.argv[1]); "
-    "from tfrep_strategy.running.{module} import main; main(sys.argv[2:], own)"
-)
-
-
-def rank_command(module: str, *arguments: str) -> list[str]:
-    """Gives the command line of a rank.
-
-    Args:
-        module: Module of this folder whose `main` it runs.
-        *arguments: What `main` gets.
-
-    Returns:
-        The command line.
-
-    Example:
-        >>> rank_command("script", "note.json", "script", "train.py")[1]
-        '-c'
-    """
-    return [
-        sys.executable,
-        "-c",
-        _BOOTSTRAP.format(module=module),
-        json.dumps(sys.path),
-        *arguments,
-    ]
 
 
 @contextlib.contextmanager
@@ -66,8 +32,9 @@ def run_strategy_scope() -> Iterator[Any]:
     with quiet_start():
         import tensorflow as tf
 
-        import tfrep_strategy as tfrep
         from tfrep_strategy.running.stand_ins import put, strategy_everywhere
+        from tfrep_strategy.strategies.auto import auto_strategy
+        from tfrep_strategy.strategies.parameter_server import ParameterServerStrategy
 
         gpus = tf.config.get_visible_devices("GPU")
     for gpu in gpus:  # Ranks may share them, and scripts ask for it when it is too late.
@@ -75,10 +42,10 @@ def run_strategy_scope() -> Iterator[Any]:
     if os.environ["TFREP_STRATEGY"] == "mirrored":
         _show_devices(int(os.environ["TFREP_NUM_REPLICAS"]))
     runs_on_servers = os.environ["TFREP_STRATEGY"] == "parameter-server"
-    strategy = tfrep.ParameterServerStrategy() if runs_on_servers else tfrep.auto_strategy()
+    strategy = ParameterServerStrategy() if runs_on_servers else auto_strategy()
     with contextlib.ExitStack() as stack:
         if runs_on_servers:
-            stack.enter_context(tfrep.exit_on_server_loss(strategy))
+            stack.enter_context(exit_on_server_loss(strategy))
         stack.enter_context(strategy_everywhere(strategy))
         for owner, name in (
             (tf.config, "set_logical_device_configuration"),
@@ -109,11 +76,11 @@ def _show_devices(count: int) -> None:
     """Lets TensorFlow see as many devices as a mirrored strategy is to have replicas: GPUs if there are any."""
     import tensorflow as tf
 
-    import tfrep_strategy as tfrep
+    from tfrep_strategy.strategies.mirrored import use_logical_cpus
 
     gpus = tf.config.get_visible_devices("GPU")
     if not gpus:
-        tfrep.use_logical_cpus(count)
+        use_logical_cpus(count)
     elif count <= len(gpus):
         tf.config.set_visible_devices(gpus[:count], "GPU")
     else:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tfrep_strategy.running.processes import Failure
-from tfrep_strategy.running.report import describe, last_lines
+from tfrep_strategy.processes.ranks import Failure
+from tfrep_strategy.running.failures import describe, last_lines
 
 OF_TENSORFLOW = """\
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR

@@ -14,7 +14,7 @@ import pytest
 from calling import command
 from observing import alive, wait_until
 
-from tfrep_strategy.running.processes import (
+from tfrep_strategy.processes.ranks import (
     GRACE_SECONDS,
     TIMED_OUT,
     Command,
@@ -132,14 +132,16 @@ def test_one_that_ends_well_ends_nobody(run):
 def test_a_rank_that_will_not_end_is_killed(run):
     start = time.monotonic()
     ready = run.logs / "rank1.log"
-    waits = f"import os, time\nwhile not os.path.getsize({str(ready)!r}): time.sleep(0.01)\nraise SystemExit(3)"
+    is_ready = f"os.path.exists({str(ready)!r}) and os.path.getsize({str(ready)!r})"
+    waits = f"import os, time\nwhile not ({is_ready}): time.sleep(0.01)\nraise SystemExit(3)"
     assert run(waits, STUBBORN) == Failure(0, 3)
     assert GRACE_SECONDS <= time.monotonic() - start < SOON
 
 
 def test_children_of_ranks_end_too(run):
     ready = run.logs / "rank1.log"
-    waits = f"import os, time\nwhile not os.path.getsize({str(ready)!r}): time.sleep(0.01)\nraise SystemExit(3)"
+    is_ready = f"os.path.exists({str(ready)!r}) and os.path.getsize({str(ready)!r})"
+    waits = f"import os, time\nwhile not ({is_ready}): time.sleep(0.01)\nraise SystemExit(3)"
     assert run(waits, WITH_CHILDREN) == Failure(0, 3)
     wait_until(lambda: not alive(run.marker))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from tfrep_strategy.running.cluster import LocalCluster, check_counts
+from tfrep_strategy.clusters.cluster import LocalCluster, check_counts
 
 
 class LocalClusterResolver(tf.distribute.cluster_resolver.SimpleClusterResolver):

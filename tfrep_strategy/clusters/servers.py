@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tfrep_strategy.clusters.cluster import wait_until_reachable
 from tfrep_strategy.startup_log import quiet_start
 
 _PR_SET_PDEATHSIG = 1
@@ -115,8 +116,6 @@ def run_server(cluster: dict[str, Any], job: str, index: int, *, coordinator_tim
 
 
 def _end_with(address: str, seconds: float) -> None:
-    from tfrep_strategy.running.cluster import wait_until_reachable
-
     if wait_until_reachable({"chief": address}, seconds):
         print(f"tfrep: the coordinator ({address}) has not come after {seconds:g} seconds.", file=sys.stderr, flush=True)
         os._exit(1)

@@ -9,7 +9,7 @@ import urllib.request
 import psutil
 import pytest
 
-from tfrep_strategy.running.identity import (
+from tfrep_strategy.processes.identity import (
     free_ports,
     horovod_is_installed,
     identities,

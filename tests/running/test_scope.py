@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.running.child import run_strategy_scope
+from tfrep_strategy.running.scope import run_strategy_scope
 
 
 def test_settings_that_come_too_late_are_warnings(monkeypatch):

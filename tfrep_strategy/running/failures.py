@@ -7,7 +7,7 @@ import signal
 from collections import deque
 from pathlib import Path
 
-from tfrep_strategy.running.processes import Failure
+from tfrep_strategy.processes.ranks import Failure
 from tfrep_strategy.startup_log import log_lines
 
 _LAST_LINES = 20

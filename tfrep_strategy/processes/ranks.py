@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from tfrep_strategy.running.notes import Note, read_notes
+from tfrep_strategy.processes.notes import Note, read_notes
 
 GRACE_SECONDS = 3.0
 """How long a rank may take to end once it was asked to, before it is killed."""

@@ -1,0 +1,1 @@
+"""A cluster of workers and parameter servers on this machine."""

@@ -1,0 +1,30 @@
+"""The command line of a process that runs a module of this package."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+# A process finds this package where its launcher found it, whatever folder it is started in. It gets its own search path
+# back before the user's script runs.
+_BOOTSTRAP = (
+    "import json, sys; own = sys.path[:]; sys.path[:] = json.loads(sys.argv[1]); "
+    "from {module} import main; main(sys.argv[2:], own)"
+)
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Gives the command line of a process that calls the `main` of a module.
+
+    Args:
+        module: Full name of the module. Its `main` gets the arguments, and the search path with which Python started.
+        *arguments: The arguments.
+
+    Returns:
+        The command line.
+
+    Example:
+        >>> module_command("tfrep_strategy.running.script", "notes", "", "script", "train.py")[1]
+        '-c'
+    """
+    return [sys.executable, "-c", _BOOTSTRAP.format(module=module), json.dumps(sys.path), *arguments]
