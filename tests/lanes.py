@@ -121,6 +121,7 @@ QUICK = (
     "test_readme.py::test_linked_files_exist",
     "test_readme.py::test_run_lines_parse",
     "test_replicator.py",
+    "test_shares.py",
     "test_sidecar_evaluator.py::test_bad_settings",
     "test_sidecar_evaluator.py::test_whole_models_and_a_file_that_is_still_written",
     "test_transports.py",

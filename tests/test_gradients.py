@@ -1,25 +1,15 @@
-"""How gradients are weighed, put into buckets, and sent."""
+"""How gradients are put into buckets, and sent."""
 
 from __future__ import annotations
 
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.gradients import aggregate, buckets, dense, has_fixed_rows, weighed, zero_unless
+from tfrep_strategy.gradients import aggregate, buckets, dense, has_fixed_rows
 
 
 def sparse(values: list[list[float]], rows: list[int]) -> tf.IndexedSlices:
     return tf.IndexedSlices(tf.constant(values), tf.constant(rows), tf.constant([4, 2]))
-
-
-def test_a_weight_of_zero_silences_what_is_not_finite() -> None:
-    zero = tf.constant(0.0)
-    np.testing.assert_array_equal(weighed(tf.constant([np.nan, np.inf, 1.0]), zero), [0.0, 0.0, 0.0])
-    np.testing.assert_array_equal(weighed(sparse([[np.nan, 1.0]], [2]), zero).values, [[0.0, 0.0]])
-    assert weighed(None, zero) is None
-    half = weighed(tf.constant([2.0], tf.float16), tf.constant(0.5))
-    assert half.dtype == tf.float16
-    assert half.numpy() == 1.0
 
 
 def test_dense_adds_up_rows_that_occur_twice() -> None:
@@ -73,22 +63,3 @@ def test_few_collectives_and_the_order_that_was_given() -> None:
     assert (float(first[0]), float(last[0, 0])) == (2.0, 10.0)
     np.testing.assert_array_equal(rows.indices, [3, 3])
     np.testing.assert_array_equal(dense(rows)[3], [2.0, 4.0])
-
-
-def test_a_share_is_not_rounded_to_the_dtype_of_the_gradient() -> None:
-    # A third of 100 is 33.25 in bfloat16. The product with a third in bfloat16 would be 33.5.
-    assert float(weighed(tf.constant(100.0, tf.bfloat16), tf.constant(1 / 3))) == 33.25
-
-
-def test_all_small_gradients_are_silenced_at_once() -> None:
-    gradients = [tf.fill([3], np.nan), None, sparse([[1.0, 2.0]], [3]), tf.ones([2000]), *[tf.ones([2, 2]) for _ in range(20)]]
-    for has_examples in (False, True):
-        step = tf.function(lambda has=has_examples: zero_unless(tf.constant(has), gradients)).get_concrete_function()
-        found = step()
-        assert [op.type for op in step.graph.get_operations()].count("SelectV2") == 1
-        np.testing.assert_array_equal(found[0], np.full([3], np.nan) if has_examples else np.zeros([3]))
-        assert found[1] is None
-        np.testing.assert_array_equal(dense(found[2]), dense(gradients[2]))
-        np.testing.assert_array_equal(found[3], np.ones([2000]))
-        for gradient in found[4:]:
-            np.testing.assert_array_equal(gradient, np.full([2, 2], float(has_examples)))

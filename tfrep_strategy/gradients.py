@@ -1,8 +1,4 @@
-"""Aggregates the gradients of the replicas to the global gradient.
-
-The global gradient is the sum over replicas of `share_r * gradient_r`. `share_r` is the fraction of the global batch's
-examples that replica r has. Every example thus counts once, however the batch was cut.
-"""
+"""Aggregates the gradients of the replicas, which their shares have weighed (`shares.py`), to the global gradient."""
 
 from __future__ import annotations
 
@@ -12,12 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.packing import Packed
 
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 AllReduce = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 AllGather = Callable[[tf.Tensor], tf.Tensor]
-_SMALL = 1024
 
 
 def aggregate(
@@ -30,7 +24,7 @@ def aggregate(
     """Sums gradients over the replicas.
 
     Args:
-        gradients: This replica's gradients, times its share; None for a variable without a gradient.
+        gradients: This replica's gradients, weighed by its share; None for a variable without a gradient.
         all_reduce: Sums a list of dense tensors over the replicas.
         all_gather: Concatenates tensors of different length along the first dimension, in replica order.
         bucket_bytes: Gradients are sent in buckets of about this size. The last variables go first, since backward reaches
@@ -57,79 +51,6 @@ def aggregate(
                 indices=all_gather(gradient.indices),
                 dense_shape=gradient.dense_shape,
             )
-    return result
-
-
-def weighed(gradient: Gradient, weight: tf.Tensor | None) -> Gradient:
-    """Multiplies a gradient with a replica's share of the global batch.
-
-    Args:
-        gradient: `tf.Tensor`, `tf.IndexedSlices` or None.
-        weight: float32 scalar; None leaves the gradient unchanged. A weight of zero, that of a replica without examples, makes
-            the gradient zero even if it is not finite.
-
-    Returns:
-        A gradient of the same type.
-    """
-    if gradient is None or weight is None:
-        return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(weighed(gradient.values, weight), gradient.indices, gradient.dense_shape)
-    return multiply_no_nan(gradient, weight)
-
-
-def multiply_no_nan(tensor: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
-    """Multiplies a tensor with a share. The product with 0 is 0, even if the tensor is not finite.
-
-    Args:
-        tensor: A floating or complex tensor.
-        factor: float32 scalar.
-
-    Returns:
-        A tensor of the same dtype and shape.
-
-    Example:
-        >>> multiply_no_nan(tf.constant([2.0, float("inf")], tf.bfloat16), tf.constant(0.0)).numpy().tolist()
-        [0.0, 0.0]
-    """
-    return _rounded_once(tf.math.multiply_no_nan, tensor, factor)
-
-
-def divide_no_nan(tensor: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
-    """Divides a tensor by a share. The quotient is 0 if the share is 0. See `multiply_no_nan`."""
-    return _rounded_once(tf.math.divide_no_nan, tensor, divisor)
-
-
-def _rounded_once(operation: Callable[..., tf.Tensor], tensor: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
-    """Computes 16-bit floats in float32, since a share of 1/3 has an error of 0.2 percent in bfloat16.
-
-    Moreover, TensorFlow has no `multiply_no_nan` of bfloat16 on GPUs, and would copy the tensor to the CPU.
-    """
-    if tensor.dtype in (tf.float16, tf.bfloat16):
-        return tf.cast(operation(tf.cast(tensor, tf.float32), share), tensor.dtype)
-    return operation(tensor, tf.cast(share, tensor.dtype))
-
-
-def zero_unless(has_examples: tf.Tensor, gradients: Sequence[Gradient]) -> list[Gradient]:
-    """Sets small gradients of a replica without examples to zero. The loss of such a replica, a mean over nothing, is NaN.
-
-    Gradients that flow through the empty batch are zero already. Only parameters used after the mean (a learned loss weight,
-    say) can get NaN. They are small, so only small dense gradients are set.
-
-    Args:
-        has_examples: bool scalar, whether this replica has examples.
-        gradients: This replica's gradients.
-    """
-
-    def is_small(gradient: Gradient) -> bool:
-        return isinstance(gradient, tf.Tensor) and (gradient.shape.num_elements() or _SMALL + 1) <= _SMALL
-
-    result = list(gradients)
-    small = [i for i, gradient in enumerate(gradients) if is_small(gradient)]
-    packed = Packed([gradients[i] for i in small])  # A net has hundreds, and on a GPU each operation launches a kernel.
-    zeroed = [tf.where(has_examples, flat, tf.zeros_like(flat)) for flat in packed.flats]
-    for i, gradient in zip(small, packed.unpack(zeroed), strict=True):
-        result[i] = gradient
     return result
 
 

@@ -18,7 +18,7 @@ from tfrep_strategy.communicators.gpus import (
     warn_if_shared,
 )
 from tfrep_strategy.communicators.ring import RingCommunicator
-from tfrep_strategy.gradients import weighed
+from tfrep_strategy.shares import Share
 
 GPU = "/job:localhost/replica:0/task:0/device:GPU:0"
 _keys = itertools.count(2**30 + 900_000)
@@ -33,7 +33,7 @@ def test_collectives_run_on_the_gpu_with_their_order(dtype: str) -> None:
             communicator.all_reduce(tensors, op)
         communicator.all_to_all(tensors[0], tf.constant([1, 1]))
         communicator.broadcast(tensors)
-        weighed(tensors[0], tf.constant(0.5))
+        Share.equal(2).weigh(tensors[0])
     assert not without_gpu_kernel(graph)
     collectives = [operation for operation in graph.get_operations() if operation.type.startswith("Collective")]
     assert len(collectives) == 10

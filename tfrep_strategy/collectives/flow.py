@@ -1,9 +1,7 @@
 """Collectives that gradients flow through.
 
-The equivalent computation on one device minimizes `sum_r loss_r`. In a step that Keras drives it minimizes
-`sum_r share_r * loss_r`; there each replica multiplies its gradients by its share only after backward. A gradient that
-flows back through a collective comes from the loss of another replica. It is therefore multiplied by the share of the
-replica that it comes from, and divided by the share of the replica that it arrives at.
+The equivalent computation on one device minimizes the sum of the replicas' losses. In a step that Keras drives it minimizes
+their mean, weighed by their shares; see `Share.through`.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.communicators import Communicator
-from tfrep_strategy.gradients import divide_no_nan, multiply_no_nan
 from tfrep_strategy.keras_integration.protocol import Step
 
 Tensors = Sequence[tf.Tensor]
@@ -151,11 +148,7 @@ class Flow:
         return tf.custom_gradient(forward)(tensor) if tensor.dtype.is_floating else communicator.all_to_all(tensor, splits)
 
     def _back(self, dys: Tensors, send: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> list[tf.Tensor]:
-        if self._step is None or self._step.loss_is_scaled:
-            return send(list(dys))
-        share = self._step.share
-        arrived = send([multiply_no_nan(dy, share) for dy in dys])
-        return [divide_no_nan(x, share) for x in arrived]
+        return send(list(dys)) if self._step is None else self._step.send_back(send, dys)
 
 
 def _of_this_graph(tensors: Tensors) -> list[tf.Tensor]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import tensorflow as tf
 
 from tfrep_strategy.keras_integration.settings import Setting
+from tfrep_strategy.shares import Share
 
 
 class Shards(NamedTuple):
@@ -50,8 +51,8 @@ class KerasStrategy(Protocol):
     def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums over all replicas; called inside a replica."""
 
-    def aggregate_gradients(self, gradients: Sequence[Any], weight: tf.Tensor | None) -> list[Any]:
-        """Makes replica gradients global: the sum over replicas of `weight * gradient`; called inside a replica."""
+    def aggregate_gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        """Makes replica gradients, which their shares have weighed, global: their sum; called inside a replica."""
 
     def mean_over_processes(self, own_gradients: Sequence[Any]) -> list[Any]:
         """Averages gradients that every process computed outside replicas."""
@@ -122,26 +123,25 @@ class Step:
 
     Args:
         strategy: The strategy that runs it.
-        num_examples: int64 scalar, examples of this replica.
-        total_examples: int64 scalar, examples of all replicas.
+        share: This replica's share of the global batch.
     """
 
-    def __init__(self, strategy: KerasStrategy, num_examples: tf.Tensor, total_examples: tf.Tensor) -> None:
+    def __init__(self, strategy: KerasStrategy, share: Share) -> None:
         self.strategy = strategy
-        self.num_examples = num_examples
-        self.total_examples = total_examples
+        self.share = share
         self.scaled_losses: collections.Counter[int] = collections.Counter()
         """By the id of an optimizer: how many losses whose gradients it will get were multiplied by the share."""
-        self.share = tf.math.divide_no_nan(tf.cast(num_examples, tf.float32), tf.cast(total_examples, tf.float32))
-        """float32 scalar: the part of the global batch that this replica has, between 0 and 1."""
-        with tf.device("CPU:0"):
-            self.has_equal_share = tf.equal(num_examples * strategy.num_replicas_in_sync, total_examples)
-            """bool scalar, on the host, where branches are taken: whether this replica has as many examples as the mean."""
 
     @property
     def loss_is_scaled(self) -> bool:
         """Whether the loss that gradients are taken of now was multiplied by the share."""
         return any(self.scaled_losses.values())
+
+    def send_back(
+        self, send: Callable[[list[tf.Tensor]], list[tf.Tensor]], gradients: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Sends gradients back through a collective; see `Share.through`."""
+        return send(list(gradients)) if self.loss_is_scaled else self.share.through(send, gradients)
 
 
 _step: Setting[Step | None] = Setting(None)
@@ -158,7 +158,8 @@ def in_step(
     """Wraps a Keras step so that it knows, on each replica, which share of the global batch it has."""
 
     def replica_step(part: Any, total: tf.Tensor) -> Any:
-        with _step.to(Step(strategy, num_examples(part), total)):
+        share = Share.of_batch(num_examples(part), total, strategy.num_replicas_in_sync)
+        with _step.to(Step(strategy, share)):
             return step_function(part)
 
     return replica_step

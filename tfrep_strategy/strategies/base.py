@@ -147,18 +147,18 @@ class SynchronousStrategy(tf.distribute.Strategy):
 
     # Gradients.
 
-    def aggregate_gradients(self, replica_gradients: Sequence[Any], weight: tf.Tensor | None) -> list[Any]:
+    def aggregate_gradients(self, replica_gradients: Sequence[Any]) -> list[Any]:
         """Aggregates the gradients of the replicas to the global gradients. Every replica calls it.
 
         Args:
-            replica_gradients: The gradient of each variable: `tf.Tensor`, `tf.IndexedSlices` or None.
-            weight: float32 scalar, this replica's share of the global batch; None if the losses are scaled already.
+            replica_gradients: The gradient of each variable, weighed by the replica's share: `tf.Tensor`, `tf.IndexedSlices`
+                or None.
 
         Returns:
-            `sum over replicas of weight * gradient`.
+            Their sums over the replicas.
         """
-        own = [gradients.weighed(gradient, weight) for gradient in replica_gradients]
-        own = [gradients.dense(g) if self.densify_sparse_gradients or gradients.has_fixed_rows(g) else g for g in own]
+        densify = self.densify_sparse_gradients
+        own = [gradients.dense(g) if densify or gradients.has_fixed_rows(g) else g for g in replica_gradients]
         if self.gradient_aggregator is not None:
             replica = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
             return list(self.gradient_aggregator(own, self.communicator_of(replica)))

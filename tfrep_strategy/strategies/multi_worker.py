@@ -27,6 +27,7 @@ from tfrep_strategy.environments import Environment, TfConfigEnvironment, detect
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.shares import Share
 from tfrep_strategy.strategies import rank_data as ranks_read
 from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
@@ -135,9 +136,9 @@ class MultiWorkerStrategy(SynchronousStrategy):
 
         The gradients are equal if all processes read the same data. If not, their mean keeps the weights equal.
         """
-        share = tf.constant(1 / self.num_replicas_in_sync)
+        share = Share.equal(self.num_replicas_in_sync)
         return gradients.aggregate(
-            [gradients.weighed(gradient, share) for gradient in own_gradients],
+            [share.weigh(gradient) for gradient in own_gradients],
             all_reduce=self.sum_over_replicas,
             all_gather=self.gather_over_replicas,
             bucket_bytes=self.bucket_bytes,

@@ -7,17 +7,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import MirroredReplicaContext, ReplicaContext
-from tfrep_strategy.gradients import divide_no_nan, multiply_no_nan
 from tfrep_strategy.keras_integration.protocol import current_step
 
 
 class _WeighedGradient:
-    """Overrides `all_reduce` inside steps that Keras drives.
-
-    Such a step minimizes `sum_r share_r * loss_r`, and a replica multiplies its gradients by its share only after backward.
-    A gradient that flows back through an all-reduce comes from the losses of all replicas. It is therefore multiplied by
-    the share of the replica that it comes from, and divided by the share of the replica that it arrives at.
-    """
+    """Overrides `all_reduce` inside steps that Keras drives: its gradients have the shares of other replicas (`Share.through`)."""
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         step = current_step()
@@ -28,16 +22,15 @@ class _WeighedGradient:
             reduce_op = tf.distribute.ReduceOp(reduce_op.upper())
         extended = self.strategy.extended  # type: ignore[attr-defined]
 
+        def everyone(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+            return list(extended._replica_ctx_all_reduce(reduce_op, tensors, options))
+
         @tf.custom_gradient
         def reduce(*xs: tf.Tensor) -> Any:
             def gradient(*dys: tf.Tensor) -> list[tf.Tensor]:
-                if step.loss_is_scaled:
-                    return list(extended._replica_ctx_all_reduce(reduce_op, list(dys), options))
-                weighed = [multiply_no_nan(dy, step.share) for dy in dys]
-                arrived = extended._replica_ctx_all_reduce(reduce_op, weighed, options)
-                return [divide_no_nan(x, step.share) for x in arrived]
+                return step.send_back(everyone, dys)
 
-            return list(extended._replica_ctx_all_reduce(reduce_op, list(xs), options)), gradient
+            return everyone(list(xs)), gradient
 
         return tf.nest.pack_sequence_as(value, tf.nest.flatten(reduce(*map(tf.convert_to_tensor, flat))))
 

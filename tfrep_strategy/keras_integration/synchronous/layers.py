@@ -7,7 +7,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfrep_strategy.gradients import multiply_no_nan
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
@@ -68,13 +67,12 @@ class Layers(SynchronousBase):
         outputs = original(layer, inputs, training=training, mask=mask)
 
         def weigh() -> None:
-            weight = step.share * step.strategy.num_replicas_in_sync
-            for variable, value in zip(statistics, before, strict=True):
-                kept = value * layer.momentum
-                # A replica without examples adds nothing; what it has computed is no number.
-                variable.assign(kept + multiply_no_nan(tf.convert_to_tensor(variable) - kept, weight))
+            kept = [value * layer.momentum for value in before]
+            moved = [tf.convert_to_tensor(variable) for variable in statistics]
+            for variable, value in zip(statistics, step.share.of_moving(kept, moved), strict=True):
+                variable.assign(value)
 
-        tf.cond(step.has_equal_share, lambda: None, weigh)
+        tf.cond(step.share.is_equal, lambda: None, weigh)
         return outputs
 
     def moments(self, original: Any, layer: Any, inputs: Any, mask: Any) -> Any:

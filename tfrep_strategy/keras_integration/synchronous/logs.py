@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.gradients import multiply_no_nan
 from tfrep_strategy.keras_integration.driver import KerasDriver
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_step
@@ -68,7 +67,7 @@ def with_global_logs(model: Any, strategy: KerasStrategy, step_function: Callabl
 def _global_means(strategy: KerasStrategy, values: list[Any]) -> list[tf.Tensor]:
     step: Any = current_step()
     tensors = [tf.convert_to_tensor(value) for value in values]
-    weighed = [multiply_no_nan(t, step.share) for t in tensors if t.dtype.is_floating]
+    weighed = [step.share.weigh(t) for t in tensors if t.dtype.is_floating]
     summed = iter(strategy.sum_over_replicas(weighed))
     return [next(summed) if t.dtype.is_floating else t for t in tensors]
 

@@ -1,8 +1,8 @@
 """Losses whose value and gradient are those of the global batch.
 
-In a step that Keras drives, a replica's loss is the mean over its own examples and its gradient is weighed by its share
-of the global batch later (`optimizer.py`), so that a hand-written `ops.mean` is right too. In a custom loop gradients are
-summed, as stock strategies have it, and a mean divides by the count of all replicas.
+In a step that Keras drives, a replica's loss is the mean over its own examples. Its share (`shares.py`) weighs the gradient later
+(`optimizer.py`), so a hand-written `ops.mean` is right too. In a custom loop gradients are summed, as under TensorFlow's own
+strategies, and a mean divides by the count of all replicas.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import tensorflow as tf
 from keras import ops
 
-from tfrep_strategy.gradients import divide_no_nan
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 from tfrep_strategy.keras_integration.synchronous.whole_batch import loss_of_whole_batch, mixes_rows, sees_whole_batch
@@ -49,14 +47,13 @@ class Losses(SynchronousBase):
         total = ops.sum(values)
         weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
         if reduction == "sum":
-            # The gradient will be multiplied by the share, which a sum is free of.
-            return total if step is None else divide_no_nan(total, step.share)
+            return total if step is None else step.share.unweigh(total)
         if step is None or weighs:
             divisor = ops.sum(sample_weight) if weighs else ops.prod(ops.cast(ops.shape(values), "int32"))
             divisor = self.strategy.sum_over_replicas([ops.cast(divisor, total.dtype)])[0]
             divisor = divisor if weighs else ops.stop_gradient(divisor)  # A count has none.
             mean = ops.divide_no_nan(total, divisor)
-            return mean if step is None else divide_no_nan(mean, step.share)
+            return mean if step is None else step.share.unweigh(mean)
         if 0 in values.shape:  # A replica that is known to have no examples; Keras would not even reduce them.
             return total
         return original(values, sample_weight, reduction)
@@ -74,9 +71,9 @@ class Losses(SynchronousBase):
         step = current_step()
         if step is not None and not keras.ops.shape(values):
             # The mean over no examples is no number, which a weight of zero would not remove.
-            values = tf.where(step.num_examples > 0, values, tf.zeros_like(values))
+            (values,) = step.share.silenced([values])
             if sample_weight is None:
-                sample_weight = keras.ops.cast(step.share, metric.dtype)
+                sample_weight = step.share.as_weight(metric.dtype)
         return original(metric, values, sample_weight=sample_weight)
 
     @property

@@ -7,9 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import tensorflow as tf
-
-from tfrep_strategy.gradients import dense, multiply_no_nan, weighed, zero_unless
+from tfrep_strategy.gradients import dense
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
@@ -80,7 +78,7 @@ class Updates(SynchronousBase):
         if step is None:
             return loss
         step.scaled_losses[id(optimizer)] += 1
-        return multiply_no_nan(loss, step.share)
+        return step.share.weigh(loss)
 
     scale_loss_dynamically = scale_loss
 
@@ -94,13 +92,13 @@ class Updates(SynchronousBase):
                 warnings.warn(_OUTSIDE_REPLICAS, stacklevel=2)
             with _applied_gradients.to("global"):
                 return original(optimizer, strategy.mean_over_processes(list(grads)), trainable_variables)
-        grads, share = _to_be_weighed(optimizer, list(grads))
         if self._accumulates_locally(optimizer):
-            own = [weighed(dense(g), share) for g in grads]  # Keras collects in dense variables.
+            own = _weighed(optimizer, [dense(g) for g in grads])  # Keras collects in dense variables.
             with _applied_gradients.to("local"):
                 return original(optimizer, own, trainable_variables)
         with _applied_gradients.to("global"):
-            return original(optimizer, strategy.aggregate_gradients(grads, share), trainable_variables)
+            own = _weighed(optimizer, list(grads))
+            return original(optimizer, strategy.aggregate_gradients(own), trainable_variables)
 
     def apply_scaled(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
         """Makes an overflow on one replica an overflow of the global gradient, which all replicas skip.
@@ -122,7 +120,7 @@ class Updates(SynchronousBase):
         if applied is None:
             return original(optimizer, grads)
         if applied == "local":
-            grads = strategy.aggregate_gradients(list(grads), None)
+            grads = strategy.aggregate_gradients(list(grads))
         with _applied_gradients.to("global"):
             return original(optimizer, strategy.transform_gradients(list(grads), _updated_variables.value))
 
@@ -138,12 +136,12 @@ class Updates(SynchronousBase):
         return bool(optimizer.gradient_accumulation_steps) and self.strategy.collectives_in_branches
 
 
-def _to_be_weighed(optimizer: Any, grads: list[Any]) -> tuple[list[Any], tf.Tensor | None]:
-    """Returns the gradients and what they have to be multiplied by, which is None where their loss was."""
+def _weighed(optimizer: Any, grads: list[Any]) -> list[Any]:
+    """Weighs the gradients by the replica's share, unless their loss was weighed."""
     step = current_step()
     if step is None:
-        return grads, None
+        return grads
     if not step.scaled_losses[id(optimizer)]:
-        return grads, step.share
+        return [step.share.weigh(g) for g in grads]
     step.scaled_losses[id(optimizer)] -= 1
-    return zero_unless(step.num_examples > 0, grads), None
+    return step.share.silenced_gradients(grads)
