@@ -1,6 +1,6 @@
 """What a training step costs: `python -m benchmarks.step`.
 
-Every variant trains the same dense net by `fit` on the same global batch, in processes of its own that live for the
+Every variant trains the same net by `fit` on the same global batch, in processes of its own that live for the
 whole run, and they take turns, round after round. Replicas on CPUs share the cores that one device has for itself, so
 that a second one makes nothing faster: the numbers compare what strategies cost.
 """
@@ -18,11 +18,17 @@ from tfrep_strategy.processes.identity import horovod_is_installed
 
 REFERENCE = "Keras"
 
-# Widths of the layers; 0.01, 0.6 and 5.1 million parameters.
+# Filters of convolutions with strides of 2, and widths of dense layers; 0.01, 0.6, 5.1 and 0.07 million parameters.
 NETS: dict[str, dict[str, Any]] = {
     "tiny": {"widths": [32, 64, 10], "batch": 64, "steps": 200},
     "10 ms": {"widths": [512, 640, 384, 10], "batch": 256, "steps": 40},
     "5 million": {"widths": [1024, 1536, 1536, 768, 10], "batch": 256, "steps": 8},
+    "convolutions": {"widths": [784, 10], "filters": [32, 64, 64], "batch": 256, "steps": 16},
+}
+
+_XLA = {
+    ("ours, 1 replica (mirrored), XLA", "Keras, XLA"): 1.05,
+    ("ours, 1 replica (multi-worker), XLA", "Keras, XLA"): 1.05,
 }
 
 TARGETS = {
@@ -33,10 +39,12 @@ TARGETS = {
         ("ours, mirrored", "stock mirrored"): 1.0,
     },
     "5 million": {
+        **_XLA,
         ("ours, mirrored", "stock mirrored"): 1.0,
         ("ours, 2 processes, horovod", "stock multi-worker (tf_keras)"): 1 / 1.3,
         ("ours, 2 processes, tf", "stock multi-worker (tf_keras)"): 1 / 1.3,
     },
+    "convolutions": _XLA,
 }
 
 
@@ -51,9 +59,11 @@ def variants() -> list[Variant]:
     legacy = {"TF_USE_LEGACY_KERAS": "1"}
     found = [
         Variant(REFERENCE, {"strategy": "none", "jit_compile": False}),
-        Variant("Keras, XLA (its default)", {"strategy": "none", "jit_compile": "auto"}),
+        Variant("Keras, XLA", {"strategy": "none", "jit_compile": True}),
         Variant("ours, 1 replica (mirrored)", {"strategy": "ours, 1 mirrored", "jit_compile": False}),
         Variant("ours, 1 replica (multi-worker)", {"strategy": "ours, auto", "jit_compile": False}),
+        Variant("ours, 1 replica (mirrored), XLA", {"strategy": "ours, 1 mirrored", "jit_compile": True}),
+        Variant("ours, 1 replica (multi-worker), XLA", {"strategy": "ours, auto", "jit_compile": True}),
         Variant("stock mirrored", {"strategy": "stock mirrored", "jit_compile": False}, environ=threads),
         Variant("ours, mirrored", {"strategy": "ours, mirrored", "jit_compile": False}),
     ]

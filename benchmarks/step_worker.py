@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float]:
         name, steps, batch = question["name"], question["steps"], question["batch"] // size
         if name not in models:
             with strategy.scope() if strategy is not None else contextlib.nullcontext():
-                models[name] = _model(keras, question["widths"])
+                models[name] = _model(keras, **{key: question[key] for key in ("widths", "filters") if key in question})
                 models[name].compile(
                     _optimizer(keras, settings["strategy"]),
                     "sparse_categorical_crossentropy",
@@ -52,9 +52,14 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float]:
     return train
 
 
-def _model(keras: Any, widths: list[int]) -> Any:
+def _model(keras: Any, widths: list[int], filters: Sequence[int] = ()) -> Any:
     keras.utils.set_random_seed(0)
-    layers = [keras.layers.Dense(width, activation="relu") for width in widths[1:-1]]
+    layers = []
+    if filters:
+        layers.append(keras.layers.Reshape((28, 28, 1)))
+        layers += [keras.layers.Conv2D(n, 3, strides=2, activation="relu") for n in filters]
+        layers.append(keras.layers.Flatten())
+    layers += [keras.layers.Dense(width, activation="relu") for width in widths[1:-1]]
     return keras.Sequential([keras.Input((widths[0],)), *layers, keras.layers.Dense(widths[-1], activation="softmax")])
 
 
