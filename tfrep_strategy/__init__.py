@@ -77,5 +77,6 @@ __all__ = [
     "ParameterServerStrategy", "Replicator", "SidecarEvaluator", "TimedCheckpoint", "TpuReplicator", "__version__", "all_gather",
     "all_gather_object", "all_mean", "all_reduce", "all_sum", "all_to_all", "auto_strategy", "barrier", "broadcast",
     "broadcast_object", "chief_first", "exit_on_server_loss", "is_chief", "launch", "local_cluster", "logical_device", "map_gather",
-    "map_reduce", "num_replicas", "reduce_scatter", "register_communicator", "register_environment", "replica_id", "use_logical_cpus",
+    "map_reduce", "num_replicas", "reduce_scatter", "register_communicator", "register_environment", "replica_id",
+    "use_logical_cpus",
 ]  # fmt: skip

@@ -80,7 +80,9 @@ def run(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its own arguments.")] = None,
     num_replicas: Annotated[
         int | None,
-        typer.Option("-n", "--num-replicas", help="How many replicas; else all of --hosts, the tasks of srun and the like, or the devices of one process."),
+        typer.Option(
+            "-n", "--num-replicas", help="How many replicas; else all of --hosts, the tasks of srun, or the devices of one process."
+        ),
     ] = None,
     strategy: Annotated[
         str,

@@ -27,10 +27,10 @@ def special(name: str, rank: int) -> np.ndarray:
     if name.startswith(("int", "uint")):
         info = np.iinfo(dtype)
         return np.array([[info.min, info.max], [info.max - 1, 0], [rank, 1]], dtype)
-    real = {"complex64": "float32", "complex128": "float64"}.get(name, name)
-    info = tf.experimental.numpy.finfo(tf.as_dtype(real).as_numpy_dtype)
-    numbers = [[-0.0, np.nan], [np.inf, float(info.tiny)], [float(info.tiny) / 2, rank + 1.5]]
-    parts = np.array(numbers, np.float64).astype(tf.as_dtype(real).as_numpy_dtype)
+    real = tf.as_dtype({"complex64": "float32", "complex128": "float64"}.get(name, name))
+    smallest = {tf.float16: 2.0**-14, tf.float64: 2.0**-1022}.get(real, 2.0**-126)  # Half of it loses its leading bit.
+    numbers = [[-0.0, np.nan], [np.inf, smallest], [smallest / 2, rank + 1.5]]
+    parts = np.array(numbers, np.float64).astype(real.as_numpy_dtype)
     if not name.startswith("complex"):
         return parts
     together = parts.astype(dtype)
@@ -110,13 +110,15 @@ def test_replicas_of_one_process(where: str) -> None:
     strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
 
     def step() -> Any:
-        communicator = strategy.communicator_of(tfrep.replica_id())
+        communicator = strategy.extended.communicator_of(tfrep.replica_id())
         if where != "apart":
             return own_and_default(communicator)
         return tf.cond(tf.constant(True), lambda: own_and_default(communicator), lambda: own_and_default(communicator))
 
-    run = (lambda: strategy.run(step)) if where == "eager" else tf.function(lambda: strategy.run(step))
-    found = run()
+    def run() -> Any:
+        return strategy.run(step)
+
+    found = run() if where == "eager" else tf.function(run)()
     for replica in range(2):
         check(tf.nest.map_structure(lambda v, r=replica: strategy.experimental_local_results(v)[r], found), 2)
 

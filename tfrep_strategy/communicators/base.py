@@ -12,7 +12,7 @@ import cloudpickle
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.errors import ConfigurationError, is_count, message
 
 REDUCE_OPS = ("sum", "mean", "min", "max", "product")
 
@@ -263,12 +263,12 @@ class Communicator(abc.ABC):
 
     def check_root(self, root: int) -> None:
         """Raises a ConfigurationError if the root is not a rank."""
-        if not 0 <= root < self.size:
+        if not is_count(root, 0, self.size - 1):
             raise ConfigurationError(message("No such rank.", hint=f"ranks are 0 to {self.size - 1}.", root=root))
 
     def check_group(self, ranks: Sequence[int]) -> list[int]:
         """Returns the sorted ranks of a group; raises a ConfigurationError if a rank does not exist or is given twice."""
-        if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < self.size for r in ranks):
+        if not ranks or len(set(ranks)) != len(ranks) or not all(is_count(rank, 0, self.size - 1) for rank in ranks):
             raise ConfigurationError(
                 message("A group needs distinct, existing ranks.", hint=f"ranks are 0 to {self.size - 1}.", ranks=ranks)
             )

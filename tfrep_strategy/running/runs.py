@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfrep_strategy.errors import ConfigurationError, check_count, message
+from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds, message
 from tfrep_strategy.processes.identity import (
     check_communicator,
     common_hash_seed,
@@ -64,8 +64,8 @@ class Options:
             hint = f"use {', '.join(STRATEGIES)}."
             raise ConfigurationError(message("Unknown strategy.", hint=hint, strategy=self.strategy))
         check_communicator(self.communicator)
-        if self.timeout is not None and self.timeout <= 0:
-            raise ConfigurationError(message("The time limit must be above 0 seconds.", timeout=self.timeout))
+        if self.timeout is not None:
+            check_seconds(timeout=self.timeout)
         if self.hosts is not None:
             self._check_hosts(self.hosts)
 
