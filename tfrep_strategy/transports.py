@@ -51,7 +51,7 @@ def register_communicator(name: str, factory: Callable[[Any], Any]) -> Callable[
         'alone'
     """
     if not isinstance(name, str) or not name.strip():
-        raise ConfigurationError(message("The name of a communicator must be text.", name=name))
+        raise ConfigurationError(message("The name of a communicator must be text.", hint="use a short word.", name=name))
     if not callable(factory):
         raise ConfigurationError(
             message(

@@ -12,11 +12,11 @@ import tensorflow as tf
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.communicators import Communicator, SingleCommunicator
+from tfrep_strategy.communicators.context import ContextCommunicator
 from tfrep_strategy.communicators.ring import RingCommunicator
 
 DTYPES = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32",
           "float64", "complex64", "complex128"]  # fmt: skip
-REAL = DTYPES[:-2]
 
 
 def special(name: str, rank: int) -> np.ndarray:
@@ -121,6 +121,26 @@ def test_replicas_of_one_process(where: str) -> None:
     found = run() if where == "eager" else tf.function(run)()
     for replica in range(2):
         check(tf.nest.map_structure(lambda v, r=replica: strategy.experimental_local_results(v)[r], found), 2)
+
+
+def test_a_strategy_of_tensorflow() -> None:
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step() -> Any:
+        communicator = ContextCommunicator(tf.distribute.get_replica_context())
+        return {dtype: communicator.broadcast([of_replica(dtype)], 1)[0] for dtype in DTYPES}
+
+    def of_replica(dtype: str) -> tf.Tensor:
+        both = tf.stack([tf.constant(special(dtype, rank), dtype) for rank in range(2)])
+        return both[tf.distribute.get_replica_context().replica_id_in_sync_group]
+
+    @tf.function
+    def run() -> Any:
+        return strategy.run(step)
+
+    for dtype, received in run().items():
+        for value in strategy.experimental_local_results(received):
+            assert value.numpy().tobytes() == special(dtype, 1).tobytes(), dtype
 
 
 def test_nccl_gets_floats_as_floats() -> None:
