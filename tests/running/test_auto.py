@@ -11,9 +11,9 @@ import pytest
 from calling import command
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.running.child import run_strategy_scope
-from tfrep_strategy.running.processes import deferred_signals
+from tfrep_strategy.processes.ranks import deferred_signals
 from tfrep_strategy.running.runs import Options, run_to_end
+from tfrep_strategy.running.scope import run_strategy_scope
 
 
 def _described(strategy: Any) -> list[Any]:
