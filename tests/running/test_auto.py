@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tensorflow as tf
 from calling import command
 
 import tfrep_strategy as tfrep
@@ -46,7 +47,8 @@ def test_one_process(num_replicas: int | None, cpus: int, expected: list[Any], t
 def test_a_program_that_nobody_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TFREP_STRATEGY", raising=False)
     assert _described(tfrep.auto_strategy.__wrapped__()) == ["MirroredStrategy", 4, None]  # This process has four logical CPUs.
-    monkeypatch.setattr("tensorflow.config.list_logical_devices", lambda kind: ["CPU:0"])
+    one = tf.config.list_logical_devices("CPU")[:1]
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind=None: one)
     assert _described(tfrep.auto_strategy.__wrapped__()) == ["MultiWorkerStrategy", 1, "single"]
 
 
