@@ -149,7 +149,7 @@ def drawn_without_a_global_seed() -> tuple[list[int], list[float]]:
     strategy = tfrep.auto_strategy()
     draw = tf.function(lambda: strategy.run(lambda: tf.random.uniform([])))
     order = [int(v) for v in tf.data.Dataset.range(32).shuffle(32, seed=7)]
-    return order, [float(v) for v in strategy.all_gather_object(float(strategy.experimental_local_results(draw())[0]))]
+    return order, [float(v) for v in strategy.extended.all_gather_object(float(strategy.experimental_local_results(draw())[0]))]
 
 
 @pytest.mark.parametrize("communicator", ["tf", "horovod"])

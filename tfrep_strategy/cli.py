@@ -80,7 +80,9 @@ def run(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its own arguments.")] = None,
     num_replicas: Annotated[
         int | None,
-        typer.Option("-n", "--num-replicas", help="How many replicas; else 1, all of --hosts, or the tasks of srun and the like."),
+        typer.Option(
+            "-n", "--num-replicas", help="How many replicas; else all of --hosts, the tasks of srun, or the devices of one process."
+        ),
     ] = None,
     strategy: Annotated[
         str,
@@ -89,7 +91,7 @@ def run(
             " coordinates --workers that update variables on --servers)."
         ),
     ] = "auto",
-    communicator: Annotated[str, typer.Option(help="auto, horovod or tf.")] = "auto",
+    communicator: Annotated[str, typer.Option(help="auto, horovod, tf or the name of an installed transport.")] = "auto",
     hosts: Annotated[str | None, typer.Option(help="Machines to run on, through horovodrun: host1:4,host2:4.")] = None,
     log_dir: Annotated[
         Path | None, typer.Option(help="Folder for the output of other ranks than 0, of workers and servers; else a temporary one.")

@@ -31,7 +31,7 @@ from tfrep_strategy.nvidia import (
 from tfrep_strategy.processes.identity import free_ports, horovod_is_installed
 from tfrep_strategy.running import launch
 from tfrep_strategy.startup_log import quiet_start
-from tfrep_strategy.transports import choose_communicator, horovod_transports
+from tfrep_strategy.transports import choose_communicator, horovod_transports, installed_communicators
 
 SELF_TEST_SECONDS = 60.0
 """The time limit of a self-test. It takes about five seconds, most of them to import TensorFlow."""
@@ -95,7 +95,8 @@ def examine(*, self_test: bool = True) -> Report:
     ]
     if self_test:
         with _output_to_stderr():
-            findings += [_self_test(name) for name in ("horovod", "tf") if name == "tf" or horovod_is_installed()]
+            tested = [name for name in installed_communicators() if name != "auto"]
+            findings += [_self_test(name) for name in tested if name != "horovod" or horovod_is_installed()]
     return Report(findings)
 
 

@@ -109,3 +109,26 @@ def check_count(what: str, minimum: int = 1, maximum: int | None = None, **setti
     if not is_count(value, minimum, maximum):
         numbers = f"{minimum} or more" if maximum is None else f"from {minimum} to {maximum}"
         raise ConfigurationError(message(what, hint=f"use a whole number, {numbers}.", **setting))
+
+
+def check_seconds(**setting: Any) -> None:
+    """Refuses a time that is not a positive number of seconds.
+
+    Args:
+        **setting: One setting, as `name=value`.
+
+    Raises:
+        ConfigurationError: if it is refused.
+
+    Example:
+        >>> check_seconds(timeout=-1)
+        Traceback (most recent call last):
+        ...
+        tfrep_strategy.errors.ConfigurationError: timeout must be a positive number of seconds. Received: timeout=-1
+        Hint: use a number such as 60.
+    """
+    ((name, value),) = setting.items()
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ConfigurationError(
+            message(f"{name} must be a positive number of seconds.", hint="use a number such as 60.", **setting)
+        )

@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from tfrep_strategy.errors import ConfigurationError, check_count, message
+from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds, message
 from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
 
 _SUFFIXES = (".weights.h5", ".keras")
@@ -70,8 +70,9 @@ class SidecarEvaluator:
         for name, count in (("steps", steps), ("max_evaluations", max_evaluations)):
             if count is not None:
                 check_count(f"{name} must be an integer, at least 1.", **{name: count})
-        if poll_seconds <= 0:
-            raise ConfigurationError(message("poll_seconds must be above 0.", poll_seconds=poll_seconds))
+        check_seconds(poll_seconds=poll_seconds)
+        if timeout is not None:
+            check_seconds(timeout=timeout)
         self.model = model
         self.data = data
         self.checkpoint_dir = Path(checkpoint_dir)

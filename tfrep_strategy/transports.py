@@ -1,16 +1,116 @@
-"""Finds the transports that are installed on this machine, and chooses the one for "auto". It does not load TensorFlow."""
+"""Names the transports, finds those that are installed, and chooses the one for "auto". It does not load TensorFlow."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Any
 
+from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.nvidia import mapped
+
+OWN_COMMUNICATORS = ("auto", "horovod", "tf")
+"""The names of this package's communicators."""
+
+ENTRY_POINTS = "tfrep_strategy.communicators"
+"""The group of entry points in which an installed package names its communicators."""
+
+_registered: dict[str, Callable[[Any], Any]] = {}
 
 HOROVOD_TRANSPORTS = {"gloo": "14GlooController", "mpi": "13MPIController", "nccl": "13NCCLAllreduce"}
 """The transports that Horovod can contain, and the C++ class in its library that shows each."""
+
+
+def register_communicator(name: str, factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Gives a transport a name, for `MultiWorkerStrategy(communicator=name)` and `TFREP_COMMUNICATOR`.
+
+    A process knows the names that its own program has registered. An installed package can name a transport for all
+    processes, and for `tfrep run --communicator`, with an entry point: `mine = "package.module:Mine"` in the group
+    `tfrep_strategy.communicators`.
+
+    Args:
+        name: The name.
+        factory: A subclass of `tfrep.Communicator`, or a function that returns one. It is called with the `Environment` of
+            this process (`rank`, `size`, `addresses`, ...) when a strategy is made.
+
+    Returns:
+        The factory.
+
+    Raises:
+        ConfigurationError: The name is taken or is no text, or the factory cannot be called.
+
+    Example:
+        >>> class Alone(tfrep.communicators.SingleCommunicator):
+        ...     def __init__(self, environment):
+        ...         self.name = "alone"
+        >>> _ = tfrep.register_communicator("alone", Alone)
+        >>> tfrep.MultiWorkerStrategy("alone").communicator.name
+        'alone'
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise ConfigurationError(message("The name of a communicator must be text.", hint="use a short word.", name=name))
+    if not callable(factory):
+        raise ConfigurationError(
+            message(
+                "The factory of a communicator must be a class or a function that takes an Environment.",
+                hint="pass the class. An object needs no name: MultiWorkerStrategy(communicator=it).",
+                factory=factory,
+            )
+        )
+    if name in communicator_names() and _registered.get(name) is not factory:
+        taken = ", ".join(communicator_names())
+        raise ConfigurationError(
+            message("There is a communicator of this name.", hint=f"use another name than {taken}.", name=name)
+        )
+    _registered[name] = factory
+    return factory
+
+
+def installed_communicators() -> list[str]:
+    """Returns the names that every process on this machine knows: this package's, and those of installed packages."""
+    return [*OWN_COMMUNICATORS, *sorted(_installed())]
+
+
+def communicator_names() -> list[str]:
+    """Returns the names that this process knows.
+
+    Example:
+        >>> communicator_names()[:3]
+        ['auto', 'horovod', 'tf']
+    """
+    return [*installed_communicators(), *_registered]
+
+
+def factory_of(name: str) -> Callable[[Any], Any]:
+    """Returns the factory of a communicator that is not this package's.
+
+    Raises:
+        ConfigurationError: There is no communicator of this name.
+    """
+    if name in _registered:
+        return _registered[name]
+    installed = _installed()
+    if name not in installed:
+        raise unknown_communicator(name, communicator_names())
+    return installed[name].load()
+
+
+def unknown_communicator(name: Any, known: Collection[str]) -> ConfigurationError:
+    """Returns the error for a name that is not known."""
+    return ConfigurationError(
+        message(
+            "Unknown communicator.",
+            hint=f"use {', '.join(known)}; tfrep.register_communicator adds a name to this process.",
+            communicator=name,
+        )
+    )
+
+
+def _installed() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS) if entry.name not in OWN_COMMUNICATORS}
 
 
 @dataclass(frozen=True)
@@ -38,7 +138,7 @@ class Choice:
 
 
 def choose_communicator(
-    horovod: Collection[str] | None, *, gpus: bool, reachable: Collection[str] = ("horovod", "tf")
+    horovod: Collection[str] | None, *, gpus: bool, reachable: Collection[str] = ("horovod", "tf"), size: int = 2
 ) -> Choice:
     """Chooses the communicator for "auto", for `tfrep run`, the strategies and `tfrep doctor` alike.
 
@@ -49,6 +149,7 @@ def choose_communicator(
         gpus: Whether the replicas are on GPUs.
         reachable: The communicators that can connect the processes. A launcher can offer both. If a process knows the
             addresses of all others, it is "tf"; if it was started for Horovod, it is "horovod".
+        size: How many processes take part.
 
     Returns:
         The choice.
@@ -57,6 +158,8 @@ def choose_communicator(
         >>> choose_communicator(["gloo"], gpus=True).communicator, choose_communicator(["gloo"], gpus=False).communicator
         ('tf', 'horovod')
     """
+    if size == 1:
+        return Choice("tf", "a single process talks to nobody.")
     slow = horovod is not None and gpus and "nccl" not in horovod
     install = "`tfrep horovod install --with nccl` builds NCCL in"
     if "horovod" not in reachable:

@@ -158,15 +158,15 @@ def test_op_that_the_dtype_cannot_do(run, value, op):
         tfrep.all_reduce(tf.constant([value]), op)
 
 
-def test_no_such_source_or_member(run):
-    for source in (2, -1, True):
-        with pytest.raises(ConfigurationError, match=f"on replica 0: no such source.*source={source}"):
-            run(lambda source=source: tfrep.broadcast(tf.ones(2), source))
+def test_no_such_root_or_member(run):
+    for root in (2, -1, True):
+        with pytest.raises(ConfigurationError, match=f"on replica 0: there is no such root.*root={root}"):
+            run(lambda root=root: tfrep.broadcast(tf.ones(2), root))
     for members in ([0, 2], [], [1, 1], [-1], ["0"]):
         with pytest.raises(ConfigurationError, match="replicas="):
             run.strategy.new_group(members)
     group = run.strategy.new_group([1])
-    with pytest.raises(ConfigurationError, match="no such source"):
+    with pytest.raises(ConfigurationError, match="there is no such root"):
         run(lambda: tfrep.broadcast(tf.ones(2), 0, group=group))
     other = tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).new_group([1])
     with pytest.raises(ConfigurationError, match="another strategy"):

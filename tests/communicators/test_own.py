@@ -1,74 +1,26 @@
-"""A transport of one's own: the contract of `tfrep.Communicator` is all that a strategy needs."""
+"""A transport of one's own: one file, three methods, and a name."""
 
 from __future__ import annotations
 
-import itertools
 import os
-import time
-from collections.abc import Sequence
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
+from tfrep_strategy.communicators import make_communicator
+from tfrep_strategy.errors import ConfigurationError
 
-SECONDS = 60.0
-
-
-class FolderCommunicator(tfrep.Communicator):
-    """Talks through files in a shared folder."""
-
-    name = "folder"
-
-    def __init__(self, folder: str, rank: int, size: int) -> None:
-        self.folder, self.rank, self.size = folder, rank, size
-        self._messages = itertools.count()
-
-    def _exchange(self, array: np.ndarray) -> list[np.ndarray]:
-        number = next(self._messages)
-        own = os.path.join(self.folder, f"{number}-{self.rank}.npy")
-        with open(own + ".part", "wb") as file:
-            np.save(file, array)
-        os.replace(own + ".part", own)
-        deadline, arrays = time.monotonic() + SECONDS, []
-        for rank in range(self.size):
-            path = os.path.join(self.folder, f"{number}-{rank}.npy")
-            while not os.path.exists(path):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"rank {rank} sent nothing")
-                time.sleep(0.001)
-            arrays.append(np.load(path))
-        return arrays
-
-    def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
-        reduce = {"sum": np.sum, "mean": np.mean, "min": np.min, "max": np.max, "product": np.prod}[op]
-        results = []
-        # One after the other, in the order in which the program has them.
-        for tensor in map(tf.convert_to_tensor, tensors):
-            with tf.control_dependencies(results[-1:]):
-                result = tf.numpy_function(
-                    lambda array: reduce(self._exchange(array), axis=0).astype(array.dtype), [tensor], tensor.dtype
-                )
-            results.append(tf.ensure_shape(result, tensor.shape))
-        return results
-
-    def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        tensor = tf.convert_to_tensor(tensor)
-        gathered = tf.numpy_function(lambda array: np.concatenate(self._exchange(array)), [tensor], tensor.dtype)
-        return tf.ensure_shape(gathered, [None, *tensor.shape[1:]])
-
-    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
-        return [
-            tf.numpy_function(lambda array: self._exchange(array)[root], [tensor], tensor.dtype) for tensor in tensors
-        ]
-
-    def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        raise tfrep.errors.ConfigurationError("Folders have no all_to_all.")
-
-    def subgroup(self, ranks: Sequence[int]) -> tfrep.Communicator | None:
-        raise tfrep.errors.ConfigurationError("Folders have no subgroups.")
+_SCRIPTS = Path(__file__).parent / "scripts"
+_ALONE = SimpleNamespace(rank=0, size=1, addresses=None, name="alone")
 
 
 def train(strategy: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
@@ -82,14 +34,90 @@ def train(strategy: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
     return model.get_weights(), history.history
 
 
-def train_through_folder(strategy: Any, folder: str) -> tuple[list[np.ndarray], dict[str, Any]]:
-    own = tfrep.MultiWorkerStrategy(FolderCommunicator(folder, strategy.rank, strategy.num_replicas_in_sync))
-    return train(own)
+def train_through_folder(strategy: Any, scripts: str, folder: str) -> tuple[list[np.ndarray], dict[str, Any], float]:
+    sys.path.insert(0, scripts)
+    os.environ["FOLDER_TRANSPORT"] = folder
+    from folder_transport import FolderCommunicator
+
+    tfrep.register_communicator("folder", FolderCommunicator)
+    own = tfrep.MultiWorkerStrategy("folder")
+    assert own.communicator.name == "folder"
+    group = own.new_group([1])
+    alone = tf.function(lambda: own.run(lambda: tfrep.all_sum(1.0 + tfrep.replica_id(), group=group)))()
+    return *train(own), float(alone)
 
 
-def test_a_transport_of_ones_own_trains(tmp_path: Any, worker_pool: Any) -> None:
+def test_a_registered_transport_trains(tmp_path: Path, worker_pool: Any) -> None:
     weights, history = train(tf.distribute.get_strategy())
-    for rank_weights, rank_history in worker_pool("tf", 2).run(train_through_folder, str(tmp_path)):
-        for found, want in zip(rank_weights, weights, strict=True):
-            np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+    found = worker_pool("tf", 2).run(train_through_folder, str(_SCRIPTS), str(tmp_path))
+    for rank, (rank_weights, rank_history, alone) in enumerate(found):
+        for own, want in zip(rank_weights, weights, strict=True):
+            np.testing.assert_allclose(own, want, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(rank_history["loss"], history["loss"], rtol=1e-5)
+        assert alone == rank + 1.0
+
+
+def test_an_installed_transport_has_a_name_in_every_process(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    shutil.copy(_SCRIPTS / "folder_transport.py", site)
+    about = site / "folder_transport-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: folder-transport\nVersion: 1.0\n", "utf-8")
+    (about / "entry_points.txt").write_text(
+        "[tfrep_strategy.communicators]\nfolder = folder_transport:FolderCommunicator\n", "utf-8"
+    )
+    command = [sys.executable, "-m", "tfrep_strategy.cli", "run", "-n", "2", "--log-dir", str(tmp_path / "logs")]
+    paths = os.pathsep.join([str(site), *filter(None, sys.path)])
+    environ = os.environ | {"PYTHONPATH": paths, "FOLDER_TRANSPORT": str(tmp_path / "talk"), "CUDA_VISIBLE_DEVICES": ""}
+
+    def run(*arguments: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [*command, *arguments], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    code, text = run("--communicator", "folder", str(_SCRIPTS / "says_communicator.py"))
+    assert code == 0, text
+    assert "folder 0 of 2, sum 3.0" in text
+    code, text = run("--communicator", "tray", str(_SCRIPTS / "says_communicator.py"))
+    assert code == 2
+    assert "Unknown communicator. Received: communicator='tray'" in text
+    assert "use auto, horovod, tf, folder." in text
+
+
+class Alone(tfrep.communicators.SingleCommunicator):
+    name = "alone"
+
+    def __init__(self, environment: Any) -> None:
+        assert environment.size == 1
+
+
+def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfrep_strategy.transports._registered", {})
+    assert tfrep.register_communicator("alone", Alone) is Alone
+    assert tfrep.register_communicator("alone", Alone) is Alone  # A cell of a notebook may run twice.
+    assert tfrep.MultiWorkerStrategy("alone").communicator.name == "alone"
+    monkeypatch.setenv("TFREP_COMMUNICATOR", "alone")
+    monkeypatch.setenv("TFREP_STRATEGY", "multi-worker")
+    assert tfrep.auto_strategy.__wrapped__().communicator.name == "alone"
+
+    for name in ("alone", "tf", "horovod", "auto"):
+        with pytest.raises(ConfigurationError, match=rf"(?s)of this name\. Received: name='{name}'\nHint: .* tf, alone"):
+            tfrep.register_communicator(name, lambda environment: Alone(environment))
+    for name in ("", " ", 3, None):
+        with pytest.raises(ConfigurationError, match="must be text. Received: name="):
+            tfrep.register_communicator(name, Alone)  # type: ignore[arg-type]
+    for factory in (Alone(_ALONE), "Alone", None):
+        with pytest.raises(ConfigurationError, match="(?s)a class or a function.*Received: factory=.*Hint"):
+            tfrep.register_communicator("other", factory)  # type: ignore[arg-type]
+    for unknown in ("other", "", 5, None, Alone):
+        with pytest.raises(ConfigurationError, match="(?s)^Unknown communicator. Received.*Hint: use auto, horovod, tf, alone"):
+            make_communicator(unknown, _ALONE)  # type: ignore[arg-type]
+    tfrep.register_communicator("number", lambda environment: 5)
+    with pytest.raises(ConfigurationError, match="'number' must return a tfrep.Communicator. Received: returned=5"):
+        tfrep.MultiWorkerStrategy("number")
+
+
+def test_three_methods_are_a_transport() -> None:
+    assert tfrep.Communicator.__abstractmethods__ == {"all_reduce", "all_gather", "subgroup"}

@@ -252,5 +252,5 @@ def test_parts_that_do_not_fit_are_refused(parts):
 
 
 def test_only_environments_can_be_registered():
-    with pytest.raises(TypeError, match="subclass of Environment"):
+    with pytest.raises(ConfigurationError, match="(?s)Received: environment=.*Hint: pass a subclass of tfrep.Environment"):
         register_environment(dict)

@@ -102,7 +102,7 @@ def test_layers(traced: bool) -> None:
     def step(shards: Any) -> Any:
         return strategy.run(program(made), (shards,))
 
-    found = (tf.function(step, autograph=False) if traced else step)(strategy.shard(batch))
+    found = (tf.function(step, autograph=False) if traced else step)(strategy.extended.shard(batch))
     for name, twice in expected.items():
         once = {"rows": [rows[:1] for rows in twice["rows"]], "sums": [total / 2 for total in twice["sums"]]}
         for how, join in (("rows", np.concatenate), ("sums", sum)):

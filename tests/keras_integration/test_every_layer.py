@@ -142,7 +142,7 @@ def test_a_row_and_no_rows(traced: bool) -> None:
                     return strategy.run(lambda part: tf.nest.flatten(layer(part, **_training(layer))), (shards,))
 
                 run = tf.function(step, autograph=False) if traced else step
-                found = [strategy.experimental_local_results(each)[0] for each in run(strategy.shard(inputs))]
+                found = [strategy.experimental_local_results(each)[0] for each in run(strategy.extended.shard(inputs))]
                 for ours, one_device in zip(found, tf.nest.flatten(layer(inputs, **_training(layer))), strict=True):
                     if ours.dtype != tf.string:
                         compare(ours, one_device, rtol=1e-4, atol=1e-5)

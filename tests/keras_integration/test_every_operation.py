@@ -214,7 +214,7 @@ def test_a_row_and_no_rows(traced: bool) -> None:
         run = tf.function(step, autograph=False) if traced else step
         try:
             expected = tensors_of(call(*inputs))
-            found = [strategy.experimental_local_results(result)[0] for result in run(strategy.shard(list(inputs)))]
+            found = [strategy.experimental_local_results(result)[0] for result in run(strategy.extended.shard(list(inputs)))]
             for ours, one_device in zip(found, expected, strict=True):
                 np.testing.assert_allclose(ours, one_device, rtol=1e-5, atol=1e-5)
         except Exception as error:

@@ -20,14 +20,14 @@ def _fit(callback: Any, epochs: int = 2) -> Any:
 
 
 def test_it_saves_as_often_as_was_asked(tmp_path: Path) -> None:
-    _fit(tfrep.TimedCheckpoint(tmp_path / "seldom.weights.h5", minutes=60))
+    _fit(tfrep.TimedCheckpoint(tmp_path / "seldom.weights.h5", seconds=3600))
     assert not list(tmp_path.iterdir())
-    model = _fit(tfrep.TimedCheckpoint(tmp_path / "new" / "often-{epoch}.weights.h5", minutes=1e-9))
+    model = _fit(tfrep.TimedCheckpoint(tmp_path / "new" / "often-{epoch}.weights.h5", seconds=1e-9))
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["often-1.weights.h5", "often-2.weights.h5"]
     model.load_weights(tmp_path / "new" / "often-2.weights.h5")
 
 
-@pytest.mark.parametrize(("path", "minutes"), [("model.h5", 1), ("model.weights.h5", 0), ("model.weights.h5", -1)])
-def test_bad_settings(path: str, minutes: float) -> None:
+@pytest.mark.parametrize(("path", "seconds"), [("model.h5", 1), ("model.weights.h5", 0), ("model.weights.h5", "1")])
+def test_bad_settings(path: str, seconds: Any) -> None:
     with pytest.raises(ValueError, match="Received"):
-        tfrep.TimedCheckpoint(path, minutes)
+        tfrep.TimedCheckpoint(path, seconds=seconds)

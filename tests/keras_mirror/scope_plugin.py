@@ -117,6 +117,6 @@ class Records:
                 os._exit(1)  # The ranks may be at different places now.
         if self.outcome == "failed" and int(SIZE) > 1:
             try:
-                self.strategy.barrier()
+                self.strategy.extended.barrier()
             except Exception:
                 os._exit(1)  # They cannot talk any more.

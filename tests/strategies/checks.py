@@ -57,4 +57,4 @@ def own_replicas(strategy: Any) -> range:
 
 def shared_folder(strategy: Any) -> Path:
     """A folder of rank 0; ranks other than the first leave theirs empty."""
-    return Path(strategy.broadcast_object(tempfile.mkdtemp()))
+    return Path(strategy.extended.broadcast_object(tempfile.mkdtemp()))

@@ -176,8 +176,8 @@ def test_evaluate_is_spread_and_exact_also_with_metrics_that_are_not_means(
     single = single_device(model)
     single.compile("sgd", "mse", metrics=metrics())
     expected = single.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
-    workers, schedule = [], strategy.step_runner.schedule
-    monkeypatch.setattr(strategy.step_runner, "schedule", lambda *step: workers.append(schedule(*step)) or workers[-1])
+    workers, schedule = [], strategy.extended.step_runner.schedule
+    monkeypatch.setattr(strategy.extended.step_runner, "schedule", lambda *step: workers.append(schedule(*step)) or workers[-1])
     for _ in range(50):  # On a busy machine one worker may do all steps before the other has begun.
         result = model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
         assert result == pytest.approx(expected, rel=1e-5)
@@ -403,7 +403,7 @@ def test_checkpoints_by_the_clock(strategy: Any, tmp_path: Any) -> None:
     x, y = make_data()
     model = make_model(strategy)
     seen: list[int] = []
-    save = tfrep.TimedCheckpoint(tmp_path / "ckpt-{epoch}.weights.h5", minutes=1e-6)
+    save = tfrep.TimedCheckpoint(tmp_path / "ckpt-{epoch}.weights.h5", seconds=1e-4)
     look = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(len(os.listdir(tmp_path))))
     model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[save, look])
     assert seen == [1, 2]

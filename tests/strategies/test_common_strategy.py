@@ -306,7 +306,7 @@ def saving(strategy: Any) -> None:
     x = tf.constant([[1.0, 1.0]])
     folder = shared_folder(strategy)
     path = tf.train.Checkpoint(module=module).write(str(folder / "checkpoint"))
-    strategy.barrier()
+    strategy.extended.barrier()
 
     plain = Counter()
     tf.train.Checkpoint(module=plain).read(path).assert_consumed()
@@ -331,7 +331,7 @@ def saving(strategy: Any) -> None:
     np.testing.assert_allclose(first(strategy, strategy.run(lambda: loaded.apply(x))), [[5.0, 6.0]])
     for value in strategy.experimental_local_results(loaded.weight):
         np.testing.assert_allclose(value, [5.0, 6.0])
-    strategy.barrier()
+    strategy.extended.barrier()
 
 
 def failures(strategy: Any) -> str:

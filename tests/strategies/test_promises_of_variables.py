@@ -192,7 +192,7 @@ def generators(strategy: Any) -> None:
     folder = shared_folder(strategy)
     for i in range(2):
         path = tf.train.Checkpoint(g=made[0]).write(str(folder / f"generator{i}"))
-        strategy.barrier()
+        strategy.extended.barrier()
         tf.train.Checkpoint(g=other).read(path)
         np.testing.assert_array_equal(*(gathered(strategy, lambda g=g: g.normal([2])) for g in (made[0], other)))
 
@@ -211,7 +211,7 @@ def checkpoints(strategy: Any) -> None:
             path = checkpoint.save(str(folder / f"{in_background}"), options=options)
             if in_background:
                 checkpoint.sync()
-            strategy.barrier()
+            strategy.extended.barrier()
             for variable in variables.values():
                 variable.assign([7.0, 8.0])
             checkpoint.restore(path).assert_consumed()
@@ -220,7 +220,7 @@ def checkpoints(strategy: Any) -> None:
             for name, variable in variables.items():
                 np.testing.assert_allclose(local(strategy, variable)[-1], [turn, 3.0], err_msg=name)
                 np.testing.assert_allclose(plain[name], [turn, 3.0], err_msg=name)
-            strategy.barrier()
+            strategy.extended.barrier()
 
     variable, step = make(strategy, (_S.ON_WRITE, _A.MEAN), 1.0), tf.Variable(0)
     checkpoint = tf.train.Checkpoint(variable=variable, step=step)
@@ -230,13 +230,13 @@ def checkpoints(strategy: Any) -> None:
         variable.assign(float(value))
         step.assign_add(1)
         paths.append(manager.save())
-    strategy.barrier()
+    strategy.extended.barrier()
     variable.assign(9.0)
     assert manager.restore_or_initialize() == paths[-1] == tf.train.latest_checkpoint(str(folder / "kept"))
     assert local(strategy, variable)[0] == 2.0
     assert manager.checkpoints == paths[1:]
     assert len(list((folder / "kept").glob("*.index"))) == 2
-    strategy.barrier()
+    strategy.extended.barrier()
 
 
 @check

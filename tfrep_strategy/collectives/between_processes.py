@@ -40,15 +40,15 @@ def barrier(*, group: ReplicaGroup | None = None) -> None:
     launch("barrier", tf.ones([], tf.int32), group, wait)
 
 
-def broadcast_object(value: Any, source: int = 0) -> Any:
+def broadcast_object(value: Any, root: int = 0) -> Any:
     """Gives every process the Python object of one. Call it outside a step, after a strategy was made.
 
     Args:
-        value: A picklable object. Only that of the source is sent.
-        source: Rank of the process that sends (the root).
+        value: A picklable object. Only that of the root is sent.
+        root: Rank of the process that sends.
 
     Returns:
-        The source's object.
+        The root's object.
 
     Raises:
         ConfigurationError: The caller is inside a step or a `tf.function`, or the rank does not exist.
@@ -59,8 +59,8 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
     """
     check_no_step("broadcast_object")
     communicator = process_communicator()
-    communicator.check_root(source)
-    return communicator.broadcast_object(value, source)
+    communicator.check_root(root)
+    return communicator.broadcast_object(value, root)
 
 
 def all_gather_object(value: Any) -> list[Any]:

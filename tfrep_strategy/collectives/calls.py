@@ -87,7 +87,7 @@ def flow_of(group: ReplicaGroup | None) -> Flow:
         raise ConfigurationError(
             message("`group` is not a ReplicaGroup.", hint="make one with strategy.new_group([0, 2]).", group=group)
         )
-    if context is None or (context.num_replicas_in_sync == 1 and not hasattr(strategy, "communicator_of")):
+    if context is None or (context.num_replicas_in_sync == 1 and not hasattr(strategy.extended, "communicator_of")):
         return Flow(SingleCommunicator(), None)
     if group is not None and group.strategy is not strategy:
         raise ConfigurationError(message("The group belongs to another strategy.", group=group))
@@ -95,8 +95,8 @@ def flow_of(group: ReplicaGroup | None) -> Flow:
     communicator: Communicator
     if group is not None:
         communicator = group.communicator_of(replica)
-    elif hasattr(strategy, "communicator_of"):
-        communicator = strategy.communicator_of(replica)
+    elif hasattr(strategy.extended, "communicator_of"):
+        communicator = strategy.extended.communicator_of(replica)
     else:
         communicator = ContextCommunicator(context)
     return Flow(communicator, current_step())

@@ -175,11 +175,11 @@ def check_rows(kind: str, tensor: tf.Tensor) -> None:
         raise ConfigurationError(message(f"{kind} needs tensors with at least one dimension.", shape=tensor.shape))
 
 
-def check_source(source: int, group: ReplicaGroup | None, size: int) -> int:
+def check_root(root: int, group: ReplicaGroup | None, size: int) -> int:
     """Returns the position of the root among `size` communicating replicas; refuses one that does not exist."""
     members = list(range(size)) if group is None else list(group.replicas)
-    if isinstance(source, bool) or source not in members:
+    if isinstance(root, bool) or root not in members:
         raise ConfigurationError(
-            message(f"broadcast on replica {replica_id()}: no such source.", hint=f"use one of {members}.", source=source)
+            message(f"broadcast on replica {replica_id()}: there is no such root.", hint=f"use one of {members}.", root=root)
         )
-    return members.index(source) if size > 1 else 0  # A replica outside the group keeps its own tensors.
+    return members.index(root) if size > 1 else 0  # A replica outside the group keeps its own tensors.

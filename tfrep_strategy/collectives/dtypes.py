@@ -46,11 +46,11 @@ def _gather_strings(flow: Flow, tensor: tf.Tensor) -> tf.Tensor:
     return tf.reshape(_join_bytes(flow.all_gather(_bytes(tensor)), lengths), rows)
 
 
-def broadcast_strings(flow: Flow, tensor: tf.Tensor, source: int) -> tf.Tensor:
-    """Sends strings as bytes. Only the source knows how many, so that all gather, and the others send none."""
-    is_source = tf.equal(flow.communicator.rank, source)
-    lengths = flow.broadcast([tf.strings.length(tensor)], source)[0]
-    sent = _bytes(tf.where(is_source, tensor, tf.constant("")))
+def broadcast_strings(flow: Flow, tensor: tf.Tensor, root: int) -> tf.Tensor:
+    """Sends strings as bytes. Only the root knows how many, so that all gather, and the others send none."""
+    is_root = tf.equal(flow.communicator.rank, root)
+    lengths = flow.broadcast([tf.strings.length(tensor)], root)[0]
+    sent = _bytes(tf.where(is_root, tensor, tf.constant("")))
     return tf.reshape(_join_bytes(flow.all_gather(sent), tf.reshape(lengths, [-1])), tf.shape(tensor))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.collectives.calls import Nest, launch
-from tfrep_strategy.collectives.checks import check_rows, check_source
+from tfrep_strategy.collectives.checks import check_root, check_rows
 from tfrep_strategy.collectives.dtypes import broadcast_strings, exchange_rows, from_real, gather_along, to_real
 from tfrep_strategy.collectives.flow import Flow
 from tfrep_strategy.collectives.replicas import replica_id
@@ -52,16 +52,16 @@ def all_gather(nest: Nest, axis: int = 0, stack: bool = False, *, group: Replica
     return launch("all_gather", nest, group, gather, check=check, axis=axis, stack=stack)
 
 
-def broadcast(nest: Nest, source: int = 0, *, group: ReplicaGroup | None = None) -> Nest:
+def broadcast(nest: Nest, root: int = 0, *, group: ReplicaGroup | None = None) -> Nest:
     """Gives every replica the tensors of one.
 
     Args:
         nest: A nest of tensors of any dtype, string included; the same shapes on all replicas.
-        source: Id of the replica that sends (the root). With a group, too, it is the id in the strategy.
+        root: Id of the replica that sends. With a group, too, it is the id in the strategy.
         group: The replicas that take part; None for all.
 
     Returns:
-        The nest of the source. Gradients flow back to the source.
+        The nest of the root. Gradients flow back to the root.
 
     Raises:
         ConfigurationError: The replica does not exist, or is not in the group.
@@ -73,14 +73,14 @@ def broadcast(nest: Nest, source: int = 0, *, group: ReplicaGroup | None = None)
     """
 
     def send(flow: Flow, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        root = check_source(source, group, flow.communicator.size)
+        member = check_root(root, group, flow.communicator.size)
         real = [to_real(t) for t in tensors if t.dtype != tf.string]
-        sent = iter(flow.broadcast(real, root)) if real else iter([])
+        sent = iter(flow.broadcast(real, member)) if real else iter([])
         return [
-            broadcast_strings(flow, t, root) if t.dtype == tf.string else from_real(next(sent), t) for t in tensors
+            broadcast_strings(flow, t, member) if t.dtype == tf.string else from_real(next(sent), t) for t in tensors
         ]
 
-    return launch("broadcast", nest, group, send, source=source)
+    return launch("broadcast", nest, group, send, root=root)
 
 
 def all_to_all(nest: Nest, splits: Any = None, *, group: ReplicaGroup | None = None) -> Nest:

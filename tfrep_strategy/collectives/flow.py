@@ -89,23 +89,23 @@ class Flow:
 
         return tf.custom_gradient(forward)(tensor) if tensor.dtype.is_floating else communicator.all_gather(tensor)
 
-    def broadcast(self, tensors: Tensors, source: int) -> list[tf.Tensor]:
-        """Gives each replica the tensors of `source`."""
+    def broadcast(self, tensors: Tensors, root: int) -> list[tf.Tensor]:
+        """Gives each replica the tensors of `root`."""
         communicator = self.communicator
 
         def forward(*xs: tf.Tensor) -> Any:
             def gradient(*dys: tf.Tensor) -> list[tf.Tensor]:
                 totals = self._back(dys, lambda ds: self._reduce(ds, "sum"))
                 # If TensorFlow knew the condition, it would remove the sum on all replicas but one.
-                is_source = tf.raw_ops.PlaceholderWithDefault(input=tf.equal(communicator.rank, source), shape=[])
-                return [tf.where(is_source, t, tf.zeros_like(t)) for t in totals]
+                is_root = tf.raw_ops.PlaceholderWithDefault(input=tf.equal(communicator.rank, root), shape=[])
+                return [tf.where(is_root, t, tf.zeros_like(t)) for t in totals]
 
-            return _of_this_graph(communicator.broadcast(list(xs), source)), gradient
+            return _of_this_graph(communicator.broadcast(list(xs), root)), gradient
 
         if all(t.dtype.is_floating for t in tensors):
             return _list(tf.custom_gradient(forward)(*tensors))
         return [
-            _list(tf.custom_gradient(forward)(t))[0] if t.dtype.is_floating else communicator.broadcast([t], source)[0]
+            _list(tf.custom_gradient(forward)(t))[0] if t.dtype.is_floating else communicator.broadcast([t], root)[0]
             for t in tensors
         ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -10,18 +11,26 @@ import tensorflow as tf
 from tfrep_strategy.communicators.base import REDUCE_OPS, Communicator
 from tfrep_strategy.communicators.single import SingleCommunicator
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.transports import choose_communicator, horovod_transports
+from tfrep_strategy.transports import (
+    OWN_COMMUNICATORS,
+    choose_communicator,
+    communicator_names,
+    factory_of,
+    horovod_transports,
+    register_communicator,
+    unknown_communicator,
+)
 
-__all__ = ["REDUCE_OPS", "Communicator", "SingleCommunicator", "make_communicator"]
+__all__ = ["REDUCE_OPS", "Communicator", "SingleCommunicator", "make_communicator", "register_communicator"]
 
 
 def make_communicator(name: str | Communicator, environment: Any, device: str | None = None) -> Communicator:
     """Makes a communicator by name, and checks that it connects the processes of the environment.
 
     Args:
-        name: `"horovod"`, `"tf"`, `"auto"` or a `Communicator`, which is returned as it is. `"auto"` is TensorFlow's
-            collectives if the environment knows the address of every process, else Horovod, which finds the processes
-            itself.
+        name: `"horovod"`, `"tf"`, `"auto"`, a name given to `register_communicator`, or a `Communicator`, which is returned as
+            it is. `"auto"` is TensorFlow's collectives if the environment knows the address of every process, else Horovod,
+            which finds the processes itself.
         environment: The `Environment` with rank, size and addresses.
         device: Device that TensorFlow's collectives run on. Default: chosen by the local rank.
 
@@ -38,16 +47,17 @@ def make_communicator(name: str | Communicator, environment: Any, device: str | 
 
 
 def _named(name: str, environment: Any, device: str | None) -> Communicator:
-    if name not in ("auto", "horovod", "tf"):
-        raise ConfigurationError(
-            message("Unknown communicator.", hint='use "auto", "horovod", "tf" or a tfrep.Communicator.', communicator=name)
-        )
+    if name not in OWN_COMMUNICATORS:
+        if not isinstance(name, str):
+            raise unknown_communicator(name, [*communicator_names(), "or a tfrep.Communicator"])
+        return _made_by(factory_of(name), name, environment)
     if name != "tf":
-        by_address = name == "auto" and (environment.size == 1 or environment.addresses)
+        is_auto = name == "auto"
         choice = choose_communicator(
             horovod_transports(),
             gpus=bool(tf.config.get_visible_devices("GPU")),
-            reachable=("tf",) if by_address else ("horovod",),
+            reachable=("tf",) if is_auto and environment.addresses else ("horovod",),
+            size=environment.size if is_auto else 2,
         )
         if choice.hint and environment.rank == 0:
             warnings.warn(choice.describe(), stacklevel=4)
@@ -61,6 +71,19 @@ def _named(name: str, environment: Any, device: str | None) -> Communicator:
     from tfrep_strategy.communicators.tf_collective import TensorFlowCommunicator
 
     return TensorFlowCommunicator(environment, device)
+
+
+def _made_by(factory: Callable[[Any], Any], name: str, environment: Any) -> Communicator:
+    made = factory(environment)
+    if not isinstance(made, Communicator):
+        raise ConfigurationError(
+            message(
+                f"The factory of the communicator {name!r} must return a tfrep.Communicator.",
+                hint="register a subclass of tfrep.Communicator, or a function that returns one.",
+                returned=made,
+            )
+        )
+    return made
 
 
 def _check_place(communicator: Communicator, environment: Any) -> None:

@@ -12,7 +12,7 @@ import cloudpickle
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.errors import ConfigurationError, is_count, message
 
 REDUCE_OPS = ("sum", "mean", "min", "max", "product")
 
@@ -22,7 +22,7 @@ _CARRIERS = {tf.bool: tf.int32, tf.uint8: tf.int32, tf.int8: tf.int32, tf.int16:
 
 
 def carry(tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
-    """Casts a tensor to a dtype that every transport reduces, such that `op` on it is `op` on the original.
+    """Casts a real tensor to a dtype that every transport reduces, such that `op` on it is `op` on the original.
 
     Example:
         >>> carry(tf.constant([200], tf.uint8)).dtype.name
@@ -45,6 +45,52 @@ def uncarry(tensor: tf.Tensor, dtype: tf.DType, op: str = "sum") -> tf.Tensor:
         return tf.cast(tensor, dtype)
     tensor = tf.bitcast(tensor, tf.uint64)
     return _flip_sign_bit(tensor) if op in ("min", "max") else tensor
+
+
+_BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64, 16: tf.int64}
+
+
+def to_bits(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the bits of a tensor as integers that every transport moves and sums. A complex128 becomes two of them.
+
+    A sum of these integers with zeros keeps every bit. A sum of floats does not: -0.0 + 0.0 is 0.0, and TensorFlow flushes
+    the smallest numbers to zero.
+
+    Args:
+        tensor: Of any numeric dtype or bool.
+
+    Returns:
+        An int32 or int64 tensor, of the same shape; for complex128 of shape `[..., 2]`.
+
+    Example:
+        >>> to_bits(tf.constant([1.0, -0.0], tf.float16)).numpy().tolist()
+        [15360, -32768]
+    """
+    if tensor.dtype.is_bool:
+        return tf.cast(tensor, tf.int32)
+    return carry(tf.bitcast(tensor, _BITS[tensor.dtype.size]))
+
+
+def from_bits(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Undoes `to_bits`.
+
+    Example:
+        >>> from_bits(to_bits(tf.constant([1 + 2j])), tf.complex128).numpy().tolist()
+        [(1+2j)]
+    """
+    if dtype.is_bool:
+        return tf.cast(bits, tf.bool)
+    return tf.bitcast(uncarry(bits, _BITS[dtype.size]), dtype)
+
+
+def carry_moved(tensor: tf.Tensor) -> tf.Tensor:
+    """Casts a tensor that is moved, not reduced, to a dtype that every transport moves. It may be complex."""
+    return to_bits(tensor) if tensor.dtype.is_complex else carry(tensor)
+
+
+def uncarry_moved(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Undoes `carry_moved`."""
+    return from_bits(tensor, dtype) if dtype.is_complex else uncarry(tensor, dtype)
 
 
 def _flip_sign_bit(tensor: tf.Tensor) -> tf.Tensor:
@@ -77,10 +123,11 @@ def mean_of_sum(total: tf.Tensor, size: int) -> tf.Tensor:
 class Communicator(abc.ABC):
     """Runs collectives between the processes of a run; one object per process.
 
-    Subclass it to add a transport: set `rank`, `size`, `local_rank`, `local_size`, and implement the five abstract
-    methods. All ranks call the same methods in the same order, with tensors of the same dtype and shape; only
+    Subclass it to add a transport: set `rank` and `size` (on several machines also `local_rank` and `local_size`), and
+    implement the three abstract methods. The other methods have defaults, which are exact. Override one where the transport
+    has a faster way. All ranks call the same methods in the same order, with tensors of the same dtype and shape; only
     `all_gather` and `all_to_all` allow another first dimension. Methods take and return tensors, eager or symbolic. They
-    need no gradient.
+    need no gradient. `tfrep.register_communicator` gives a transport a name.
 
     Example:
         >>> from tfrep_strategy.communicators import SingleCommunicator
@@ -120,12 +167,36 @@ class Communicator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
-        """Returns rank `root`'s tensors on every rank. The other ranks pass tensors of the same shapes and dtypes."""
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        """Makes a communicator of some ranks. All ranks must call it; a rank outside the group gets None.
 
-    @abc.abstractmethod
+        A transport without groups raises a ConfigurationError. Everything but `strategy.new_group` works without them.
+        """
+
+    # What follows has defaults.
+
+    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
+        """Returns rank `root`'s tensors on every rank, bit by bit.
+
+        The default sums the bits with zeros of the other ranks.
+
+        Args:
+            tensors: Dense tensors of any numeric dtype or bool, of the same shapes and dtypes on all ranks.
+            root: The rank whose tensors are sent.
+
+        Returns:
+            The tensors of the root, in the given order.
+        """
+        self.check_root(root)
+        tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        is_root = tf.equal(self.rank, root)
+        sent = [tf.where(is_root, bits, tf.zeros_like(bits)) for bits in map(to_bits, tensors)]
+        return [from_bits(bits, t.dtype) for bits, t in zip(self.all_reduce(sent, "sum"), tensors, strict=True)]
+
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Sends `splits[r]` rows of `tensor` to rank r, for each r.
+
+        The default gathers the rows of all ranks and keeps its own.
 
         Args:
             tensor: Of shape `[sum(splits), ...]`.
@@ -134,10 +205,11 @@ class Communicator(abc.ABC):
         Returns:
             The received rows, in rank order, and how many came from each rank (int32, shape `[size]`).
         """
-
-    @abc.abstractmethod
-    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
-        """Makes a communicator of some ranks. All ranks must call it; a rank outside the group gets None."""
+        tensor = tf.convert_to_tensor(tensor)
+        table = tf.reshape(self.all_gather(tf.cast(splits, tf.int32)), [self.size, self.size])
+        receivers = tf.repeat(tf.tile(tf.range(self.size), [self.size]), tf.reshape(table, [-1]))
+        rows = tf.boolean_mask(self.all_gather(tensor), tf.equal(receivers, self.rank))
+        return tf.ensure_shape(rows, [None, *tensor.shape[1:]]), table[:, self.rank]
 
     def reduce_scatter(self, tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
         """Reduces over the ranks, and gives rank r the r-th of `size` parts along the first dimension.
@@ -191,12 +263,12 @@ class Communicator(abc.ABC):
 
     def check_root(self, root: int) -> None:
         """Raises a ConfigurationError if the root is not a rank."""
-        if not 0 <= root < self.size:
+        if not is_count(root, 0, self.size - 1):
             raise ConfigurationError(message("No such rank.", hint=f"ranks are 0 to {self.size - 1}.", root=root))
 
     def check_group(self, ranks: Sequence[int]) -> list[int]:
         """Returns the sorted ranks of a group; raises a ConfigurationError if a rank does not exist or is given twice."""
-        if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < self.size for r in ranks):
+        if not ranks or len(set(ranks)) != len(ranks) or not all(is_count(rank, 0, self.size - 1) for rank in ranks):
             raise ConfigurationError(
                 message("A group needs distinct, existing ranks.", hint=f"ranks are 0 to {self.size - 1}.", ranks=ranks)
             )

@@ -43,15 +43,6 @@ class ContextCommunicator(Communicator):
         tensor = tf.convert_to_tensor(tensor)
         return uncarry(self._context.all_gather(carry(tensor), axis=0), tensor.dtype)
 
-    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
-        self.check_root(root)
-        return self.all_reduce([tf.where(tf.equal(self.rank, root), t, tf.zeros_like(t)) for t in tensors], "sum")
-
-    def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        table = tf.reshape(self.all_gather(tf.cast(splits, tf.int32)), [self.size, self.size])
-        receivers = tf.repeat(tf.tile(tf.range(self.size), [self.size]), tf.reshape(table, [-1]))
-        return tf.boolean_mask(self.all_gather(tensor), tf.equal(receivers, self.rank)), table[:, self.rank]
-
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         raise ConfigurationError(
             message("Groups of replicas need a strategy of this package.", strategy=type(self._context.strategy).__name__)

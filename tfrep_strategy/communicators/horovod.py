@@ -14,7 +14,15 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, outside_xla, uncarry
+from tfrep_strategy.communicators.base import (
+    Communicator,
+    carry,
+    carry_moved,
+    mean_of_sum,
+    outside_xla,
+    uncarry,
+    uncarry_moved,
+)
 from tfrep_strategy.communicators.forking import sockets_closed_in_children
 from tfrep_strategy.communicators.naming import structural_name
 from tfrep_strategy.communicators.order import Order
@@ -116,7 +124,7 @@ class HorovodCommunicator(Communicator):
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         tensor = tf.convert_to_tensor(tensor)
-        gathered = uncarry(self._call("allgather", _carry_bytes(tensor)), tensor.dtype)
+        gathered = uncarry_moved(self._call("allgather", _carry_bytes(tensor)), tensor.dtype)
         return tf.ensure_shape(gathered, [None, *tensor.shape[1:]])
 
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
@@ -125,13 +133,13 @@ class HorovodCommunicator(Communicator):
         received = []
         for tensor in map(tf.convert_to_tensor, tensors):
             value = self._call("broadcast", _carry_bytes(tensor), root_rank=root)
-            received.append(tf.ensure_shape(uncarry(value, tensor.dtype), tensor.shape))
+            received.append(tf.ensure_shape(uncarry_moved(value, tensor.dtype), tensor.shape))
         return received
 
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         tensor = tf.convert_to_tensor(tensor)
         rows, received = self._call("alltoall", _carry_bytes(tensor), splits=tf.cast(splits, tf.int32))
-        return tf.ensure_shape(uncarry(rows, tensor.dtype), [None, *tensor.shape[1:]]), received
+        return tf.ensure_shape(uncarry_moved(rows, tensor.dtype), [None, *tensor.shape[1:]]), received
 
     def _call(self, kind: str, tensors: Any, **options: Any) -> Any:
         group = self._process_set.process_set_id
@@ -221,4 +229,4 @@ def _opaque(tensor: tf.Tensor) -> tf.Tensor:
 
 def _carry_bytes(tensor: tf.Tensor) -> tf.Tensor:
     """Converts a tensor that is moved, not reduced: Horovod also moves the dtypes of one byte."""
-    return tensor if tensor.dtype in (tf.bool, tf.uint8, tf.int8) else carry(tensor)
+    return tensor if tensor.dtype in (tf.bool, tf.uint8, tf.int8) else carry_moved(tensor)

@@ -16,7 +16,17 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import run_independently
-from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, outside_xla, uncarry
+from tfrep_strategy.communicators.base import (
+    Communicator,
+    carry,
+    carry_moved,
+    from_bits,
+    mean_of_sum,
+    outside_xla,
+    to_bits,
+    uncarry,
+    uncarry_moved,
+)
 from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects, warn_if_shared
 from tfrep_strategy.communicators.limits import is_debugging, timeout_seconds
 from tfrep_strategy.communicators.naming import in_nested_graph, structural_name
@@ -97,9 +107,24 @@ class RingCommunicator(Communicator):
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
         self.check_op(op)
         tensors = [tf.convert_to_tensor(t) for t in tensors]
-        packed = Packed([carry(t, op) for t in tensors])
-        reduced = packed.unpack([self._reduce(flat, op, tensors) for flat in packed.flats])
+        reduced = self._reduce_all([carry(t, op) for t in tensors], op, tensors)
         return [uncarry(result, tensor.dtype, op) for result, tensor in zip(reduced, tensors, strict=True)]
+
+    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
+        self.check_root(root)
+        tensors = [tf.convert_to_tensor(t) for t in tensors]
+        # NCCL moves floats as they are: TensorFlow would copy their bits, as int32, to the memory of the host.
+        stay = [self._nccl and t.dtype.is_floating for t in tensors]
+        sent = [carry(t) if stays else to_bits(t) for t, stays in zip(tensors, stay, strict=True)]
+        if self.rank != root:
+            sent = [-tf.zeros_like(t) for t in sent]  # A sum with -0.0, or with the integer 0, changes nothing.
+        received = zip(self._reduce_all(sent, "sum", tensors), tensors, stay, strict=True)
+        return [uncarry(total, t.dtype) if stays else from_bits(total, t.dtype) for total, t, stays in received]
+
+    def _reduce_all(self, carried: list[tf.Tensor], op: str, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Reduces tensors of dtypes that the ring knows; `tensors` are what the caller passed."""
+        packed = Packed(carried)
+        return packed.unpack([self._reduce(flat, op, tensors) for flat in packed.flats])
 
     def _reduce(self, flat: tf.Tensor, op: str, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
         options = {"merge_op": _MERGE_OPS[op], "final_op": "Id"}
@@ -130,9 +155,11 @@ class RingCommunicator(Communicator):
         counts = self._row_counts(tensor)
         # The ring gathers parts of equal size only, so all are padded to the longest.
         longest = tf.maximum(tf.reduce_max(counts), 1)
-        padding = [[0, longest - rows[0]]] + [[0, 0]] * (tensor.shape.rank - 1)
-        gathered = self._gather(tf.pad(carry(tensor), padding))
-        result = uncarry(tf.boolean_mask(gathered, tf.reshape(tf.sequence_mask(counts, longest), [-1])), tensor.dtype)
+        carried = carry_moved(tensor)
+        padding = [[0, longest - rows[0]]] + [[0, 0]] * (carried.shape.rank - 1)
+        gathered = self._gather(tf.pad(carried, padding))
+        mask = tf.reshape(tf.sequence_mask(counts, longest), [-1])
+        result = uncarry_moved(tf.boolean_mask(gathered, mask), tensor.dtype)
         return tf.ensure_shape(result, [None, *tensor.shape[1:]])
 
     def _row_counts(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -181,8 +208,10 @@ class RingCommunicator(Communicator):
 
         with outside_xla():
             place, sizes = self._place(self._group_name + kind), sizes_of(brought)
-            # Eager calls of one kind share a place: seven scalars of one dtype are told from six and one of another.
-            instance_key = _instance_key(f"{place}.{tensor.dtype.name}", sizes_of([tensor, *brought]))
+            # Eager calls of one kind share a place: seven scalars of one dtype are told from six and one of another. The
+            # dtypes that were brought count, too: several of them travel as int32.
+            dtypes = ".".join(each.dtype.name for each in (tensor, *brought))
+            instance_key = _instance_key(f"{place}.{dtypes}", sizes_of([tensor, *brought]))
             position = self.position
             entered = position.enter(kind, place, brought, sizes) if position is not None else None
             after = [] if entered is None else list(entered[:1])
@@ -224,17 +253,6 @@ class RingCommunicator(Communicator):
                 run, signature, autograph=False, experimental_attributes={"_noinline": True}
             )
         return self._functions[key](tensor, instance_key, self._order.handle())
-
-    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
-        self.check_root(root)
-        tensors = [tf.convert_to_tensor(t) for t in tensors]
-        return self.all_reduce([t if self.rank == root else tf.zeros_like(t) for t in tensors], "sum")
-
-    def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        table = tf.reshape(self.all_gather(tf.cast(splits, tf.int32)), [self.size, self.size])
-        receivers = tf.repeat(tf.tile(tf.range(self.size), [self.size]), tf.reshape(table, [-1]))
-        rows = tf.boolean_mask(self.all_gather(tensor), tf.equal(receivers, self.rank))
-        return tf.ensure_shape(rows, [None, *tensor.shape[1:]]), table[:, self.rank]
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         ranks = self.check_group(ranks)

@@ -10,6 +10,7 @@ from tfrep_strategy.environments.mpi import MpiEnvironment
 from tfrep_strategy.environments.single import SingleEnvironment
 from tfrep_strategy.environments.slurm import SlurmEnvironment
 from tfrep_strategy.environments.tf_config import TfConfigEnvironment
+from tfrep_strategy.errors import ConfigurationError, message
 
 __all__ = [
     "Environment",
@@ -63,14 +64,16 @@ def register_environment(environment: type[Environment]) -> type[Environment]:
         The same class.
 
     Raises:
-        TypeError: It is not a subclass of `Environment`.
+        ConfigurationError: It is not a subclass of `Environment`.
 
     Example:
         >>> @register_environment
         ... class Kubernetes(Environment): ...
     """
     if not (isinstance(environment, type) and issubclass(environment, Environment)):
-        raise TypeError(f"register_environment takes a subclass of Environment. Received: {environment!r}")
+        raise ConfigurationError(
+            message("register_environment takes a class.", hint="pass a subclass of tfrep.Environment.", environment=environment)
+        )
     if environment not in _environments:
         _environments.insert(0, environment)
     return environment

@@ -33,6 +33,18 @@ class KerasStrategy(Protocol):
 
     num_replicas_in_sync: int
     is_chief: bool
+    extended: KerasExtended
+
+    def scope(self) -> Any:
+        """Returns the context manager in which variables belong to this strategy."""
+
+    def merge_replica_state(self) -> None:
+        """Makes state that every replica keeps for itself (moving statistics) one value everywhere."""
+
+
+class KerasExtended(Protocol):
+    """The `extended` of such a strategy, which does what Keras's users need not see."""
+
     collectives_in_branches: bool
     """Whether a replica may call collectives inside `tf.cond`, which needs one program per process."""
 
@@ -41,9 +53,6 @@ class KerasStrategy(Protocol):
 
     resumes_at: tuple[int, int]
     """How many epochs, and batches of the one after them, the next `fit` passes over: an interrupted run has done them."""
-
-    def scope(self) -> Any:
-        """Returns the context manager in which variables belong to this strategy."""
 
     def shard(self, batch: Any) -> Shards:
         """Cuts a whole global batch."""
@@ -62,9 +71,6 @@ class KerasStrategy(Protocol):
 
     def gather_outputs(self, outputs: Any) -> Any:
         """Concatenates what the replicas returned, in replica order, on every process."""
-
-    def merge_replica_state(self) -> None:
-        """Makes state that every replica keeps for itself (moving statistics) one value everywhere."""
 
     def collect_sums(self) -> None:
         """Moves sums of which every process holds a part to the first one, which can then read them alone."""

@@ -1,4 +1,4 @@
-"""A checkpoint every few minutes, for epochs that take hours."""
+"""A checkpoint by the clock, for epochs that take hours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.errors import ConfigurationError, check_seconds, message
 from tfrep_strategy.keras_integration.finding import driver_of_model
 
 _SUFFIX = ".weights.h5"
@@ -24,29 +24,28 @@ class TimedCheckpoint(keras.callbacks.Callback):
     Args:
         filepath: Where to save. It ends in ".weights.h5", and may contain "{epoch}", which is replaced by the number of
             epochs begun.
-        minutes: How much time passes between two checkpoints.
+        seconds: How much time passes between two checkpoints.
 
     Raises:
         ConfigurationError: A setting cannot be used; when training begins, a strategy of several processes, whose clocks
             would not agree.
 
     Example:
-        >>> checkpoint = tfrep.TimedCheckpoint("checkpoints/ckpt-{epoch}.weights.h5", minutes=10)
+        >>> checkpoint = tfrep.TimedCheckpoint("checkpoints/ckpt-{epoch}.weights.h5", seconds=600)
         >>> history = make_model().fit(x, y, callbacks=[checkpoint], verbose=0)
     """
 
     supports_remote_logs = True
 
-    def __init__(self, filepath: str | os.PathLike[str], minutes: float = 10.0) -> None:
+    def __init__(self, filepath: str | os.PathLike[str], *, seconds: float = 600.0) -> None:
         super().__init__()
         if not str(filepath).endswith(_SUFFIX):
             raise ConfigurationError(
                 message("A checkpoint holds weights.", hint=f'end its name in "{_SUFFIX}".', filepath=str(filepath))
             )
-        if not minutes > 0:
-            raise ConfigurationError(message("Time has to pass between two checkpoints.", minutes=minutes))
+        check_seconds(seconds=seconds)
         self.filepath = str(filepath)
-        self.minutes = minutes
+        self.seconds = seconds
         self._epoch = 0
         self._saved_at = 0.0
 
@@ -67,7 +66,7 @@ class TimedCheckpoint(keras.callbacks.Callback):
         self._epoch = epoch + 1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if time.monotonic() - self._saved_at < 60 * self.minutes:
+        if time.monotonic() - self._saved_at < self.seconds:
             return
         path = Path(self.filepath.format(epoch=self._epoch))
         path.parent.mkdir(parents=True, exist_ok=True)

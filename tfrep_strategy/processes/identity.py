@@ -16,10 +16,13 @@ import psutil
 from tfrep_strategy.environments import identity_variables
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.nvidia import gpus_are_visible
-from tfrep_strategy.transports import choose_communicator, horovod_library, horovod_transports
-
-COMMUNICATORS = ("auto", "horovod", "tf")
-"""What a run may be asked to talk through."""
+from tfrep_strategy.transports import (
+    OWN_COMMUNICATORS,
+    choose_communicator,
+    horovod_library,
+    horovod_transports,
+    installed_communicators,
+)
 
 RUN_VARIABLES = ("TFREP_STRATEGY", "TFREP_COMMUNICATOR", "TFREP_NUM_REPLICAS")
 """What a run tells its processes about the strategy that they are to make."""
@@ -39,11 +42,13 @@ def horovod_is_installed() -> bool:
     return horovod_library() is not None
 
 
-def resolve_communicator(name: str) -> str:
-    """Turns a user's choice into "horovod" or "tf".
+def resolve_communicator(name: str, size: int = 2) -> str:
+    """Turns a user's choice into the communicator of a run.
 
     Args:
-        name: One of `COMMUNICATORS`; for "auto" `choose_communicator` decides, and a warning names what would be faster.
+        name: "auto", "horovod", "tf" or the name of an installed transport. For "auto" `choose_communicator` decides, and a
+            warning names what would be faster.
+        size: How many processes take part.
 
     Returns:
         The communicator.
@@ -55,16 +60,9 @@ def resolve_communicator(name: str) -> str:
         >>> resolve_communicator("tf")
         'tf'
     """
-    if name not in COMMUNICATORS:
-        raise ConfigurationError(
-            message(
-                "Unknown communicator.",
-                hint='use "auto", "horovod" or "tf".',
-                communicator=name,
-            )
-        )
+    check_communicator(name)
     if name == "auto":
-        choice = choose_communicator(horovod_transports(), gpus=gpus_are_visible())
+        choice = choose_communicator(horovod_transports(), gpus=gpus_are_visible(), size=size)
         if choice.hint:
             warnings.warn(choice.describe(), stacklevel=2)
         return choice.communicator
@@ -77,6 +75,26 @@ def resolve_communicator(name: str) -> str:
             )
         )
     return name
+
+
+def check_communicator(name: str) -> None:
+    """Refuses a communicator that new processes would not know: they have not run the program of this one.
+
+    Raises:
+        ConfigurationError: The name is none of this package's, and no installed package has it.
+
+    Example:
+        >>> check_communicator("auto")
+    """
+    if name not in OWN_COMMUNICATORS and name not in installed_communicators():
+        raise ConfigurationError(
+            message(
+                "Unknown communicator.",
+                hint=f"use {', '.join(installed_communicators())}. A name that only this program registers is not known to the"
+                " processes of a run: they can register it and make their own MultiWorkerStrategy.",
+                communicator=name,
+            )
+        )
 
 
 def inherited_environ() -> dict[str, str]:
@@ -117,7 +135,7 @@ def identities(communicator: str, size: int) -> Iterator[list[dict[str, str]]]:
     """Gives the variables that tell each of some processes on this machine who it is, and serves them meanwhile.
 
     Args:
-        communicator: "horovod" or "tf".
+        communicator: "horovod"; any other finds the addresses of all processes in `TF_CONFIG`.
         size: How many processes there will be.
 
     Yields:

@@ -152,7 +152,7 @@ def exit_on_server_loss(strategy: Any, code: int = SERVER_LOST) -> Iterator[None
         ...         history = model.fit(x, y, verbose=0, callbacks=[keras.callbacks.BackupAndRestore("backup")])
     """
     try:
-        with strategy.step_runner.naming_lost_servers():
+        with strategy.extended.step_runner.naming_lost_servers():
             yield
     except ServerLostError as error:
         print(f"tfrep: {error}", file=sys.stderr, flush=True)

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfrep_strategy.errors import ConfigurationError, check_count, message
+from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds, message
 from tfrep_strategy.processes.identity import (
-    COMMUNICATORS,
+    check_communicator,
     common_hash_seed,
     identities,
     inherited_environ,
@@ -33,9 +33,11 @@ class Options:
 
     Args:
         num_replicas: How many replicas take part; by default as many as `hosts` has places, else one.
-        strategy: "auto" (which is "multi-worker"), "multi-worker": one process per replica, or "mirrored": one process
-            with all replicas. `None`: one process per replica, which is left to make its own strategy.
-        communicator: "auto", "horovod" or "tf".
+        strategy: "multi-worker": one process per replica, "mirrored": one process with all replicas, or "auto": as in
+            `auto_strategy()`, one process per replica if there are several, or one process that uses all its devices if
+            neither `num_replicas` nor `hosts` is given. `None`: one process per replica, which is left to make its own
+            strategy.
+        communicator: "auto", "horovod", "tf" or the name of an installed transport.
         hosts: Machines and how many replicas each can take, as "host1:4,host2:4"; by default this machine.
         log_dir: Folder of the log files; by default a temporary one, which stays only if the run fails.
         timeout: Seconds after which the run is stopped; by default it may take for ever.
@@ -61,11 +63,9 @@ class Options:
         if self.strategy is not None and self.strategy not in STRATEGIES:
             hint = f"use {', '.join(STRATEGIES)}."
             raise ConfigurationError(message("Unknown strategy.", hint=hint, strategy=self.strategy))
-        if self.communicator not in COMMUNICATORS:
-            hint = f"use {', '.join(COMMUNICATORS)}."
-            raise ConfigurationError(message("Unknown communicator.", hint=hint, communicator=self.communicator))
-        if self.timeout is not None and self.timeout <= 0:
-            raise ConfigurationError(message("The time limit must be above 0 seconds.", timeout=self.timeout))
+        check_communicator(self.communicator)
+        if self.timeout is not None:
+            check_seconds(timeout=self.timeout)
         if self.hosts is not None:
             self._check_hosts(self.hosts)
 
@@ -73,6 +73,12 @@ class Options:
     def size(self) -> int:
         """How many replicas there will be."""
         return self.num_replicas or (_places(self.hosts) if self.hosts else 1)
+
+    @property
+    def resolved_strategy(self) -> str | None:
+        """The strategy of each process. A process that is alone, and may use all its devices, decides by itself ("auto")."""
+        uses_all_devices = self.num_replicas is None and self.hosts is None
+        return self.strategy if self.strategy != "auto" or uses_all_devices else "multi-worker"
 
     def _check_hosts(self, hosts: str) -> None:
         if not re.fullmatch(r"[\w.-]+:[1-9]\d*(,[\w.-]+:[1-9]\d*)*", hosts):
@@ -91,7 +97,7 @@ class Options:
                     hosts=hosts,
                 )
             )
-        if self.communicator == "tf":
+        if self.communicator not in ("auto", "horovod"):
             raise ConfigurationError(
                 message(
                     "Other hosts are reached through horovodrun.",
@@ -156,13 +162,15 @@ def run_to_end(
     """
     with contextlib.ExitStack() as stack:
         environ = inherited_environ() | {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": common_hash_seed()}
-        if options.strategy is not None:
-            environ["TFREP_STRATEGY"] = "mirrored" if options.strategy == "mirrored" else "multi-worker"
+        strategy = options.resolved_strategy
+        if strategy is not None:
+            environ["TFREP_STRATEGY"] = strategy
+        if strategy not in (None, "auto"):
             environ["TFREP_NUM_REPLICAS"] = str(options.size)
         prefix: list[str] = []
         identified: list[dict[str, str]] = [{}]
         if options.strategy != "mirrored":
-            communicator = resolve_communicator("horovod" if options.hosts else options.communicator)
+            communicator = resolve_communicator("horovod" if options.hosts else options.communicator, options.size)
             environ["TFREP_COMMUNICATOR"] = communicator
             if options.hosts:
                 prefix = _horovodrun(options.size, options.hosts)

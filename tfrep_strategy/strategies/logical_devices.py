@@ -124,7 +124,7 @@ def logical_device(index: int) -> contextlib.AbstractContextManager[Any]:
         >>> strategy.run(step).device.rpartition("device:")[2]
         'CPU:1'
     """
-    devices = getattr(tf.distribute.get_strategy(), "logical_devices", None) or LogicalDevices([""], 1, {})
+    devices = getattr(tf.distribute.get_strategy().extended, "logical_devices", None) or LogicalDevices([""], 1, {})
     if index == 0 and devices.of_replica == [[""]]:
         return contextlib.nullcontext()
     return devices.for_operations(index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,9 @@ from tfrep_strategy.communicators.local import LocalGroup
 from tfrep_strategy.devices import logical_devices, warn_of_unseen_gpus
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, check_count, message
-from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
+from tfrep_strategy.strategies.base import GradientAggregator, GradientTransformer, SynchronousStrategy
+from tfrep_strategy.strategies.checked_settings import CheckedSetting, mapping, positive
+from tfrep_strategy.strategies.extended import SynchronousExtended
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.logical_devices import LogicalDevices
 from tfrep_strategy.strategies.replica_context import DeviceReplicaContext
@@ -87,9 +90,14 @@ class MirroredStrategy(SynchronousStrategy):
         bucket_bytes: Gradients are summed in buckets of about this many bytes. On GPUs, NCCL sums each bucket at once. On
             CPUs the buckets only determine the order.
         densify_sparse_gradients: Whether sparse gradients are sent as dense tensors.
+        gradient_transformers: Functions that change the global gradients before the optimizer uses them.
+        gradient_aggregator: Replaces the aggregation of gradients; see `SynchronousStrategy`.
+        check_sync_every: Number of steps of `fit` between two checks that all replicas hold the same values.
+
+    Every argument is an attribute, too. Those that name devices are fixed; the others can be set before the next step.
 
     Raises:
-        ConfigurationError: A device does not exist, or is named twice.
+        ConfigurationError: A device does not exist or is named twice, or a setting cannot be used.
 
     Example:
         >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
@@ -105,27 +113,31 @@ class MirroredStrategy(SynchronousStrategy):
         keras_layer_placement: Mapping[str, int] | None = None,
         bucket_bytes: int = 32 << 20,
         densify_sparse_gradients: bool = False,
+        gradient_transformers: Sequence[GradientTransformer] = (),
+        gradient_aggregator: GradientAggregator | None = None,
+        check_sync_every: int | None = None,
     ) -> None:
         _warn_among_processes()
-        self.logical_devices = LogicalDevices(_resolve(devices), devices_per_replica, keras_layer_placement or {})
-        first_devices = [devices_of_one[0] for devices_of_one in self.logical_devices.of_replica]
-        super().__init__(_Extended(self, first_devices), bucket_bytes, densify_sparse_gradients)
-        self._all_replicas = LocalGroup(self, range(self.num_replicas_in_sync))
+        self._set(
+            bucket_bytes=bucket_bytes,
+            densify_sparse_gradients=densify_sparse_gradients,
+            gradient_transformers=gradient_transformers,
+            gradient_aggregator=gradient_aggregator,
+            check_sync_every=check_sync_every,
+            devices_per_replica=devices_per_replica,
+            keras_layer_placement=keras_layer_placement or {},
+        )
+        names = _resolve(devices)
+        self.devices = [name.removeprefix("/device:") for name in names]
+        super().__init__(_Extended(self, LogicalDevices(names, devices_per_replica, self.keras_layer_placement)))
+
+    devices = CheckedSetting(fixed=True)
+    devices_per_replica = CheckedSetting(positive("devices"), fixed=True)
+    keras_layer_placement = CheckedSetting(mapping, fixed=True)
 
     # TensorFlow numbers the collectives of every strategy from the same base. Each of ours gets another base.
     _collective_key_base = 0
     _instances = 0
-
-    def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return self.own_communicator().all_reduce(list(tensors), "sum") if tensors else []
-
-    def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
-        return self.own_communicator().all_gather(tensor)
-
-    def own_communicator(self) -> Communicator:
-        """Returns the communicator of the calling replica."""
-        context: Any = tf.distribute.get_replica_context()
-        return self.communicator_of(int(tf.get_static_value(context.replica_id_in_sync_group)))
 
     def logical_device_for_variables(self, index: int) -> contextlib.AbstractContextManager[None]:
         """Puts variables that are created inside on one logical device of each replica.
@@ -142,25 +154,20 @@ class MirroredStrategy(SynchronousStrategy):
             ...     tf.Variable(1.0).device.rpartition("device:")[2]
             'CPU:1'
         """
-        return self.logical_devices.for_variables(index)
-
-    def communicator_of(self, replica: int) -> Communicator:
-        return self._all_replicas.communicator(replica)
+        return self.extended.logical_devices.for_variables(index)
 
     def new_group(self, replicas: Sequence[int]) -> ReplicaGroup:
         group = LocalGroup(self, check_members(replicas, self.num_replicas_in_sync))
         return ReplicaGroup(self, group.members, group.communicator)
 
-    def gather_outputs(self, outputs: Any) -> Any:
-        return tf.nest.map_structure(lambda v: concatenate(self.experimental_local_results(v)), outputs)
-
 
 class _Extended(SynchronousExtended, MirroredExtended):
-    def __init__(self, strategy: MirroredStrategy, devices: list[str]) -> None:
+    def __init__(self, strategy: MirroredStrategy, logical_devices: LogicalDevices) -> None:
         _ensure_threads()
+        self.logical_devices = logical_devices
         MirroredStrategy._instances += 1
         strategy._collective_key_base = 1_000_000 * MirroredStrategy._instances
-        super().__init__(strategy, devices=devices)
+        super().__init__(strategy, devices=[devices[0] for devices in logical_devices.of_replica])
         self.num_local_replicas = len(self._devices)
         gpus = [identity_of_gpu(device) for device in self._devices]
         self._one_device = ReductionToOneDevice()
@@ -168,8 +175,29 @@ class _Extended(SynchronousExtended, MirroredExtended):
         warn_if_shared(gpus)
         self._init_state()
 
+    @functools.cached_property
+    def _all_replicas(self) -> LocalGroup:
+        return LocalGroup(self.strategy, range(self.num_local_replicas))
+
+    def communicator_of(self, replica: int) -> Communicator:
+        return self._all_replicas.communicator(replica)
+
+    def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return self.own_communicator().all_reduce(list(tensors), "sum") if tensors else []
+
+    def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
+        return self.own_communicator().all_gather(tensor)
+
+    def own_communicator(self) -> Communicator:
+        """Returns the communicator of the calling replica."""
+        context: Any = tf.distribute.get_replica_context()
+        return self.communicator_of(int(tf.get_static_value(context.replica_id_in_sync_group)))
+
+    def gather_outputs(self, outputs: Any) -> Any:
+        return tf.nest.map_structure(lambda v: concatenate(self.strategy.experimental_local_results(v)), outputs)
+
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
-        placement = self._container_strategy().logical_devices.placement()
+        placement = self.logical_devices.placement()
         if placement is not None and kwargs.get("colocate_with") is None:
             kwargs["colocate_with"] = placement
         return super()._create_variable(next_creator, **kwargs)
@@ -201,7 +229,7 @@ class _Extended(SynchronousExtended, MirroredExtended):
         return super()._call_for_each_replica(replica_fn, args, kwargs)
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        communicator = self._container_strategy().own_communicator()
+        communicator = self.own_communicator()
         op = "mean" if reduce_op == tf.distribute.ReduceOp.MEAN else "sum"
         flat = tf.nest.flatten(value)
         reduced = iter(communicator.all_reduce([v for v in flat if not isinstance(v, tf.IndexedSlices)], op))
@@ -248,5 +276,7 @@ def _resolve(devices: Sequence[str] | None) -> list[str]:
             )
         resolved.append(name)
     if not resolved or len(set(resolved)) != len(resolved):
-        raise ConfigurationError(message("Each replica needs a device of its own.", devices=list(devices)))
+        raise ConfigurationError(
+            message("Each replica needs a device of its own.", hint="name each device once.", devices=list(devices))
+        )
     return resolved

@@ -30,7 +30,9 @@ from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.shares import Share
 from tfrep_strategy.strategies import rank_data as ranks_read
 from tfrep_strategy.strategies import sync_check
-from tfrep_strategy.strategies.base import SynchronousExtended, SynchronousStrategy
+from tfrep_strategy.strategies.base import GradientAggregator, GradientTransformer, SynchronousStrategy
+from tfrep_strategy.strategies.checked_settings import CheckedSetting
+from tfrep_strategy.strategies.extended import SynchronousExtended
 from tfrep_strategy.strategies.gathering import gathered
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.of_process import process_strategy, remember
@@ -47,11 +49,14 @@ class MultiWorkerStrategy(SynchronousStrategy):
 
     Args:
         communicator: `"horovod"`, `"tf"` (TensorFlow's own collectives), `"auto"` (TensorFlow's if the environment knows the
-            address of every process, else Horovod), or a `Communicator` of all processes.
+            address of every process, else Horovod), a name of `register_communicator`, or a `Communicator` of all processes.
         device: Device of this process's replica, such as `"GPU:0"`. Default: a GPU, or the CPU if there is none. If the
             processes see several GPUs, each takes one by its local rank, and shows TensorFlow only this one.
         bucket_bytes: Gradients are sent in buckets of about this many bytes. Default: the best size for the communicator.
         densify_sparse_gradients: Whether sparse gradients are sent as dense tensors.
+        gradient_transformers: Functions that change the global gradients before the optimizer uses them.
+        gradient_aggregator: Replaces the aggregation of gradients; see `SynchronousStrategy`.
+        check_sync_every: Number of steps of `fit` between two checks that all ranks hold the same values.
         rank_data: The relation between the data that the ranks pass to `fit`, `evaluate`, `predict` and
             `experimental_distribute_dataset`. `"same"`: all ranks pass the same data, and each takes its part of every
             batch. A sample is compared; a difference is an error. `"unchecked"`: the same, without the comparison.
@@ -59,11 +64,11 @@ class MultiWorkerStrategy(SynchronousStrategy):
             `batch_size / size` examples on each rank. An epoch lasts until the last rank has read its data. `predict`
             returns to each rank the predictions for its own rows.
 
-    Attributes:
-        rank_data: As above. Programs that do not make the strategy may set it before the first `fit` or `predict`.
+    Every argument is an attribute, too. `communicator` (the object) and `device` are fixed. The others can be set before the
+    next step, and `rank_data` before the next `fit` or `predict`.
 
     Raises:
-        ConfigurationError: The communicator or `rank_data` is unknown, the communicator connects other processes than the
+        ConfigurationError: The communicator or another setting is unknown, the communicator connects other processes than the
             environment describes, a device does not exist, or the environment does not describe the processes.
         PeerError: Another process cannot be reached.
 
@@ -73,8 +78,6 @@ class MultiWorkerStrategy(SynchronousStrategy):
         1
     """
 
-    collectives_in_branches = True
-
     def __init__(
         self,
         communicator: str | Communicator = "auto",
@@ -82,41 +85,44 @@ class MultiWorkerStrategy(SynchronousStrategy):
         *,
         bucket_bytes: int | None = None,
         densify_sparse_gradients: bool = False,
+        gradient_transformers: Sequence[GradientTransformer] = (),
+        gradient_aggregator: GradientAggregator | None = None,
+        check_sync_every: int | None = None,
         rank_data: str = "same",
     ) -> None:
-        self.rank_data = rank_data
+        self._set(
+            densify_sparse_gradients=densify_sparse_gradients,
+            gradient_transformers=gradient_transformers,
+            gradient_aggregator=gradient_aggregator,
+            check_sync_every=check_sync_every,
+            rank_data=rank_data,
+        )
+        if bucket_bytes is not None:
+            self.bucket_bytes = bucket_bytes
         self.environment = detect_environment()
         if device is None:
             place = communicator if isinstance(communicator, Communicator) else self.environment
             take_own_gpu(place.local_rank, place.local_size)
         self.communicator = watched(make_communicator(communicator, self.environment, device), self.environment.hosts)
-        extended = _Extended(self, self.communicator, full_name(device or replica_device(self.communicator.local_rank)))
-        bucket_bytes = self.communicator.bucket_bytes if bucket_bytes is None else bucket_bytes
-        super().__init__(extended, bucket_bytes, densify_sparse_gradients)
+        name = full_name(device or replica_device(self.communicator.local_rank))
+        self.device = name.rpartition("device:")[2]
+        if bucket_bytes is None:
+            self.bucket_bytes = self.communicator.bucket_bytes
+        super().__init__(_Extended(self, self.communicator, name))
         share_random_state(self.communicator)
         self.extended._cluster_resolver = _cluster_resolver(self.environment)
         write_checkpoints_once(process_strategy)
         cache_in_own_files(self.communicator.rank, self.communicator.size)
         remember(self)
 
+    communicator = CheckedSetting(fixed=True)
+    device = CheckedSetting(fixed=True)
+    rank_data = CheckedSetting(lambda name, kind: ranks_read.check_kind(kind))
+
     @property
     def rank(self) -> int:
         """The number of this process, 0 to `num_replicas_in_sync - 1`."""
         return self.communicator.rank
-
-    @property
-    def compiles_whole_steps(self) -> bool:
-        # Other communicators add operations to the graph even for a single process.
-        return type(self.communicator) is SingleCommunicator
-
-    @property
-    def rank_data(self) -> str:
-        """The relation between the data of the ranks: `"same"`, `"unchecked"` or `"own"`."""
-        return self._rank_data
-
-    @rank_data.setter
-    def rank_data(self, kind: str) -> None:
-        self._rank_data = ranks_read.check_kind(kind)
 
     def scope(self) -> Any:
         """Returns a context manager in which variables belong to this strategy; see `tf.distribute.Strategy.scope`.
@@ -125,111 +131,10 @@ class MultiWorkerStrategy(SynchronousStrategy):
         """
         return _Scope(self, super().scope())
 
-    def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return self.communicator.all_reduce(list(tensors), "sum")
-
-    def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
-        return self.communicator.all_gather(tensor)
-
-    def mean_over_processes(self, own_gradients: Sequence[Any]) -> list[Any]:
-        """Averages gradients that every process computed outside replicas.
-
-        The gradients are equal if all processes read the same data. If not, their mean keeps the weights equal.
-        """
-        share = Share.equal(self.num_replicas_in_sync)
-        return gradients.aggregate(
-            [share.weigh(gradient) for gradient in own_gradients],
-            all_reduce=self.sum_over_replicas,
-            all_gather=self.gather_over_replicas,
-            bucket_bytes=self.bucket_bytes,
-        )
-
-    def communicator_of(self, replica: int) -> Communicator:
-        return self.communicator
-
     def new_group(self, replicas: Sequence[int]) -> ReplicaGroup:
         members = check_members(replicas, self.num_replicas_in_sync)
         own = self.communicator.subgroup(members) or SingleCommunicator()
         return ReplicaGroup(self, members, lambda replica: own)
-
-    def shard(self, batch: Any) -> Shards:
-        if self.rank_data != "own":
-            return super().shard(batch)
-        batch = as_tensors(batch)
-        return Shards((batch,), self.communicator.all_reduce([num_examples(batch)])[0])
-
-    def gather_outputs(self, outputs: Any) -> Any:
-        if self.rank_data == "own":
-            return outputs
-        return tf.nest.map_structure(lambda value: gathered(value, self.communicator), outputs)
-
-    def _means(self, variables: Sequence[Any]) -> list[tf.Tensor]:
-        return self.communicator.all_reduce([variable.values[0].value() for variable in variables], "mean")
-
-    def synchronize_new_variables(self) -> None:
-        """Gives variables made since the last call the values of rank 0.
-
-        Raises:
-            DesyncError: The ranks made different variables. The message names the first, with its shape on each rank.
-        """
-        if tf.executing_eagerly() and self.extended.new_variables:
-            new, self.extended.new_variables = self.extended.new_variables, []
-            made = [(v.name, tuple(v.shape), v.dtype.name) for v in new]
-            sync_check.refuse_different_variables(self.communicator.all_gather_object(made))
-            # Variables that are summed over ranks are left out: rank 0 holds their value, the other ranks hold zero.
-            self._broadcast([v for v in new if not _is_sum(v)])
-
-    @contextlib.contextmanager
-    def acting_alone(self) -> Iterator[None]:
-        before, self.extended.new_variables = self.extended.new_variables, []
-        self.extended.reads_alone = True
-        try:
-            yield
-        finally:
-            self.extended.new_variables, self.extended.reads_alone = before, False
-
-    def collect_sums(self) -> None:
-        sums = self._own_of_replicas(tf.VariableAggregation.SUM)
-        for variable, total in zip(sums, self.communicator.all_reduce([v.values[0].value() for v in sums]), strict=True):
-            variable.values[0].assign(tf.zeros_like(total) if self.rank else total)
-
-    def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        own = [getattr(v, "value", v) if not isinstance(v, tf.Variable) else v for v in variables]
-        self._broadcast([v for v in own if not _is_sum(v)])
-        for variable in own if self.rank else []:
-            if _is_sum(variable):  # Rank 0 holds the whole sum.
-                variable.values[0].assign(tf.zeros_like(variable.values[0]))
-
-    def _broadcast(self, variables: Sequence[Any]) -> None:
-        local = [v.values[0] if hasattr(v, "values") else v for v in variables]
-        numeric = [v for v in local if v.dtype != tf.string]
-        for variable, value in zip(numeric, self.communicator.broadcast([v.value() for v in numeric]), strict=True):
-            variable.assign(value)
-
-    def shortest_epoch(self, num_batches: int) -> int:
-        return ranks_read.shortest(self.communicator.all_gather_object(num_batches))
-
-    def begin_call(self, settings: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        if self.communicator.size == 1:
-            return
-        given = Fingerprint({**settings, **(arrays if self.rank_data == "same" else {})})
-        ranks_read.refuse_difference(self.communicator, given, share_random_state(self.communicator, given.digest))
-
-    def check_same(self, given: Fingerprint) -> None:
-        if self.communicator.size > 1 and self.rank_data == "same":
-            ranks_read.compare(self.communicator, given)
-
-    def broadcast_object(self, value: Any) -> Any:
-        return self.communicator.broadcast_object(value)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return self.communicator.all_gather_object(value)
-
-    def barrier(self) -> None:
-        self.communicator.barrier()
-
-    def watching_peers(self) -> contextlib.AbstractContextManager[None]:
-        return getattr(self.communicator, "watching", contextlib.nullcontext)()
 
 
 class _Scope:
@@ -247,11 +152,13 @@ class _Scope:
         result = self._scope.__exit__(kind, error, traceback)
         self._strategy.extended.open_scopes -= 1
         if kind is None and not self._strategy.extended.open_scopes:
-            self._strategy.synchronize_new_variables()
+            self._strategy.extended.synchronize_new_variables()
         return result
 
 
 class _Extended(SynchronousExtended, OneDeviceExtended):
+    collectives_in_branches = True
+
     def __init__(self, strategy: MultiWorkerStrategy, communicator: Communicator, device: str) -> None:
         super().__init__(strategy, device)
         self._communicator = communicator
@@ -270,7 +177,7 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
         if in_function:
             # The variable was made while a step is traced. The step runs next, before the scope ends.
             with tf.init_scope():
-                self._container_strategy().synchronize_new_variables()
+                self.synchronize_new_variables()
         return variable
 
     def _contain(self, variable: Any, **kwargs: Any) -> Any:
@@ -344,6 +251,112 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
         back = [order.index(i) for i in range(value.shape.rank)]
         return tf.transpose(self._communicator.all_gather(tf.transpose(value, order)), back)
 
+    @property
+    def compiles_whole_steps(self) -> bool:
+        # Other communicators add operations to the graph even for a single process.
+        return type(self._communicator) is SingleCommunicator
+
+    def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return self._communicator.all_reduce(list(tensors), "sum")
+
+    def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
+        return self._communicator.all_gather(tensor)
+
+    def mean_over_processes(self, own_gradients: Sequence[Any]) -> list[Any]:
+        """Averages gradients that every process computed outside replicas.
+
+        The gradients are equal if all processes read the same data. If not, their mean keeps the weights equal.
+        """
+        share = Share.equal(self._num_replicas_in_sync)
+        return gradients.aggregate(
+            [share.weigh(gradient) for gradient in own_gradients],
+            all_reduce=self.sum_over_replicas,
+            all_gather=self.gather_over_replicas,
+            bucket_bytes=self.strategy.bucket_bytes,
+        )
+
+    def communicator_of(self, replica: int) -> Communicator:
+        return self._communicator
+
+    def shard(self, batch: Any) -> Shards:
+        if self.strategy.rank_data != "own":
+            return super().shard(batch)
+        batch = as_tensors(batch)
+        return Shards((batch,), self._communicator.all_reduce([num_examples(batch)])[0])
+
+    def gather_outputs(self, outputs: Any) -> Any:
+        if self.strategy.rank_data == "own":
+            return outputs
+        return tf.nest.map_structure(lambda value: gathered(value, self._communicator), outputs)
+
+    def means(self, variables: Sequence[Any]) -> list[tf.Tensor]:
+        return self._communicator.all_reduce([variable.values[0].value() for variable in variables], "mean")
+
+    def synchronize_new_variables(self) -> None:
+        """Gives variables made since the last call the values of rank 0.
+
+        Raises:
+            DesyncError: The ranks made different variables. The message names the first, with its shape on each rank.
+        """
+        if tf.executing_eagerly() and self.new_variables:
+            new, self.new_variables = self.new_variables, []
+            made = [(v.name, tuple(v.shape), v.dtype.name) for v in new]
+            sync_check.refuse_different_variables(self._communicator.all_gather_object(made))
+            # Variables that are summed over ranks are left out: rank 0 holds their value, the other ranks hold zero.
+            self._broadcast_values([v for v in new if not _is_sum(v)])
+
+    @contextlib.contextmanager
+    def acting_alone(self) -> Iterator[None]:
+        before, self.new_variables = self.new_variables, []
+        self.reads_alone = True
+        try:
+            yield
+        finally:
+            self.new_variables, self.reads_alone = before, False
+
+    def collect_sums(self) -> None:
+        sums = self.own_of_replicas(tf.VariableAggregation.SUM)
+        for variable, total in zip(sums, self._communicator.all_reduce([v.values[0].value() for v in sums]), strict=True):
+            variable.values[0].assign(tf.zeros_like(total) if self._communicator.rank else total)
+
+    def broadcast_variables(self, variables: Sequence[Any]) -> None:
+        own = [getattr(v, "value", v) if not isinstance(v, tf.Variable) else v for v in variables]
+        self._broadcast_values([v for v in own if not _is_sum(v)])
+        for variable in own if self._communicator.rank else []:
+            if _is_sum(variable):  # Rank 0 holds the whole sum.
+                variable.values[0].assign(tf.zeros_like(variable.values[0]))
+
+    def _broadcast_values(self, variables: Sequence[Any]) -> None:
+        local = [v.values[0] if hasattr(v, "values") else v for v in variables]
+        numeric = [v for v in local if v.dtype != tf.string]
+        for variable, value in zip(numeric, self._communicator.broadcast([v.value() for v in numeric]), strict=True):
+            variable.assign(value)
+
+    def shortest_epoch(self, num_batches: int) -> int:
+        return ranks_read.shortest(self._communicator.all_gather_object(num_batches))
+
+    def begin_call(self, settings: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        if self._communicator.size == 1:
+            return
+        given = Fingerprint({**settings, **(arrays if self.strategy.rank_data == "same" else {})})
+        ranks_read.refuse_difference(self._communicator, given, share_random_state(self._communicator, given.digest))
+
+    def check_same(self, given: Fingerprint) -> None:
+        if self._communicator.size > 1 and self.strategy.rank_data == "same":
+            ranks_read.compare(self._communicator, given)
+
+    def broadcast_object(self, value: Any) -> Any:
+        return self._communicator.broadcast_object(value)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self._communicator.all_gather_object(value)
+
+    def barrier(self) -> None:
+        self._communicator.barrier()
+
+    def watching_peers(self) -> contextlib.AbstractContextManager[None]:
+        return getattr(self._communicator, "watching", contextlib.nullcontext)()
+
     def value_of_first_replica(self, local: tf.Tensor) -> tf.Tensor:
         return self._communicator.broadcast([local])[0]
 
@@ -365,7 +378,7 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
     def _in_one_order(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns a data set with equal elements on all ranks, as far as that is known before it is read."""
         check_order(dataset, self._communicator)
-        shortest = self._container_strategy().shortest_epoch(int(dataset.cardinality()))
+        shortest = self.shortest_epoch(int(dataset.cardinality()))
         if shortest >= 0:
             dataset = dataset.take(shortest)
         elif shortest != dataset.cardinality():

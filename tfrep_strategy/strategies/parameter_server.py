@@ -25,6 +25,7 @@ from tfrep_strategy.environments.base import read_int
 from tfrep_strategy.errors import ConfigurationError, PeerError, check_count, message
 from tfrep_strategy.keras_integration.asynchronous.driver import AsynchronousDriver
 from tfrep_strategy.keras_integration.asynchronous.partitioned_variables import PartInitializer, PartitionedVariable
+from tfrep_strategy.strategies.checked_settings import CheckedSetting, flag, function, or_none, positive, seconds
 from tfrep_strategy.strategies.step_runner import StepRunner
 
 
@@ -52,6 +53,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         connect_timeout: Seconds in which servers and workers must become reachable.
         coordinator_timeout: Under Slurm, seconds that workers and servers wait for the coordinator. Otherwise the job would
             last as long as they do.
+
+    Every argument is an attribute, too. `max_in_flight` and `worker_timeout` can be set before the next step; the others are
+    fixed.
 
     Raises:
         ConfigurationError: The cluster has no server or no worker, or a setting cannot be used.
@@ -82,29 +86,14 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         resolver = _resolver_from_environment() if cluster_resolver is None else cluster_resolver
         self._jobs = _checked_jobs(resolver)
         resolver = _without_evaluator(resolver)
-        for name, seconds in (
-            ("worker_timeout", worker_timeout),
-            ("connect_timeout", connect_timeout),
-            ("coordinator_timeout", coordinator_timeout),
-        ):
-            if not seconds > 0:
-                raise ConfigurationError(message("A time limit must be above 0 seconds.", **{name: seconds}))
+        self.worker_timeout, self.connect_timeout, self.coordinator_timeout = worker_timeout, connect_timeout, coordinator_timeout
         if resolver.task_type in ("worker", "ps"):
-            timeout = coordinator_timeout if getattr(resolver, "from_slurm", False) else None
+            timeout = self.coordinator_timeout if getattr(resolver, "from_slurm", False) else None
             cluster = resolver.cluster_spec().as_dict()
             run_server(cluster, resolver.task_type, resolver.task_id, coordinator_timeout=timeout)
             sys.exit(0)
-        if variable_partitioner is not None and not callable(variable_partitioner):
-            raise ConfigurationError(
-                message(
-                    "variable_partitioner must be a function of a shape and a dtype.",
-                    hint="use one of tf.distribute.experimental.partitioners.",
-                    variable_partitioner=variable_partitioner,
-                )
-            )
+        self.variable_partitioner, self.max_in_flight, self.sync = variable_partitioner, max_in_flight, sync
         num_workers = len(self._jobs["worker"])
-        if max_in_flight is not None:
-            check_count("At least one step has to be in flight.", max_in_flight=max_in_flight)
         if replicas_to_aggregate is not None:
             check_count(
                 f"There are {num_workers} workers to wait for.", 1, num_workers, replicas_to_aggregate=replicas_to_aggregate
@@ -117,17 +106,22 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
                     replicas_to_aggregate=replicas_to_aggregate,
                 )
             )
-        self.max_in_flight = max_in_flight
         self.replicas_to_aggregate = (replicas_to_aggregate or num_workers) if sync else None
-        self.worker_timeout = worker_timeout
         self._refuse_unreachable(connect_timeout)
         super().__init__(resolver, variable_partitioner)
         # TensorFlow's class makes its own `extended`. The second call replaces it with ours.
         tf.distribute.Strategy.__init__(self, _Extended(self, resolver, variable_partitioner))
         self.extended.keras_driver = AsynchronousDriver(self)
-        self._step_numbers = itertools.count()
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self)
-        self.step_runner = StepRunner(self, max_in_flight)
+        self.extended.step_runner = StepRunner(self)
+
+    variable_partitioner = CheckedSetting(or_none(function), fixed=True)
+    max_in_flight = CheckedSetting(or_none(positive("steps")))
+    sync = CheckedSetting(flag, fixed=True)
+    replicas_to_aggregate = CheckedSetting(fixed=True)
+    worker_timeout = CheckedSetting(seconds)
+    connect_timeout = CheckedSetting(seconds, fixed=True)
+    coordinator_timeout = CheckedSetting(seconds, fixed=True)
 
     @property
     def num_workers(self) -> int:
@@ -143,9 +137,30 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         servers = {address: address for address in self._jobs["ps"]}
         return wait_until_reachable(servers, 1.0)
 
+    def _refuse_unreachable(self, limit: float) -> None:
+        tasks = {f"{job} {i}": self._jobs[job][i] for job in ("worker", "ps") for i in range(len(self._jobs[job]))}
+        missing = wait_until_reachable(tasks, limit)
+        if missing:
+            raise PeerError(
+                message(
+                    f"Nobody listens at {', '.join(f'{tasks[name]} ({name})' for name in missing)}"
+                    f" after {limit:g} seconds.",
+                    hint="start the servers and workers, or correct the cluster's addresses.",
+                    cluster=self._jobs,
+                )
+            )
+
+
+class _Extended(ParameterServerExtended):
+    step_runner: StepRunner
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._step_numbers = itertools.count()
+
     def cut_for_replicas(self, batch: Any) -> Any:
         """Cuts a batch into parts for the devices of a worker, as the argument of `run`."""
-        replicas = self.num_replicas_in_sync
+        replicas = self._num_replicas_in_sync
         return batch if replicas == 1 else pack(shard(batch, replicas, 0, replicas))
 
     def next_step_number(self) -> int:
@@ -155,27 +170,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """Marks functions that are traced in the body as functions that will run on workers."""
-        self.extended._being_scheduled = True
+        self._being_scheduled = True
         try:
             yield
         finally:
-            self.extended._being_scheduled = False
+            self._being_scheduled = False
 
-    def _refuse_unreachable(self, seconds: float) -> None:
-        tasks = {f"{job} {i}": self._jobs[job][i] for job in ("worker", "ps") for i in range(len(self._jobs[job]))}
-        missing = wait_until_reachable(tasks, seconds)
-        if missing:
-            raise PeerError(
-                message(
-                    f"Nobody listens at {', '.join(f'{tasks[name]} ({name})' for name in missing)}"
-                    f" after {seconds:g} seconds.",
-                    hint="start the servers and workers, or correct the cluster's addresses.",
-                    cluster=self._jobs,
-                )
-            )
-
-
-class _Extended(ParameterServerExtended):
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         # Variables that a step makes lazily, such as an optimizer's slots, must not depend on the step's batch.
         with tf.control_dependencies(None):

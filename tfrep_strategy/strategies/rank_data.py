@@ -81,9 +81,9 @@ def distribute(
     if policy == _POLICIES.OFF:
         return distribute_whole(dataset)
     dataset = in_one_order(dataset)
-    if policy == _POLICIES.FILE or strategy.rank_data == "unchecked" or not strategy.notes_first_batch:
+    if policy == _POLICIES.FILE or strategy.rank_data == "unchecked" or not strategy.extended.notes_first_batch:
         return distribute_whole(dataset)
-    first_batch = FirstBatch(strategy.check_same)
+    first_batch = FirstBatch(strategy.extended.check_same)
     distributed = distribute_whole(first_batch.noted(dataset))
     distributed.first_batch = first_batch
     return distributed

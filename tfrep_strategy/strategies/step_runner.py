@@ -94,14 +94,11 @@ class StepRunner:
     """Schedules steps, a limited number at a time, and waits for them.
 
     Args:
-        strategy: The strategy whose workers run the steps.
-        max_in_flight: Step i starts after step `i - max_in_flight * workers` has ended, which limits the age of a gradient.
-            None: the fast workers never wait for a slow one.
+        strategy: The strategy whose workers run the steps. Its `max_in_flight` limits the age of a gradient.
     """
 
-    def __init__(self, strategy: Any, max_in_flight: int | None) -> None:
+    def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
-        self._max_in_flight = max_in_flight
         self._condition = threading.Condition()
         self._unfinished: collections.OrderedDict[int, StepResult] = collections.OrderedDict()
         self._scheduled = 0
@@ -127,7 +124,7 @@ class StepRunner:
             ServerLostError: A parameter server has ended.
         """
         num_workers = len(self._cluster.workers)
-        per_worker = self._max_in_flight or 2
+        per_worker = self._strategy.max_in_flight or 2
         self._wait_for(lambda: self._backlog() < per_worker * num_workers)
         number = self._scheduled
         self._scheduled += 1
@@ -166,7 +163,7 @@ class StepRunner:
     def _backlog(self) -> int:
         if not self._unfinished:
             return 0
-        if self._max_in_flight is None:
+        if self._strategy.max_in_flight is None:
             return len(self._unfinished)
         return self._scheduled - next(iter(self._unfinished))
 

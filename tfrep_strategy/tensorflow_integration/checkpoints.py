@@ -60,15 +60,15 @@ def _written_once(write: Any) -> Any:
         if strategy is None:
             return write(self, file_prefix, options)
         strategy.merge_replica_state()
-        if strategy.first_with([os.path.abspath(os.fspath(file_prefix))])[0]:
+        if strategy.extended.first_with([os.path.abspath(os.fspath(file_prefix))])[0]:
             path = write(self, file_prefix, options)
-            strategy.barrier()
+            strategy.extended.barrier()
             return path
         options = tf.train.CheckpointOptions() if options is None else copy.copy(options)
         callbacks, options.experimental_write_callbacks = options.experimental_write_callbacks or [], None
         with tempfile.TemporaryDirectory(prefix="tfrep-checkpoint-") as folder:
             write(self, os.path.join(folder, "unused"), options)
-            strategy.barrier()
+            strategy.extended.barrier()
         # A `tf.train.CheckpointManager` updates its list of checkpoints in them. The other process has written its file.
         path = os.fspath(file_prefix)
         with without_checkpoint_state():

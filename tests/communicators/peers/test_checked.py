@@ -64,7 +64,7 @@ def _ask_different_things(strategy: Any) -> str:
         if strategy.rank == 0:
             strategy.assert_in_sync(model)
         else:
-            strategy.first_with(["a"])
+            strategy.extended.first_with(["a"])
     except DesyncError as error:
         return str(error)
     return "no error"

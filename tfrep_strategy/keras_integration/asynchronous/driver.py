@@ -83,7 +83,7 @@ class AsynchronousDriver(Updates, SharedState, Parts):
     @contextlib.contextmanager
     def _driving(self, model: Any, function_name: str) -> Iterator[None]:
         """Starts clean, and says that a server is gone where the coordinator notices it first."""
-        with self.strategy.step_runner.driving(), self._running.to((model, function_name)):
+        with self.strategy.extended.step_runner.driving(), self._running.to((model, function_name)):
             function = getattr(model, function_name)
             if function is not None:
                 function.begin()

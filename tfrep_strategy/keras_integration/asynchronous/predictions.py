@@ -44,7 +44,7 @@ class Prediction:
 
     def get(self) -> Any:
         """Waits for the outputs, and returns them."""
-        self.strategy.step_runner.wait_for(self._result)
+        self.strategy.extended.step_runner.wait_for(self._result)
         return self._result.get()
 
     def numpy(self) -> Any:

@@ -51,7 +51,7 @@ class StepFunction:
         self._model = weakref.ref(model)
         self._step_function = model._autoconvert_optionals(step_function)
         self.strategy = strategy
-        self._runner = strategy.step_runner
+        self._runner = strategy.extended.step_runner
         self._updates = updates
         self._traced: dict[Any, Any] = {}
         self._pending: list[Any] = []
@@ -122,7 +122,7 @@ class StepFunction:
             self._base = [variable.numpy() for variable in layout.counters]
         arguments: tuple[Any, ...] = (data,)
         if layout.is_numbered:
-            arguments = (data, tf.constant([self.strategy.next_step_number(), update], tf.int64))
+            arguments = (data, tf.constant([self.strategy.extended.next_step_number(), update], tf.int64))
         result = self._runner.schedule(concrete, arguments)
         self._pending.append((result, layout))
         if self._sync is not None:
@@ -221,7 +221,7 @@ class StepFunction:
             layout.is_numbered = self._sync is not None or _draws_random_numbers(self.model)
             arguments = (argument, tf.TensorSpec([2], tf.int64)) if layout.is_numbered else (argument,)
             function = tf.function(lambda data, *number: self._steps(data, on_worker, layout, *number), autograph=False)
-            with self.strategy.scope(), self.strategy.tracing():
+            with self.strategy.scope(), self.strategy.extended.tracing():
                 concrete = function.get_concrete_function(*arguments)
             self._traced[key] = concrete, layout
         return self._traced[key]
@@ -259,7 +259,7 @@ class StepFunction:
 
 def run_on_worker(strategy: Any, step_function: Any, batch: Any, reduction: str) -> Any:
     """Runs a step on the devices of a worker, each of which gets its part of the batch."""
-    outputs = strategy.run(step_function, args=(strategy.cut_for_replicas(batch),))
+    outputs = strategy.run(step_function, args=(strategy.extended.cut_for_replicas(batch),))
     return _trainer.reduce_per_replica(outputs, strategy, reduction)
 
 

@@ -52,7 +52,7 @@ class SyncUpdates:
         Returns:
             The number of the update that the gradient is for.
         """
-        runner = self._strategy.step_runner
+        runner = self._strategy.extended.step_runner
         while True:
             runner.wait_until(lambda: self._num_pushed() >= self._wanted or self._may_begin() or self._is_out_of_data())
             if self._num_pushed() < self._wanted:
@@ -61,7 +61,7 @@ class SyncUpdates:
 
     def _may_begin(self) -> bool:
         workers = self._strategy.num_workers
-        return len(self._results) < workers and self._strategy.step_runner.num_unfinished < workers
+        return len(self._results) < workers and self._strategy.extended.step_runner.num_unfinished < workers
 
     def _is_out_of_data(self) -> bool:
         return any(result.out_of_data for result in self._results)
@@ -115,7 +115,7 @@ class SyncUpdates:
         return sum(result.has_value for result in self._results)
 
     def _make_update(self) -> None:
-        with self._strategy.scope(), self._strategy.tracing():
+        with self._strategy.scope(), self._strategy.extended.tracing():
             if self._apply is None:
                 for optimizer, variables in self._variables.items():
                     if not optimizer.built:

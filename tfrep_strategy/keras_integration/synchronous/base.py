@@ -23,7 +23,7 @@ class SynchronousBase(KerasDriver):
 
     def num_processes(self) -> int:
         """Counts the processes that train together. Every process has to call it."""
-        return len(self.strategy.all_gather_object(None))
+        return len(self.strategy.extended.all_gather_object(None))
 
     @property
     def in_replica(self) -> bool:

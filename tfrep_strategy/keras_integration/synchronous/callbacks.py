@@ -107,26 +107,26 @@ class Callbacks(SynchronousBase):
         strategy, model = self.strategy, callback.model
         optimizer = model.optimizer
         exists = any(map(_file_utils.exists, (callback._weights_path, callback._prev_weights_path))) if strategy.is_chief else False
-        restores = strategy.broadcast_object(exists)
+        restores = strategy.extended.broadcast_object(exists)
         if restores and model.built and optimizer is not None and not optimizer.built:
             with strategy.scope():
                 optimizer.build(model.trainable_variables)
-        strategy.synchronize_new_variables()
+        strategy.extended.synchronize_new_variables()
         batches = 0
-        with failing_together(strategy), strategy.acting_alone():
+        with failing_together(strategy), strategy.extended.acting_alone():
             if strategy.is_chief:
                 original(callback, logs)
                 batches = _batches_done(callback) if restores else 0
-        model._initial_epoch, batches = strategy.broadcast_object((model._initial_epoch, batches))
+        model._initial_epoch, batches = strategy.extended.broadcast_object((model._initial_epoch, batches))
         if restores:
-            strategy.resumes_at = model._initial_epoch or 0, batches
+            strategy.extended.resumes_at = model._initial_epoch or 0, batches
             # Else a second interruption would be noted as one of epoch 0.
             callback._current_epoch = model._initial_epoch or 0
-            strategy.broadcast_variables(model.variables + (optimizer.variables if optimizer is not None else []))
+            strategy.extended.broadcast_variables(model.variables + (optimizer.variables if optimizer is not None else []))
 
     def remove_backup(self, original: Any, callback: Any, logs: Any = None) -> None:
         """Removes the backup where it was written."""
-        self.strategy.resumes_at = 0, 0  # Where there was no epoch left to do.
+        self.strategy.extended.resumes_at = 0, 0  # Where there was no epoch left to do.
         with written_once(self.strategy, callback.backup_dir) as writes:
             if writes:
                 original(callback, logs)
@@ -151,12 +151,12 @@ def _agreed(strategy: KerasStrategy, callbacks: list[Any]) -> tuple[_Agreement, 
     look_at_batches = frozenset[str]().union(*map(_phases_seen_by_batch, callbacks))
     of_their_own = [callback for callback in callbacks if not isinstance(callback, _DECIDE_ALIKE)]
     may_stop_alone = frozenset[str]().union(*map(_phases_seen_by_batch, of_their_own))
-    ranks = strategy.all_gather_object((look_at_batches, may_stop_alone, list(map(Given.of, callbacks))))
+    ranks = strategy.extended.all_gather_object((look_at_batches, may_stop_alone, list(map(Given.of, callbacks))))
     kinds = find_lone([given for _, _, given in ranks])
     look_at_batches, may_stop_alone = (frozenset().union(*(said[i] for said in ranks)) for i in (0, 1))
     are_lone = [Given.of(callback).kind in kinds for callback in callbacks]
     destinations = list(map(_destination, callbacks, are_lone))
-    firsts = strategy.first_with(destinations)
+    firsts = strategy.extended.first_with(destinations)
     own = [
         LoneCallback(callback, strategy) if is_lone else callback
         for callback, is_lone, destination, first in zip(callbacks, are_lone, destinations, firsts, strict=True)
@@ -212,9 +212,9 @@ class _Before(_Together):
     def _prepare_for_lone(self) -> None:
         """Makes state that is spread over the processes readable on each alone, where one has a callback for itself."""
         if self._agreement.some_are_lone:
-            self._strategy.synchronize_new_variables()
+            self._strategy.extended.synchronize_new_variables()
             self._strategy.merge_replica_state()
-            self._strategy.collect_sums()
+            self._strategy.extended.collect_sums()
 
 
 class _After(_Together):
@@ -229,7 +229,7 @@ class _After(_Together):
 
     def _stop_together(self, phase: str) -> None:
         # In a loop of one's own a model may not know of stopping.
-        if any(self._strategy.all_gather_object(getattr(self.model, _STOPS[phase], False))):
+        if any(self._strategy.extended.all_gather_object(getattr(self.model, _STOPS[phase], False))):
             setattr(self.model, _STOPS[phase], True)
 
 

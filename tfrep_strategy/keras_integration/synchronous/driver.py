@@ -67,11 +67,11 @@ class SynchronousDriver(
         """Compares validation data before training, and not after the first epoch."""
         self._refuse_foreign(model, "fit")
         given = _given(original, model, args, kwargs)
-        self.strategy.given_beside = {"validation_data": given.get("validation_data")}
+        self.strategy.extended.given_beside = {"validation_data": given.get("validation_data")}
         try:
             return original(model, *args, **kwargs)
         finally:
-            self.strategy.given_beside = {}
+            self.strategy.extended.given_beside = {}
 
     def evaluate(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Merges state that results depend on."""
@@ -109,7 +109,7 @@ class SynchronousDriver(
 
     def _merge_state(self) -> None:
         """Makes moving statistics one value on all replicas."""
-        self.strategy.synchronize_new_variables()
+        self.strategy.extended.synchronize_new_variables()
         self.strategy.merge_replica_state()
 
     def _compare_first_call(self, method: str, original: Any, model: Any, args: Any, kwargs: Any) -> None:
@@ -118,7 +118,7 @@ class SynchronousDriver(
         if method not in compared:
             compared.add(method)
             given = _given(original, model, args, kwargs)
-            self.strategy.check_same(Fingerprint({key: value for key, value in given.items() if key != "self"}))
+            self.strategy.extended.check_same(Fingerprint({key: value for key, value in given.items() if key != "self"}))
 
     # What is read.
 
@@ -145,7 +145,7 @@ class SynchronousDriver(
                 data_batch = tf.nest.map_structure(lambda s: None if isinstance(s, tf.OptionalSpec) else s, spec)
             with self.strategy.scope():
                 model._symbolic_build(data_batch=data_batch)
-        self.strategy.synchronize_new_variables()
+        self.strategy.extended.synchronize_new_variables()
 
     # What a step does.
 
@@ -154,23 +154,23 @@ class SynchronousDriver(
         strategy = self.strategy
         if self.has_several:
             step_function = with_global_logs(model, strategy, step_function)
-        if strategy.compiles_whole_steps or not model.jit_compile:
+        if strategy.extended.compiles_whole_steps or not model.jit_compile:
             run = original(model, step_function)
         else:
             with _without_jit(model):
                 run = original(model, compiled_between_collectives(step_function))
 
         def function(iterator: Any) -> Any:
-            strategy.synchronize_new_variables()
-            strategy.mark_state_changed()
+            strategy.extended.synchronize_new_variables()
+            strategy.extended.mark_state_changed()
             takes_whole_batches = not isinstance(iterator, _STEPS)
             if takes_whole_batches:
-                iterator = map(strategy.shard, iterator)
-            with strategy.watching_peers():
+                iterator = map(strategy.extended.shard, iterator)
+            with strategy.extended.watching_peers():
                 logs = run(iterator)
             self._check_first_batch()
             self.warn_of_layers_not_seen()
-            strategy.count_steps(model, model.steps_per_execution)
+            strategy.extended.count_steps(model, model.steps_per_execution)
             # Nobody asks again for the logs of a single batch, and those of a step are of one replica.
             return model._get_metrics_result_or_logs(logs) if takes_whole_batches else logs
 
@@ -179,7 +179,7 @@ class SynchronousDriver(
     def make_predict_function(self, original: Any, model: Any, force: bool = False) -> None:
         """Makes a predict function that also takes whole batches, as `predict_on_batch` gives them."""
         strategy = self.strategy
-        if strategy.compiles_whole_steps or not model.jit_compile:
+        if strategy.extended.compiles_whole_steps or not model.jit_compile:
             original(model, force=force)
         else:
             split = SplitPrediction(model)
@@ -191,19 +191,19 @@ class SynchronousDriver(
 
         def function(batches: Any) -> Any:
             self._check_first_batch()
-            with strategy.watching_peers():
-                return run([batch if isinstance(batch, Shards) else strategy.shard(batch) for batch in batches])
+            with strategy.extended.watching_peers():
+                return run([batch if isinstance(batch, Shards) else strategy.extended.shard(batch) for batch in batches])
 
         function.takes_whole_batches = True  # type: ignore[attr-defined]
         model.predict_function = function
 
     def reduce_per_replica(self, original: Any, values: Any, strategy: Any, reduction: str) -> Any:
         """Gathers the predictions of all replicas, in input order, on every process."""
-        return strategy.gather_outputs(values) if reduction == "concat" else original(values, strategy, reduction)
+        return strategy.extended.gather_outputs(values) if reduction == "concat" else original(values, strategy, reduction)
 
     def _check_first_batch(self) -> None:
         """Compares what the ranks have read first, once."""
-        first_batch, self.strategy.first_batch = self.strategy.first_batch, None
+        first_batch, self.strategy.extended.first_batch = self.strategy.extended.first_batch, None
         if first_batch is not None:
             first_batch.check()
 

@@ -36,16 +36,16 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         strategy = driver.strategy
         arrays = {name: kwargs.get(name) for name in _ARRAYS}
         settings = {name: kwargs.get(name) for name in _SETTINGS}
-        beside, strategy.given_beside = strategy.given_beside, {}
-        strategy.begin_call(settings, arrays | beside)
+        beside, strategy.extended.given_beside = strategy.extended.given_beside, {}
+        strategy.extended.begin_call(settings, arrays | beside)
         if isinstance(kwargs.get("x"), types.GeneratorType):
             kwargs["x"] = _copied(kwargs["x"])
-        strategy.notes_first_batch = not _array_data.can_convert_arrays(tuple(arrays.values()))
+        strategy.extended.notes_first_batch = not _array_data.can_convert_arrays(tuple(arrays.values()))
         try:
             with loops_data_of.to(driver):
                 super().__init__(distribute_strategy=strategy, **kwargs)
         finally:
-            strategy.notes_first_batch = True
+            strategy.extended.notes_first_batch = True
         self.part_spec = self._distributed_dataset.part_spec
         self._first_batch = self._distributed_dataset.first_batch
         self._common_batches = _batches_of_all(strategy, self._distributed_dataset, self._num_batches)
@@ -60,8 +60,8 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
     def _enumerate_iterator(self) -> Iterator[Any]:
         """Passes over what an interrupted run has trained on already, so that the order of the data goes on."""
         strategy = self._distribute_strategy
-        (epochs, batches), strategy.resumes_at = strategy.resumes_at, (0, 0)
-        strategy.first_batch = self._first_batch
+        (epochs, batches), strategy.extended.resumes_at = strategy.extended.resumes_at, (0, 0)
+        strategy.extended.first_batch = self._first_batch
         for _ in range(epochs):
             self._pass_over_epoch()
         for first, last, iterator in super()._enumerate_iterator():
@@ -86,10 +86,10 @@ def _batches_of_all(strategy: KerasStrategy, distributed: Any, num_batches: int 
     if distributed.cardinality >= 0:  # Made as long as the shortest when it was distributed.
         return None if num_batches is None else min(num_batches, distributed.cardinality)
     if distributed.steps_per_batch != 1:  # Each process reads data of its own, and the epoch ends with the last of them.
-        of_all = strategy.all_gather_object(num_batches)
+        of_all = strategy.extended.all_gather_object(num_batches)
         is_known = distributed.steps_per_batch is not None and None not in of_all
         return distributed.steps_per_batch * max(of_all) if is_known else None
-    shortest = strategy.shortest_epoch(int(tf.data.UNKNOWN_CARDINALITY) if num_batches is None else num_batches)
+    shortest = strategy.extended.shortest_epoch(int(tf.data.UNKNOWN_CARDINALITY) if num_batches is None else num_batches)
     return shortest if shortest >= 0 else None
 
 

@@ -68,13 +68,13 @@ def _global_means(strategy: KerasStrategy, values: list[Any]) -> list[tf.Tensor]
     step: Any = current_step()
     tensors = [tf.convert_to_tensor(value) for value in values]
     weighed = [step.share.weigh(t) for t in tensors if t.dtype.is_floating]
-    summed = iter(strategy.sum_over_replicas(weighed))
+    summed = iter(strategy.extended.sum_over_replicas(weighed))
     return [next(summed) if t.dtype.is_floating else t for t in tensors]
 
 
 def _global_results(strategy: KerasStrategy, metrics: list[Any]) -> dict[int, list[tf.Tensor]]:
     """Computes, on every replica, the results of metrics from the sums of their states."""
     variables = [variable for metric in metrics for variable in metric.variables]
-    summed = strategy.sum_over_replicas([tf.convert_to_tensor(variable.value) for variable in variables])
+    summed = strategy.extended.sum_over_replicas([tf.convert_to_tensor(variable.value) for variable in variables])
     with _StatelessScope(state_mapping=list(zip(variables, summed, strict=True))):
         return {id(metric): tf.nest.flatten(metric.result()) for metric in metrics}

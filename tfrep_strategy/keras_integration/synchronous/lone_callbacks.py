@@ -92,7 +92,7 @@ class LoneCallback(keras.callbacks.Callback):
 
 def _forwarding(hook: str) -> Callable[..., None]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> None:
-        with self._strategy.acting_alone(), is_coordinated.to(True):
+        with self._strategy.extended.acting_alone(), is_coordinated.to(True):
             getattr(self.callback, hook)(*args, **kwargs)
 
     return forward

@@ -33,7 +33,7 @@ class Losses(SynchronousBase):
             return weight
         total = ops.cast(ops.size(mask), dtype)
         valid = ops.sum(ops.cast(mask, dtype))
-        all_total, all_valid = map(ops.stop_gradient, self.strategy.sum_over_replicas([total, valid]))
+        all_total, all_valid = map(ops.stop_gradient, self.strategy.extended.sum_over_replicas([total, valid]))
         local, wanted = ops.divide_no_nan(total, valid), ops.divide_no_nan(all_total, all_valid)
         return weight * ops.divide_no_nan(wanted, local)
 
@@ -50,7 +50,7 @@ class Losses(SynchronousBase):
             return total if step is None else step.share.unweigh(total)
         if step is None or weighs:
             divisor = ops.sum(sample_weight) if weighs else ops.prod(ops.cast(ops.shape(values), "int32"))
-            divisor = self.strategy.sum_over_replicas([ops.cast(divisor, total.dtype)])[0]
+            divisor = self.strategy.extended.sum_over_replicas([ops.cast(divisor, total.dtype)])[0]
             divisor = divisor if weighs else ops.stop_gradient(divisor)  # A count has none.
             mean = ops.divide_no_nan(total, divisor)
             return mean if step is None else step.share.unweigh(mean)

@@ -91,14 +91,14 @@ class Updates(SynchronousBase):
             if self.has_several:
                 warnings.warn(_OUTSIDE_REPLICAS, stacklevel=2)
             with _applied_gradients.to("global"):
-                return original(optimizer, strategy.mean_over_processes(list(grads)), trainable_variables)
+                return original(optimizer, strategy.extended.mean_over_processes(list(grads)), trainable_variables)
         if self._accumulates_locally(optimizer):
             own = _weighed(optimizer, [dense(g) for g in grads])  # Keras collects in dense variables.
             with _applied_gradients.to("local"):
                 return original(optimizer, own, trainable_variables)
         with _applied_gradients.to("global"):
             own = _weighed(optimizer, list(grads))
-            return original(optimizer, strategy.aggregate_gradients(own), trainable_variables)
+            return original(optimizer, strategy.extended.aggregate_gradients(own), trainable_variables)
 
     def apply_scaled(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
         """Makes an overflow on one replica an overflow of the global gradient, which all replicas skip.
@@ -120,9 +120,9 @@ class Updates(SynchronousBase):
         if applied is None:
             return original(optimizer, grads)
         if applied == "local":
-            grads = strategy.aggregate_gradients(list(grads))
+            grads = strategy.extended.aggregate_gradients(list(grads))
         with _applied_gradients.to("global"):
-            return original(optimizer, strategy.transform_gradients(list(grads), _updated_variables.value))
+            return original(optimizer, strategy.extended.transform_gradients(list(grads), _updated_variables.value))
 
     decay_weights = _on_each_replica("_apply_weight_decay")
     update_variables = _on_each_replica("_backend_update_step")
@@ -133,7 +133,7 @@ class Updates(SynchronousBase):
 
         That needs a collective inside `tf.cond`. Within one process all steps aggregate, which costs no message.
         """
-        return bool(optimizer.gradient_accumulation_steps) and self.strategy.collectives_in_branches
+        return bool(optimizer.gradient_accumulation_steps) and self.strategy.extended.collectives_in_branches
 
 
 def _weighed(optimizer: Any, grads: list[Any]) -> list[Any]:

@@ -24,13 +24,13 @@ class Placement(Layers):
 
     def warn_of_layers_not_seen(self) -> None:
         """Warns, once, of names in `keras_layer_placement` that no layer has had by the end of a step."""
-        devices = getattr(self.strategy, "logical_devices", None)
+        devices = getattr(self.strategy.extended, "logical_devices", None)
         if devices is not None and devices.layers_not_seen:
             names, devices.layers_not_seen = sorted(devices.layers_not_seen), set()
             warnings.warn(f"keras_layer_placement names layers that have not been called. Received: {names}", stacklevel=2)
 
     def _placed(self, layer: Any) -> contextlib.AbstractContextManager[Any]:
-        devices = getattr(self.strategy, "logical_devices", None)
+        devices = getattr(self.strategy.extended, "logical_devices", None)
         if devices is None or not devices.layer_placement:
             return contextlib.nullcontext()
         return devices.for_layer(layer.name)

@@ -53,7 +53,7 @@ def failing_together(strategy: KerasStrategy) -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    failures = strategy.all_gather_object(None if failure is None else (repr(failure), _pickled(failure)))
+    failures = strategy.extended.all_gather_object(None if failure is None else (repr(failure), _pickled(failure)))
     if failure is not None:
         raise failure
     for rank, other in enumerate(failures):
@@ -86,11 +86,11 @@ def written_once(strategy: KerasStrategy, filepath: Any) -> Iterator[bool]:
 
     All processes have to enter it, and leave it when the file is there.
     """
-    strategy.synchronize_new_variables()
+    strategy.extended.synchronize_new_variables()
     strategy.merge_replica_state()
-    strategy.collect_sums()
+    strategy.extended.collect_sums()
     is_path = isinstance(filepath, (str, os.PathLike))  # Else a file of this process.
-    is_first = strategy.first_with([os.path.abspath(os.fspath(filepath)) if is_path else None])[0]
+    is_first = strategy.extended.first_with([os.path.abspath(os.fspath(filepath)) if is_path else None])[0]
     # Keras makes an optimizer of its own when it first saves, to see which attributes every optimizer has.
-    with failing_together(strategy), is_coordinated.to(True), strategy.acting_alone():
+    with failing_together(strategy), is_coordinated.to(True), strategy.extended.acting_alone():
         yield is_first or not is_path

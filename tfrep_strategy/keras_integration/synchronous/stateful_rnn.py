@@ -42,7 +42,7 @@ class StatefulLayers(SynchronousBase):
         first, total = place_in_batch(self.strategy, rows)
         states = keras.tree.flatten(layer.states)
         if initial_state is None:
-            whole = self.strategy.sum_over_replicas([tf.convert_to_tensor(state) for state in states])
+            whole = self.strategy.extended.sum_over_replicas([tf.convert_to_tensor(state) for state in states])
             own = [state[first : first + rows] for state in whole]
             initial_state = keras.tree.pack_sequence_as(layer.states, own)
         with _without_state(layer):

@@ -92,5 +92,5 @@ def place_in_batch(strategy: KerasStrategy, rows: tf.Tensor) -> tuple[tf.Tensor,
         Where its rows begin in the global batch, and how many rows that has.
     """
     replica: Any = tf.distribute.get_replica_context().replica_id_in_sync_group
-    counts = strategy.sum_over_replicas([tf.one_hot(replica, strategy.num_replicas_in_sync, rows)])[0]
+    counts = strategy.extended.sum_over_replicas([tf.one_hot(replica, strategy.num_replicas_in_sync, rows)])[0]
     return tf.reduce_sum(counts[:replica]), tf.reduce_sum(counts)

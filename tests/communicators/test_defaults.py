@@ -1,0 +1,172 @@
+"""What a transport inherits: every communicator's own way gives, bit by bit, what the defaults of the contract give."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfrep_strategy as tfrep
+from tfrep_strategy.communicators import Communicator, SingleCommunicator
+from tfrep_strategy.communicators.context import ContextCommunicator
+from tfrep_strategy.communicators.ring import RingCommunicator
+
+DTYPES = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32",
+          "float64", "complex64", "complex128"]  # fmt: skip
+
+
+def special(name: str, rank: int) -> np.ndarray:
+    """Values that a sum, or a cast, may not keep: -0.0, no number, the smallest and the largest; of shape [3, 2]."""
+    dtype = tf.as_dtype(name).as_numpy_dtype
+    if name == "bool":
+        return np.array([[True, False], [False, True], [rank == 0, rank == 1]])
+    if name.startswith(("int", "uint")):
+        info = np.iinfo(dtype)
+        return np.array([[info.min, info.max], [info.max - 1, 0], [rank, 1]], dtype)
+    real = tf.as_dtype({"complex64": "float32", "complex128": "float64"}.get(name, name))
+    smallest = {tf.float16: 2.0**-14, tf.float64: 2.0**-1022}.get(real, 2.0**-126)  # Half of it loses its leading bit.
+    numbers = [[-0.0, np.nan], [np.inf, smallest], [smallest / 2, rank + 1.5]]
+    parts = np.array(numbers, np.float64).astype(real.as_numpy_dtype)
+    if not name.startswith("complex"):
+        return parts
+    together = parts.astype(dtype)
+    together.imag = -parts[::-1]
+    return together
+
+
+def own_and_default(communicator: Communicator) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
+    """Calls every method that has a default, in the communicator's own way and in that of the contract."""
+    rank, size = communicator.rank, communicator.size
+    splits = tf.constant([1] * (size - 1) + [3 - (size - 1)])
+    values = {dtype: tf.constant(special(dtype, rank), dtype) for dtype in DTYPES}
+    found = {}
+    for root in range(size):
+        own = communicator.broadcast(list(values.values()), root)
+        default = Communicator.broadcast(communicator, list(values.values()), root)
+        for dtype, *pair in zip(DTYPES, own, default, strict=True):
+            found[f"broadcast {root} {dtype}"] = tuple(pair)
+    for dtype in DTYPES:
+        own, default = communicator.all_to_all(values[dtype], splits), Communicator.all_to_all(communicator, values[dtype], splits)
+        found[f"all_to_all {dtype}"] = own[0], default[0]
+        found[f"received {dtype}"] = own[1], default[1]
+    for dtype in ("uint64", "float64"):
+        for op in ("sum", "max"):
+            value = tf.cast(tf.constant([[1, 2], [3, 4], [5, 6]]) + rank, dtype)
+            pair = communicator.reduce_scatter(value, op), Communicator.reduce_scatter(communicator, value, op)
+            found[f"reduce_scatter {op} {dtype}"] = pair
+    communicator.barrier()
+    return found
+
+
+def check(found: dict[str, tuple[Any, Any]], size: int) -> None:
+    for name, (own, default) in found.items():
+        assert (own.dtype, own.shape) == (default.dtype, default.shape), name
+        assert own.numpy().tobytes() == default.numpy().tobytes(), f"{name}: {own} and {default}"
+    for root in range(size):
+        for dtype in DTYPES:
+            sent = special(dtype, root)
+            assert found[f"broadcast {root} {dtype}"][0].numpy().tobytes() == sent.tobytes(), f"broadcast {root} {dtype}"
+
+
+def in_processes(strategy: Any) -> None:
+    communicator = strategy.communicator
+    for compiled in (False, True):
+        check(tf.function(own_and_default)(communicator) if compiled else own_and_default(communicator), communicator.size)
+
+
+def through_folder(strategy: Any, scripts: str, folder: str) -> None:
+    sys.path.insert(0, scripts)
+    from folder_transport import FolderCommunicator
+
+    own = FolderCommunicator(strategy.communicator, Path(folder))
+    check(own_and_default(own), own.size)
+    group = own.subgroup([0])
+    assert (group is None) == (own.rank == 1)
+    strategy.communicator.barrier()
+
+
+def test_tensorflows_ring(worker_pool: Any) -> None:
+    worker_pool("tf", 2).run(in_processes)
+
+
+def test_horovod(worker_pool: Any) -> None:
+    worker_pool("horovod", 2).run(in_processes)
+
+
+def test_a_transport_of_ones_own(worker_pool: Any, tmp_path: Path) -> None:
+    worker_pool("tf", 2).run(through_folder, str(Path(__file__).parent / "scripts"), str(tmp_path))
+
+
+def test_a_single_process() -> None:
+    check(own_and_default(SingleCommunicator()), 1)
+
+
+@pytest.mark.parametrize("where", ["eager", "together", "apart"])
+def test_replicas_of_one_process(where: str) -> None:
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step() -> Any:
+        communicator = strategy.extended.communicator_of(tfrep.replica_id())
+        if where != "apart":
+            return own_and_default(communicator)
+        return tf.cond(tf.constant(True), lambda: own_and_default(communicator), lambda: own_and_default(communicator))
+
+    def run() -> Any:
+        return strategy.run(step)
+
+    found = run() if where == "eager" else tf.function(run)()
+    for replica in range(2):
+        check(tf.nest.map_structure(lambda v, r=replica: strategy.experimental_local_results(v)[r], found), 2)
+
+
+def test_a_strategy_of_tensorflow() -> None:
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step() -> Any:
+        communicator = ContextCommunicator(tf.distribute.get_replica_context())
+        return {dtype: communicator.broadcast([of_replica(dtype)], 1)[0] for dtype in DTYPES}
+
+    def of_replica(dtype: str) -> tf.Tensor:
+        both = tf.stack([tf.constant(special(dtype, rank), dtype) for rank in range(2)])
+        return both[tf.distribute.get_replica_context().replica_id_in_sync_group]
+
+    @tf.function
+    def run() -> Any:
+        return strategy.run(step)
+
+    for dtype, received in run().items():
+        for value in strategy.experimental_local_results(received):
+            assert value.numpy().tobytes() == special(dtype, 1).tobytes(), dtype
+
+
+def test_nccl_gets_floats_as_floats() -> None:
+    sent = {}
+    for rank in range(2):
+        graph = tf.Graph()
+        with graph.as_default():
+            ring = RingCommunicator(rank, 2, "CPU:0", 2**30 + 900, nccl=True)
+            ring.broadcast([tf.constant([1.5, -0.0]), tf.constant([2], tf.uint8)])
+        sums = [operation for operation in graph.get_operations() if operation.type == "CollectiveReduceV2"]
+        with tf.compat.v1.Session(graph=graph) as session:
+            sent[rank] = session.run([operation.inputs[0] for operation in sums])
+    assert [array.dtype.name for array in sent[0]] == ["float32", "int32"]
+    np.testing.assert_array_equal(np.signbit(sent[1][0]), [True, True])  # x + -0.0 is x, whatever x is.
+    np.testing.assert_array_equal(sent[0][0] + sent[1][0], np.array([1.5, -0.0], np.float32))
+
+
+def test_dtypes_are_told_apart() -> None:
+    """Several dtypes travel as int32: members that bring different ones must not meet."""
+    keys = []
+    for dtype in (tf.float32, tf.int32):
+        graph = tf.Graph()
+        with graph.as_default():
+            ring = RingCommunicator(0, 2, "CPU:0", 2**30 + 901)
+            ring.broadcast([tf.constant([1, 2], dtype)])
+            (operation,) = (each for each in graph.get_operations() if each.type == "CollectiveReduceV2")
+            keys.append(tf.get_static_value(operation.inputs[3]))
+    assert None not in keys
+    assert keys[0] != keys[1]

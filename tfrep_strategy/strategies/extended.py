@@ -1,0 +1,244 @@
+"""The `extended` of the synchronous strategies: variables and data, gradients, state, and what processes tell each other."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy import data, gradients
+from tfrep_strategy.agreement import Agreement
+from tfrep_strategy.batches import as_tensors, shard
+from tfrep_strategy.communicators import Communicator
+from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
+from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.strategies.checked_settings import functions
+from tfrep_strategy.strategies.variables import ReplicaVariable, StepsSinceMerge, with_our_class
+
+
+class SynchronousExtended:
+    """What this package, and the Keras integration, ask of a synchronous strategy; its users need none of it.
+
+    It is a mixin for the `extended` of the strategies, and comes before TensorFlow's class.
+    """
+
+    first_local_replica = 0
+    num_local_replicas = 1
+    collectives_in_branches = False
+    keras_driver: Any
+    worker_devices: Any
+    _num_replicas_in_sync: Any
+    _container_strategy: Any
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy."""
+        return self._container_strategy()
+
+    def _init_state(self) -> None:
+        # The key is the order of creation, which is the same on every process.
+        self.replica_variables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.steps = StepsSinceMerge()
+        self._agreements: dict[bool, Agreement] = {}
+        self._steps_since_check = 0
+        self.resumes_at = 0, 0
+        self.first_batch: FirstBatch | None = None
+        self.notes_first_batch = True
+        self.given_beside: dict[str, Any] = {}
+        self.reads_alone = False
+        """Whether this process reads variables without the others; it has received their parts before."""
+
+    def note_step(self) -> None:
+        """Records a step of the user's own loop."""
+        if tf.executing_eagerly():
+            self.steps.mark()
+        else:
+            self.steps.mark_in_graph()
+
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        # A variable that a step makes (an optimizer slot, a lazily built layer) is made outside the function being traced. In
+        # the function its copies could not be initialized.
+        lift = callable(kwargs.get("initial_value")) and not tf.executing_eagerly()
+        with tf.init_scope() if lift else contextlib.nullcontext():
+            variable = super()._create_variable(next_creator, **dict(kwargs))  # type: ignore[misc]
+            variable = with_our_class(self._contain(variable, **kwargs))
+            if isinstance(variable, ReplicaVariable):
+                variable.spread_initial_value()
+            return variable
+
+    def _contain(self, variable: Any, **kwargs: Any) -> Any:
+        """Puts a variable into a container, if TensorFlow's class has not done so."""
+        return variable
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> data.ReplicaDataset:
+        return data.distribute(dataset, self.local_replicas(stop_together=False), options)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> data.ReplicaDataset:
+        return data.distribute_from_function(dataset_fn, self.local_replicas(stop_together=False), options)
+
+    def local_replicas(self, stop_together: bool) -> data.LocalReplicas:
+        """Returns the replicas of this process, for the functions of `data`."""
+        if stop_together not in self._agreements:  # Iterators share functions only if they share the agreement.
+            self._agreements[stop_together] = self._agreement(stop_together)
+        return data.LocalReplicas(self.first_local_replica, tuple(self.worker_devices), self._agreements[stop_together])
+
+    def value_of_first_replica(self, local: tf.Tensor) -> tf.Tensor:
+        """Returns the value of replica 0, given the value of the first replica of this process."""
+        return tf.identity(local)
+
+    def _agreement(self, stop_together: bool) -> Agreement:
+        return Agreement(0, 1, lambda counts: counts, stop_together)
+
+    # Steps.
+
+    @property
+    def compiles_whole_steps(self) -> bool:
+        """Whether XLA may compile a whole step: only a single replica runs no collectives."""
+        return self._num_replicas_in_sync == 1
+
+    def shard(self, batch: Any) -> Shards:
+        """Cuts a global batch for the replicas of this process.
+
+        Args:
+            batch: A nest of arrays or tensors whose first dimension is the batch; None leaves are kept.
+
+        Returns:
+            `Shards`, one part for each local replica.
+        """
+        return shard(as_tensors(batch), self._num_replicas_in_sync, self.first_local_replica, self.num_local_replicas)
+
+    # Gradients.
+
+    def aggregate_gradients(self, replica_gradients: Sequence[Any]) -> list[Any]:
+        """Aggregates the gradients of the replicas to the global gradients. Every replica calls it.
+
+        Args:
+            replica_gradients: The gradient of each variable, weighed by the replica's share: `tf.Tensor`, `tf.IndexedSlices`
+                or None.
+
+        Returns:
+            Their sums over the replicas.
+        """
+        strategy = self.strategy
+        densify = strategy.densify_sparse_gradients
+        own = [gradients.dense(g) if densify or gradients.has_fixed_rows(g) else g for g in replica_gradients]
+        if strategy.gradient_aggregator is not None:
+            replica = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+            return list(strategy.gradient_aggregator(own, self.communicator_of(replica)))
+        return gradients.aggregate(
+            own,
+            all_reduce=self.sum_over_replicas,
+            all_gather=self.gather_over_replicas,
+            bucket_bytes=strategy.bucket_bytes,
+        )
+
+    def mean_over_processes(self, own_gradients: Sequence[Any]) -> list[Any]:
+        """Averages gradients that every process computed outside replicas. A single process returns them unchanged."""
+        return list(own_gradients)
+
+    def transform_gradients(self, global_gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Applies `gradient_transformers` to global gradients, in order."""
+        result = list(global_gradients)
+        for transform in functions("gradient_transformers", self.strategy.gradient_transformers):
+            result = gradients.transformed(transform, result, variables)
+        return result
+
+    @abc.abstractmethod
+    def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums dense tensors over all replicas; called inside a replica."""
+
+    @abc.abstractmethod
+    def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Concatenates tensors along the first dimension, in replica order; called inside a replica. Sizes may differ."""
+
+    @abc.abstractmethod
+    def communicator_of(self, replica: int) -> Communicator:
+        """Returns the communicator of a replica of this process."""
+
+    # State.
+
+    def mark_state_changed(self) -> None:
+        """Records that replicas have run a step since their own state was merged."""
+        self.steps.mark()
+
+    def collect_sums(self) -> None:
+        """Adds up sums of which every process holds a part on rank 0, which can then read them alone."""
+
+    def own_of_replicas(self, aggregation: tf.VariableAggregation) -> list[Any]:
+        """Lists the variables that replicas have changed independently, in the same order on every process."""
+        own = {
+            order: variable
+            for order, variable in sorted(self.replica_variables.items())
+            if variable.differs and variable.aggregation == aggregation
+        }
+        # Python may have freed the variables of a deleted model on one process, and not yet on another.
+        alive = set.intersection(*map(set, self.all_gather_object(list(own))))
+        return [variable for order, variable in own.items() if order in alive]
+
+    def means(self, variables: Sequence[Any]) -> list[tf.Tensor]:
+        """Returns the mean over the replicas of variables that each replica keeps for itself."""
+        return [variable.read_value() for variable in variables]
+
+    def count_steps(self, model: Any, count: int) -> None:
+        """Checks a model every `check_sync_every` steps. It is called after each `count` steps of `fit` or `evaluate`."""
+        strategy = self.strategy
+        if strategy.check_sync_every:
+            self._steps_since_check += count
+            if self._steps_since_check >= strategy.check_sync_every:
+                self._steps_since_check = 0
+                strategy.assert_in_sync(model)
+
+    def watching_peers(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which the error of a collective names a process that has ended."""
+        return contextlib.nullcontext()
+
+    def synchronize_new_variables(self) -> None:
+        """Gives variables made since the last call the values of rank 0. A single process does nothing."""
+
+    def acting_alone(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which this process may make variables that the others do not make."""
+        return contextlib.nullcontext()
+
+    def broadcast_variables(self, variables: Sequence[Any]) -> None:
+        """Gives variables the values of rank 0. A single process does nothing."""
+
+    def begin_call(self, settings: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        """Begins a `fit`, `evaluate` or `predict`: shares the random state and compares the arguments of the ranks.
+
+        A single process does nothing.
+        """
+
+    def check_same(self, given: Fingerprint) -> None:
+        """Refuses data that differs between the processes. A single process does nothing."""
+
+    def shortest_epoch(self, num_batches: int) -> int:
+        """Returns the smallest number of batches of a process, given the number of this process.
+
+        Infinite and unknown numbers are `tf.data`'s negative cardinalities. If one number is unknown, so is the result.
+        """
+        return num_batches
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Returns rank 0's picklable object on every process."""
+        return value
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Returns every process's picklable object, in rank order."""
+        return [value]
+
+    def first_with(self, values: Sequence[Any]) -> list[bool]:
+        """Returns for each value whether no process of lower rank has passed it. Every process must call it."""
+        gathered = self.all_gather_object(list(values))
+        before = gathered[: self.first_local_replica] if len(gathered) > 1 else []
+        return [all(value not in others for others in before) for value in values]
+
+    def barrier(self) -> None:
+        """Returns when every process has called it."""
+
+    @abc.abstractmethod
+    def gather_outputs(self, outputs: Any) -> Any:
+        """Concatenates the outputs of the replicas (a nest) along the batch, in replica order, on every process."""
