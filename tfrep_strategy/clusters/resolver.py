@@ -1,13 +1,15 @@
-"""A local cluster for a notebook or a test, and the resolver that tells its addresses to a strategy."""
+"""Resolvers tell a strategy the addresses of its processes. `local_cluster` starts a cluster for a notebook or a test."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
 from tfrep_strategy.clusters.cluster import LocalCluster, check_counts
+from tfrep_strategy.environments import Environment, TfConfigEnvironment
 
 
 class LocalClusterResolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
@@ -50,3 +52,13 @@ def local_cluster(workers: int = 2, servers: int = 1) -> Iterator[LocalClusterRe
         yield LocalClusterResolver(cluster)
     finally:
         cluster.stop()
+
+
+def resolver_of(environment: Environment) -> Any:
+    """Returns the `cluster_resolver` of a `MultiWorkerStrategy`, which scripts for TensorFlow's strategies read."""
+    resolvers = tf.distribute.cluster_resolver
+    if isinstance(environment, TfConfigEnvironment):
+        return resolvers.TFConfigClusterResolver()
+    addresses = environment.addresses or [f"{host or 'localhost'}:{rank}" for rank, host in enumerate(environment.hosts)]
+    cluster = tf.train.ClusterSpec({"worker": addresses})
+    return resolvers.SimpleClusterResolver(cluster, task_type="worker", task_id=environment.rank, rpc_layer="grpc")

@@ -20,10 +20,11 @@ from tfrep_strategy._tensorflow import (
 )
 from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.batches import as_tensors, num_examples
+from tfrep_strategy.clusters.resolver import resolver_of
 from tfrep_strategy.communicators import Communicator, SingleCommunicator, make_communicator
 from tfrep_strategy.communicators.peers.checked import watched
 from tfrep_strategy.devices import full_name, replica_device, take_own_gpu
-from tfrep_strategy.environments import Environment, TfConfigEnvironment, detect_environment
+from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.protocol import Shards
@@ -38,6 +39,7 @@ from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.of_process import process_strategy, remember
 from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
 from tfrep_strategy.strategies.seeds import check_order, own_random_operations, share_random_state
+from tfrep_strategy.strategies.variables import is_sum
 from tfrep_strategy.tensorflow_integration.cache_files import cache_in_own_files
 from tfrep_strategy.tensorflow_integration.checkpoints import write_checkpoints_once
 
@@ -110,7 +112,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
             self.bucket_bytes = self.communicator.bucket_bytes
         super().__init__(_Extended(self, self.communicator, name))
         share_random_state(self.communicator)
-        self.extended._cluster_resolver = _cluster_resolver(self.environment)
+        self.extended._cluster_resolver = resolver_of(self.environment)
         write_checkpoints_once(process_strategy)
         cache_in_own_files(self.communicator.rank, self.communicator.size)
         remember(self)
@@ -303,7 +305,7 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
             made = [(v.name, tuple(v.shape), v.dtype.name) for v in new]
             sync_check.refuse_different_variables(self._communicator.all_gather_object(made))
             # Variables that are summed over ranks are left out: rank 0 holds their value, the other ranks hold zero.
-            self._broadcast_values([v for v in new if not _is_sum(v)])
+            self._broadcast_values([v for v in new if not is_sum(v)])
 
     @contextlib.contextmanager
     def acting_alone(self) -> Iterator[None]:
@@ -321,9 +323,9 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         own = [getattr(v, "value", v) if not isinstance(v, tf.Variable) else v for v in variables]
-        self._broadcast_values([v for v in own if not _is_sum(v)])
+        self._broadcast_values([v for v in own if not is_sum(v)])
         for variable in own if self._communicator.rank else []:
-            if _is_sum(variable):  # Rank 0 holds the whole sum.
+            if is_sum(variable):  # Rank 0 holds the whole sum.
                 variable.values[0].assign(tf.zeros_like(variable.values[0]))
 
     def _broadcast_values(self, variables: Sequence[Any]) -> None:
@@ -411,21 +413,6 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
     @property
     def should_save_summary(self) -> bool:
         return self._communicator.rank == 0
-
-
-def _is_sum(variable: Any) -> bool:
-    on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
-    return on_read and variable.aggregation == tf.VariableAggregation.SUM
-
-
-def _cluster_resolver(environment: Environment) -> Any:
-    """Returns the `cluster_resolver` of the strategy, which scripts for TensorFlow's strategies read."""
-    resolvers = tf.distribute.cluster_resolver
-    if isinstance(environment, TfConfigEnvironment):
-        return resolvers.TFConfigClusterResolver()
-    addresses = environment.addresses or [f"{host or 'localhost'}:{rank}" for rank, host in enumerate(environment.hosts)]
-    cluster = tf.train.ClusterSpec({"worker": addresses})
-    return resolvers.SimpleClusterResolver(cluster, task_type="worker", task_id=environment.rank, rpc_layer="grpc")
 
 
 def _op_name(reduce_op: Any) -> str:

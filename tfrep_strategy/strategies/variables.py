@@ -159,3 +159,9 @@ def with_our_class(variable: Any) -> Any:
     if type(variable) is SyncOnReadVariable:
         return ReplicaVariable(variable.distribute_strategy, variable.values, variable.aggregation)
     return variable
+
+
+def is_sum(variable: Any) -> bool:
+    """Returns whether each replica holds a part of a variable, whose value is the sum of the parts."""
+    on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
+    return on_read and variable.aggregation == tf.VariableAggregation.SUM
