@@ -80,7 +80,7 @@ def forgotten_by_one_rank(first: Any, communicator: str, folder: str) -> list[An
     path = tf.train.Checkpoint(v=tf.Variable(3.0)).write(os.path.join(folder, "checkpoint"))
     read = tf.Variable(0.0)
     tf.train.Checkpoint(v=read).read(path).assert_consumed()
-    return [float(read), tfrep.broadcast_object(first.rank, source=1), float(first.run(lambda: tfrep.all_sum(1.0)))]
+    return [float(read), tfrep.broadcast_object(first.rank, root=1), float(first.run(lambda: tfrep.all_sum(1.0)))]
 
 
 @pytest.mark.parametrize("communicator", ["tf", "horovod"])
