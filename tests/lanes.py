@@ -21,7 +21,6 @@ LANES = {
         "strategies/test_parameter_server",
         "test_benchmarks_parameter_server.py",
         "test_dataset_creator.py",
-        "test_notebook_parameter_server.py",
         "test_sidecar_evaluator.py",
     ),
     "launchers": (
@@ -60,6 +59,7 @@ LANES = {
         "keras_integration/test_every_layer.py",
         "keras_integration/test_every_operation.py",
     ),
+    "notebooks": ("test_notebooks.py",),
     "drawn": ("strategies/test_property.py",),
     "scenarios": (),
 }
@@ -85,6 +85,7 @@ QUICK = (
     "communicators/peers/test_monitor.py::test_all_hear_how_a_rank_ended",
     "communicators/peers/test_monitor.py::test_different_calls_are_listed[True-other0",
     "environments/",
+    "examples/",
     "keras_integration/test_callbacks.py",
     "keras_integration/test_downloads.py",
     "keras_integration/test_empty_parts.py::test_one_row_eagerly",
@@ -123,6 +124,7 @@ QUICK = (
     "test_imports.py",
     "test_lanes.py",
     "test_leaks.py",
+    "test_notebooks.py::test_as_committed",
     "test_readme.py::test_linked_files_exist",
     "test_readme.py::test_run_lines_parse",
     "test_replicator.py",
@@ -135,6 +137,7 @@ QUICK = (
 
 NOT_QUICK = (
     "keras_integration/test_thread_state.py::test_a_variational_autoencoder_trains",
+    "examples/test_folders.py::test_retinas_take_some_learning",
     "strategies/test_distributed_input.py::test_a_loop_that_python_would_unroll_for_ever",
     "strategies/test_distributed_input.py::test_loops_in_functions",
     "strategies/test_settings.py::test_settings_of_parameter_servers",

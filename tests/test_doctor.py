@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from tfrep_strategy import doctor
+import tfrep_strategy as tfrep
+from tfrep_strategy import cli, doctor
 from tfrep_strategy.nvidia import Gpu
 from tfrep_strategy.processes.identity import horovod_is_installed
 
@@ -50,6 +51,18 @@ def test_it_names_versions_and_the_environment(monkeypatch):
     assert keras.__version__ in found["Keras"].value
     assert "rank 1 of 2" in found["Environment"].value
     assert "TF_CONFIG=" in found["Environment"].value
+
+
+def test_one_line_in_short(monkeypatch, capsys):
+    import keras
+
+    monkeypatch.setattr(sys, "argv", ["tfrep", "doctor", "--short"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    (line,) = capsys.readouterr().out.splitlines()
+    for part in (f"tfrep_strategy {tfrep.__version__}", tf.__version__, keras.__version__, "GPUs ", "Horovod "):
+        assert part in line
 
 
 def test_it_reports_what_is_broken(monkeypatch, capsys):

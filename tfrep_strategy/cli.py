@@ -153,12 +153,16 @@ def _check_options(context: typer.Context, strategy: str) -> None:
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    short: Annotated[bool, typer.Option("--short", help="Print one line, and test nothing.")] = False,
     keras: Annotated[bool, typer.Option("--keras", help="Show only what of Keras is replaced, and why.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="With --keras: print it as docs/architecture.md has it.")] = False,
 ) -> None:
     """Show what is installed and what was detected, and test that processes can talk to each other."""
-    from tfrep_strategy.doctor import examine, show, show_keras
+    from tfrep_strategy.doctor import examine, in_short, show, show_keras
 
+    if short:
+        typer.echo(in_short())
+        return
     if keras:
         show_keras(as_markdown=as_markdown)
         return

@@ -25,6 +25,7 @@ from rich.table import Table
 import tfrep_strategy as tfrep
 from tfrep_strategy.digits import load_digits
 from tfrep_strategy.errors import check_count
+from tfrep_strategy.examples.plots import draw_bars, draw_curves
 from tfrep_strategy.processes.identity import horovod_is_installed
 from tfrep_strategy.running import launch
 from tfrep_strategy.running.joining import refuse_inside_a_run
@@ -305,14 +306,8 @@ def _table(results: Sequence[Result]) -> Table:
 def _draw(results: Sequence[Result], picture: Path) -> None:
     figure = Figure(figsize=(11, 4), layout="constrained")
     curves, bars = figure.subplots(1, 2)
-    for i, result in enumerate(results):
-        # The curves coincide. The first is drawn widest, so that all are visible.
-        width = 2.0 * (len(results) - i)
-        epochs = range(1, len(result.losses) + 1)
-        curves.plot(epochs, result.losses, linewidth=width, color=f"C{i}", label=result.variant)
-        bars.barh(result.variant, result.examples_per_second, color=f"C{i}")
-    curves.set(xlabel="epoch", ylabel="loss", yscale="log", title="Loss: the curves coincide")
-    curves.legend()
-    bars.set(xlabel="examples per second", title="Throughput")
-    bars.invert_yaxis()
+    draw_curves(curves, {result.variant: result.losses for result in results}, ylabel="loss")
+    curves.set(yscale="log", title="Loss: the curves coincide")
+    draw_bars(bars, {result.variant: result.examples_per_second for result in results})
+    bars.set(title="Throughput")
     figure.savefig(picture, format="png", dpi=120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -35,6 +36,8 @@ from tfrep_strategy.transports import choose_communicator, horovod_transports, i
 
 SELF_TEST_SECONDS = 60.0
 """The time limit of a self-test. It takes about five seconds, most of them to import TensorFlow."""
+
+_IN_SHORT = {"tfrep_strategy", "Python", "TensorFlow", "Keras", "GPU", "GPUs"}
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,24 @@ def examine(*, self_test: bool = True) -> Report:
             tested = [name for name in installed_communicators() if name != "auto"]
             findings += [_self_test(name) for name in tested if name != "horovod" or horovod_is_installed()]
     return Report(findings)
+
+
+def in_short() -> str:
+    """Says in one line what is installed and which devices there are, without tests.
+
+    Returns:
+        Such as `"tfrep_strategy 0.2.0; Python 3.11.2; TensorFlow ...; GPUs none; Horovod none"`.
+
+    Example:
+        >>> in_short().startswith(f"tfrep_strategy {tfrep.__version__}; Python 3.")
+        True
+    """
+    with quiet_start():
+        of_tensorflow = [_tried("TensorFlow", _tensorflow), _tried("Keras", _keras), *_gpus(driver_gpus())]
+    horovod = importlib.metadata.version("horovod") if horovod_is_installed() else "none"
+    findings = [Finding("tfrep_strategy", __version__), Finding("Python", platform.python_version()), *of_tensorflow]
+    lines = [f"{each.name} {each.value}" for each in findings if each.name.partition(" ")[0] in _IN_SHORT]
+    return "; ".join([*lines, f"Horovod {horovod}"])
 
 
 def show_keras(*, as_markdown: bool = False) -> None:

@@ -64,6 +64,15 @@ def test_a_closure_and_its_arguments_travel(temporary_files, monkeypatch):
     assert found == [(42, "12")]
 
 
+def test_the_log_of_a_start_is_left_out(temporary_files, capfd, monkeypatch):
+    """The function names Keras, so that it is imported as the function arrives."""
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    import keras
+
+    assert launch(lambda: keras.__version__, (), 1, communicator="tf", strategy=None, timeout=LIMIT) == [keras.__version__]
+    assert capfd.readouterr().err == ""
+
+
 def test_an_error_comes_back_with_its_rank(temporary_files):
     def fail() -> None:
         if detect_environment().rank == 1:

@@ -43,6 +43,8 @@ def describe(failure: Failure, *, timeout: float | None, through_horovodrun: boo
     if not log.exists():
         return f"{what} Its output is above."
     lines = [*last_lines(log, failure.log_size), *failure.traceback.splitlines()]
+    if not lines:
+        return f"{what} It wrote nothing.\nLogs: {log_dir}"
     return f"{what} Its last lines:\n" + "".join(f"  {line}\n" for line in lines) + f"Logs: {log_dir}"
 
 

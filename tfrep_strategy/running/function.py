@@ -18,6 +18,7 @@ from tfrep_strategy.processes.ranks import deferred_signals
 from tfrep_strategy.running.joining import warn_inside_a_run
 from tfrep_strategy.running.runs import Options, RunFailed, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
+from tfrep_strategy.startup_log import quiet_start
 
 
 def launch(
@@ -94,7 +95,8 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
     folder, scope = Path(arguments[0]), arguments[1]
     rank = detect_environment().rank
     with noted_failure(folder, rank):
-        fn, args, kwargs = pickle.loads((folder / "call").read_bytes())
+        with quiet_start():  # A function that names a module of Keras's or TensorFlow's imports it as it arrives.
+            fn, args, kwargs = pickle.loads((folder / "call").read_bytes())
         if scope:
             with run_strategy_scope():
                 result = fn(*args, **kwargs)
