@@ -18,6 +18,7 @@ from pathlib import Path  # noqa: E402
 import docstrings  # noqa: E402
 import leaks  # noqa: E402
 import pytest  # noqa: E402
+import tensorflow as tf  # noqa: E402
 from lanes import SPLIT, all_lanes, is_quick, lane_of, place  # noqa: E402
 from workers import WorkerPool  # noqa: E402
 
@@ -84,6 +85,12 @@ def worker_pool(_pools: dict[tuple[str, int], WorkerPool]) -> Callable[[str, int
         return pool
 
     return get
+
+
+@pytest.fixture(scope="session")
+def stock_mirrored() -> tf.distribute.Strategy:
+    """A strategy of TensorFlow, of which a process can have one: the keys of another's collectives begin at the same number."""
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
 @pytest.fixture(scope="module")

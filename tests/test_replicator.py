@@ -152,13 +152,12 @@ def test_replicators_without_their_hardware():
         tfrep.ParameterServerReplicator(tfrep.MirroredStrategy(["CPU:0"]))
 
 
-def test_a_strategy_of_tensorflow_itself(one_replica):
+def test_a_strategy_of_tensorflow_itself(one_replica, stock_mirrored):
     """The path that a TPU takes: `tf.distribute`'s own strategy, Keras's own aggregation, and two collectives."""
-    stock = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    _, weights = replicator_programs.run(stock, "global_batch_norm", "PER_WORKER")
+    _, weights = replicator_programs.run(stock_mirrored, "global_batch_norm", "PER_WORKER")
     for found, wanted in zip(weights, one_replica("global_batch_norm")[1], strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
-    repl = tfrep.Replicator(stock)
+    repl = tfrep.Replicator(stock_mirrored)
 
     def input_fn(ctx):
         return tf.data.Dataset.from_tensor_slices([1.0, 2.0, 3.0, 4.0]).batch(ctx.get_per_replica_batch_size(2))
