@@ -73,7 +73,6 @@ SPLIT = ("programs", "scenarios")
 
 QUICK = (
     "collectives/test_collectives.py::test_as_on_one_device[mirrored-2-forward-function",
-    "collectives/test_collectives.py::test_as_on_one_device[mirrored-2-gradients-function",
     "collectives/test_collectives.py::test_in_fit_with_uneven_batches[mirrored-2",
     "collectives/test_errors.py::test_calls_differ",
     "collectives/test_errors.py::test_no_such_root_or_member",
@@ -136,12 +135,17 @@ QUICK = (
 """The beginnings of the ids of the tests of `pytest -m quick`. Those that need processes over a communicator are left out."""
 
 NOT_QUICK = (
+    "communicators/test_defaults.py::test_replicas_of_one_process[apart",
     "keras_integration/test_thread_state.py::test_a_variational_autoencoder_trains",
     "examples/test_folders.py::test_retinas_take_some_learning",
     "strategies/test_distributed_input.py::test_a_loop_that_python_would_unroll_for_ever",
     "strategies/test_distributed_input.py::test_loops_in_functions",
+    "strategies/test_one_device_answer.py::test_two_mirrored_replicas[model_application",
+    "strategies/test_one_device_answer.py::test_two_mirrored_replicas[model_bidirectional",
     "strategies/test_settings.py::test_settings_of_parameter_servers",
     "test_devices.py::test_what_a_process_takes_of_the_gpus_that_it_sees",
+    "test_replicator.py::test_classification_with_sharded_pipelines",
+    "test_replicator.py::test_replicators_without_their_hardware",
     "test_transports.py::test_what_horovods_library_has_is_what_horovod_says",
 )
 """Those among them that take many seconds, or start a process with TensorFlow."""
@@ -178,10 +182,9 @@ def is_quick(path: Path, name: str, fixtures: Container[str]) -> bool:
     within = path.relative_to(_TESTS).as_posix()
     if "worker_pool" in fixtures and not name.partition("[")[2].startswith(("mirrored", "one-", "alone")):
         return False
-    if within == "strategies/test_one_device_answer.py":
-        return lane_of(path, name) is None
     test = f"{within}::{name}"
-    return test.startswith(QUICK) and not test.startswith(NOT_QUICK)
+    is_scenario = within == "strategies/test_one_device_answer.py" and lane_of(path, name) is None
+    return (is_scenario or test.startswith(QUICK)) and not test.startswith(NOT_QUICK)
 
 
 def place(path: Path, fixtures: Iterable[str]) -> int:
