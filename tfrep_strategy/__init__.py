@@ -54,8 +54,7 @@ else:
             "broadcast_object", "chief_first", "is_chief", "map_gather", "map_reduce", "num_replicas", "reduce_scatter",
             "replica_id",
         ],
-        "communicators": ["Communicator"],
-        "environments": ["Environment", "register_environment"],
+        "communicators": ["Communicator"], "environments": ["Environment", "register_environment"],
         "keras_integration.dataset_creator": ["DatasetCreator"],
         "keras_integration.timed_checkpoint": ["TimedCheckpoint"],
         "replicator": [
@@ -63,11 +62,9 @@ else:
             "ParameterServerReplicator", "Replicator", "TpuReplicator",
         ],
         "running": ["launch"], "running.coordinator": ["exit_on_server_loss"], "clusters.resolver": ["local_cluster"],
-        "sidecar_evaluator": ["SidecarEvaluator"],
-        "strategies.auto": ["auto_strategy"],
+        "sidecar_evaluator": ["SidecarEvaluator"], "strategies.auto": ["auto_strategy"],
         "strategies.logical_devices": ["logical_device"], "strategies.mirrored": ["MirroredStrategy", "use_logical_cpus"],
-        "strategies.multi_worker": ["MultiWorkerStrategy"],
-        "strategies.parameter_server": ["ParameterServerStrategy"],
+        "strategies.multi_worker": ["MultiWorkerStrategy"], "strategies.parameter_server": ["ParameterServerStrategy"],
         "transports": ["register_communicator"],
     })  # fmt: skip
 
