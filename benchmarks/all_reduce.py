@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.crews import Variant
-from benchmarks.report import show, summarize, write_json
-from benchmarks.turns import take_turns, turns_parser
+from benchmarks.turns import compare, turns_parser
 from tfrep_strategy.processes.identity import horovod_is_installed
 
 REFERENCE = "TensorFlow's ring"
@@ -56,13 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--times", type=int, help="how many all-reduces make a turn")
     chosen = parser.parse_args(arguments)
     workloads = {name: {**load, "times": chosen.times or load["times"]} for name, load in WORKLOADS.items()}
-    results = {}
-    for name, samples in take_turns(variants(), "benchmarks.all_reduce_worker", workloads, chosen.rounds):
-        results[name] = summarize(samples, TARGETS[name])
-        show(f"Sum over two processes of {name}", results[name], REFERENCE)
-    if chosen.json:
-        write_json(chosen.json, results)
-    return results
+    return compare(
+        variants(),
+        "benchmarks.all_reduce_worker",
+        workloads,
+        chosen,
+        targets=TARGETS,
+        title="Sum over two processes of {name}",
+        reference=REFERENCE,
+    )
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.crews import Variant
-from benchmarks.report import show, summarize, write_json
-from benchmarks.turns import take_turns, turns_parser
+from benchmarks.turns import compare, turns_parser
 from tfrep_strategy.processes.identity import horovod_is_installed
 
 REFERENCE = "Keras"
@@ -100,14 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     chosen = parser.parse_args(arguments)
     wanted = [v for v in variants() if not chosen.variants or any(text in v.name for text in chosen.variants)]
     nets = {name: {**NETS[name], "name": name, "steps": chosen.steps or NETS[name]["steps"]} for name in chosen.nets}
-    results = {}
-    for name, samples in take_turns(wanted, "benchmarks.step_worker", nets, chosen.rounds):
-        results[name] = summarize(samples, TARGETS[name])
-        batch = NETS[name]["batch"]
-        show(f"A step of the net '{name}', batch {batch}", results[name], REFERENCE, batch)
-    if chosen.json:
-        write_json(chosen.json, results)
-    return results
+    title = "A step of the net '{name}'"
+    return compare(wanted, "benchmarks.step_worker", nets, chosen, targets=TARGETS, title=title, reference=REFERENCE)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 from rich.progress import Progress
 
 from benchmarks.crews import Crew, Variant
+from benchmarks.report import show, summarize, write_json
 
 
 def turns_parser(name: str, description: str | None, rounds: int) -> argparse.ArgumentParser:
@@ -60,3 +61,36 @@ def take_turns(
                         samples[crew.variant.name].append(seconds)
                     progress.advance(task)
             yield name, samples
+
+
+def compare(
+    variants: Sequence[Variant],
+    module: str,
+    workloads: Mapping[str, Mapping[str, Any]],
+    chosen: argparse.Namespace,
+    *,
+    targets: Mapping[str, Mapping[tuple[str, str], float]],
+    title: str,
+    reference: str,
+) -> dict[str, Any]:
+    """Measures variants in turns, prints a table for each workload, and writes JSON if asked to.
+
+    Args:
+        variants: What to compare.
+        module: What their processes run.
+        workloads: Questions, by name. The throughput of one with a `batch` is shown, too.
+        chosen: The command line that `turns_parser` has read.
+        targets: For each workload the largest ratios that are wanted; see `summarize`.
+        title: Of a table, with `{name}` for the workload.
+        reference: Variant with which the others are compared.
+
+    Returns:
+        What is written as JSON, by workload.
+    """
+    results = {}
+    for name, samples in take_turns(variants, module, workloads, chosen.rounds):
+        results[name] = summarize(samples, targets[name])
+        show(title.format(name=name), results[name], reference, workloads[name].get("batch"))
+    if chosen.json:
+        write_json(chosen.json, results)
+    return results

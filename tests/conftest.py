@@ -35,7 +35,7 @@ _POOLS_ALIVE = 2  # An idle process keeps some hundred megabytes.
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(leaks)
     config.addinivalue_line("markers", "full: is not in the short lane, which `pytest` runs by itself.")
-    config.addinivalue_line("markers", "quick: runs in one process; all of them take less than three minutes.")
+    config.addinivalue_line("markers", "quick: runs in one process, in a few minutes.")
     for lane in (*all_lanes(), *SPLIT):
         config.addinivalue_line("markers", f"{lane}: belongs to this lane.")
 

@@ -25,9 +25,12 @@ LANES = {
     ),
     "launchers": (
         "processes/test_ranks.py",
+        "processes/test_signs_of_life.py",
         "running/test_auto.py",
         "running/test_function.py",
         "running/test_joining.py",
+        "running/test_open_doors.py",
+        "running/test_two_hosts.py",
         "test_cli.py",
         "test_demo.py",
         "test_docstrings_of_runs.py",
@@ -35,6 +38,10 @@ LANES = {
     "faults": (
         "communicators/peers/test_monitor.py",
         "keras_integration/test_first_use.py",
+        "keras_integration/test_kills.py",
+        "running/test_backed_up_runs.py",
+        "running/test_garbage.py",
+        "running/test_restarts.py",
         "strategies/test_late_strategy.py",
         "strategies/test_peer_failure.py",
         "tensorflow_integration/test_pipelines_at_exit.py",
@@ -46,44 +53,79 @@ LANES = {
         "collectives/test_differing_processes.py",
         "collectives/test_errors.py",
     ),
+    "migration": (
+        "migration/",
+        "test_old_spellings.py::test_graph_mode_is_refused",
+        "test_old_spellings.py::test_optimizers_and_callbacks_of_horovod",
+        "test_old_spellings.py::test_parameter_servers_show_new_lines",
+    ),
     "loops": ("strategies/test_custom_loops.py", "test_replicator.py"),
-    "input": ("strategies/test_distributed_input.py", "test_data.py"),
+    "input": ("pipelines/test_shared_reading.py", "strategies/test_distributed_input.py", "test_data.py"),
     "callbacks": (
+        "callbacks/",
+        "keras_integration/test_backups.py",
         "keras_integration/test_callbacks.py",
+        "keras_integration/test_exports.py",
+        "keras_integration/test_full_disks.py",
+        "keras_integration/test_run_backups.py",
         "keras_integration/test_saving.py",
         "keras_integration/test_timed_checkpoint.py",
         "keras_integration/test_warnings.py",
+        "keras_integration/test_whole_files.py",
     ),
     "rows": (
         "keras_integration/test_empty_parts.py",
         "keras_integration/test_every_layer.py",
         "keras_integration/test_every_operation.py",
     ),
-    "notebooks": ("test_notebooks.py",),
-    "drawn": ("strategies/test_property.py",),
+    "transports": (
+        "communicators/peers/test_checked.py::test_debug_names_who_has_not_called[horovod",
+        "communicators/peers/test_checked.py::test_eager_collectives_that_differ[dtype-words1-horovod",
+        "communicators/peers/test_checked.py::test_eager_collectives_that_differ[kind-words2-tf",
+        "communicators/peers/test_checked.py::test_objects_that_are_gathered_for_different_ends[tf",
+        "keras_integration/test_same_data.py::test_different_arrays_are_refused_on_all_ranks[tf",
+        "keras_integration/test_same_data.py::test_different_pipelines_are_refused_on_all_ranks[horovod",
+        "keras_integration/test_same_data.py::test_different_steps_are_refused_on_all_ranks[horovod",
+        "keras_integration/test_same_data.py::test_each_way_out_trains_on_the_data_of_all_ranks[tf",
+        "keras_integration/test_session.py::test_processes_stay_in_scope[tf",
+        "strategies/test_promises_of_variables.py::test_processes[tf",
+        "strategies/test_sync_check.py::test_processes[horovod",
+    ),
+    "notebooks": (
+        "test_notebooks.py",
+        "test_site.py::test_pages",
+        "examples/test_folders.py::test_retinas_take_some_learning",
+        "examples/test_pretrained.py::test_the_weights_of_a_file",
+    ),
+    "drawn": ("strategies/test_property.py", "test_validation.py::test_any_setting_is_taken_or_refused[many-"),
     "scenarios": (),
+    "versions": (),
 }
-"""Lanes, and the beginnings of the paths of their tests. What is in none belongs to the short lane.
+"""Lanes, and the beginnings of the ids of their tests. What is in none belongs to the short lane.
 
-Those of `scenarios` are chosen below.
+`transports` has what does not depend on the transport, and runs over the other one in the short lane. Those of `scenarios` are
+chosen below. Those of `versions` are sessions of `noxfile.py`.
 """
 
-SPLIT = ("programs", "scenarios")
-"""Lanes that are too long for one go. Each has a part for each kind of replicas: `programs_tf`."""
+_KINDS = ("mirrored", "tf", "horovod")
+
+SPLIT = {"programs": _KINDS, "scenarios": _KINDS, "versions": ("oldest", "colab")}
+"""Lanes that are too long for one go, and their parts: `programs_tf`."""
 
 QUICK = (
-    "collectives/test_collectives.py::test_as_on_one_device[mirrored-2-forward-function",
+    "collectives/test_collectives.py::test_as_on_one_device[mirrored-3-forward-function",
     "collectives/test_collectives.py::test_in_fit_with_uneven_batches[mirrored-2",
     "collectives/test_errors.py::test_calls_differ",
     "collectives/test_errors.py::test_no_such_root_or_member",
     "collectives/test_errors.py::test_structures_differ[",
     "communicators/test_defaults.py",
-    "communicators/test_limits.py",
     "communicators/test_own.py::test_names",
     "communicators/test_own.py::test_three_methods",
     "communicators/peers/test_monitor.py::test_all_hear_how_a_rank_ended",
     "communicators/peers/test_monitor.py::test_different_calls_are_listed[True-other0",
     "environments/",
+    "callbacks/test_learning_rate.py",
+    "callbacks/test_throughput.py",
     "examples/",
     "keras_integration/test_callbacks.py",
     "keras_integration/test_downloads.py",
@@ -97,6 +139,7 @@ QUICK = (
     "keras_integration/test_xla.py::test_what_cannot_be_compiled_is_said_and_runs",
     "keras_integration/test_xla.py::test_what_is_marked_for_xla",
     "processes/test_identity.py",
+    "rendezvous/",
     "running/test_failures.py",
     "running/test_scope.py",
     "running/test_stand_ins.py",
@@ -123,7 +166,9 @@ QUICK = (
     "test_imports.py",
     "test_lanes.py",
     "test_leaks.py",
+    "test_limits.py",
     "test_notebooks.py::test_as_committed",
+    "test_old_spellings.py",
     "test_readme.py::test_linked_files_exist",
     "test_readme.py::test_run_lines_parse",
     "test_replicator.py",
@@ -131,29 +176,34 @@ QUICK = (
     "test_sidecar_evaluator.py::test_bad_settings",
     "test_sidecar_evaluator.py::test_whole_models_and_a_file_that_is_still_written",
     "test_transports.py",
+    "test_validation.py",
 )
 """The beginnings of the ids of the tests of `pytest -m quick`. Those that need processes over a communicator are left out."""
 
 NOT_QUICK = (
     "communicators/test_defaults.py::test_replicas_of_one_process[apart",
+    "communicators/test_defaults.py::test_replicas_of_one_process[together",
     "keras_integration/test_thread_state.py::test_a_variational_autoencoder_trains",
-    "examples/test_folders.py::test_retinas_take_some_learning",
     "strategies/test_distributed_input.py::test_a_loop_that_python_would_unroll_for_ever",
     "strategies/test_distributed_input.py::test_loops_in_functions",
-    "strategies/test_one_device_answer.py::test_two_mirrored_replicas[model_application",
-    "strategies/test_one_device_answer.py::test_two_mirrored_replicas[model_bidirectional",
+    "strategies/test_one_device_answer.py::test_other_numbers_of_mirrored_replicas[cnn_",
+    "strategies/test_one_device_answer.py::test_other_numbers_of_mirrored_replicas[masked_",
+    "strategies/test_one_device_answer.py::test_two_mirrored_replicas[metrics_of_all_kinds",
+    "strategies/test_one_device_answer.py::test_two_mirrored_replicas[model_",
     "strategies/test_settings.py::test_settings_of_parameter_servers",
     "test_devices.py::test_what_a_process_takes_of_the_gpus_that_it_sees",
+    "test_old_spellings.py::test_graph_mode_is_refused",
+    "test_old_spellings.py::test_optimizers_and_callbacks_of_horovod",
+    "test_old_spellings.py::test_parameter_servers_show_new_lines",
     "test_replicator.py::test_classification_with_sharded_pipelines",
     "test_replicator.py::test_replicators_without_their_hardware",
     "test_transports.py::test_what_horovods_library_has_is_what_horovod_says",
+    "test_validation.py::test_any_setting_is_taken_or_refused[many-",
 )
 """Those among them that take many seconds, or start a process with TensorFlow."""
 
 MANY_PROCESSES = ("collectives/test_collectives.py", "strategies/test_one_device_answer.py")
 """Modules that use pools of more than two processes, too."""
-
-_KINDS = ("mirrored", "tf", "horovod")
 
 
 def lane_of(path: Path, name: str) -> str | None:
@@ -167,7 +217,7 @@ def lane_of(path: Path, name: str) -> str | None:
     if within == "strategies/test_one_device_answer.py":
         lane = None if _kind(name) == _chosen_kind(name) else "scenarios"
     else:
-        lane = next((lane for lane, beginnings in LANES.items() if within.startswith(beginnings)), None)
+        lane = next((lane for lane, beginnings in LANES.items() if f"{within}::{name}".startswith(beginnings)), None)
     return f"{lane}_{_kind(name)}" if lane in SPLIT else lane
 
 
@@ -205,13 +255,15 @@ def _kind(name: str) -> str:
 
 def _chosen_kind(name: str) -> str:
     """Returns the one kind of replicas on which the short lane runs a scenario; the lane `scenarios` has the others."""
+    if name.startswith("test_four_processes"):
+        return "horovod"  # All in one pool.
     scenario = name.partition("[")[2].removesuffix("]").removeprefix("tf-").removeprefix("horovod-")
     return _KINDS[zlib.crc32(scenario.encode()) % len(_KINDS)]
 
 
 def all_lanes() -> list[str]:
     """Returns the names of all lanes, of those that are split each part."""
-    return [part for lane in LANES for part in ([f"{lane}_{kind}" for kind in _KINDS] if lane in SPLIT else [lane])]
+    return [f"{lane}_{part}" if part else lane for lane in LANES for part in SPLIT.get(lane, ("",))]
 
 
 def in_order(commit: str) -> list[str]:

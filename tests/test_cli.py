@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 import tfrep_strategy
+from tfrep_strategy.processes.identity import horovod_is_installed
 
 ROOT = str(Path(tfrep_strategy.__file__).parents[1])
 LIMIT = 120
@@ -75,6 +77,34 @@ def test_a_script_runs_as_python_would_run_it(project, strategy):
     else:
         assert [log.name for log in logs] == ["rank1.log"]
         assert found_in(logs[0].read_text())["replicas"] == 2
+
+
+def test_all_ranks_are_shown_with_their_rank(tmp_path):
+    done = tfrep("run", "-n", "2", "--prefix", "--log-dir", "logs", str(SCRIPTS / "speaks.py"), cwd=tmp_path)
+    assert done.returncode == 3
+    for rank in range(2):
+        shown = [line for line in done.stdout.splitlines() if f"rank {rank}" in line]
+        assert shown == [f"[{rank}] rank {rank}: {said}" for said in ("first", "second, to stderr", "no end")]
+    assert "Its last lines:\n  rank 1: first" in done.stderr
+    assert (tmp_path / "logs" / "rank0.log").read_text() == "rank 0: first\nrank 0: second, to stderr\nrank 0: no end"
+
+
+@pytest.mark.skipif(not horovod_is_installed(), reason="Horovod is not installed.")
+def test_horovodrun_shows_ranks_in_its_own_way(tmp_path):
+    where = ("--hosts", "localhost:2", "--log-dir", "logs")
+    done = tfrep("run", "-n", "2", "--prefix", *where, str(SCRIPTS / "speaks.py"), cwd=tmp_path)
+    assert done.returncode == 3
+    for rank in range(2):
+        assert re.search(rf"^\[{rank}\].*rank {rank}: first$", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.skipif(not horovod_is_installed(), reason="Horovod is not installed.")
+def test_a_stopped_rank_of_horovodrun_is_named(tmp_path, monkeypatch):
+    """The launcher did not start it, and finds it by its signs of life."""
+    monkeypatch.setenv("TFREP_TIMEOUT", "10")
+    done = tfrep("run", "--hosts", "localhost:2", str(SCRIPTS / "dies.py"), "stop", cwd=tmp_path)
+    assert done.returncode == 124
+    assert re.search(r"Rank 1 is stopped \(state T\), for \d+ seconds by now; all ranks were ended\.", done.stderr)
 
 
 def test_a_module_runs_as_python_would_run_it(project):
@@ -171,6 +201,11 @@ def ranks_of(word: str) -> list[psutil.Process]:
     ("arguments", "named"),
     [
         (["-n", "0", "script.py"], "num_replicas=0"),
+        (["-n", "100000", "script.py"], "num_replicas=100000"),
+        (["--hosts", "a:" + "1" * 5000, "script.py"], "hosts='a:111"),
+        (["--nnodes", "2", "--node-rank", "0", "--rendezvous", "a:" + "1" * 5000, "script.py"], "rendezvous='a:111"),
+        (["--workers", "100000", "--strategy", "parameter-server", "script.py"], "workers=100000"),
+        (["s" * 5000], "script='sss"),
         (["-n", "2", "missing.py"], "script='missing.py'"),
         (["--strategy", "mirorred", "script.py"], "strategy='mirorred'"),
         (["--communicator", "mpi", "script.py"], "communicator='mpi'"),
@@ -185,7 +220,7 @@ def ranks_of(word: str) -> list[psutil.Process]:
         (["--communicator", "tf", "--strategy", "mirrored", "script.py"], "strategy='mirrored'"),
         (["--workers", "2", "--strategy", "mirrored", "script.py"], "that is for --strategy parameter-server."),
         (["--servers", "1", "script.py"], "no --servers."),
-        (["--max-restarts", "0", "--strategy", "multi-worker", "script.py"], "no --max-restarts."),
+        (["--max-restarts", "-1", "--strategy", "multi-worker", "script.py"], "max_restarts=-1"),
         (["--strategy", "parameter_server", "script.py"], "mirrored, parameter-server."),
         (["--log-dir", "script.py/logs", "script.py"], "log_dir='script.py/logs'"),
     ],

@@ -1,4 +1,4 @@
-"""What README shows works, as it stands there."""
+"""What README and the pages in `docs` show works, as it stands there."""
 
 from __future__ import annotations
 
@@ -17,10 +17,26 @@ _REPOSITORY = Path(__file__).resolve().parent.parent
 _README = (_REPOSITORY / "README.md").read_text("utf-8")
 
 
+_PAGES = [*_REPOSITORY.glob("*.md"), *_REPOSITORY.glob("docs/**/*.md")]
+
+_MAKE_MODEL = """
+def make_model():
+    return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10, "softmax")])
+"""
+"""What `docs/callbacks.md` leaves to the reader."""
+
+
+def _python_blocks(text):
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
 def test_python_blocks_run_in_order(tmp_path):
-    code = "\n".join(re.findall(r"```python\n(.*?)```", _README, re.DOTALL))
+    first, *others = _python_blocks(_README)
+    of_callbacks = _python_blocks((_REPOSITORY / "docs" / "callbacks.md").read_text("utf-8"))
+    measured, warmed_up, _ = of_callbacks  # The third needs wandb: tests/callbacks/test_trackers.py runs its like.
+    blocks = [first, _MAKE_MODEL, measured, warmed_up, *others]  # In one process, which is cheaper than two.
     script = tmp_path / "readme.py"
-    script.write_text(code + '\nprint("all of README ran")\n', "utf-8")
+    script.write_text("\n".join([*blocks, 'print("all of README ran")\n']), "utf-8")
     path = os.pathsep.join(entry for entry in sys.path if entry)
     done = subprocess.run(
         [sys.executable, str(script)],
@@ -33,7 +49,8 @@ def test_python_blocks_run_in_order(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "all of README ran"
-    assert (tmp_path / "model.keras").exists()
+    for written in ("model.keras", "throughput.png", "log.csv"):
+        assert (tmp_path / written).exists(), written
 
 
 @pytest.mark.parametrize("line", re.findall(r"^tfrep run .*?(?=\s*(?:#|$))", _README, re.MULTILINE))
@@ -44,6 +61,7 @@ def test_run_lines_parse(line):
     assert context.params["num_replicas"] in (2, 8)
 
 
-def test_linked_files_exist():
-    for target in re.findall(r"\]\(([^)#:]+)\)", _README):
-        assert (_REPOSITORY / target).exists(), target
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.relative_to(_REPOSITORY).as_posix())
+def test_linked_files_exist(page):
+    for target in re.findall(r"\]\(([^)#:]+)[#)]", page.read_text("utf-8")):
+        assert (page.parent / target).exists(), target

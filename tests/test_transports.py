@@ -41,6 +41,17 @@ def test_auto(horovod, gpus, reachable, expected, reason, hint):
     assert bool(hint) == bool(choice.hint)
 
 
+@pytest.mark.parametrize("gpus", [True, False])
+def test_auto_where_servers_are_open_to_everybody(gpus):
+    choice = choose_communicator(GLOO, gpus=gpus, open_because="another system")
+    assert (choice.communicator, choice.hint) == ("horovod", "")
+    choice = choose_communicator(None, gpus=gpus, open_because="another system")
+    assert choice.communicator == "tf"
+    assert "has your rights (another system)" in choice.reason
+    assert "tfrep horovod install" in choice.hint
+    assert choose_communicator(GLOO, gpus=gpus, reachable=["tf"], open_because="another system").communicator == "tf"
+
+
 @pytest.mark.parametrize(
     ("horovod", "gpus", "expected", "warned"),
     [(GLOO, True, "tf", 1), (NCCL, True, "horovod", 0), (GLOO, False, "horovod", 0), (None, True, "tf", 0)],

@@ -26,15 +26,16 @@ def _sleep(strategy):
     time.sleep(60)
 
 
-@pytest.mark.parametrize("communicator", ["tf", "horovod"])
-def test_pool_keeps_its_processes_and_recovers(worker_pool, communicator):
+@pytest.mark.parametrize(
+    ("communicator", "work", "limit", "said"),
+    [("tf", _fail_on_one, 120.0, "rank 1 is unwell"), ("horovod", _sleep, 1.0, "Rank 0 did not finish")],
+)
+def test_pool_keeps_its_processes_and_recovers(worker_pool, communicator, work, limit, said):
     pool = worker_pool(communicator, 2)
     first = pool.run(_sum_of_ranks, 3)
     assert [total for total, _ in first] == [3, 3]
     assert pool.run(_sum_of_ranks, 3) == first
-    with pytest.raises(WorkerFailure, match="rank 1 is unwell"):
-        pool.run(_fail_on_one)
+    with pytest.raises(WorkerFailure, match=said):
+        pool.run(work, limit=limit)
     assert not any(psutil.pid_exists(pid) for _, pid in first)
-    with pytest.raises(WorkerFailure, match="Rank 0 did not finish"):
-        pool.run(_sleep, limit=1.0)
     assert [total for total, _ in pool.run(_sum_of_ranks, 5)] == [5, 5]

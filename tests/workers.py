@@ -50,13 +50,16 @@ class WorkerPool:
         self._stack = contextlib.ExitStack()
         self._connections: list[Connection] = []
 
-    def run(self, fn: Callable[..., Any], *args: Any, limit: float = 120.0) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], *args: Any, limit: float = 120.0, meanwhile: Callable[[], Any] = lambda: None
+    ) -> list[Any]:
         """Calls `fn(strategy, *args)` on every rank at once.
 
         Args:
             fn: Travels by value, together with what its module defines.
             *args: Picklable arguments, the same for every rank.
             limit: Seconds after which all ranks are killed.
+            meanwhile: Is called in this process while the ranks work.
 
         Returns:
             What it returned, by rank.
@@ -73,6 +76,11 @@ class WorkerPool:
         request = cloudpickle.dumps((fn, args))
         for connection in self._connections:
             connection.send_bytes(request)
+        try:
+            meanwhile()
+        except BaseException:
+            self.close()  # Nobody would take the answers.
+            raise
         return self._collect(limit)
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from tfrep_strategy._lazy import names_loaded_when_used
 from tfrep_strategy._version import __version__
+from tfrep_strategy.old_spellings import OF_PACKAGE
 
 if TYPE_CHECKING:
     from tfrep_strategy.clusters.resolver import local_cluster
@@ -55,7 +56,7 @@ else:
             "replica_id",
         ],
         "communicators": ["Communicator"], "environments": ["Environment", "register_environment"],
-        "keras_integration.dataset_creator": ["DatasetCreator"],
+        "keras_integration.dataset_creator": ["DatasetCreator"], "transports": ["register_communicator"],
         "keras_integration.timed_checkpoint": ["TimedCheckpoint"],
         "replicator": [
             "InputContext", "InputReplicationMode", "MultiGpuReplicator", "MultiWorkerReplicator",
@@ -65,8 +66,7 @@ else:
         "sidecar_evaluator": ["SidecarEvaluator"], "strategies.auto": ["auto_strategy"],
         "strategies.logical_devices": ["logical_device"], "strategies.mirrored": ["MirroredStrategy", "use_logical_cpus"],
         "strategies.multi_worker": ["MultiWorkerStrategy"], "strategies.parameter_server": ["ParameterServerStrategy"],
-        "transports": ["register_communicator"],
-    })  # fmt: skip
+    }, OF_PACKAGE)  # fmt: skip
 
 __all__ = [
     "Communicator", "DatasetCreator", "Environment", "InputContext", "InputReplicationMode", "MirroredStrategy",

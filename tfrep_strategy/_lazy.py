@@ -9,7 +9,7 @@ from typing import Any
 
 
 def names_loaded_when_used(
-    package: str, names: Mapping[str, Sequence[str]]
+    package: str, names: Mapping[str, Sequence[str]], old_names: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Makes the two functions by which Python asks a package for names that it does not have yet.
 
@@ -19,6 +19,7 @@ def names_loaded_when_used(
     Args:
         package: The package's `__name__`.
         names: The public names, by the module of the package that has them.
+        old_names: What the error says of names of older years.
 
     Returns:
         The package's `__getattr__` and `__dir__`.
@@ -33,6 +34,9 @@ def names_loaded_when_used(
         if name in module_of:
             namespace[name] = getattr(import_module(module_of[name]), name)
             return namespace[name]
+        if old_names and name in old_names:
+            text = f"module {package!r} has no attribute {name!r}.\nHint: {old_names[name]}"
+            raise AttributeError(text, name=name, obj=sys.modules[package])
         module = f"{package}.{name}"
         if not name.startswith("_"):  # Those are what tools ask every module for.
             try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,7 +48,8 @@ NcclAllReduce = _private("distribute.cross_device_ops", "NcclAllReduce")
 
 # NCCL between the GPUs of one process, and the dtypes that its operation takes.
 nccl_all_sum = _private("ops.nccl_ops", "all_sum")
-_nccl_operation = _private("framework.op_def_registry", "get")("NcclAllReduce")
+operation_definition = _private("framework.op_def_registry", "get")
+_nccl_operation = operation_definition("NcclAllReduce")
 NCCL_DTYPES = frozenset(
     tf.as_dtype(dtype) for attr in _nccl_operation.attr if attr.name == "T" for dtype in attr.allowed_values.list.type
 )
@@ -70,6 +72,9 @@ default_graph_stack = _private("framework.ops", "_default_graph_stack")
 # Graphs of branches and loop bodies.
 BranchGraph = _private("ops.control_flow_v2_func_graphs", "ControlFlowFuncGraph")
 
+_trace = _private("framework.func_graph", "func_graph_from_py_func")
+_unwrap = _private("util.tf_decorator", "unwrap")
+
 # AutoGraph does not convert the functions of this package, just as it does not convert TensorFlow's own.
 autograph_rules = _private("autograph.core", "config")
 autograph_rules.CONVERSION_RULES = (autograph_rules.DoNotConvert("tfrep_strategy"), *autograph_rules.CONVERSION_RULES)
@@ -84,6 +89,27 @@ xla_gpu_kernel_names = _private("util.pywrap_xla_ops", "get_gpu_kernel_names")
 auto_shard_dataset = _private("distribute.input_ops", "auto_shard_dataset")
 OwnedIterator = _private("data.ops.iterator_ops", "OwnedIterator")
 OwnedMultiDeviceIterator = _private("data.ops.multi_device_iterator_ops", "OwnedMultiDeviceIterator")
+dataset_from_tensors = _private("data.util.structure", "from_tensor_list")
+dataset_to_tensors = _private("data.util.structure", "to_tensor_list")
+
+
+class dataset_kinds:  # noqa: N801 It is used as a module is.
+    """The classes of data sets, by what makes them."""
+
+    Batch = _private("data.ops.batch_op", "_BatchDataset")
+    Map = _private("data.ops.map_op", "_MapDataset")
+    Options = _private("data.ops.dataset_ops", "_OptionsDataset")
+    ParallelBatch = _private("data.ops.batch_op", "_ParallelBatchDataset")
+    ParallelMap = _private("data.ops.map_op", "_ParallelMapDataset")
+    Prefetch = _private("data.ops.prefetch_op", "_PrefetchDataset")
+    Repeat = _private("data.ops.repeat_op", "_RepeatDataset")
+    Shuffle = _private("data.ops.shuffle_op", "_ShuffleDataset")
+    Skip = _private("data.ops.skip_op", "_SkipDataset")
+    Take = _private("data.ops.take_op", "_TakeDataset")
+    Tensor = _private("data.ops.from_tensors_op", "_TensorDataset")
+    Zip = _private("data.ops.zip_op", "_ZipDataset")
+
+
 enumerate_registry = _private("autograph.operators.py_builtins", "enumerate_registry")
 zip_registry = _private("autograph.operators.py_builtins", "zip_registry")
 
@@ -172,6 +198,16 @@ def run_independently(operation: Any) -> None:
     manager = getattr(operation, "graph", None) and operation.graph.experimental_acd_manager
     if manager is not None:
         manager.run_independently(operation)
+
+
+def traced_function(graph: Any) -> Any:
+    """Returns the Python function whose operations this thread is adding to a graph; None if there is none."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _trace.__code__ and frame.f_locals.get("func_graph") is graph:
+            return _unwrap(frame.f_locals["python_func"])[1]
+        frame = frame.f_back
+    return None
 
 
 @contextlib.contextmanager

@@ -56,32 +56,44 @@ def cut(batch: Any, num_parts: int, index: int) -> Any:
     """
 
     def cut_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, tf.SparseTensor):
-            start, stop = _bounds(leaf.dense_shape[0], num_parts, index)
-            rest = leaf.dense_shape[1:]
-            part = tf.sparse.slice(
-                leaf,
-                tf.concat([[start], tf.zeros_like(rest)], 0),
-                tf.concat([[stop - start], rest], 0),
-            )
-            if leaf.shape.rank is None:
-                return part
-            # tf.sparse.slice loses the static dimensions.
-            known = [part.dense_shape[i] if size is None else size for i, size in enumerate([None, *leaf.shape[1:]])]
-            return tf.SparseTensor(part.indices, part.values, tf.stack(known))
-        if isinstance(leaf, tf.RaggedTensor):
-            start, stop = _bounds(leaf.nrows(), num_parts, index)
-            return leaf[start:stop]
-        if not tf.is_tensor(leaf) or leaf.dtype == tf.variant or leaf.shape.rank == 0:
-            return leaf
-        rows = leaf.shape[0] if leaf.shape.rank else None
-        start, stop = _bounds(tf.shape(leaf)[0] if rows is None else rows, num_parts, index)
-        return leaf[start:stop]
+        rows = _num_rows(leaf)
+        return leaf if rows is None else _rows(leaf, *bounds(rows, num_parts, index))
 
     return batch if num_parts == 1 else tf.nest.map_structure(cut_leaf, batch)
 
 
-def _bounds(rows: Any, num_parts: int, index: int) -> tuple[Any, Any]:
+def take_rows(batch: Any, start: Any, stop: Any) -> Any:
+    """Returns the rows from `start` to before `stop` of a nest of dense, sparse or ragged tensors, all of which have them."""
+    return tf.nest.map_structure(lambda leaf: _rows(leaf, start, stop), batch)
+
+
+def _num_rows(leaf: Any) -> Any:
+    """Returns the number of rows of a tensor of a batch: an integer if it is known, else a scalar; None if it has no rows."""
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows()
+    if not tf.is_tensor(leaf) or leaf.dtype == tf.variant or leaf.shape.rank == 0:
+        return None
+    rows = leaf.shape[0] if leaf.shape.rank else None
+    return tf.shape(leaf)[0] if rows is None else rows
+
+
+def _rows(leaf: Any, start: Any, stop: Any) -> Any:
+    if not isinstance(leaf, tf.SparseTensor):
+        return leaf[start:stop]
+    start, stop = tf.cast(start, tf.int64), tf.cast(stop, tf.int64)
+    rest = leaf.dense_shape[1:]
+    part = tf.sparse.slice(leaf, tf.concat([[start], tf.zeros_like(rest)], 0), tf.concat([[stop - start], rest], 0))
+    if leaf.shape.rank is None:
+        return part
+    # tf.sparse.slice loses the static dimensions.
+    known = [part.dense_shape[i] if size is None else size for i, size in enumerate([None, *leaf.shape[1:]])]
+    return tf.SparseTensor(part.indices, part.values, tf.stack(known))
+
+
+def bounds(rows: Any, num_parts: int, index: int) -> tuple[Any, Any]:
+    """Returns the first row of a part and the one after its last, as integers or as scalars of the dtype of `rows`."""
     base, longer = rows // num_parts, rows % num_parts
 
     def bound(i: int) -> Any:

@@ -30,8 +30,9 @@ _ON_PROCESSES = ("auto", "multi-worker")
 _IN_STEP = (*_ON_PROCESSES, "mirrored")
 _ON_SERVERS = ("parameter-server",)
 _STRATEGIES_WITH = {
-    "num_replicas": _IN_STEP, "communicator": _ON_PROCESSES, "hosts": _ON_PROCESSES,
-    "workers": _ON_SERVERS, "servers": _ON_SERVERS, "max_restarts": _ON_SERVERS,
+    "num_replicas": _IN_STEP, "communicator": _ON_PROCESSES, "hosts": _ON_PROCESSES, "prefix": _ON_PROCESSES,
+    "nnodes": _ON_PROCESSES, "node_rank": _ON_PROCESSES, "rendezvous": _ON_PROCESSES,
+    "backup_dir": _IN_STEP, "workers": _ON_SERVERS, "servers": _ON_SERVERS, "max_restarts": (*_IN_STEP, *_ON_SERVERS),
 }  # fmt: skip
 """Which strategies an option of `tfrep run` is for."""
 
@@ -93,20 +94,34 @@ def run(
     ] = "auto",
     communicator: Annotated[str, typer.Option(help="auto, horovod, tf or the name of an installed transport.")] = "auto",
     hosts: Annotated[str | None, typer.Option(help="Machines to run on, through horovodrun: host1:4,host2:4.")] = None,
+    nnodes: Annotated[int | None, typer.Option(help="Start this command on as many machines, with -n for each.")] = None,
+    node_rank: Annotated[int | None, typer.Option(help="With --nnodes: the number of this machine, from 0.")] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="With --nnodes: where machine 0 listens, as the others reach it.")
+    ] = None,
     log_dir: Annotated[
         Path | None, typer.Option(help="Folder for the output of other ranks than 0, of workers and servers; else a temporary one.")
     ] = None,
+    prefix: Annotated[bool, typer.Option("--prefix", help="Show the output of all ranks, each line with its rank.")] = False,
     as_module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
     workers: Annotated[int, typer.Option(help="parameter-server: how many workers.")] = 2,
     servers: Annotated[int, typer.Option(help="parameter-server: how many servers.")] = 1,
     max_restarts: Annotated[
-        int, typer.Option(help="parameter-server: how often all is started again after a server was lost.")
+        int, typer.Option(help="How often all is started again after a rank, or a parameter server, was lost.")
     ] = 0,
+    backup_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder in which each fit is backed up, to go on from when the run is started again; with --max-restarts by"
+            " default one beside the logs."
+        ),
+    ] = None,
 ) -> None:
     """Run a Keras script, which need not know about strategies, on several replicas.
 
     Everything after SCRIPT belongs to the script.
     """
+    from tfrep_strategy.processes.nodes import Node
     from tfrep_strategy.running import Options, RunFailed, run_script
 
     own_arguments = arguments or []
@@ -122,7 +137,11 @@ def run(
         except KeyboardInterrupt:
             raise typer.Exit(_INTERRUPTED) from None
         raise typer.Exit(0 if failure is None else failure.exit_code)
-    options = Options(num_replicas, strategy=strategy, communicator=communicator, hosts=hosts, log_dir=log_dir)
+    node = Node.of(rank=node_rank, count=nnodes, rendezvous=rendezvous)
+    options = Options(
+        num_replicas, strategy=strategy, communicator=communicator, hosts=hosts, log_dir=log_dir, prefix=prefix, node=node,
+        max_restarts=max_restarts, backup_dir=backup_dir,
+    )  # fmt: skip
     try:
         run_script(script, own_arguments, options, as_module=as_module)
     except RunFailed as failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -9,13 +10,17 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import auto_shard_dataset
 from tfrep_strategy.agreement import Agreement
-from tfrep_strategy.batches import as_element, cut, in_turn, shard
+from tfrep_strategy.batches import cut, in_turn
 from tfrep_strategy.distributed_iterator import Pipeline, Reading, ReplicaIterator, host_of, support_loops
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.pipelines.own_part import Place, cut_low, cutting
 
 _PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
+_POLICIES = tf.data.experimental.AutoShardPolicy
+_OF_EACH = (_POLICIES.FILE, _POLICIES.OFF)
+"""The policies with which each process reads a pipeline of its own."""
 _STEPS_AHEAD = 2
 """How many steps are cut ahead."""
 
@@ -114,19 +119,24 @@ class LocalReplicas(NamedTuple):
 
 
 def distribute(
-    dataset: tf.data.Dataset, replicas: LocalReplicas, options: tf.distribute.InputOptions | None = None
+    dataset: tf.data.Dataset,
+    replicas: LocalReplicas,
+    options: tf.distribute.InputOptions | None = None,
+    first_batch: FirstBatch | None = None,
 ) -> ReplicaDataset:
     """Spreads a data set of global batches over the replicas.
 
     By default every process reads the same pipeline and takes its parts of each batch. The steps are then exactly those of
-    one device. With the `auto_shard_policy` `FILE` each process reads its own files; with `OFF` each process reads all data
-    of its data set. Their batches are then cut into per-replica batches.
+    one device. Each process computes only what its parts need, as far as that is known (`pipelines.own_part`). With the
+    `auto_shard_policy` `FILE` each process reads its own files; with `OFF` each process reads all data of its data set. Their
+    batches are then cut into per-replica batches.
 
     Args:
         dataset: A data set of global batches.
         replicas: The replicas of this process. Their agreement is used if each process reads its own data, or if the number
             of batches is unknown (`UNKNOWN_CARDINALITY`, on all processes or on none).
         options: The devices to move batches to, and how far ahead.
+        first_batch: Notes the first batch of a pipeline that all processes read.
 
     Returns:
         A `ReplicaDataset`.
@@ -147,24 +157,23 @@ def distribute(
     spec = dataset.element_spec
     devices, buffer = _destinations(replicas, options, spec)
     policy = dataset.options().experimental_distribute.auto_shard_policy
-    policies = tf.data.experimental.AutoShardPolicy
-    if agreement.size > 1 and policy in (policies.FILE, policies.OFF):
-        if policy == policies.FILE:
+    if agreement.size > 1 and policy in _OF_EACH:
+        if policy == _POLICIES.FILE:
             dataset = auto_shard_dataset(dataset, agreement.size, agreement.rank, replicas.total)
         dataset = in_turn(dataset, lambda batch: [cut(batch, replicas.total, i) for i in range(replicas.total)])
         pipeline = Pipeline(dataset, host_of(devices[0]), devices if buffer else (), buffer)
         own = ReplicaDataset([pipeline], Reading(devices, agreement), int(tf.data.UNKNOWN_CARDINALITY))
-        own.steps_per_batch = replicas.total if policy == policies.OFF else None
+        own.steps_per_batch = replicas.total if policy == _POLICIES.OFF else None
         return own
-    if buffer:
+    shards = _cut(dataset, Place(replicas.total, replicas.first, count), agreement, options, first_batch)
+    if buffer and count > 1:
         # Each part is an element of its own; TensorFlow's iterator sends the elements to the devices in turn.
-        parts = range(replicas.first, replicas.first + count)
-        dataset = in_turn(dataset, lambda batch: [shard(batch, replicas.total, part, 1) for part in parts])
-    else:
-        dataset = _cut_ahead(dataset, lambda batch: shard(batch, replicas.total, replicas.first, count), options)
+        shards = in_turn(shards, lambda step: [Shards((part,), step.total) for part in step.parts])
     may_end_anywhere = agreement.size > 1 and cardinality == tf.data.UNKNOWN_CARDINALITY
-    pipeline = Pipeline(dataset, host_of(devices[0]), devices if buffer else (), buffer)
-    return ReplicaDataset([pipeline], Reading(devices, agreement if may_end_anywhere else None), cardinality)
+    pipeline = Pipeline(shards, host_of(devices[0]), devices if buffer else (), buffer)
+    distributed = ReplicaDataset([pipeline], Reading(devices, agreement if may_end_anywhere else None), cardinality)
+    distributed.first_batch = first_batch
+    return distributed
 
 
 def distribute_from_function(
@@ -262,24 +271,41 @@ def _destinations(
     return devices, 1 if options is None else options.experimental_per_replica_buffer_size
 
 
-def _cut_ahead(
-    dataset: tf.data.Dataset, cut_batch: Callable[[Any], Shards], options: tf.distribute.InputOptions | None
+def _cut(
+    dataset: tf.data.Dataset,
+    place: Place,
+    agreement: Agreement,
+    options: tf.distribute.InputOptions | None,
+    first_batch: FirstBatch | None,
 ) -> tf.data.Dataset:
     """Cuts batches in the background, unless the options forbid reading ahead."""
-    spec = dataset.element_spec
-
-    @tf.autograph.experimental.do_not_convert
-    def cut_element(*components: Any) -> Shards:
-        return cut_batch(as_element(spec, components))
-
     no_buffer = options is not None and options.experimental_per_replica_buffer_size == 0
     if no_buffer or dataset.options().experimental_optimization.inject_prefetch is False:
         # By default TensorFlow would run the map ahead and keep its results.
         at_once = tf.data.Options()
         at_once.experimental_optimization.map_parallelization = False
         at_once.experimental_optimization.inject_prefetch = False
-        return dataset.map(cut_element).with_options(at_once)
-    return dataset.map(cut_element, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(_STEPS_AHEAD)
+        noted = dataset if first_batch is None else first_batch.noted(dataset)
+        return noted.map(cutting(dataset.element_spec, place)).with_options(at_once)
+    if agreement.size == 1 or not tf.executing_eagerly():
+        shards = dataset.map(cutting(dataset.element_spec, place), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        return shards.prefetch(_STEPS_AHEAD)
+    cut = cut_low(dataset, place, first_batch)
+    if cut.reason and not cut.is_of_examples and agreement.rank == 0:
+        warnings.warn(f"Each process computes examples that others need: {cut.reason}.", stacklevel=2)
+    return cut.dataset.prefetch(_STEPS_AHEAD)
+
+
+def explain(dataset: tf.data.Dataset, replicas: LocalReplicas) -> str:
+    """Says which operations of a data set a process computes for its own examples only, and why not the others."""
+    if replicas.agreement.size == 1:
+        return "One process reads the data set and computes all of it."
+    if dataset.options().experimental_distribute.auto_shard_policy in _OF_EACH:
+        return "Each process reads a pipeline of its own."
+    cut = cut_low(dataset, Place(replicas.total, replicas.first, len(replicas.devices)), None)
+    own = ", ".join(cut.above) or "nothing"
+    said = f"Each of {replicas.agreement.size} processes computes for its own examples only: {own}."
+    return f"{said} It computes the rest for all: {cut.reason}." if cut.reason else said
 
 
 def _cardinality(dataset: tf.data.Dataset) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import runtime_has_started
-from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.errors import ConfigurationError, message, shown
 from tfrep_strategy.nvidia import driver_gpus
 
 
@@ -50,7 +50,7 @@ def take_own_gpu(local_rank: int, local_size: int) -> None:
         return
     visible = tf.config.get_visible_devices("GPU")
     if not visible:
-        warn_of_unseen_gpus(stacklevel=4)
+        warn_of_unseen_gpus(stacklevel=5)
         return
     own = own_gpu(len(visible), local_rank, local_size)
     if own is not None:
@@ -60,7 +60,7 @@ def take_own_gpu(local_rank: int, local_size: int) -> None:
         warnings.warn(
             f"This process sees {len(visible)} GPUs, and its one replica uses the first.\n"
             f"Hint: `tfrep run -n {len(visible)}` starts a process for each; MirroredStrategy() uses all from one process.",
-            stacklevel=3,
+            stacklevel=4,
         )
     if local_size > 1:
         for gpu in visible:
@@ -144,6 +144,6 @@ def full_name(device: str) -> str:
     name = names.get(str(device).upper().rpartition("DEVICE:")[2].lstrip("/"))
     if name is None:
         raise ConfigurationError(
-            message(f"There is no device {device!r}.", hint=f"this process has {', '.join(names)}.", device=device)
+            message(f"There is no device {shown(device)}.", hint=f"this process has {', '.join(names)}.", device=device)
         )
     return name

@@ -29,7 +29,9 @@ from tfrep_strategy.nvidia import (
     nccl_problem,
     pairs_without_peer_access,
 )
-from tfrep_strategy.processes.identity import free_ports, horovod_is_installed
+from tfrep_strategy.processes.identity import horovod_is_installed
+from tfrep_strategy.rendezvous.confinement import problem_of_confining
+from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.running import launch
 from tfrep_strategy.startup_log import quiet_start
 from tfrep_strategy.transports import choose_communicator, horovod_transports, installed_communicators
@@ -92,8 +94,9 @@ def examine(*, self_test: bool = True) -> Report:
         *of_tensorflow,
         _horovod(),
         _nccl(),
-        Finding('"auto"', choose_communicator(horovod_transports(), gpus=gpus_are_visible()).describe()),
+        _auto(),
         _tried("Environment", lambda: detect_environment().describe()),
+        _ports(problem_of_confining()),
         _tried("Free ports", lambda: ", ".join(str(port) for port in free_ports(2)) + " on the loopback interface"),
     ]
     if self_test:
@@ -234,6 +237,16 @@ def _horovod() -> Finding:
         found.describe().removeprefix("Horovod").lstrip(": "),
         ok=None if found.version is None else not found.problem,
     )
+
+
+def _auto() -> Finding:
+    choice = choose_communicator(horovod_transports(), gpus=gpus_are_visible(), open_because=problem_of_confining())
+    return Finding('"auto"', choice.describe())
+
+
+def _ports(problem: str | None) -> Finding:
+    """Tells whether TensorFlow's servers can be kept to the machines of a run."""
+    return Finding("TensorFlow's ports", f"open to everybody: {problem}" if problem else "confined to the run", ok=not problem)
 
 
 def _nccl() -> Finding:

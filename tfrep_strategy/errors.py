@@ -10,6 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
+LONGEST_SECONDS = 30 * 24 * 3600
+"""The longest time that a setting may name. The system's calls refuse what is much longer."""
+
+_LONGEST_VALUE = 500
+
 
 class TfrepError(Exception):
     """Base class of this package's exceptions."""
@@ -60,10 +65,38 @@ def message(what: str, hint: Any = None, **received: Any) -> str:
     """
     text = what
     if received:
-        text += " Received: " + ", ".join(f"{name}={value!r}" for name, value in received.items())
+        text += " Received: " + ", ".join(f"{name}={shown(value)}" for name, value in received.items())
     if hint:
         text += f"\nHint: {hint}"
     return text
+
+
+def shown(value: Any) -> str:
+    """Returns what a message shows of a value: its `repr`, shortened.
+
+    Args:
+        value: The value.
+
+    Example:
+        >>> shown(["a", 1])
+        "['a', 1]"
+    """
+    try:
+        text = repr(value)
+    except Exception:  # It is nested too deeply, has too many digits, or is broken.
+        return f"<{type(value).__name__} that cannot be shown>"
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
+    """Returns a text, of which the middle is left out where it is long.
+
+    Example:
+        >>> shortened("12345")
+        '12345'
+    """
+    half = _LONGEST_VALUE // 2
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:half]}...{text[-half:]} ({len(text)} characters)"
 
 
 def is_count(value: Any, minimum: int = 1, maximum: int | None = None) -> bool:
@@ -112,7 +145,7 @@ def check_count(what: str, minimum: int = 1, maximum: int | None = None, **setti
 
 
 def check_seconds(**setting: Any) -> None:
-    """Refuses a time that is not a positive number of seconds.
+    """Refuses a time that is not a positive number of seconds, of 30 days at most.
 
     Args:
         **setting: One setting, as `name=value`.
@@ -125,10 +158,9 @@ def check_seconds(**setting: Any) -> None:
         Traceback (most recent call last):
         ...
         tfrep_strategy.errors.ConfigurationError: timeout must be a positive number of seconds. Received: timeout=-1
-        Hint: use a number such as 60.
+        Hint: use a number such as 60, up to 2592000.
     """
     ((name, value),) = setting.items()
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ConfigurationError(
-            message(f"{name} must be a positive number of seconds.", hint="use a number such as 60.", **setting)
-        )
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= LONGEST_SECONDS:
+        hint = f"use a number such as 60, up to {LONGEST_SECONDS}."
+        raise ConfigurationError(message(f"{name} must be a positive number of seconds.", hint=hint, **setting))

@@ -203,7 +203,7 @@ class FirstBatch:
 
     def __init__(self, compare: Callable[[Fingerprint], None]) -> None:
         self._compare: Callable[[Fingerprint], None] | None = compare
-        self._fingerprint = Fingerprint({})
+        self._noted: dict[str, Any] = {}
 
     def noted(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns a data set with the same elements that records its first batch. The batch is not read a second time."""
@@ -211,7 +211,7 @@ class FirstBatch:
 
         def note(*leaves: Any) -> np.bool_:
             if self._compare is not None:
-                self._fingerprint = Fingerprint(dict(zip(names, leaves, strict=True)))
+                self._noted = dict(zip(names, leaves, strict=True))
             return np.bool_(True)
 
         @tf.autograph.experimental.do_not_convert
@@ -224,6 +224,40 @@ class FirstBatch:
 
         return dataset.enumerate().map(passed_on)
 
+    def noted_rows(self, index: tf.Tensor, rows: tf.data.Dataset, number: tf.Tensor) -> tf.Tensor:
+        """Records the first batch before its examples are put together.
+
+        Args:
+            index: int64 scalar, the number of the batch.
+            rows: Its examples, which are read a second time only if `index` is 0.
+            number: Any tensor that is needed for the batch.
+
+        Returns:
+            `number`, which is there when the batch has been recorded.
+        """
+        names: list[str] = []
+
+        def note(row: Any, *leaves: Any) -> np.int64:
+            self._noted |= {f"row {row} of {name}": leaf for name, leaf in zip(names, leaves, strict=True)}
+            return np.int64(row)
+
+        @tf.autograph.experimental.do_not_convert
+        def note_row(_: Any, numbered: tuple[tf.Tensor, Any]) -> tf.Tensor:
+            row, example = numbered
+            leaves = [leaf for path in _leaves(example, "the first batch") for leaf in _tensors(*path)]
+            names[:] = [name for name, _ in leaves]
+            return tf.ensure_shape(tf.numpy_function(note, [row, *(tensor for _, tensor in leaves)], tf.int64), [])
+
+        start = tf.constant(0, tf.int64)
+
+        def note_once() -> tf.Tensor:
+            wanted = tf.ensure_shape(tf.numpy_function(lambda: np.bool_(self._compare is not None), [], tf.bool), [])
+            return tf.cond(wanted, lambda: rows.enumerate().reduce(start, note_row), lambda: start)
+
+        done = tf.cond(index == 0, note_once, lambda: start)
+        with tf.control_dependencies([done]):
+            return tf.identity(number)
+
     def check(self) -> None:
         """Compares the recorded batches of the ranks on the first call. All ranks must call it.
 
@@ -232,7 +266,7 @@ class FirstBatch:
         """
         compare, self._compare = self._compare, None
         if compare is not None:
-            compare(self._fingerprint)
+            compare(Fingerprint(self._noted))
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, tf.Tensor]]:

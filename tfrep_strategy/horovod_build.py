@@ -24,6 +24,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
 from tfrep_strategy.horovod_source import CHANGES, change_source
 from tfrep_strategy.nvidia import driver_cuda, find_nccl, nccl_problem, newer_major
+from tfrep_strategy.validation import made_folder
 
 HOROVOD_VERSION = "0.28.1"
 """The release that is built."""
@@ -117,7 +118,7 @@ def build_wheel(extras: Iterable[str] = (), cache_dir: str | os.PathLike[str] | 
         Path of the wheel.
 
     Raises:
-        ConfigurationError: An extra is unknown, or a tool that the build needs is missing.
+        ConfigurationError: An extra is unknown, the cache cannot be made, or a tool that the build needs is missing.
         TfrepError: The build failed. The message contains the first error and the path of the log.
 
     Example:
@@ -132,8 +133,7 @@ def build_wheel(extras: Iterable[str] = (), cache_dir: str | os.PathLike[str] | 
             raise ConfigurationError(
                 message("Unknown transport of Horovod.", hint="use nccl or mpi.", extra=extra)
             )
-    folder = _cache(cache_dir) / _key(chosen)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = made_folder("cache_dir", _cache(cache_dir) / _key(chosen))
     with FileLock(folder / "lock"):
         wheel = next(folder.glob("*.whl"), None)
         if wheel is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -98,13 +99,29 @@ def factory_of(name: str) -> Callable[[Any], Any]:
     return installed[name].load()
 
 
-def unknown_communicator(name: Any, known: Collection[str]) -> ConfigurationError:
-    """Returns the error for a name that is not known."""
+def wanted_communicator() -> str:
+    """Returns the communicator that `TFREP_COMMUNICATOR` names; without it "auto".
+
+    Raises:
+        ConfigurationError: This process knows no such name.
+
+    Example:
+        >>> wanted_communicator()
+        'auto'
+    """
+    name = os.environ.get("TFREP_COMMUNICATOR") or "auto"
+    if name not in OWN_COMMUNICATORS and name not in (known := communicator_names()):
+        raise unknown_communicator(name, known, setting="TFREP_COMMUNICATOR")
+    return name
+
+
+def unknown_communicator(name: Any, known: Collection[str], setting: str = "communicator") -> ConfigurationError:
+    """Returns the error for a name that is not known, of an argument or an environment variable."""
     return ConfigurationError(
         message(
             "Unknown communicator.",
             hint=f"use {', '.join(known)}; tfrep.register_communicator adds a name to this process.",
-            communicator=name,
+            **{setting: name},
         )
     )
 
@@ -138,7 +155,12 @@ class Choice:
 
 
 def choose_communicator(
-    horovod: Collection[str] | None, *, gpus: bool, reachable: Collection[str] = ("horovod", "tf"), size: int = 2
+    horovod: Collection[str] | None,
+    *,
+    gpus: bool,
+    reachable: Collection[str] = ("horovod", "tf"),
+    size: int = 2,
+    open_because: str | None = None,
 ) -> Choice:
     """Chooses the communicator for "auto", for `tfrep run`, the strategies and `tfrep doctor` alike.
 
@@ -150,6 +172,7 @@ def choose_communicator(
         reachable: The communicators that can connect the processes. A launcher can offer both. If a process knows the
             addresses of all others, it is "tf"; if it was started for Horovod, it is "horovod".
         size: How many processes take part.
+        open_because: Why everybody could connect to TensorFlow's servers on this machine; None if it can confine them.
 
     Returns:
         The choice.
@@ -170,6 +193,11 @@ def choose_communicator(
             hint = f"{install}, and `tfrep run --communicator tf` uses TensorFlow's."
             return Choice("horovod", f"{reason}. It has no NCCL, and sends everything through the CPU.", hint)
         return Choice("horovod", f"{reason}.")
+    if open_because:
+        if horovod is not None:
+            return Choice("horovod", f"everybody could connect to TensorFlow's servers here ({open_because}).")
+        hint = "`tfrep horovod install` installs Horovod, which uses the loopback interface only. See docs/security.md."
+        return Choice("tf", f"Horovod is not installed. Whoever reaches its ports has your rights ({open_because}).", hint)
     if horovod is None:
         return Choice("tf", "Horovod is not installed.")
     if slow:

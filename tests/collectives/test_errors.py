@@ -162,7 +162,7 @@ def test_no_such_root_or_member(run):
     for root in (2, -1, True):
         with pytest.raises(ConfigurationError, match=f"on replica 0: there is no such root.*root={root}"):
             run(lambda root=root: tfrep.broadcast(tf.ones(2), root))
-    for members in ([0, 2], [], [1, 1], [-1], ["0"]):
+    for members in ([0, 2], [], [1, 1], [-1], ["0"], [[0]], "01", 1, None):
         with pytest.raises(ConfigurationError, match="replicas="):
             run.strategy.new_group(members)
     group = run.strategy.new_group([1])

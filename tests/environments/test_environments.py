@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tfrep_strategy.environments import (
     Environment,
     HorovodEnvironment,
+    IndexedJobEnvironment,
     MpiEnvironment,
     SingleEnvironment,
     SlurmEnvironment,
     TfConfigEnvironment,
+    TorchrunEnvironment,
+    TrainJobEnvironment,
     _environments,
     detect_environment,
     identity_variables,
@@ -20,6 +28,7 @@ from tfrep_strategy.environments import (
 )
 from tfrep_strategy.environments.slurm import expand_counts, expand_nodes
 from tfrep_strategy.errors import ConfigurationError
+from tfrep_strategy.rendezvous.connections import free_ports
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +69,13 @@ SLURM = {
     "SLURM_JOB_ID": 42,
 }
 
+MASTER = {"MASTER_ADDR": "node1", "MASTER_PORT": 29500}
+TORCHRUN = {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, **MASTER}
+TRAIN_JOB = {
+    "PET_NODE_RANK": 1, "PET_NNODES": 2, "PET_NPROC_PER_NODE": 1, "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": 29400,
+}  # fmt: skip
+INDEXED_JOB = {"JOB_COMPLETION_INDEX": 1, "WORLD_SIZE": 3, **MASTER}
+
 PLACES = [
     # variables, class, rank, size, local rank, local size
     ({}, SingleEnvironment, 0, 1, 0, 1),
@@ -85,7 +101,21 @@ PLACES = [
     ({"SLURM_PROCID": 0, "SLURM_NTASKS": 4, "SLURM_JOB_ID": 1}, SingleEnvironment, 0, 1, 0, 1),
     ({"SLURM_PROCID": 0, "SLURM_NTASKS": 4, "SLURM_JOB_ID": 1, "SLURM_STEP_ID": 0}, SlurmEnvironment, 0, 4, 0, 4),
     ({"SLURM_PROCID": 0, "SLURM_NTASKS": 2, "SLURM_JOB_ID": 1, "PMI_RANK": 0, "PMI_SIZE": 2}, MpiEnvironment, 0, 2, 0, 2),
+    (TORCHRUN, TorchrunEnvironment, 3, 4, 1, 2),
+    ({"RANK": 1, "WORLD_SIZE": 2, **MASTER}, TorchrunEnvironment, 1, 2, 0, 1),
+    ({"RANK": 1, "WORLD_SIZE": 2, **MASTER, "MASTER_ADDR": "127.0.0.1"}, TorchrunEnvironment, 1, 2, 1, 2),
+    ({"RANK": 0, "WORLD_SIZE": 1}, TorchrunEnvironment, 0, 1, 0, 1),
+    ({"RANK": 1}, SingleEnvironment, 0, 1, 0, 1),
+    ({"WORLD_SIZE": 2, **MASTER}, SingleEnvironment, 0, 1, 0, 1),
+    (TRAIN_JOB, TrainJobEnvironment, 1, 2, 0, 1),
+    ({**TRAIN_JOB, "PET_NPROC_PER_NODE": "auto"}, TrainJobEnvironment, 1, 2, 0, 1),
+    (INDEXED_JOB, IndexedJobEnvironment, 1, 3, 0, 1),
+    ({"JOB_COMPLETION_INDEX": 0, "WORLD_SIZE": 1}, IndexedJobEnvironment, 0, 1, 0, 1),
     # Which one wins.
+    ({**TORCHRUN, **TRAIN_JOB, **INDEXED_JOB, "WORLD_SIZE": 4, **SLURM}, TorchrunEnvironment, 3, 4, 1, 2),
+    ({**TRAIN_JOB, **INDEXED_JOB}, TrainJobEnvironment, 1, 2, 0, 1),
+    ({**OPEN_MPI, **TORCHRUN}, MpiEnvironment, 2, 4, 0, 2),
+    ({**TORCHRUN, **tf_config({"worker": ["a:1"]})}, TfConfigEnvironment, 0, 1, 0, 1),
     ({**HOROVOD, **OPEN_MPI, **SLURM}, HorovodEnvironment, 3, 4, 1, 2),
     ({**OPEN_MPI, **SLURM, **tf_config({"worker": ["a:1"]})}, MpiEnvironment, 2, 4, 0, 2),
     ({**SLURM, **tf_config({"worker": ["a:1"]})}, TfConfigEnvironment, 0, 1, 0, 1),
@@ -105,35 +135,52 @@ def test_place(monkeypatch, variables, kind, rank, size, local_rank, local_size)
 
 REFUSED = [
     # variables, what the message names
-    ({"TF_CONFIG": "worker"}, "not JSON"),
-    ({"TF_CONFIG": "[1]"}, "lacks 'cluster'"),
-    ({"TF_CONFIG": '{"task": {"type": "worker", "index": 0}}'}, "lacks 'cluster'"),
-    ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'}, "lacks 'task'"),
+    ({"TF_CONFIG": "worker"}, "invalid JSON"),
+    ({"TF_CONFIG": "[1]"}, "TF_CONFIG=[1]"),
+    ({"TF_CONFIG": '{"task": {"type": "worker", "index": 0}}'}, "TF_CONFIG.cluster cannot be used: field required"),
+    ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'}, "TF_CONFIG.task cannot be used: field required"),
     (tf_config({"worker": ["a:1"]}, "wroker"), "type='wroker'"),
     (tf_config({"worker": ["a:1"], "ps": ["a:2"]}, "ps"), "has no rank"),
     (tf_config({"worker": ["a:1"], "evaluator": ["a:2"]}, "evaluator"), "has no rank"),
     (tf_config({"ps": ["a:1"]}), "not in the cluster"),
     (tf_config({"worker": ["a:1", "a:2"]}, index=2), "index=2"),
-    (tf_config({"worker": ["a:1", "a:2"]}, index=-1), "index=-1"),
-    (tf_config({"worker": ["a:1"]}, index="first"), "no integer index"),
-    (tf_config({"worker": "a:1"}), "not a list"),
+    (tf_config({"worker": ["a:1", "a:2"]}, index=-1), "task.index=-1"),
+    (tf_config({"worker": ["a:1"]}, index="first"), "task.index='first'"),
+    (tf_config({"worker": "a:1"}), "cluster.worker='a:1'"),
     (tf_config({"worker": ["a:1"], "chief": ["a:2", "a:3"]}, "chief"), "more than one chief"),
     (tf_config({"worker": ["a:1", "b:1", "a:1"]}), "ranks=[0, 2]"),
-    (tf_config({"worker": ["a:1", "b"]}), "address='b'"),
-    (tf_config({"worker": ["a:1", "b:port"]}), "address='b:port'"),
-    (tf_config({"worker": ["a:1", "b:99999"]}), "address='b:99999'"),
+    (tf_config({"worker": ["a:1", "b"]}), "addresses.1='b'"),
+    (tf_config({"worker": ["a:1", "b:port"]}), "addresses.1='b:port'"),
+    (tf_config({"worker": ["a:1", "b:99999"]}), "addresses.1='b:99999'"),
     ({"HOROVOD_RANK": 2, "HOROVOD_SIZE": 2}, "rank=2, size=2"),
     ({"HOROVOD_RANK": 0}, "HOROVOD_SIZE is missing"),
     ({"HOROVOD_RANK": "x", "HOROVOD_SIZE": 2}, "HOROVOD_RANK='x'"),
     ({**HOROVOD, "HOROVOD_LOCAL_SIZE": 8}, "local_size=8"),
     ({**HOROVOD, "HOROVOD_LOCAL_RANK": 2}, "local_rank=2"),
-    ({"HOROVOD_RANK": 0, "HOROVOD_SIZE": 0}, "size=0"),
+    ({"HOROVOD_RANK": 0, "HOROVOD_SIZE": 0}, "HOROVOD_SIZE='0'"),
     ({"OMPI_COMM_WORLD_RANK": 0}, "OMPI_COMM_WORLD_SIZE"),
     ({**SLURM, "SLURM_PROCID": 10}, "rank=10"),
     ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "tasks_per_node=[4, 4]"),
     ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(y2),2"}, "cannot read the tasks"),
     ({**SLURM, "SLURM_STEP_NODELIST": "node[01-"}, "cannot read the node list"),
     ({**SLURM, "SLURM_NODEID": 2}, "expected='node02'"),
+    ({**TORCHRUN, "RANK": 4}, "rank=4, size=4"),
+    ({"RANK": 1, "WORLD_SIZE": 2}, "MASTER_ADDR is missing"),
+    ({"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "a"}, "MASTER_PORT is missing"),
+    ({"RANK": 1, **MASTER}, "WORLD_SIZE is missing"),
+    ({**TORCHRUN, "MASTER_PORT": 99999}, "MASTER_PORT='99999'"),
+    ({**TORCHRUN, "LOCAL_RANK": 2}, "local_rank=2"),
+    ({"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, **MASTER}, "LOCAL_WORLD_SIZE is missing"),
+    ({"PET_NODE_RANK": 1}, "PET_NNODES is missing"),
+    ({"PET_NNODES": 2}, "PET_NODE_RANK is missing"),
+    ({**TRAIN_JOB, "PET_NNODES": "1:2"}, "PET_NNODES='1:2'"),
+    ({**TRAIN_JOB, "PET_NPROC_PER_NODE": 4}, "PET_NPROC_PER_NODE=4"),
+    ({**TRAIN_JOB, "PET_NPROC_PER_NODE": "all"}, "PET_NPROC_PER_NODE='all'"),
+    ({"PET_NODE_RANK": 1, "PET_NNODES": 2}, "PET_MASTER_ADDR is missing"),
+    ({"JOB_COMPLETION_INDEX": 1}, "WORLD_SIZE and MASTER_ADDR and MASTER_PORT must be set"),
+    ({"JOB_COMPLETION_INDEX": 1, "WORLD_SIZE": 2}, "MASTER_ADDR and MASTER_PORT must be set"),
+    ({**INDEXED_JOB, "JOB_COMPLETION_INDEX": 3}, "rank=3, size=3"),
+    ({**OPEN_MPI, "MASTER_ADDR": "a"}, "MASTER_PORT is missing"),
 ]
 
 
@@ -143,6 +190,75 @@ def test_refused(monkeypatch, variables, named):
     with pytest.raises(ConfigurationError) as caught:
         detect_environment()
     assert named in str(caught.value)
+
+
+RENDEZVOUS = [
+    (TORCHRUN, "node1:29500"),
+    ({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}, "node1:29501"),
+    (TRAIN_JOB, "job-node-0-0.job:29400"),
+    (INDEXED_JOB, "node1:29500"),
+    ({**OPEN_MPI, **MASTER}, "node1:29500"),
+    ({**OPEN_MPI, "PMIX_NAMESPACE": 7}, None),  # The job is on several machines.
+    ({"OMPI_COMM_WORLD_RANK": 1, "OMPI_COMM_WORLD_SIZE": 2}, None),
+    (HOROVOD, None),
+    (SLURM, None),
+]
+
+
+@pytest.mark.parametrize(("variables", "rendezvous"), RENDEZVOUS)
+def test_where_ranks_meet(monkeypatch, variables, rendezvous):
+    set_variables(monkeypatch, variables)
+    found = detect_environment()
+    assert found.rendezvous == rendezvous
+    assert found.can_tell_addresses == (rendezvous is not None or variables is SLURM)
+
+
+def test_jobs_of_one_machine_meet_on_ports_of_their_own(monkeypatch):
+    def rendezvous(job: int, rank: int) -> str:
+        own = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": 2, "PMIX_NAMESPACE": job}
+        set_variables(monkeypatch, own)
+        return detect_environment().rendezvous
+
+    assert rendezvous(705691649, 0) == rendezvous(705691649, 1)
+    assert rendezvous(705691649, 0) != rendezvous(705691650, 0)
+
+
+KINDS = {
+    "torchrun": {"RANK": "{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "{port}"},
+    "TrainJob": {"PET_NODE_RANK": "{rank}", "PET_NNODES": "2", "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": "{port}"},
+    "indexed Job": {"JOB_COMPLETION_INDEX": "{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "{port}"},
+    "MPI": {"PMI_RANK": "{rank}", "PMI_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "{port}"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_meet_to_get_addresses(kind, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("s" * 32)
+    secret.chmod(0o600)
+    (port,) = free_ports(1, "")
+    inherited = {name: value for name, value in os.environ.items() if name not in identity_variables()}
+    inherited |= {"TFREP_SECRET_FILE": str(secret), "PYTHONPATH": os.pathsep.join([*sys.path])}
+    program = Path(__file__).parent / "scripts" / "tells.py"
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, program],
+                    env=inherited | {name: value.format(rank=rank, port=port) for name, value in KINDS[kind].items()},
+                    stdout=subprocess.PIPE, text=True,
+                )  # fmt: skip
+            )
+            for rank in range(2)
+        ]
+        stack.callback(lambda: [rank.kill() for rank in ranks])
+        first, second = (json.loads(rank.communicate(timeout=60)[0]) for rank in ranks)
+    assert first["place"] == [kind, 0, 2]
+    assert second["place"] == [kind, 1, 2]
+    assert first["addresses"] == second["addresses"] == first["again"]
+    assert {address.rpartition(":")[0] for address in first["addresses"]} == {"127.0.0.1"}
+    assert len(set(first["addresses"])) == 2
+    assert first["hosts"] == ["127.0.0.1"] * 2
 
 
 NODES = [

@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.examples.folders import list_image_folder, write_image_folder
-from tfrep_strategy.examples.pictures import RETINA, SHAPES
+from tfrep_strategy.examples.pictures import LAYERS, RETINA, SHAPES
 
 
-@pytest.mark.parametrize("painters", [SHAPES, RETINA], ids=["shapes", "retina"])
+@pytest.mark.parametrize("painters", [SHAPES, LAYERS, RETINA], ids=["shapes", "layers", "retina"])
 def test_what_is_written_is_listed_and_decoded(tmp_path, painters):
     folder = list_image_folder(write_image_folder(tmp_path / "new" / "set", painters, per_class=3, size=40))
     assert folder.class_names == sorted(painters)
@@ -71,13 +71,25 @@ def test_an_empty_class(tmp_path):
 def test_a_file_that_is_no_picture(tmp_path):
     write_image_folder(tmp_path, SHAPES, per_class=1, size=8)
     (tmp_path / "disc" / "notes.txt").write_text("Other files are no matter.", "utf-8")
+    (tmp_path / "disc" / "._0.jpeg").write_text("Nor are hidden ones,", "utf-8")
+    (tmp_path / ".ipynb_checkpoints").mkdir()  # and hidden folders.
     assert len(list_image_folder(tmp_path).paths) == 6
     (tmp_path / "disc" / "broken.JPG").write_text("no picture", "utf-8")
     with pytest.raises(ConfigurationError, match=r"no JPEG picture.*broken\.JPG"):
         list_image_folder(tmp_path)
 
 
-@pytest.mark.parametrize("counts", [{"per_class": 0}, {"per_class": 1, "size": 0}])
+def test_a_number_for_each_class(tmp_path):
+    counts = {name: 1 + i for i, name in enumerate(sorted(RETINA))}
+    folder = list_image_folder(write_image_folder(tmp_path, RETINA, counts, size=8))
+    assert np.bincount(folder.labels).tolist() == [1, 2, 3, 4]
+    with pytest.raises(ConfigurationError, match="not for these classes.*'CNV'"):
+        write_image_folder(tmp_path, RETINA, {"CNV": 3}, size=8)
+
+
+@pytest.mark.parametrize(
+    "counts", [{"per_class": 0}, {"per_class": dict.fromkeys(SHAPES, 1) | {"disc": 0}}, {"per_class": 1, "size": 0}]
+)
 def test_counts_below_one(tmp_path, counts):
     with pytest.raises(ConfigurationError, match="=0"):
         write_image_folder(tmp_path, SHAPES, **counts)

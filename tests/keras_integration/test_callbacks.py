@@ -10,8 +10,8 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from keras.src.utils import file_utils
 
+import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.keras_integration.synchronous.lone_callbacks import Given, find_lone
 
@@ -215,6 +215,9 @@ def test_find_lone() -> None:
     one, two = Given("a.One", False), Given("a.Two", True)
     assert find_lone([[one, two], [two, one]]) == {}
     assert find_lone([[one, one, two], [two, one]]) == {"a.One": [0]}
+    tracker = Given("wandb.Logger", False, tracks=True)
+    assert find_lone([[one, tracker], [one, tracker]]) == {"wandb.Logger": [0, 1]}
+    assert find_lone([[one, tracker]]) == {}
     with pytest.raises(ConfigurationError, match=r"Only some ranks were given a Two.*ranks_with_it=\[1\]"):
         find_lone([[one], [one, two]])
 
@@ -325,10 +328,26 @@ def _own_names_in_a_new_folder(strategy: Any, folder: str) -> None:
 
 
 def test_ranks_that_make_one_folder(tmp_path: Path, worker_pool: Any) -> None:
-    """Keras looks whether a folder exists, and then makes it, when another rank may just have made it."""
     worker_pool("tf", 2).run(_own_names_in_a_new_folder, str(tmp_path))
     assert sorted(path.name for path in (tmp_path / "1").iterdir()) == ["rank-0.keras", "rank-1.keras"]
-    file_utils.makedirs(tmp_path / "1")
+
+
+def test_a_folder_that_another_rank_makes_first(tmp_path: Path) -> None:
+    """Keras looks whether a folder exists, and then makes it, when another rank may just have made it."""
+    made = []
+
+    def make_it_first(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.mkdir" and not made and str(arguments[0]) == str(tmp_path / "new"):
+            made.append(arguments[0])
+            os.mkdir(arguments[0])
+
+    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = _model()
+    checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "new" / "best.keras", monitor="loss", save_best_only=True)
+    sys.addaudithook(make_it_first)
+    _fit(model, [checkpoint])
+    assert made
+    assert (tmp_path / "new" / "best.keras").exists()
     (tmp_path / "file").touch()
-    with pytest.raises(FileExistsError):
-        file_utils.makedirs(tmp_path / "file")
+    with pytest.raises(NotADirectoryError, match="file"):
+        _fit(model, [keras.callbacks.ModelCheckpoint(tmp_path / "file" / "best.keras")])

@@ -41,22 +41,13 @@ class Batches(keras.utils.PyDataset):
         return x, y + self.rank
 
 
-def attempts(strategy: Any, model: Any, rank: int) -> dict[str, Callable[[], Any]]:
+def with_arrays(strategy: Any, model: Any, rank: int) -> dict[str, Callable[[], Any]]:
     """Gives, by name, calls whose data differs between ranks where `rank` does."""
     x, y = rows()
     other = y + rank
     words = np.random.RandomState(rank).permutation(40)  # The order that a set has in this process.
     tokens = words[:, np.newaxis].astype(np.float32)
     drawn = np.random.default_rng(rank).random((24, 1))  # As without a seed, but surely different.
-    numbers = tf.data.Dataset.from_tensor_slices((x, other)).batch(8)
-
-    def draw(v: Any) -> Any:
-        return v + np.float32(np.random.default_rng(rank).random())
-
-    def loop() -> None:
-        for batch in strategy.experimental_distribute_dataset(numbers):
-            strategy.run(lambda batch: batch, (batch,))
-
     return {
         "a vocabulary from a set": lambda: model.fit(tokens, tokens, verbose=0),
         "default_rng() without a seed": lambda: model.predict(drawn, verbose=0),
@@ -68,6 +59,18 @@ def attempts(strategy: Any, model: Any, rank: int) -> dict[str, Callable[[], Any
         "dtype": lambda: model.predict(x.astype("float64" if rank else "float32"), verbose=0),
         "a data frame": lambda: model.fit(pd.DataFrame({"a": x[:, 0]}), pd.Series(other[:, 0]), verbose=0),
         "a tensor": lambda: model.fit(tf.constant(x), tf.constant(other), verbose=0),
+    }
+
+
+def with_pipelines(strategy: Any, model: Any, rank: int) -> dict[str, Callable[[], Any]]:
+    x, y = rows()
+    other = y + rank
+    numbers = tf.data.Dataset.from_tensor_slices((x, other)).batch(8)
+
+    def draw(v: Any) -> Any:
+        return v + np.float32(np.random.default_rng(rank).random())
+
+    return {
         "a pipeline": lambda: model.fit(numbers, verbose=0),
         "a pipeline that is evaluated": lambda: model.evaluate(numbers, verbose=0),
         "a pipeline that is predicted": lambda: model.predict(numbers.map(lambda _, y: y), verbose=0),
@@ -76,6 +79,19 @@ def attempts(strategy: Any, model: Any, rank: int) -> dict[str, Callable[[], Any
         ),
         "a generator": lambda: model.fit(((x, other) for _ in range(2)), verbose=0),
         "a PyDataset": lambda: model.fit(Batches(rank), verbose=0),
+    }
+
+
+def with_steps(strategy: Any, model: Any, rank: int) -> dict[str, Callable[[], Any]]:
+    x, y = rows()
+    other = y + rank
+    numbers = tf.data.Dataset.from_tensor_slices((x, other)).batch(8)
+
+    def loop() -> None:
+        for batch in strategy.experimental_distribute_dataset(numbers):
+            strategy.run(lambda batch: batch, (batch,))
+
+    return {
         "several steps per call": lambda: several_steps(strategy, numbers),
         "train_on_batch": lambda: model.train_on_batch(x, other),
         "test_on_batch": lambda: model.test_on_batch(x, other),
@@ -91,7 +107,7 @@ def several_steps(strategy: Any, data: Any) -> None:
     model.fit(data, verbose=0)
 
 
-def said_to_different_data(strategy: Any) -> tuple[dict[str, str], dict[str, str]]:
+def said_to_different_data(strategy: Any, attempts: Callable[..., Any]) -> tuple[dict[str, str], dict[str, str]]:
     said: tuple[dict[str, str], dict[str, str]] = {}, {}
     for texts, rank in zip(said, (strategy.rank, 0), strict=True):
         with strategy.scope():
@@ -105,20 +121,35 @@ def said_to_different_data(strategy: Any) -> tuple[dict[str, str], dict[str, str
     return said
 
 
-@BOTH
-def test_different_data_is_refused_on_all_ranks_and_equal_data_is_not(communicator: str, worker_pool: Any) -> None:
-    results = worker_pool(communicator, 2).run(said_to_different_data)
+def refused(pool: Any, attempts: Callable[..., Any]) -> dict[str, str]:
+    """Returns what the ranks said to different data. All say the same, and nothing to equal data."""
+    results = pool.run(said_to_different_data, attempts)
     assert results[0] == results[1]
     different, equal = results[0]
     assert {name: text for name, text in different.items() if not text.startswith("Ranks [1] were given other data")} == {}
     assert {name: text for name, text in equal.items() if text} == {}
-    assert "y[0, 0] = 1.0" in different["a tensor"]
-    assert "y[0, 0] = 2.0" in different["a tensor"]
-    assert "rank_0='x: float32 of shape (24, 1)', rank_1='x: float32 of shape (23, 1)'" in different["rows"]
-    assert "class_weight[1] differs" in different["class_weight"]
-    assert "the first batch[1]" in different["a pipeline"]
+    return different
+
+
+@BOTH
+def test_different_arrays_are_refused_on_all_ranks(communicator: str, worker_pool: Any) -> None:
+    said = refused(worker_pool(communicator, 2), with_arrays)
+    assert "y[0, 0] = 1.0" in said["a tensor"]
+    assert "y[0, 0] = 2.0" in said["a tensor"]
+    assert "rank_0='x: float32 of shape (24, 1)', rank_1='x: float32 of shape (23, 1)'" in said["rows"]
+    assert "class_weight[1] differs" in said["class_weight"]
     for way_out in ('rank_data="own"', "AutoShardPolicy.OFF", "distribute_datasets_from_function"):
-        assert way_out in different["validation_data"]
+        assert way_out in said["validation_data"]
+
+
+@BOTH
+def test_different_pipelines_are_refused_on_all_ranks(communicator: str, worker_pool: Any) -> None:
+    assert "the first batch[1]" in refused(worker_pool(communicator, 2), with_pipelines)["a pipeline"]
+
+
+@BOTH
+def test_different_steps_are_refused_on_all_ranks(communicator: str, worker_pool: Any) -> None:
+    assert len(refused(worker_pool(communicator, 2), with_steps)) == 5
 
 
 def strings_and_their_like(strategy: Any) -> list[str]:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, PeerError
@@ -199,3 +200,21 @@ def test_horovod_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(identity, "horovod_is_installed", lambda: False)
     with pytest.raises(ConfigurationError, match="tfrep horovod install"):
         launch(place, communicator="horovod", strategy=None)
+
+
+def stop_while_others_wait(folder: Path) -> None:
+    communicator = tf.distribute.get_strategy().communicator
+    communicator.barrier()
+    if communicator.rank == 1:
+        (folder / "stopped").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    step = tf.function(lambda: communicator.all_reduce([tf.ones([3])]))
+    step()
+
+
+@both
+def test_a_stopped_rank_is_named_and_ended_soon(communicator, monkeypatch, temporary_files, tmp_path):
+    monkeypatch.setenv("TFREP_TIMEOUT", "10")
+    with pytest.raises(PeerError, match=r"Rank 1 is stopped \(state T\), for \d+ seconds by now; all ranks were ended\."):
+        launch(stop_while_others_wait, (tmp_path,), communicator=communicator, timeout=LIMIT)
+    assert time.monotonic() - float((tmp_path / "stopped").read_text()) < 20.0

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from calling import command
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.communicators import SingleCommunicator
-from tfrep_strategy.processes.identity import free_ports, horovod_is_installed, inherited_environ
+from tfrep_strategy.processes.identity import horovod_is_installed, inherited_environ
+from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.transports import horovod_transports
 
 ROOT = str(Path(tfrep.__file__).parents[1])
 LIMIT = 150
@@ -30,6 +33,9 @@ TASKS = {
     "TF_CONFIG": {
         "TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}),
     },
+    "torchrun": {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+    "TrainJob": {"PET_NODE_RANK": "1", "PET_NNODES": "2", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "1"},
+    "indexed Job": {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
 }
 
 
@@ -40,6 +46,18 @@ def environ(**own: str) -> dict[str, str]:
 def found_in(output: str) -> list[dict[str, object]]:
     # Every process has printed one line, though horovodrun may put two into one.
     return [json.loads(text.partition("}")[0] + "}") for text in output.split("FOUND ")[1:]]
+
+
+def outputs_of(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[str, str]]:
+    """Returns what processes wrote to standard output and error. All have ended with exit code 0."""
+    try:
+        outputs = [process.communicate(timeout=LIMIT) for process in processes]
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait()
+    assert {process.returncode for process in processes} == {0}, [error[-3000:] for _, error in outputs]
+    return outputs
 
 
 def check_all(found: Sequence[dict[str, object]], communicator: str) -> None:
@@ -71,26 +89,42 @@ def test_hosts_are_reached_through_horovodrun(tmp_path: Path) -> None:
     assert re.search(r"hashes \{-?\d+\}", done.stdout), done.stdout
 
 
-def test_tfrep_run_in_tasks_becomes_their_ranks(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tfrep_strategy.cli", "run", str(SCRIPTS / "joins.py"), "--epochs", "3"]
+def _tasks_of_slurm() -> list[dict[str, str]]:
     common = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(free_ports(1)[0] % 20_000), "SLURM_STEP_NODELIST": "localhost"}
+    return [common | {"SLURM_PROCID": str(rank)} for rank in range(2)]
+
+
+def _tasks_of_torchrun() -> list[dict[str, str]]:
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_ports(1)[0])}
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+
+
+@pytest.mark.parametrize("tasks", [_tasks_of_slurm, _tasks_of_torchrun])
+def test_tfrep_run_in_tasks_becomes_their_ranks(tasks: Callable[[], list[dict[str, str]]], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tfrep_strategy.cli", "run", str(SCRIPTS / "joins.py"), "--epochs", "3"]
     processes = [
         subprocess.Popen(
-            command, cwd=tmp_path, env=environ(**common, SLURM_PROCID=str(rank)), text=True,
+            command, cwd=tmp_path, env=environ(**task, XDG_CACHE_HOME=str(tmp_path / "cache")), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
-        for rank in range(2)
+        for task in tasks()
     ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=LIMIT) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0, 0], [error[-3000:] for _, error in outputs]
-    found = [each for output, _ in outputs for each in found_in(output)]
+    found = [each for output, _ in outputs_of(processes) for each in found_in(output)]
     assert all("hash" in each and each["argv"] == ["--epochs", "3"] for each in found)
     check_all(found, "tf")
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun (Open MPI) is not installed")
+def test_mpirun_starts_the_ranks(tmp_path: Path) -> None:
+    """They meet, and need neither Horovod nor addresses. A Horovod that was built with MPI would be used."""
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = subprocess.run(
+        ["mpirun", "--oversubscribe", "-np", "2", sys.executable, str(SCRIPTS / "joins.py")],
+        cwd=tmp_path, env=environ(**as_root, XDG_CACHE_HOME=str(tmp_path / "cache")),
+        capture_output=True, text=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    check_all(found_in(done.stdout), "horovod" if "mpi" in (horovod_transports() or ()) else "tf")
 
 
 def _train_alone(cases: str) -> None:
@@ -114,6 +148,7 @@ def _train_alone(cases: str) -> None:
 def test_nobody_trains_alone(tmp_path: Path) -> None:
     """What mpirun and srun start cannot talk through a Horovod that has Gloo only, nor through what connects nobody."""
     cases = [("MPI", "auto"), ("MPI", "horovod"), ("Slurm", "horovod"), ("TF_CONFIG", "own"), ("Slurm", "own")]
+    cases += [(name, communicator) for name in ("torchrun", "TrainJob", "indexed Job") for communicator in ("own", "horovod")]
     done = subprocess.run(
         command(_train_alone, json.dumps([(TASKS[name], communicator) for name, communicator in cases])),
         cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=LIMIT, check=False,

@@ -15,5 +15,7 @@ if detect_environment().rank == 1:
         raise ValueError("seven")
     if sys.argv[1] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1] == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     os.mkdir(".")
 time.sleep(90)

@@ -23,13 +23,20 @@ class Checks(list[Check]):
 
     def failures(self, strategy: Any) -> str:
         """Runs all, and returns what failed."""
-        failed = []
-        for check in self:
-            try:
-                check(strategy)
-            except (Exception, pytest.fail.Exception):
-                failed.append(f"{check.__name__}\n{traceback.format_exc()}")
-        return "\n".join(failed)
+        return "\n".join(filter(None, (failure(strategy, check) for check in self)))
+
+    def failures_in(self, pool: Any) -> str:
+        """Runs all in the processes of a pool, and returns what failed. Each check has the time limit of the pool."""
+        failed = [(rank, text) for check in self for rank, text in enumerate(pool.run(failure, check)) if text]
+        return "\n".join(f"rank {rank}: {text}" for rank, text in failed)
+
+
+def failure(strategy: Any, check: Check) -> str:
+    try:
+        check(strategy)
+        return ""
+    except (Exception, pytest.fail.Exception):
+        return f"{check.__name__}\n{traceback.format_exc()}"
 
 
 def of_each(strategy: Any, value_of: Callable[[int], Any]) -> Any:

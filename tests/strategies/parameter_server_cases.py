@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
+from tfrep_strategy.errors import ConfigurationError
 
 ROWS, BATCH = 200, 10
 
@@ -391,8 +392,12 @@ def test_saving_and_checkpoints(strategy: Any, tmp_path: Any) -> None:
     x, y = make_data()
     model = make_model(strategy, keras.optimizers.Adam(0.01))
     path = str(tmp_path / "best-{epoch}.keras")
-    logs = keras.callbacks.TensorBoard(str(tmp_path / "logs"))
-    model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[keras.callbacks.ModelCheckpoint(path), logs])
+    rows = tmp_path / "rows.csv"
+    rows.write_text("epoch,loss\n0,1.0\n1,0.")  # Was killed while it wrote the second row.
+    logs = keras.callbacks.TensorBoard(str(tmp_path / "logs")), keras.callbacks.CSVLogger(rows, append=True)
+    model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[keras.callbacks.ModelCheckpoint(path), *logs])
+    assert [row.split(",")[0] for row in rows.read_text().splitlines()] == ["epoch", "0", "0", "1"]
+    assert not list(tmp_path.glob(".tfrep-*"))
     loaded = keras.models.load_model(tmp_path / "best-2.keras")
     assert int(loaded.optimizer.iterations) == 40
     np.testing.assert_allclose(loaded.predict(x, verbose=0), model.predict(x, verbose=0), rtol=1e-5)
@@ -467,3 +472,26 @@ def test_data_that_ends_early_warns_and_counts_what_there_was(strategy: Any) -> 
     with pytest.warns(UserWarning, match="ran out of data"):
         model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH), steps_per_epoch=100, verbose=0)
     assert int(model.optimizer.iterations) == before + 5
+
+
+@pytest.mark.parametrize("kind", ["arrays", "creator"])
+def test_throughput_and_warmup(strategy: Any, kind: str) -> None:
+    x, y = make_data()
+    model = make_model(strategy)
+    throughput = tfrep.callbacks.Throughput(flops_per_example=8.0, peak_flops=1e9)
+    warmup = tfrep.callbacks.LearningRateWarmup(0.05, epochs=1, steps_per_epoch=20)
+    callbacks = [throughput, warmup]
+    if kind == "arrays":
+        history = model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=callbacks).history
+    else:
+        data = tfrep.DatasetCreator(lambda context: tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(BATCH))
+        history = model.fit(data, steps_per_epoch=20, epochs=2, verbose=0, callbacks=callbacks).history
+    waits = {"data_wait", "collective_wait"}
+    assert not waits & set(history)
+    np.testing.assert_allclose(np.divide(history["examples_per_second"], history["steps_per_second"]), BATCH)
+    np.testing.assert_allclose(history["mfu"], np.multiply(history["examples_per_second"], 8.0 / 2e9))
+    np.testing.assert_allclose(history["learning_rate"], 0.05, rtol=1e-6)
+    assert warmup._start == pytest.approx(0.05 / 2)
+    with_momentum = make_model(strategy, keras.optimizers.SGD(0.05, momentum=0.9))
+    with pytest.raises(ConfigurationError, match="momentum_correction=False"):
+        with_momentum.fit(x, y, verbose=0, callbacks=[tfrep.callbacks.LearningRateWarmup(0.05)])

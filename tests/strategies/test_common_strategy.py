@@ -334,17 +334,13 @@ def saving(strategy: Any) -> None:
     strategy.extended.barrier()
 
 
-def failures(strategy: Any) -> str:
-    return check.failures(strategy)
-
-
 @pytest.mark.parametrize("size", [2, 1])
 def test_replicas_of_one_process(size: int) -> None:
-    failed = failures(tfrep.MirroredStrategy([f"CPU:{i}" for i in range(size)]))
+    failed = check.failures(tfrep.MirroredStrategy([f"CPU:{i}" for i in range(size)]))
     assert not failed, failed
 
 
 @pytest.mark.parametrize("communicator", ["tf", "horovod"])
 def test_processes(worker_pool: Any, communicator: str) -> None:
-    for rank, failed in enumerate(worker_pool(communicator, 2).run(failures)):
-        assert not failed, f"rank {rank}\n{failed}"
+    failed = check.failures_in(worker_pool(communicator, 2))
+    assert not failed, failed

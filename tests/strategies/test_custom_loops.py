@@ -266,6 +266,36 @@ def test_synchronization_in_inner_functions(worker_pool: Any) -> None:
     everywhere(check_synchronization_in_inner_functions, worker_pool)
 
 
+def check_functions_that_only_some_replicas_trace_again(strategy: Any) -> None:
+    """A replica whose rows are as before keeps the traces of inner functions, and another replica makes new ones."""
+
+    def total(x: Any) -> Any:
+        return tf.distribute.get_replica_context().all_reduce(SUM, tf.reduce_sum(x))
+
+    # All have one name. The first is traced once, and the second calls the third.
+    once = tf.function(lambda x: total(x), autograph=False)
+    nested = tf.function(lambda x: ten_times(x) + total(2 * x), autograph=False)
+    ten_times = tf.function(lambda x: 10 * total(x), autograph=False)
+
+    def step(x: Any) -> Any:
+        functions = once(tf.ones([5])), nested(x), ten_times(x)
+        return *functions, tf.cond(tf.identity(True), lambda: total(x) + nested(x), lambda: 0.0), ten_times(tf.ones([3]))
+
+    run = tf.function(lambda x: strategy.run(step, (x,)), autograph=False)
+    n = strategy.num_replicas_in_sync
+    for rows in ([2, 2], [2, 1], [3, 2], [1, 3], [2, 2]):
+        x = strategy.experimental_distribute_values_from_function(
+            lambda context, rows=rows: tf.ones([rows[context.replica_id_in_sync_group]])
+        )
+        rows_of_all = sum(rows[:n])
+        found = [float(strategy.experimental_local_results(value)[0]) for value in run(x)]
+        assert found == [5.0 * n, 12.0 * rows_of_all, 10.0 * rows_of_all, 13.0 * rows_of_all, 30.0 * n]
+
+
+def test_functions_that_only_some_replicas_trace_again(worker_pool: Any) -> None:
+    everywhere(check_functions_that_only_some_replicas_trace_again, worker_pool)
+
+
 def stopped_on_one_rank(strategy: Any) -> int:
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -304,6 +334,10 @@ def test_unknown_device_is_named() -> None:
         tfrep.MirroredStrategy(["CPU:0", "CPU:9"])
     with pytest.raises(tfrep.errors.ConfigurationError, match="device of its own"):
         tfrep.MirroredStrategy(["CPU:0", "CPU:0"])
+    for devices in ([0, 1], [None], 2, "CPU:0", {"CPU:0": 1}, ["x" * 10_000], [["CPU:0"]]):
+        with pytest.raises(tfrep.errors.ConfigurationError, match="(?s)^.{,2000}$"):
+            tfrep.MirroredStrategy(devices)
+    assert tfrep.MirroredStrategy({"CPU:1": 0}.keys()).devices == ["CPU:1"]
 
 
 def check_gradient_hooks(strategy: Any) -> None:

@@ -67,12 +67,14 @@ def run_in_scope(strategy: Any, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", sorted(scenarios.SCENARIOS))
 @pytest.mark.parametrize("communicator", ["horovod", "tf"])
 def test_two_processes(name: str, communicator: str, worker_pool: Any) -> None:
-    for rank, found in enumerate(worker_pool(communicator, 2).run(run_in_scope, name, limit=120)):
+    pool = worker_pool(communicator, 2)
+    for rank, found in enumerate(pool.run(run_in_scope, name, limit=120, meanwhile=lambda: on_one_device(name))):
         assert_same(found, on_one_device(name), f"rank {rank}: {name}")
 
 
 @pytest.mark.parametrize("name", PROMISED)
 @pytest.mark.parametrize("communicator", ["horovod", "tf"])
 def test_four_processes(name: str, communicator: str, worker_pool: Any) -> None:
-    for rank, found in enumerate(worker_pool(communicator, 4).run(run_in_scope, name, limit=180)):
+    pool = worker_pool(communicator, 4)
+    for rank, found in enumerate(pool.run(run_in_scope, name, limit=180, meanwhile=lambda: on_one_device(name))):
         assert_same(found, on_one_device(name), f"rank {rank}: {name}")

@@ -12,7 +12,7 @@ import tensorflow as tf
 from parameter_server_support import data, dense_model, start
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.processes.identity import free_ports
+from tfrep_strategy.rendezvous.connections import free_ports
 
 _PS, _WORKER = ["127.0.0.1:1"], ["127.0.0.1:2"]
 def _task() -> None:
@@ -51,6 +51,7 @@ def _spec_resolver(cluster: dict[str, list[str]], task: dict[str, Any]) -> Any:
     ("more_jobs", "task", "text"),
     [
         ({}, {"type": "wroker", "index": 0}, "type='wroker'"),
+        ({}, {"type": ["worker"], "index": 0}, "not in the cluster. Received: type="),
         ({}, {"type": "chief", "index": 0}, "not in the cluster. Received: type='chief'"),
         ({}, {"type": "worker", "index": 1}, "no such task. Received: index=1"),
         ({}, {"type": "ps", "index": -1}, "no such task. Received: index=-1"),
@@ -70,10 +71,18 @@ def test_a_bad_cluster_is_refused_before_anybody_is_waited_for(
         tfrep.ParameterServerStrategy(resolver)
 
 
-@pytest.mark.parametrize("config", ["worker", '{"cluster": [1]}', '{"cluster": {"ps": ["a:1"]}, "task": {"index": "first"}}'])
+@pytest.mark.parametrize(
+    "config",
+    [
+        "worker",
+        '{"cluster": [1]}',
+        '{"cluster": {"ps": ["a:1"]}, "task": {"index": "first"}}',
+        pytest.param('{"cluster":' * 10_000, id="deep"),
+    ],
+)
 def test_a_tf_config_that_cannot_be_read_is_shown(monkeypatch: pytest.MonkeyPatch, config: str) -> None:
     monkeypatch.setenv("TF_CONFIG", config)
-    with pytest.raises(tfrep.errors.ConfigurationError, match="cannot be read.*TF_CONFIG="):
+    with pytest.raises(tfrep.errors.ConfigurationError, match="(?s)cannot be read.*TF_CONFIG="):
         tfrep.ParameterServerStrategy()
 
 

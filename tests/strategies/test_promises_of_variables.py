@@ -310,16 +310,12 @@ def strategies_set_for_the_whole_program(strategy: Any) -> None:
     assert not tf.distribute.has_strategy()
 
 
-def failures(strategy: Any) -> str:
-    return check.failures(strategy)
-
-
 def test_replicas_of_one_process() -> None:
-    failed = failures(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))
+    failed = check.failures(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))
     assert not failed, failed
 
 
 @pytest.mark.parametrize("communicator", ["tf", "horovod"])
 def test_processes(worker_pool: Any, communicator: str) -> None:
-    for rank, failed in enumerate(worker_pool(communicator, 2).run(failures)):
-        assert not failed, f"rank {rank}\n{failed}"
+    failed = check.failures_in(worker_pool(communicator, 2))
+    assert not failed, failed

@@ -18,7 +18,9 @@ from typing import Any
 
 from tfrep_strategy.errors import PeerError, check_count, message
 from tfrep_strategy.processes.command import module_command
-from tfrep_strategy.processes.identity import free_ports, inherited_environ
+from tfrep_strategy.processes.identity import inherited_environ
+from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.validation import MOST_PROCESSES
 
 START_SECONDS = 60.0
 """How long the servers may take to start."""
@@ -148,7 +150,7 @@ def check_counts(**counts: Any) -> None:
         ConfigurationError: for the first of them.
     """
     for name, count in counts.items():
-        check_count(f"A cluster needs at least one of its {name}.", **{name: count})
+        check_count(f"A cluster needs at least one of its {name}.", 1, MOST_PROCESSES, **{name: count})
 
 
 def wait_until_reachable(addresses: dict[str, str], seconds: float) -> list[str]:

@@ -28,7 +28,7 @@ class LocalClusterResolver(tf.distribute.cluster_resolver.SimpleClusterResolver)
 def local_cluster(workers: int = 2, servers: int = 1) -> Iterator[LocalClusterResolver]:
     """Starts workers and parameter servers as processes on this machine, and ends them with the body.
 
-    They end too when this process is killed. TensorFlow's servers listen on all interfaces and trust whoever connects.
+    They end too when this process is killed. Programs of this machine only can connect to them.
 
     Args:
         workers: How many workers, at least one.

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tfrep_strategy.clusters.cluster import wait_until_reachable
+from tfrep_strategy.rendezvous.confinement import confined
 from tfrep_strategy.startup_log import quiet_start
 
 _PR_SET_PDEATHSIG = 1
@@ -109,7 +110,13 @@ def run_server(cluster: dict[str, Any], job: str, index: int, *, coordinator_tim
 
     config = tf.compat.v1.ConfigProto()
     config.inter_op_parallelism_threads = max(4, len(cluster["worker"]) + 1)
-    server = tf.distribute.Server(tf.train.ClusterSpec(cluster), job, index, protocol="grpc", config=config)
+    spec = tf.train.ClusterSpec(cluster)
+    own = spec.task_address(job, index)
+    everybody = [address for each in spec.jobs for address in spec.job_tasks(each)]
+    unknown = "" if "chief" in spec.jobs else "the coordinator"
+    with confined(own, everybody, port=int(own.rpartition(":")[2]), unknown=unknown):
+        server = tf.distribute.Server(spec, job, index, protocol="grpc", config=config, start=False)
+    server.start()  # It obeys nobody before.
     if coordinator_timeout is not None:
         threading.Thread(target=_end_with, args=(cluster["chief"][0], coordinator_timeout), daemon=True).start()
     server.join()

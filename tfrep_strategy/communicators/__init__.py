@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import tensorflow as tf
 
 from tfrep_strategy.communicators.base import REDUCE_OPS, Communicator
 from tfrep_strategy.communicators.single import SingleCommunicator
+from tfrep_strategy.environments import MpiEnvironment
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.transports import (
     OWN_COMMUNICATORS,
@@ -29,7 +30,7 @@ def make_communicator(name: str | Communicator, environment: Any, device: str | 
 
     Args:
         name: `"horovod"`, `"tf"`, `"auto"`, a name given to `register_communicator`, or a `Communicator`, which is returned as
-            it is. `"auto"` is TensorFlow's collectives if the environment knows the address of every process, else Horovod,
+            it is. `"auto"` is TensorFlow's collectives if the environment can tell the address of every process, else Horovod,
             which finds the processes itself.
         environment: The `Environment` with rank, size and addresses.
         device: Device that TensorFlow's collectives run on. Default: chosen by the local rank.
@@ -53,14 +54,15 @@ def _named(name: str, environment: Any, device: str | None) -> Communicator:
         return _made_by(factory_of(name), name, environment)
     if name != "tf":
         is_auto = name == "auto"
+        horovod = horovod_transports()
         choice = choose_communicator(
-            horovod_transports(),
+            horovod,
             gpus=bool(tf.config.get_visible_devices("GPU")),
-            reachable=("tf",) if is_auto and environment.addresses else ("horovod",),
+            reachable=_reachable(environment, horovod or ()) if is_auto else ("horovod",),
             size=environment.size if is_auto else 2,
         )
         if choice.hint and environment.rank == 0:
-            warnings.warn(choice.describe(), stacklevel=4)
+            warnings.warn(choice.describe(), stacklevel=5)
         name = choice.communicator
     if name == "horovod":
         from tfrep_strategy.communicators.horovod import HorovodCommunicator
@@ -71,6 +73,13 @@ def _named(name: str, environment: Any, device: str | None) -> Communicator:
     from tfrep_strategy.communicators.tf_collective import TensorFlowCommunicator
 
     return TensorFlowCommunicator(environment, device)
+
+
+def _reachable(environment: Any, horovod: Collection[str]) -> Collection[str]:
+    """Returns the communicators that can connect the processes of an environment."""
+    if not environment.can_tell_addresses:
+        return ("horovod",)
+    return ("tf", "horovod") if isinstance(environment, MpiEnvironment) and "mpi" in horovod else ("tf",)
 
 
 def _made_by(factory: Callable[[Any], Any], name: str, environment: Any) -> Communicator:

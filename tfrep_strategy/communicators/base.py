@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy.errors import ConfigurationError, is_count, message
+from tfrep_strategy.validation import checked
 
 REDUCE_OPS = ("sum", "mean", "min", "max", "product")
 
@@ -268,7 +269,8 @@ class Communicator(abc.ABC):
 
     def check_group(self, ranks: Sequence[int]) -> list[int]:
         """Returns the sorted ranks of a group; raises a ConfigurationError if a rank does not exist or is given twice."""
-        if not ranks or len(set(ranks)) != len(ranks) or not all(is_count(rank, 0, self.size - 1) for rank in ranks):
+        ranks = checked(list[Any], "ranks", ranks, hint=f"ranks are 0 to {self.size - 1}.")
+        if not ranks or not all(is_count(rank, 0, self.size - 1) for rank in ranks) or len(set(ranks)) != len(ranks):
             raise ConfigurationError(
                 message("A group needs distinct, existing ranks.", hint=f"ranks are 0 to {self.size - 1}.", ranks=ranks)
             )

@@ -39,8 +39,8 @@ class LocalGroup:
         self.nccl = nccl_connects(
             [identity_of_gpu(strategy.extended.worker_devices[replica]) for replica in self.members]
         )
-        self.called: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-        """The call of the first member that built each place in the inner functions of a graph."""
+        self.called: weakref.WeakKeyDictionary[Any, dict[str, list[Any]]] = weakref.WeakKeyDictionary()
+        """What the first member called at each place: of a graph's branches, or (under the group) of inner functions."""
         self._communicators: dict[int, LocalCommunicator] = {}
 
     def communicator(self, replica: int) -> LocalCommunicator:
@@ -153,8 +153,8 @@ class LocalCommunicator(Communicator):
 
         Returns:
             The result of `check` where the replicas build one graph; elsewhere None, and the collective compares the shapes.
-            In an inner `tf.function`, each replica is compared with the first replica that traced it: a replica that has
-            traced that function before does not trace it again, so the replicas cannot wait for it.
+            In an inner `tf.function`, a call is compared with those that the first replica ever made at this place: a
+            replica that has traced the function before does not trace it again, so the replicas cannot wait for it.
         """
         shared = self._shared_graph()
         if not self._apart():
@@ -163,23 +163,44 @@ class LocalCommunicator(Communicator):
             with tf.Graph.as_default(shared):  # Replicas can meet in this graph only.
                 self._meet(called, lambda sent: [check(sent)] * len(sent))
         elif self.size > 1:
-            check([self._first("compare", called), called])
+            self._matching("compare", called, check)
         return None
 
-    def _first(self, what: str, called: Any) -> Any:
-        """Returns what the first member called at this place of a graph that each replica builds for itself."""
-        return self._group.called.setdefault(self._shared_graph(), {}).setdefault(replica_name(what, self._replica), called)
+    def _matching(self, what: str, called: Any, check: Callable[[Sequence[Any]], Any]) -> Any:
+        """Returns the call of the first member that this call belongs to. Each member builds a graph of its own here.
+
+        TensorFlow builds a step for the first member first. So what another member calls in a correct program is known.
+        """
+        shared = self._shared_graph()
+        owner = shared if _is_branch_of(shared) else self._group
+        known = self._group.called.setdefault(owner, {}).setdefault(replica_name(what, self._replica), [])
+        refused = None
+        for first in reversed(known):
+            try:
+                check([first, called])
+                return first
+            except DesyncError as error:
+                refused = refused or error
+        if refused and self.rank:
+            raise refused
+        known.append(called)
+        return called
 
     def _fitting(self, kind: str, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns tensors whose use fails if the replicas, which build graphs of their own here, pass different shapes.
 
-        They would wait for each other for ever, since TensorFlow tells collectives apart by their shapes. Shapes that the
-        program tells while it is being built cost nothing.
+        They would wait for each other for ever, since TensorFlow tells collectives apart by their shapes. In branches, shapes
+        that the program tells while it is being built cost nothing. In functions a replica may use an earlier trace, so the
+        shapes are compared in every call.
         """
-        first, shapes = self._first("shapes", [tensor.shape for tensor in tensors]), [tensor.shape for tensor in tensors]
-        if len(first) != len(shapes) or not all(a.is_compatible_with(b) for a, b in zip(first, shapes, strict=True)):
-            raise DesyncError(f"{kind}: the replicas pass tensors of different shapes, {first} and {shapes}.")
-        if all(shape.is_fully_defined() for shape in first):
+
+        def check(calls: Sequence[Sequence[tf.TensorShape]]) -> None:
+            first, own = calls
+            if len(first) != len(own) or not all(a.is_compatible_with(b) for a, b in zip(first, own, strict=True)):
+                raise DesyncError(f"{kind}: the replicas pass tensors of different shapes, {first} and {own}.")
+
+        first = self._matching("shapes", [tensor.shape for tensor in tensors], check)
+        if _is_branch_of(self._shared_graph()) and all(shape.is_fully_defined() for shape in first):
             return [tf.ensure_shape(tensor, shape) for tensor, shape in zip(tensors, first, strict=True)]
         return self._ring.of_equal_shapes(kind, tensors)
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfrep_strategy.communicators.order import Order
 from tfrep_strategy.communicators.peers.reports import Call, user_line
 
 
@@ -56,19 +55,20 @@ class Position:
             number = tf.constant([len(self._calls)])
             line = user_line((frame.filename, frame.lineno) for frame in reversed(number.op.traceback))
             self._calls.append(Call(kind, f"in {place}", tuple((tensor.dtype.name, ()) for tensor in tensors), line))
-            times = note.read()[:1] + 1
-            return note.write(tf.concat([times, number, sizes], 0)), note, times
+            handle = note.handle()
+            times = _read(handle)[:1] + 1
+            return _write(handle, tf.concat([times, number, sizes], 0)), handle, times
 
     def leave(self, entered: Any, result: tf.Tensor) -> None:
         """Records that a collective has ended."""
-        _, note, times = entered
+        _, handle, times = entered
         with tf.device("CPU:0"), tf.control_dependencies([result]):
-            note.write(times)
+            _write(handle, times)
 
     def read(self) -> Iterator[Stay]:
         """Yields the collectives that this rank is in."""
         for place, note in list(self._notes.items()):
-            times, *where = note.read().numpy().tolist()
+            times, *where = _read(note.handle()).numpy().tolist()
             if where:
                 number, *sizes = where
                 call, tensors = self._calls[number], []
@@ -79,23 +79,35 @@ class Position:
                 yield Stay(place, times, call._replace(tensors=tuple(tensors)))
 
 
-class _Note(Order):
+class _Note:
     """Holds how often a collective has begun and, until it ends, the number of its call and its sizes."""
 
     _names = itertools.count()
 
     def __init__(self) -> None:
+        self._name = f"tfrep_position_{next(self._names)}"
         with tf.init_scope(), tf.device("CPU:0"):
-            self._handle = tf.raw_ops.VarHandleOp(
-                dtype=tf.int32, shape=tf.TensorShape([None]), shared_name=f"tfrep_position_{next(self._names)}"
-            )
-            self.write(tf.constant([0]))
+            self._handle = self._find()
+            _write(self._handle, tf.constant([0]))
 
-    def read(self) -> tf.Tensor:
-        return tf.raw_ops.ReadVariableOp(resource=self.handle(), dtype=tf.int32)
+    def handle(self) -> tf.Tensor:
+        """Returns the resource, for use in the graph that is being built.
 
-    def write(self, value: tf.Tensor) -> Any:
-        return tf.raw_ops.AssignVariableOp(resource=self.handle(), value=value)
+        A graph finds it by its name. It could not capture the resource if it was the gradient of a branch or of a loop, which
+        captures only what the branch itself has captured.
+        """
+        return self._handle if tf.executing_eagerly() else self._find()
+
+    def _find(self) -> tf.Tensor:
+        return tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=tf.TensorShape([None]), shared_name=self._name)
+
+
+def _read(handle: tf.Tensor) -> tf.Tensor:
+    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int32)
+
+
+def _write(handle: tf.Tensor, value: tf.Tensor) -> Any:
+    return tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
 def sizes_of(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -28,11 +29,11 @@ from tfrep_strategy.communicators.base import (
     uncarry_moved,
 )
 from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects, warn_if_shared
-from tfrep_strategy.communicators.limits import is_debugging, timeout_seconds
 from tfrep_strategy.communicators.naming import in_nested_graph, structural_name
 from tfrep_strategy.communicators.order import Order
 from tfrep_strategy.communicators.position import Position, sizes_of
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.limits import is_debugging, timeout_seconds
 from tfrep_strategy.packing import Packed
 
 _AT_ONCE = 4
@@ -41,6 +42,7 @@ _MERGE_OPS = {"sum": "Add", "mean": "Add", "min": "Min", "max": "Max", "product"
 
 _PRIME = 2**31 - 1
 _MOST_SIZES = 4096
+_TOLD_SIZES = 16
 _TOLD_DIMENSIONS = 8
 """How many dimensions of a gathered tensor the members compare. Further dimensions are part of the instance key only."""
 
@@ -80,7 +82,7 @@ class RingCommunicator(Communicator):
         self._in_flight: weakref.WeakKeyDictionary[Any, collections.deque[str]] = weakref.WeakKeyDictionary()
         # With a time limit, TensorFlow keeps two threads asleep for every collective until the limit is over, even if the
         # collective has finished: thousands in a fast training loop. The monitor applies the limit between processes.
-        self._timeout = timeout_seconds() if is_debugging() else 0.0
+        self._timeout = timeout_seconds() if is_debugging() and timeout_seconds() < math.inf else 0.0
         self._order = Order.of(device)
 
     def choose_transport(self) -> None:
@@ -132,18 +134,23 @@ class RingCommunicator(Communicator):
         return mean_of_sum(result, self.size) if op == "mean" else result
 
     def of_equal_shapes(self, kind: str, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the tensors, whose use fails on all members if their shapes differ; costs one small gather.
+        """Returns the tensors, whose use fails on all members if the members call something else; costs one small gather.
 
         Args:
             kind: What they are for.
             tensors: As many, and with as many dimensions, on all members.
         """
-        told = tf.reshape(self._gather(sizes_of(tensors)), [self.size, -1])
+        sizes = sizes_of(tensors)
+        summary = _instance_key(".".join([kind, *(tensor.dtype.name for tensor in tensors)]), sizes)
+        told, count = sizes[:_TOLD_SIZES], tf.minimum(tf.size(sizes), _TOLD_SIZES)
+        own = tf.concat([[summary, count], told, tf.zeros([_TOLD_SIZES - count], tf.int32)], 0)
+        # One place and one shape for all of these: members in different collectives still meet in it. Gathers stay in order.
+        each = tf.reshape(self._run(tf.raw_ops.CollectiveGatherV2, "all_gather", own, [own], place="agree"), [self.size, -1])
         words: list[Any] = [f"{kind}: the replicas pass tensors of different shapes. Number of dimensions and sizes"]
         for member in range(self.size):
-            words += [f"on replica {member}:", told[member]]
+            words += [f"on replica {member}:", each[member, 2 : 2 + each[member, 1]]]
         with tf.device("CPU:0"), tf.control_dependencies(
-            [tf.debugging.Assert(tf.reduce_all(tf.equal(told, told[0])), words, summarize=_MOST_SIZES)]
+            [tf.debugging.Assert(tf.reduce_all(tf.equal(each[:, 0], each[0, 0])), words, summarize=_TOLD_SIZES)]
         ):
             fits = tf.constant(0)
         with tf.control_dependencies([fits]):
@@ -191,6 +198,7 @@ class RingCommunicator(Communicator):
         kind: str,
         tensor: tf.Tensor,
         brought: Sequence[tf.Tensor],
+        place: str | None = None,
         **options: Any,
     ) -> tf.Tensor:
         def run(tensor: tf.Tensor, instance_key: tf.Tensor, order: tf.Tensor) -> tf.Tensor:
@@ -207,7 +215,7 @@ class RingCommunicator(Communicator):
                 )
 
         with outside_xla():
-            place, sizes = self._place(self._group_name + kind), sizes_of(brought)
+            place, sizes = self._group_name + place if place else self._place(self._group_name + kind), sizes_of(brought)
             # Eager calls of one kind share a place: seven scalars of one dtype are told from six and one of another. The
             # dtypes that were brought count, too: several of them travel as int32.
             dtypes = ".".join(each.dtype.name for each in (tensor, *brought))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -11,14 +12,17 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import CoordinatedJob, ServerDef, configure_collectives, context, runtime_has_started
-from tfrep_strategy.communicators.limits import timeout_seconds
 from tfrep_strategy.communicators.position import Position
 from tfrep_strategy.communicators.ring import RingCommunicator, group_key
 from tfrep_strategy.devices import full_name, replica_device
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
+from tfrep_strategy.limits import timeout_seconds
+from tfrep_strategy.rendezvous.confinement import confined
 
 _CONNECT_SECONDS = 25
 _HEARTBEAT_SECONDS = 20.0
+_LONGEST_HEARTBEAT_SECONDS = 30 * 86400.0
+"""Stands for no limit."""
 
 # Measured, see docs/benchmarks.md: faster than one bucket of 20 MB, and than the many small buckets of a deep net.
 _CPU_BUCKET_BYTES = 4 << 20
@@ -30,26 +34,29 @@ class TensorFlowCommunicator(RingCommunicator):
     A process may make several communicators, which share the server. All ranks make them in the same order.
 
     Args:
-        environment: The environment with rank, size and `addresses` (`host:port` of every rank).
+        environment: The environment with rank, size and `addresses` (`host:port` of every rank), for which ranks may have to meet.
         device: Device that the collectives run on, such as `"GPU:0"`. Default: the GPU whose number is the local rank, or
             the CPU.
 
     Raises:
         ConfigurationError: The environment knows no addresses, its addresses have changed, another program listens on the
             address of this process, or there is no such device.
-        PeerError: The address of a rank does not answer within 25 seconds.
+        PeerError: Not all ranks come to the rendezvous, or the address of a rank does not answer within 25 seconds.
     """
 
     name = "tf"
     _connected: ClassVar[list[tuple[int, list[str]]]] = []
     """Rank and addresses of each communicator made so far."""
+    confined_at: ClassVar[dict[int, float]] = {}
+    """When the port of this process was confined (`time.monotonic()`)."""
 
     def __init__(self, environment: Any, device: str | None = None) -> None:
         if not environment.addresses:
             raise ConfigurationError(
                 message(
                     "TensorFlow's collectives need the address of every process.",
-                    hint="start the processes with `tfrep run --communicator tf`, or set TF_CONFIG in each of them.",
+                    hint="start the processes with `tfrep run --communicator tf`, or set TF_CONFIG in each of them. Under mpirun,"
+                    " set MASTER_ADDR and MASTER_PORT to where rank 0 can listen.",
                     environment=environment.name,
                 )
             )
@@ -67,7 +74,9 @@ class TensorFlowCommunicator(RingCommunicator):
     def _heartbeat_seconds(self) -> float:
         # On one machine the monitor notices the end of a rank at once. TensorFlow's heartbeats would only fail runs whose
         # ranks end without an error at different times. Between machines a firewall may block the monitor.
-        return max(timeout_seconds(), _HEARTBEAT_SECONDS) if self.local_size == self.size else _HEARTBEAT_SECONDS
+        if self.local_size < self.size and timeout_seconds() < math.inf:
+            return _HEARTBEAT_SECONDS
+        return min(max(timeout_seconds(), _HEARTBEAT_SECONDS), _LONGEST_HEARTBEAT_SECONDS)
 
     def abort(self, reason: str) -> None:
         context().abort_collective_ops(tf.errors.UNAVAILABLE, reason)
@@ -126,8 +135,13 @@ class TensorFlowCommunicator(RingCommunicator):
         self._connected.append(own)
 
     def _connect(self, addresses: list[str]) -> None:
-        """Starts the server in a thread and checks all addresses meanwhile, so that the error names a wrong address."""
         server = self._server(addresses)
+        with confined(addresses[self.rank], addresses, port=server.port, speaks=self.rank == 0) as servers:
+            self._start(server, addresses)
+        TensorFlowCommunicator.confined_at = servers.confined_at
+
+    def _start(self, server: Any, addresses: list[str]) -> None:
+        """Starts the server in a thread and checks all addresses meanwhile, so that the error names a wrong address."""
         failure: list[BaseException] = []
 
         def start() -> None:
@@ -148,7 +162,7 @@ class TensorFlowCommunicator(RingCommunicator):
             raise PeerError(
                 message(
                     f"No process answers at the address of rank {addresses.index(missing[0])}.",
-                    hint="check that it was started, and that TF_CONFIG is the same everywhere.",
+                    hint="check that it was started, that TF_CONFIG is the same everywhere, and whom it takes (docs/security.md).",
                     address=missing[0],
                 )
             )
@@ -162,7 +176,7 @@ class TensorFlowCommunicator(RingCommunicator):
 def _answers(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=1):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=1):
             return True
     except OSError:
         return False

@@ -6,21 +6,28 @@ from typing import Any
 
 from tfrep_strategy.environments.base import Environment
 from tfrep_strategy.environments.horovod import HorovodEnvironment
+from tfrep_strategy.environments.indexed_job import IndexedJobEnvironment
 from tfrep_strategy.environments.mpi import MpiEnvironment
 from tfrep_strategy.environments.single import SingleEnvironment
 from tfrep_strategy.environments.slurm import SlurmEnvironment
 from tfrep_strategy.environments.tf_config import TfConfigEnvironment
+from tfrep_strategy.environments.torchrun import TorchrunEnvironment
+from tfrep_strategy.environments.train_job import TrainJobEnvironment
 from tfrep_strategy.errors import ConfigurationError, message
 
 __all__ = [
     "Environment",
     "HorovodEnvironment",
+    "IndexedJobEnvironment",
     "MpiEnvironment",
     "SingleEnvironment",
     "SlurmEnvironment",
     "TfConfigEnvironment",
+    "TorchrunEnvironment",
+    "TrainJobEnvironment",
     "detect_environment",
     "identity_variables",
+    "kind_of_environment",
     "register_environment",
 ]
 
@@ -29,6 +36,9 @@ _environments: list[type[Environment]] = [
     HorovodEnvironment,
     MpiEnvironment,
     TfConfigEnvironment,
+    TorchrunEnvironment,
+    TrainJobEnvironment,
+    IndexedJobEnvironment,
     SlurmEnvironment,
     SingleEnvironment,
 ]
@@ -38,7 +48,7 @@ def detect_environment() -> Environment:
     """Finds out what started this process.
 
     The first environment that detects itself is used. The order is: registered environments (the latest first), Horovod,
-    MPI, `TF_CONFIG`, Slurm, a single process.
+    MPI, `TF_CONFIG`, torchrun's variables, a TrainJob, an indexed Job, Slurm, a single process.
 
     Returns:
         The environment, checked.
@@ -50,8 +60,18 @@ def detect_environment() -> Environment:
         >>> detect_environment().rank
         0
     """
-    found: Any = next(environment for environment in _environments if environment.detect())
+    found: Any = kind_of_environment()
     return found()
+
+
+def kind_of_environment() -> type[Environment]:
+    """Returns the class of the environment that started this process, without reading what it describes.
+
+    Example:
+        >>> kind_of_environment().name
+        'single process'
+    """
+    return next(environment for environment in _environments if environment.detect())
 
 
 def register_environment(environment: type[Environment]) -> type[Environment]:

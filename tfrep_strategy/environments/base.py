@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from typing import ClassVar
 
-from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.errors import ConfigurationError, is_count, message, shortened
+from tfrep_strategy.rendezvous.addresses import addresses_of_ranks
+from tfrep_strategy.rendezvous.statements import Place
+from tfrep_strategy.validation import MOST_RANKS, Address, Port, checked, variable
 
 
 class Environment(ABC):
@@ -20,8 +24,10 @@ class Environment(ABC):
     Args:
         rank: Rank of this process, from 0.
         size: How many processes take part.
-        hosts: The machine of each rank; an empty string where it is not known.
+        hosts: The machine of each rank; an empty string where it is not known. Default: this one for all ranks that are
+            certain to be here, which needs `local_rank` and `local_size`.
         addresses: `"host:port"` of each rank; None if the environment knows no ports.
+        rendezvous: `"host:port"` of rank 0, where ranks that know no addresses may meet; None if that is not known either.
         local_rank: Rank of this process among those on its machine. Default: counted from `hosts`.
         local_size: How many of the processes are on this machine. Default: counted from `hosts`.
 
@@ -54,15 +60,19 @@ class Environment(ABC):
         *,
         rank: int,
         size: int,
-        hosts: Sequence[str],
+        hosts: Sequence[str] | None = None,
         addresses: Sequence[str] | None = None,
+        rendezvous: str | None = None,
         local_rank: int | None = None,
         local_size: int | None = None,
     ) -> None:
         _check_place("rank", rank, "size", size, self.name)
+        if hosts is None:
+            hosts = known_hosts(rank, size, size if local_size is None else local_size, socket.gethostname())
+        hosts = checked(list[str], "hosts", hosts, hint=f"correct the hosts that {self.name} gives.")
         if len(hosts) != size:
             raise ConfigurationError(
-                message(f"{self.name}: one host per rank is needed.", hosts=list(hosts), size=size)
+                message(f"{self.name}: one host per rank is needed.", hosts=hosts, size=size)
             )
         if local_size is None:
             local_size = Counter(hosts)[hosts[rank]]
@@ -74,11 +84,12 @@ class Environment(ABC):
                 message(f"{self.name}: local_size must not be above size.", local_size=local_size, size=size)
             )
         if addresses is not None:
-            _check_addresses(addresses, size, self.name)
+            addresses = _checked_addresses(addresses, size, self.name)
+        self._place = None if rendezvous is None else Place(rendezvous, rank, size, one_machine=local_size == size)
         self._rank, self._size = rank, size
         self._local_rank, self._local_size = local_rank, local_size
-        self._hosts = tuple(hosts)
-        self._addresses = None if addresses is None else tuple(addresses)
+        self._hosts: tuple[str, ...] = tuple(hosts)
+        self._addresses: tuple[str, ...] | None = None if addresses is None else tuple(addresses)
         self._found = {name: os.environ[name] for name in self.variables if name in os.environ}
 
     @property
@@ -107,8 +118,28 @@ class Environment(ABC):
         return list(self._hosts)
 
     @property
+    def rendezvous(self) -> str | None:
+        """`"host:port"` where ranks meet that know no addresses; None if they know them, or know no such place."""
+        return self._place.address if self._place else None
+
+    @property
+    def can_tell_addresses(self) -> bool:
+        """Whether `addresses` are known, or can be got by a meeting."""
+        return self._addresses is not None or self._place is not None
+
+    @property
     def addresses(self) -> list[str] | None:
-        """`"host:port"` of each rank; None if the environment knows no ports."""
+        """`"host:port"` of each rank; None if the environment knows no ports.
+
+        If the environment knows a rendezvous only, the ranks meet there when this is first read. Then every rank must read it.
+
+        Raises:
+            ConfigurationError: The ranks that meet do not fit: two have one number, or their versions differ.
+            PeerError: Not all ranks come to the rendezvous in time.
+        """
+        if self._addresses is None and self._place is not None:
+            self._addresses = addresses_of_ranks(self._place)
+            self._hosts = tuple(address.rpartition(":")[0] for address in self._addresses)
         return None if self._addresses is None else list(self._addresses)
 
     @property
@@ -122,47 +153,55 @@ class Environment(ABC):
         Returns:
             The name, the rank and the variables that were found.
         """
-        found = ", ".join(f"{name}={value}" for name, value in self._found.items())
+        found = ", ".join(f"{name}={shortened(value)}" for name, value in self._found.items())
         return f"{self.name}: rank {self.rank} of {self.size}" + (f" ({found})" if found else "")
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.describe()}>"
 
 
-def read_int(*names: str, default: int | None = None) -> int:
-    """Reads an integer from the first of several environment variables that is set.
+def master_address(prefix: str = "", after: int = 0) -> str:
+    """Reads where ranks meet from `MASTER_ADDR` and `MASTER_PORT`.
 
     Args:
-        *names: Names of the variables, the preferred one first.
-        default: The result if none is set. Without a default that is an error.
+        prefix: What the names of the variables begin with.
+        after: How many ports after `MASTER_PORT`.
 
     Returns:
-        The number.
+        The address, `"host:port"`.
 
     Raises:
-        ConfigurationError: No variable is set, or its value is not an integer.
+        ConfigurationError: A variable is missing, or the port is none.
 
     Example:
-        >>> read_int("NO_SUCH_VARIABLE", default=3)
-        3
+        >>> os.environ.update(MASTER_ADDR="node1", MASTER_PORT="29500")
+        >>> master_address()
+        'node1:29500'
     """
-    for name in names:
-        if name in os.environ:
-            try:
-                return int(os.environ[name])
-            except ValueError:
-                raise ConfigurationError(
-                    message(
-                        f"{name} is not an integer.", hint="set it to one, or unset it.", **{name: os.environ[name]}
-                    )
-                ) from None
-    if default is not None:
-        return default
-    raise ConfigurationError(message(f"The environment variable {' or '.join(names)} is missing.", hint="set it."))
+    return f"{variable(str, f'{prefix}MASTER_ADDR')}:{variable(Port, f'{prefix}MASTER_PORT') + after}"
+
+
+def known_hosts(rank: int, size: int, local_size: int, host: str) -> list[str]:
+    """Returns the hosts of all ranks as far as a process knows them that knows only its own.
+
+    Args:
+        rank: Rank of this process.
+        size: How many processes take part.
+        local_size: How many of them are on this machine.
+        host: Name of this machine.
+
+    Returns:
+        `host` for every rank if all are on this machine. Else `host` for this rank, and an empty string for the others.
+
+    Example:
+        >>> known_hosts(1, 3, 1, "b")
+        ['', 'b', '']
+    """
+    return [host if local_size == size or other == rank else "" for other in range(size)]
 
 
 def _check_place(index_name: str, index: int, count_name: str, count: int, environment: str) -> None:
-    if count < 1 or not 0 <= index < count:
+    if not (is_count(count, maximum=MOST_RANKS) and is_count(index, 0, count - 1)):
         raise ConfigurationError(
             message(
                 f"{environment}: {index_name} must be at least 0 and below {count_name}.",
@@ -172,21 +211,12 @@ def _check_place(index_name: str, index: int, count_name: str, count: int, envir
         )
 
 
-def _check_addresses(addresses: Sequence[str], size: int, environment: str) -> None:
+def _checked_addresses(given: Sequence[str], size: int, environment: str) -> list[str]:
+    addresses = checked(list[Address], "addresses", given, hint=f"correct the addresses that {environment} gives.")
     if len(addresses) != size:
         raise ConfigurationError(
-            message(f"{environment}: one address per rank is needed.", addresses=list(addresses), size=size)
+            message(f"{environment}: one address per rank is needed.", addresses=addresses, size=size)
         )
-    for address in addresses:
-        host, colon, port = str(address).rpartition(":")
-        if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
-            raise ConfigurationError(
-                message(
-                    f"{environment}: this is not an address.",
-                    hint='write "host:port", with a port below 65536.',
-                    address=address,
-                )
-            )
     for address, uses in Counter(addresses).items():
         if uses > 1:
             raise ConfigurationError(
@@ -197,3 +227,4 @@ def _check_addresses(addresses: Sequence[str], size: int, environment: str) -> N
                     ranks=[rank for rank, other in enumerate(addresses) if other == address],
                 )
             )
+    return addresses

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from tfrep_strategy.environments.base import Environment, read_int
+from tfrep_strategy.environments.base import Environment, known_hosts
+from tfrep_strategy.validation import Rank, Size, variable
 
 
 class HorovodEnvironment(Environment):
@@ -43,31 +44,12 @@ class HorovodEnvironment(Environment):
         return "HOROVOD_RANK" in os.environ or "HOROVOD_SIZE" in os.environ
 
     def __init__(self) -> None:
-        rank, size = read_int("HOROVOD_RANK"), read_int("HOROVOD_SIZE")
-        local_size = read_int("HOROVOD_LOCAL_SIZE", default=size)
+        rank, size = variable(Rank, "HOROVOD_RANK"), variable(Size, "HOROVOD_SIZE")
+        local_size = variable(Size, "HOROVOD_LOCAL_SIZE", default=size)
         super().__init__(
             rank=rank,
             size=size,
             hosts=known_hosts(rank, size, local_size, os.environ.get("HOROVOD_HOSTNAME") or "localhost"),
-            local_rank=read_int("HOROVOD_LOCAL_RANK", default=rank),
+            local_rank=variable(Rank, "HOROVOD_LOCAL_RANK", default=rank),
             local_size=local_size,
         )
-
-
-def known_hosts(rank: int, size: int, local_size: int, host: str) -> list[str]:
-    """Returns the hosts of all ranks as far as a process knows them that knows only its own.
-
-    Args:
-        rank: Rank of this process.
-        size: How many processes take part.
-        local_size: How many of them are on this machine.
-        host: Name of this machine.
-
-    Returns:
-        `host` for every rank if all are on this machine. Else `host` for this rank, and an empty string for the others.
-
-    Example:
-        >>> known_hosts(1, 3, 1, "b")
-        ['', 'b', '']
-    """
-    return [host if local_size == size or other == rank else "" for other in range(size)]

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
-import socket
+import zlib
 
-from tfrep_strategy.environments.base import Environment, read_int
-from tfrep_strategy.environments.horovod import known_hosts
+from tfrep_strategy.environments.base import Environment, master_address
 from tfrep_strategy.environments.slurm import SlurmEnvironment
+from tfrep_strategy.rendezvous.connections import LOOPBACK
+from tfrep_strategy.validation import Rank, Size, variable
+
+# Below the ports that Linux assigns by itself, and above those of Slurm's jobs.
+_FIRST_PORT, _PORTS = 30_000, 2_700
 
 
 class MpiEnvironment(Environment):
     """Reads `OMPI_COMM_WORLD_*`, else `PMI_*` with Hydra's `MPI_LOCALRANKID` and `MPI_LOCALNRANKS`.
 
-    MPI tells a process its own host only. The hosts of ranks on other machines stay empty.
+    MPI tells a process its own host only. To get each other's addresses, ranks on several machines meet at `MASTER_ADDR` and
+    `MASTER_PORT`, if you set these. Ranks on one machine meet on a port that follows from Open MPI's number of the job.
 
     Raises:
         ConfigurationError: A variable is missing, or its value is not valid.
@@ -34,6 +39,9 @@ class MpiEnvironment(Environment):
         "PMI_SIZE",
         "MPI_LOCALRANKID",
         "MPI_LOCALNRANKS",
+        "PMIX_NAMESPACE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
     )
 
     @classmethod
@@ -50,13 +58,21 @@ class MpiEnvironment(Environment):
         return "PMI_RANK" in os.environ and not repeated
 
     def __init__(self) -> None:
-        rank = read_int("OMPI_COMM_WORLD_RANK", "PMI_RANK")
-        size = read_int("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-        local_size = read_int("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", default=size)
+        rank = variable(Rank, "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+        size = variable(Size, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+        local_size = variable(Size, "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", default=size)
         super().__init__(
             rank=rank,
             size=size,
-            hosts=known_hosts(rank, size, local_size, socket.gethostname()),
-            local_rank=read_int("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", default=rank),
+            local_rank=variable(Rank, "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", default=rank),
             local_size=local_size,
+            rendezvous=_rendezvous(one_machine=local_size == size) if size > 1 else None,
         )
+
+
+def _rendezvous(one_machine: bool) -> str | None:
+    if "MASTER_ADDR" in os.environ:
+        return master_address()
+    if one_machine and "PMIX_NAMESPACE" in os.environ:
+        return f"{LOOPBACK}:{_FIRST_PORT + zlib.crc32(os.environb[b'PMIX_NAMESPACE']) % _PORTS}"
+    return None

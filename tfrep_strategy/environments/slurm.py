@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 from collections.abc import Iterator
 
-from tfrep_strategy.environments.base import Environment, read_int
+from tfrep_strategy.environments.base import Environment
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.validation import MOST_RANKS, Rank, Size, variable
 
 # All ranks compute the same ports from the job and its step, so no port has to be passed around. The range stays below the
 # ports that Linux assigns by itself (32768 and up).
 _FIRST_PORT, _PORTS = 10_000, 20_000
+
+_LONGEST_NAME = 253
+_NUMBER = r"[0-9]{1,12}"
+_RANGE = rf"{_NUMBER}(?:-{_NUMBER})?"
 
 
 class SlurmEnvironment(Environment):
@@ -50,7 +56,7 @@ class SlurmEnvironment(Environment):
         return "SLURM_PROCID" in os.environ and "SLURM_NTASKS" in os.environ and not interactive and not _is_batch_script()
 
     def __init__(self) -> None:
-        rank, size = read_int("SLURM_PROCID"), read_int("SLURM_NTASKS")
+        rank, size = variable(Rank, "SLURM_PROCID"), variable(Size, "SLURM_NTASKS")
         nodes = expand_nodes(_first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST", default="localhost"))
         counts = expand_counts(
             _first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", default=_even(size, len(nodes)))
@@ -66,7 +72,7 @@ class SlurmEnvironment(Environment):
                 )
             )
         hosts = list(_spread(nodes, counts, cyclic=os.environ.get("SLURM_DISTRIBUTION", "").startswith("cyclic")))
-        here = read_int("SLURM_NODEID", default=-1)
+        here = variable(Rank, "SLURM_NODEID", default=-1)
         if 0 <= rank < size and 0 <= here < len(nodes) and hosts[rank] != nodes[here]:
             raise ConfigurationError(
                 message(
@@ -77,13 +83,14 @@ class SlurmEnvironment(Environment):
                     expected=hosts[rank],
                 )
             )
-        first_port = _FIRST_PORT + (_job_number() + 1021 * read_int("SLURM_STEP_ID", default=0)) % _PORTS
+        first_port = _FIRST_PORT + (_job_number() + 1021 * variable(int, "SLURM_STEP_ID", default=0)) % _PORTS
+        next_ports = {node: itertools.count(first_port) for node in nodes}
         super().__init__(
             rank=rank,
             size=size,
             hosts=hosts,
-            addresses=[f"{host}:{first_port + hosts[:index].count(host)}" for index, host in enumerate(hosts)],
-            local_rank=read_int("SLURM_LOCALID") if "SLURM_LOCALID" in os.environ else None,
+            addresses=[f"{host}:{next(next_ports[host])}" for host in hosts],
+            local_rank=variable(Rank, "SLURM_LOCALID", default=None),
         )
 
 
@@ -104,13 +111,20 @@ def expand_nodes(text: str) -> list[str]:
         ['node01', 'node02', 'node03', 'node07', 'gpu5']
     """
     # A name consists of plain pieces and of ranges in brackets. A comma outside brackets ends it.
-    if not re.fullmatch(r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]|(?<=[^,]),(?=[^,]))+", text):
-        raise ConfigurationError(
-            message("Slurm: cannot read the node list.", hint='write it like "node[01-03,07]".', nodes=text)
-        )
+    refusal = ConfigurationError(
+        message("Slurm: cannot read the node list.", hint='write it like "node[01-03,07]".', nodes=text)
+    )
+    if not re.fullmatch(rf"(?:[^\[\],\s]|\[{_RANGE}(?:,{_RANGE})*\]|(?<=[^,]),(?=[^,]))+", text):
+        raise refusal
     names: list[str] = []
     for pattern in re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", text):
         pieces = re.findall(r"\[([^\]]*)\]|([^\[\]]+)", pattern)
+        # Both come first: a few digits stand for millions of names.
+        if sum(len(plain) or 1 for _, plain in pieces) > _LONGEST_NAME:
+            raise refusal
+        counts = [sum(len(numbers) for numbers, _ in _ranges(ranges)) for ranges, _ in pieces if ranges]
+        if not 0 < math.prod(counts) <= MOST_RANKS - len(names):
+            raise refusal
         choices = [_expand_ranges(ranges) if ranges else [plain] for ranges, plain in pieces]
         names += ["".join(parts) for parts in itertools.product(*choices)]
     return names
@@ -134,8 +148,8 @@ def expand_counts(text: str) -> list[int]:
     """
     counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if not match:
+        match = re.fullmatch(rf"({_NUMBER})(?:\(x({_NUMBER})\))?", part.strip())
+        if not match or len(counts) + int(match[2] or 1) > MOST_RANKS:
             raise ConfigurationError(
                 message("Slurm: cannot read the tasks per node.", hint='write it like "4(x2),2".', tasks_per_node=text)
             )
@@ -144,21 +158,21 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _expand_ranges(text: str) -> list[str]:
-    numbers: list[str] = []
+    return [str(number).zfill(width) for numbers, width in _ranges(text) for number in numbers]
+
+
+def _ranges(text: str) -> Iterator[tuple[range, int]]:
+    """Yields the numbers of each range, and how many digits they have at least."""
     for part in text.split(","):
         first, _, last = part.partition("-")
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
-    return numbers
+        yield range(int(first), int(last or first) + 1), len(first)
 
 
 def _spread(nodes: list[str], counts: list[int], *, cyclic: bool) -> Iterator[str]:
     """Yields the node of each rank."""
-    if cyclic:
-        for turn in range(max(counts)):
-            yield from (node for node, count in zip(nodes, counts, strict=True) if turn < count)
-    else:
-        for node, count in zip(nodes, counts, strict=True):
-            yield from itertools.repeat(node, count)
+    places = [(turn, index) for index, count in enumerate(counts) for turn in range(count)]
+    for _, index in sorted(places) if cyclic else places:
+        yield nodes[index]
 
 
 def _is_batch_script() -> bool:
@@ -177,4 +191,4 @@ def _first(*names: str, default: str) -> str:
 
 
 def _job_number() -> int:
-    return read_int("SLURM_JOB_ID", "SLURM_JOBID", default=0)
+    return variable(int, "SLURM_JOB_ID", "SLURM_JOBID", default=0)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator
 
 from tfrep_strategy.environments.base import Environment
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.validation import Rank, checked
 
-_RANK_JOBS = ("chief", "worker")
-_EXAMPLE = '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}'
+_HINT = 'it should look like {"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}'
 
 
 class TfConfigEnvironment(Environment):
@@ -39,59 +40,69 @@ class TfConfigEnvironment(Environment):
         return os.environ.get("TF_CONFIG", "").strip() not in ("", "{}")
 
     def __init__(self) -> None:
-        text = os.environ["TF_CONFIG"]
-        try:
-            config = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise _refusal(f"TF_CONFIG is not JSON ({error}).", TF_CONFIG=text) from None
-        cluster = _section(config, "cluster")
-        task = _section(config, "task")
-        jobs = {job: _addresses_of(job, cluster[job]) for job in _RANK_JOBS if job in cluster}
-        if len(jobs.get("chief", [])) > 1:
-            raise _refusal("TF_CONFIG lists more than one chief.", chief=jobs["chief"])
-        kind, index = task.get("type"), _index_of(task)
+        config = read_tf_config()
+        ranks = config.cluster
+        jobs = {job: addresses for job, addresses in (("chief", ranks.chief), ("worker", ranks.worker)) if addresses}
+        if len(ranks.chief) > 1:
+            raise _refusal("TF_CONFIG lists more than one chief.", chief=ranks.chief)
+        kind, index = config.task.type, config.task.index
         if kind not in jobs:
             known = " or ".join(repr(job) for job in jobs) or "'worker', with its addresses under cluster"
-            what = "has no rank" if kind in cluster else "is not in the cluster"
+            what = "has no rank" if kind in (ranks.model_extra or {}) else "is not in the cluster"
             raise ConfigurationError(
                 message(f"TF_CONFIG: the job of this task {what}.", hint=f"the task's type must be {known}.", type=kind)
             )
-        if not 0 <= index < len(jobs[kind]):
-            raise _refusal(
-                f"TF_CONFIG: the task's index is out of range; job {kind!r} has {len(jobs[kind])}.", index=index
-            )
-        addresses = [address for job in jobs.values() for address in job]
-        rank = index if kind == next(iter(jobs)) else len(jobs["chief"]) + index
+        if index >= len(jobs[kind]):
+            raise _refusal(f"TF_CONFIG: the task's index is out of range; its job has {len(jobs[kind])}.", index=index)
+        addresses = [*ranks.chief, *ranks.worker]
         super().__init__(
-            rank=rank,
+            rank=index if kind == "chief" else len(ranks.chief) + index,
             size=len(addresses),
             hosts=[address.rpartition(":")[0] for address in addresses],
             addresses=addresses,
         )
 
 
-def _section(config: Any, name: str) -> dict[str, Any]:
-    section = config.get(name) if isinstance(config, dict) else None
-    if not isinstance(section, dict) or not section:
-        raise _refusal(f"TF_CONFIG lacks {name!r}.", TF_CONFIG=config)
-    return section
+def read_tf_config() -> TfConfig:
+    """Reads `TF_CONFIG`, which is set.
+
+    Raises:
+        ConfigurationError: It is not JSON, or does not describe a cluster and a task.
+
+    Example:
+        >>> os.environ["TF_CONFIG"] = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
+        >>> read_tf_config().task.index
+        0
+    """
+    return checked(TfConfig, "TF_CONFIG", os.environ["TF_CONFIG"], hint=_HINT, is_json=True)
 
 
-def _addresses_of(job: str, addresses: Any) -> list[str]:
+def _in_order(addresses: Any) -> Any:
     # TensorFlow also accepts {"0": "host:port", ...}, for clusters that are described only in part.
-    if isinstance(addresses, dict) and sorted(addresses) == sorted(str(index) for index in range(len(addresses))):
-        addresses = [addresses[str(index)] for index in range(len(addresses))]
-    if not isinstance(addresses, list) or not all(isinstance(address, str) for address in addresses):
-        raise _refusal(f"TF_CONFIG: the addresses of job {job!r} are not a list of strings.", addresses=addresses)
+    if isinstance(addresses, dict) and addresses.keys() == {str(index) for index in range(len(addresses))}:
+        return [addresses[str(index)] for index in range(len(addresses))]
     return addresses
 
 
-def _index_of(task: dict[str, Any]) -> int:
-    try:
-        return int(task["index"])
-    except (KeyError, TypeError, ValueError):
-        raise _refusal("TF_CONFIG: the task has no integer index.", task=task) from None
+_Addresses = Annotated[list[str], BeforeValidator(_in_order)]
+
+
+class _Cluster(BaseModel, extra="allow"):
+    chief: _Addresses = []
+    worker: _Addresses = []
+
+
+class _Task(BaseModel):
+    type: str
+    index: Rank
+
+
+class TfConfig(BaseModel):
+    """What `TF_CONFIG` says of this process. Jobs that have no rank may be described in part, and are not checked."""
+
+    cluster: _Cluster
+    task: _Task
 
 
 def _refusal(what: str, **received: Any) -> ConfigurationError:
-    return ConfigurationError(message(what, hint=f"it should look like {_EXAMPLE}", **received))
+    return ConfigurationError(message(what, hint=_HINT, **received))

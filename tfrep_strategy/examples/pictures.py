@@ -1,4 +1,4 @@
-"""Painters of pictures for `write_image_folder`: simple shapes, and cross-sections of a retina that a network has to learn."""
+"""Painters of pictures for `write_image_folder`: simple shapes, layers with features, and cross-sections of a retina."""
 
 from __future__ import annotations
 
@@ -51,11 +51,42 @@ SHAPES: dict[str, Painter] = {name: _shape(name) for name in ("cross", "disc", "
 """Six shapes, in all colours."""
 
 
-# Retinas, as optical coherence tomography shows them: bright layers on black. What differs between the classes is local.
+# Layers: bright ones on black, and what may be in them or at their edge.
 
 
 def _bump(x: np.ndarray, middle: float, width: float) -> np.ndarray:
     return np.exp(-(((x - middle) / width) ** 2))
+
+
+def _layers(feature: str) -> Painter:
+    def paint(random: np.random.Generator, size: int) -> np.ndarray:
+        x, y = _grid(size)
+        row = x[0]
+        edge = random.uniform(-0.4, 0.1) + random.uniform(-0.25, 0.25) * row + random.uniform(-0.15, 0.15) * row**2
+        bend = random.uniform(0.25, 0.45) * _bump(row, random.uniform(-0.6, 0.6), random.uniform(0.2, 0.35))
+        edge = edge + {"hump": -bend, "dent": bend}.get(feature, 0)
+        if feature == "teeth":
+            for _ in range(random.integers(4, 8)):
+                edge = edge - random.uniform(0.07, 0.15) * _bump(row, random.uniform(-0.9, 0.9), random.uniform(0.05, 0.1))
+        depth = (y - edge) / random.uniform(0.5, 0.9)
+        picture = np.where((depth > 0) & (depth < 1), 0.35 + 0.12 * np.sin(depth * random.uniform(10, 20)), 0.05)
+        picture = picture + random.uniform(0.2, 0.6) * _bump(depth, 0.0, 0.07)
+        for _ in range(random.integers(2, 6) if feature in ("holes", "grains") else 0):
+            i, level = random.integers(size // 8, size - size // 8), random.uniform(0.2, 0.6)
+            spot = _bump(np.hypot((x - row[i]) / 1.4, y - edge[i] - level * 0.6), 0, random.uniform(0.06, 0.12))
+            picture = picture * (1 - 0.9 * spot) + (0.9 * spot if feature == "grains" else 0)
+        picture = picture * random.uniform(0.7, 1.2) * (1 + random.normal(0, 0.25, picture.shape))
+        picture = picture[::-1] if random.uniform() < 0.5 else picture
+        return np.repeat(picture[..., np.newaxis], 3, axis=-1).astype(np.float32)
+
+    return paint
+
+
+LAYERS: dict[str, Painter] = {name: _layers(name) for name in ("dent", "grains", "holes", "hump", "plain", "teeth")}
+"""Six features of layers, at either side. A network that tells them apart has learned something about retinas."""
+
+
+# Retinas, as optical coherence tomography shows them. What differs between the classes is local.
 
 
 def _retina(finding: str) -> Painter:

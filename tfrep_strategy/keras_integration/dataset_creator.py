@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfrep_strategy.keras_integration.patching import keras_internal
 
+_TFDatasetAdapter = keras_internal("trainers.data_adapters.tf_dataset_adapter", "TFDatasetAdapter")
 _make_class_weight_map_fn = keras_internal("trainers.data_adapters.tf_dataset_adapter", "make_class_weight_map_fn")
 
 
@@ -84,7 +85,7 @@ class DatasetCreator:
 
 
 def make_and_adapt(get_data_adapter: Any, x: Any, *args: Any, make: Any = None, **kwargs: Any) -> Any:
-    """Adapts data as Keras does, and a `DatasetCreator` too.
+    """Adapts data as Keras does, and a `DatasetCreator` or a distributed data set, too.
 
     Args:
         get_data_adapter: Keras's own function, with its arguments.
@@ -96,12 +97,15 @@ def make_and_adapt(get_data_adapter: Any, x: Any, *args: Any, make: Any = None, 
         creator = x if class_weight is None else x.with_class_weight(class_weight)
         x = creator() if make is None else make(creator)
         kwargs["shuffle"] = False
+    if isinstance(x, tf.distribute.DistributedDataset):
+        return _adapt_distributed(get_data_adapter, x, *args, **kwargs)
     return get_data_adapter(x, *args, **kwargs)
 
 
-def is_dataset(is_tf_dataset: Any, x: Any) -> bool:
-    """Takes data sets that the user has distributed, too."""
-    return isinstance(x, tf.distribute.DistributedDataset) or is_tf_dataset(x)
+def _adapt_distributed(get_data_adapter: Any, x: Any, *args: Any, class_weight: Any = None, **kwargs: Any) -> Any:
+    """Adapts a data set that the user has distributed: Keras knows those of TensorFlow's own strategies, by their names."""
+    get_data_adapter(tf.data.Dataset.range(0), *args, **kwargs)  # Refuses what it refuses beside any data set.
+    return _TFDatasetAdapter(x, class_weight)
 
 
 EXPERIMENTAL = types.ModuleType("keras.utils.experimental")

@@ -13,7 +13,7 @@ from tfrep_strategy.keras_integration.finding import (
     of_variable,
 )
 from tfrep_strategy.keras_integration.patching import Patch, Topic
-from tfrep_strategy.keras_integration.shared import files, session, warnings_of_keras
+from tfrep_strategy.keras_integration.shared import files, hdf5_files, session, warnings_of_keras
 
 patch: Any = Patch  # What a driver does is a method of the same name.
 
@@ -194,17 +194,13 @@ class ModelPatches:
         "callbacks.orbax_checkpoint:OrbaxCheckpoint.wait_until_finished", "(self)", optional=True,
         why="returns everywhere when the files are there", driver=of_callback,
     )
-    end_orbax = patch(
-        "callbacks.orbax_checkpoint:OrbaxCheckpoint.on_train_end", "(self, logs=None)", optional=True,
-        why="returns everywhere when the files are there", driver=of_callback,
-    )
     save_backup = patch(
         "callbacks.backup_and_restore:BackupAndRestore._save_model", "(self)",
-        why="is written once", driver=of_callback,
+        why="is written once, and replaces the one before when it is complete", driver=of_callback,
     )
     restore_backup = patch(
         "callbacks.backup_and_restore:BackupAndRestore.on_train_begin", "(self, logs=None)",
-        why="is restored everywhere, from what the chief finds", driver=of_callback,
+        why="is restored everywhere, from the newest whole one that the chief finds", driver=of_callback,
     )
     remove_backup = patch(
         "callbacks.backup_and_restore:BackupAndRestore.on_train_end", "(self, logs=None)",
@@ -212,20 +208,20 @@ class ModelPatches:
     )
     save_model = patch(
         "saving.saving_api:save_model", "(model, filepath, overwrite=True, zipped=None, **kwargs)", everywhere=True,
-        why="a path is written by one process", driver=driver_of_model,
+        why="a path is written by one process, and has its name when it is complete", driver=driver_of_model,
     )
     save_weights = patch(
         "saving.saving_api:save_weights", "(model, filepath, overwrite=True, max_shard_size=None, **kwargs)", everywhere=True,
-        why="a path is written by one process", driver=driver_of_model,
+        why="the same", driver=driver_of_model,
     )
     export = patch(
         "models.model:Model.export",
         "(self, filepath, format='tf_saved_model', verbose=None, input_signature=None, **kwargs)",
-        why="a path is written by one process", driver=driver_of_model,
+        why="the same", driver=driver_of_model,
     )
-    makedirs = patch(
-        "utils.file_utils:makedirs", "(path)",
-        why="two processes may make one folder", does=files.makedirs,
+    open_hdf5 = patch(
+        "saving.saving_lib:H5IOStore._get_h5_file", "(self, path_or_io, mode=None)",
+        why="a full disk is an error; HDF5 would end Python", does=hdf5_files.open_of_store,
     )
     get_file = patch(
         "utils.file_utils:get_file",

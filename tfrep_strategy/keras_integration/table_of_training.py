@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfrep_strategy.keras_integration.dataset_creator import EXPERIMENTAL, is_dataset, make_and_adapt
+from tfrep_strategy.keras_integration.dataset_creator import EXPERIMENTAL, make_and_adapt
 from tfrep_strategy.keras_integration.finding import (
     driver_in_scope,
     driver_of_model,
@@ -106,11 +106,7 @@ class TrainingPatches:
     get_data_adapter = patch(
         "trainers.data_adapters:get_data_adapter",
         "(x, y=None, sample_weight=None, batch_size=None, steps_per_epoch=None, shuffle=False, class_weight=None)",
-        why="takes a `DatasetCreator`", does=make_and_adapt,
-    )
-    is_tf_dataset = patch(
-        "trainers.data_adapters:is_tf_dataset", "(x)",
-        why="takes data sets that the user has distributed", does=is_dataset,
+        why="takes a `DatasetCreator`, and data sets that the user has distributed", does=make_and_adapt,
     )
     experimental = patch(
         "keras.utils:experimental",

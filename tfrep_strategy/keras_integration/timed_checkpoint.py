@@ -11,6 +11,8 @@ import keras
 
 from tfrep_strategy.errors import ConfigurationError, check_seconds, message
 from tfrep_strategy.keras_integration.finding import driver_of_model
+from tfrep_strategy.keras_integration.shared.files import written_whole
+from tfrep_strategy.keras_integration.shared.model_files import num_bytes
 
 _SUFFIX = ".weights.h5"
 
@@ -69,9 +71,6 @@ class TimedCheckpoint(keras.callbacks.Callback):
         if time.monotonic() - self._saved_at < self.seconds:
             return
         path = Path(self.filepath.format(epoch=self._epoch))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # `SidecarEvaluator` passes over names that begin with a dot.
-        unfinished = path.with_name(f".{path.name}")
-        self.model.save_weights(unfinished)
-        unfinished.replace(path)
+        with written_whole(path, num_bytes(self.model), parents=True) as unfinished:
+            self.model.save_weights(unfinished)
         self._saved_at = time.monotonic()

@@ -6,16 +6,17 @@ import contextlib
 import json
 import os
 import random
-import socket
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import psutil
 
 from tfrep_strategy.environments import identity_variables
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.nvidia import gpus_are_visible
+from tfrep_strategy.rendezvous.confinement import problem_of_confining
+from tfrep_strategy.rendezvous.connections import LOOPBACK, free_ports
 from tfrep_strategy.transports import (
     OWN_COMMUNICATORS,
     choose_communicator,
@@ -24,10 +25,9 @@ from tfrep_strategy.transports import (
     installed_communicators,
 )
 
-RUN_VARIABLES = ("TFREP_STRATEGY", "TFREP_COMMUNICATOR", "TFREP_NUM_REPLICAS")
-"""What a run tells its processes about the strategy that they are to make."""
+RUN_VARIABLES = ("TFREP_STRATEGY", "TFREP_COMMUNICATOR", "TFREP_NUM_REPLICAS", "TFREP_BACKUP_DIR")
+"""What a run tells its processes about the strategy that they are to make, and its backups."""
 
-_LOOPBACK = "127.0.0.1"
 
 
 def horovod_is_installed() -> bool:
@@ -62,7 +62,9 @@ def resolve_communicator(name: str, size: int = 2) -> str:
     """
     check_communicator(name)
     if name == "auto":
-        choice = choose_communicator(horovod_transports(), gpus=gpus_are_visible(), size=size)
+        choice = choose_communicator(
+            horovod_transports(), gpus=gpus_are_visible(), size=size, open_because=problem_of_confining()
+        )
         if choice.hint:
             warnings.warn(choice.describe(), stacklevel=2)
         return choice.communicator
@@ -150,38 +152,22 @@ def identities(communicator: str, size: int) -> Iterator[list[dict[str, str]]]:
         with _horovod_rendezvous(size) as variables:
             yield variables
     else:
-        workers = [f"{_LOOPBACK}:{port}" for port in free_ports(size)]
-        yield [
-            {
-                "TF_CONFIG": json.dumps(
-                    {
-                        "cluster": {"worker": workers},
-                        "task": {"type": "worker", "index": rank},
-                    }
-                )
-            }
-            for rank in range(size)
-        ]
+        addresses = [f"{LOOPBACK}:{port}" for port in free_ports(size)]
+        yield [tf_config(addresses, rank) for rank in range(size)]
 
 
-def free_ports(count: int) -> list[int]:
-    """Finds ports of the loopback interface that nobody listens on.
+def tf_config(addresses: Sequence[str], rank: int) -> dict[str, str]:
+    """Returns the variable `TF_CONFIG` of a rank.
 
     Args:
-        count: How many are needed.
-
-    Returns:
-        The ports, all different. Another program may take one before it is used; that cannot be ruled out.
+        addresses: "host:port" of each rank.
+        rank: Which one.
 
     Example:
-        >>> len(set(free_ports(3)))
-        3
+        >>> tf_config(["a:1", "b:1"], 1)
+        {'TF_CONFIG': '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'}
     """
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((_LOOPBACK, 0))
-        return [each.getsockname()[1] for each in sockets]
+    return {"TF_CONFIG": json.dumps({"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": rank}})}
 
 
 @contextlib.contextmanager
@@ -192,12 +178,12 @@ def _horovod_rendezvous(size: int) -> Iterator[list[dict[str, str]]]:
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     slots = get_host_assignments(parse_hosts(f"localhost:{size}"), size)
-    with RendezvousHTTPServer((_LOOPBACK, 0), RendezvousHandler, 0) as server:
+    with RendezvousHTTPServer((LOOPBACK, 0), RendezvousHandler, 0) as server:
         server.init(slots)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         thread.start()
         try:
-            common = create_run_env_vars(_LOOPBACK, [_loopback_interface()], str(server.server_port))
+            common = create_run_env_vars(LOOPBACK, [_loopback_interface()], str(server.server_port))
             yield [{**common, **create_slot_env_vars(slot)} for slot in slots]
         finally:
             server.shutdown()
@@ -206,5 +192,5 @@ def _horovod_rendezvous(size: int) -> Iterator[list[dict[str, str]]]:
 
 def _loopback_interface() -> str:
     return next(
-        name for name, addresses in psutil.net_if_addrs().items() if _LOOPBACK in {each.address for each in addresses}
+        name for name, addresses in psutil.net_if_addrs().items() if LOOPBACK in {each.address for each in addresses}
     )

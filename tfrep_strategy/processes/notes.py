@@ -91,6 +91,20 @@ def read_notes(folder: Path) -> dict[int, Note]:
     return {int(path.stem): Note(**json.loads(path.read_text("utf-8"))) for path in folder.glob("*.note")}
 
 
+def clear_notes(folder: Path) -> None:
+    """Removes what ranks wrote, and their signs of life, before they are started again.
+
+    Args:
+        folder: Where they wrote it.
+
+    Example:
+        >>> clear_notes(Path("empty-folder"))
+    """
+    for pattern in ("*.note", "*.life"):
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
 def _write(folder: Path | None, rank: int, note: Note) -> None:
     if folder is not None and folder.is_dir():
         # The launcher may look at any moment: it sees a whole note or none.

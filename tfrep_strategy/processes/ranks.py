@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import signal
@@ -24,15 +25,16 @@ from typing import Any
 import psutil
 
 from tfrep_strategy.processes.notes import Note, read_notes
+from tfrep_strategy.processes.signs_of_life import LOOK_SECONDS, Frozen, Patience, Watch
 
 GRACE_SECONDS = 3.0
-"""How long a rank may take to end once it was asked to, before it is killed."""
+"""How long a rank may take to end once it was asked to, because another one failed, before it is killed."""
 
 Events = queue.SimpleQueue[tuple[int | None, int]]
 """What the watcher waits for: (rank, return code) when a rank ended, (None, number) when a signal came."""
 
 TIMED_OUT = 124
-"""Exit code of a run whose time was over, as with the command `timeout`."""
+"""Exit code of a run whose time, or the time of one rank of it, was over, as with the command `timeout`."""
 
 # The peers of a rank that dies fail a moment later, and may be noticed first. A rank that raises notes the time; one
 # that dies without a word cannot, so its death is taken to lie this much before it was seen. SIGABRT is how native code
@@ -82,6 +84,7 @@ class Failure:
         traceback: Where Python left the rank's code, if it got to say so.
         noted: Whether the rank itself told of its failure.
         log_size: How many bytes the rank's log had when it failed, if it got to say so.
+        frozen: What was seen of a rank that did not end, and for which nobody should wait.
     """
 
     rank: int | None
@@ -89,11 +92,22 @@ class Failure:
     traceback: str = ""
     noted: bool = False
     log_size: int | None = None
+    frozen: str = ""
 
     @property
     def stopped_by_signal(self) -> bool:
         """Whether a signal to the launcher, and no rank, ended the run."""
         return self.rank is None and self.exit_code != TIMED_OUT
+
+    @property
+    def was_lost(self) -> bool:
+        """Whether a rank was killed or is frozen, so that the run may end well if it is started again.
+
+        An error of the script would come again. A rank that was asked to end (SIGTERM) was not lost.
+        """
+        # What is killed leaves no note; `sys.exit(-1)`, whose exit code is above 128 too, does.
+        killed = self.exit_code > 128 and self.exit_code != 128 + signal.SIGTERM
+        return self.rank is not None and (bool(self.frozen) or (killed and not self.noted))
 
 
 @contextlib.contextmanager
@@ -141,17 +155,28 @@ def run_ranks(
     log_dir: Path,
     note_dir: Path,
     timeout: float | None = None,
+    logs_all: bool = False,
+    first_rank: int = 0,
+    again: bool = False,
+    patience: Patience | None = None,
+    grace: float = GRACE_SECONDS,
 ) -> Failure | None:
     """Runs one process per command until all end well or one does not; none is left when this returns.
 
-    Rank 0 has the terminal: its input and output are those of this process. The others write to `rank<k>.log`.
+    Rank 0 has the terminal: its input and output are those of this process. The others write to `rank<k>.log`. With `logs_all`
+    rank 0 writes to a log, too.
 
     Args:
         commands: What each rank runs.
         events: From `deferred_signals`.
         log_dir: Folder of the log files.
-        note_dir: Folder in which ranks that fail leave their notes.
+        note_dir: Folder in which ranks that fail leave their notes, and all give their signs of life.
         timeout: Seconds after which the run is stopped; by default it may take for ever.
+        logs_all: Whether the output of rank 0 goes to a log, too.
+        first_rank: The rank of the first command. Ranks on other machines are run by other launchers.
+        again: Whether the run was started before. Its logs go on then.
+        patience: How long a rank may be stopped or silent; by default nobody looks.
+        grace: How many seconds ranks may take to end when a signal to this process ends the run.
 
     Returns:
         `None` if every rank ended with exit code 0, else what went wrong first.
@@ -162,47 +187,53 @@ def run_ranks(
         True
     """
     deadline = None if timeout is None else time.monotonic() + timeout
-    run = _Run(events, note_dir)
+    run = _Run(events, note_dir, "ab" if again else "wb", None if patience is None else Watch(note_dir, patience))
     stop_with: int = signal.SIGTERM
+    seconds_to_end = GRACE_SECONDS
     with _guard() as watch_group:
         try:
-            for rank, command in enumerate(commands):
-                watch_group(run.start(rank, command, log_dir))
+            for rank, command in enumerate(commands, first_rank):
+                watch_group(run.start(rank, command, log_dir if rank or logs_all else None))
             try:
                 number = run.wait(deadline)
             except queue.Empty:
                 return Failure(None, TIMED_OUT)
             if number is not None:
-                stop_with = number
+                stop_with, seconds_to_end = number, grace
                 return Failure(None, 128 + number)
             return run.failure()
         finally:
-            run.end(stop_with)
+            run.end(stop_with, seconds_to_end)
 
 
 class _Run:
     """The processes of one run, and how they ended."""
 
-    def __init__(self, events: Events, note_dir: Path) -> None:
+    def __init__(self, events: Events, note_dir: Path, log_mode: str, watch: Watch | None) -> None:
         self._events = events
         self._note_dir = note_dir
+        self._log_mode = log_mode
+        self._watch = watch
+        self._frozen: Frozen | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
         self._ended_at: dict[int, float] = {}
 
-    def start(self, rank: int, command: Command, log_dir: Path) -> int:
-        """Starts a rank and a thread that reports its end; returns its process id."""
-        if rank:
-            with open(log_dir / f"rank{rank}.log", "wb") as log:
+    def start(self, rank: int, command: Command, log_dir: Path | None) -> int:
+        """Starts a rank and a thread that reports its end; returns its process id. Without a folder it has the terminal."""
+        if log_dir is not None:
+            with open(log_dir / f"rank{rank}.log", self._log_mode) as log:
                 process = self._popen(
                     command,
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.DEVNULL if rank else None,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
         else:
             process = self._popen(command)
         self._processes.append(process)
+        self._pids[rank] = process.pid
         threading.Thread(target=lambda: self._events.put((rank, process.wait())), daemon=True).start()
         return process.pid
 
@@ -216,10 +247,17 @@ class _Run:
         )
 
     def wait(self, deadline: float | None) -> int | None:
-        """Waits until all ranks ended well or one failed; returns the number of a signal that came instead."""
+        """Waits until all ranks ended well, or one failed or is frozen; returns the number of a signal that came instead."""
         while len(self._codes) < len(self._processes):
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            rank, code = self._events.get(timeout=left)
+            left = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                rank, code = self._events.get(timeout=min(left, LOOK_SECONDS))
+            except queue.Empty:
+                if left <= LOOK_SECONDS:
+                    raise
+                if self._sees_frozen():
+                    return None
+                continue
             if rank is None:
                 return code
             self._note_end(rank, code)
@@ -229,6 +267,8 @@ class _Run:
 
     def failure(self) -> Failure | None:
         """Tells which rank failed first, if any."""
+        if self._frozen is not None:
+            return Failure(self._frozen.rank, TIMED_OUT, frozen=self._frozen.seen)
         notes = read_notes(self._note_dir)
         died = {rank: code for rank, code in self._codes.items() if code}
 
@@ -244,22 +284,41 @@ class _Run:
         code = died.get(rank, note.exit_code)
         return Failure(rank, 128 - code if code < 0 else code, note.traceback, noted=rank in notes, log_size=note.log_size)
 
-    def end(self, first_signal: int) -> None:
+    def end(self, first_signal: int, grace: float) -> None:
         """Ends what still runs: asks, waits for the grace period, then kills."""
         trees = [member for process in self._processes for member in _descendants(process.pid)]
         running = len(self._codes) < len(self._processes)
         if running:
             self._signal(trees, first_signal)
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + grace
         while len(self._codes) < len(self._processes) and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 rank, code = self._events.get(timeout=left)
                 if rank is None:  # Somebody is impatient.
+                    self._events.put((None, code))
                     break
                 self._note_end(rank, code)
         self._signal(trees, signal.SIGKILL)
         for process in self._processes:
             process.wait()
+        self._take_last_events()
+
+    def _take_last_events(self) -> None:
+        """Leaves signals in the queue, and nothing of these processes: the run may be started again."""
+        signals = []
+        while len(self._codes) < len(self._processes):
+            rank, code = self._events.get()
+            if rank is None:
+                signals.append(code)
+            else:
+                self._note_end(rank, code)
+        for number in signals:
+            self._events.put((None, number))
+
+    def _sees_frozen(self) -> bool:
+        if self._watch is not None:
+            self._frozen = self._watch.look({rank: pid for rank, pid in self._pids.items() if rank not in self._codes})
+        return self._frozen is not None
 
     def _settle(self) -> int | None:
         """Gives other deaths of the same moment the time to be seen."""

@@ -12,13 +12,15 @@ import tensorflow as tf
 from tfrep_strategy import collectives
 from tfrep_strategy._tensorflow import converted_by_autograph
 from tfrep_strategy.errors import ConfigurationError, check_count, message
+from tfrep_strategy.keras_integration.shared.old_objects import refuse_old_optimizer
+from tfrep_strategy.old_spellings import OF_REPLICATORS, ShowsNewNames, takes_no_session
 from tfrep_strategy.replicator.inputs import InputFn, InputReplicationMode, make_input, whole_step
 from tfrep_strategy.strategies.auto import auto_strategy
 
 StepFn = Callable[..., Any]
 
 
-class Replicator:
+class Replicator(ShowsNewNames):
     """Runs step functions on every replica of a strategy.
 
     A step is written as for one device: its loss is the mean over its own batch. The optimizer then applies the gradient
@@ -35,6 +37,8 @@ class Replicator:
         >>> [int(v) for v in repl.local_results(repl.run(lambda batch: tf.reduce_sum(batch), input_fn))]
         [1, 5]
     """
+
+    _old_names = OF_REPLICATORS
 
     def __init__(
         self,
@@ -74,12 +78,14 @@ class Replicator:
         """
         return self.strategy.scope()
 
+    @takes_no_session
     def init(self) -> None:
         """Waits until all processes have called it. `run` works without it."""
         self._check_alive()
         with self.context():
             collectives.barrier()
 
+    @takes_no_session
     def shutdown(self) -> None:
         """Frees pipelines and compiled steps. The replicator cannot run steps afterwards."""
         self._inputs.clear()
@@ -94,31 +100,37 @@ class Replicator:
         self.shutdown()
 
     def wrap_optimizer(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-        """Makes a Keras optimizer aggregate the gradients of all replicas before it uses them, as `fit` does.
+        """Checks an optimizer and returns it unchanged: a Keras optimizer needs no wrapping here.
+
+        TF-Replicator's method made an optimizer aggregate the gradients of all replicas. Keras optimizers do so under every
+        synchronous strategy: `apply` and `apply_gradients`, called in a step, make the gradients global before they use them.
+        Programs may call this method, or leave it out. It finds optimizers that would not aggregate.
 
         Args:
-            optimizer: Any Keras optimizer.
+            optimizer: A Keras optimizer.
 
         Returns:
-            The same optimizer. Its `apply` and `apply_gradients` may be called in a step.
+            The same object.
 
         Raises:
-            ConfigurationError: The argument is not a Keras optimizer, or was wrapped before.
+            ConfigurationError: The optimizer is of TensorFlow 1, Keras 2 or Horovod, in which case the message shows the line to
+                write; it is no optimizer; or it was wrapped before.
 
         Example:
             >>> Replicator(tfrep.MirroredStrategy(["CPU:0"])).wrap_optimizer(keras.optimizers.SGD(name="mine")).name
             'mine'
         """
+        refuse_old_optimizer(optimizer, "wrap_optimizer")
         if not isinstance(optimizer, keras.optimizers.Optimizer):
+            hint = "pass keras.optimizers.SGD(0.1), or another optimizer of Keras 3."
             raise ConfigurationError(
-                message("wrap_optimizer takes a Keras optimizer.", type=type(optimizer).__name__)
+                message("wrap_optimizer takes a Keras optimizer.", hint=hint, type=type(optimizer).__name__)
             )
         if getattr(optimizer, "_tfrep_is_wrapped", False):
             raise ConfigurationError(
                 message("The optimizer is wrapped already.", hint="wrap it once.", optimizer=optimizer.name)
             )
         optimizer._tfrep_is_wrapped = True
-        # Optimizers aggregate under every strategy anyway. This method only finds mistakes.
         return optimizer
 
     def run(self, step_fn: StepFn, input_fn: InputFn | None = None, *, steps: int = 1) -> Any:

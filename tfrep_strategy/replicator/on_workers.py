@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfrep_strategy.collectives.spread_work import reduce_nests
 from tfrep_strategy.errors import ConfigurationError, check_count, message
+from tfrep_strategy.old_spellings import takes_no_session
 from tfrep_strategy.replicator.inputs import InputFn, per_pipeline
 from tfrep_strategy.replicator.loop import Replicator, StepFn
 from tfrep_strategy.strategies.parameter_server import ParameterServerStrategy
@@ -30,6 +31,7 @@ class ParameterServerReplicator(Replicator):
         super().__init__(ParameterServerStrategy() if strategy is None else strategy)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
 
+    @takes_no_session
     def init(self) -> None:
         """Checks that the replicator was not shut down; there is nothing to wait for."""
         self._check_alive()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,10 +15,12 @@ from typing import Any
 from tfrep_strategy.clusters.cluster import LocalCluster, check_counts
 from tfrep_strategy.errors import ConfigurationError, ServerLostError, check_count, message
 from tfrep_strategy.processes.command import module_command
-from tfrep_strategy.processes.identity import free_ports, inherited_environ
+from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.processes.ranks import Command, Failure, deferred_signals, run_ranks
+from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.running.joining import refuse_inside_a_run
 from tfrep_strategy.running.runs import make_log_dir
+from tfrep_strategy.validation import check_fields
 
 SERVER_LOST = 75
 """Exit code of a coordinator that lost a server: with the cluster started again, it can resume from a checkpoint."""
@@ -48,6 +51,7 @@ class ClusterOptions:
     log_dir: Path | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_counts(workers=self.workers, servers=self.servers)
         check_count("A run cannot be restarted that often.", 0, max_restarts=self.max_restarts)
 
@@ -74,7 +78,7 @@ def run_coordinator(
         >>> run_coordinator("train.py", ["--epochs", "3"], ClusterOptions(workers=2, servers=1)) is None
         True
     """
-    if not as_module and not Path(target).exists():
+    if not as_module and not os.path.exists(target):
         raise ConfigurationError(
             message("There is no such script.", hint="check the path; for a module use -m.", script=target)
         )
@@ -94,18 +98,12 @@ def run_coordinator(
                 of_script = ["tfrep_strategy.running.script", str(notes), "", kind, target, *arguments]
                 command = Command(module_command(*of_script), environ)
                 failure = run_ranks([command], events, log_dir=notes, note_dir=notes)
-            lost = failure is not None and failure.rank is not None and _was_lost(failure)
+            lost = failure is not None and (failure.was_lost or failure.exit_code == SERVER_LOST)
             if not lost or attempt == options.max_restarts:
                 return failure
             left = options.max_restarts - attempt
             print(f"tfrep: the cluster is started again ({left} of {options.max_restarts} left).", file=sys.stderr)
     return None
-
-
-def _was_lost(failure: Failure) -> bool:
-    """Whether the coordinator ended since it lost a server, or was killed itself; a script's own errors come again."""
-    # What is killed leaves no note; `sys.exit(-1)`, whose exit code is above 128 too, does.
-    return failure.exit_code == SERVER_LOST or (failure.exit_code > 128 and not failure.noted)
 
 
 @contextlib.contextmanager

@@ -35,10 +35,13 @@ def describe(failure: Failure, *, timeout: float | None, through_horovodrun: boo
     if failure.rank is None:
         return f"The run was stopped: it took more than {timeout:g} seconds.\nLogs: {log_dir}"
     code = failure.exit_code
-    if through_horovodrun and not failure.noted:
+    if through_horovodrun and not failure.noted and not failure.frozen:
         return f"horovodrun ended with exit code {code}; what it says is above.\nLogs: {log_dir}"
     by_signal = f" ({signal.Signals(code - 128).name})" if code - 128 in set(signal.Signals) else ""
-    what = f"Rank {failure.rank} failed with exit code {code}{by_signal}; all ranks were ended."
+    what = failure.frozen or f"failed with exit code {code}{by_signal}"
+    what = f"Rank {failure.rank} {what}; all ranks were ended."
+    if failure.frozen:
+        what += " TFREP_TIMEOUT=0 lets them wait, as under a debugger."
     log = log_dir / f"rank{failure.rank}.log"
     if not log.exists():
         return f"{what} Its output is above."

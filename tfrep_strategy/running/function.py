@@ -15,6 +15,7 @@ from tfrep_strategy.errors import PeerError
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.notes import noted_failure
 from tfrep_strategy.processes.ranks import deferred_signals
+from tfrep_strategy.processes.signs_of_life import give_signs
 from tfrep_strategy.running.joining import warn_inside_a_run
 from tfrep_strategy.running.runs import Options, RunFailed, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
@@ -94,6 +95,7 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
     del own_path
     folder, scope = Path(arguments[0]), arguments[1]
     rank = detect_environment().rank
+    give_signs(folder, rank)
     with noted_failure(folder, rank):
         with quiet_start():  # A function that names a module of Keras's or TensorFlow's imports it as it arrives.
             fn, args, kwargs = pickle.loads((folder / "call").read_bytes())

@@ -7,13 +7,17 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
-from tfrep_strategy.environments import Environment, detect_environment
+from tfrep_strategy.environments import Environment, TrainJobEnvironment, detect_environment, kind_of_environment
+from tfrep_strategy.environments.base import master_address
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.identity import RUN_VARIABLES, common_hash_seed
+from tfrep_strategy.processes.nodes import Node
 from tfrep_strategy.running.runs import Options, make_log_dir
+from tfrep_strategy.validation import Rank, Size, made_folder, variable
 
 _HASH_SEED = "0"
 """All ranks have to hash alike, and those that another launcher has started cannot agree on a number."""
@@ -72,6 +76,29 @@ def warn_inside_a_run(command: str) -> None:
             )
 
 
+def for_this_pod(options: Options) -> Options:
+    """Completes the options in a pod of a TrainJob that is to run several processes in each pod.
+
+    Args:
+        options: What is wanted.
+
+    Returns:
+        The options, with this pod among the others, and the number of its processes.
+
+    Raises:
+        ConfigurationError: A variable of the job is missing, or its value is not valid.
+
+    Example:
+        >>> os.environ.update(PET_NODE_RANK="1", PET_NNODES="2", PET_NPROC_PER_NODE="4", PET_MASTER_ADDR="a", PET_MASTER_PORT="1")
+        >>> for_this_pod(Options()).node
+        Node(rank=1, count=2, rendezvous='a:1')
+    """
+    if options.node is not None or kind_of_environment() is not TrainJobEnvironment or not TrainJobEnvironment.processes():
+        return options
+    node = Node(variable(Rank, "PET_NODE_RANK"), variable(Size, "PET_NNODES"), master_address("PET_"))
+    return replace(options, num_replicas=options.num_replicas or TrainJobEnvironment.processes(), node=node)
+
+
 def join_outer_run(outer: Environment, options: Options, arguments: Sequence[str]) -> NoReturn:
     """Becomes the rank that the other launcher has made this process; that one watches it and ends it.
 
@@ -87,6 +114,7 @@ def join_outer_run(outer: Environment, options: Options, arguments: Sequence[str
     wanted = {
         "num_replicas": options.num_replicas if other_size else None,
         "hosts": options.hosts,
+        "prefix": options.prefix or None,
         "strategy": options.strategy if options.strategy == "mirrored" else None,
     }
     conflicts = {name: value for name, value in wanted.items() if value is not None}
@@ -101,6 +129,8 @@ def join_outer_run(outer: Environment, options: Options, arguments: Sequence[str
         "TFREP_NUM_REPLICAS": str(outer.size),
         "TFREP_COMMUNICATOR": options.communicator,
     }
+    if options.backup_dir is not None:
+        environ["TFREP_BACKUP_DIR"] = str(made_folder("backup_dir", options.backup_dir))
     log_dir = "" if options.log_dir is None else str(make_log_dir(options.log_dir))
     command = module_command("tfrep_strategy.running.script", "", log_dir, *arguments)
     sys.stdout.flush()

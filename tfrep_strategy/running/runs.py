@@ -6,13 +6,17 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds, message
+from tfrep_strategy.limits import grace_seconds
+from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.identity import (
     check_communicator,
     common_hash_seed,
@@ -20,11 +24,19 @@ from tfrep_strategy.processes.identity import (
     inherited_environ,
     resolve_communicator,
 )
+from tfrep_strategy.processes.nodes import Node, Nodes
+from tfrep_strategy.processes.notes import clear_notes
+from tfrep_strategy.processes.output import lines_shown
 from tfrep_strategy.processes.ranks import Command, Events, Failure, run_ranks
+from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.running.failures import describe
+from tfrep_strategy.validation import MOST_PROCESSES, MOST_RANKS, check_fields, made_folder
 
 STRATEGIES = ("auto", "mirrored", "multi-worker")
 """What a run may be asked for."""
+_BACKUPS = "fit-*"
+"""The folders of the backups of each `fit`."""
+_HOST = r"[\w.-]+:[1-9][0-9]{0,4}"
 
 
 @dataclass(frozen=True)
@@ -39,8 +51,13 @@ class Options:
             strategy.
         communicator: "auto", "horovod", "tf" or the name of an installed transport.
         hosts: Machines and how many replicas each can take, as "host1:4,host2:4"; by default this machine.
+        node: This machine among those of a run that is started on each of them. `num_replicas` are then those of this machine.
         log_dir: Folder of the log files; by default a temporary one, which stays only if the run fails.
         timeout: Seconds after which the run is stopped; by default it may take for ever.
+        prefix: Whether the output of all ranks is shown, each line with its rank, and not that of rank 0 alone.
+        max_restarts: How often all ranks are started again after one was killed. Errors of the script end the run.
+        backup_dir: Folder in which each `fit` of the script is backed up, to go on from there when the run is started again. By
+            default one beside the logs if the run may be restarted, else none.
 
     Raises:
         ConfigurationError: An option cannot be used, alone or beside the others.
@@ -56,32 +73,75 @@ class Options:
     hosts: str | None = None
     log_dir: str | os.PathLike[str] | None = None
     timeout: float | None = None
+    prefix: bool = False
+    node: Node | None = None
+    max_restarts: int = 0
+    backup_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.num_replicas is not None:
-            check_count("A run needs at least one replica.", num_replicas=self.num_replicas)
+            most = MOST_RANKS if self.hosts else MOST_PROCESSES
+            check_count("A run cannot have this number of replicas.", 1, most, num_replicas=self.num_replicas)
         if self.strategy is not None and self.strategy not in STRATEGIES:
             hint = f"use {', '.join(STRATEGIES)}."
             raise ConfigurationError(message("Unknown strategy.", hint=hint, strategy=self.strategy))
         check_communicator(self.communicator)
+        check_count("A run cannot be restarted that often.", 0, max_restarts=self.max_restarts)
+        if self.backup_dir is not None and "://" in os.fspath(self.backup_dir):
+            hint = "name a folder of this machine, or one that is mounted."
+            raise ConfigurationError(message("Backups need a folder.", hint=hint, backup_dir=os.fspath(self.backup_dir)))
         if self.timeout is not None:
             check_seconds(timeout=self.timeout)
         if self.hosts is not None:
             self._check_hosts(self.hosts)
+        if self.node is not None:
+            self._check_node(self.node)
 
     @property
     def size(self) -> int:
-        """How many replicas there will be."""
+        """How many replicas there will be; with `node`, on this machine."""
         return self.num_replicas or (_places(self.hosts) if self.hosts else 1)
 
     @property
     def resolved_strategy(self) -> str | None:
         """The strategy of each process. A process that is alone, and may use all its devices, decides by itself ("auto")."""
-        uses_all_devices = self.num_replicas is None and self.hosts is None
+        uses_all_devices = self.num_replicas is None and self.hosts is None and self.node is None
         return self.strategy if self.strategy != "auto" or uses_all_devices else "multi-worker"
 
+    @property
+    def resolved_communicator(self) -> str:
+        """The communicator of the run. Launchers on several machines know the addresses of all ranks, so it is not Horovod there.
+
+        Raises:
+            ConfigurationError: Horovod is needed and not installed.
+        """
+        if self.node is not None:
+            return "tf" if self.communicator == "auto" else self.communicator
+        return resolve_communicator("horovod" if self.hosts else self.communicator, self.size)
+
+    def _check_node(self, node: Node) -> None:
+        if self.strategy == "mirrored" or self.hosts is not None:
+            what = "The machines of a run are given as hosts, or each by its own launcher."
+            what = "A mirrored run is one process, on one machine." if self.strategy == "mirrored" else what
+            hint = "leave the number of machines out, or use multi-worker without hosts."
+            raise ConfigurationError(message(what, hint=hint, strategy=self.strategy, hosts=self.hosts, nnodes=node.count))
+        if self.max_restarts:
+            what = "Launchers on several machines do not start a run again."
+            hint = "leave max_restarts out, and let what starts the launchers start them again."
+            raise ConfigurationError(message(what, hint=hint, max_restarts=self.max_restarts, nnodes=node.count))
+        if self.communicator == "horovod":
+            raise ConfigurationError(
+                message(
+                    "Launchers on several machines do not start Horovod.",
+                    hint='use communicator "tf", or start all machines with --hosts.',
+                    nnodes=node.count,
+                    communicator=self.communicator,
+                )
+            )
+
     def _check_hosts(self, hosts: str) -> None:
-        if not re.fullmatch(r"[\w.-]+:[1-9]\d*(,[\w.-]+:[1-9]\d*)*", hosts):
+        if not re.fullmatch(rf"{_HOST}(,{_HOST})*", hosts) or _places(hosts) > MOST_RANKS:
             raise ConfigurationError(
                 message(
                     "Cannot read the hosts.",
@@ -144,51 +204,108 @@ def run_to_end(
     make_arguments: Callable[[Path], list[str]],
     note_dir: Path,
     events: Events,
+    nodes: Nodes | None = None,
 ) -> None:
     """Starts the ranks of a run and returns when all have ended well.
 
     Args:
         options: What is wanted.
         make_arguments: Gives a rank's command line, from the folder of the logs.
-        note_dir: An empty folder for the notes of failed ranks.
+        note_dir: An empty folder for the notes of failed ranks, and the signs of life of all.
         events: From `deferred_signals`, which the caller holds around all that must be cleaned up.
+        nodes: The launchers of the run, if there are several. They have met.
 
     Raises:
-        ConfigurationError: The log folder cannot be made, or Horovod is needed and not installed.
-        RunFailed: A rank failed, the time was over, or a signal came.
+        ConfigurationError: The log folder cannot be made, a limit cannot be used, or Horovod is needed and not installed.
+        RunFailed: A rank failed or is frozen, the time was over, or a signal came.
 
     Example:
         >>> run_to_end(Options(num_replicas=2), lambda logs: ["true"], Path(), Events())
     """
+    deadline = None if options.timeout is None else time.monotonic() + options.timeout
+    size = nodes.size if nodes else options.size
+    # Nobody waits for a rank that is alone.
+    patience = Patience.of_environment() if size > 1 and options.strategy != "mirrored" else None
+    log_dir = make_log_dir(options.log_dir)
+    backup_dir = _backup_dir(options, log_dir)
+    if nodes and nodes.first_rank:
+        print(f"This machine has {nodes.describe()}. Their output is in {log_dir}", file=sys.stderr)
+    first_rank = nodes.first_rank if nodes else 0
+    logs_all = options.prefix and not options.hosts  # What horovodrun shows has the rank already.
     with contextlib.ExitStack() as stack:
-        environ = inherited_environ() | {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": common_hash_seed()}
-        strategy = options.resolved_strategy
-        if strategy is not None:
-            environ["TFREP_STRATEGY"] = strategy
-        if strategy not in (None, "auto"):
-            environ["TFREP_NUM_REPLICAS"] = str(options.size)
-        prefix: list[str] = []
+        if logs_all:
+            ranks = range(first_rank, first_rank + (1 if options.strategy == "mirrored" else options.size))
+            stack.enter_context(lines_shown({f"[{rank}] ": log_dir / f"rank{rank}.log" for rank in ranks}))
+        for restarts in range(options.max_restarts + 1):
+            with _commands(options, make_arguments(log_dir), restarts, nodes, backup_dir) as commands:
+                failure = run_ranks(
+                    commands,
+                    events,
+                    log_dir=log_dir,
+                    note_dir=note_dir,
+                    timeout=None if deadline is None else max(0.0, deadline - time.monotonic()),
+                    logs_all=logs_all,
+                    first_rank=first_rank,
+                    again=restarts > 0,
+                    patience=patience,
+                    grace=grace_seconds(for_a_backup=backup_dir is not None),
+                )
+            if failure is None or not failure.was_lost or restarts == options.max_restarts:
+                break
+            clear_notes(note_dir)
+            how = failure.frozen or f"was lost ({signal.Signals(failure.exit_code - 128).name})"
+            print(
+                f"tfrep: rank {failure.rank} {how}. All ranks are started again"
+                f" ({restarts + 1} of {options.max_restarts}). {_where_it_goes_on(backup_dir)}",
+                file=sys.stderr,
+            )
+    if failure is None and backup_dir is not None:
+        for folder in backup_dir.glob(_BACKUPS):
+            shutil.rmtree(folder, ignore_errors=True)
+    if options.log_dir is None and (failure is None or failure.stopped_by_signal):
+        shutil.rmtree(log_dir, ignore_errors=True)
+    if failure is not None:
+        raise RunFailed(failure, options, log_dir)
+
+
+@contextlib.contextmanager
+def _commands(
+    options: Options, arguments: list[str], restarts: int, nodes: Nodes | None, backup_dir: Path | None
+) -> Iterator[list[Command]]:
+    """Yields what each rank runs. Addresses of ranks are free as long as the body runs."""
+    environ = inherited_environ() | {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": common_hash_seed(), "TFREP_RESTARTS": str(restarts)}
+    if backup_dir is not None:
+        environ["TFREP_BACKUP_DIR"] = str(backup_dir)
+    strategy = options.resolved_strategy
+    if strategy is not None:
+        environ["TFREP_STRATEGY"] = strategy
+    if strategy not in (None, "auto"):
+        environ["TFREP_NUM_REPLICAS"] = str(nodes.size if nodes else options.size)
+    with contextlib.ExitStack() as stack:
         identified: list[dict[str, str]] = [{}]
         if options.strategy != "mirrored":
-            communicator = resolve_communicator("horovod" if options.hosts else options.communicator, options.size)
-            environ["TFREP_COMMUNICATOR"] = communicator
-            if options.hosts:
-                prefix = _horovodrun(options.size, options.hosts)
+            environ["TFREP_COMMUNICATOR"] = communicator = nodes.communicator if nodes else options.resolved_communicator
+            if nodes:
+                environ["PYTHONHASHSEED"] = nodes.hash_seed
+                identified = nodes.identities()
+            elif options.hosts:
+                arguments = _horovodrun(options.size, options.hosts) + arguments
             else:
                 identified = stack.enter_context(identities(communicator, options.size))
-        log_dir = make_log_dir(options.log_dir)
-        arguments = prefix + make_arguments(log_dir)
-        failure = run_ranks(
-            [Command(arguments, environ | variables) for variables in identified],
-            events,
-            log_dir=log_dir,
-            note_dir=note_dir,
-            timeout=options.timeout,
-        )
-        if options.log_dir is None and (failure is None or failure.stopped_by_signal):
-            shutil.rmtree(log_dir, ignore_errors=True)
-        if failure is not None:
-            raise RunFailed(failure, options, log_dir)
+        yield [Command(arguments, environ | variables) for variables in identified]
+
+
+def _backup_dir(options: Options, log_dir: Path) -> Path | None:
+    """Makes the folder of the backups, if the run has any."""
+    if options.backup_dir is not None:
+        return made_folder("backup_dir", options.backup_dir)
+    return made_folder("backup_dir", log_dir / "backups") if options.max_restarts else None
+
+
+def _where_it_goes_on(backup_dir: Path | None) -> str:
+    if backup_dir is not None and any(backup_dir.glob(_BACKUPS)):
+        return "Each fit goes on from its last backup."
+    return "No fit has a backup yet, so that the script begins anew, but for what it saves and restores itself."
 
 
 def make_log_dir(wanted: str | os.PathLike[str] | None) -> Path:
@@ -199,31 +316,11 @@ def make_log_dir(wanted: str | os.PathLike[str] | None) -> Path:
     """
     if wanted is None:
         return Path(tempfile.mkdtemp(prefix="tfrep-logs-"))
-    folder = Path(wanted).absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(
-            message(
-                f"Cannot make the log folder ({error.strerror}).",
-                hint="name another one.",
-                log_dir=str(wanted),
-            )
-        ) from None
-    return folder
+    return made_folder("log_dir", wanted)
 
 
 def _horovodrun(size: int, hosts: str) -> list[str]:
-    beside = Path(sys.executable).with_name("horovodrun")
-    command = str(beside) if beside.exists() else shutil.which("horovodrun")
-    if command is None:
-        raise ConfigurationError(
-            message(
-                "The command horovodrun is missing.",
-                hint="run `tfrep horovod install`.",
-            )
-        )
-    return [command, "--gloo", "-np", str(size), "-H", hosts]
+    return module_command("tfrep_strategy.running.horovodrun", hosts, "--gloo", "-np", str(size), "-H", hosts)
 
 
 def _places(hosts: str) -> int:

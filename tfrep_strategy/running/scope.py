@@ -12,6 +12,7 @@ from typing import Any
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.running.coordinator import exit_on_server_loss
 from tfrep_strategy.startup_log import quiet_start
+from tfrep_strategy.validation import Size, variable
 
 
 @contextlib.contextmanager
@@ -40,7 +41,7 @@ def run_strategy_scope() -> Iterator[Any]:
     for gpu in gpus:  # Ranks may share them, and scripts ask for it when it is too late.
         tf.config.experimental.set_memory_growth(gpu, True)
     if os.environ["TFREP_STRATEGY"] == "mirrored":
-        _show_devices(int(os.environ["TFREP_NUM_REPLICAS"]))
+        _show_devices(variable(Size, "TFREP_NUM_REPLICAS"))
     runs_on_servers = os.environ["TFREP_STRATEGY"] == "parameter-server"
     strategy = ParameterServerStrategy() if runs_on_servers else auto_strategy()
     with contextlib.ExitStack() as stack:

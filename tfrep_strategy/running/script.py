@@ -12,9 +12,11 @@ from pathlib import Path
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.processes.command import module_command
+from tfrep_strategy.processes.nodes import meet_nodes
 from tfrep_strategy.processes.notes import noted_failure
 from tfrep_strategy.processes.ranks import deferred_signals
-from tfrep_strategy.running.joining import join_outer_run, outer_run
+from tfrep_strategy.processes.signs_of_life import give_signs
+from tfrep_strategy.running.joining import for_this_pod, join_outer_run, outer_run
 from tfrep_strategy.running.runs import Options, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
 
@@ -29,17 +31,18 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
         as_module: Whether `target` is a module, as for `python -m`.
 
     Inside the run of another launcher (`srun tfrep run train.py`) this process becomes the rank that it is there, and
-    this does not return.
+    this does not return. With `options.node` it first meets the launchers on the other machines.
 
     Raises:
         ConfigurationError: There is no such script, or the options do not fit the run of another launcher.
+        PeerError: The launchers on other machines did not come.
         RunFailed: A rank failed.
 
     Example:
         >>> size = Path("train.py").write_text("print('The script runs here.')")
         >>> run_script("train.py", ["--epochs", "3"], Options(num_replicas=2))
     """
-    if not as_module and not Path(target).exists():
+    if not as_module and not os.path.exists(target):
         raise ConfigurationError(
             message(
                 "There is no such script.",
@@ -48,8 +51,11 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
             )
         )
     kind = "module" if as_module else "script"
-    outer = outer_run()
-    if outer is not None:
+    options = for_this_pod(options)
+    nodes = None
+    if options.node is not None:
+        nodes = meet_nodes(options.node, options.size, options.resolved_communicator)
+    elif outer := outer_run():
         join_outer_run(outer, options, [kind, target, *arguments])
     with (
         deferred_signals() as events,
@@ -60,13 +66,14 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
             lambda logs: module_command(
                 __name__,
                 notes,
-                str(logs) if options.hosts else "",
+                str(logs) if options.hosts and not options.prefix else "",
                 kind,
                 target,
                 *arguments,
             ),
             Path(notes),
             events,
+            nodes,
         )
 
 
@@ -74,15 +81,17 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
     """Is the whole life of a rank.
 
     Args:
-        arguments: Folder of the notes if a launcher of this package reads them, folder of the logs if this process has
-            to open its own, "script" or "module", its name, and its arguments.
+        arguments: Folder of the notes and signs of life if a launcher of this package reads them, folder of the logs if this
+            process has to open its own, "script" or "module", its name, and its arguments.
         own_path: The search path with which Python started.
     """
     note_dir, log_dir, kind, target, *rest = arguments
     rank = detect_environment().rank
     if log_dir and rank:
         _write_to(Path(log_dir, f"rank{rank}.log"))
-    with noted_failure(Path(note_dir) if note_dir else None, rank):
+    notes = Path(note_dir) if note_dir else None
+    give_signs(notes, rank)
+    with noted_failure(notes, rank):
         # Both are as Python would have set them for `python target` and `python -m target`.
         sys.argv = [target, *rest]
         first = os.getcwd() if kind == "module" else str(Path(target).resolve().parent)

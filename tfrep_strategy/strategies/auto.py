@@ -12,6 +12,7 @@ from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.strategies.base import SynchronousStrategy
 from tfrep_strategy.strategies.mirrored import MirroredStrategy
 from tfrep_strategy.strategies.multi_worker import MultiWorkerStrategy
+from tfrep_strategy.transports import wanted_communicator
 
 
 @functools.cache
@@ -26,13 +27,13 @@ def auto_strategy() -> SynchronousStrategy:
         The strategy.
 
     Raises:
-        ConfigurationError: `TFREP_STRATEGY` does not name a strategy.
+        ConfigurationError: `TFREP_STRATEGY` does not name a strategy, or `TFREP_COMMUNICATOR` no communicator.
 
     Example:
         >>> auto_strategy() is auto_strategy()
         True
     """
-    wanted = os.environ.get("TFREP_STRATEGY", "auto")
+    wanted = os.environ.get("TFREP_STRATEGY") or "auto"
     if wanted not in ("auto", "mirrored", "multi-worker"):
         raise ConfigurationError(
             message("Unknown strategy.", hint='use "auto", "mirrored" or "multi-worker".', TFREP_STRATEGY=wanted)
@@ -44,4 +45,4 @@ def auto_strategy() -> SynchronousStrategy:
         wanted = "mirrored" if alone and several else "multi-worker"
     if wanted == "mirrored":
         return MirroredStrategy()
-    return MultiWorkerStrategy(os.environ.get("TFREP_COMMUNICATOR", "auto"))
+    return MultiWorkerStrategy(wanted_communicator())

@@ -11,11 +11,14 @@ import tensorflow as tf
 
 from tfrep_strategy.batches import num_examples, pack, with_unknown_size
 from tfrep_strategy.communicators import Communicator
+from tfrep_strategy.data import explain
 from tfrep_strategy.errors import ConfigurationError, check_count, message
 from tfrep_strategy.keras_integration.protocol import Shards, in_step
 from tfrep_strategy.keras_integration.synchronous.driver import SynchronousDriver
+from tfrep_strategy.old_spellings import DISTRIBUTE, OF_FUNCTIONS, OF_STRATEGIES, RUN, ShowsNewNames, gone
 from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.checked_settings import CheckedSetting, flag, function, functions, or_none, positive
+from tfrep_strategy.strategies.graph_mode import refuse_graph_mode
 from tfrep_strategy.strategies.groups import ReplicaGroup
 from tfrep_strategy.tensorflow_integration import pipelines_at_exit  # noqa: F401  (acts when Python ends)
 
@@ -23,7 +26,7 @@ GradientTransformer = Callable[[list[Any]], Sequence[Any]]
 GradientAggregator = Callable[[list[Any], Communicator], list[Any]]
 
 
-class SynchronousStrategy(tf.distribute.Strategy):
+class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
     """Base of the strategies whose replicas train in step. Use one of its subclasses.
 
     The settings below are arguments of its constructor, and attributes that can be set before the next step. What Keras and the
@@ -42,6 +45,11 @@ class SynchronousStrategy(tf.distribute.Strategy):
         check_sync_every: Number of steps of `fit` between two calls of `assert_in_sync(model)`; None for no checks.
     """
 
+    _old_names = OF_STRATEGIES
+    make_dataset_iterator = gone("make_dataset_iterator", DISTRIBUTE)
+    make_input_fn_iterator = gone("make_input_fn_iterator", OF_FUNCTIONS)
+    experimental_run = gone("experimental_run", RUN)
+
     bucket_bytes = CheckedSetting(positive("bytes"))
     densify_sparse_gradients = CheckedSetting(flag)
     gradient_transformers = CheckedSetting(functions)
@@ -54,6 +62,7 @@ class SynchronousStrategy(tf.distribute.Strategy):
 
     def _set(self, **settings: Any) -> None:
         """Checks and keeps settings. A constructor calls it first, so that a bad one is refused before anything starts."""
+        refuse_graph_mode()
         for name, value in settings.items():
             setattr(self, name, value)
 
@@ -146,6 +155,19 @@ class SynchronousStrategy(tf.distribute.Strategy):
             for variable, mean in zip(common, self.extended.means(common), strict=True):
                 variable.assign(mean)
         self.extended.steps.merged()
+
+    def explain(self, dataset: tf.data.Dataset) -> str:
+        """Says what a process computes of a data set: which operations for its own examples only, and what prevents more.
+
+        Args:
+            dataset: A data set of global batches, as `fit` gets it.
+
+        Example:
+            >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+            >>> strategy.explain(tf.data.Dataset.range(8).batch(4))
+            'One process reads the data set and computes all of it.'
+        """
+        return explain(dataset, self.extended.local_replicas(stop_together=False))
 
     def assert_in_sync(self, model_or_variables: Any, every: int | None = None) -> None:
         """Raises unless all replicas hold the same values, bit by bit. Every process must call it.

@@ -16,6 +16,7 @@ from tfrep_strategy.batches import as_tensors, shard
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.step_clock import timed_collectives
 from tfrep_strategy.strategies.checked_settings import functions
 from tfrep_strategy.strategies.variables import ReplicaVariable, StepsSinceMerge, with_our_class
 
@@ -123,12 +124,15 @@ class SynchronousExtended:
         Returns:
             Their sums over the replicas.
         """
-        strategy = self.strategy
-        densify = strategy.densify_sparse_gradients
+        densify = self.strategy.densify_sparse_gradients
         own = [gradients.dense(g) if densify or gradients.has_fixed_rows(g) else g for g in replica_gradients]
+        return timed_collectives(self._aggregate, own)
+
+    def _aggregate(self, own: Sequence[Any]) -> list[Any]:
+        strategy = self.strategy
         if strategy.gradient_aggregator is not None:
             replica = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
-            return list(strategy.gradient_aggregator(own, self.communicator_of(replica)))
+            return list(strategy.gradient_aggregator(list(own), self.communicator_of(replica)))
         return gradients.aggregate(
             own,
             all_reduce=self.sum_over_replicas,

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfrep_strategy.communicators import Communicator
-from tfrep_strategy.errors import ConfigurationError, is_count, message
+from tfrep_strategy.errors import ConfigurationError, is_count, message, shown
+from tfrep_strategy.validation import checked
 
 
 class ReplicaGroup:
@@ -48,10 +49,11 @@ def check_members(replicas: Sequence[int], num_replicas: int) -> list[int]:
         >>> check_members([2, 0], 4)
         [0, 2]
     """
+    replicas = checked(list[Any], "replicas", replicas, hint=f"the strategy has replicas 0 to {num_replicas - 1}.")
     wrong = [r for r in replicas if not is_count(r, 0, num_replicas - 1)]
     if wrong or not replicas or len(set(replicas)) != len(replicas):
-        what = f"There is no replica {wrong[0]!r}." if wrong else "A group needs at least one replica, and each only once."
+        what = f"There is no replica {shown(wrong[0])}." if wrong else "A group needs at least one replica, and each only once."
         raise ConfigurationError(
-            message(what, hint=f"the strategy has replicas 0 to {num_replicas - 1}.", replicas=list(replicas))
+            message(what, hint=f"the strategy has replicas 0 to {num_replicas - 1}.", replicas=replicas)
         )
     return sorted(replicas)

@@ -26,13 +26,15 @@ from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects, wa
 from tfrep_strategy.communicators.local import LocalGroup
 from tfrep_strategy.devices import logical_devices, warn_of_unseen_gpus
 from tfrep_strategy.environments import detect_environment
-from tfrep_strategy.errors import ConfigurationError, check_count, message
+from tfrep_strategy.errors import ConfigurationError, check_count, message, shown
+from tfrep_strategy.old_spellings import OF_MIRRORED, refuses
 from tfrep_strategy.strategies.base import GradientAggregator, GradientTransformer, SynchronousStrategy
 from tfrep_strategy.strategies.checked_settings import CheckedSetting, mapping, positive
 from tfrep_strategy.strategies.extended import SynchronousExtended
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.logical_devices import LogicalDevices
 from tfrep_strategy.strategies.replica_context import DeviceReplicaContext
+from tfrep_strategy.validation import MOST_PROCESSES, checked
 
 _MINIMUM_THREADS = 16
 
@@ -53,7 +55,7 @@ def use_logical_cpus(n: int) -> list[str]:
         >>> use_logical_cpus(2)
         ['CPU:0', 'CPU:1']
     """
-    check_count("At least one logical CPU is needed.", n=n)
+    check_count("At least one logical CPU is needed.", 1, MOST_PROCESSES, n=n)
     cpu = tf.config.list_physical_devices("CPU")[0]
     _ensure_threads()
     try:
@@ -105,6 +107,7 @@ class MirroredStrategy(SynchronousStrategy):
         2
     """
 
+    @refuses(OF_MIRRORED)
     def __init__(
         self,
         devices: Sequence[str] | None = None,
@@ -251,7 +254,7 @@ def _warn_among_processes() -> None:
             warnings.warn(
                 f"This process is one of {environment.size}, but a MirroredStrategy trains on its own devices only.\n"
                 f"Hint: MultiWorkerStrategy() trains with the others. Environment: {environment.describe()}",
-                stacklevel=3,
+                stacklevel=4,
             )
 
 
@@ -260,23 +263,24 @@ def _resolve(devices: Sequence[str] | None) -> list[str]:
     if devices is None:
         gpus = [name for name in known if "GPU" in name]
         if not gpus:
-            warn_of_unseen_gpus(stacklevel=4)
+            warn_of_unseen_gpus(stacklevel=5)
         return gpus or known
+    devices = checked(list[str], "devices", devices, hint='name devices, such as ["GPU:0", "GPU:1"].')
     short = {name.removeprefix("/device:"): name for name in known}
     resolved = []
     for device in devices:
-        name = short.get(str(device).upper().rpartition("DEVICE:")[2].lstrip("/"))
+        name = short.get(device.upper().rpartition("DEVICE:")[2].lstrip("/"))
         if name is None:
             raise ConfigurationError(
                 message(
-                    f"There is no device {device!r}.",
+                    f"There is no device {shown(device)}.",
                     hint=f"this process has {', '.join(short)}; tfrep.use_logical_cpus(n) makes more CPUs.",
-                    devices=list(devices),
+                    devices=devices,
                 )
             )
         resolved.append(name)
     if not resolved or len(set(resolved)) != len(resolved):
         raise ConfigurationError(
-            message("Each replica needs a device of its own.", hint="name each device once.", devices=list(devices))
+            message("Each replica needs a device of its own.", hint="name each device once.", devices=devices)
         )
     return resolved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.old_spellings import OF_MULTI_WORKER, refuses
 from tfrep_strategy.shares import Share
 from tfrep_strategy.strategies import rank_data as ranks_read
 from tfrep_strategy.strategies import sync_check
@@ -80,6 +82,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
         1
     """
 
+    @refuses(OF_MULTI_WORKER)
     def __init__(
         self,
         communicator: str | Communicator = "auto",
@@ -101,18 +104,19 @@ class MultiWorkerStrategy(SynchronousStrategy):
         )
         if bucket_bytes is not None:
             self.bucket_bytes = bucket_bytes
-        self.environment = detect_environment()
+        environment = detect_environment()
         if device is None:
-            place = communicator if isinstance(communicator, Communicator) else self.environment
+            place = communicator if isinstance(communicator, Communicator) else environment
             take_own_gpu(place.local_rank, place.local_size)
-        self.communicator = watched(make_communicator(communicator, self.environment, device), self.environment.hosts)
+        self.communicator = watched(make_communicator(communicator, environment, device), environment.hosts)
         name = full_name(device or replica_device(self.communicator.local_rank))
         self.device = name.rpartition("device:")[2]
         if bucket_bytes is None:
             self.bucket_bytes = self.communicator.bucket_bytes
         super().__init__(_Extended(self, self.communicator, name))
         share_random_state(self.communicator)
-        self.extended._cluster_resolver = resolver_of(self.environment)
+        self.extended.environment = environment
+        self.extended._cluster_resolver = resolver_of(environment)
         write_checkpoints_once(process_strategy)
         cache_in_own_files(self.communicator.rank, self.communicator.size)
         remember(self)
@@ -234,8 +238,7 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
         return self._replica_ctx_all_reduce(reduce_op, tf.nest.map_structure(local, value))
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        local = var.values[0] if isinstance(var, DistributedVariable) else var
-        return super()._update(local, fn, args, kwargs, group)
+        return super()._update(self._local_results(var)[0], fn, args, kwargs, group)
 
     def _update_non_slot(self, colocate_with: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         def update(*args: Any, **kwargs: Any) -> Any:
@@ -371,11 +374,9 @@ class _Extended(SynchronousExtended, OneDeviceExtended):
         return self._communicator.broadcast([tf.convert_to_tensor(tensor)])[0]
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> data.ReplicaDataset:
-        whole = super()._experimental_distribute_dataset
-        if self._communicator.size == 1:
-            return whole(dataset, options)
-        strategy = self._container_strategy()
-        return ranks_read.distribute(strategy, dataset, self._in_one_order, lambda data_set: whole(data_set, options))
+        replicas = self.local_replicas(stop_together=False)
+        whole = functools.partial(data.distribute, replicas=replicas, options=options)
+        return ranks_read.distribute(self._container_strategy(), dataset, self._in_one_order, whole)
 
     def _in_one_order(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns a data set with equal elements on all ranks, as far as that is known before it is read."""

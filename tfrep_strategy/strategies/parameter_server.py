@@ -21,15 +21,18 @@ from tfrep_strategy.batches import pack, shard
 from tfrep_strategy.clusters.cluster import wait_until_reachable
 from tfrep_strategy.clusters.servers import run_server
 from tfrep_strategy.environments import SlurmEnvironment, TfConfigEnvironment
-from tfrep_strategy.environments.base import read_int
-from tfrep_strategy.errors import ConfigurationError, PeerError, check_count, message
+from tfrep_strategy.errors import ConfigurationError, PeerError, check_count, message, shortened
 from tfrep_strategy.keras_integration.asynchronous.driver import AsynchronousDriver
 from tfrep_strategy.keras_integration.asynchronous.partitioned_variables import PartInitializer, PartitionedVariable
+from tfrep_strategy.old_spellings import OF_PARAMETER_SERVERS, OF_STRATEGIES, ShowsNewNames, refuses
+from tfrep_strategy.rendezvous.confinement import confined
 from tfrep_strategy.strategies.checked_settings import CheckedSetting, flag, function, or_none, positive, seconds
+from tfrep_strategy.strategies.graph_mode import refuse_graph_mode
 from tfrep_strategy.strategies.step_runner import StepRunner
+from tfrep_strategy.validation import Size, variable
 
 
-class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
+class ParameterServerStrategy(ShowsNewNames, tf.distribute.ParameterServerStrategy):
     """Asynchronous training: workers process batches independently, and update variables on parameter servers.
 
     This process is the coordinator. A step is one batch on one worker: 100 steps on 4 workers are about 25 on each. No
@@ -71,6 +74,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         1
     """
 
+    _old_names = OF_STRATEGIES
+
+    @refuses(OF_PARAMETER_SERVERS)
     def __init__(
         self,
         cluster_resolver: Any = None,
@@ -83,6 +89,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         connect_timeout: float = 20.0,
         coordinator_timeout: float = 600.0,
     ) -> None:
+        refuse_graph_mode()
         resolver = _resolver_from_environment() if cluster_resolver is None else cluster_resolver
         self._jobs = _checked_jobs(resolver)
         resolver = _without_evaluator(resolver)
@@ -108,7 +115,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             )
         self.replicas_to_aggregate = (replicas_to_aggregate or num_workers) if sync else None
         self._refuse_unreachable(connect_timeout)
-        super().__init__(resolver, variable_partitioner)
+        # Without an address of its own, the coordinator serves itself only.
+        own = self._jobs.get("chief", ["localhost:0"])
+        tasks = [address for job in self._jobs.values() for address in job] if "chief" in self._jobs else own
+        with confined(own[0], tasks):
+            super().__init__(resolver, variable_partitioner)
         # TensorFlow's class makes its own `extended`. The second call replaces it with ours.
         tf.distribute.Strategy.__init__(self, _Extended(self, resolver, variable_partitioner))
         self.extended.keras_driver = AsynchronousDriver(self)
@@ -248,9 +259,9 @@ class _Extended(ParameterServerExtended):
 def _checked_jobs(resolver: Any) -> dict[str, list[str]]:
     try:
         spec, own_job, own_index = tf.train.ClusterSpec(resolver.cluster_spec()), resolver.task_type, resolver.task_id
-    except (TypeError, ValueError, AttributeError) as error:  # TensorFlow reads `TF_CONFIG` without checking it.
+    except Exception as error:  # TensorFlow reads `TF_CONFIG` without checking it.
         setting = {name: os.environ[name] for name in TfConfigEnvironment.variables if name in os.environ}
-        raise ConfigurationError(message(f"The cluster cannot be read ({error}).", **setting)) from error
+        raise ConfigurationError(message(f"The cluster cannot be read ({shortened(str(error))}).", **setting)) from error
     jobs = {job: spec.job_tasks(job) for job in spec.jobs}
     for job, what in (("ps", "parameter server"), ("worker", "worker")):
         if not jobs.get(job):
@@ -273,7 +284,7 @@ def _checked_jobs(resolver: Any) -> dict[str, list[str]]:
                 type="evaluator",
             )
         )
-    if own_job and own_job not in jobs:
+    if own_job and own_job not in list(jobs):
         raise ConfigurationError(
             message("This task's job is not in the cluster.", hint=f"its type must be {' or '.join(jobs)}.", type=own_job)
         )
@@ -295,7 +306,7 @@ def _without_evaluator(resolver: Any) -> Any:
 
 
 def _resolver_from_environment() -> Any:
-    if os.environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
+    if TfConfigEnvironment.detect():
         return tf.distribute.cluster_resolver.TFConfigClusterResolver()
     if SlurmEnvironment.detect():
         return _resolver_from_slurm()
@@ -310,7 +321,7 @@ def _resolver_from_environment() -> Any:
 
 def _resolver_from_slurm() -> Any:
     environment = SlurmEnvironment()
-    addresses, servers = environment.addresses or [], read_int("TFREP_SERVERS", default=1)
+    addresses, servers = environment.addresses or [], variable(Size, "TFREP_SERVERS", default=1)
     cluster = {"chief": addresses[:1], "ps": addresses[1 : 1 + servers], "worker": addresses[1 + servers :]}
     own = addresses[environment.rank]
     job = next(job for job, tasks in cluster.items() if own in tasks)

@@ -60,19 +60,21 @@ def distribute(
     strategy: Any,
     dataset: tf.data.Dataset,
     in_one_order: Callable[[tf.data.Dataset], tf.data.Dataset],
-    distribute_whole: Callable[[tf.data.Dataset], ReplicaDataset],
+    distribute_whole: Callable[..., ReplicaDataset],
 ) -> ReplicaDataset:
-    """Distributes a data set of several ranks.
+    """Distributes a data set, of which every rank has one.
 
     Args:
         strategy: The strategy, with its `rank_data`.
         dataset: A data set of global batches.
         in_one_order: Returns the data set with its elements in the same order on all ranks.
-        distribute_whole: Distributes the data set by its `auto_shard_policy`.
+        distribute_whole: Distributes the data set by its `auto_shard_policy`, and notes its first batch in `first_batch`.
 
     Returns:
         The distributed data set. If all ranks should read the same data, its first batch is compared.
     """
+    if strategy.communicator.size == 1:
+        return distribute_whole(dataset)
     if strategy.rank_data == "own":
         each_its_own = tf.data.Options()
         each_its_own.experimental_distribute.auto_shard_policy = _POLICIES.OFF
@@ -83,7 +85,4 @@ def distribute(
     dataset = in_one_order(dataset)
     if policy == _POLICIES.FILE or strategy.rank_data == "unchecked" or not strategy.extended.notes_first_batch:
         return distribute_whole(dataset)
-    first_batch = FirstBatch(strategy.extended.check_same)
-    distributed = distribute_whole(first_batch.noted(dataset))
-    distributed.first_batch = first_batch
-    return distributed
+    return distribute_whole(dataset, first_batch=FirstBatch(strategy.extended.check_same))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -13,11 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from tfrep_strategy.communicators.peers.connections import connect
 from tfrep_strategy.communicators.peers.ended import PeerLostError
 from tfrep_strategy.communicators.peers.hub import Hub
 from tfrep_strategy.communicators.peers.monitor import PeerMonitor
 from tfrep_strategy.communicators.peers.reports import Call, Report
+from tfrep_strategy.rendezvous.connections import connect
 
 BOTH = pytest.mark.parametrize("communicator", ["tf", "horovod"])
 SUM = Call("all_reduce", "sum", (("float32", (3,)),), "train.py:7")
@@ -71,6 +72,18 @@ def test_all_hear_that_the_first_rank_ended() -> None:
             receive(second)
 
 
+def test_it_listens_where_the_others_come() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # Sends nothing; it chooses the interface to the world.
+        own = probe.getsockname()[0]
+    hub = Hub(1, False, 20.0, own)
+    assert connect(["127.0.0.1"], hub.port, hub.key, 0) is None
+    with connect(["127.0.0.1", own], hub.port, hub.key, 0) as only:
+        only.send(("ended", False, None))
+        hub.join()
+    assert not hub._thread.is_alive()
+
+
 def test_strangers_are_not_admitted() -> None:
     hub = Hub(2, True, 20.0)
     with socket.create_connection(("127.0.0.1", hub.port)) as stranger:
@@ -86,6 +99,60 @@ def test_strangers_are_not_admitted() -> None:
         first.send(("ended", False, None))
         hub.join()
     assert not hub._thread.is_alive()
+
+
+def test_silent_strangers_keep_nobody_waiting() -> None:
+    """More of them than are greeted at once have come first."""
+    hub = Hub(2, True, 20.0)
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(socket.create_connection(("127.0.0.1", hub.port)))
+        first, second = (connect(["127.0.0.1"], hub.port, hub.key, rank) for rank in range(2))
+        assert first is not None
+        assert second is not None
+        with first, second:
+            second.send(("ended", False, None))
+            assert receive(first) == ("ended", 1, False, None)
+            first.send(("ended", False, None))
+            hub.join()
+    assert not hub._thread.is_alive()
+    assert not [thread for thread in _own_threads() if thread.name == "tfrep-reception"]
+
+
+def test_a_machine_that_owes_an_answer_is_noticed() -> None:
+    """As one that owes nothing is, by the probes."""
+    with star(1) as [only]:
+        others = [each for each in psutil.Process().net_connections("tcp") if each.status == "ESTABLISHED"]
+        [hubs] = [each for each in others if each.raddr == _own_address(only)]
+        for descriptor in (hubs.fd, only.fileno()):
+            with socket.socket(fileno=os.dup(descriptor)) as own:
+                assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 17_000
+
+
+def _own_address(connection: Connection) -> Any:
+    with socket.socket(fileno=os.dup(connection.fileno())) as own:
+        return own.getsockname()
+
+
+def test_who_is_silent_is_told_to_those_who_speak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is stopped, or whose native code holds Python's lock, says nothing."""
+    monkeypatch.setenv("TFREP_TIMEOUT", "1")
+    monkeypatch.setenv("TFREP_SILENCE_TIMEOUT", "3")
+    with star(2) as (first, _):
+        first.send(("state", 0.5, 0.0))
+        assert receive(first) == ("silent", {})
+        time.sleep(2.0)
+        first.send(("state", 2.5, 0.0))
+        kind, silent = receive(first)
+        assert (kind, list(silent)) == ("silent", [1])
+        assert silent[1] >= 2.0
+        assert not first.poll(0.1)  # It has still time.
+        time.sleep(2.0)
+        first.send(("state", 4.5, 0.0))
+        assert receive(first)[0] == "silent"
+        kind, rank, seconds, what = receive(first)
+        assert (kind, rank, what) == ("hang", 1, "said nothing")
+        assert seconds >= 4.0
 
 
 def test_equal_calls_are_agreed_on() -> None:
@@ -188,7 +255,7 @@ def _start_and_close(strategy: Any) -> Any:
     before, connections = _own_threads(), len(psutil.Process().net_connections())
     inner = strategy.communicator.inner
     monitor = PeerMonitor.start(inner)
-    during = len(_own_threads() - before)
+    during = sum(thread.name in ("tfrep-hub", "tfrep-monitor") for thread in _own_threads() - before)
     if strategy.rank == 1:
         monitor.close()
     heard = None

@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from tfrep_strategy.communicators.forking import close_in_children
-from tfrep_strategy.communicators.limits import timeout_seconds
-from tfrep_strategy.communicators.peers.connections import CONNECT_SECONDS, connection_of, set_patience
 from tfrep_strategy.communicators.peers.reports import Report, describe_difference
+from tfrep_strategy.limits import longest_silence, timeout_seconds
+from tfrep_strategy.rendezvous.connections import CONNECT_SECONDS, set_patience
+from tfrep_strategy.rendezvous.listening import listen
+from tfrep_strategy.rendezvous.reception import Reception
 
-_ANSWER_SECONDS = 5
+_END_SECONDS = 5
+_LOOK_SECONDS = 0.2
+_STATE_SECONDS = 30.0
 _GATHER_SECONDS = 1.0
 """How long the hub waits for the reports of the other ranks once two reports differ."""
+
+
+def state_seconds(limit: float) -> float:
+    """Returns how often a rank tells its state to the hub.
+
+    Args:
+        limit: How long a rank may keep others waiting.
+
+    Example:
+        >>> state_seconds(10.0), state_seconds(math.inf)
+        (2.5, 30.0)
+    """
+    return min(limit / 4, _STATE_SECONDS)
 
 
 class Hub:
@@ -28,39 +44,38 @@ class Hub:
         size: How many ranks there are.
         loopback: Whether all of them are on this machine.
         silence_seconds: How long a rank may keep others waiting in a collective before it is reported.
+        host: Address of this machine, as the other ranks reach it. Default: not known; it then listens on all interfaces.
 
     Attributes:
         port: The port that it listens on until all ranks have connected.
         key: Shared secret of the ranks.
     """
 
-    def __init__(self, size: int, loopback: bool, silence_seconds: float) -> None:
+    def __init__(self, size: int, loopback: bool, silence_seconds: float, host: str = "") -> None:
         self._size, self._silence = size, silence_seconds
         self.key = secrets.token_bytes(32)
-        if loopback:
-            self._server = socket.create_server(("127.0.0.1", 0))
-        elif socket.has_dualstack_ipv6():
-            self._server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            self._server = socket.create_server(("", 0))
+        self._server, _ = listen(host, 0, one_machine=loopback)
         self.port: int = self._server.getsockname()[1]
+        self._is_given_up = False
         self._ranks: dict[Connection, int] = {}
         self._ended: dict[int, bool] = {}  # Whether each ended rank failed.
         self._rounds: dict[tuple[tuple[int, ...], Any], _Round] = {}
         self._last: dict[int, Report] = {}
         self._idle_since: dict[int, float | None] = {}
+        self._heard: dict[int, float] = {}
         self._limit = timeout_seconds()
+        self._longest_silence = max(self._limit, longest_silence())
         close_in_children(self, Hub._leave_to_parent)
         self._thread = threading.Thread(target=self._run, daemon=True, name="tfrep-hub")
         self._thread.start()
 
     def join(self) -> None:
         """Waits until the hub has ended. It ends when rank 0 has said goodbye."""
-        self._thread.join(_ANSWER_SECONDS)
+        self._thread.join(_END_SECONDS)
 
     def stop_listening(self) -> None:
         """Stops waiting for ranks that have not connected."""
-        self._server.close()
+        self._is_given_up = True
 
     def _run(self) -> None:
         try:
@@ -72,27 +87,20 @@ class Hub:
 
     def _accept(self) -> None:
         deadline = time.monotonic() + 2 * CONNECT_SECONDS
-        with self._server, contextlib.suppress(OSError):
-            self._server.settimeout(0.2)
-            while len(self._ranks) < self._size and time.monotonic() < deadline:
-                with contextlib.suppress(TimeoutError):
-                    self._admit(self._server.accept()[0])
-
-    def _admit(self, peer: socket.socket) -> None:
-        connection = connection_of(peer, _ANSWER_SECONDS)
-        try:
-            deliver_challenge(connection, self.key)
-            answer_challenge(connection, self.key)
-            rank = connection.recv()
-        except Exception:  # Another program may connect and send anything.
-            connection.close()
-            return
-        set_patience(connection, 0)
-        self._ranks[connection] = rank
+        with contextlib.closing(Reception(self._server, self.key, int(CONNECT_SECONDS), Connection.recv)) as reception:
+            while len(self._ranks) < self._size and time.monotonic() < deadline and not self._is_given_up:
+                for guest in reception.guests(_LOOK_SECONDS):
+                    if guest.said is not None:
+                        set_patience(guest.connection, 0)
+                        self._ranks[guest.connection] = guest.said
 
     def _serve(self) -> None:
+        self._heard = dict.fromkeys(self._ranks.values(), time.monotonic())
         while self._ranks and 0 not in self._ended:
-            for connection in wait(list(self._ranks), self._patience()):
+            ready = wait(list(self._ranks), self._patience())
+            # All of them first: if this process was held up, none of those that spoke meanwhile was silent.
+            self._heard |= {self._ranks[connection]: time.monotonic() for connection in ready}  # type: ignore[index]
+            for connection in ready:
                 self._hear(connection)  # type: ignore[arg-type]
             self._judge()
         while ready := wait(list(self._ranks), 0):  # Reads messages that others sent before rank 0 left.
@@ -123,12 +131,18 @@ class Hub:
                     connection.send(news)
 
     def _weigh(self, rank: int, busy: float | None, idle: float) -> None:
-        """Reports a hang: one rank waits in a call and another calls nothing, both for longer than the limit."""
+        """Answers who is silent. Reports a hang: one rank waits in a call and another calls nothing, both longer than the limit."""
         now = time.monotonic()
+        silences = {other: now - heard for other, heard in self._heard.items() if other not in self._ended}
+        silent = {other: silence for other, silence in silences.items() if silence > 3 * state_seconds(self._limit)}
+        self._tell(("silent", silent), [rank])
+        for other, silence in silent.items():
+            if busy is not None and busy > self._limit and silence > self._longest_silence:
+                self._tell(("hang", other, silence, "said nothing"))
         self._idle_since[rank] = None if busy is not None else now - idle
         for other, since in self._idle_since.items():
             if busy is not None and busy > self._limit and since is not None and now - since > self._limit:
-                self._tell(("hang", other, now - since))
+                self._tell(("hang", other, now - since, "called no collective"))
 
     # Collectives that ranks are about to call.
 

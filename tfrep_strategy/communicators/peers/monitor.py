@@ -19,13 +19,13 @@ import tensorflow as tf
 
 from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.forking import close_in_children
-from tfrep_strategy.communicators.limits import is_debugging, timeout_seconds
-from tfrep_strategy.communicators.peers.connections import connect, own_hosts
 from tfrep_strategy.communicators.peers.ended import Ended, PeerLostError, lost
-from tfrep_strategy.communicators.peers.hub import Hub
+from tfrep_strategy.communicators.peers.hub import Hub, state_seconds
 from tfrep_strategy.communicators.peers.reports import Call, Report
 from tfrep_strategy.communicators.position import Position, Stay
 from tfrep_strategy.errors import DesyncError, PeerError, message
+from tfrep_strategy.limits import is_debugging, timeout_seconds
+from tfrep_strategy.rendezvous.connections import LOOPBACK, connect, is_number, own_hosts
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +85,8 @@ class PeerMonitor:
         self._calls: dict[int, tuple[float, bool]] = {}
         self._idle_since = self._told_state = time.monotonic()
         self._limit = timeout_seconds()
+        self._silent: dict[int, float] = {}
+        self._answered = time.monotonic()
         self._followed: list[_Followed] = []
         self._call_ids = itertools.count()
         self._aborting: threading.Thread | None = None
@@ -115,11 +117,13 @@ class PeerMonitor:
             >>> monitor.close()
         """
         loopback = communicator.local_size == communicator.size
-        hub = Hub(communicator.size, loopback, silence_seconds) if communicator.rank == 0 else None
+        # A name may mean another address to the others.
+        host = hosts[0].strip("[]") if hosts and is_number(hosts[0]) else ""
+        hub = Hub(communicator.size, loopback, silence_seconds, host) if communicator.rank == 0 else None
         own = (own_hosts(loopback, hosts), hub.port, hub.key) if hub else None
         addresses, port, key = communicator.broadcast_object(own)
         if communicator.rank == 0:
-            addresses = ["127.0.0.1"]
+            addresses = [LOOPBACK, host] if host else [LOOPBACK]
         connection = connect(addresses, port, key, communicator.rank)
         answers = communicator.all_gather_object((connection is not None, is_debugging()))
         unreachable = [rank for rank, (reached, _) in enumerate(answers) if not reached]
@@ -147,7 +151,7 @@ class PeerMonitor:
         Raises:
             PeerLostError: A rank has ended. It replaces the error of TensorFlow or Horovod.
             DesyncError: The ranks called different collectives.
-            PeerError: The time limit, `TFREP_TIMEOUT`, was reached while all ranks are alive.
+            PeerError: The time limit, `TFREP_TIMEOUT`, was reached, and no rank has ended.
         """
         number = next(self._call_ids)
         self._calls[number] = time.monotonic(), single
@@ -245,7 +249,7 @@ class PeerMonitor:
         with self._connection:
             while True:
                 try:
-                    pause = _TICK_SECONDS if self.ended else self._limit / 4
+                    pause = _TICK_SECONDS if self.ended else state_seconds(self._limit)
                     if not self._connection.poll(min(pause, _LOOK_SECONDS) if self._followed else pause):
                         self._tell_state()
                         self._look()
@@ -274,8 +278,10 @@ class PeerMonitor:
                 self._desync = what[0]
                 _log.error(self._desync)
             self._start_abort(self._desync)
+        elif kind == "silent":
+            self._silent, self._answered = what[0], time.monotonic()
         elif kind == "hang" and self._hang is None:
-            self._hang = message(f"Rank {what[0]} has called no collective for {what[1]:.0f} seconds, and others wait.",
+            self._hang = message(f"Rank {what[0]} has {what[2]} for {what[1]:.0f} seconds, and others wait.",
                                  hint="find out what it is doing; TFREP_TIMEOUT sets the limit.")  # fmt: skip
             _log.error(self._hang)
             self._start_abort(self._hang)
@@ -306,7 +312,7 @@ class PeerMonitor:
     def _tell_state(self) -> None:
         """Tells the hub how long this rank has been in a call, or how long ago its last call ended."""
         now = time.monotonic()
-        if now - self._told_state < self._limit / 4:
+        if now - self._told_state < state_seconds(self._limit):
             return
         self._told_state = now
         calls = [now - began for began, _ in list(self._calls.values())]
@@ -353,8 +359,12 @@ class PeerMonitor:
 
     def _given_up(self, waited: float) -> PeerError:
         hint = "TFREP_DEBUG=1 shows which rank does not call it; TFREP_TIMEOUT sets the limit."
-        return PeerError(message("A collective was given up. All ranks are alive, but not all have called it.", hint=hint,
-                                 waited_seconds=round(waited)))  # fmt: skip
+        what = "A collective was given up, since not all ranks have called it."
+        silence = time.monotonic() - self._answered
+        silent = {0: silence} if silence > 3 * state_seconds(self._limit) else self._silent
+        for rank, seconds in silent.items():
+            what += f" Rank {rank} has said nothing for {seconds:.0f} seconds."
+        return PeerError(message(what, hint=hint, waited_seconds=round(waited)))
 
     def _send(self, said: Any) -> None:
         with self._sending, contextlib.suppress(OSError):

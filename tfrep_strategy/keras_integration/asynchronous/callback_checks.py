@@ -9,6 +9,7 @@ import keras
 
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.shared.old_objects import refuse_old_callbacks
 
 _is_default = keras_internal("utils.python_utils", "is_default")
 
@@ -36,6 +37,7 @@ def check_callbacks(phase: str, method: Any, model: Any, args: Any, kwargs: Any)
         ConfigurationError: for a callback that does.
     """
     given = inspect.signature(method).bind(model, *args, **kwargs).arguments
+    refuse_old_callbacks(given.get("callbacks"))
     callbacks, shows_bar = given.get("callbacks"), given.get("verbose", "auto") != 0
     if isinstance(callbacks, keras.callbacks.CallbackList):  # Whose bar is one of them.
         callbacks, shows_bar = callbacks.callbacks, False

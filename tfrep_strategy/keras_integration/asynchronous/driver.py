@@ -18,12 +18,15 @@ from tfrep_strategy.keras_integration.asynchronous.sync_updates import Updates
 from tfrep_strategy.keras_integration.asynchronous.worker_data import StepsOfWorkers
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.settings import Setting
-from tfrep_strategy.keras_integration.shared import made_in_scope
+from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
+from tfrep_strategy.keras_integration.shared.backups import Backups
+from tfrep_strategy.keras_integration.shared.csv_files import CsvFiles
+from tfrep_strategy.keras_integration.shared.model_files import ModelFiles
 
 _Trainer = keras_internal("backend.tensorflow.trainer", "TensorFlowTrainer")
 
 
-class AsynchronousDriver(Updates, SharedState, Parts):
+class AsynchronousDriver(Updates, SharedState, Parts, ModelFiles, Backups, CsvFiles):
     """Trains a model on the workers of a parameter-server strategy.
 
     Here are the loops, in the order in which they come. What a step calls is in the classes that this one derives from.
@@ -41,6 +44,7 @@ class AsynchronousDriver(Updates, SharedState, Parts):
 
     def compile(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         """Makes in the model's scope what is given by name."""
+        old_objects.refuse_old_optimizer(args[0] if args else kwargs.get("optimizer"), "`compile`")
         with self.strategy.scope():
             original(model, *args, **kwargs)
 

@@ -1,19 +1,23 @@
-"""Files that several processes of one machine want: none finds the half of one."""
+"""Files that Keras writes: nobody finds the half of one, neither after a kill nor in another process of the machine."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import inspect
+import logging
 import os
+import sys
 import tempfile
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import filelock
 
 from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.shared.hdf5_files import raising_errors
+from tfrep_strategy.keras_integration.shared.whole_files import whole
 
 _config = keras_internal("backend.config")
 _SECONDS = 3600
@@ -60,10 +64,64 @@ def download_whole(original: Any, url: str, filename: str, reporthook: Any = Non
     return filename, result[1]
 
 
-def makedirs(original: Any, path: Any) -> None:
-    """Makes a folder that another process may make at the same time: Keras looks first whether it exists."""
-    try:
-        original(path)
-    except FileExistsError:
-        if not os.path.isdir(path):
+@contextlib.contextmanager
+def written_whole(
+    path: str | os.PathLike[str], num_bytes: int = 0, largest: int | None = None, parents: bool = False
+) -> Iterator[str]:
+    """Is `whole` for what Keras writes: a full disk is an error in HDF5 too, and errors show the path that was asked for.
+
+    Args:
+        path: As of `whole`.
+        num_bytes: Likewise.
+        largest: Likewise.
+        parents: Likewise.
+
+    Yields:
+        Where Keras is to write.
+    """
+    with whole(path, num_bytes, largest, parents) as unfinished:
+        try:
+            with raising_errors():
+                yield unfinished
+        except Exception as error:
+            error.args = tuple(arg.replace(unfinished, os.fspath(path)) if isinstance(arg, str) else arg for arg in error.args)
             raise
+
+
+@contextlib.contextmanager
+def shown_as(unfinished: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Has Keras and TensorFlow show the path that was asked for, where they print or log the one that they write to.
+
+    Args:
+        unfinished: Where they write.
+        path: What that will be called.
+    """
+    names = unfinished, os.fspath(path)
+
+    def rename(record: logging.LogRecord) -> bool:
+        record.msg, record.args = record.getMessage().replace(*names), ()
+        return True
+
+    loggers = [logging.getLogger(name) for name in ("absl", "tensorflow")]
+    stream: Any = _Renaming(sys.stdout, names)
+    for logger in loggers:
+        logger.addFilter(rename)
+    try:
+        with contextlib.redirect_stdout(stream):
+            yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(rename)
+
+
+class _Renaming:
+    """A stream on which one path is shown as another."""
+
+    def __init__(self, stream: Any, names: tuple[str, str]) -> None:
+        self._stream, self._names = stream, names
+
+    def write(self, text: str) -> int:
+        return self._stream.write(text.replace(*self._names))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

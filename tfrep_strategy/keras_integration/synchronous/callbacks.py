@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -13,11 +12,14 @@ import keras
 
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
+from tfrep_strategy.keras_integration.shared import backups
+from tfrep_strategy.keras_integration.shared.csv_files import beginning_whole
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
+from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
 from tfrep_strategy.keras_integration.synchronous.lone_callbacks import Given, LoneCallback, find_lone
+from tfrep_strategy.keras_integration.synchronous.run_backups import backup_of_fit
 from tfrep_strategy.keras_integration.synchronous.saving import failing_together, is_coordinated, written_once
 
-_file_utils = keras_internal("utils.file_utils")
 _is_default = keras_internal("utils.python_utils", "is_default")
 _pythonify_logs = keras_internal("utils.python_utils", "pythonify_logs")
 
@@ -46,11 +48,21 @@ def _destination(callback: Any, is_lone: bool) -> str | None:
         return os.path.abspath(callback.filepath)
     if is_lone and isinstance(callback, _ORBAX):
         return os.path.abspath(callback.directory)
+    if is_lone and Given.of(callback).tracks:
+        return Given.of(callback).kind
     return next((where(callback) for kind, where in _DESTINATIONS.items() if isinstance(callback, kind)), None)
 
 
-class Callbacks(SynchronousBase):
-    """What callbacks do."""
+class Callbacks(backups.Backups, SynchronousBase):
+    """What callbacks do.
+
+    Attributes:
+        is_fitting: Whether `fit` is running.
+        steps_of_fit: What it iterates over.
+    """
+
+    is_fitting = False
+    steps_of_fit: StepsOfReplicas | None = None
 
     def init_callbacks(
         self, original: Any, callback_list: Any, callbacks: Any = None, add_history: bool = False,
@@ -60,54 +72,56 @@ class Callbacks(SynchronousBase):
         strategy = self.strategy
         callbacks = list(keras.tree.flatten(callbacks)) if callbacks else []
         agreement, callbacks = _agreed(strategy, callbacks)
+        backup = backup_of_fit(strategy, callbacks, self.steps_of_fit) if add_history and self.is_fitting else []
         original(
-            callback_list, [_Before(strategy, agreement), *callbacks, _After(strategy, agreement)],
+            callback_list, [_Before(strategy, agreement), *callbacks, _After(strategy, agreement), *backup],
             add_history=add_history, add_progbar=add_progbar and strategy.is_chief, model=model, **params,
         )  # fmt: skip
 
     def save_checkpoint(self, original: Any, callback: Any, epoch: int, batch: int | None, logs: Any) -> None:
         """Decides on every process whether to save, and saves where `save` would."""
-        if is_coordinated.value:
-            return original(callback, epoch, batch, logs)
-        with written_once(self.strategy, callback.filepath) as writes:
-            if writes:
-                original(callback, epoch, batch, logs)
-            else:  # Nothing is looked for or made in the file system.
-                with _silent(callback):
-                    callback._should_save_model(epoch, batch, logs, callback._get_file_path(epoch, batch, logs))
-        return None
+        best = callback.best
+        try:
+            with written_once(self.strategy, callback.filepath) as writes:
+                if writes:
+                    try:
+                        original(callback, epoch, batch, logs)
+                    except FileExistsError:  # Another process has made the folder since Keras looked for it.
+                        callback.best = best
+                        original(callback, epoch, batch, logs)
+                else:  # Nothing is looked for or made in the file system.
+                    with _silent(callback):
+                        callback._should_save_model(epoch, batch, logs, callback._get_file_path(epoch, batch, logs))
+        except Exception:
+            callback.best = best  # No file holds what would be the best.
+            raise
 
     def save_orbax(self, original: Any, callback: Any, *args: Any, **kwargs: Any) -> None:
         """Saves where `save` would."""
-        if is_coordinated.value:
-            return original(callback, *args, **kwargs)
         with written_once(self.strategy, callback.directory) as writes:
             if writes:
                 original(callback, *args, **kwargs)
-        return None
 
     def wait_for_orbax(self, original: Any, callback: Any, *args: Any, **kwargs: Any) -> None:
         """Returns everywhere when what is written in the background is there."""
-        if is_coordinated.value:
-            return original(callback, *args, **kwargs)
-        with failing_together(self.strategy):
+        with failing_together(self.strategy) if not is_coordinated.value else contextlib.nullcontext():
             original(callback, *args, **kwargs)
-        return None
-
-    end_orbax = wait_for_orbax
 
     def save_backup(self, original: Any, callback: Any) -> None:
         """Backs up where `save` would."""
         with written_once(self.strategy, callback.backup_dir) as writes:
             if writes:
-                original(callback)
+                super().save_backup(original, callback)
 
     def restore_backup(self, original: Any, callback: Any, logs: Any = None) -> None:
         """Restores what the chief finds, everywhere: the other processes may not see its disk."""
         strategy, model = self.strategy, callback.model
         optimizer = model.optimizer
-        exists = any(map(_file_utils.exists, (callback._weights_path, callback._prev_weights_path))) if strategy.is_chief else False
-        restores = strategy.extended.broadcast_object(exists)
+        found = []
+        with failing_together(strategy):
+            if strategy.is_chief:
+                found = backups.find(callback)
+        restores = strategy.extended.broadcast_object(bool(found))
         if restores and model.built and optimizer is not None and not optimizer.built:
             with strategy.scope():
                 optimizer.build(model.trainable_variables)
@@ -115,8 +129,7 @@ class Callbacks(SynchronousBase):
         batches = 0
         with failing_together(strategy), strategy.extended.acting_alone():
             if strategy.is_chief:
-                original(callback, logs)
-                batches = _batches_done(callback) if restores else 0
+                batches = backups.restore(original, callback, logs, found)
         model._initial_epoch, batches = strategy.extended.broadcast_object((model._initial_epoch, batches))
         if restores:
             strategy.extended.resumes_at = model._initial_epoch or 0, batches
@@ -129,7 +142,7 @@ class Callbacks(SynchronousBase):
         self.strategy.extended.resumes_at = 0, 0  # Where there was no epoch left to do.
         with written_once(self.strategy, callback.backup_dir) as writes:
             if writes:
-                original(callback, logs)
+                super().remove_backup(original, callback, logs)
 
 
 class _Agreement(NamedTuple):
@@ -158,11 +171,13 @@ def _agreed(strategy: KerasStrategy, callbacks: list[Any]) -> tuple[_Agreement, 
     destinations = list(map(_destination, callbacks, are_lone))
     firsts = strategy.extended.first_with(destinations)
     own = [
-        LoneCallback(callback, strategy) if is_lone else callback
+        (callback, is_lone)
         for callback, is_lone, destination, first in zip(callbacks, are_lone, destinations, firsts, strict=True)
         if first or destination is None
     ]
-    return _Agreement(look_at_batches, may_stop_alone, bool(kinds)), own
+    in_step = [LoneCallback(callback, strategy) if is_lone else callback for callback, is_lone in own]
+    agreement = _Agreement(look_at_batches, may_stop_alone, bool(kinds))
+    return agreement, [*beginning_whole(callback for callback, _ in own), *in_step]
 
 
 class _Together(keras.callbacks.Callback):
@@ -218,7 +233,7 @@ class _Before(_Together):
 
 
 class _After(_Together):
-    """Ends a phase on all processes where one wants to."""
+    """Ends a phase on all processes where one wants to, and training when all are done."""
 
     def _end_batch(self, phase: str, logs: Any) -> None:
         if phase in self._agreement.may_stop_alone:
@@ -226,6 +241,10 @@ class _After(_Together):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._stop_together("train")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Returns everywhere when the files that callbacks write at the end are there."""
+        self._strategy.extended.all_gather_object(None)
 
     def _stop_together(self, phase: str) -> None:
         # In a loop of one's own a model may not know of stopping.
@@ -252,11 +271,3 @@ def _silent(callback: Any) -> Iterator[None]:
         yield
     finally:
         callback.verbose = verbose
-
-
-def _batches_done(callback: Any) -> int:
-    """Returns how many batches of the interrupted epoch the backup has seen; Keras itself starts that epoch again."""
-    if callback.save_freq == "epoch" or not _file_utils.exists(callback._training_metadata_path):
-        return 0
-    with _file_utils.File(callback._training_metadata_path, "r") as file:
-        return json.loads(file.read())["batch"] + 1

@@ -13,7 +13,8 @@ import tensorflow as tf
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import Shards
-from tfrep_strategy.keras_integration.shared import made_in_scope
+from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
+from tfrep_strategy.keras_integration.shared.preemption import keeping_sigterm
 from tfrep_strategy.keras_integration.shared.xla import SplitPrediction, compiled_between_collectives
 from tfrep_strategy.keras_integration.synchronous.callbacks import Callbacks
 from tfrep_strategy.keras_integration.synchronous.empty_parts import EmptyParts
@@ -50,6 +51,7 @@ class SynchronousDriver(
 
     def compile(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         """Makes in the model's scope what is given by name, and refuses objects that were made elsewhere."""
+        old_objects.refuse_old_optimizer(args[0] if args else kwargs.get("optimizer"), "`compile`")
         with self.strategy.scope() if self.has_several else contextlib.nullcontext():
             original(model, *args, **kwargs)
         if self.has_several:
@@ -67,11 +69,15 @@ class SynchronousDriver(
         """Compares validation data before training, and not after the first epoch."""
         self._refuse_foreign(model, "fit")
         given = _given(original, model, args, kwargs)
+        old_objects.refuse_old_callbacks(given.get("callbacks"))
         self.strategy.extended.given_beside = {"validation_data": given.get("validation_data")}
+        self.is_fitting = True
         try:
-            return original(model, *args, **kwargs)
+            with keeping_sigterm():
+                return original(model, *args, **kwargs)
         finally:
             self.strategy.extended.given_beside = {}
+            self.is_fitting, self.steps_of_fit = False, None
 
     def evaluate(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Merges state that results depend on."""
@@ -124,7 +130,10 @@ class SynchronousDriver(
 
     def make_epoch_iterator(self, original: Any, distribute_strategy: Any = None, **kwargs: Any) -> StepsOfReplicas:
         """Hands Keras's loops whole steps of all replicas of this process."""
-        return StepsOfReplicas(self, **kwargs)
+        steps = StepsOfReplicas(self, **kwargs)
+        if self.is_fitting and self.steps_of_fit is None:
+            self.steps_of_fit = steps  # What comes later is for validation.
+        return steps
 
     def get_data_adapter(self, original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Has every process make the pipeline of its replicas of a `DatasetCreator`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -51,6 +51,8 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         self._common_batches = _batches_of_all(strategy, self._distributed_dataset, self._num_batches)
         self._num_batches = self._common_batches
         self._distributed_dataset = self._distributed_dataset.for_keras(self._common_batches is not None)
+        self.before_step: Callable[[int], None] = lambda batches_done: None
+        """Is called before each step, when all callbacks have seen the one before."""
 
     def reset(self) -> None:
         """Forgets the state of an epoch, but not that the data of another process is shorter."""
@@ -62,14 +64,19 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         strategy = self._distribute_strategy
         (epochs, batches), strategy.extended.resumes_at = strategy.extended.resumes_at, (0, 0)
         strategy.extended.first_batch = self._first_batch
-        for _ in range(epochs):
-            self._pass_over_epoch()
+        self.pass_over(epochs)
         for first, last, iterator in super()._enumerate_iterator():
             if last < batches:
                 for _ in range(first, last + 1):
                     next(iterator)
             else:
+                self.before_step(first)
                 yield first, last, iterator
+
+    def pass_over(self, epochs: int) -> None:
+        """Has the order of the data go on as if so many epochs had been read."""
+        for _ in range(epochs):
+            self._pass_over_epoch()
 
     def _pass_over_epoch(self) -> None:
         # Where each epoch starts an iterator of its own, one batch of it is enough to have the next epoch's order drawn.

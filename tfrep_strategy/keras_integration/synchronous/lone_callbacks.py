@@ -1,4 +1,4 @@
-"""Callbacks that only some processes were given, such as a `ModelCheckpoint` under `if rank == 0:`."""
+"""Callbacks that one process runs by itself: a `ModelCheckpoint` under `if rank == 0:`, a tracker of experiments."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ _CHANGE_TRAINING = (
     keras.callbacks.SwapEMAWeights,
 )
 
+_TRACKERS = ("mlflow", "wandb")
+"""Packages whose callbacks report to a server of their own. One report is enough."""
+
 
 class Given(NamedTuple):
     """What a process tells the others of a callback that it was given.
@@ -26,27 +29,30 @@ class Given(NamedTuple):
     Attributes:
         kind: Module and name of its class.
         changes_training: Whether weights or the learning rate depend on it.
+        tracks: Whether it reports to a tracker of experiments.
     """
 
     kind: str
     changes_training: bool
+    tracks: bool = False
 
     @classmethod
     def of(cls, callback: Any) -> Given:
         """Describes a callback."""
         kind = f"{type(callback).__module__}.{type(callback).__qualname__}"
         restores = isinstance(callback, keras.callbacks.EarlyStopping) and callback.restore_best_weights
-        return cls(kind, restores or isinstance(callback, _CHANGE_TRAINING))
+        tracks = any(base.__module__.partition(".")[0] in _TRACKERS for base in type(callback).__mro__)
+        return cls(kind, restores or isinstance(callback, _CHANGE_TRAINING), tracks)
 
 
 def find_lone(ranks: Sequence[Sequence[Given]]) -> dict[str, list[int]]:
-    """Finds callbacks that not every process was given.
+    """Finds callbacks that a process runs by itself: not every process was given them, or one report of theirs is enough.
 
     Args:
         ranks: The callbacks of each rank.
 
     Returns:
-        The kinds of which some rank has fewer than another, and the ranks that have the most.
+        The kinds of which some rank has fewer than another, and trackers; and the ranks that have the most.
 
     Raises:
         ConfigurationError: for one that changes how the model trains: it would not stay one model.
@@ -55,7 +61,7 @@ def find_lone(ranks: Sequence[Sequence[Given]]) -> dict[str, list[int]]:
     found = {}
     for given in {given: None for rank in ranks for given in rank}:
         of_ranks = [count[given.kind] for count in counts]
-        if len(set(of_ranks)) == 1:
+        if len(set(of_ranks)) == 1 and not (given.tracks and len(ranks) > 1):
             continue
         found[given.kind] = [rank for rank, count in enumerate(of_ranks) if count == max(of_ranks)]
         if given.changes_training:

@@ -11,7 +11,7 @@ from tfrep_strategy.gradients import dense
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
-from tfrep_strategy.keras_integration.shared import made_in_scope
+from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 from tfrep_strategy.keras_integration.synchronous.layers import creates_partial_sums
 
@@ -50,7 +50,8 @@ class Updates(SynchronousBase):
     """What optimizers do, in the order of a step."""
 
     def build_optimizer(self, original: Any, optimizer: Any, variables: Any) -> None:
-        """Refuses to optimize, in a loop of the user's own too, what the strategy in scope has not made."""
+        """Refuses, in a loop of the user's own too, to optimize what the strategy in scope has not made, and to sum twice."""
+        old_objects.refuse_old_optimizer(optimizer, "A step")
         if self.has_several:
             made_in_scope.refuse_foreign_variables(variables, self.strategy)
         original(optimizer, variables)

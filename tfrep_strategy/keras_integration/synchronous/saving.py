@@ -12,6 +12,7 @@ from tfrep_strategy.errors import PeerError
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.settings import Setting
+from tfrep_strategy.keras_integration.shared.model_files import ModelFiles, is_in_old_format
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 
 _legacy_metadata = keras_internal("legacy.saving.saving_utils", "model_metadata")
@@ -20,25 +21,34 @@ is_coordinated = Setting(False)
 """Whether a caller further up has decided which process saves: `save` then writes without asking the other processes."""
 
 
-class Saving(SynchronousBase):
+class Saving(ModelFiles, SynchronousBase):
     """What is done with files of a model."""
 
-    def save_model(self, original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    def save_model(
+        self, original: Any, model: Any, filepath: Any, overwrite: bool = True, zipped: bool | None = None, **kwargs: Any
+    ) -> None:
         """Writes each file once: of the processes that give the same path, the first one writes.
 
         All processes have to call it.
         """
-        if is_coordinated.value:
-            return original(model, filepath, *args, **kwargs)
         with written_once(self.strategy, filepath) as writes:
             if writes:
-                original(model, filepath, *args, **kwargs)
-            elif _is_legacy(filepath):
+                super().save_model(original, model, filepath, overwrite, zipped, **kwargs)
+            elif is_in_old_format(filepath, zipped):
                 # Writing such a file takes the optimizer out of the settings that a clone is compiled with. Ranks stay alike.
                 _legacy_metadata(model, kwargs.get("include_optimizer", True))
-        return None
 
-    save_weights = export = save_model
+    def save_weights(self, original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """Writes where `save_model` would."""
+        with written_once(self.strategy, filepath) as writes:
+            if writes:
+                super().save_weights(original, model, filepath, *args, **kwargs)
+
+    def export(self, original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """Writes where `save_model` would."""
+        with written_once(self.strategy, filepath) as writes:
+            if writes:
+                super().export(original, model, filepath, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -74,18 +84,15 @@ def _pickled(error: Exception) -> bytes | None:
     return data
 
 
-def _is_legacy(filepath: Any) -> bool:
-    """Whether Keras writes a whole model to this path in its old format."""
-    name = str(filepath)
-    return name.endswith((".h5", ".hdf5")) and not name.endswith(".weights.h5")
-
-
 @contextlib.contextmanager
 def written_once(strategy: KerasStrategy, filepath: Any) -> Iterator[bool]:
     """Yields whether this process writes a file: of those that give the same path, the first one does.
 
-    All processes have to enter it, and leave it when the file is there.
+    All processes have to enter it, and leave it when the file is there. A block inside another one follows it.
     """
+    if is_coordinated.value:
+        yield True
+        return
     strategy.extended.synchronize_new_variables()
     strategy.merge_replica_state()
     strategy.extended.collect_sums()

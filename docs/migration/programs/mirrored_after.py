@@ -1,0 +1,33 @@
+"""Trains on two devices with the answer of one."""
+
+import json
+
+import keras
+
+import tfrep_strategy as tfrep
+from tfrep_strategy.digits import load_digits
+
+(x, y), test = load_digits()
+keras.utils.set_random_seed(1)
+
+devices = tfrep.use_logical_cpus(2)  # Two logical CPUs stand for two GPUs.
+strategy = tfrep.MirroredStrategy(devices)
+
+with strategy.scope():
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Flatten(),
+            keras.layers.Dense(32, "tanh"),
+            keras.layers.Dense(10),
+        ]
+    )
+    model.compile(
+        keras.optimizers.SGD(0.2, momentum=0.9, global_clipnorm=0.3),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+history = model.fit(x, y, batch_size=64, epochs=2, verbose=2).history
+
+loss, accuracy = model.evaluate(*test, verbose=0)
+print(json.dumps({"losses": history["loss"], "test_loss": loss, "test_accuracy": accuracy}))

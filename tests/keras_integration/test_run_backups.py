@@ -1,0 +1,131 @@
+"""What belongs to a backup of a run besides weights, and how often one is made."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfrep_strategy as tfrep
+from tfrep_strategy.keras_integration.shared.callback_states import (
+    read_beside_weights,
+    restore_states,
+    states_of,
+    write_beside_weights,
+)
+from tfrep_strategy.keras_integration.shared.preemption import (
+    answer_sigterm,
+    end_as_asked,
+    is_asked_to_end,
+    keeping_sigterm,
+)
+from tfrep_strategy.keras_integration.synchronous import run_backups
+
+
+class Remembers(keras.callbacks.Callback):
+    def __init__(self, seen: Any) -> None:
+        super().__init__()
+        self.seen, self.file = seen, object()
+
+
+def test_what_callbacks_remember_travels_in_the_file_of_the_weights(tmp_path: Path) -> None:
+    def model() -> keras.Model:
+        return keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+
+    stop = keras.callbacks.EarlyStopping("loss")
+    stop.best, stop.wait, stop.best_weights = np.float32(0.25), 2, [np.arange(6.0).reshape(2, 3), np.float16([1, -0.0])]
+    given = [Remembers({"a": [1, None, "x"], "b": float("inf")}), stop, Remembers([True]), keras.callbacks.TensorBoard("logs")]
+    path, written = str(tmp_path / "own.weights.h5"), model()
+    written.save_weights(path)
+    write_beside_weights(path, {"callbacks": states_of(given)})
+
+    (read := model()).load_weights(path)
+    np.testing.assert_array_equal(read.get_weights()[0], written.get_weights()[0])
+    anew = [keras.callbacks.EarlyStopping("loss"), Remembers(None), Remembers([])]
+    content = read_beside_weights(path)
+    assert content is not None
+    restore_states(anew, content["callbacks"])
+    assert (anew[1].seen, anew[2].seen) == ({"a": [1, None, "x"], "b": float("inf")}, [True])
+    assert (anew[0].best, anew[0].wait, anew[0].monitor) == (0.25, 2, "loss")
+    for found, expected in zip(anew[0].best_weights, stop.best_weights, strict=True):
+        np.testing.assert_array_equal(found, expected, strict=True)
+
+
+def test_a_file_of_weights_alone(tmp_path: Path) -> None:
+    path = str(tmp_path / "own.weights.h5")
+    keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)]).save_weights(path)
+    assert read_beside_weights(path) is None
+
+
+def test_backups_take_a_fiftieth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = run_backups._Pace(keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)]))
+    for cost in (0.5, 4.0):
+        pace.note_cost(cost)
+        monkeypatch.setattr(run_backups._Pace, "last_saved", run_backups._Pace.last_saved - 49 * cost)
+        assert not pace.is_due()
+        monkeypatch.setattr(run_backups._Pace, "last_saved", run_backups._Pace.last_saved - 2 * cost)
+        assert pace.is_due()
+    monkeypatch.setenv("TFREP_BACKUP_SECONDS", "1000")
+    assert not pace.is_due()
+    monkeypatch.setattr(run_backups._Pace, "last_saved", run_backups._Pace.last_saved - 1000)
+    assert pace.is_due()
+
+
+def test_a_request_to_end_is_kept_until_it_is_answered() -> None:
+    with keeping_sigterm():
+        answer_sigterm()
+        assert not is_asked_to_end()
+        signal.raise_signal(signal.SIGTERM)
+        assert is_asked_to_end()
+        with pytest.raises(SystemExit) as ended:
+            end_as_asked()
+    assert ended.value.code == 143
+    assert not is_asked_to_end()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_handler_of_the_programs_own_stays() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        with keeping_sigterm():
+            answer_sigterm()
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIGTERM]
+
+
+class OwnStep(keras.Sequential):
+    """A model that is built when its first step is traced."""
+
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data)
+
+
+def train(folder: Path, kind: type[keras.Model], callbacks: list[Any]) -> list[str]:
+    """Calls fit in a run that is backed up, and returns the names of the files of its backups."""
+    model = kind([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(np.ones((8, 2)), np.ones((8, 1)), epochs=2, verbose=0, callbacks=callbacks)
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_who_is_backed_up(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TFREP_BACKUP_SECONDS", "0")
+    own = [keras.callbacks.BackupAndRestore(str(tmp_path / "own"))]
+    strategy = tfrep.MirroredStrategy([f"CPU:{i}" for i in range(number)])
+    with strategy.scope():
+        assert train(tmp_path, keras.Sequential, []) == []  # Nobody wants it.
+        monkeypatch.setenv("TFREP_BACKUP_DIR", str(tmp_path / "run"))
+        assert train(tmp_path, keras.Sequential, own) == []  # The program does so itself, and removes it at the end.
+        assert train(tmp_path, OwnStep, []) == []
+        assert "the model is not built before fit, so that this fit has no backup" in capfd.readouterr().err
+        assert train(tmp_path, keras.Sequential, []) == ["latest.weights.h5", "training_metadata.json"]
+        assert tf.distribute.get_strategy() is strategy

@@ -1,0 +1,233 @@
+"""Parts of batches that are computed alone equal those that are cut from whole batches, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tfrep_strategy.batches import shard
+from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
+from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.pipelines.own_part import Cut, Place, cut_low
+
+_array_data = keras_internal("trainers.data_adapters.array_data_adapter")
+Dataset = tf.data.Dataset
+_X = np.random.RandomState(0).rand(23, 4).astype("float32")
+_Y = np.arange(23) % 3
+
+
+@tf.autograph.experimental.do_not_convert
+def halves(value: tf.Tensor) -> tf.Tensor:
+    return tf.cast(value, tf.float32) * 0.5
+
+
+@tf.autograph.experimental.do_not_convert
+def draws(value: tf.Tensor) -> tf.Tensor:
+    return tf.cast(value, tf.float32) + tf.random.uniform([], seed=1)
+
+
+@tf.autograph.experimental.do_not_convert
+def centres(batch: tf.Tensor) -> tf.Tensor:
+    return batch - tf.reduce_mean(batch)
+
+
+@tf.autograph.experimental.do_not_convert
+def doubles(batch: tf.Tensor) -> tf.Tensor:
+    return batch * 2
+
+
+@tf.autograph.experimental.do_not_convert
+def ragged(value: tf.Tensor) -> tf.RaggedTensor:
+    return tf.RaggedTensor.from_tensor(tf.range(value)[tf.newaxis])
+
+
+@tf.autograph.experimental.do_not_convert
+def sparse(value: tf.Tensor) -> tf.SparseTensor:
+    return tf.sparse.from_dense(tf.one_hot(value, 30))
+
+
+@tf.autograph.experimental.do_not_convert
+def named(value: tf.Tensor) -> dict[str, tf.Tensor]:
+    return {"a": halves(value), "b": tf.fill([3], value)}
+
+
+@tf.autograph.experimental.do_not_convert
+def doubles_first(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    return x * 2, y
+
+
+def of_keras(**options: Any) -> tf.data.Dataset:
+    """The pipeline that `fit` makes of arrays."""
+    tf.random.set_seed(1)
+    return _array_data.ArrayDataAdapter(_X, _Y, batch_size=5, **options).get_tf_dataset()
+
+
+def numbers() -> tf.data.Dataset:
+    return Dataset.range(23)
+
+
+PIPELINES: dict[str, tuple[Callable[[], tf.data.Dataset], tuple[str, ...], str]] = {
+    "shuffle, map, batch": (lambda: numbers().shuffle(9, seed=1).map(halves, 4).batch(5).prefetch(2), ("batch", "map(halves)"), ""),
+    "drop_remainder": (lambda: numbers().map(halves).batch(5, drop_remainder=True), ("batch", "map(halves)"), ""),
+    "fewer rows than replicas": (lambda: numbers().map(halves).batch(2, True), ("batch", "map(halves)"), ""),
+    "maps on both sides": (lambda: numbers().map(halves).batch(6).map(doubles), ("map(doubles)", "batch", "map(halves)"), ""),
+    "side by side": (
+        lambda: Dataset.zip((numbers().map(halves), {"n": Dataset.range(30).map(doubles)})).batch(4),
+        ("batch", "map(halves) and map(doubles)"),
+        "",
+    ),
+    "counted": (lambda: numbers().map(halves).repeat(2).skip(3).batch(4).repeat(2).take(9), ("batch", "map(halves)"), ""),
+    "one order": (
+        lambda: numbers().map(halves).shuffle(23, seed=2, reshuffle_each_iteration=False).batch(4),
+        ("batch", "map(halves)"),
+        "",
+    ),
+    "nests": (lambda: numbers().map(named).batch(4), ("batch", "map(named)"), ""),
+    "ragged": (lambda: numbers().map(ragged).batch(2), ("batch", "map(ragged)"), ""),
+    "sparse": (lambda: numbers().map(sparse).batch(4), ("batch", "map(sparse)"), ""),
+    "text": (lambda: numbers().map(tf.strings.as_string).batch(4), ("batch", "map(as_string)"), ""),
+    "unknown length": (lambda: numbers().filter(lambda v: v % 5 > 0).map(halves).batch(4), ("batch", "map(halves)"), ""),
+    "slices": (
+        lambda: Dataset.from_tensor_slices((_X, _Y)).batch(4).map(doubles_first),
+        ("map(doubles_first)",),
+        "",
+    ),
+    "arrays": (of_keras, ("map(grab_batch)",), ""),
+    "arrays without a batch's shuffle": (lambda: of_keras(shuffle="batch"), ("map(grab_batch)",), ""),
+    "shuffle after map": (
+        lambda: numbers().map(halves).shuffle(23, seed=2).batch(4),
+        (),
+        "`shuffle` comes after `map(halves)`; write `shuffle` before `map`",
+    ),
+    "filter after map": (
+        lambda: numbers().map(halves).filter(lambda v: v > 2).batch(4),
+        (),
+        "`filter` comes after `map`",
+    ),
+    "cache after map": (lambda: numbers().map(halves).cache().batch(4), (), "`cache` comes after `map`"),
+    "cache after batch": (lambda: numbers().map(halves).batch(4).cache(), (), "`cache` comes after `batch`"),
+    "random numbers": (
+        lambda: numbers().map(draws).batch(4),
+        (),
+        "the results of `map(draws)` may depend on the order of its calls (RandomUniform)",
+    ),
+    "rows that are mixed": (
+        lambda: numbers().map(halves).batch(4).map(centres),
+        (),
+        "`map(centres)` gets whole batches, and may mix their rows or draw numbers (Mean)",
+    ),
+}
+
+
+def assert_parts_equal(make: Callable[[], tf.data.Dataset], place: Place) -> Cut:
+    """Compares the steps of `make()` with those of a cut at its end, over two epochs."""
+    whole, cut = make(), cut_low(make(), place, None)
+    for _ in range(2):
+        expected = [shard(batch, *place) for batch in whole]
+        steps = list(cut.dataset)
+        assert len(steps) == len(expected)
+        for step, other in zip(steps, expected, strict=True):
+            for own, wanted in zip(*(tf.nest.flatten(each, expand_composites=True) for each in (step, other)), strict=True):
+                np.testing.assert_array_equal(own, wanted)
+    return cut
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_parts_are_those_of_whole_batches(name: str) -> None:
+    make, above, reason = PIPELINES[name]
+    for place in (Place(3, 0, 1), Place(3, 2, 1), Place(5, 1, 2)):
+        cut = assert_parts_equal(make, place)
+        assert (cut.above, cut.reason) == (above, reason)
+
+
+def test_the_pipelines_of_guides(tmp_path: Path) -> None:
+    for i in range(12):
+        folder = tmp_path / "ab"[i % 2]
+        folder.mkdir(exist_ok=True)
+        image = np.random.RandomState(i).randint(0, 255, (16, 16, 3)).astype("uint8")
+        (folder / f"{i}.jpg").write_bytes(tf.io.encode_jpeg(image).numpy())
+    options = {"image_size": (8, 8), "batch_size": 5, "seed": 3, "verbose": False}
+    scale = keras.layers.Rescaling(1 / 255)
+
+    def from_directory() -> tf.data.Dataset:
+        images = keras.utils.image_dataset_from_directory(str(tmp_path), **options)
+        return images.map(lambda x, y: (scale(x), y), num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
+
+    def from_files() -> tf.data.Dataset:
+        files = Dataset.list_files(str(tmp_path / "*/*.jpg"), seed=4)
+        return files.map(tf.io.read_file, tf.data.AUTOTUNE).map(lambda b: tf.io.decode_jpeg(b, 3)).batch(5)
+
+    for make in (from_directory, from_files):
+        assert assert_parts_equal(make, Place(2, 1, 1)).is_of_examples
+
+
+def test_each_process_computes_its_own_examples_only() -> None:
+    for rank in range(3):
+        own = [n for start in range(0, 23, 6) for n in np.array_split(np.arange(start, min(start + 6, 23)), 3)[rank]]
+
+        def refuses(value: tf.Tensor, own: list[int] = own) -> tf.Tensor:
+            with tf.control_dependencies([tf.debugging.Assert(tf.reduce_any(value == own), ["not this process's:", value])]):
+                return tf.identity(value)
+
+        list(cut_low(numbers().map(refuses).batch(6), Place(3, rank, 1), None).dataset)
+
+
+@pytest.mark.parametrize("changed", [0, 3])
+def test_the_first_batch_is_noted_where_it_is_cut(changed: int) -> None:
+    noted: list[Fingerprint] = []
+    for source in (np.arange(8), np.where(np.arange(8) == changed, 9, np.arange(8))):
+        first_batch = FirstBatch(noted.append)
+        list(cut_low(Dataset.from_tensor_slices(source).map(halves).batch(4), Place(2, 0, 1), first_batch).dataset)
+        first_batch.check()
+    assert noted[0].digest != noted[1].digest
+    names = [leaf.name for leaf in noted[0].leaves]
+    assert names == [f"row {row} of the first batch" for row in range(4)]
+
+
+@st.composite
+def pipelines(draw: Any) -> Callable[[], tf.data.Dataset]:
+    """Draws a pipeline, as a function that makes it."""
+    size = draw(st.integers(1, 20))
+    of_examples = draw(st.lists(st.sampled_from(["map", "parallel", "shuffle", "repeat", "take", "zip", "cache"]), max_size=4))
+    batch = draw(st.integers(1, 7)), draw(st.booleans())
+    of_batches = draw(st.lists(st.sampled_from(["map", "repeat", "take", "prefetch"]), max_size=2))
+    seed = draw(st.integers(0, 9))
+
+    def scaled(*values: tf.Tensor) -> Any:
+        return tuple(value * 2 for value in values) if len(values) > 1 else values[0] * 2
+
+    apply: dict[str, Callable[[Any], tf.data.Dataset]] = {
+        "map": lambda data: data.map(scaled),
+        "parallel": lambda data: data.map(scaled, 2),
+        "shuffle": lambda data: data.shuffle(5, seed=seed),
+        "repeat": lambda data: data.repeat(2),
+        "take": lambda data: data.take(13),
+        "zip": lambda data: data if isinstance(data.element_spec, tuple) else Dataset.zip((data, Dataset.range(100).map(scaled))),
+        "cache": lambda data: data.cache(),
+        "prefetch": lambda data: data.prefetch(1),
+    }
+
+    def make() -> tf.data.Dataset:
+        data = Dataset.range(size)
+        for name in of_examples:
+            data = apply[name](data)
+        data = data.batch(*batch)
+        for name in of_batches:
+            data = apply[name](data)
+        return data
+
+    return make
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(make=pipelines(), size=st.integers(1, 5), rank=st.integers(0, 4))
+def test_drawn_pipelines(make: Callable[[], tf.data.Dataset], size: int, rank: int) -> None:
+    assert_parts_equal(make, Place(size, rank % size, 1))

@@ -1,0 +1,53 @@
+"""Lines of growing files, as they come."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from observing import wait_until
+
+from tfrep_strategy.processes.output import lines_shown
+from tfrep_strategy.processes.ranks import Command, deferred_signals, run_ranks
+
+
+def test_lines_come_whole_and_while_the_file_grows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    seen = ""
+
+    def is_shown(line: str) -> bool:
+        nonlocal seen
+        seen += capfd.readouterr().out
+        return line in seen
+
+    path = tmp_path / "a.log"
+    with lines_shown({"[a] ": path, "[none] ": tmp_path / "none.log"}), open(path, "wb", buffering=0) as file:
+        file.write(b"one\ntw")
+        wait_until(lambda: is_shown("[a] one\n"), 30)
+        assert "tw" not in seen
+        file.write("o\nä".encode()[:-1])
+        wait_until(lambda: is_shown("[a] two\n"), 30)
+        file.write("ä".encode()[-1:])
+    assert seen + capfd.readouterr().out == "[a] one\n[a] two\n[a] ä\n"
+
+
+def test_all_ranks_may_write_to_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str], marker: str) -> None:
+    says = "import sys; print(sys.argv[1]); print('error', file=sys.stderr); print(sys.stdin.read(), end='')"
+    commands = [Command([sys.executable, "-c", says, f"rank {rank}", marker], {}) for rank in range(2)]
+    logs = {f"[{rank}] ": tmp_path / f"rank{rank}.log" for rank in range(2)}
+    with deferred_signals() as events, lines_shown(logs):
+        assert run_ranks(commands, events, log_dir=tmp_path, note_dir=tmp_path, timeout=30, logs_all=True) is None
+    shown = capfd.readouterr().out.splitlines()
+    for rank in range(2):
+        assert sorted(line for line in shown if line.startswith(f"[{rank}]")) == [f"[{rank}] error", f"[{rank}] rank {rank}"]
+
+
+def test_what_follows_a_body_that_raises(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="seven"), lines_shown({"> ": tmp_path / "log"}):  # noqa: PT012
+        (tmp_path / "log").write_text("last words")
+        raise ValueError("seven")
+    assert capfd.readouterr().out == "> last words\n"
+    (tmp_path / "log").write_text("nobody looks any more")
+    time.sleep(0.2)
+    assert not capfd.readouterr().out

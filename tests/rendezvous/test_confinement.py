@@ -1,0 +1,184 @@
+"""Sockets that listen on all interfaces and are confined afterwards. The loopback interface has many addresses to come from."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from tfrep_strategy.errors import ConfigurationError
+from tfrep_strategy.limits import trusted_networks
+from tfrep_strategy.rendezvous.confinement import Servers, confine, confined, problem_of_confining
+from tfrep_strategy.rendezvous.connections import free_ports
+
+PATIENCE = 0.3
+"""Seconds after which a connection has failed. The kernel answers at once, on a slow machine too."""
+DETACH_FILTER = 27
+
+pytestmark = pytest.mark.skipif(problem_of_confining() is not None, reason=f"sockets are open here: {problem_of_confining()}")
+
+
+@pytest.fixture(params=["IPv4", "IPv6"])
+def server(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
+    """What listens on all interfaces; as TensorFlow does, an IPv6 socket takes both kinds of addresses."""
+    if request.param == "IPv6" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    options = {"family": socket.AF_INET6, "dualstack_ipv6": True} if request.param == "IPv6" else {}
+    with socket.create_server(("", 0), **options) as made:
+        yield made
+
+
+def comes(source: str, server: socket.socket) -> bool:
+    """Whether somebody from an address of the loopback interface can connect."""
+    target = ("::1" if ":" in source else "127.0.0.1", server.getsockname()[1])
+    with contextlib.suppress(OSError):
+        socket.create_connection(target, PATIENCE, source_address=(source, 0)).close()
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("networks", "let_in", "kept_out"),
+    [
+        (["127.0.0.2/32"], ["127.0.0.2"], ["127.0.0.1", "127.0.0.3", "127.0.1.2"]),
+        (["127.1.0.0/16", "127.0.0.9/32"], ["127.1.2.3", "127.1.0.1", "127.0.0.9"], ["127.0.0.1", "127.2.0.1"]),
+        (["fd00::/8", "127.0.0.2/32"], ["127.0.0.2"], ["127.0.0.1"]),
+        ([], [], ["127.0.0.1"]),
+    ],
+)
+def test_a_filter(networks: list[str], let_in: list[str], kept_out: list[str], server: socket.socket) -> None:
+    assert comes("127.0.0.1", server)
+    confine(server, [ipaddress.ip_network(each) for each in networks])
+    assert {source: comes(source, server) for source in (*let_in, *kept_out)} == {
+        **dict.fromkeys(let_in, True),
+        **dict.fromkeys(kept_out, False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("networks", "is_let_in"),
+    [
+        (["::1/128"], True),
+        (["::/64"], True),
+        (["fd00::/8", "1::1/128", "::1/128"], True),
+        (["::2/128"], False),
+        (["127.0.0.0/8"], False),
+    ],
+)
+def test_a_filter_of_ipv6(networks: list[str], is_let_in: bool) -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
+        assert comes("::1", server)
+        confine(server, [ipaddress.ip_network(each) for each in networks])
+        assert comes("::1", server) is is_let_in
+
+
+def test_as_many_machines_as_a_filter_takes(server: socket.socket) -> None:
+    many = [ipaddress.ip_network((0x0A000000 + 2 * i, 32)) for i in range(1000)]
+    confine(server, [*many, ipaddress.ip_network("127.0.0.5")])
+    assert comes("127.0.0.5", server)
+    assert not comes("127.0.0.6", server)
+    with pytest.raises(OSError, match="too many addresses"):
+        confine(server, [ipaddress.ip_network((0x0A000000 + 2 * i, 32)) for i in range(2000)])
+
+
+def test_this_machine_only(server: socket.socket) -> None:
+    """From outside it is tried in `running/test_open_doors.py`."""
+    confine(server)
+    assert server.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0") == b"lo"
+    assert comes("127.0.0.1", server)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_listens_in_the_body_is_confined(is_told: bool) -> None:
+    (port,) = free_ports(1, "")
+    here = [f"127.0.0.1:{port}", "127.0.0.1:1"]
+    with socket.create_server(("", 0)) as before, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with confined(here[0], here, port=port if is_told else None) as servers:
+            server = socket.create_server(("", port))
+        with server:
+            assert _devices(server, before) == [b"lo", b""]
+            assert list(servers.confined_at) == [port]
+            assert comes("127.0.0.1", server)
+
+
+def test_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFREP_TRUSTED_NETWORKS", "192.0.2.0/24")
+    (port,) = free_ports(1, "")
+    with confined("127.0.0.1:1", ["127.0.0.1:1", "198.51.100.7:1"], port=port):
+        server = socket.create_server(("", port))
+    with server:
+        assert _devices(server) == [b""]
+        assert comes("127.0.0.1", server)
+        server.setsockopt(socket.SOL_SOCKET, DETACH_FILTER, 0)  # An error if there is none.
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "unknown", "problem"),
+    [
+        ("192.0.2.1:1", [], "", "192.0.2.1 is not an address of this machine"),
+        ("127.0.0.1:1", ["no.such.machine.invalid:1"], "", "the address of no.such.machine.invalid is not known"),
+        ("127.0.0.1:1", ["198.51.100.7:1"], "the coordinator", "the address of the coordinator is not known"),
+    ],
+)
+def test_whom_nobody_knows_is_not_shut_out(own: str, others: list[str], unknown: str, problem: str) -> None:
+    (port,) = free_ports(1, "")
+    with pytest.warns(UserWarning, match=f"can read and write files as you: {problem}"), confined(
+        own, [own, *others], port=port, unknown=unknown
+    ):
+        server = socket.create_server(("", port))
+    with server:
+        assert comes("127.0.0.1", server)
+
+
+@pytest.mark.parametrize("is_accepted", [True, False])
+def test_who_came_before_is_turned_out(is_accepted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the server has accepted the connection already, or it still waits for that."""
+    friends = [ipaddress.ip_network("127.0.0.2")]
+    monkeypatch.setattr("tfrep_strategy.rendezvous.confinement.machines_of_run", lambda *others: (friends, None))
+    (port,) = free_ports(1, "")
+    with contextlib.ExitStack() as stack:
+        sources = ["127.0.0.1", *["127.0.0.2"] * is_accepted]
+        servers = Servers("127.0.0.1:1", [], port)
+        server = stack.enter_context(socket.create_server(("", port)))
+        server.setblocking(False)
+        came = {}
+        for source in sources:
+            came[source] = stack.enter_context(socket.create_connection(("127.0.0.1", port), 1.0, source_address=(source, 0)))
+            if is_accepted:
+                stack.enter_context(server.accept()[0])
+        servers.confine()
+        assert servers.problem is None
+        assert came["127.0.0.1"].recv(1) == b""  # It was hung up.
+        if is_accepted:
+            came["127.0.0.2"].settimeout(PATIENCE)
+            with pytest.raises(TimeoutError):
+                came["127.0.0.2"].recv(1)
+        assert comes("127.0.0.2", server)
+        assert not comes("127.0.0.1", server)
+
+
+def test_a_server_that_is_not_found() -> None:
+    (port,) = free_ports(1, "")
+    with pytest.warns(UserWarning, match="not among the descriptors"), confined("127.0.0.1:1", [], port=port):
+        pass
+
+
+def test_trusted_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trusted_networks() == ()
+    monkeypatch.setenv("TFREP_TRUSTED_NETWORKS", "10.0.0.0/8, fd00::/8,192.0.2.1")
+    assert [str(each) for each in trusted_networks()] == ["10.0.0.0/8", "fd00::/8", "192.0.2.1/32"]
+    for value in ("10.0.0.1/8", "everybody", "10.0.0.0/8,", "::1/200"):
+        monkeypatch.setenv("TFREP_TRUSTED_NETWORKS", value)
+        with pytest.raises(ConfigurationError, match="write networks as"):
+            trusted_networks()
+
+
+def _devices(*sockets: socket.socket) -> list[bytes]:
+    return [each.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0") for each in sockets]

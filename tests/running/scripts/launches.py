@@ -1,0 +1,25 @@
+"""Is the launcher of one machine: `python launches.py SYS_PATH OPTIONS PROGRAM...`. It prints what came of it."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path[:0] = json.loads(sys.argv[1])
+
+from tfrep_strategy.errors import TfrepError  # noqa: E402
+from tfrep_strategy.processes.nodes import Node, meet_nodes  # noqa: E402
+from tfrep_strategy.processes.ranks import deferred_signals  # noqa: E402
+from tfrep_strategy.running import Options, RunFailed  # noqa: E402
+from tfrep_strategy.running.runs import run_to_end  # noqa: E402
+
+given = json.loads(sys.argv[2])
+try:
+    options = Options(**given | {"node": Node(**given["node"])})
+    nodes = meet_nodes(options.node, options.size, options.resolved_communicator)
+    with deferred_signals() as events, tempfile.TemporaryDirectory() as notes:
+        run_to_end(options, lambda logs: [sys.executable, *sys.argv[3:], notes], Path(notes), events, nodes)
+    found = "ended well"
+except (TfrepError, RunFailed) as error:
+    found = f"{type(error).__name__}: {error}"
+print("FOUND " + json.dumps(found), flush=True)

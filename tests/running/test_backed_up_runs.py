@@ -1,0 +1,85 @@
+"""Runs that are backed up by the launcher's wish: killed or asked to end inside an epoch, they end as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_joining import LIMIT, SCRIPTS, environ, found_in
+
+from tfrep_strategy.errors import ConfigurationError
+from tfrep_strategy.running.runs import Options
+
+SCRIPT = str(SCRIPTS / "goes_on.py")
+RUN = [sys.executable, "-m", "tfrep_strategy.cli", "run"]
+KINDS = {
+    "tf": ["-n", "2", "--communicator", "tf"],
+    "horovod": ["-n", "2", "--communicator", "horovod"],
+    "mirrored": ["-n", "2", "--strategy", "mirrored"],
+}
+
+
+def ended(command: Sequence[str], folder: Path, exit_code: int = 0) -> tuple[str, str]:
+    """Runs a command that backs up after each step, and returns what it wrote to standard output and error."""
+    done = subprocess.run(
+        command, cwd=folder, env=environ(TFREP_BACKUP_SECONDS="0"), capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.returncode == exit_code, done.stderr[-3000:]
+    return done.stdout, done.stderr
+
+
+def fits_in(output: str) -> list[Any]:
+    (found,) = found_in(output)
+    return found["fits"]  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What one device learns."""
+    return fits_in(ended([sys.executable, SCRIPT], tmp_path_factory.mktemp("alone"))[0])
+
+
+def check(found: list[Any], expected: list[Any]) -> None:
+    """Weights, history, the learning rate, and what callbacks remember are those of one device."""
+    for own, alone in zip(found, expected, strict=True):
+        for values, wanted in zip(own, alone, strict=True):
+            np.testing.assert_allclose(values, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_killed_inside_epochs_ends_as_one_device(kind: str, undisturbed: list[Any], tmp_path: Path) -> None:
+    rank = 0 if kind == "mirrored" else 1
+    kill = json.dumps(["self", signal.SIGKILL, [[rank, 1, 1, 5]]])
+    output, said = ended([*RUN, *KINDS[kind], "--max-restarts", "1", SCRIPT, kill], tmp_path)
+    check(fits_in(output), undisturbed)
+    assert said.count("Each fit goes on from its last backup.") == 1
+    assert "this fit was finished before. It is not repeated." in said
+    assert "fit goes on from its backup: epoch 1, batch 5." in said
+
+
+@pytest.mark.parametrize("who", ["self", "launcher"])
+def test_who_is_asked_to_end_makes_a_backup_first(who: str, undisturbed: list[Any], tmp_path: Path) -> None:
+    run = [*RUN, *KINDS["tf"], "--max-restarts", "2", "--backup-dir", "backups", SCRIPT]
+    asks = json.dumps([who, signal.SIGTERM, [[1, 0, 2, 3]]])
+    # A launcher ends as the signal would have had it end: by the signal.
+    exit_code = -signal.SIGTERM if who == "launcher" else 128 + signal.SIGTERM
+    output, said = ended([*run, asks], tmp_path, exit_code)
+    assert output == ""
+    assert "asked to end (SIGTERM). A backup was made: epoch 2" in said
+    assert "started again" not in said
+    output, said = ended(run, tmp_path)  # A later start of the same run.
+    check(fits_in(output), undisturbed)
+    assert "fit goes on from its backup: epoch 2" in said
+    assert list((tmp_path / "backups").iterdir()) == []
+
+
+def test_folders_that_cannot_be() -> None:
+    with pytest.raises(ConfigurationError, match="Backups need a folder.*backup_dir='gs://bucket/run'"):
+        Options(2, backup_dir="gs://bucket/run")

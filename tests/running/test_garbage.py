@@ -1,0 +1,81 @@
+"""Strangers on this machine send garbage to every port of a run that is starting, and of one that trains. It ends well."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import struct
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from test_joining import needs_horovod
+from test_open_doors import KINDS, LIMIT, READY, running, wait_for
+
+MANY = 150
+"""How many connections each port gets at once."""
+
+
+class Exploit:
+    """Its pickle makes a file where it is loaded."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (str(self._file), "w")
+
+
+def garbage(file: Path) -> list[bytes]:
+    exploit = pickle.dumps(Exploit(file))
+    put = f"PUT /global/0 HTTP/1.1\r\nContent-Length: {len(exploit)}\r\n\r\n".encode() + exploit
+    framed = [struct.pack("!i", len(each)) + each for each in (b"x" * 16, b"#CHALLENGE#" + b"x" * 20, exploit)]
+    http2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + os.urandom(100)
+    return [b"", os.urandom(1000), b"GET / HTTP/1.1\r\n\r\n", put, exploit, http2, b"\xff" * 100, *framed]
+
+
+def ports_of(pid: int) -> set[int]:
+    found = set()
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                found |= {port.laddr.port for port in each.net_connections("tcp") if port.status == psutil.CONN_LISTEN}
+    return found
+
+
+def send(stack: contextlib.ExitStack, port: int, content: bytes) -> None:
+    """Leaves the connection open, as one half of whoever sends garbage does."""
+    with contextlib.suppress(OSError):
+        connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=1.0))
+        connection.sendall(content)
+
+
+@pytest.mark.parametrize("kind", ["tf", pytest.param("horovod", marks=needs_horovod), "servers"])
+def test_garbage_on_every_port(kind: str, tmp_path: Path) -> None:
+    loaded, sent, starting = tmp_path / "loaded", garbage(tmp_path / "loaded"), set[int]()
+    command = [str(tmp_path) if each == "FOLDER" else each for each in KINDS[kind]]
+    with contextlib.ExitStack() as stack, running([sys.executable, *command], tmp_path) as process:
+
+        def is_ready() -> bool:
+            for port in ports_of(process.pid) - starting if kind != "horovod" else ():
+                starting.add(port)
+                for content in sent:
+                    send(stack, port, content)
+            return len(list(tmp_path.glob("ready*"))) == READY.get(kind, 2)
+
+        wait_for(is_ready, process)
+        ports = ports_of(process.pid)
+        for port in ports:
+            for content in sent:
+                send(stack, port, content)
+            for _ in range(MANY):
+                send(stack, port, b"")
+        (tmp_path / "go").touch()
+        output = process.communicate(timeout=LIMIT)[0]
+    assert process.returncode == 0, output
+    assert ports
+    assert not loaded.exists()

@@ -1,0 +1,100 @@
+"""Runs that are started again after a rank was lost."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_joining import SCRIPTS, environ, found_in, outputs_of
+
+from tfrep_strategy.errors import ConfigurationError
+from tfrep_strategy.processes.nodes import Node
+from tfrep_strategy.processes.ranks import deferred_signals
+from tfrep_strategy.running.runs import Options, RunFailed, run_to_end
+
+KILL = "import os, signal; os.kill(os.getpid(), signal.{name})"
+
+
+def run(program: str, folder: Path, max_restarts: int) -> int:
+    """Runs a small program on two ranks, and returns the exit code of the run."""
+    notes = folder / "notes"
+    notes.mkdir()
+    options = Options(2, strategy=None, communicator="tf", log_dir=folder / "logs", prefix=True, max_restarts=max_restarts)
+    with deferred_signals() as events:
+        try:
+            run_to_end(options, lambda logs: [sys.executable, "-c", program], notes, events)
+        except RunFailed as failed:
+            return failed.failure.exit_code
+    return 0
+
+
+def starts(folder: Path, rank: int = 0) -> list[str]:
+    return (folder / "logs" / f"rank{rank}.log").read_text().split()
+
+
+def on_rank_1(statement: str, at_most: int) -> str:
+    """A program that says which start it is, and does something on rank 1 in its first starts. Rank 0 waits to be ended."""
+    return f"""
+import json, os, time
+restarts = int(os.environ["TFREP_RESTARTS"])
+print(restarts, flush=True)
+if restarts < {at_most}:
+    if json.loads(os.environ["TF_CONFIG"])["task"]["index"]:
+        {statement}
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "at_most", "exit_code", "seen"),
+    [
+        (KILL.format(name="SIGKILL"), 2, 0, ["0", "1", "2"]),
+        (KILL.format(name="SIGKILL"), 9, 128 + signal.SIGKILL, ["0", "1", "2"]),
+        (KILL.format(name="SIGSTOP"), 1, 0, ["0", "1"]),
+        (KILL.format(name="SIGTERM"), 9, 128 + signal.SIGTERM, ["0"]),
+        ("raise SystemExit(3)", 9, 3, ["0"]),
+    ],
+)
+def test_a_lost_rank_and_no_other_is_a_reason(
+    statement: str,
+    at_most: int,
+    exit_code: int,
+    seen: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TFREP_TIMEOUT", "2")  # A stopped rank is ended after half of it.
+    assert run(on_rank_1(statement, at_most), tmp_path, max_restarts=2) == exit_code
+    assert starts(tmp_path, 1) == seen, "the log goes on from one start to the next"
+    shown, said = capfd.readouterr()
+    assert [line for line in shown.splitlines() if "[1]" in line] == [f"[1] {number}" for number in seen]
+    assert len(re.findall(r"rank 1 (was lost|is stopped) \(.*\. All ranks are started again", said)) == len(seen) - 1
+
+
+def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+    """All ranks start again, go on from the backup, and have one device's weights."""
+    script, backup = str(SCRIPTS / "is_killed.py"), str(tmp_path / "backup")
+    tfrep_run = [sys.executable, "-m", "tfrep_strategy.cli", "run"]
+    restarted = [*tfrep_run, "-n", "2", "--communicator", "tf", "--max-restarts", "1", script, backup]
+    start: Callable[..., subprocess.Popen[str]] = lambda command: subprocess.Popen(  # noqa: E731
+        command, cwd=tmp_path, env=environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    (output, said), (alone, _) = outputs_of([start(restarted), start([sys.executable, script])])
+    found, expected = found_in(output)[0], found_in(alone)[0]
+    assert found["epochs"] == [2, 3]
+    np.testing.assert_allclose(found["weights"], expected["weights"], rtol=1e-5)  # type: ignore[arg-type]
+    assert "All ranks are started again (1 of 1)" in said
+
+
+def test_numbers_and_machines_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="max_restarts=-1"):
+        Options(2, max_restarts=-1)
+    with pytest.raises(ConfigurationError, match="do not start a run again"):
+        Options(2, node=Node.of(rank=0, count=2, rendezvous="a:1"), max_restarts=1)

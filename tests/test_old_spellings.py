@@ -1,0 +1,339 @@
+"""Spellings of older years: an error shows the line to write today, and that line works."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from calling import command
+
+import tfrep_strategy as tfrep
+from tfrep_strategy import old_spellings
+from tfrep_strategy.errors import ConfigurationError
+from tfrep_strategy.processes.identity import horovod_is_installed
+
+_V1 = tf.compat.v1.train
+_PAGE = (Path(__file__).parents[1] / "docs" / "migration" / "old_spellings.md").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def strategy() -> tfrep.MirroredStrategy:
+    return tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def _model() -> keras.Model:
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, kernel_initializer="ones")])
+
+
+def _hint(call: Callable[[], Any], kind: type[Exception] = ConfigurationError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value).partition("\nHint: ")[2]
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    ("make", "argument", "value", "line"),
+    [
+        (tfrep.MirroredStrategy, "num_gpus", 2, 'tfrep.MirroredStrategy(["GPU:0", "GPU:1"])'),
+        (tfrep.MirroredStrategy, "num_gpus", 3, '(["GPU:0", "GPU:1", "GPU:2"])'),
+        (tfrep.MirroredStrategy, "num_gpus_per_worker", 1, 'tfrep.MirroredStrategy(["GPU:0"])'),
+        (tfrep.MirroredStrategy, "cross_device_ops", tf.distribute.NcclAllReduce(), "leave it out: NCCL sums on GPUs"),
+        (tfrep.MirroredStrategy, "cross_tower_ops", None, "leave it out"),
+        (tfrep.MirroredStrategy, "auto_shard_dataset", True, "leave it out"),
+        (tfrep.MultiWorkerStrategy, "num_gpus_per_worker", 8, "tfrep run -n"),
+        (tfrep.MultiWorkerStrategy, "cluster_resolver", None, "TF_CONFIG, Slurm"),
+        (tfrep.MultiWorkerStrategy, "communication", "NCCL", 'tfrep.MultiWorkerStrategy("tf")'),
+        (tfrep.MultiWorkerStrategy, "communication_options", None, "bucket_bytes"),
+        (tfrep.ParameterServerStrategy, "num_gpus_per_worker", 1, "leave it out"),
+    ],
+)
+def test_arguments_of_strategies(make: Any, argument: str, value: Any, line: str) -> None:
+    message = rf"^{make.__name__} no longer takes {argument}\. Received: {argument}="
+    with pytest.raises(ConfigurationError, match=message):
+        make(**{argument: value})
+    assert line in _hint(lambda: make(**{argument: value}))
+
+
+def test_other_unknown_arguments_are_what_python_says() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'gpus'"):
+        tfrep.MirroredStrategy(gpus=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", ["init", "shutdown"])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_replicator_needs_no_session(name: str, by_name: bool, strategy: tfrep.MirroredStrategy) -> None:
+    repl = tfrep.Replicator(strategy)
+    method = getattr(repl, name)
+    assert _hint(lambda: method(session=1) if by_name else method(1)) == f"write repl.{name}()."
+    method()
+
+
+# Names.
+
+
+@pytest.mark.parametrize("name", old_spellings.OF_PACKAGE)
+def test_names_of_the_package(name: str) -> None:
+    assert not hasattr(tfrep, name)
+    assert _hint(lambda: getattr(tfrep, name), AttributeError) == old_spellings.OF_PACKAGE[name]
+    assert name not in dir(tfrep)
+
+
+@pytest.mark.parametrize("name", old_spellings.OF_CALLBACKS)
+def test_names_of_callbacks(name: str) -> None:
+    assert _hint(lambda: getattr(tfrep.callbacks, name), AttributeError) == old_spellings.OF_CALLBACKS[name]
+
+
+@pytest.mark.parametrize("name", old_spellings.OF_STRATEGIES)
+def test_names_of_strategies(name: str, strategy: tfrep.MirroredStrategy) -> None:
+    for each in (strategy, tfrep.MultiWorkerStrategy()):
+        assert _hint(lambda each=each: getattr(each, name), AttributeError) == old_spellings.OF_STRATEGIES[name]
+    assert tfrep.ParameterServerStrategy._old_names is old_spellings.OF_STRATEGIES
+
+
+@pytest.mark.parametrize("name", old_spellings.OF_REPLICATORS)
+def test_names_of_replicators(name: str, strategy: tfrep.MirroredStrategy) -> None:
+    repl = tfrep.Replicator(strategy)
+    assert _hint(lambda: getattr(repl, name), AttributeError) == old_spellings.OF_REPLICATORS[name]
+
+
+def test_names_that_were_never_there(strategy: tfrep.MirroredStrategy) -> None:
+    for owner in (tfrep, tfrep.callbacks, strategy, tfrep.Replicator(strategy)):
+        with pytest.raises(AttributeError, match=r"no attribute 'never'$"):
+            owner.never  # noqa: B018
+
+
+def test_an_error_inside_a_property_is_not_hidden() -> None:
+    class Strategy(old_spellings.ShowsNewNames):
+        @property
+        def devices(self) -> list[str]:
+            return self.missing  # type: ignore[attr-defined]
+
+    with pytest.raises(AttributeError, match="'missing'"):
+        Strategy().devices  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "table",
+    ["OF_PACKAGE", "OF_CALLBACKS", "OF_STRATEGIES", "OF_REPLICATORS", "OF_MIRRORED", "OF_MULTI_WORKER", "OF_PARAMETER_SERVERS"],
+)
+def test_hints_name_what_exists(table: str, strategy: tfrep.MirroredStrategy) -> None:
+    roots = {"tfrep": tfrep, "keras": keras, "strategy": strategy, "repl": tfrep.Replicator(strategy), "tf": tf}
+    for line in getattr(old_spellings, table).values():
+        text = line if isinstance(line, str) else line(2)
+        assert text.startswith(("write ", "leave it out")), text
+        assert text.endswith("."), text
+        for root, path in re.findall(r"\b(tfrep|keras|strategy|repl|tf)((?:\.\w+)+)\b", text):
+            found: Any = roots[root]
+            for name in path.split(".")[1:]:
+                found = getattr(found, name)
+
+
+# Methods that TensorFlow keeps.
+
+
+@pytest.mark.parametrize("name", ["make_dataset_iterator", "make_input_fn_iterator", "experimental_run"])
+def test_iterators_of_sessions(name: str, strategy: tfrep.MirroredStrategy) -> None:
+    assert re.match(r"write (iter\()?strategy\.", _hint(lambda: getattr(strategy, name)(lambda context: None)))
+
+
+def test_an_alias_that_tensorflow_keeps_works(strategy: tfrep.MirroredStrategy) -> None:
+    def dataset_fn(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        return tf.data.Dataset.range(8).batch(context.get_per_replica_batch_size(4))
+
+    old = strategy.experimental_distribute_datasets_from_function(dataset_fn)
+    new = strategy.distribute_datasets_from_function(dataset_fn)
+    for first, second in zip(old, new, strict=True):
+        for a, b in zip(*map(strategy.experimental_local_results, (first, second)), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+# TensorFlow 1's graphs.
+
+
+def in_graph_mode() -> None:
+    tf.compat.v1.disable_v2_behavior()
+    for make in (tfrep.MirroredStrategy, tfrep.MultiWorkerStrategy, tfrep.ParameterServerStrategy):
+        hint = _hint(make)
+        assert hint.startswith("leave out tf.compat.v1.disable_v2_behavior()"), hint
+
+
+def test_graph_mode_is_refused() -> None:
+    done = subprocess.run(command(in_graph_mode), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# Optimizers.
+
+_OLD_OPTIMIZERS = [
+    (lambda: _V1.GradientDescentOptimizer(0.5), "keras.optimizers.SGD(learning_rate=0.5)"),
+    (
+        lambda: _V1.MomentumOptimizer(0.1, 0.9, use_nesterov=True),
+        "keras.optimizers.SGD(learning_rate=0.1, momentum=0.9, nesterov=True)",
+    ),
+    (lambda: _V1.AdamOptimizer(), "keras.optimizers.Adam(learning_rate=0.001, epsilon=1e-08)"),
+    (lambda: _V1.AdamOptimizer(0.02, beta1=0.5), "keras.optimizers.Adam(learning_rate=0.02, beta_1=0.5, epsilon=1e-08)"),
+]
+"""Those whose successor computes the same; and the line that makes it."""
+
+
+@pytest.mark.parametrize(("make", "line"), _OLD_OPTIMIZERS, ids=lambda value: value if isinstance(value, str) else "")
+def test_optimizers_of_tensorflow_1(make: Callable[[], Any], line: str, strategy: tfrep.MirroredStrategy) -> None:
+    with strategy.scope():
+        model = _model()
+    assert _hint(lambda: model.compile(make(), "mse")) == f"write {line}."
+    assert _hint(lambda: model.compile(loss="mse", optimizer=make())) == f"write {line}."
+    assert _hint(lambda: tfrep.Replicator(strategy).wrap_optimizer(make())) == f"write {line}."
+
+    old, new = tf.Variable([1.0, -2.0]), tf.Variable([1.0, -2.0])
+    before, after = make(), eval(line)
+    for step in range(4):
+        gradient = tf.constant([0.3, -1.0]) * (step + 1.0)
+        before.apply_gradients([(gradient, old)])
+        after.apply([gradient], [new])
+    np.testing.assert_allclose(new, old, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda: _V1.RMSPropOptimizer(0.1), "keras.optimizers.RMSprop(learning_rate=0.1, epsilon=1e-10)"),
+        (lambda: _V1.AdagradOptimizer(0.1), "keras.optimizers.Adagrad(learning_rate=0.1)"),
+        (lambda: _V1.AdadeltaOptimizer(0.1), "keras.optimizers.Adadelta(learning_rate=0.1, epsilon=1e-08)"),
+        (lambda: _V1.FtrlOptimizer(0.1), "keras.optimizers.Ftrl(learning_rate=0.1)"),
+        (lambda: _V1.AdamOptimizer(lambda: 0.1), "keras.optimizers.Adam(learning_rate=..., epsilon=1e-08)"),
+        (lambda: _V1.ProximalAdagradOptimizer(0.1), "an optimizer of keras.optimizers: strategies sum its gradients"),
+    ],
+)
+def test_other_optimizers_of_tensorflow_1(make: Callable[[], Any], line: str, strategy: tfrep.MirroredStrategy) -> None:
+    with strategy.scope():
+        model = _model()
+    assert _hint(lambda: model.compile(make())) == f"write {line}."
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_optimizers_of_keras_2(legacy: bool, strategy: tfrep.MirroredStrategy) -> None:
+    tf_keras = pytest.importorskip("tf_keras", reason="needs the extra bench")
+    optimizers = tf_keras.optimizers.legacy if legacy else tf_keras.optimizers
+    with strategy.scope():
+        model, optimizer = _model(), optimizers.SGD(0.2, momentum=0.9)
+    with pytest.raises(ConfigurationError, match=r"`compile` got an optimizer of Keras 2\. Received: optimizer=SGD"):
+        model.compile(optimizer)
+    assert _hint(lambda: model.compile(optimizer)) == "write keras.optimizers.SGD(learning_rate=0.2, momentum=0.9)."
+
+
+@pytest.mark.skipif(not horovod_is_installed(), reason="Horovod is not installed")
+def test_optimizers_and_callbacks_of_horovod() -> None:
+    done = subprocess.run(command(of_horovod), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def of_horovod() -> None:
+    """Runs in a process of its own: Horovod starts threads."""
+    import horovod.tensorflow.keras as hvd
+
+    hvd.init()
+    strategy = tfrep.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        model = _model()
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.2, momentum=0.9))
+    line = "write keras.optimizers.SGD(learning_rate=0.2, momentum=0.9)."
+    assert _hint(lambda: model.compile(optimizer, "mse")) == line
+    assert _hint(lambda: tfrep.Replicator(strategy).wrap_optimizer(optimizer)) == line
+    with strategy.scope():
+        assert _hint(lambda: optimizer.build(model.trainable_variables)) == line  # As a loop of the user's own does.
+    model.compile("sgd", "mse")
+    for callback in (
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.1),
+        hvd.callbacks.LearningRateScheduleCallback(initial_lr=0.1, multiplier=0.5),
+    ):
+        for given in ([callback], [keras.callbacks.History(), callback], keras.callbacks.CallbackList([callback], model=model)):
+            hint = _hint(lambda given=given: model.fit(np.ones((4, 3)), np.ones((4, 2)), callbacks=given, verbose=0))
+            assert hint == old_spellings.OF_CALLBACKS[type(callback).__name__]
+    hvd.shutdown()
+    sys.exit(0)
+
+
+def on_parameter_servers() -> None:
+    with tfrep.local_cluster(workers=1, servers=1) as cluster:
+        strategy = tfrep.ParameterServerStrategy(cluster)
+        with strategy.scope():
+            model = _model()
+        hint = _hint(lambda: model.compile(_V1.GradientDescentOptimizer(0.5), "mse"))
+        assert hint == "write keras.optimizers.SGD(learning_rate=0.5)."
+        assert _hint(lambda: strategy.experimental_run_v2, AttributeError) == old_spellings.RUN
+        repl = tfrep.ParameterServerReplicator(strategy)
+        assert _hint(lambda: repl.init("session")) == "write repl.init()."
+
+
+def test_parameter_servers_show_new_lines() -> None:
+    done = subprocess.run(command(on_parameter_servers), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_optimizers_of_keras_3_are_taken(strategy: tfrep.MirroredStrategy) -> None:
+    for optimizer in ("adam", {"class_name": "SGD", "config": {"learning_rate": 0.1}}, None):
+        with strategy.scope():
+            model = _model()
+        model.compile(loss="mse", **({} if optimizer is None else {"optimizer": optimizer}))
+        model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+
+
+def test_wrap_optimizer_returns_what_it_got(strategy: tfrep.MirroredStrategy) -> None:
+    repl = tfrep.Replicator(strategy)
+    with repl.context():
+        optimizer = keras.optimizers.SGD(0.1)
+        assert repl.wrap_optimizer(optimizer) is optimizer
+    assert "pass keras.optimizers.SGD(0.1)" in _hint(lambda: repl.wrap_optimizer("sgd"))  # type: ignore[arg-type]
+
+
+# The page.
+
+
+def test_the_page_shows_what_is_said(strategy: tfrep.MirroredStrategy) -> None:
+    with strategy.scope():
+        model = _model()
+    for call in (
+        lambda: tfrep.MirroredStrategy(num_gpus=2),  # type: ignore[call-arg]
+        lambda: model.compile(_V1.AdamOptimizer(0.01), "mse"),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            call()
+        assert f"\nConfigurationError: {caught.value}\n" in _PAGE
+
+
+def _of_tensorflow() -> Iterator[tuple[str, str, str]]:
+    """Gives the rows of the page's second table: what was written, what the error says, what to write today."""
+    rows = re.findall(r"^\| `(.+?)` \| (.+) \| (.+) \|$", _PAGE.partition("## What TensorFlow and Keras say")[2], re.MULTILINE)
+    assert len(rows) > 10
+    error = ""
+    for old, said, today in rows:
+        error = error if said == "the same" else said
+        yield old, error, today
+
+
+@pytest.mark.parametrize(("old", "said", "today"), _of_tensorflow())
+def test_what_tensorflow_and_keras_say(old: str, said: str, today: str) -> None:
+    names = {"tf": tf, "keras": keras, "tfrep": tfrep, "model": _model(), "generator": None}
+    if said == "a warning: it is ignored":
+        with pytest.warns(UserWarning, match="no longer supported and will be ignored"):
+            eval(old, names)
+    else:
+        with pytest.raises((AttributeError, ImportError, TypeError, ValueError)) as caught:
+            eval(old.replace("...", ""), names)
+        assert re.sub(r"^`([^`]*)`$", r"\1", said) in str(caught.value)
+    line = re.fullmatch(r"`((?:tfrep|keras)\..+)`", today)
+    if line is not None:
+        eval(line[1], names)

@@ -1,0 +1,299 @@
+"""How fast `fit` trains, and what its steps wait for."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import time
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfrep_strategy.errors import ConfigurationError, check_count, message
+from tfrep_strategy.keras_integration.finding import driver_of_model
+from tfrep_strategy.step_clock import Counts, StepClock, counting
+
+_PERCENTILES = (50, 90, 99)
+
+
+class Throughput(keras.callbacks.Callback):
+    """Measures the throughput of training, and adds it to the logs of each epoch.
+
+    `History`, `CSVLogger`, `TensorBoard` and other callbacks then have it, if they come after this one in the list. The time does
+    not include validation, nor the first step of a `fit`, which is compiled.
+
+    * `examples_per_second`, `steps_per_second`: of all replicas together.
+    * `step_ms_p50`, `step_ms_p90`, `step_ms_p99`: percentiles of the milliseconds from the start of a step to that of the next.
+    * `data_wait`: the share of the time, from 0 to 1, in which a step waited for its batch.
+    * `collective_wait`: the share in which a process had its own gradients and waited for the global ones.
+    * `mfu`: model FLOPs utilisation, the share of `peak_flops` that the model uses.
+
+    Operations in the compiled step measure the two waits. A wait that cannot be known is left out: both under parameter servers,
+    where steps overlap; `collective_wait` on GPUs, whose operations run ahead of the host, and in one process. With a GPU
+    `data_wait` is the time in which the host waited. The GPU may have been busy with earlier steps meanwhile, so it is an upper
+    bound. Each process reports its own waits. The model keeps the operations after `fit`.
+
+    Under parameter servers a step takes longer than the time from one start to the next, because workers overlap. There the
+    examples are those that the metric `loss` has counted, and without that metric they are unknown (NaN).
+
+    Args:
+        flops_per_example: The FLOPs of one example, forward and backward. For most models they are three times those of the
+            forward pass; for a transformer, about six times its parameters for each token.
+        peak_flops: The peak FLOPs per second of the device of one replica, in the precision of the model.
+        log_dir: A folder for TensorBoard, in which throughput is written while an epoch runs, too. The chief writes.
+        every: The number of steps between two values in `log_dir`.
+
+    Attributes:
+        epochs: The logs of each epoch so far, as dictionaries.
+
+    Raises:
+        ConfigurationError: A setting cannot be used, one of the two FLOPs is missing, or TensorBoard is not installed.
+
+    Example:
+        >>> throughput = tfrep.callbacks.Throughput()
+        >>> history = make_model().fit(x, y, batch_size=2, epochs=2, verbose=0, callbacks=[throughput])
+        >>> history.history["examples_per_second"][1] > 0, throughput.epochs[1]["data_wait"] < 1
+        (True, True)
+    """
+
+    supports_remote_logs = True
+    verbose = 0
+    """Parameter servers compute no logs of single steps for a callback that shows none."""
+
+    def __init__(
+        self,
+        *,
+        flops_per_example: float | None = None,
+        peak_flops: float | None = None,
+        log_dir: str | os.PathLike[str] | None = None,
+        every: int = 100,
+    ) -> None:
+        super().__init__()
+        flops = {"flops_per_example": flops_per_example, "peak_flops": peak_flops}
+        if (flops_per_example is None) != (peak_flops is None):
+            raise ConfigurationError(message("FLOPs utilisation needs both numbers.", hint="pass both, or neither.", **flops))
+        for name, value in flops.items():
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 < value < math.inf):
+                raise ConfigurationError(
+                    message("FLOPs are a positive number.", hint="use a number such as 4.1e9.", **{name: value})
+                )
+        check_count("At least one step lies between two values.", every=every)
+        if log_dir is not None and importlib.util.find_spec("tensorboard") is None:
+            hint = "pip install 'tfrep-strategy[tensorboard]'"
+            raise ConfigurationError(message("TensorBoard is not installed.", hint=hint, log_dir=str(log_dir)))
+        self.flops_per_example, self.peak_flops = flops_per_example, peak_flops
+        self.log_dir, self.every = log_dir, every
+        self.epochs: list[dict[str, float]] = []
+        self._writer: Any = None
+        self._in_epoch = False
+
+    # A training.
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        strategy, driver = self.model.distribute_strategy, driver_of_model(self.model)
+        self._on_workers = isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy)
+        if not isinstance(self.model.train_function, _MeasuredFunction):
+            if not self._on_workers:
+                # What was traced before has no operations that measure.
+                self.model.make_train_function(force=True)
+            self.model.train_function = _MeasuredFunction(self.model.train_function, None if self._on_workers else StepClock())
+        self._function: _MeasuredFunction = self.model.train_function
+        self._devices = strategy.num_replicas_in_sync * (strategy.num_workers if self._on_workers else 1)
+        is_alone = self._on_workers or strategy.num_replicas_in_sync == 1
+        devices = () if is_alone else strategy.extended.worker_devices
+        # TensorFlow's strategies cut batches before they are read.
+        self._part_read = 1.0 if is_alone or driver is not None else len(devices) / strategy.num_replicas_in_sync
+        self._knows_collectives = (
+            driver is not None
+            and 0 < len(devices) < strategy.num_replicas_in_sync
+            and all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in devices)
+        )
+        if self.log_dir is not None and self._writer is None and getattr(strategy, "is_chief", True):
+            self._writer = tf.summary.create_file_writer(os.path.join(self.log_dir, "throughput"))
+        self._calls_before, self._compiles = self._function.calls, True
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._in_epoch, self._first_call = True, self._function.calls
+        self._starts: list[float] = []
+        self._batches: list[int] = []
+        self._begun = self._written = self._mark(time.perf_counter())
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        now = time.perf_counter()
+        if self._compiles and self._function.calls > self._calls_before:
+            self._compiles = False
+            self._starts, self._batches = [], []
+            self._begun = self._written = self._mark(now)
+        elif self._writer is not None and self._starts and batch - self._batches[self._written.first] >= self.every:
+            self._write(self._logs(self._written, now, [now]))
+            self._written = self._mark(now)
+        self._starts.append(now)
+        self._batches.append(batch)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._end_epoch()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._end_epoch()
+        if logs is not None:
+            logs.update(self.epochs[-1])
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    def _end_epoch(self) -> None:
+        if not self._in_epoch:  # Validation has ended it already, or runs alone.
+            return
+        self._in_epoch = False
+        begun = self._begun
+        if self._compiles:  # The only call so far: nothing of this epoch counts.
+            self._compiles, begun = False, begun._replace(time=math.nan)
+        returned = self._function.returned_at
+        has_returned = bool(self._starts) and returned > self._starts[-1]  # Else it found that the data had ended.
+        self.epochs.append(self._logs(begun, time.perf_counter(), [returned] if has_returned else []))
+
+    # What has happened since a mark.
+
+    def _mark(self, now: float) -> _Mark:
+        return _Mark(now, len(self._starts), self._function.calls, self._function.counts())
+
+    def _logs(self, since: _Mark, now: float, last_end: list[float]) -> dict[str, float]:
+        """Returns the logs of the steps since a mark.
+
+        Args:
+            since: The mark.
+            now: The time.
+            last_end: The time at which the last step has ended, if it has.
+        """
+        seconds, counts = now - since.time, self._function.counts()
+        if self._on_workers:
+            steps = float((self._function.calls - since.calls) * self.model.steps_per_execution)
+            examples = steps * self._examples_per_step()
+        else:
+            steps = counts.steps - since.counts.steps
+            examples = (counts.examples - since.counts.examples) / self._part_read
+        logs = {"examples_per_second": examples / seconds, "steps_per_second": steps / seconds}
+        times = self._step_times(since.first, last_end, steps) if seconds > 0 else []
+        percentiles = np.percentile(times, _PERCENTILES) if len(times) else [math.nan] * len(_PERCENTILES)
+        logs |= {f"step_ms_p{p}": 1000 * float(value) for p, value in zip(_PERCENTILES, percentiles, strict=True)}
+        if not self._on_workers:
+            logs["data_wait"] = (counts.data_seconds - since.counts.data_seconds) / seconds
+        if self._knows_collectives:
+            logs["collective_wait"] = (counts.collective_seconds - since.counts.collective_seconds) / seconds
+        if self.flops_per_example is not None and self.peak_flops is not None:
+            logs["mfu"] = logs["examples_per_second"] * self.flops_per_example / (self.peak_flops * self._devices)
+        return logs
+
+    def _step_times(self, first: int, last_end: list[float], steps: float) -> Any:
+        """Returns the seconds of a step, for each call since the one with number `first`."""
+        numbers = [float(batch) for batch in self._batches[first:]]
+        if last_end:
+            numbers.append(numbers[0] + steps)
+        return np.diff([*self._starts[first:], *last_end]) / np.maximum(np.diff(numbers), 1)
+
+    def _examples_per_step(self) -> float:
+        calls = self._function.calls - self._first_call
+        seen = [float(m.count) for m in self.model.metrics if m.name == "loss" and isinstance(m, keras.metrics.Mean)]
+        if not calls or not seen or not seen[0]:
+            return math.nan
+        return seen[0] / (calls * self.model.steps_per_execution)
+
+    def _write(self, logs: dict[str, float]) -> None:
+        with self._writer.as_default(step=self._function.calls * self.model.steps_per_execution):
+            for name, value in logs.items():
+                tf.summary.scalar(f"throughput/{name}", value)
+
+    # A picture.
+
+    def plot(self) -> Any:
+        """Draws the throughput, the times of steps and the waits of the epochs so far.
+
+        Returns:
+            A `matplotlib.figure.Figure`, which a notebook shows; `savefig(path)` saves it.
+
+        Raises:
+            ConfigurationError: No epoch was measured.
+
+        Example:
+            >>> throughput = tfrep.callbacks.Throughput()
+            >>> history = make_model().fit(x, y, batch_size=2, epochs=2, verbose=0, callbacks=[throughput])
+            >>> [axes.get_ylabel() for axes in throughput.plot().axes]
+            ['examples per second', 'time of a step (ms)', 'share of the time (%)']
+        """
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+
+        if not self.epochs:
+            raise ConfigurationError(message("There is nothing to draw.", hint="pass the callback to fit first.", epochs=0))
+        panels = {
+            "examples per second": {"examples_per_second": 1.0},
+            "time of a step (ms)": {f"step_ms_p{p}": 1.0 for p in reversed(_PERCENTILES)},
+            "share of the time (%)": dict.fromkeys(("data_wait", "collective_wait", "mfu"), 100.0),
+        }
+        figure = Figure(figsize=(13, 3.6), layout="constrained")
+        for axes, (ylabel, curves) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+            for name, scale in curves.items():
+                if name in self.epochs[-1]:
+                    values = [scale * epoch.get(name, math.nan) for epoch in self.epochs]
+                    axes.plot(range(1, len(values) + 1), values, marker="o", label=name)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.set(xlabel="epoch", ylabel=ylabel)
+            axes.set_ylim(bottom=0)
+            if axes.get_lines():
+                axes.legend()
+        return figure
+
+
+class _Mark(NamedTuple):
+    """A moment of an epoch.
+
+    Attributes:
+        time: When it was, in seconds.
+        first: The number of the next call within the epoch.
+        calls: How many calls had returned.
+        counts: What steps had counted.
+    """
+
+    time: float
+    first: int
+    calls: int
+    counts: Counts
+
+
+class _MeasuredFunction:
+    """The train function of a model, with a clock.
+
+    Args:
+        run: What Keras has made.
+        clock: Counts the batches that it reads. Workers of parameter servers have none.
+
+    Attributes:
+        calls: How many calls have returned.
+        returned_at: When the last call returned.
+    """
+
+    def __init__(self, run: Any, clock: StepClock | None) -> None:
+        self._run, self._clock = run, clock
+        self.calls, self.returned_at = 0, 0.0
+
+    def __call__(self, iterator: Any) -> Any:
+        if self._clock is None or not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+            result = self._run(iterator)  # `train_on_batch` brings its batch itself.
+        else:
+            with counting.to(self._clock):
+                result = self._run(self._clock.watching(iterator))
+        self.calls += 1
+        self.returned_at = time.perf_counter()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
+
+    def counts(self) -> Counts:
+        """Returns what the clock has counted."""
+        return Counts(0.0, 0.0, 0.0, 0.0) if self._clock is None else self._clock.read()

@@ -1,0 +1,211 @@
+"""A backup of `BackupAndRestore` is one unit: weights, and what belongs to them.
+
+It has the two files of Keras, so that Keras can read it. The metadata holds the checksum of the weights. While a backup is written,
+the one before has the names that end in ".bkp". Whatever a kill leaves, one of the two metadata files finds its weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import warnings
+from typing import Any, NamedTuple
+
+from tfrep_strategy.errors import message
+from tfrep_strategy.keras_integration.driver import KerasDriver
+from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.shared.model_files import is_local
+from tfrep_strategy.keras_integration.shared.whole_files import hidden_folder, synchronize, whole
+
+_file_utils = keras_internal("utils.file_utils")
+_BLOCK = 2**20
+_CHECKSUM, _BATCHES = "weights_sha256", "batches_done"
+
+
+class Backups(KerasDriver):
+    """Writes, restores and removes backups. A folder of another machine is left to Keras."""
+
+    def save_backup(self, original: Any, callback: Any) -> None:
+        """Writes a backup, which replaces the one before when it is complete."""
+        if is_local(callback.backup_dir):
+            _save(callback)
+        else:
+            original(callback)
+
+    def restore_backup(self, original: Any, callback: Any, logs: Any = None) -> None:
+        """Restores the newest backup that is whole."""
+        restore(original, callback, logs, find(callback))
+
+    def remove_backup(self, original: Any, callback: Any, logs: Any = None) -> None:
+        """Removes a backup, the metadata first: weights alone are no backup if this ends early."""
+        if is_local(callback.backup_dir) and callback.delete_checkpoint:
+            for path in (callback._prev_training_metadata_path, callback._training_metadata_path):
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(path)
+        original(callback, logs)
+
+
+class Backup(NamedTuple):
+    """The paths of a backup's weights and metadata."""
+
+    weights: str
+    metadata: str
+
+
+def find(callback: Any) -> list[Backup]:
+    """Finds the backups that are whole.
+
+    A backup of plain Keras has no checksum, and counts as whole.
+
+    Args:
+        callback: A `BackupAndRestore`.
+
+    Returns:
+        The newest one first; nothing where no backup was ever complete.
+
+    Raises:
+        OSError: There were backups, and none is whole.
+    """
+    pairs = _pairs(callback)
+    weights = [pair.weights for pair in pairs if _file_utils.exists(pair.weights)]
+    if not is_local(callback.backup_dir):
+        return pairs[:1] if weights else []
+    contents = [_content(pair.metadata) for pair in pairs]
+    checksum = functools.cache(_checksum)
+    found: dict[Backup, tuple[int, int]] = {}
+    for pair, content in zip(pairs, contents, strict=True):
+        if content:
+            wanted = content.get(_CHECKSUM)
+            own = [path for path in weights if (path == pair.weights if wanted is None else checksum(path) == wanted)]
+            found |= {Backup(path, pair.metadata): (content["epoch"], content.get(_BATCHES, 0)) for path in own[:1]}
+    if found or not weights and contents == [None, None]:
+        return sorted(found, key=lambda backup: found[backup], reverse=True)
+    if contents != [None, None]:
+        raise _none_is_whole(callback)
+    what = "A first backup was interrupted: there are weights, and no metadata. Training starts from the beginning."
+    warnings.warn(message(what, backup_dir=callback.backup_dir), stacklevel=2)
+    return []
+
+
+def restore(original: Any, callback: Any, logs: Any, found: list[Backup]) -> int:
+    """Restores the first backup that can be read.
+
+    Args:
+        original: What Keras does.
+        callback: A `BackupAndRestore`.
+        logs: What Keras passes.
+        found: What `find` has returned.
+
+    Returns:
+        How many batches of the interrupted epoch are done.
+
+    Raises:
+        OSError: None can be read.
+    """
+    if not is_local(callback.backup_dir) or not callback.model.built:  # Keras refuses models that are not built.
+        original(callback, logs)
+        return _batches_done(callback) if found else 0
+    failure = None
+    for backup in found:
+        _put_in_place(callback, backup)
+        try:
+            callback._load_model()
+        except OSError as error:
+            failure = error
+        else:
+            return _batches_done(callback)
+    if failure is not None:
+        raise _none_is_whole(callback) from failure
+    return 0
+
+
+def _save(callback: Any) -> None:
+    current, previous = _pairs(callback)
+    os.makedirs(callback.backup_dir, exist_ok=True)
+    batch = callback._last_batch_seen
+    done = 0 if callback.save_freq == "epoch" else batch + 1
+    content = {"epoch": callback._current_epoch, "batch": batch, _BATCHES: done}
+    with hidden_folder(callback.backup_dir) as unfinished:
+        new = Backup(*(os.path.join(unfinished, os.path.basename(path)) for path in current))
+        callback.model.save_weights(new.weights, overwrite=True)
+        if hasattr(callback, "write_beside_weights"):
+            callback.write_beside_weights(new.weights)
+        with whole(new.metadata) as path, open(path, "w", encoding="utf-8") as file:
+            json.dump(content | {_CHECKSUM: _checksum(new.weights)}, file)
+        replaced = _content(current.metadata)
+        # Where both are equal, a save was interrupted, and the weights that belong to them may be those that are kept already.
+        if replaced and replaced != _content(previous.metadata) and os.path.exists(current.weights):
+            for path, kept in zip(current, previous, strict=True):
+                _give_name(path, kept, unfinished)
+            synchronize(callback.backup_dir)
+        for path, place in zip(new, current, strict=True):
+            os.replace(path, place)
+        synchronize(callback.backup_dir)
+    if not callback.double_checkpoint:
+        for path in reversed(previous):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path)
+
+
+def _put_in_place(callback: Any, backup: Backup) -> None:
+    """Gives a backup the names from which Keras reads; each step leaves a whole one."""
+    current, _ = _pairs(callback)
+    if backup != current:
+        with hidden_folder(callback.backup_dir) as unfinished:
+            for path, place in zip(backup, current, strict=True):
+                if path != place:
+                    _give_name(path, place, unfinished)
+
+
+def _give_name(path: str, name: str, folder: str) -> None:
+    """Gives a file a second name, which another file may have."""
+    link = os.path.join(folder, f"{os.path.basename(name)}.link")
+    try:
+        os.link(path, link)
+    except OSError:  # Some file systems have no links.
+        shutil.copyfile(path, link)
+        synchronize(link)
+    os.replace(link, name)
+
+
+def _pairs(callback: Any) -> list[Backup]:
+    """Returns the paths of the current backup, and of the one before."""
+    return [
+        Backup(os.fspath(callback._weights_path), os.fspath(callback._training_metadata_path)),
+        Backup(callback._prev_weights_path, callback._prev_training_metadata_path),
+    ]
+
+
+def _content(metadata: str) -> dict[str, Any] | None:
+    """Reads metadata: None where there is no file, an empty dictionary where it is not complete."""
+    if not _file_utils.exists(metadata):
+        return None
+    try:
+        with _file_utils.File(metadata, "r") as file:
+            content = json.loads(file.read())
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) and isinstance(content.get("epoch"), int) else {}
+
+
+def _batches_done(callback: Any) -> int:
+    """Returns how many batches of the interrupted epoch the restored backup has seen; Keras starts that epoch again."""
+    content = _content(callback._training_metadata_path) or {}
+    return content.get(_BATCHES, 0 if callback.save_freq == "epoch" else content.get("batch", -1) + 1)
+
+
+def _checksum(path: str) -> str:
+    return _file_utils.hash_file(path, "sha256", _BLOCK)
+
+
+def _none_is_whole(callback: Any) -> OSError:
+    found = {}
+    for pair in _pairs(callback):
+        for path in pair:
+            if os.path.exists(path):
+                found[os.path.basename(path)] = f"{os.path.getsize(path)} bytes"
+    hint = "put back files that are whole, or remove the folder to train from the beginning."
+    return OSError(message("No backup in this folder is whole.", hint, backup_dir=callback.backup_dir, found=found))

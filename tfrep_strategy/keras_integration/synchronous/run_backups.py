@@ -1,0 +1,271 @@
+"""Backups that a run makes of each `fit` by itself, so that it can be started again: `tfrep run --max-restarts`, `--backup-dir`.
+
+All ranks decide alike. Once a second or so they tell each other whether one was asked to end, and rank 0 says whether a backup is
+due. No step costs anything in between.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+
+from tfrep_strategy.keras_integration.protocol import KerasStrategy
+from tfrep_strategy.keras_integration.shared.callback_states import (
+    read_beside_weights,
+    restore_states,
+    states_of,
+    write_beside_weights,
+)
+from tfrep_strategy.keras_integration.shared.preemption import answer_sigterm, end_as_asked, is_asked_to_end
+from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
+from tfrep_strategy.limits import backup_dir, backup_seconds
+
+_SHARE_OF_TIME = 0.02
+_SECONDS_BETWEEN_LOOKS = 1.0
+_BYTES_PER_SECOND, _LEAST_COST = 100e6, 0.1
+"""What a first backup is taken to cost, before one was made."""
+
+_fits = itertools.count()
+
+
+def backup_of_fit(strategy: KerasStrategy, callbacks: Sequence[Any], steps: StepsOfReplicas | None) -> list[RunBackup]:
+    """Returns the callback that backs up a `fit` of a run, if the run is to be backed up and the program does not do so itself.
+
+    Every process has to call it, for each `fit`.
+
+    Args:
+        strategy: The strategy of the model.
+        callbacks: Those that the program gives.
+        steps: What the `fit` iterates over.
+    """
+    folder, number = backup_dir(), next(_fits)
+    has_own = any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in callbacks)
+    if not folder or steps is None or any(strategy.extended.all_gather_object(has_own)):
+        return []
+    return [RunBackup(strategy, os.path.join(folder, f"fit-{number}"), callbacks, steps)]
+
+
+class _Look(NamedTuple):
+    """What a rank tells the others.
+
+    Attributes:
+        is_asked_to_end: Whether SIGTERM has come.
+        saves: Whether a backup is due. Rank 0 decides.
+        steps: After how many steps they look again. Rank 0 decides.
+    """
+
+    is_asked_to_end: bool
+    saves: bool
+    steps: int
+
+
+class _Place(NamedTuple):
+    """How far a `fit` is.
+
+    Attributes:
+        epoch: The number of the epoch in which it is.
+        batches: How many batches of that epoch are done.
+        epochs_read: How many epochs of the data were read.
+        is_finished: Whether nothing is left to do.
+    """
+
+    epoch: int
+    batches: int
+    epochs_read: int
+    is_finished: bool = False
+
+
+class _Pace:
+    """Decides when a backup is due: so that all take a fiftieth of the time, or after the seconds that the user has set.
+
+    Args:
+        model: The model.
+    """
+
+    last_saved = time.monotonic()
+    """Of all `fit`s: a program may call it many times."""
+
+    def __init__(self, model: Any) -> None:
+        size = sum(variable.value.dtype.size * variable.value.shape.num_elements() for variable in model.variables)
+        self._cost = _LEAST_COST + 3 * size / _BYTES_PER_SECOND  # Weights, and two slots of an optimizer.
+        self._looked = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Returns whether it is time."""
+        seconds = backup_seconds()
+        return time.monotonic() - _Pace.last_saved >= (self._cost / _SHARE_OF_TIME if seconds is None else seconds)
+
+    def steps_until_next(self, steps_done: int) -> int:
+        """Returns after how many steps to look again, given how many were done since the last look."""
+        if backup_seconds() == 0:
+            return 1
+        now = time.monotonic()
+        seconds, self._looked = now - self._looked, now
+        # The first steps are slow, since they are traced; so the number grows by degrees.
+        return min(max(1, round(_SECONDS_BETWEEN_LOOKS * steps_done / max(seconds, 1e-6))), 10 * steps_done + 1)
+
+    def note_cost(self, seconds: float) -> None:
+        """Is told what a backup has cost."""
+        self._cost = seconds
+        self._looked = _Pace.last_saved = time.monotonic()
+
+
+class _Files(keras.callbacks.BackupAndRestore):
+    """Reads and writes weights, and beside them what belongs to this `fit`.
+
+    Attributes:
+        content: What is written beside the weights.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder, save_freq=1, delete_checkpoint=False)
+        self.content: dict[str, Any] = {}
+
+    def write_beside_weights(self, path: str) -> None:
+        write_beside_weights(path, self.content)
+
+    def save(self, epoch: int, batches_done: int, content: dict[str, Any]) -> None:
+        """Writes a backup. Every process has to call it."""
+        self.content = content
+        self._current_epoch, self._last_batch_seen = epoch, batches_done - 1
+        self._save_model()
+
+
+class RunBackup(keras.callbacks.Callback):
+    """Backs up a `fit`, and has it go on from there when the run is started again. It comes after the program's callbacks.
+
+    Args:
+        strategy: The strategy of the model.
+        folder: The folder of this `fit`.
+        callbacks: The program's, whose states belong to a backup.
+        steps: What the `fit` iterates over.
+    """
+
+    async_safe = True  # It looks at no batch.
+
+    def __init__(self, strategy: KerasStrategy, folder: str, callbacks: Sequence[Any], steps: StepsOfReplicas) -> None:
+        super().__init__()
+        self._strategy, self._callbacks, self._steps = strategy, callbacks, steps
+        self._files = _Files(folder)
+        self._epoch = self._epochs_read = 0
+        self._steps_done, self._steps_wanted = 0, 1
+        self._restored: dict[str, Any] | None = None
+        self._pace: _Pace | None = None
+        if strategy.extended.broadcast_object(os.path.exists(self._files._weights_path)):
+            for callback in callbacks:
+                if isinstance(callback, keras.callbacks.CSVLogger):
+                    callback.append = True  # Its rows go on.
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Restores what was backed up, when the other callbacks have begun anew."""
+        model, extended = self.model, self._strategy.extended
+        if not model.built:
+            self._say("the model is not built before fit, so that this fit has no backup. Call the model on a batch first.")
+            return
+        self._pace = _Pace(model)
+        model._initial_epoch = None  # It may be that of an earlier fit.
+        self._files.set_model(model)
+        self._files.on_train_begin()
+        (epochs, batches), extended.resumes_at = extended.resumes_at, (0, 0)
+        content = read_beside_weights(self._files._weights_path) if self._strategy.is_chief and self._was_restored() else None
+        self._restored = extended.broadcast_object(content)
+        if self._restored is not None:
+            self._go_on(self._restored, epochs, batches)
+        self._steps.before_step = self._before_step
+        answer_sigterm()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Gives callbacks and metrics what they had in the middle of the epoch: it has begun before, and begins again."""
+        self._epoch = epoch
+        self._epochs_read += 1
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            self._restore_history(restored)
+            if restored["metrics"]:
+                restore_states(self._callbacks, restored["callbacks"])
+                self._assign_metrics(restored["metrics"])
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Looks whether a backup is due. Keras's own notes of this epoch come later."""
+        epochs = [*self.model.history.epoch, epoch]
+        history = {name: list(values) for name, values in self.model.history.history.items()}
+        for name, value in (logs or {}).items():
+            history.setdefault(name, []).append(value)
+        self._look(_Place(epoch + 1, 0, self._epochs_read, self.model.stop_training), {"epochs": epochs, "history": history})
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Backs up the end, so that a finished `fit` is not repeated."""
+        self._steps.before_step = lambda batches_done: None
+        if self._restored is not None:  # No epoch was left to do.
+            self._restore_history(self._restored)
+        else:
+            self._look(_Place(self._epoch + 1, 0, self._epochs_read, True), self._history())
+        self.model._initial_epoch = None
+
+    def _before_step(self, batches_done: int) -> None:
+        if self._steps_done >= self._steps_wanted:
+            self._look(_Place(self._epoch, batches_done, self._epochs_read - 1), self._history())
+        self._steps_done += 1
+
+    def _look(self, place: _Place, history: dict[str, Any]) -> None:
+        """Asks all ranks whether one was asked to end, and rank 0 whether a backup is due."""
+        if self._pace is None:
+            return
+        own = _Look(is_asked_to_end(), self._pace.is_due(), self._pace.steps_until_next(self._steps_done))
+        looks = self._strategy.extended.all_gather_object(own)
+        self._steps_done, self._steps_wanted = 0, looks[0].steps
+        ends = any(look.is_asked_to_end for look in looks)
+        if ends or looks[0].saves:
+            started = time.monotonic()
+            self._save(place, history)
+            self._pace.note_cost(time.monotonic() - started)
+        if ends:
+            self._say(f"asked to end (SIGTERM). A backup was made: epoch {place.epoch}, batch {place.batches}.")
+            end_as_asked()
+
+    def _save(self, place: _Place, history: dict[str, Any]) -> None:
+        metrics = self.model.metrics_variables if place.batches else []
+        content = history | {
+            "is_finished": place.is_finished,
+            "epochs_read": place.epochs_read,
+            "callbacks": states_of(self._callbacks),
+            "metrics": [keras.ops.convert_to_numpy(variable) for variable in metrics],
+        }
+        self._files.save(place.epoch, place.batches, content)
+
+    def _history(self) -> dict[str, Any]:
+        return {"epochs": self.model.history.epoch, "history": self.model.history.history}
+
+    def _go_on(self, restored: dict[str, Any], epochs: int, batches: int) -> None:
+        restore_states(self._callbacks, restored["callbacks"])
+        self._epochs_read = restored["epochs_read"]
+        if restored["is_finished"]:
+            self._steps.pass_over(self._epochs_read)
+            self.model._initial_epoch = self.params["epochs"]
+            self._say("this fit was finished before. It is not repeated.")
+        else:
+            self._strategy.extended.resumes_at = self._epochs_read, batches
+            self._say(f"fit goes on from its backup: epoch {epochs}, batch {batches}.")
+
+    def _was_restored(self) -> bool:
+        return os.path.exists(self._files._weights_path) and self.model._initial_epoch is not None
+
+    def _restore_history(self, restored: dict[str, Any]) -> None:
+        self.model.history.epoch, self.model.history.history = restored["epochs"], restored["history"]
+
+    def _assign_metrics(self, values: Sequence[Any]) -> None:
+        variables = self.model.metrics_variables
+        if self._strategy.is_chief and len(values) == len(variables):
+            with self._strategy.extended.acting_alone():
+                for variable, value in zip(variables, values, strict=True):
+                    variable.assign(value)
+
+    def _say(self, text: str) -> None:
+        if self._strategy.is_chief:
+            print(f"tfrep: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,132 @@
+"""Settings from the environment: how long processes wait, where a run is backed up, whom it trusts, whether calls are checked."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from tfrep_strategy.validation import Limit, Network, Networks, Seconds, variable
+
+
+def timeout_seconds() -> float:
+    """Returns how many seconds a collective may wait for ranks that have not called it.
+
+    `TFREP_TIMEOUT` sets it, in seconds; the default is 600. A rank may keep the others waiting for that long, for example
+    while the chief writes a large file. A rank that has ended is noticed at once, without this limit.
+
+    Returns:
+        The seconds; `math.inf` if `TFREP_TIMEOUT` is 0, as under a debugger.
+
+    Raises:
+        ConfigurationError: `TFREP_TIMEOUT` is not a number of seconds, of 30 days at most.
+
+    Example:
+        >>> timeout_seconds()
+        600.0
+    """
+    return variable(Limit, "TFREP_TIMEOUT", default=600.0) or math.inf
+
+
+def longest_silence() -> float:
+    """Returns how many seconds a rank may give no sign of life, for example in native code that holds Python's lock.
+
+    `TFREP_SILENCE_TIMEOUT` sets it, in seconds; the default is 1800.
+
+    Returns:
+        The seconds; `math.inf` if `TFREP_SILENCE_TIMEOUT` is 0.
+
+    Raises:
+        ConfigurationError: `TFREP_SILENCE_TIMEOUT` is not a number of seconds, of 30 days at most.
+
+    Example:
+        >>> longest_silence()
+        1800.0
+    """
+    return variable(Limit, "TFREP_SILENCE_TIMEOUT", default=1800.0) or math.inf
+
+
+def meeting_seconds() -> float:
+    """Returns how many seconds ranks wait for each other at the rendezvous.
+
+    `TFREP_RENDEZVOUS_TIMEOUT` sets it, in seconds; the default is 300. A cluster may start its machines minutes apart.
+
+    Raises:
+        ConfigurationError: `TFREP_RENDEZVOUS_TIMEOUT` is not a positive number, of 30 days at most.
+
+    Example:
+        >>> meeting_seconds()
+        300.0
+    """
+    return variable(Seconds, "TFREP_RENDEZVOUS_TIMEOUT", default=300.0)
+
+
+def backup_dir() -> str:
+    """Returns the folder for backups of each `fit`, which `tfrep run` sets by `TFREP_BACKUP_DIR`; empty where none is wanted.
+
+    Example:
+        >>> backup_dir()
+        ''
+    """
+    return os.environ.get("TFREP_BACKUP_DIR", "")
+
+
+def backup_seconds() -> float | None:
+    """Returns how many seconds lie between two backups of a run.
+
+    `TFREP_BACKUP_SECONDS` sets it, in seconds. By default there are as many backups as take a fiftieth of the time.
+
+    Returns:
+        The seconds, 0 for a backup after each step; None for the default.
+
+    Raises:
+        ConfigurationError: `TFREP_BACKUP_SECONDS` is not a number of seconds, of 30 days at most.
+
+    Example:
+        >>> backup_seconds() is None
+        True
+    """
+    return variable(Limit, "TFREP_BACKUP_SECONDS", default=None)
+
+
+def grace_seconds(*, for_a_backup: bool) -> float:
+    """Returns how many seconds a rank may take to end after its launcher was asked to end the run; then it is killed.
+
+    `TFREP_GRACE` sets it, in seconds. The default is 3, and 25 where ranks write a backup first: schedulers wait for 30.
+
+    Args:
+        for_a_backup: Whether ranks may write one.
+
+    Raises:
+        ConfigurationError: `TFREP_GRACE` is not a positive number, of 30 days at most.
+
+    Example:
+        >>> grace_seconds(for_a_backup=False)
+        3.0
+    """
+    return variable(Seconds, "TFREP_GRACE", default=25.0 if for_a_backup else 3.0)
+
+
+def trusted_networks() -> tuple[Network, ...]:
+    """Returns the networks whose machines may connect to the servers of a run on several machines, beside the run's own.
+
+    `TFREP_TRUSTED_NETWORKS` lists them, for machines that others see under another address than the run knows.
+
+    Raises:
+        ConfigurationError: `TFREP_TRUSTED_NETWORKS` is no list of networks.
+
+    Example:
+        >>> os.environ["TFREP_TRUSTED_NETWORKS"] = "10.0.0.0/8,fd00::/8"
+        >>> trusted_networks()
+        (IPv4Network('10.0.0.0/8'), IPv6Network('fd00::/8'))
+    """
+    return variable(Networks, "TFREP_TRUSTED_NETWORKS", default=())
+
+
+def is_debugging() -> bool:
+    """Returns whether `TFREP_DEBUG` is set, so that every collective is checked before it runs.
+
+    Example:
+        >>> is_debugging()
+        False
+    """
+    return os.environ.get("TFREP_DEBUG", "0") not in ("", "0")

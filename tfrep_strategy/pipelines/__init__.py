@@ -1,0 +1,1 @@
+"""Pipelines of `tf.data` from inside: what they consist of, and which part of them a process can leave to the others."""

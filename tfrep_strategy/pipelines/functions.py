@@ -1,0 +1,181 @@
+"""What a function of a pipeline does with its rows: whether it may run on a part of them, and give the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import operation_definition
+
+_READS_ONLY = frozenset(
+    {
+        "Assert", "Case", "HashTableV2", "If", "LookupTableExportV2", "LookupTableFindV2", "LookupTableSizeV2", "Placeholder",
+        "Print", "PrintV2", "ReadVariableOp", "ResourceGather", "ResourceGatherNd", "StatefulPartitionedCall", "VarHandleOp",
+        "VarIsInitializedOp", "While",
+    }
+)  # fmt: skip
+"""Operations that TensorFlow calls stateful and that give one result, however often and in whatever order they run.
+
+Functions and branches are among them, since what they contain is looked at by itself.
+"""
+
+
+def first_stateful_operation(function: Any) -> str | None:
+    """Returns an operation by which a function's result depends on the calls before it, such as a random number.
+
+    Args:
+        function: A concrete function.
+
+    Returns:
+        The kind of the first such operation in it, or in a function that it calls; None if there is none.
+    """
+    definition = function.graph.as_graph_def()
+    nodes = [*definition.node, *(node for inner in definition.library.function for node in inner.node_def)]
+    for node in nodes:
+        known = operation_definition(node.op)  # None: a function, which the library has.
+        if known is not None and known.is_stateful and node.op not in _READS_ONLY:
+            return str(node.op)
+    return None
+
+
+# Operations that compute every element of the result from the elements at the same place, exactly as for a single row. Others,
+# such as `Exp` and `MatMul`, may round the last rows of an array in another way than the first ones.
+_BY_ELEMENT = frozenset(
+    {
+        "Abs", "Add", "AddV2", "AsString", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Cast", "Ceil", "ClipByValue", "DivNoNan",
+        "Equal", "Floor", "FloorDiv", "FloorMod", "Greater", "GreaterEqual", "Identity", "IdentityN", "IsFinite", "IsInf",
+        "IsNan", "Less", "LessEqual", "LogicalAnd", "LogicalNot", "LogicalOr", "Maximum", "Minimum", "Mod", "Mul", "Neg",
+        "NotEqual", "OnesLike", "RealDiv", "RegexFullMatch", "RegexReplace", "Relu", "Relu6", "Rint", "Round", "SelectV2", "Sign",
+        "Square", "SquaredDifference", "StaticRegexFullMatch", "StaticRegexReplace", "StringLength", "StringLower", "StringStrip",
+        "StringToHashBucketFast", "StringToNumber", "StringUpper", "Sub", "TruncateDiv", "ZerosLike",
+    }
+)  # fmt: skip
+
+def operation_that_mixes_rows(function: Any, are_rows: Sequence[bool]) -> str | None:
+    """Follows the rows of a batch through a function.
+
+    Args:
+        function: A concrete function of dense tensors.
+        are_rows: Whether each argument has the batch as its first dimension. What else it gets is the same for all batches.
+
+    Returns:
+        None if each result has a row for each row of the batch that is computed from that row alone, to the last bit; scalars
+        may depend on nothing in the batch. Otherwise the kind of the first operation of which that is not known.
+    """
+    graph = function.graph
+    known = {tensor.ref(): rows for tensor, rows in zip(graph.inputs, are_rows, strict=False)}
+    for operation in graph.get_operations():
+        from_rows = [tensor for tensor in operation.inputs if known.get(tensor.ref(), False)]
+        if from_rows and not _keeps_rows(operation, from_rows):
+            return str(operation.type)
+        for tensor in operation.outputs:
+            known.setdefault(tensor.ref(), bool(from_rows))
+    for tensor in graph.outputs:
+        if not known[tensor.ref()] and tensor.shape.rank != 0:
+            return "a result that is the same for all rows"
+    return None
+
+
+def _keeps_rows(operation: Any, from_rows: Sequence[tf.Tensor]) -> bool:
+    """Returns whether each row of an operation's result comes from the row of its inputs that has the same number."""
+    if any(not tensor.shape.rank for tensor in from_rows):
+        return False
+    if operation.type in _BY_ELEMENT:
+        return _is_by_element(operation, from_rows)
+    rule = _RULES.get(operation.type)
+    return rule is not None and rule(operation, from_rows)
+
+
+def _is_by_element(operation: Any, from_rows: Sequence[tf.Tensor]) -> bool:
+    # What has fewer dimensions, or one row, is spread over all rows.
+    rank = from_rows[0].shape.rank
+    others = [tensor for tensor in operation.inputs if all(tensor is not each for each in from_rows)]
+    spread = all(other.shape.rank is not None and (other.shape.rank < rank or other.shape[0] == 1) for other in others)
+    return spread and all(tensor.shape.rank == rank for tensor in from_rows)
+
+
+def _is_input(operation: Any, place: int, from_rows: Sequence[tf.Tensor]) -> bool:
+    """Returns whether only the input at that place has rows."""
+    return len(from_rows) == 1 and operation.inputs[place] is from_rows[0]
+
+
+def _constant(tensor: tf.Tensor) -> Any:
+    return tf.get_static_value(tensor)
+
+
+def _gathers(operation: Any, from_rows: Sequence[tf.Tensor]) -> bool:
+    axis = _constant(operation.inputs[2])
+    return _is_input(operation, 1, from_rows) and axis is not None and int(axis) == 0 and operation.get_attr("batch_dims") == 0
+
+
+def _makes_one_hot(operation: Any, from_rows: Sequence[tf.Tensor]) -> bool:
+    return _is_input(operation, 0, from_rows) and operation.get_attr("axis") != 0
+
+
+def _reduces_within_rows(operation: Any, from_rows: Sequence[tf.Tensor]) -> bool:
+    axes = _constant(operation.inputs[1])
+    rank = from_rows[0].shape.rank
+    return _is_input(operation, 0, from_rows) and axes is not None and all(int(axis) % rank != 0 for axis in axes.ravel())
+
+
+def _adds_dimension(operation: Any, from_rows: Sequence[tf.Tensor]) -> bool:
+    axis = _constant(operation.inputs[1])
+    return _is_input(operation, 0, from_rows) and axis is not None and int(axis) % (from_rows[0].shape.rank + 1) != 0
+
+
+def _drops_dimensions(operation: Any, from_rows: Sequence[tf.Tensor]) -> bool:
+    axes = operation.get_attr("squeeze_dims")
+    return bool(axes) and all(axis % from_rows[0].shape.rank != 0 for axis in axes)
+
+
+def _reshapes_rows(operation: Any, from_rows: Sequence[tf.Tensor]) -> bool:
+    shape, own = _constant(operation.inputs[1]), from_rows[0].shape[1:]
+    if not _is_input(operation, 0, from_rows) or shape is None or not own.is_fully_defined():
+        return False
+    return len(shape) > 0 and shape[0] == -1 and tf.TensorShape(shape[1:]).num_elements() == own.num_elements()
+
+
+def _transposes_rows(operation: Any, from_rows: Sequence[tf.Tensor]) -> bool:
+    order = _constant(operation.inputs[1])
+    return _is_input(operation, 0, from_rows) and order is not None and int(order[0]) == 0
+
+
+def _joins_rows(operation: Any, from_rows: Sequence[tf.Tensor]) -> bool:
+    axis = _constant(operation.inputs[-1])
+    everything = len(from_rows) == len(operation.inputs) - 1
+    return everything and axis is not None and int(axis) % from_rows[0].shape.rank != 0
+
+
+def _stacks_rows(operation: Any, from_rows: Sequence[tf.Tensor]) -> bool:
+    axis = operation.get_attr("axis") % (from_rows[0].shape.rank + 1)
+    return len(from_rows) == len(operation.inputs) and axis != 0
+
+
+def _slices_within_rows(operation: Any, from_rows: Sequence[tf.Tensor]) -> bool:
+    masks = {name: operation.get_attr(f"{name}_mask") & 1 for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
+    strides = _constant(operation.inputs[3])
+    takes_all = masks["ellipsis"] or (masks["begin"] and masks["end"] and strides is not None and int(strides[0]) == 1)
+    return _is_input(operation, 0, from_rows) and bool(takes_all) and not masks["new_axis"] and not masks["shrink_axis"]
+
+
+def _looks_up(operation: Any, from_rows: Sequence[tf.Tensor]) -> bool:
+    return _is_input(operation, 1, from_rows)
+
+
+_RULES: dict[str, Callable[[Any, Sequence[tf.Tensor]], bool]] = {
+    "ConcatV2": _joins_rows,
+    "ExpandDims": _adds_dimension,
+    "GatherV2": _gathers,
+    "LookupTableFindV2": _looks_up,
+    "OneHot": _makes_one_hot,
+    "Pack": _stacks_rows,
+    "Reshape": _reshapes_rows,
+    "Squeeze": _drops_dimensions,
+    "StridedSlice": _slices_within_rows,
+    "Transpose": _transposes_rows,
+    # Sums are missing: they round by the order in which they are added up.
+    **dict.fromkeys(("All", "Any", "ArgMax", "ArgMin", "Max", "Min"), _reduces_within_rows),
+}
+"""Operations for which the dimensions decide."""

@@ -1,0 +1,376 @@
+"""Lets a process compute only its own examples of a pipeline that all processes read.
+
+A step takes one global batch, of which each process needs a part. The batch is cut as far down in the pipeline as the part stays
+what it would be if the whole batch were cut at the end: below maps that treat each row by itself, below `batch`, and below
+maps of single examples. What lies below the cut (file names, shuffling, records) is read by every process, which keeps the order
+of one device; what lies above it is computed for the own examples only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import (
+    converted_by_autograph,
+    dataset_from_tensors,
+    dataset_to_tensors,
+    parts_of_dataset,
+    use_random_seed,
+)
+from tfrep_strategy._tensorflow import dataset_kinds as kinds
+from tfrep_strategy.batches import as_element, bounds, shard, take_rows
+from tfrep_strategy.fingerprints import FirstBatch
+from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.pipelines.functions import first_stateful_operation, operation_that_mixes_rows
+
+_BATCHES = (kinds.Batch, kinds.ParallelBatch)
+_BATCH = "batch"
+_MAPS = (kinds.Map, kinds.ParallelMap)
+
+
+class Place(NamedTuple):
+    """Which replicas of all belong to this process.
+
+    Attributes:
+        total: How many replicas all processes have.
+        first: The id of the first replica of this process.
+        local: How many replicas this process has.
+    """
+
+    total: int
+    first: int
+    local: int
+
+
+class Cut(NamedTuple):
+    """A pipeline that computes the parts of one process.
+
+    Attributes:
+        dataset: A data set of `Shards`.
+        above: The operations above the cut, from the last of the pipeline down. A process computes these for its own part.
+        is_of_examples: Whether the cut is below `batch`, so that there are maps of single examples among them.
+        reason: Why a map is computed for all examples; empty if none is.
+    """
+
+    dataset: tf.data.Dataset
+    above: tuple[str, ...]
+    is_of_examples: bool
+    reason: str
+
+
+def cut_low(dataset: tf.data.Dataset, place: Place, first_batch: FirstBatch | None) -> Cut:
+    """Cuts the batches of a pipeline for the replicas of this process, as low in the pipeline as it goes.
+
+    Args:
+        dataset: A data set of global batches.
+        place: The replicas of this process.
+        first_batch: Notes the first batch where it is cut, so that the processes can compare it.
+
+    Returns:
+        The data set of `Shards`, with what is known of it. Its steps are those that a cut at the end would give, bit by bit.
+    """
+    cutter = _Cutter(place, first_batch)
+    shards = cutter.batches(dataset)
+    return Cut(shards.with_options(dataset.options()), tuple(cutter.above), _BATCH in cutter.above, cutter.reason)
+
+
+def cutting(spec: Any, place: Place) -> Callable[..., Shards]:
+    """Returns the function, for `tf.data.Dataset.map`, that cuts whole batches of a specification."""
+
+    @tf.autograph.experimental.do_not_convert
+    def cut(*components: Any) -> Shards:
+        return shard(as_element(spec, components), *place)
+
+    return cut
+
+
+class _Cutter:
+    """Walks down a pipeline to where it can be cut, and builds it anew from there."""
+
+    def __init__(self, place: Place, first_batch: FirstBatch | None) -> None:
+        self._place = place
+        self._first_batch = first_batch
+        self.above: list[str] = []
+        self.reason = ""
+
+    def batches(self, dataset: Any) -> tf.data.Dataset:
+        """Returns the `Shards` of a data set of global batches."""
+        if isinstance(dataset, kinds.Options):
+            return self.batches(dataset._input_dataset)
+        if isinstance(dataset, (kinds.Prefetch, *_COUNTING)):
+            return _again(dataset, self.batches(dataset._input_dataset))
+        if isinstance(dataset, kinds.Zip) and not all(map(_is_same_in_every_step, dataset._inputs())):
+            return self._zipped(dataset)
+        if isinstance(dataset, _MAPS):
+            mixing = first_stateful_operation(dataset._map_func.function) or _mixes_rows(dataset)
+            if mixing is None:
+                self.above.append(_name(dataset))
+                return self._mapped(dataset)
+            self._say(dataset, f"`{_name(dataset)}` gets whole batches, and may mix their rows or draw numbers ({mixing})")
+        elif isinstance(dataset, _BATCHES):
+            examples = _Examples()
+            lifted = examples.lift(dataset._input_dataset)
+            self.reason = self.reason or examples.reason
+            if lifted.maps:
+                self.above += [_BATCH, *(each.name for each in reversed(lifted.maps))]
+                return self._batched(dataset, lifted)
+        else:
+            self._say(dataset, f"`{_kind(dataset)}` comes after `batch`")
+        return self._here(dataset)
+
+    def _say(self, dataset: tf.data.Dataset, reason: str) -> None:
+        """Notes why a data set is computed as a whole, if that costs something: if it maps single examples."""
+        batches = [part for part in parts_of_dataset(dataset) if isinstance(part, _BATCHES)]
+        if any(map(_has_maps, batches)):
+            self.reason = reason
+
+    def _here(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Cuts whole batches."""
+        noted = dataset if self._first_batch is None else self._first_batch.noted(dataset)
+        return noted.map(cutting(dataset.element_spec, self._place), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+
+    def _zipped(self, dataset: Any) -> tf.data.Dataset:
+        """Cuts each of several data sets that are read side by side, but not what every step gets alike."""
+        cut = [each if _is_same_in_every_step(each) else self.batches(each) for each in dataset._inputs()]
+
+        @tf.autograph.experimental.do_not_convert
+        def joined(*elements: Any) -> Shards:
+            return self._joined(dataset, elements)
+
+        return tf.data.Dataset.zip(tuple(cut)).map(joined)
+
+    def _joined(self, dataset: Any, elements: Sequence[Any]) -> Shards:
+        """Puts the elements of data sets that are read side by side together. `Shards` are cut, others are for all parts."""
+
+        def part(i: int) -> Any:
+            own = [element.parts[i] if isinstance(element, Shards) else element for element in elements]
+            return tf.nest.pack_sequence_as(dataset._datasets, own)
+
+        total = next(element.total for element in elements if isinstance(element, Shards))
+        return Shards(tuple(map(part, range(self._place.local))), total)
+
+    def _mapped(self, dataset: Any) -> tf.data.Dataset:
+        """Maps the parts instead of the batches."""
+        below = dataset._input_dataset
+        spec = below.element_spec
+        function = converted_by_autograph(dataset._map_func._func)  # Traced anew, since parts have other sizes than batches.
+        picks = self._first_batch is None and isinstance(below, kinds.Zip) and any(map(_is_same_in_every_step, below._inputs()))
+
+        @tf.autograph.experimental.do_not_convert
+        def mapped(shards: Shards) -> Shards:
+            return Shards(tuple(function(*(part if type(spec) is tuple else (part,))) for part in shards.parts), shards.total)
+
+        @tf.autograph.experimental.do_not_convert
+        def cut_and_mapped(*components: Any) -> Shards:
+            elements = tf.__internal__.nest.flatten_up_to(below._datasets, as_element(spec, components))
+            pairs = zip(elements, below._inputs(), strict=True)
+            cut = [element if _is_same_in_every_step(each) else shard(element, *self._place) for element, each in pairs]
+            return mapped(self._joined(below, cut))
+
+        # Keras picks the rows of arrays by batches of indices. One operation costs an epoch less than three.
+        source, run = (below, cut_and_mapped) if picks else (self.batches(below), mapped)
+        return source.map(run, num_parallel_calls=_parallel_calls(dataset), deterministic=_order(dataset))
+
+    def _batched(self, dataset: Any, lifted: _Lifted) -> tf.data.Dataset:
+        """Takes the own examples of each batch before they are mapped."""
+        total, first, count = self._place
+        size, drops = int(dataset._batch_size), bool(dataset._drop_remainder)
+
+        def own(rows: Any) -> tuple[Any, Any]:
+            return bounds(rows, total, first)[0], bounds(rows, total, first + count - 1)[1]
+
+        @tf.autograph.experimental.do_not_convert
+        def own_rows(index: tf.Tensor, window: Any) -> tf.data.Dataset:
+            rows = window if isinstance(window, tf.data.Dataset) else tf.data.Dataset.zip(window)
+            number = rows.cardinality()
+            if self._first_batch is not None:
+                number = self._first_batch.noted_rows(index, rows, number)
+            start, stop = own(number)
+            # Each batch needs a row, which is not used if the part has none: the end of the data is that of the batches.
+            start = tf.minimum(start, number - 1)
+            return tf.data.Dataset.zip((rows.skip(start).take(tf.maximum(stop - start, 1)), _always(number)))
+
+        # The own part of a full batch. Only the last batch may be shorter, so that every batch is put together again.
+        start, stop = own(size)
+        rows = lifted.source.window(size, drop_remainder=drops).enumerate().flat_map(own_rows)
+        for each in lifted.maps:
+            in_order = None if each.parallel_calls is None else True
+            rows = rows.map(_beside(each.function), each.parallel_calls, deterministic=in_order)
+        whole = rows.batch(max(stop - start, 1), drop_remainder=drops)
+
+        @tf.autograph.experimental.do_not_convert
+        def parts(batch: Any, numbers: tf.Tensor) -> Shards:
+            number = numbers[0]
+            begin = own(number)[0]
+
+            def part(i: int) -> Any:
+                if drops and count == 1:
+                    return take_rows(batch, 0, stop - start)  # Its size is known.
+                low, high = bounds(number, total, first + i)
+                return take_rows(batch, low - begin, high - begin)
+
+            return Shards(tuple(map(part, range(count))), number)
+
+        return whole.map(parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+
+
+class _Map(NamedTuple):
+    """A map of single examples.
+
+    Attributes:
+        name: Its name, for explanations.
+        function: From an element to an element.
+        parallel_calls: How many run at once; None if one after the other.
+    """
+
+    name: str
+    function: Callable[[Any], Any]
+    parallel_calls: int | None
+
+
+class _Lifted(NamedTuple):
+    """A data set, taken apart.
+
+    Attributes:
+        source: The data set without some of its maps.
+        maps: These maps. `source`, mapped by them in order, has the elements of the data set.
+    """
+
+    source: tf.data.Dataset
+    maps: tuple[_Map, ...] = ()
+
+
+class _Examples:
+    """Takes maps out of a data set of single examples: they may come last, since what is above them does not look at examples."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+
+    def lift(self, dataset: Any) -> _Lifted:
+        """Returns the data set without the maps that can be made last, and these maps."""
+        if isinstance(dataset, _MAPS):
+            stateful = first_stateful_operation(dataset._map_func.function)
+            if stateful is None:
+                below = self.lift(dataset._input_dataset)
+                return _Lifted(below.source, (*below.maps, _Map(_name(dataset), _function(dataset), _parallel_calls(dataset))))
+            self.reason = self.reason or f"the results of `{_name(dataset)}` may depend on the order of its calls ({stateful})"
+        elif isinstance(dataset, (kinds.Options, kinds.Prefetch)):
+            below = self.lift(dataset._input_dataset)
+            return below if below.maps else _Lifted(dataset)
+        elif isinstance(dataset, _COUNTING):
+            below = self.lift(dataset._input_dataset)
+            return _Lifted(_again(dataset, below.source), below.maps) if below.maps else _Lifted(dataset)
+        elif isinstance(dataset, kinds.Zip):
+            return self._lift_each(dataset)
+        elif isinstance(dataset, kinds.Shuffle):
+            below = self.lift(dataset._input_dataset)
+            if below.maps and not dataset._reshuffle_each_iteration:
+                return _Lifted(_shuffled_alike(dataset, below.source), below.maps)
+            if below.maps:  # The shuffle's state, which belongs to this object, goes on from one epoch to the next.
+                self.reason = self.reason or f"`shuffle` comes after `{below.maps[-1].name}`; write `shuffle` before `map`"
+        elif _has_maps(dataset):
+            self.reason = self.reason or f"`{_kind(dataset)}` comes after `map`"
+        return _Lifted(dataset)
+
+    def _lift_each(self, dataset: Any) -> _Lifted:
+        each = [self.lift(part) for part in dataset._inputs()]
+        maps = [m for lifted in each for m in lifted.maps]
+        if not maps:
+            return _Lifted(dataset)
+
+        def mapped(elements: Any) -> Any:
+            mapped_ones = []
+            for element, lifted in zip(tf.__internal__.nest.flatten_up_to(dataset._datasets, elements), each, strict=True):
+                for one in lifted.maps:
+                    element = one.function(element)
+                mapped_ones.append(element)
+            return tf.nest.pack_sequence_as(dataset._datasets, mapped_ones)
+
+        parallel = [m.parallel_calls for m in maps if m.parallel_calls is not None]
+        together = _Map(" and ".join(m.name for m in maps), mapped, parallel[0] if parallel else None)
+        source = tf.data.Dataset.zip(tf.nest.pack_sequence_as(dataset._datasets, [lifted.source for lifted in each]))
+        return _Lifted(source, (together,))
+
+
+_COUNTING = (kinds.Take, kinds.Skip, kinds.Repeat)
+"""Operations that look at nothing but the number of elements."""
+
+
+def _again(dataset: Any, below: tf.data.Dataset) -> tf.data.Dataset:
+    """Repeats an operation that only counts elements, on another data set."""
+    if isinstance(dataset, kinds.Take):
+        return below.take(dataset._count)
+    if isinstance(dataset, kinds.Skip):
+        return below.skip(dataset._count)
+    return below.repeat(dataset._count) if isinstance(dataset, kinds.Repeat) else below.prefetch(int(dataset._buffer_size))
+
+
+def _shuffled_alike(dataset: Any, below: tf.data.Dataset) -> tf.data.Dataset:
+    """Shuffles another data set as this one is shuffled."""
+    before = use_random_seed(None, int(dataset._seed))
+    try:
+        return below.shuffle(dataset._buffer_size, int(dataset._seed2), reshuffle_each_iteration=False)
+    finally:
+        use_random_seed(None, before)
+
+
+def _function(dataset: Any) -> Callable[[Any], Any]:
+    """Returns what a map does with one element: the function that TensorFlow has traced, with its seeds."""
+    traced, spec = dataset._map_func, dataset._input_dataset.element_spec
+    return lambda element: dataset_from_tensors(traced.output_structure, traced.function(*dataset_to_tensors(spec, element)))
+
+
+def _beside(function: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Returns a function that maps the first of two values and passes the second on."""
+
+    @tf.autograph.experimental.do_not_convert
+    def mapped(element: Any, passed_on: tf.Tensor) -> tuple[Any, tf.Tensor]:
+        return function(element), passed_on
+
+    return mapped
+
+
+def _mixes_rows(dataset: Any) -> str | None:
+    """Returns an operation of a map of batches of which it is not known that it treats each row by itself."""
+    below = dataset._input_dataset
+    leaves: list[bool] = []
+    for part in below._inputs() if isinstance(below, kinds.Zip) else [below]:
+        is_cut = not _is_same_in_every_step(part)
+        leaves += [is_cut and leaf.shape.rank != 0 for leaf in tf.nest.flatten(part.element_spec)]
+    for spec in tf.nest.flatten((below.element_spec, dataset.element_spec)):
+        if not isinstance(spec, tf.TensorSpec) or spec.dtype == tf.variant or spec.shape.rank is None:
+            return "sparse or ragged values, or an unknown number of dimensions"
+    return operation_that_mixes_rows(dataset._map_func.function, leaves)
+
+
+def _is_same_in_every_step(dataset: Any) -> bool:
+    """Returns whether a data set repeats one element without an end."""
+    return isinstance(dataset, kinds.Repeat) and isinstance(dataset._input_dataset, kinds.Tensor)
+
+
+def _always(value: tf.Tensor) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensors(value).repeat()
+
+
+def _has_maps(dataset: tf.data.Dataset) -> bool:
+    return any(isinstance(part, _MAPS) for part in parts_of_dataset(dataset))
+
+
+def _parallel_calls(dataset: Any) -> int | None:
+    return int(dataset._num_parallel_calls) if isinstance(dataset, kinds.ParallelMap) else None
+
+
+def _order(dataset: Any) -> bool | None:
+    return True if isinstance(dataset, kinds.ParallelMap) else None
+
+
+def _kind(dataset: Any) -> str:
+    return type(dataset).__name__.strip("_").removesuffix("Dataset").removesuffix("V2").lower()
+
+
+def _name(dataset: Any) -> str:
+    function = getattr(dataset._map_func._func, "__name__", "")
+    return f"map({function})" if function and function != "<lambda>" else "map"

@@ -1,0 +1,160 @@
+"""A run on several machines, on each of which somebody starts `tfrep run`: the launchers meet, and tell the ranks who they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tfrep_strategy.errors import ConfigurationError, check_count, is_count, message
+from tfrep_strategy.processes.identity import common_hash_seed, tf_config
+from tfrep_strategy.rendezvous.addresses import with_port
+from tfrep_strategy.rendezvous.connections import LOOPBACK, free_ports, is_loopback
+from tfrep_strategy.rendezvous.meeting import Met, meet
+from tfrep_strategy.rendezvous.statements import Place
+from tfrep_strategy.validation import MOST_RANKS, Address, checked
+
+
+@dataclass(frozen=True)
+class Node:
+    """This machine among those of a run.
+
+    Args:
+        rank: Its number, from 0.
+        count: How many machines there are.
+        rendezvous: "host:port" of machine 0, where the launchers meet.
+
+    Raises:
+        ConfigurationError: One of them cannot be used.
+
+    Example:
+        >>> Node(rank=1, count=2, rendezvous="host1:29500").place.target
+        ('host1', 29500)
+    """
+
+    rank: int
+    count: int
+    rendezvous: str
+
+    def __post_init__(self) -> None:
+        check_count("A run cannot have this number of machines.", 1, MOST_RANKS, nnodes=self.count)
+        if not is_count(self.rank, 0, self.count - 1):
+            raise ConfigurationError(
+                message(
+                    "There is no such machine in the run.",
+                    hint=f"use a number from 0 to {self.count - 1}, another on each machine.",
+                    node_rank=self.rank,
+                    nnodes=self.count,
+                )
+            )
+        checked(Address, "rendezvous", self.rendezvous, hint="give the address of machine 0, as the others reach it.")
+
+    @classmethod
+    def of(cls, *, rank: int | None, count: int | None, rendezvous: str | None) -> Node | None:
+        """Returns the machine that the options of a command line describe; None if they describe none.
+
+        Raises:
+            ConfigurationError: Some options are missing, or one cannot be used.
+
+        Example:
+            >>> Node.of(rank=0, count=2, rendezvous="host1:29500").count
+            2
+        """
+        if rank is None and count is None and rendezvous is None:
+            return None
+        if rank is None or count is None or rendezvous is None:
+            raise ConfigurationError(
+                message(
+                    "A run on several machines needs --nnodes, --node-rank and --rendezvous.",
+                    hint="give all three on each machine.",
+                    nnodes=count,
+                    node_rank=rank,
+                    rendezvous=rendezvous,
+                )
+            )
+        return cls(rank, count, rendezvous)
+
+    @property
+    def place(self) -> Place:
+        """Where the launchers meet."""
+        one_machine = is_loopback(self.rendezvous.rpartition(":")[0])
+        return Place(self.rendezvous, self.rank, self.count, one_machine, noun="node")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """What the launchers of a run have told each other.
+
+    Args:
+        own: This machine.
+        met: All machines.
+    """
+
+    own: Node
+    met: list[Met]
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank on this machine."""
+        return sum(self._counts[: self.own.rank])
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are on all machines."""
+        return sum(self._counts)
+
+    def describe(self) -> str:
+        """Names the ranks on this machine, as in "ranks 2 to 3 of 4"."""
+        last = self.first_rank + self._counts[self.own.rank] - 1
+        return f"rank {last} of {self.size}" if last == self.first_rank else f"ranks {self.first_rank} to {last} of {self.size}"
+
+    @property
+    def communicator(self) -> str:
+        """The communicator of the run."""
+        return self.met[0].told["communicator"]
+
+    @property
+    def hash_seed(self) -> str:
+        """The `PYTHONHASHSEED` of all ranks."""
+        return self.met[0].told["hash_seed"]
+
+    def identities(self) -> list[dict[str, str]]:
+        """Returns the environment variables of each rank on this machine."""
+        addresses = [with_port(each.host, port) for each in self.met for port in each.told["ports"]]
+        return [tf_config(addresses, self.first_rank + local) for local in range(self._counts[self.own.rank])]
+
+    @property
+    def _counts(self) -> list[int]:
+        return [each.told["size"] for each in self.met]
+
+
+def meet_nodes(node: Node, size: int, communicator: str) -> Nodes:
+    """Meets the launchers on the other machines.
+
+    Args:
+        node: This machine.
+        size: How many ranks this machine is to have.
+        communicator: The communicator of the run, as this machine was told.
+
+    Returns:
+        What all have told.
+
+    Raises:
+        ConfigurationError: The launchers do not fit: two have one number, or their versions or communicators differ.
+        PeerError: Not all have come in time.
+
+    Example:
+        >>> meet_nodes(Node(0, 1, "localhost:29500"), 2, "tf").size
+        2
+    """
+    ports = free_ports(size, LOOPBACK if node.place.one_machine else "")
+    told = {"size": size, "ports": ports, "communicator": communicator, "hash_seed": common_hash_seed()}
+    met = meet(node.place, told)
+    chosen = [each.told["communicator"] for each in met]
+    if len(set(chosen)) > 1:
+        raise ConfigurationError(
+            message(
+                "The machines of the run would use different communicators.",
+                hint="name one on each machine: `tfrep run --communicator tf`.",
+                communicators=chosen,
+            )
+        )
+    return Nodes(node, met)

@@ -1,0 +1,213 @@
+"""Signs of life: each rank gives one every second, and its launcher, a process outside, sees who is stopped and who is silent.
+
+A rank cannot tell that it is stopped, nor that native code keeps Python's lock from its threads. The others only see that it
+does not come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tfrep_strategy.limits import longest_silence, timeout_seconds
+
+_log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+"""How often a launcher should look."""
+
+_SIGN_SECONDS = 1.0
+_STOPPED_SECONDS = 15.0
+"""How long a rank may be stopped. Horovod's own limit is 30 seconds, TensorFlow's between machines 20; after those, others fail."""
+_WARNED_SECONDS = 60.0
+
+
+def give_signs(folder: Path | None, rank: int) -> None:
+    """Gives a sign of life every second, in a thread, for as long as this process can run Python code.
+
+    Args:
+        folder: Where the launcher looks; no sign is given if there is none, as on a machine that is not the launcher's.
+        rank: Who gives them.
+
+    Example:
+        >>> give_signs(None, rank=1)
+    """
+    if folder is None or not folder.is_dir():
+        return
+    path = _path(folder, rank)
+    with contextlib.suppress(OSError):  # A full disk. The launcher expects no signs then.
+        # The file stays open until this process becomes another program (`os.exec`), which will give no signs.
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.write(file, str(os.getpid()).encode())
+        threading.Thread(target=_give_signs, args=(path,), daemon=True, name="tfrep-signs").start()
+
+
+def _give_signs(path: Path) -> None:
+    with contextlib.suppress(OSError):  # The launcher has ended, and removed its folder.
+        while True:
+            os.utime(path)
+            time.sleep(_SIGN_SECONDS)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a launcher bears with a rank; `math.inf`: for ever.
+
+    Attributes:
+        stopped: Seconds for which a rank may be stopped.
+        warned: Seconds without a sign of life after which the user is told.
+        silent: Seconds without a sign of life after which the rank is ended.
+    """
+
+    stopped: float
+    warned: float
+    silent: float
+
+    @classmethod
+    def of_environment(cls) -> Patience:
+        """Returns what `TFREP_TIMEOUT` and `TFREP_SILENCE_TIMEOUT` say.
+
+        Raises:
+            ConfigurationError: One of them is no number of seconds.
+
+        Example:
+            >>> Patience.of_environment()
+            Patience(stopped=15.0, warned=60.0, silent=1800.0)
+        """
+        limit, silent = timeout_seconds(), longest_silence()
+        if limit == math.inf:
+            return cls(math.inf, math.inf, math.inf)
+        return cls(min(_STOPPED_SECONDS, limit / 2), min(_WARNED_SECONDS, silent / 2), silent)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A rank for which nobody should wait.
+
+    Attributes:
+        rank: The rank.
+        seen: What was seen of it, worded to follow "Rank 1".
+    """
+
+    rank: int
+    seen: str
+
+
+class Watch:
+    """Looks at the ranks of this machine from outside.
+
+    Args:
+        folder: Where the ranks give their signs.
+        patience: How long to bear with them.
+
+    Example:
+        >>> watch = Watch(Path(), Patience.of_environment())
+        >>> watch.look({0: os.getpid()}) is None
+        True
+    """
+
+    def __init__(self, folder: Path, patience: Patience) -> None:
+        self._folder, self._patience = folder, patience
+        self._ranks: dict[tuple[int, int], _Rank] = {}
+        self._last = time.monotonic()
+
+    def look(self, pids: Mapping[int, int]) -> Frozen | None:
+        """Looks once. Warns of a rank that is silent.
+
+        Args:
+            pids: The processes that the launcher has started as ranks. A rank that another one has started, as `horovodrun`
+                does, is found by its signs.
+
+        Returns:
+            A rank whose time is over, if there is one.
+        """
+        now = time.monotonic()
+        # If this process was itself held up, it cannot know how the ranks were meanwhile.
+        passed, self._last = min(now - self._last, 2 * LOOK_SECONDS), now
+        for rank, pid in {**pids, **self._signed()}.items():
+            with contextlib.suppress(psutil.Error, OSError):  # It has ended.
+                if (rank, pid) not in self._ranks:
+                    self._ranks[rank, pid] = _Rank(rank, psutil.Process(pid), _path(self._folder, rank))
+                seen = self._ranks[rank, pid].look(passed, self._patience)
+                if seen:
+                    return Frozen(rank, seen)
+        return None
+
+    def _signed(self) -> dict[int, int]:
+        written = {int(path.stem): path.read_text("utf-8") for path in self._folder.glob("*.life")}
+        return {rank: int(pid) for rank, pid in written.items() if pid}
+
+
+class _Rank:
+    """What was seen of a rank."""
+
+    def __init__(self, rank: int, process: psutil.Process, path: Path) -> None:
+        self._rank, self._process, self._path = rank, process, path
+        self._stopped = self._silent = self._cpu = 0.0
+        self._switches = 0
+        self._sign: int | None = None
+        self._is_named = False
+
+    def look(self, passed: float, patience: Patience) -> str:
+        """Looks once. Returns what was seen if the time of the rank is over.
+
+        Args:
+            passed: Seconds since the last look.
+            patience: How long to bear with it.
+        """
+        status = self._process.status() if self._process.is_running() else psutil.STATUS_ZOMBIE
+        # What has run since the last look was not stopped all the time.
+        before, self._switches = self._switches, sum(self._process.num_ctx_switches())
+        is_stopped = status == psutil.STATUS_STOPPED and self._switches == before
+        self._stopped = self._stopped + passed if is_stopped else 0.0
+        if self._stopped > patience.stopped:
+            return f"is stopped (state T), for {self._stopped:.0f} seconds by now"
+        if self._gives_signs() or status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE):
+            return ""
+        self._silent += passed
+        if self._silent < patience.warned or not self._should_give_signs():
+            return ""
+        seen = f"has given no sign of life for {self._silent:.0f} seconds, in which it used {self._used():.0f} of CPU time"
+        if self._silent > patience.silent:
+            return seen
+        if not self._is_named:
+            self._is_named = True
+            end = "" if patience.silent == math.inf else f" It is ended after {patience.silent:g} seconds."
+            _log.warning(
+                "Rank %d %s (state: %s). Native code may hold Python's lock.%s\nHint: TFREP_SILENCE_TIMEOUT sets the limit.",
+                self._rank, seen, status, end)  # fmt: skip
+        return ""
+
+    def _gives_signs(self) -> bool:
+        """Returns whether it has given a sign since the last look, or never gave one."""
+        sign = self._path.stat().st_mtime_ns if self._path.exists() else None
+        if sign is not None and sign == self._sign:
+            return False
+        self._sign, self._silent, self._is_named = sign, 0.0, False
+        self._cpu = self._cpu_seconds()
+        return True
+
+    def _should_give_signs(self) -> bool:
+        """Returns whether it is still the program that gave signs."""
+        own = str(self._path.resolve())
+        return any(file.path == own for file in self._process.open_files())
+
+    def _used(self) -> float:
+        return self._cpu_seconds() - self._cpu
+
+    def _cpu_seconds(self) -> float:
+        times = self._process.cpu_times()
+        return times.user + times.system
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.life"

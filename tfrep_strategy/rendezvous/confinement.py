@@ -1,0 +1,351 @@
+"""Who may connect to TensorFlow's servers, which listen on all interfaces and obey whoever connects.
+
+TensorFlow can neither be told where to listen nor be given a socket. So its sockets are found among the descriptors of this process
+once they listen, and confined: to the loopback interface if all processes of the run are on this machine, else to the addresses of
+its machines. Connections that strangers made before are closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import os
+import socket
+import struct
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import psutil
+
+from tfrep_strategy.errors import message
+from tfrep_strategy.limits import trusted_networks
+from tfrep_strategy.rendezvous.connections import LOOPBACK, is_loopback
+from tfrep_strategy.validation import Network
+
+_LOOK_SECONDS, _LATER_SECONDS = 0.001, 0.1
+"""How often to look for servers, and for strangers who came before they were confined."""
+_ATTACH_FILTER = 26
+_LONGEST_PROGRAM = 4096
+_WAITING = 24
+"""Where TCP_INFO of a socket that listens has the number of connections that it has not accepted."""
+_LOOPBACK = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
+
+
+def confine(server: socket.socket, networks: Sequence[Network] | None = None) -> None:
+    """Lets only some machines connect to a socket that listens. It needs no privilege.
+
+    Args:
+        server: The socket.
+        networks: Whose addresses may connect. None: this machine only.
+
+    Raises:
+        OSError: The system cannot confine it.
+
+    Example:
+        >>> with socket.create_server(("", 0)) as server:
+        ...     confine(server)
+    """
+    if networks is None:
+        with contextlib.suppress(OSError, AttributeError):  # Linux 5.7 or newer, or root.
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+            return
+        networks = _of_this_machine()
+    program = _program(networks)
+    length = len(program) // 8
+    if length > _LONGEST_PROGRAM:
+        raise OSError(f"too many addresses ({len(networks)})")
+    if not hasattr(socket, "SO_BINDTODEVICE"):
+        raise OSError("only Linux can confine a socket that listens")
+    code = ctypes.create_string_buffer(program, len(program))
+    server.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("@HP", length, ctypes.addressof(code)))
+
+
+@contextlib.contextmanager
+def confined(
+    own: str, addresses: Sequence[str], *, port: int | None = None, unknown: str = "", speaks: bool = True
+) -> Iterator[Servers]:
+    """Confines the TensorFlow servers that the body starts, while it runs and when it ends.
+
+    TensorFlow holds Python's lock for most of the time that it needs to start a server, so the sockets may be confined only then.
+
+    Args:
+        own: "host:port" of this process, as the others reach it.
+        addresses: Those of all processes of the run.
+        port: The port of the server. None: every port on which the body begins to listen on all interfaces.
+        unknown: Who else takes part, at an address that is not known.
+        speaks: Whether to warn if they cannot be confined.
+
+    Yields:
+        The servers.
+
+    Example:
+        >>> with confined("127.0.0.1:2222", ["127.0.0.1:2222", "127.0.0.1:2223"]):
+        ...     server = socket.create_server(("", 0))
+        >>> server.close()
+    """
+    servers = Servers(own, addresses, port, unknown)
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(_LATER_SECONDS if servers.are_confined else _LOOK_SECONDS):
+            servers.confine()
+
+    thread = threading.Thread(target=watch, daemon=True, name="tfrep-confinement")
+    thread.start()
+    try:
+        yield servers
+    finally:
+        is_over.set()
+        thread.join()
+        servers.confine(is_last=True)
+    if servers.problem and speaks:
+        warnings.warn(
+            message(
+                f"Whoever reaches the ports of this run can read and write files as you: {servers.problem}.",
+                hint="use Horovod on one machine (`tfrep horovod install`), set TFREP_TRUSTED_NETWORKS to the networks of the"
+                " run's machines, or keep others out with a firewall. See docs/security.md.",
+                address=own,
+            ),
+            stacklevel=3,
+        )
+
+
+class Servers:
+    """The servers that this process starts, and who may connect to them.
+
+    Args:
+        own: "host:port" of this process.
+        addresses: Those of all processes of the run.
+        port: The port of the server; None for all that begin to listen.
+        unknown: Who else takes part.
+
+    Attributes:
+        problem: Why the servers are not confined; None if they are.
+        confined_at: When each port was confined (`time.monotonic()`).
+    """
+
+    def __init__(self, own: str, addresses: Sequence[str], port: int | None, unknown: str = "") -> None:
+        self._own, self._addresses, self._port, self._unknown = own, addresses, port, unknown
+        self._confined: set[Any] = set()
+        self._networks, self.problem = machines_of_run(own, addresses, unknown)
+        self._before = {each.laddr for each in self._connections() if each.status == psutil.CONN_LISTEN}
+        self.confined_at: dict[int, float] = {}
+
+    @property
+    def are_confined(self) -> bool:
+        """Whether a server was found and confined."""
+        return bool(self._confined)
+
+    def confine(self, *, is_last: bool = False) -> None:
+        """Confines the servers that listen now, and closes the connections of strangers to them.
+
+        Args:
+            is_last: Whether the servers have been started, so that it is a problem if there are none.
+        """
+        if self.problem and is_last:  # A name may have become known.
+            self._networks, self.problem = machines_of_run(self._own, self._addresses, self._unknown)
+        if self.problem:
+            return
+        found = self._connections()
+        for each in found:
+            if self._is_server(each) and each.laddr not in self._confined:
+                self._confine(each)
+                self.confined_at[each.laddr.port] = time.monotonic()
+        if is_last and not (self._confined or self.problem):
+            self.problem = "their sockets are not among the descriptors of this process"
+        self._turn_out(found)
+
+    def _connections(self) -> list[Any]:
+        try:
+            return psutil.Process().net_connections("tcp")
+        except (psutil.Error, OSError) as error:
+            self.problem = f"the sockets of this process cannot be listed ({error})"
+            return []
+
+    def _is_server(self, connection: Any) -> bool:
+        if connection.status != psutil.CONN_LISTEN:
+            return False
+        if self._port is not None:
+            return connection.laddr.port == self._port
+        return connection.laddr not in self._before and ipaddress.ip_address(connection.laddr.ip).is_unspecified
+
+    def _confine(self, connection: Any) -> None:
+        self._confined.add(connection.laddr)
+        try:
+            with _duplicate(connection) as server:
+                confine(server, self._networks)
+                self._empty_queue(server)
+        except OSError as error:
+            self.problem = str(error)
+
+    def _empty_queue(self, server: socket.socket) -> None:
+        """Closes what waits to be accepted, if a stranger is among it: others connect again."""
+        (waiting,) = struct.unpack_from("@I", server.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 28), _WAITING)
+        if waiting and any(each.pid is None and self._is_stranger(each) for each in psutil.net_connections("tcp")):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    server.accept()[0].close()
+
+    def _turn_out(self, found: Sequence[Any]) -> None:
+        for each in found:
+            if self._is_stranger(each):
+                with contextlib.suppress(OSError), _duplicate(each) as stranger:
+                    stranger.shutdown(socket.SHUT_RDWR)
+
+    def _is_stranger(self, connection: Any) -> bool:
+        if not connection.raddr or connection.laddr.port not in {each.port for each in self._confined}:
+            return False
+        return not _is_in(connection.raddr.ip, _of_this_machine() if self._networks is None else self._networks)
+
+
+def machines_of_run(
+    own: str, addresses: Sequence[str], unknown: str = ""
+) -> tuple[list[Network] | None, str | None]:
+    """Finds out who takes part in a run.
+
+    Args:
+        own: "host:port" of this process.
+        addresses: Those of all processes.
+        unknown: Who else takes part, at an address that is not known.
+
+    Returns:
+        The networks of the run's machines, None if it is this one only; and why they are not known, None if they are.
+
+    Example:
+        >>> machines_of_run("127.0.0.1:2222", ["localhost:2223"])
+        (None, None)
+    """
+    here, trusted = _of_this_machine(), trusted_networks()
+    numbers = {host: _numbers(host) for host in dict.fromkeys(map(_host, (own, *addresses)))}
+    if all(map(is_loopback, numbers)):
+        return None, None
+    if not unknown and all(found and all(_is_in(each, here) for each in found) for found in numbers.values()):
+        return None, None
+    if not trusted:
+        unknown = unknown or next((host for host, found in numbers.items() if not found), "")
+        if unknown:
+            return None, f"the address of {unknown} is not known"
+        if not any(_is_in(each, here) for each in numbers[_host(own)]):
+            # Something between the machines translates addresses. Those of the others are not what they seem, either.
+            return None, f"{_host(own)} is not an address of this machine"
+    others = [ipaddress.ip_network(each) for found in numbers.values() for each in found]
+    return _collapsed([*here, *others, *trusted]), None
+
+
+def problem_of_confining() -> str | None:
+    """Returns why this machine cannot confine servers; None if it can.
+
+    Example:
+        >>> problem_of_confining() is None
+        True
+    """
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server:
+            confine(server)
+    except OSError as error:
+        return str(error)
+    return None
+
+
+@contextlib.contextmanager
+def _duplicate(connection: Any) -> Iterator[socket.socket]:
+    """Yields a socket of this process that its owner keeps.
+
+    Raises:
+        OSError: It is closed, and its descriptor may be used for something else.
+    """
+    number = os.dup(connection.fd)
+    try:
+        own = socket.socket(fileno=number)
+    except OSError:
+        os.close(number)
+        raise
+    with own:
+        if own.getsockname()[1] != connection.laddr.port:
+            raise OSError("the socket was closed")
+        yield own
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+def _numbers(host: str) -> list[str]:
+    if is_loopback(host):
+        return [LOOPBACK]
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
+
+
+def _of_this_machine() -> list[Network]:
+    own = (each.address.partition("%")[0] for interface in psutil.net_if_addrs().values() for each in interface)
+    numbers = [each for each in own if ":" in each or "." in each]
+    found = list(_LOOPBACK)
+    for number in numbers:
+        with contextlib.suppress(ValueError):  # Addresses of hardware.
+            found.append(ipaddress.ip_network(number))
+    return _collapsed(found)
+
+
+def _collapsed(networks: Sequence[Network]) -> list[Network]:
+    return [
+        network
+        for version in (4, 6)
+        for network in ipaddress.collapse_addresses([each for each in networks if each.version == version])  # type: ignore[type-var]
+    ]
+
+
+def _is_in(number: str, networks: Sequence[Network]) -> bool:
+    address = ipaddress.ip_address(number.partition("%")[0])
+    address = getattr(address, "ipv4_mapped", None) or address
+    return any(address in network for network in networks)
+
+
+# A program of the Berkeley packet filter, which the kernel runs for each packet that comes to the socket.
+_LOAD, _LOAD_BYTE, _AND, _SHIFT_RIGHT, _IF_EQUAL, _GO, _RETURN = 0x20, 0x30, 0x54, 0x74, 0x15, 0x05, 0x06
+_HEADER = 0xFFF00000
+"""Where the header of the network layer begins."""
+_SOURCE = {4: 12, 6: 8}
+"""Where the header has the address of the sender."""
+_DROP, _TAKE = 0, 0xFFFFFFFF
+
+
+def _program(networks: Sequence[Network]) -> bytes:
+    """Returns the program that takes packets from these networks only."""
+    parts = {
+        version: b"".join(_check(each) for each in networks if each.version == version) + _instruction(_RETURN, _DROP)
+        for version in (4, 6)
+    }
+    return b"".join(
+        [
+            _instruction(_LOAD_BYTE, _HEADER),
+            _instruction(_SHIFT_RIGHT, 4),
+            _instruction(_IF_EQUAL, 4, otherwise=1),
+            _instruction(_GO, len(parts[6]) // 8),
+            parts[6],
+            parts[4],
+        ]
+    )
+
+
+def _check(network: Network) -> bytes:
+    """Returns the part of the program that takes packets from a network, and goes on with the others."""
+    packed, mask = network.network_address.packed, network.netmask.packed
+    words = len(packed) // 4
+    steps = []
+    for i, (wanted, counts) in enumerate(zip(struct.iter_unpack("!I", packed), struct.iter_unpack("!I", mask), strict=True)):
+        steps.append(_instruction(_LOAD, _HEADER + _SOURCE[network.version] + 4 * i))
+        steps.append(_instruction(_AND, counts[0]))
+        steps.append(_instruction(_IF_EQUAL, wanted[0], otherwise=3 * (words - i - 1) + 1))
+    return b"".join([*steps, _instruction(_RETURN, _TAKE)])
+
+
+def _instruction(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, then, otherwise, value)

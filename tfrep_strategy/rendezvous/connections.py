@@ -1,0 +1,157 @@
+"""Connections between the processes of a run, and the addresses of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import math
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+import psutil
+
+from tfrep_strategy.errors import ConfigurationError, message
+
+CONNECT_SECONDS = 10.0
+LOOPBACK = "127.0.0.1"
+
+
+def own_hosts(loopback: bool, hosts: Sequence[str]) -> list[str]:
+    """Returns the addresses at which other ranks may reach this machine, the best first."""
+    if loopback:
+        return [LOOPBACK]
+    numbers = [
+        each.address
+        for addresses in psutil.net_if_addrs().values()
+        for each in addresses
+        if each.family in (socket.AF_INET, socket.AF_INET6) and not each.address.startswith(("127.", "::1", "fe80:"))
+    ]
+    named = [hosts[0].strip("[]")] if hosts and hosts[0] else []
+    return list(dict.fromkeys([*named, *numbers, socket.gethostname(), LOOPBACK]))
+
+
+def connect(addresses: Sequence[str], port: int, key: bytes, rank: int) -> Connection | None:
+    """Connects to the hub of rank 0.
+
+    Args:
+        addresses: Possible addresses of rank 0, the best first.
+        port: The hub's port.
+        key: Shared secret.
+        rank: This rank.
+
+    Returns:
+        The connection; None if the hub could not be reached within 10 seconds.
+    """
+    deadline = time.monotonic() + CONNECT_SECONDS
+    for number, address in enumerate(addresses, 1):
+        left = deadline - time.monotonic()
+        patience = left if number == len(addresses) else min(3.0, left)
+        if patience <= 0:
+            break
+        with contextlib.suppress(Exception):  # Another program may listen there and answer anything.
+            connection = connection_of(socket.create_connection((address, port), patience), math.ceil(patience))
+            try:
+                prove(connection, key, listens=False)
+                connection.send(rank)
+                set_patience(connection, 0)
+            except Exception:
+                connection.close()
+                raise
+            return connection
+    return None
+
+
+def connection_of(peer: socket.socket, seconds: int) -> Connection:
+    """Turns a connected socket into a connection for Python objects. Reads give up after some seconds."""
+    peer.settimeout(None)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # A machine that disappears without closing its connections is noticed after 5 + 4 * 3 seconds, also while it owes an
+    # answer to what was sent.
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 17_000)):
+        if hasattr(socket, name):
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    connection = Connection(peer.detach())
+    set_patience(connection, seconds)
+    return connection
+
+
+def prove(connection: Connection, key: bytes, *, listens: bool) -> None:
+    """Lets both ends of a connection prove that they know the key. Nothing that a stranger sends is read any further.
+
+    Args:
+        connection: The connection.
+        key: Shared secret.
+        listens: Whether this end listened, and the other connected.
+
+    Raises:
+        AuthenticationError: The other end has another key.
+        OSError: The other end is another program, or is silent. A program that sends what looks like a message of a few bytes
+            causes an `AssertionError`.
+        EOFError: The other end hangs up.
+    """
+    steps = (deliver_challenge, answer_challenge) if listens else (answer_challenge, deliver_challenge)
+    for step in steps:
+        step(connection, key)
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether a host is this machine, as only its own processes reach it.
+
+    Example:
+        >>> is_loopback("127.0.0.1"), is_loopback("node1")
+        (True, False)
+    """
+    return host == "localhost" or host.startswith("127.") or host in ("::1", "[::1]")
+
+
+def is_number(host: str) -> bool:
+    """Returns whether a host is given by its address, and not by a name.
+
+    Example:
+        >>> is_number("10.0.0.1"), is_number("[::1]"), is_number("node1")
+        (True, True, False)
+    """
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
+    """Finds ports that nobody listens on.
+
+    Args:
+        count: How many are needed.
+        host: The interface; an empty string for all. Default: loopback.
+
+    Returns:
+        The ports, all different. Another program may take one before it is used; that cannot be ruled out.
+
+    Raises:
+        ConfigurationError: This machine, or the limits of this process, do not allow that many.
+
+    Example:
+        >>> len(set(free_ports(3)))
+        3
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+            for each in sockets:
+                each.bind((host, 0))
+        except OSError as error:
+            hint = "use fewer processes, or allow more open files (`ulimit -n`)."
+            raise ConfigurationError(message(f"There are no free ports ({error.strerror}).", hint=hint, count=count)) from None
+        return [each.getsockname()[1] for each in sockets]
+
+
+def set_patience(connection: Connection, seconds: int) -> None:
+    """Sets how many seconds a read from a connection may take; 0 for no limit."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, 0))

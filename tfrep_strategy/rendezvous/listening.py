@@ -1,0 +1,49 @@
+"""Where a process listens for the others of its run."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+
+from tfrep_strategy.rendezvous.connections import LOOPBACK, is_loopback
+
+
+def listen(host: str, port: int, *, one_machine: bool) -> tuple[socket.socket, bool]:
+    """Listens on the interface that the others reach.
+
+    The host may not be an address of this machine: a name that means loopback here, or the address of a service that leads here.
+    Then it listens on all interfaces.
+
+    Args:
+        host: This machine, as the others reach it; empty if that is not known.
+        port: The port; 0 for a free one.
+        one_machine: Whether all processes are on this machine, so that loopback is enough.
+
+    Returns:
+        The socket, and whether the host is certain to be this machine.
+
+    Raises:
+        OSError: The port is taken, or cannot be used.
+
+    Example:
+        >>> server, is_certain = listen("node1", 0, one_machine=True)
+        >>> server.getsockname()[0], is_certain
+        ('127.0.0.1', True)
+        >>> server.close()
+    """
+    if one_machine:
+        return socket.create_server((LOOPBACK, port), backlog=1024), True
+    found = []
+    with contextlib.suppress(OSError):  # A name may be made known after the process has started.
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM) if host else []
+    for family, _, _, _, address in found:
+        if not is_loopback(str(address[0])):
+            try:
+                return socket.create_server(address[:2], family=family, backlog=1024), True
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True), False
+    return socket.create_server(("", port), backlog=1024), False

@@ -1,0 +1,294 @@
+"""A meeting: processes that know one address tell each other who they are.
+
+Process 0 listens. The others connect, prove that they know the secret, and make a statement. When all have come, each gets the
+statements of all. If they do not fit, each gets the error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from tfrep_strategy.errors import ConfigurationError, PeerError, message
+from tfrep_strategy.limits import meeting_seconds
+from tfrep_strategy.rendezvous.connections import LOOPBACK, connection_of, is_loopback, prove, set_patience
+from tfrep_strategy.rendezvous.listening import listen
+from tfrep_strategy.rendezvous.reception import Guest, Reception
+from tfrep_strategy.rendezvous.secret import shared_secret
+from tfrep_strategy.rendezvous.statements import Place, Statement, misfit
+
+_log = logging.getLogger(__name__)
+
+_LINE_SECONDS = 10.0
+"""How often a process says whom it awaits."""
+_GREETING_SECONDS = 3
+"""How long process 0 waits for the proof and the statement of a process that has connected."""
+_ANSWER_SECONDS, _SILENCES = 10, 2
+"""How long a process waits for the first words at the address, and after how many silences a stranger listens there."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+_LINGER_SECONDS = 10.0
+"""How long process 0 tells an error to processes that come late."""
+_LOOK_SECONDS = 0.2
+_LONGEST_STATEMENT, _LONGEST_ANSWER = 1 << 16, 1 << 26
+
+
+@dataclass(frozen=True)
+class Met:
+    """A process of the meeting.
+
+    Attributes:
+        host: Address of its machine, at which the others reach it.
+        told: What it told.
+    """
+
+    host: str
+    told: dict[str, Any]
+
+
+def meet(place: Place, told: Mapping[str, Any], *, secret: bytes | None = None, seconds: float | None = None) -> list[Met]:
+    """Meets the other processes. Every one must call it.
+
+    Args:
+        place: Where they meet, and which of them this one is.
+        told: What the others should know of this one: what JSON can hold.
+        secret: Default: from `shared_secret`.
+        seconds: How long to wait for all of them. Default: from `meeting_seconds`.
+
+    Returns:
+        All processes, in the order of their numbers.
+
+    Raises:
+        ConfigurationError: Two processes have one number, their versions, secrets or numbers of processes differ, or another
+            program listens at the address. All processes that come get the error.
+        PeerError: Not all have come in time.
+
+    Example:
+        >>> [process] = meet(Place("localhost:29500", number=0, count=1, one_machine=True), {"port": 2222})
+        >>> process.told
+        {'port': 2222}
+    """
+    if place.count == 1:
+        return [Met(LOOPBACK, dict(told))]
+    key = secret or shared_secret(place.one_machine)
+    visit = _Visit(place, Statement.of(place, told), key, meeting_seconds() if seconds is None else seconds)
+    return _Host(visit).receive() if place.number == 0 else visit.until_all_have_come()
+
+
+class _Visit:
+    """The part of a process that goes to the address."""
+
+    def __init__(self, place: Place, own: Statement, key: bytes, seconds: float) -> None:
+        self.place, self.own, self.key, self.seconds = place, own, key, seconds
+        self.deadline = time.monotonic() + seconds
+        self._next_line = time.monotonic() + _LINE_SECONDS
+
+    def until_all_have_come(self) -> list[Met]:
+        """Goes there again and again, until it gets an answer."""
+        pause, silences = _FIRST_PAUSE, 0
+        while True:
+            try:
+                return self.once()
+            except _Silence as error:
+                problem, silences = str(error), silences + 1
+                if silences == _SILENCES:
+                    raise self._stranger() from None
+            except (OSError, EOFError) as error:
+                problem, silences = f"{self.place.named([0])} cannot be reached ({error or 'it hung up'})", 0
+            now = time.monotonic()
+            if now > self.deadline:
+                raise self.given_up(problem)
+            if now > self._next_line:
+                self._next_line += _LINE_SECONDS
+                _log.warning("Waiting at %s. %s.", self.place.address, problem)
+            time.sleep(min(pause, self.deadline - now))
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+
+    def once(self, patience: int | None = None) -> list[Met]:
+        """Goes there once.
+
+        Raises:
+            OSError, EOFError: Nobody is there, or the connection broke.
+        """
+        patience = patience or _ANSWER_SECONDS
+        peer = socket.create_connection(self.place.target, timeout=patience)
+        with self._connected(peer, patience) as connection:
+            set_patience(connection, 0)
+            problem = f"{self.place.named([0])} has gone silent"
+            while connection.poll(max(0.0, min(3 * _LINE_SECONDS, self.deadline - time.monotonic()))):
+                kind, content = json.loads(connection.recv_bytes(_LONGEST_ANSWER))
+                if kind == "all":
+                    return [Met(**each) for each in content]
+                if kind == "error":
+                    raise (PeerError if content["lost"] else ConfigurationError)(content["text"])
+                problem = content
+                _log.warning("Waiting at %s. %s.", self.place.address, problem)
+        raise self.given_up(problem) if time.monotonic() > self.deadline else TimeoutError(problem)
+
+    def given_up(self, problem: str) -> PeerError:
+        """Returns the error of a process whose time is over."""
+        return PeerError(
+            message(
+                f"The {self.place.noun}s did not meet within {self.seconds:g} seconds. {problem}.",
+                hint="check that all were started, and that they reach this address; TFREP_RENDEZVOUS_TIMEOUT sets the limit.",
+                rendezvous=self.place.address,
+            )
+        )
+
+    @contextlib.contextmanager
+    def _connected(self, peer: socket.socket, patience: int) -> Any:
+        own, other = peer.getsockname()[0], peer.getpeername()
+        if peer.getsockname() == other:  # A process that calls a free port of its own machine may be given this very port.
+            peer.close()
+            raise ConnectionRefusedError("Connection refused")
+        with connection_of(peer, patience) as connection:
+            try:
+                prove(connection, self.key, listens=False)
+            except AuthenticationError:
+                raise ConfigurationError(
+                    message(
+                        f"The secret of this process is not that of {self.place.named([0]).lower()}.",
+                        hint="use one secret everywhere (TFREP_SECRET_FILE), and an address of its own for each run.",
+                        rendezvous=self.place.address,
+                    )
+                ) from None
+            except BlockingIOError:
+                raise _Silence("Whoever listens there is silent") from None
+            except (AssertionError, OSError) as error:
+                if getattr(error, "errno", None) is not None:
+                    raise
+                raise self._stranger() from None
+            connection.send_bytes(self.own.to_json(host=own))
+            yield connection
+
+    def _stranger(self) -> ConfigurationError:
+        return ConfigurationError(
+            message(
+                "Another program listens at the rendezvous.",
+                hint="use another port, the same for all processes.",
+                rendezvous=self.place.address,
+            )
+        )
+
+
+class _Silence(TimeoutError):
+    """Somebody listens, and says nothing."""
+
+
+class _Host:
+    """The part of process 0, to which the others come."""
+
+    def __init__(self, visit: _Visit) -> None:
+        self._visit, self._place, self._own = visit, visit.place, visit.own
+        self._here: dict[Connection, Statement] = {}
+        self._own_host = LOOPBACK
+        self._strangers: dict[str, None] = {}
+        self._next_line = time.monotonic() + _LINE_SECONDS
+
+    def receive(self) -> list[Met]:
+        try:
+            server, is_certain = listen(*self._place.target, one_machine=self._place.one_machine)
+        except OSError as error:
+            self._look_for_another_host()
+            raise self._unusable(error) from None
+        hear = functools.partial(Connection.recv_bytes, maxlength=_LONGEST_STATEMENT)
+        self._reception = Reception(server, self._visit.key, _GREETING_SECONDS, lambda each: Statement.from_json(hear(each)))
+        with contextlib.closing(self._reception):
+            try:
+                while missing := self._missing():
+                    self._serve()
+                    self._remind(missing, is_certain)
+                return self._tell_all()
+            except (ConfigurationError, PeerError) as error:
+                self._tell_error(error)
+                raise
+            finally:
+                for connection in self._here:
+                    connection.close()
+
+    def _missing(self) -> list[int]:
+        return sorted(set(range(1, self._place.count)) - {each.number for each in self._here.values()})
+
+    def _serve(self) -> None:
+        guests = self._reception.guests(_LOOK_SECONDS)
+        for connection in wait(list(self._here), 0):  # It said all before, so that now it has ended. It may come again.
+            del self._here[connection]  # type: ignore[arg-type]
+            connection.close()  # type: ignore[union-attr]
+        self._here |= {guest.connection: guest.said for guest in guests if guest.said is not None}
+        for guest in guests:
+            self._look_at(guest)
+
+    def _look_at(self, guest: Guest) -> None:
+        if guest.said is None:  # Anybody may come and say anything. The others are still waited for.
+            if guest.address not in self._strangers:
+                self._strangers[guest.address] = None
+                _log.warning("At %s, a process at %s has another secret, and is not let in.", self._place.address, guest.address)
+            return
+        if is_loopback(self._own_host):
+            self._own_host = guest.reached
+        if error := misfit([self._own, *self._here.values()], self._place):
+            raise ConfigurationError(error)
+
+    def _remind(self, missing: list[int], is_certain: bool) -> None:
+        now = time.monotonic()
+        problem = f"{self._place.named(missing)} {'has' if len(missing) == 1 else 'have'} not come"
+        if self._strangers:
+            problem += f". A process at {next(iter(self._strangers))} has another secret (TFREP_SECRET_FILE)"
+        if now > self._visit.deadline:
+            raise self._visit.given_up(problem)
+        if now > self._next_line:
+            self._next_line += _LINE_SECONDS
+            _log.warning("Waiting at %s. %s.", self._place.address, problem)
+            self._send("line", problem)
+            if not is_certain:
+                self._look_for_another_host()
+
+    def _look_for_another_host(self) -> None:
+        """Goes to the address itself. If another process 0 listens there, both get an error, and all that wait."""
+        with contextlib.suppress(OSError, EOFError):
+            self._visit.once(patience=1)
+
+    def _tell_all(self) -> list[Met]:
+        statements = sorted([self._own, *self._here.values()], key=lambda each: each.number)
+        everybody = [Met(self._own_host if is_loopback(each.host) else each.host, each.told) for each in statements]
+        self._send("all", [asdict(each) for each in everybody])
+        return everybody
+
+    def _tell_error(self, error: Exception) -> None:
+        """Tells it to all that are here. Those that come late get it for some time, unless all were waited for."""
+        is_late = isinstance(error, PeerError)
+        deadline, told = time.monotonic() + (0 if is_late else _LINGER_SECONDS), set[int]()
+        content = {"text": str(error), "lost": is_late}
+        while True:
+            told |= {each.number for each in self._here.values()}
+            self._send("error", content)
+            for connection in self._here:
+                connection.close()
+            self._here.clear()
+            if told >= set(range(1, self._place.count)) or time.monotonic() > deadline:
+                return
+            with contextlib.suppress(ConfigurationError):
+                self._serve()
+
+    def _send(self, kind: str, content: Any) -> None:
+        for connection in self._here:
+            with contextlib.suppress(OSError):  # It has ended.
+                connection.send_bytes(json.dumps([kind, content]).encode())
+
+    def _unusable(self, error: OSError) -> ConfigurationError:
+        return ConfigurationError(
+            message(
+                f"{self._place.named([0])} cannot listen at the rendezvous ({os.strerror(error.errno or 0)}).",
+                hint="use a free port, and the address of this machine; only one process can have this number.",
+                rendezvous=self._place.address,
+            )
+        )
