@@ -1,4 +1,4 @@
-"""The wheel: built, installed into a fresh environment, and used from outside the checkout."""
+"""The archives that are published; the wheel, installed into a fresh environment and used from outside the checkout."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -27,21 +28,24 @@ def _run(command, **options):
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel, built from a copy, so that nothing is left in the checkout."""
-    folder = tmp_path_factory.mktemp("wheel")
+def _build(folder: Path) -> dict[str, Path]:
+    """Builds from a copy, so that nothing is left in the checkout. Returns the wheel and the source archive."""
     source = folder / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
-        shutil.copy(_REPOSITORY / name, source / name)
-    shutil.copytree(
-        _REPOSITORY / "tfrep_strategy", source / "tfrep_strategy", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder)]
-    _run([*build, str(source)])
-    (built,) = folder.glob("*.whl")
-    return built
+    ignored = shutil.ignore_patterns(".git", ".*_cache", "__pycache__")
+    # Every file gets the time of the copy.
+    shutil.copytree(_REPOSITORY, source, symlinks=True, ignore=ignored, copy_function=shutil.copyfile)
+    _run([sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source])
+    return {"wheel": next(folder.glob("*.whl")), "source": next(folder.glob("*.tar.gz"))}
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory):
+    return _build(tmp_path_factory.mktemp("archives"))
+
+
+@pytest.fixture(scope="module")
+def wheel(archives):
+    return archives["wheel"]
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +85,25 @@ def test_wheel_holds_what_it_should(wheel):
     assert "License-Expression: Apache-2.0" in metadata
     assert set(re.findall(r"Provides-Extra: (\S+)", metadata)) >= {"horovod", "test", "notebooks", "gpu"}
     assert "tfrep = tfrep_strategy.cli:main" in scripts
+
+
+def test_a_second_build_gives_the_same_bytes(archives, tmp_path):
+    assert {kind: path.read_bytes() for kind, path in _build(tmp_path).items()} == {
+        kind: path.read_bytes() for kind, path in archives.items()
+    }
+
+
+def test_archives_can_be_published(archives):
+    _run([sys.executable, "-m", "twine", "check", "--strict", *archives.values()])
+
+
+def test_source_archive_has_what_tests_and_docs_need(archives):
+    with tarfile.open(archives["source"]) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    for folder, suffix in {"tests": "py", "docs": "md", "notebooks": "ipynb", "benchmarks": "py"}.items():
+        files = {path.relative_to(_REPOSITORY).as_posix() for path in (_REPOSITORY / folder).rglob(f"*.{suffix}")}
+        assert files
+        assert files <= held
 
 
 def test_installed_package_is_complete(fresh, tmp_path):
