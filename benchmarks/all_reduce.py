@@ -34,11 +34,13 @@ def variants() -> list[Variant]:
     horovod = [
         Variant(_BARE, {"transport": "horovod"}, 2, "horovod"),
         Variant(_OURS, {"transport": "ours, horovod"}, 2, "horovod"),
+        Variant("ours, horovod, bf16", {"transport": "ours, horovod, bf16"}, 2, "horovod"),
     ]
     return [
         Variant(REFERENCE, {"transport": "tensorflow"}, 2),
         *(horovod if horovod_is_installed() else []),
         Variant("ours, tf", {"transport": "ours, tf"}, 2),
+        Variant("ours, tf, bf16", {"transport": "ours, tf, bf16"}, 2),
     ]
 
 

@@ -54,6 +54,14 @@ def _ours(communicator: str) -> Callable[[Tensors], Tensors]:
     return tfrep.MultiWorkerStrategy(communicator).communicator.all_reduce
 
 
+def _compressed(communicator: str) -> Callable[[Tensors], Tensors]:
+    import tfrep_strategy as tfrep
+    from tfrep_strategy.communicators.compression import compressed_sum
+
+    own = tfrep.MultiWorkerStrategy(communicator).communicator
+    return lambda tensors: compressed_sum(own, tensors, "bf16")
+
+
 def _bare_horovod() -> Callable[[Tensors], Tensors]:
     import horovod.tensorflow as hvd
 
@@ -77,6 +85,8 @@ def _stock_ring() -> Callable[[Tensors], Tensors]:
 _transports: dict[str, Callable[[], Callable[[Tensors], Tensors]]] = {
     "ours, horovod": lambda: _ours("horovod"),
     "ours, tf": lambda: _ours("tf"),
+    "ours, horovod, bf16": lambda: _compressed("horovod"),
+    "ours, tf, bf16": lambda: _compressed("tf"),
     "horovod": _bare_horovod,
     "tensorflow": _stock_ring,
 }

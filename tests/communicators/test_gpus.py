@@ -36,7 +36,7 @@ def test_collectives_run_on_the_gpu_with_their_order(dtype: str) -> None:
         Share.equal(2).weigh(tensors[0])
     assert not without_gpu_kernel(graph)
     collectives = [operation for operation in graph.get_operations() if operation.type.startswith("Collective")]
-    assert len(collectives) == 10
+    assert len(collectives) == 8
     for operation in collectives:
         order = operation.inputs[-1]
         # TensorFlow runs an operation where the resource lies that it uses.

@@ -194,7 +194,7 @@ def check_moving_statistics(strategy: Any) -> None:
             step(batch)
         want = (want + rows.mean(0)) / 2
         np.testing.assert_allclose(layer.moving_mean.numpy(), want, rtol=1e-5)
-        strategy.merge_replica_state()
+        strategy.extended.merge_replica_state()
         np.testing.assert_allclose(layer.moving_mean.numpy(), want, rtol=1e-5)
 
 

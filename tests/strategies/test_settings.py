@@ -39,6 +39,7 @@ OF_CLASS: dict[type, list[tuple[str, Any, list[Any]]]] = {
         ("communicator", None, ["none", 5]),
         ("device", "CPU:1", ["CPU:9"]),
         ("rank_data", "own", ["shared", None]),
+        ("compression", "bf16", ["int8", 16, True, ["bf16"]]),
     ],
     tfrep.ParameterServerStrategy: [
         ("variable_partitioner", tf.distribute.experimental.partitioners.FixedShardsPartitioner(1), [5, "cut"]),

@@ -159,7 +159,7 @@ class RingCommunicator(Communicator):
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         tensor = tf.convert_to_tensor(tensor)
         rows = tf.shape(tensor)[:1]
-        counts = self._row_counts(tensor)
+        counts = self._shapes_of_all("all_gather", tensor)[:, 0]
         # The ring gathers parts of equal size only, so all are padded to the longest.
         longest = tf.maximum(tf.reduce_max(counts), 1)
         carried = carry_moved(tensor)
@@ -169,25 +169,45 @@ class RingCommunicator(Communicator):
         result = uncarry_moved(tf.boolean_mask(gathered, mask), tensor.dtype)
         return tf.ensure_shape(result, [None, *tensor.shape[1:]])
 
-    def _row_counts(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Gathers the number of rows of each member. Refuses tensors whose dtypes or other dimensions differ."""
+    def _shapes_of_all(self, method: str, tensor: tf.Tensor, more: Any = ()) -> tf.Tensor:
+        """Gathers the dimensions of each member's tensor, and more numbers. Refuses tensors whose dtypes or rows differ.
+
+        Returns:
+            int32, of shape `[size, _TOLD_DIMENSIONS + len(more)]`.
+        """
         rank = min(tensor.shape.rank, _TOLD_DIMENSIONS)
         kind = [tensor.dtype.as_datatype_enum, tensor.shape.rank]
-        own = tf.concat([kind, tf.shape(tensor)[:rank], [0] * (_TOLD_DIMENSIONS - rank)], 0)
-        told = tf.reshape(self._gather(own), [self.size, 2 + _TOLD_DIMENSIONS])
-        fits = tf.reduce_all(tf.equal(told[:, :2], told[0, :2])) & tf.reduce_all(tf.equal(told[:, 3:], told[0, 3:]))
+        own = tf.concat([kind, tf.shape(tensor)[:rank], [0] * (_TOLD_DIMENSIONS - rank), tf.cast(more, tf.int32)], 0)
+        told = tf.reshape(self._gather(own), [self.size, -1])
+        shapes = told[:, : 2 + _TOLD_DIMENSIONS]
+        fits = tf.reduce_all(tf.equal(shapes[:, :2], shapes[0, :2])) & tf.reduce_all(tf.equal(shapes[:, 3:], shapes[0, 3:]))
 
         def refuse() -> tf.Tensor:
             with tf.device("CPU:0"):  # Strings exist on the CPU only.
                 names = tf.constant([f"number {i}" if i in (0, *range(24, 64)) else tf.as_dtype(i).name for i in range(64)])
-                words: list[Any] = ["all_gather: the ranks pass tensors whose dtypes differ, or shapes beside the first dimension:"]
+                words: list[Any] = [f"{method}: the ranks pass tensors whose dtypes differ, or shapes beside the first dimension:"]
                 for member in range(self.size):
                     words += [f"\nrank {member}:", names[told[member, 0]], told[member, 2 : 2 + told[member, 1]]]
                 with tf.control_dependencies([tf.debugging.Assert(False, words, summarize=_TOLD_DIMENSIONS)]):
                     return tf.constant(False)
 
         with tf.control_dependencies([tf.cond(fits, lambda: tf.constant(True), refuse)]):
-            return tf.identity(told[:, 2])
+            return tf.identity(told[:, 2:])
+
+    def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        tensor = tf.convert_to_tensor(tensor)
+        splits = tf.cast(splits, tf.int32)
+        table = self._shapes_of_all("all_to_all", tensor, splits)[:, _TOLD_DIMENSIONS:]
+        # Parts of equal size only, so all are as long as the longest. What follows a part is cut off where it arrives.
+        longest = tf.maximum(tf.reduce_max(table), 1)
+        carried = carry_moved(tensor)
+        rows = tf.cumsum(splits, exclusive=True)[:, tf.newaxis] + tf.range(longest)
+        padded = tf.pad(carried, [[0, 1]] + [[0, 0]] * (carried.shape.rank - 1))
+        parts = tf.gather(padded, tf.minimum(rows, tf.shape(carried)[0]))
+        received = self._run(tf.raw_ops.CollectiveAllToAllV2, "all_to_all", parts, [tensor])
+        counts = table[:, self.rank]
+        kept = tf.boolean_mask(received, tf.sequence_mask(counts, longest))
+        return tf.ensure_shape(uncarry_moved(kept, tensor.dtype), [None, *tensor.shape[1:]]), counts
 
     def _gather(self, tensor: tf.Tensor) -> tf.Tensor:
         return self._run(tf.raw_ops.CollectiveGatherV2, "all_gather", tensor, [tensor])

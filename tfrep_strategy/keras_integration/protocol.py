@@ -38,15 +38,15 @@ class KerasStrategy(Protocol):
     def scope(self) -> Any:
         """Returns the context manager in which variables belong to this strategy."""
 
-    def merge_replica_state(self) -> None:
-        """Makes state that every replica keeps for itself (moving statistics) one value everywhere."""
-
 
 class KerasExtended(Protocol):
     """The `extended` of such a strategy, which does what Keras's users need not see."""
 
     collectives_in_branches: bool
     """Whether a replica may call collectives inside `tf.cond`, which needs one program per process."""
+
+    def merge_replica_state(self) -> None:
+        """Makes state that every replica keeps for itself (moving statistics) one value everywhere."""
 
     compiles_whole_steps: bool
     """Whether XLA may compile a whole step, because no collective is in it."""

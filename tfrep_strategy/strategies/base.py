@@ -143,19 +143,6 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
             ReplicaGroup([1])
         """
 
-    def merge_replica_state(self) -> None:
-        """Sets the state that each replica keeps for itself (moving statistics) to its mean over the replicas.
-
-        Every process must call it. Keras's `fit`, `evaluate` and `predict` call it.
-        """
-        if not self.extended.steps.not_merged():
-            return
-        common = self.extended.own_of_replicas(tf.VariableAggregation.MEAN)
-        with self.scope():
-            for variable, mean in zip(common, self.extended.means(common), strict=True):
-                variable.assign(mean)
-        self.extended.steps.merged()
-
     def explain(self, dataset: tf.data.Dataset) -> str:
         """Says what a process computes of a data set: which operations for its own examples only, and what prevents more.
 

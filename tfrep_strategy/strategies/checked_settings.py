@@ -59,6 +59,18 @@ def positive(unit: str) -> Callable[[str, Any], int]:
     return check
 
 
+def one_of(*names: str) -> Callable[[str, Any], str]:
+    """Returns a check for some words."""
+
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in names:
+            choice = " or ".join(f'"{each}"' for each in names)
+            raise ConfigurationError(message(f"{name} has no such value.", hint=f"use {choice}.", **{name: value}))
+        return value
+
+    return check
+
+
 def or_none(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
     """Returns a check that also allows None."""
     return lambda name, value: None if value is None else check(name, value)

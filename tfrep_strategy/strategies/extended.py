@@ -135,10 +135,18 @@ class SynchronousExtended:
             return list(strategy.gradient_aggregator(list(own), self.communicator_of(replica)))
         return gradients.aggregate(
             own,
-            all_reduce=self.sum_over_replicas,
-            all_gather=self.gather_over_replicas,
+            all_reduce=self.sum_gradients,
+            all_gather=self.gather_gradients,
             bucket_bytes=strategy.bucket_bytes,
         )
+
+    def sum_gradients(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums dense gradients over all replicas; called inside a replica."""
+        return self.sum_over_replicas(tensors)
+
+    def gather_gradients(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Concatenates the values or the indices of sparse gradients, in replica order; called inside a replica."""
+        return self.gather_over_replicas(tensor)
 
     def mean_over_processes(self, own_gradients: Sequence[Any]) -> list[Any]:
         """Averages gradients that every process computed outside replicas. A single process returns them unchanged."""
@@ -171,6 +179,19 @@ class SynchronousExtended:
 
     def collect_sums(self) -> None:
         """Adds up sums of which every process holds a part on rank 0, which can then read them alone."""
+
+    def merge_replica_state(self) -> None:
+        """Sets the state that each replica keeps for itself (moving statistics) to its mean over the replicas.
+
+        Every process must call it. Keras's `fit`, `evaluate` and `predict` call it.
+        """
+        if not self.steps.not_merged():
+            return
+        common = self.own_of_replicas(tf.VariableAggregation.MEAN)
+        with self.strategy.scope():
+            for variable, mean in zip(common, self.means(common), strict=True):
+                variable.assign(mean)
+        self.steps.merged()
 
     def own_of_replicas(self, aggregation: tf.VariableAggregation) -> list[Any]:
         """Lists the variables that replicas have changed independently, in the same order on every process."""

@@ -2,50 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
-
-from tfrep_strategy import data, gradients
-from tfrep_strategy._tensorflow import (
-    DistributedVariable,
-    MirroredVariable,
-    OneDeviceExtended,
-    SyncOnReadVariable,
-    UpdateContext,
-    ValueContext,
-    is_mirrored,
-)
-from tfrep_strategy.agreement import Agreement
-from tfrep_strategy.batches import as_tensors, num_examples
 from tfrep_strategy.clusters.resolver import resolver_of
 from tfrep_strategy.communicators import Communicator, SingleCommunicator, make_communicator
+from tfrep_strategy.communicators.compression import DTYPES
 from tfrep_strategy.communicators.peers.checked import watched
 from tfrep_strategy.devices import full_name, replica_device, take_own_gpu
 from tfrep_strategy.environments import detect_environment
-from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.fingerprints import Fingerprint
-from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.old_spellings import OF_MULTI_WORKER, refuses
-from tfrep_strategy.shares import Share
 from tfrep_strategy.strategies import rank_data as ranks_read
-from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.base import GradientAggregator, GradientTransformer, SynchronousStrategy
-from tfrep_strategy.strategies.checked_settings import CheckedSetting
-from tfrep_strategy.strategies.extended import SynchronousExtended
-from tfrep_strategy.strategies.gathering import gathered
+from tfrep_strategy.strategies.checked_settings import CheckedSetting, one_of, or_none
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.of_process import process_strategy, remember
-from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
-from tfrep_strategy.strategies.seeds import check_order, own_random_operations, share_random_state
-from tfrep_strategy.strategies.variables import is_sum
+from tfrep_strategy.strategies.process_extended import ProcessExtended
+from tfrep_strategy.strategies.seeds import share_random_state
 from tfrep_strategy.tensorflow_integration.cache_files import cache_in_own_files
 from tfrep_strategy.tensorflow_integration.checkpoints import write_checkpoints_once
-
-_SYNCHRONIZATIONS = [kind for kind in tf.VariableSynchronization if kind != tf.VariableSynchronization.NONE]
 
 
 class MultiWorkerStrategy(SynchronousStrategy):
@@ -57,6 +32,8 @@ class MultiWorkerStrategy(SynchronousStrategy):
         device: Device of this process's replica, such as `"GPU:0"`. Default: a GPU, or the CPU if there is none. If the
             processes see several GPUs, each takes one by its local rank, and shows TensorFlow only this one.
         bucket_bytes: Gradients are sent in buckets of about this many bytes. Default: the best size for the communicator.
+        compression: `"bf16"` or `"fp16"`: gradients travel as 16-bit floats, half the bytes, and are summed in float32. The
+            sum that all replicas get has 16 bits, too. Default: None, which changes no bit.
         densify_sparse_gradients: Whether sparse gradients are sent as dense tensors.
         gradient_transformers: Functions that change the global gradients before the optimizer uses them.
         gradient_aggregator: Replaces the aggregation of gradients; see `SynchronousStrategy`.
@@ -89,6 +66,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
         device: str | None = None,
         *,
         bucket_bytes: int | None = None,
+        compression: str | None = None,
         densify_sparse_gradients: bool = False,
         gradient_transformers: Sequence[GradientTransformer] = (),
         gradient_aggregator: GradientAggregator | None = None,
@@ -101,6 +79,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
             gradient_aggregator=gradient_aggregator,
             check_sync_every=check_sync_every,
             rank_data=rank_data,
+            compression=compression,
         )
         if bucket_bytes is not None:
             self.bucket_bytes = bucket_bytes
@@ -113,7 +92,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
         self.device = name.rpartition("device:")[2]
         if bucket_bytes is None:
             self.bucket_bytes = self.communicator.bucket_bytes
-        super().__init__(_Extended(self, self.communicator, name))
+        super().__init__(ProcessExtended(self, self.communicator, name))
         share_random_state(self.communicator)
         self.extended.environment = environment
         self.extended._cluster_resolver = resolver_of(environment)
@@ -122,6 +101,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
         remember(self)
 
     communicator = CheckedSetting(fixed=True)
+    compression = CheckedSetting(or_none(one_of(*DTYPES)))
     device = CheckedSetting(fixed=True)
     rank_data = CheckedSetting(lambda name, kind: ranks_read.check_kind(kind))
 
@@ -160,261 +140,3 @@ class _Scope:
         if kind is None and not self._strategy.extended.open_scopes:
             self._strategy.extended.synchronize_new_variables()
         return result
-
-
-class _Extended(SynchronousExtended, OneDeviceExtended):
-    collectives_in_branches = True
-
-    def __init__(self, strategy: MultiWorkerStrategy, communicator: Communicator, device: str) -> None:
-        super().__init__(strategy, device)
-        self._communicator = communicator
-        self.first_local_replica = communicator.rank
-        self.new_variables: list[Any] = []
-        self.open_scopes = 0
-        self._init_state()
-
-    def _use_merge_call(self) -> bool:
-        return False
-
-    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        in_function = not tf.executing_eagerly()
-        variable = super()._create_variable(next_creator, **kwargs)
-        self.new_variables.append(variable)
-        if in_function:
-            # The variable was made while a step is traced. The step runs next, before the scope ends.
-            with tf.init_scope():
-                self.synchronize_new_variables()
-        return variable
-
-    def _contain(self, variable: Any, **kwargs: Any) -> Any:
-        """Puts a variable whose value is reduced over the ranks into a container that does so."""
-        strategy = self._container_strategy()
-        aggregation = kwargs.get("aggregation") or tf.VariableAggregation.NONE
-        synchronization = kwargs.get("synchronization") or tf.VariableSynchronization.AUTO
-        if synchronization not in _SYNCHRONIZATIONS or aggregation not in list(tf.VariableAggregation):
-            raise ConfigurationError(
-                message(
-                    "A variable that replicas cannot keep.",
-                    hint="synchronization is AUTO, ON_WRITE or ON_READ, aggregation a tf.VariableAggregation.",
-                    name=variable.name,
-                    synchronization=synchronization,
-                    aggregation=aggregation,
-                )
-            )
-        if synchronization == tf.VariableSynchronization.ON_READ:
-            return SyncOnReadVariable(strategy, [variable], aggregation)
-        if aggregation != tf.VariableAggregation.NONE:
-            return MirroredVariable(strategy, [variable], aggregation)
-        return variable
-
-    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        strategy, rank = self._container_strategy(), self._communicator.rank
-        with tf.device(self._device), ProcessReplicaContext(strategy, rank), own_random_operations(rank):
-            return fn(*args, **kwargs)
-
-    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        flat = tf.nest.flatten(value)
-        dense = [v for v in flat if not isinstance(v, tf.IndexedSlices)]
-        reduced = iter(self._communicator.all_reduce(dense, _op_name(reduce_op)))
-        return tf.nest.pack_sequence_as(
-            value, [self._reduce_slices(reduce_op, v) if isinstance(v, tf.IndexedSlices) else next(reduced) for v in flat]
-        )
-
-    def _reduce_slices(self, reduce_op: Any, slices: tf.IndexedSlices) -> tf.IndexedSlices:
-        values = self._communicator.all_gather(slices.values)
-        if reduce_op == tf.distribute.ReduceOp.MEAN:
-            values = values / self._communicator.size
-        return tf.IndexedSlices(values, self._communicator.all_gather(slices.indices), slices.dense_shape)
-
-    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        if is_mirrored(value) and reduce_op == tf.distribute.ReduceOp.MEAN:
-            return value
-
-        def local(v: Any) -> Any:
-            if isinstance(v, DistributedVariable):
-                v = v.values[0]
-            return v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v)
-
-        return self._replica_ctx_all_reduce(reduce_op, tf.nest.map_structure(local, value))
-
-    def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        return super()._update(self._local_results(var)[0], fn, args, kwargs, group)
-
-    def _update_non_slot(self, colocate_with: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        def update(*args: Any, **kwargs: Any) -> Any:
-            with UpdateContext(0):  # The id of the replica to read from. TensorFlow's method passes a device here.
-                return fn(*args, **kwargs)
-
-        return super()._update_non_slot(colocate_with, update, args, kwargs, group)
-
-    def _local_results(self, value: Any) -> tuple[Any, ...]:
-        return value.values if isinstance(value, DistributedVariable) else (value,)
-
-    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
-        value = tf.convert_to_tensor(value)
-        order = [axis] + [i for i in range(value.shape.rank) if i != axis]
-        back = [order.index(i) for i in range(value.shape.rank)]
-        return tf.transpose(self._communicator.all_gather(tf.transpose(value, order)), back)
-
-    @property
-    def compiles_whole_steps(self) -> bool:
-        # Other communicators add operations to the graph even for a single process.
-        return type(self._communicator) is SingleCommunicator
-
-    def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return self._communicator.all_reduce(list(tensors), "sum")
-
-    def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
-        return self._communicator.all_gather(tensor)
-
-    def mean_over_processes(self, own_gradients: Sequence[Any]) -> list[Any]:
-        """Averages gradients that every process computed outside replicas.
-
-        The gradients are equal if all processes read the same data. If not, their mean keeps the weights equal.
-        """
-        share = Share.equal(self._num_replicas_in_sync)
-        return gradients.aggregate(
-            [share.weigh(gradient) for gradient in own_gradients],
-            all_reduce=self.sum_over_replicas,
-            all_gather=self.gather_over_replicas,
-            bucket_bytes=self.strategy.bucket_bytes,
-        )
-
-    def communicator_of(self, replica: int) -> Communicator:
-        return self._communicator
-
-    def shard(self, batch: Any) -> Shards:
-        if self.strategy.rank_data != "own":
-            return super().shard(batch)
-        batch = as_tensors(batch)
-        return Shards((batch,), self._communicator.all_reduce([num_examples(batch)])[0])
-
-    def gather_outputs(self, outputs: Any) -> Any:
-        if self.strategy.rank_data == "own":
-            return outputs
-        return tf.nest.map_structure(lambda value: gathered(value, self._communicator), outputs)
-
-    def means(self, variables: Sequence[Any]) -> list[tf.Tensor]:
-        return self._communicator.all_reduce([variable.values[0].value() for variable in variables], "mean")
-
-    def synchronize_new_variables(self) -> None:
-        """Gives variables made since the last call the values of rank 0.
-
-        Raises:
-            DesyncError: The ranks made different variables. The message names the first, with its shape on each rank.
-        """
-        if tf.executing_eagerly() and self.new_variables:
-            new, self.new_variables = self.new_variables, []
-            made = [(v.name, tuple(v.shape), v.dtype.name) for v in new]
-            sync_check.refuse_different_variables(self._communicator.all_gather_object(made))
-            # Variables that are summed over ranks are left out: rank 0 holds their value, the other ranks hold zero.
-            self._broadcast_values([v for v in new if not is_sum(v)])
-
-    @contextlib.contextmanager
-    def acting_alone(self) -> Iterator[None]:
-        before, self.new_variables = self.new_variables, []
-        self.reads_alone = True
-        try:
-            yield
-        finally:
-            self.new_variables, self.reads_alone = before, False
-
-    def collect_sums(self) -> None:
-        sums = self.own_of_replicas(tf.VariableAggregation.SUM)
-        for variable, total in zip(sums, self._communicator.all_reduce([v.values[0].value() for v in sums]), strict=True):
-            variable.values[0].assign(tf.zeros_like(total) if self._communicator.rank else total)
-
-    def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        own = [getattr(v, "value", v) if not isinstance(v, tf.Variable) else v for v in variables]
-        self._broadcast_values([v for v in own if not is_sum(v)])
-        for variable in own if self._communicator.rank else []:
-            if is_sum(variable):  # Rank 0 holds the whole sum.
-                variable.values[0].assign(tf.zeros_like(variable.values[0]))
-
-    def _broadcast_values(self, variables: Sequence[Any]) -> None:
-        local = [v.values[0] if hasattr(v, "values") else v for v in variables]
-        numeric = [v for v in local if v.dtype != tf.string]
-        for variable, value in zip(numeric, self._communicator.broadcast([v.value() for v in numeric]), strict=True):
-            variable.assign(value)
-
-    def shortest_epoch(self, num_batches: int) -> int:
-        return ranks_read.shortest(self._communicator.all_gather_object(num_batches))
-
-    def begin_call(self, settings: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        if self._communicator.size == 1:
-            return
-        given = Fingerprint({**settings, **(arrays if self.strategy.rank_data == "same" else {})})
-        ranks_read.refuse_difference(self._communicator, given, share_random_state(self._communicator, given.digest))
-
-    def check_same(self, given: Fingerprint) -> None:
-        if self._communicator.size > 1 and self.strategy.rank_data == "same":
-            ranks_read.compare(self._communicator, given)
-
-    def broadcast_object(self, value: Any) -> Any:
-        return self._communicator.broadcast_object(value)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return self._communicator.all_gather_object(value)
-
-    def barrier(self) -> None:
-        self._communicator.barrier()
-
-    def watching_peers(self) -> contextlib.AbstractContextManager[None]:
-        return getattr(self._communicator, "watching", contextlib.nullcontext)()
-
-    def value_of_first_replica(self, local: tf.Tensor) -> tf.Tensor:
-        return self._communicator.broadcast([local])[0]
-
-    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        # TensorFlow calls this to give all replicas the value of the first.
-        if isinstance(tensor, tf.IndexedSlices):
-            gather = self._communicator.all_gather  # The number of rows may differ between ranks.
-            rows = gather(tf.shape(tensor.indices))[0]
-            return tf.IndexedSlices(gather(tensor.values)[:rows], gather(tensor.indices)[:rows], tensor.dense_shape)
-        return self._communicator.broadcast([tf.convert_to_tensor(tensor)])[0]
-
-    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> data.ReplicaDataset:
-        replicas = self.local_replicas(stop_together=False)
-        whole = functools.partial(data.distribute, replicas=replicas, options=options)
-        return ranks_read.distribute(self._container_strategy(), dataset, self._in_one_order, whole)
-
-    def _in_one_order(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns a data set with equal elements on all ranks, as far as that is known before it is read."""
-        check_order(dataset, self._communicator)
-        shortest = self.shortest_epoch(int(dataset.cardinality()))
-        if shortest >= 0:
-            dataset = dataset.take(shortest)
-        elif shortest != dataset.cardinality():
-            dataset = dataset.filter(lambda *_: True)  # Makes its length unknown on this rank, too.
-        in_order = tf.data.Options()
-        in_order.deterministic = True
-        return dataset.with_options(in_order)
-
-    def _agreement(self, stop_together: bool) -> Agreement:
-        c = self._communicator
-        return Agreement(c.rank, c.size, lambda counts: c.all_reduce([counts], "sum")[0], stop_together)
-
-    def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
-        return value_fn(ValueContext(self._communicator.rank, self._communicator.size))
-
-    def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
-        return self._communicator.rank
-
-    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
-        return 0
-
-    @property
-    def _num_replicas_in_sync(self) -> int:
-        return self._communicator.size
-
-    @property
-    def should_checkpoint(self) -> bool:
-        return self._communicator.rank == 0
-
-    @property
-    def should_save_summary(self) -> bool:
-        return self._communicator.rank == 0
-
-
-def _op_name(reduce_op: Any) -> str:
-    return "mean" if reduce_op == tf.distribute.ReduceOp.MEAN else "sum"

@@ -59,7 +59,7 @@ def _written_once(write: Any) -> Any:
         strategy = _strategy()
         if strategy is None:
             return write(self, file_prefix, options)
-        strategy.merge_replica_state()
+        strategy.extended.merge_replica_state()
         if strategy.extended.first_with([os.path.abspath(os.fspath(file_prefix))])[0]:
             path = write(self, file_prefix, options)
             strategy.extended.barrier()

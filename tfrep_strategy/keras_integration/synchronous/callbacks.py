@@ -221,14 +221,14 @@ class _Before(_Together):
             self._prepare_for_lone()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._strategy.merge_replica_state()
+        self._strategy.extended.merge_replica_state()
         self._prepare_for_lone()
 
     def _prepare_for_lone(self) -> None:
         """Makes state that is spread over the processes readable on each alone, where one has a callback for itself."""
         if self._agreement.some_are_lone:
             self._strategy.extended.synchronize_new_variables()
-            self._strategy.merge_replica_state()
+            self._strategy.extended.merge_replica_state()
             self._strategy.extended.collect_sums()
 
 

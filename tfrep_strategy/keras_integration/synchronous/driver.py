@@ -116,7 +116,7 @@ class SynchronousDriver(
     def _merge_state(self) -> None:
         """Makes moving statistics one value on all replicas."""
         self.strategy.extended.synchronize_new_variables()
-        self.strategy.merge_replica_state()
+        self.strategy.extended.merge_replica_state()
 
     def _compare_first_call(self, method: str, original: Any, model: Any, args: Any, kwargs: Any) -> None:
         """Compares what the ranks give; to compare each call would cost each a collective."""

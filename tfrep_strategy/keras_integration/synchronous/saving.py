@@ -94,7 +94,7 @@ def written_once(strategy: KerasStrategy, filepath: Any) -> Iterator[bool]:
         yield True
         return
     strategy.extended.synchronize_new_variables()
-    strategy.merge_replica_state()
+    strategy.extended.merge_replica_state()
     strategy.extended.collect_sums()
     is_path = isinstance(filepath, (str, os.PathLike))  # Else a file of this process.
     is_first = strategy.extended.first_with([os.path.abspath(os.fspath(filepath)) if is_path else None])[0]

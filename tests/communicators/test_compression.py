@@ -1,0 +1,124 @@
+"""Gradients that travel as 16-bit floats: the sum is that of float32, rounded to 16 bits, from half the bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import ml_dtypes
+import numpy as np
+import psutil
+import pytest
+import tensorflow as tf
+
+import tfrep_strategy as tfrep
+from tfrep_strategy.communicators.compression import compressed_gather, compressed_sum
+
+_HALVES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16}
+_FLOATS = 2_000_000
+
+
+def drawn(rank: int) -> list[np.ndarray]:
+    draw = np.random.RandomState(rank)
+    return [draw.randn(3, 5).astype("float32"), draw.randn(1).astype("float32"), np.float64(draw.randn()), np.int32(rank + 1)]
+
+
+def sums(strategy: Any, kind: str) -> list[list[np.ndarray]]:
+    tensors = [tf.constant(value) for value in drawn(strategy.rank)]
+    in_function = tf.function(lambda *values: compressed_sum(strategy.communicator, values, kind))
+    both = compressed_sum(strategy.communicator, tensors, kind), in_function(*tensors)
+    return [[total.numpy() for total in totals] for totals in both]
+
+
+def as_sent(value: np.ndarray, kind: str) -> np.ndarray:
+    return value.astype(_HALVES[kind]).astype("float32") if value.dtype == np.float32 else value
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+def test_sums_are_of_float32(communicator: str, kind: str, worker_pool: Any) -> None:
+    own = [[as_sent(value, kind) for value in drawn(rank)] for rank in range(2)]
+    expected = [as_sent(first + second, kind) for first, second in zip(*own, strict=True)]
+    for ways in worker_pool(communicator, 2).run(sums, kind):
+        for found in ways:
+            for total, wanted in zip(found, expected, strict=True):
+                assert total.dtype == wanted.dtype
+                np.testing.assert_array_equal(total, wanted)
+
+
+def rows_of_all(strategy: Any, kind: str) -> list[np.ndarray]:
+    rows = tf.constant(drawn(strategy.rank)[0][: strategy.rank + 1])
+    counts = tf.constant([[3], [2**40]][: strategy.rank + 1], tf.int64)
+    return [compressed_gather(strategy.communicator, each, kind).numpy() for each in (rows, counts)]
+
+
+def test_gathered_rows(worker_pool: Any) -> None:
+    rows = np.concatenate([as_sent(drawn(rank)[0][: rank + 1], "bf16") for rank in range(2)])
+    for found, counts in worker_pool("tf", 2).run(rows_of_all, "bf16"):
+        np.testing.assert_array_equal(found, rows)
+        np.testing.assert_array_equal(counts, [[3], [3], [2**40]])
+
+
+def bytes_of_sums(strategy: Any, times: int) -> list[int]:
+    """Returns the bytes that went over the loopback interface, which both ranks use: plain, and compressed."""
+    communicator, value = strategy.communicator, tf.ones([_FLOATS])
+    plain = tf.function(lambda: communicator.all_reduce([value]))
+    compressed = tf.function(lambda: compressed_sum(communicator, [value], "bf16"))
+    found = []
+    for sum_up in (plain, compressed):
+        assert float(sum_up()[0][-1]) == 2.0
+        communicator.barrier()
+        before = psutil.net_io_counters(pernic=True)["lo"].bytes_sent
+        for _ in range(times):
+            sum_up()
+        communicator.barrier()
+        found.append(psutil.net_io_counters(pernic=True)["lo"].bytes_sent - before)
+    return found
+
+
+@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+def test_half_the_bytes(communicator: str, worker_pool: Any) -> None:
+    times = 5
+    plain, compressed = worker_pool(communicator, 2).run(bytes_of_sums, times)[0]
+    assert plain >= times * 2 * _FLOATS * 4
+    assert compressed < 0.6 * plain
+
+
+def trained(compression: str | None) -> list[np.ndarray]:
+    strategy = tf.distribute.get_strategy()
+    if compression is not None:
+        strategy.compression = compression
+    try:
+        keras.utils.set_random_seed(1)
+        words = keras.layers.Embedding(50, 8, embeddings_initializer="glorot_uniform")
+        model = keras.Sequential([keras.Input((6,), dtype="int32"), words, keras.layers.Flatten(), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        draw = np.random.RandomState(2)
+        model.fit(draw.randint(0, 50, (37, 6)), draw.randn(37).astype("float32"), batch_size=8, epochs=2, verbose=0)
+        if compression is not None:
+            strategy.assert_in_sync(model)
+        return model.get_weights()
+    finally:
+        if compression is not None:
+            strategy.compression = None
+
+
+def trained_in_scope(strategy: Any, compression: str) -> list[np.ndarray]:
+    with strategy.scope():
+        return trained(compression)
+
+
+@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+def test_training_is_near_that_of_one_device(communicator: str, worker_pool: Any) -> None:
+    expected = trained(None)
+    for found in worker_pool(communicator, 2).run(trained_in_scope, "bf16"):
+        assert any(np.any(a != b) for a, b in zip(found, expected, strict=True))
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-3)
+
+
+def test_one_replica_rounds_nothing() -> None:
+    with tfrep.MultiWorkerStrategy(compression="bf16").scope():
+        found = trained("bf16")
+    for a, b in zip(found, trained(None), strict=True):
+        np.testing.assert_array_equal(a, b)
