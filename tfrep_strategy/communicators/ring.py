@@ -204,7 +204,7 @@ class RingCommunicator(Communicator):
         rows = tf.cumsum(splits, exclusive=True)[:, tf.newaxis] + tf.range(longest)
         padded = tf.pad(carried, [[0, 1]] + [[0, 0]] * (carried.shape.rank - 1))
         parts = tf.gather(padded, tf.minimum(rows, tf.shape(carried)[0]))
-        received = self._run(tf.raw_ops.CollectiveAllToAllV2, "all_to_all", parts, [tensor])
+        received = self._run(tf.raw_ops.CollectiveAllToAllV2, "all_to_all", parts, [parts])
         counts = table[:, self.rank]
         kept = tf.boolean_mask(received, tf.sequence_mask(counts, longest))
         return tf.ensure_shape(uncarry_moved(kept, tensor.dtype), [None, *tensor.shape[1:]]), counts
