@@ -97,6 +97,7 @@ LANES = {
         "examples/test_folders.py::test_retinas_take_some_learning",
         "examples/test_pretrained.py::test_the_weights_of_a_file",
     ),
+    "profiles": ("running/test_profile.py",),
     "drawn": ("strategies/test_property.py", "test_validation.py::test_any_setting_is_taken_or_refused[many-"),
     "scenarios": (),
     "versions": (),
