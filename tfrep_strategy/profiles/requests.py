@@ -1,7 +1,7 @@
-"""How the processes of a run on this machine are asked to trace themselves: by a file in a folder that only their user can read.
+"""How the processes of a run on this machine are asked to trace themselves: by a file in a folder of their user.
 
-Each process has a thread that looks at the file twice a second, so that a step costs nothing and no port is open. TensorFlow is loaded by
-those who answer only.
+Each process has a thread that looks at the file twice a second. So a step costs nothing, and no port is open. Only those who answer
+load TensorFlow.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads a trace: what a process did in the traced time, and what it waited for.
 
-TensorFlow writes an event for each operation. An asynchronous one, such as a collective, has an event when it starts and one when it is
-done. A moment belongs to the first of these that is true of it: an operation computes, a collective is under way, a step waits for its
-batch, a tensor is on its way from or to another device or process. Else it is idle.
+TensorFlow writes an event for each operation. An asynchronous one, such as a collective, has one when it starts and one when it
+is done. A moment belongs to the first of these that is true of it: an operation computes, a collective is under way, a step waits
+for its batch, a tensor is on its way from or to another device or process. Else the process is idle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ STEP = "train"
 """The event of a step of a `fit`. TensorBoard's profiler knows it by its number."""
 
 _START, _DONE = "ExecutorState::ProcessAsync::Start", "ExecutorState::ProcessAsync::Done"
-_OPERATION = re.compile(r"[^:]+:([A-Za-z_]\w*)")
+_OPERATION = re.compile(r"(?:[^:]+:|EagerLocalExecute: )([A-Za-z_]\w*)")
+"""An operation of a function, or an eager one."""
+_XLA = "CpuExecutable::Execute"
 _COMPUTE, _COLLECTIVE, _INPUT, _TRANSFER = range(4)
 """In the order in which a moment is given to them."""
 _FAR = 2**62
@@ -130,6 +132,8 @@ def _stats(event: Any, names: dict[int, str]) -> dict[str, Any]:
 
 def _kind_of_event(name: str) -> int | None:
     """Returns the kind of an operation's own event; None of other events."""
+    if name.startswith(_XLA):
+        return _COMPUTE
     operation = _OPERATION.fullmatch(name)
     if operation is None or operation_definition(operation[1]) is None:
         return None

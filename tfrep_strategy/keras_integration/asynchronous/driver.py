@@ -22,7 +22,7 @@ from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.shared.backups import Backups
 from tfrep_strategy.keras_integration.shared.csv_files import CsvFiles
 from tfrep_strategy.keras_integration.shared.model_files import ModelFiles
-from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfCluster, profiled
+from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfCluster, check_cluster, profiled
 
 _Trainer = keras_internal("backend.tensorflow.trainer", "TensorFlowTrainer")
 
@@ -52,6 +52,7 @@ class AsynchronousDriver(Updates, SharedState, Parts, ModelFiles, Backups, CsvFi
     def fit(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Trains on the workers."""
         made_in_scope.refuse_foreign_model(model, self.strategy, "fit")
+        check_cluster()
         with profiled(TracesOfCluster, speaks=True) as self._profile:
             return self._on_workers("train", original, model, args, kwargs)
 

@@ -1,6 +1,7 @@
 """The steps of a `fit` in traces: each has an event, and those that a run is to trace are traced on all ranks.
 
-The processes of a parameter-server run take no steps together. All of them trace the time in which the coordinator hands out the steps.
+The processes of a run of parameter servers take no steps together. All of them trace the time in which the coordinator hands out the
+steps.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
-from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.profiles import requests
 from tfrep_strategy.profiles.summary import Report, show_summary, write_summary
 from tfrep_strategy.profiles.times import STEP
@@ -59,20 +59,11 @@ class TracesOfRanks:
 
 
 class TracesOfCluster:
-    """Traces of the coordinator, the workers and the servers of a run of parameter servers.
-
-    Raises:
-        ConfigurationError: `tfrep run` has not started this process.
-    """
+    """Traces of the coordinator, the workers and the servers of a run of parameter servers."""
 
     def __init__(self) -> None:
-        if requests.here is None:
-            raise ConfigurationError(
-                message("Only `tfrep run` can have workers trace themselves.", hint="unset TFREP_PROFILE.")
-            )
-        folder, _ = requests.here
         self.run_folder = new_run_folder(folder_of_environment())
-        self._asked = requests.Asked(folder, self.run_folder)
+        self._asked = requests.Asked(_folder_of_requests(), self.run_folder)
 
     def end(self) -> list[Report]:
         return self._asked.end()
@@ -80,6 +71,24 @@ class TracesOfCluster:
     def abandon(self) -> None:
         with contextlib.suppress(PeerError):
             self._asked.end()
+
+
+def _folder_of_requests() -> Path:
+    if requests.here is None:
+        what = "Workers trace themselves only if `tfrep run` has started them."
+        raise ConfigurationError(message(what, hint="unset TFREP_PROFILE.", TFREP_PROFILE=str(steps_of_environment())))
+    folder, _ = requests.here
+    return folder
+
+
+def check_cluster() -> None:
+    """Refuses a profile of parameter servers that `tfrep run` has not started.
+
+    Raises:
+        ConfigurationError: `TFREP_PROFILE` is set there.
+    """
+    if steps_of_environment() is not None:
+        _folder_of_requests()
 
 
 class ProfiledFit:
