@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -61,13 +62,14 @@ def test_a_launcher_of_another_process(ends_by: int | None, tmp_path: Path) -> N
 
 
 def test_a_later_run_with_the_same_logs(tmp_path: Path) -> None:
-    with announced(tmp_path, tmp_path, Path("first")):
-        with announced(tmp_path, tmp_path, Path("second")):
-            pass
-    first = announced(tmp_path, tmp_path, Path("first"))
-    first.__enter__()
+    with contextlib.ExitStack() as first, announced(tmp_path, tmp_path, Path("second")):
+        assert find_run(str(tmp_path)).profile_dir == "second"
+        first.enter_context(announced(tmp_path, tmp_path, Path("third")))
+        assert find_run(str(tmp_path)).profile_dir == "third"
+    earlier = announced(tmp_path, tmp_path, Path("first"))
+    earlier.__enter__()
     with announced(tmp_path, tmp_path, Path("second")):
-        first.__exit__(None, None, None)
+        earlier.__exit__(None, None, None)
         assert find_run(str(tmp_path)).profile_dir == "second"
 
 

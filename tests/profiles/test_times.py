@@ -163,6 +163,7 @@ def test_a_process_that_sleeps_and_computes(way: str, tmp_path: Path) -> None:
     multiply = multiply if way == "eager" else tf.function(multiply, jit_compile=way == "xla")
     multiply(matrix)
     trace = Trace(tmp_path / "run", "rank3")
+    trace.begin()
     time.sleep(0.3)
     began = time.perf_counter()
     while time.perf_counter() - began < 0.3:
@@ -179,7 +180,9 @@ def test_a_process_that_sleeps_and_computes(way: str, tmp_path: Path) -> None:
 def test_a_second_trace_is_a_report_and_no_error(tmp_path: Path) -> None:
     tf.profiler.experimental.start(str(tmp_path / "own"))
     try:
-        report = Trace(tmp_path / "run", "rank0").end()
+        trace = Trace(tmp_path / "run", "rank0")
+        trace.begin()
+        report = trace.end()
     finally:
         tf.profiler.experimental.stop()
     assert "profiler is running" in report.problem

@@ -98,8 +98,9 @@ def _answer_requests(folder: Path, who: str) -> None:
 def _answer(folder: Path, who: str, request: _Request) -> None:
     from tfrep_strategy.profiles.tracer import Trace
 
-    time.sleep(max(0.0, request.start - time.time()))
     trace = Trace(Path(request.run_folder), who)
+    time.sleep(max(0.0, request.start - time.time()))
+    trace.begin()
     (folder / f"{request.name}.{who}.started").touch()
     while not _is_over(request):
         time.sleep(_WAIT_SECONDS if request.stop is None else max(0.0, request.stop - time.time()))

@@ -14,7 +14,9 @@ from tfrep_strategy.profiles.times import WINDOW, times_of
 
 
 class Trace:
-    """Traces this process from now on. An error is reported at the end: a training does not fail because of its profile.
+    """Traces this process. An error is reported at the end: a training does not fail because of its profile.
+
+    TensorFlow may need a while to start. What happens from `begin` to `end` counts.
 
     Args:
         run_folder: The folder for the traces of all processes.
@@ -22,6 +24,7 @@ class Trace:
 
     Example:
         >>> trace = Trace(Path("profile"), "rank0")
+        >>> trace.begin()
         >>> product = tf.ones([8, 8]) @ tf.ones([8, 8])
         >>> report = trace.end()
         >>> report.who, report.traced > 0, report.problem
@@ -35,9 +38,12 @@ class Trace:
             run_folder.mkdir(parents=True, exist_ok=True)
             self._unfinished = tempfile.mkdtemp(prefix=f".{who}-", dir=run_folder)
             tf.profiler.experimental.start(self._unfinished)
-            self._window = tf.profiler.experimental.Trace(WINDOW)
         except (OSError, tf.errors.OpError) as error:
             self._problem = str(error)
+
+    def begin(self) -> None:
+        """Begins the time that the report is about."""
+        self._window = tf.profiler.experimental.Trace(WINDOW)
 
     def end(self) -> Report:
         """Ends the trace, and gives the file its name.

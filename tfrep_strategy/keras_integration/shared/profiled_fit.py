@@ -1,7 +1,6 @@
 """The steps of a `fit` in traces: each has an event, and those that a run is to trace are traced on all ranks.
 
-The processes of a run of parameter servers take no steps together. All of them trace the time in which the coordinator hands out the
-steps.
+Processes of parameter servers take no steps together. All of them trace the time in which the coordinator hands out the steps.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfrep_strategy.errors import ConfigurationError, PeerError, message
+from tfrep_strategy.errors import ConfigurationError, TfrepError, message
 from tfrep_strategy.profiles import requests
 from tfrep_strategy.profiles.summary import Report, show_summary, write_summary
 from tfrep_strategy.profiles.times import STEP
@@ -23,7 +22,7 @@ from tfrep_strategy.profiles.wanted import TracedSteps, folder_of_environment, n
 
 
 class Traces(Protocol):
-    """The traces of all processes, from when they are made until `end`.
+    """The traces of all processes, from when they are made until `end`. Their errors are reported: training goes on.
 
     Attributes:
         run_folder: Where they go.
@@ -49,6 +48,8 @@ class TracesOfRanks:
         self._strategy = strategy
         self.run_folder: Path = strategy.extended.broadcast_object(new_run_folder(folder_of_environment()))
         self._trace = Trace(self.run_folder, f"rank{getattr(strategy, 'rank', 0)}")
+        strategy.extended.barrier()  # Else the first step would wait for the rank that starts its trace last.
+        self._trace.begin()
 
     def end(self) -> list[Report]:
         reports = self._strategy.extended.all_gather_object(self._trace.end())
@@ -63,14 +64,23 @@ class TracesOfCluster:
 
     def __init__(self) -> None:
         self.run_folder = new_run_folder(folder_of_environment())
-        self._asked = requests.Asked(_folder_of_requests(), self.run_folder)
+        self._asked: requests.Asked | None = None
+        self._problem = ""
+        try:
+            self._asked = requests.Asked(_folder_of_requests(), self.run_folder)
+        except (TfrepError, OSError) as error:
+            self._problem = str(error)
 
     def end(self) -> list[Report]:
-        return self._asked.end()
+        try:
+            if self._asked is not None:
+                return self._asked.end()
+        except (TfrepError, OSError) as error:
+            self._problem = str(error)
+        return [Report("coordinator", problem=self._problem)]
 
     def abandon(self) -> None:
-        with contextlib.suppress(PeerError):
-            self._asked.end()
+        self.end()
 
 
 def _folder_of_requests() -> Path:
@@ -132,7 +142,8 @@ class ProfiledFit:
         if self._traces is not None:
             reports = self._traces.end()
             if reports:
-                write_summary(reports, self._traces.run_folder)
+                with contextlib.suppress(OSError):  # A full disk. The user is shown it.
+                    write_summary(reports, self._traces.run_folder)
                 show_summary(reports, what, self._traces.run_folder, sys.stderr)
 
     def abandon(self) -> None:
