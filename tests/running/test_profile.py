@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from calling import command
 from test_joining import LIMIT, SCRIPTS, environ, needs_horovod
 
 from tfrep_strategy.profiles.summary import SUMMARY_NAME
@@ -51,10 +52,10 @@ def learnt(output: str) -> Any:
 @contextlib.contextmanager
 def running(*arguments: str, folder: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """Starts `tfrep run` with these arguments, and waits until it trains."""
-    command = [*TFREP, "run", *arguments]
     with subprocess.Popen(
-        command, cwd=folder, env=environ(**variables), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+        [*TFREP, "run", *arguments], cwd=folder, env=environ(**variables), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    ) as process:  # fmt: skip
         try:
             assert process.stdout is not None
             assert process.stdout.readline().startswith("EPOCH"), "It does not train."
@@ -195,6 +196,31 @@ def test_runs_that_end_early(
         }
     else:
         assert list((tmp_path / "traces").iterdir()) == []
+
+
+def train_on_own_cluster() -> None:
+    import keras
+    import numpy as np
+
+    import tfrep_strategy as tfrep
+    from tfrep_strategy.errors import ConfigurationError
+
+    with tfrep.local_cluster(workers=1) as cluster:
+        with tfrep.ParameterServerStrategy(cluster).scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        try:
+            model.fit(np.ones([8, 2]), np.ones([8, 1]), verbose=0)
+        except ConfigurationError as error:
+            print(error)
+
+
+def test_workers_that_nobody_can_ask(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(train_on_own_cluster), cwd=tmp_path, env=environ(TFREP_PROFILE="1:3"), capture_output=True, text=True, timeout=LIMIT
+    )
+    what = "Workers trace themselves only if `tfrep run` has started them. Received: TFREP_PROFILE='1:3'\nHint: unset"
+    assert what in done.stdout, done.stderr[-3000:]
 
 
 def test_tensorboard_shows_each_rank(tmp_path: Path) -> None:
