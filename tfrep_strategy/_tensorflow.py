@@ -19,12 +19,12 @@ from tfrep_strategy.errors import UnsupportedVersionError
 MINIMUM_TENSORFLOW = "2.19"
 
 
-def _private(module: str, name: str) -> Any:
+def _private(module: str, name: str, package: str = "tensorflow.python") -> Any:
     try:
-        return getattr(importlib.import_module(f"tensorflow.python.{module}"), name)
+        return getattr(importlib.import_module(f"{package}.{module}"), name)
     except (ImportError, AttributeError) as error:
         raise UnsupportedVersionError(
-            f"TensorFlow {tf.__version__} moved `{name}` out of `tensorflow.python.{module}`, which tfrep_strategy needs."
+            f"TensorFlow {tf.__version__} moved `{name}` out of `{package}.{module}`, which tfrep_strategy needs."
         ) from error
 
 
@@ -140,6 +140,9 @@ _private("checkpoint.checkpoint_management", "update_checkpoint_state_internal")
 
 # The global seed that TensorFlow uses for an operation with its own seed if no global seed is set.
 NO_SEED = _private("framework.random_seed", "DEFAULT_GRAPH_SEED")
+
+# What the profiler writes.
+XSpace = _private("profiler.protobuf.xplane_pb2", "XSpace", package="tensorflow.tsl")
 
 # Runtime.
 context = _private("eager.context", "context")

@@ -116,6 +116,20 @@ def run(
             " default one beside the logs."
         ),
     ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STEPS",
+            help="Trace these steps of the first fit on all ranks: FROM:TO, counted from 0 and without TO, or how many after the"
+            " first five.",
+        ),
+    ] = None,
+    profile_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for traces, as for tensorboard --logdir; else profile in --log-dir, or tfrep-profile in the current one."
+        ),
+    ] = None,
 ) -> None:
     """Run a Keras script, which need not know about strategies, on several replicas.
 
@@ -131,7 +145,9 @@ def run(
     if strategy == "parameter-server":
         from tfrep_strategy.running.coordinator import ClusterOptions, run_coordinator
 
-        cluster = ClusterOptions(workers=workers, servers=servers, max_restarts=max_restarts, log_dir=log_dir)
+        cluster = ClusterOptions(
+            workers=workers, servers=servers, max_restarts=max_restarts, log_dir=log_dir, profile=profile, profile_dir=profile_dir
+        )
         try:
             failure = run_coordinator(script, own_arguments, cluster, as_module=as_module)
         except KeyboardInterrupt:
@@ -140,7 +156,7 @@ def run(
     node = Node.of(rank=node_rank, count=nnodes, rendezvous=rendezvous)
     options = Options(
         num_replicas, strategy=strategy, communicator=communicator, hosts=hosts, log_dir=log_dir, prefix=prefix, node=node,
-        max_restarts=max_restarts, backup_dir=backup_dir,
+        max_restarts=max_restarts, backup_dir=backup_dir, profile=profile, profile_dir=profile_dir,
     )  # fmt: skip
     try:
         run_script(script, own_arguments, options, as_module=as_module)
@@ -167,6 +183,20 @@ def _check_options(context: typer.Context, strategy: str) -> None:
                     strategy=strategy,
                 )
             )
+
+
+@app.command("profile")
+def profile_now(
+    which: Annotated[
+        str, typer.Argument(metavar="RUN", help="The process id of `tfrep run`, or its --log-dir.", show_default=False)
+    ],
+    seconds: Annotated[float, typer.Option(help="How long to trace, at most 60.")] = 2.0,
+    profile_dir: Annotated[Path | None, typer.Option(help="Folder for the traces; else that of the run.")] = None,
+) -> None:
+    """Trace all ranks of a run that is running on this machine, at the same time, and show what they do."""
+    from tfrep_strategy.running.on_demand import profile_run
+
+    profile_run(which, seconds, profile_dir)
 
 
 @app.command()

@@ -44,6 +44,8 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_SECONDS)]
 Limit = Annotated[float, Field(ge=0, le=LONGEST_SECONDS)]
 """Seconds, of which 0 stands for no limit."""
+ProfiledSeconds = Annotated[float, Field(gt=0, le=60)]
+"""A longer trace would fill the memory, and nobody could read it."""
 Address = Annotated[str, AfterValidator(_address)]
 
 

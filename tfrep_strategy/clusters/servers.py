@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tfrep_strategy.clusters.cluster import wait_until_reachable
+from tfrep_strategy.profiles.requests import answer_requests
 from tfrep_strategy.rendezvous.confinement import confined
 from tfrep_strategy.startup_log import quiet_start
 
@@ -65,7 +66,7 @@ def main(arguments: list[str], own_path: list[str]) -> None:
             if pid == 0:
                 for stream in (orders, answers):
                     os.close(stream.fileno())
-                _serve(cluster, job, index, log_dir / f"{name}.log", parent)
+                _serve(cluster, job, index, log_dir / f"{name}.log", Path(folder), parent)
             servers[name] = pid
             threading.Thread(target=watch, args=(name, pid), daemon=True).start()
             answer(started=name, pid=pid)
@@ -77,7 +78,7 @@ def main(arguments: list[str], own_path: list[str]) -> None:
         os._exit(0)
 
 
-def _serve(cluster: dict[str, list[str]], job: str, index: int, log: Path, parent: int) -> None:
+def _serve(cluster: dict[str, list[str]], job: str, index: int, log: Path, folder: Path, parent: int) -> None:
     """Is the life of one server; never returns."""
     code = 1
     try:
@@ -87,6 +88,7 @@ def _serve(cluster: dict[str, list[str]], job: str, index: int, log: Path, paren
         with open(log, "ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+        answer_requests(folder, f"{job}{index}")
         run_server(cluster, job, index)
         code = 0
     finally:

@@ -25,9 +25,10 @@ from tfrep_strategy.transports import (
     installed_communicators,
 )
 
-RUN_VARIABLES = ("TFREP_STRATEGY", "TFREP_COMMUNICATOR", "TFREP_NUM_REPLICAS", "TFREP_BACKUP_DIR")
-"""What a run tells its processes about the strategy that they are to make, and its backups."""
-
+RUN_VARIABLES = (
+    "TFREP_STRATEGY", "TFREP_COMMUNICATOR", "TFREP_NUM_REPLICAS", "TFREP_BACKUP_DIR", "TFREP_PROFILE", "TFREP_PROFILE_DIR",
+)  # fmt: skip
+"""What a run tells its processes about the strategy that they are to make, its backups and its profile."""
 
 
 def horovod_is_installed() -> bool:

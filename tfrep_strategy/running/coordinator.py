@@ -14,9 +14,11 @@ from typing import Any
 
 from tfrep_strategy.clusters.cluster import LocalCluster, check_counts
 from tfrep_strategy.errors import ConfigurationError, ServerLostError, check_count, message
+from tfrep_strategy.processes.announced import announced
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.processes.ranks import Command, Failure, deferred_signals, run_ranks
+from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
 from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.running.joining import refuse_inside_a_run
 from tfrep_strategy.running.runs import make_log_dir
@@ -36,24 +38,30 @@ class ClusterOptions:
         max_restarts: How often the cluster and the script are started again after a server, or the script's process, was
             lost. Workers that are lost are always started again.
         log_dir: Folder for the output of workers and servers; by default it is kept as long as they run.
+        profile: Steps of the first `fit` while which all processes are traced: their number, or "20:30"; see `traced_steps`.
+        profile_dir: Folder for traces; by default `profile` in `log_dir`, or `tfrep-profile` in the current folder.
 
     Raises:
         ConfigurationError: A number cannot be used.
 
     Example:
         >>> ClusterOptions(workers=2, servers=1, max_restarts=3)
-        ClusterOptions(workers=2, servers=1, max_restarts=3, log_dir=None)
+        ClusterOptions(workers=2, servers=1, max_restarts=3, log_dir=None, profile=None, profile_dir=None)
     """
 
     workers: int = 2
     servers: int = 1
     max_restarts: int = 0
     log_dir: Path | None = None
+    profile: str | None = None
+    profile_dir: Path | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_counts(workers=self.workers, servers=self.servers)
         check_count("A run cannot be restarted that often.", 0, max_restarts=self.max_restarts)
+        if self.profile is not None:
+            traced_steps(self.profile)
 
 
 def run_coordinator(
@@ -85,6 +93,8 @@ def run_coordinator(
     refuse_inside_a_run("`tfrep run --strategy parameter-server`")
     kind = "module" if as_module else "script"
     log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
+    profile_dir = profile_folder(options.profile_dir, options.log_dir)
+    of_profile = profile_environ(options.profile, profile_dir)
     with deferred_signals() as events:
         for attempt in range(options.max_restarts + 1):
             with _restarting_cluster(options.workers, options.servers, log_dir) as servers:
@@ -94,10 +104,12 @@ def run_coordinator(
                     "PYTHONUNBUFFERED": "1",
                     "TFREP_STRATEGY": "parameter-server",
                     "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}}),
+                    **of_profile,
                 }
                 of_script = ["tfrep_strategy.running.script", str(notes), "", kind, target, *arguments]
                 command = Command(module_command(*of_script), environ)
-                failure = run_ranks([command], events, log_dir=notes, note_dir=notes)
+                with announced(log_dir or notes, notes, profile_dir):
+                    failure = run_ranks([command], events, log_dir=notes, note_dir=notes)
             lost = failure is not None and (failure.was_lost or failure.exit_code == SERVER_LOST)
             if not lost or attempt == options.max_restarts:
                 return failure

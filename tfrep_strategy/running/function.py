@@ -16,6 +16,7 @@ from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.notes import noted_failure
 from tfrep_strategy.processes.ranks import deferred_signals
 from tfrep_strategy.processes.signs_of_life import give_signs
+from tfrep_strategy.profiles.requests import answer_requests
 from tfrep_strategy.running.joining import warn_inside_a_run
 from tfrep_strategy.running.runs import Options, RunFailed, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
@@ -101,6 +102,7 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
             fn, args, kwargs = pickle.loads((folder / "call").read_bytes())
         if scope:
             with run_strategy_scope():
+                answer_requests(folder, f"rank{rank}")
                 result = fn(*args, **kwargs)
         else:
             result = fn(*args, **kwargs)

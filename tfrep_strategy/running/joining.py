@@ -16,6 +16,7 @@ from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.identity import RUN_VARIABLES, common_hash_seed
 from tfrep_strategy.processes.nodes import Node
+from tfrep_strategy.profiles.wanted import profile_environ, profile_folder
 from tfrep_strategy.running.runs import Options, make_log_dir
 from tfrep_strategy.validation import Rank, Size, made_folder, variable
 
@@ -131,6 +132,7 @@ def join_outer_run(outer: Environment, options: Options, arguments: Sequence[str
     }
     if options.backup_dir is not None:
         environ["TFREP_BACKUP_DIR"] = str(made_folder("backup_dir", options.backup_dir))
+    environ |= profile_environ(options.profile, profile_folder(options.profile_dir, options.log_dir))
     log_dir = "" if options.log_dir is None else str(make_log_dir(options.log_dir))
     command = module_command("tfrep_strategy.running.script", "", log_dir, *arguments)
     sys.stdout.flush()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds, message
 from tfrep_strategy.limits import grace_seconds
+from tfrep_strategy.processes.announced import announced
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.identity import (
     check_communicator,
@@ -29,6 +30,7 @@ from tfrep_strategy.processes.notes import clear_notes
 from tfrep_strategy.processes.output import lines_shown
 from tfrep_strategy.processes.ranks import Command, Events, Failure, run_ranks
 from tfrep_strategy.processes.signs_of_life import Patience
+from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
 from tfrep_strategy.running.failures import describe
 from tfrep_strategy.validation import MOST_PROCESSES, MOST_RANKS, check_fields, made_folder
 
@@ -58,6 +60,8 @@ class Options:
         max_restarts: How often all ranks are started again after one was killed. Errors of the script end the run.
         backup_dir: Folder in which each `fit` of the script is backed up, to go on from there when the run is started again. By
             default one beside the logs if the run may be restarted, else none.
+        profile: Steps of the first `fit` that all ranks trace: their number, or "20:30"; see `traced_steps`.
+        profile_dir: Folder for traces; by default `profile` in `log_dir`, or `tfrep-profile` in the current folder.
 
     Raises:
         ConfigurationError: An option cannot be used, alone or beside the others.
@@ -77,6 +81,8 @@ class Options:
     node: Node | None = None
     max_restarts: int = 0
     backup_dir: str | os.PathLike[str] | None = None
+    profile: str | None = None
+    profile_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -91,6 +97,8 @@ class Options:
         if self.backup_dir is not None and "://" in os.fspath(self.backup_dir):
             hint = "name a folder of this machine, or one that is mounted."
             raise ConfigurationError(message("Backups need a folder.", hint=hint, backup_dir=os.fspath(self.backup_dir)))
+        if self.profile is not None:
+            traced_steps(self.profile)
         if self.timeout is not None:
             check_seconds(timeout=self.timeout)
         if self.hosts is not None:
@@ -228,16 +236,21 @@ def run_to_end(
     patience = Patience.of_environment() if size > 1 and options.strategy != "mirrored" else None
     log_dir = make_log_dir(options.log_dir)
     backup_dir = _backup_dir(options, log_dir)
+    profile_dir = profile_folder(options.profile_dir, options.log_dir)
+    more_environ = profile_environ(options.profile, profile_dir)
+    if backup_dir is not None:
+        more_environ["TFREP_BACKUP_DIR"] = str(backup_dir)
     if nodes and nodes.first_rank:
         print(f"This machine has {nodes.describe()}. Their output is in {log_dir}", file=sys.stderr)
     first_rank = nodes.first_rank if nodes else 0
     logs_all = options.prefix and not options.hosts  # What horovodrun shows has the rank already.
     with contextlib.ExitStack() as stack:
+        stack.enter_context(announced(log_dir, note_dir, profile_dir))
         if logs_all:
             ranks = range(first_rank, first_rank + (1 if options.strategy == "mirrored" else options.size))
             stack.enter_context(lines_shown({f"[{rank}] ": log_dir / f"rank{rank}.log" for rank in ranks}))
         for restarts in range(options.max_restarts + 1):
-            with _commands(options, make_arguments(log_dir), restarts, nodes, backup_dir) as commands:
+            with _commands(options, make_arguments(log_dir), restarts, nodes, more_environ) as commands:
                 failure = run_ranks(
                     commands,
                     events,
@@ -270,12 +283,11 @@ def run_to_end(
 
 @contextlib.contextmanager
 def _commands(
-    options: Options, arguments: list[str], restarts: int, nodes: Nodes | None, backup_dir: Path | None
+    options: Options, arguments: list[str], restarts: int, nodes: Nodes | None, more_environ: dict[str, str]
 ) -> Iterator[list[Command]]:
     """Yields what each rank runs. Addresses of ranks are free as long as the body runs."""
     environ = inherited_environ() | {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": common_hash_seed(), "TFREP_RESTARTS": str(restarts)}
-    if backup_dir is not None:
-        environ["TFREP_BACKUP_DIR"] = str(backup_dir)
+    environ |= more_environ
     strategy = options.resolved_strategy
     if strategy is not None:
         environ["TFREP_STRATEGY"] = strategy

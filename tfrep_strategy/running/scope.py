@@ -33,6 +33,7 @@ def run_strategy_scope() -> Iterator[Any]:
     with quiet_start():
         import tensorflow as tf
 
+        from tfrep_strategy.keras_integration.shared.profiled_fit import say_without_fit
         from tfrep_strategy.running.stand_ins import put, strategy_everywhere
         from tfrep_strategy.strategies.auto import auto_strategy
         from tfrep_strategy.strategies.parameter_server import ParameterServerStrategy
@@ -58,6 +59,8 @@ def run_strategy_scope() -> Iterator[Any]:
             put(stack, owner, name, _warns_when_late(getattr(owner, name)))
         stack.enter_context(strategy.scope())
         yield strategy
+        if getattr(strategy, "is_chief", True):
+            say_without_fit()
 
 
 def _warns_when_late(setting: Callable[..., None]) -> Callable[..., None]:

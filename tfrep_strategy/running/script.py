@@ -16,6 +16,7 @@ from tfrep_strategy.processes.nodes import meet_nodes
 from tfrep_strategy.processes.notes import noted_failure
 from tfrep_strategy.processes.ranks import deferred_signals
 from tfrep_strategy.processes.signs_of_life import give_signs
+from tfrep_strategy.profiles.requests import answer_requests
 from tfrep_strategy.running.joining import for_this_pod, join_outer_run, outer_run
 from tfrep_strategy.running.runs import Options, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
@@ -96,6 +97,7 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
         sys.argv = [target, *rest]
         first = os.getcwd() if kind == "module" else str(Path(target).resolve().parent)
         with run_strategy_scope():
+            answer_requests(notes, "coordinator" if os.environ["TFREP_STRATEGY"] == "parameter-server" else f"rank{rank}")
             sys.path[:] = own_path if getattr(sys.flags, "safe_path", False) else [first, *own_path[1:]]
             if kind == "module":
                 runpy.run_module(target, run_name="__main__", alter_sys=True)

@@ -22,6 +22,7 @@ from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.shared.backups import Backups
 from tfrep_strategy.keras_integration.shared.csv_files import CsvFiles
 from tfrep_strategy.keras_integration.shared.model_files import ModelFiles
+from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfCluster, check_cluster, profiled
 
 _Trainer = keras_internal("backend.tensorflow.trainer", "TensorFlowTrainer")
 
@@ -51,7 +52,9 @@ class AsynchronousDriver(Updates, SharedState, Parts, ModelFiles, Backups, CsvFi
     def fit(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Trains on the workers."""
         made_in_scope.refuse_foreign_model(model, self.strategy, "fit")
-        return self._on_workers("train", original, model, args, kwargs)
+        check_cluster()
+        with profiled(TracesOfCluster, speaks=True) as self._profile:
+            return self._on_workers("train", original, model, args, kwargs)
 
     def evaluate(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluates on the workers."""
@@ -97,7 +100,10 @@ class AsynchronousDriver(Updates, SharedState, Parts, ModelFiles, Backups, CsvFi
 
     def make_epoch_iterator(self, original: Any, distribute_strategy: Any = None, **kwargs: Any) -> StepsOfWorkers:
         """Hands Keras's loops batches to send to workers, or the pipelines of these."""
-        return StepsOfWorkers(self, **kwargs)
+        steps = StepsOfWorkers(self, **kwargs)
+        if steps.trains:
+            steps.around_step = self._profile.step
+        return steps
 
     def end_epoch(self) -> None:
         """Waits for the steps of an epoch, and tells Keras if a worker had no data for one of them."""

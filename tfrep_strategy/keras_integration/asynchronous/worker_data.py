@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -48,13 +49,18 @@ class StepsOfWorkers(_EpochIterator):  # type: ignore[misc]
     Args:
         driver: The driver of the model.
         **kwargs: What Keras's loops give: the data, and settings.
+
+    Attributes:
+        trains: Whether a `fit` trains on them.
+        around_step: Is entered before each execution of so many steps, and left when they were handed out.
     """
 
     def __init__(self, driver: Any, **kwargs: Any) -> None:
         strategy, source = driver.strategy, kwargs.get("x")
         # Of `fit`, `evaluate` and `predict`, only `fit` has class weights.
-        trains = "class_weight" in kwargs
-        created = isinstance(source, DatasetCreator) and trains and kwargs.get("steps_per_epoch") is not None
+        self.trains = "class_weight" in kwargs
+        self.around_step: Callable[[int], contextlib.AbstractContextManager[None]] = lambda steps: contextlib.nullcontext()
+        created = isinstance(source, DatasetCreator) and self.trains and kwargs.get("steps_per_epoch") is not None
         on_workers = created or isinstance(source, tf.distribute.DistributedDataset)
         if on_workers:
             source = _as_dataset_only(source, **kwargs)
@@ -70,6 +76,12 @@ class StepsOfWorkers(_EpochIterator):  # type: ignore[misc]
             )
         self._distributed_dataset = WorkerData(strategy, source) if on_workers else FedData(dataset)
         self.element_spec = self._distributed_dataset.element_spec
+
+    def _enumerate_iterator(self) -> Iterator[Any]:
+        """Marks the handing out of steps in traces."""
+        for first, last, iterator in super()._enumerate_iterator():
+            with self.around_step(last - first + 1):
+                yield first, last, iterator
 
     def tf_sync(self) -> None:
         """Waits for the steps of an epoch."""

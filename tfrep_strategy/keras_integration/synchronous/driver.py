@@ -15,6 +15,7 @@ from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.shared.preemption import keeping_sigterm
+from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfRanks, profiled
 from tfrep_strategy.keras_integration.shared.xla import SplitPrediction, compiled_between_collectives
 from tfrep_strategy.keras_integration.synchronous.callbacks import Callbacks
 from tfrep_strategy.keras_integration.synchronous.empty_parts import EmptyParts
@@ -73,7 +74,7 @@ class SynchronousDriver(
         self.strategy.extended.given_beside = {"validation_data": given.get("validation_data")}
         self.is_fitting = True
         try:
-            with keeping_sigterm():
+            with keeping_sigterm(), profiled(lambda: TracesOfRanks(self.strategy), self.strategy.is_chief) as self.profile:
                 return original(model, *args, **kwargs)
         finally:
             self.strategy.extended.given_beside = {}
@@ -133,6 +134,7 @@ class SynchronousDriver(
         steps = StepsOfReplicas(self, **kwargs)
         if self.is_fitting and self.steps_of_fit is None:
             self.steps_of_fit = steps  # What comes later is for validation.
+            steps.around_step = self.profile.step
         return steps
 
     def get_data_adapter(self, original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:

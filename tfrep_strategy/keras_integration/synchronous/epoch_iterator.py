@@ -53,6 +53,8 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         self._distributed_dataset = self._distributed_dataset.for_keras(self._common_batches is not None)
         self.before_step: Callable[[int], None] = lambda batches_done: None
         """Is called before each step, when all callbacks have seen the one before."""
+        self.around_step: Callable[[int], contextlib.AbstractContextManager[None]] = lambda steps: contextlib.nullcontext()
+        """Is entered before each execution of so many steps, and left when all callbacks have seen them."""
 
     def reset(self) -> None:
         """Forgets the state of an epoch, but not that the data of another process is shorter."""
@@ -71,7 +73,8 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
                     next(iterator)
             else:
                 self.before_step(first)
-                yield first, last, iterator
+                with self.around_step(last - first + 1):
+                    yield first, last, iterator
 
     def pass_over(self, epochs: int) -> None:
         """Has the order of the data go on as if so many epochs had been read."""

@@ -1,0 +1,3 @@
+"""Calls no `fit`."""
+
+print("FOUND {}")

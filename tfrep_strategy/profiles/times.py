@@ -1,0 +1,154 @@
+"""Reads a trace: what a process did in the traced time, and what it waited for.
+
+TensorFlow writes an event for each operation. An asynchronous one, such as a collective, has one when it starts and one when it
+is done. A moment belongs to the first of these that is true of it: an operation computes, a collective is under way, a step waits
+for its batch, a tensor is on its way from or to another device or process. Else the process is idle.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfrep_strategy._tensorflow import XSpace, operation_definition
+from tfrep_strategy.profiles.summary import Report
+
+WINDOW = "tfrep_profile"
+"""The event that lasts as long as the trace."""
+STEP = "train"
+"""The event of a step of a `fit`. TensorBoard's profiler knows it by its number."""
+
+_START, _DONE = "ExecutorState::ProcessAsync::Start", "ExecutorState::ProcessAsync::Done"
+_OPERATION = re.compile(r"(?:[^:]+:|EagerLocalExecute: )([A-Za-z_]\w*)")
+"""An operation of a function, or an eager one."""
+_XLA = "CpuExecutable::Execute"
+_COMPUTE, _COLLECTIVE, _INPUT, _TRANSFER = range(4)
+"""In the order in which a moment is given to them."""
+_FAR = 2**62
+_KINDS = (
+    (re.compile(r"Collective|_?Nccl|Horovod"), _COLLECTIVE),
+    (re.compile(r"(MultiDevice)?IteratorGetNext"), _INPUT),
+    (re.compile(r"_(Host)?(Send|Recv)"), _TRANSFER),
+)
+_BACKGROUND = "tf_data"
+"""How the names of threads begin that prepare batches ahead of time. No step waits for them as such."""
+
+_Span = tuple[int, int]
+"""From when to when, in picoseconds."""
+
+
+def times_of(file: Path, who: str) -> Report:
+    """Reads the trace of a process.
+
+    Args:
+        file: What TensorFlow's profiler has written (`*.xplane.pb`).
+        who: The process.
+
+    Returns:
+        The times.
+    """
+    space = XSpace.FromString(file.read_bytes())
+    spans: dict[int, list[_Span]] = defaultdict(list)
+    steps, windows = 0, []
+    gpus = [plane for plane in space.planes if plane.name.startswith("/device:GPU")]
+    for plane in space.planes:
+        if plane in gpus:
+            for kind, span in _kernels(plane):
+                spans[kind].append(span)
+        else:
+            steps += len(_named(plane, STEP))
+            windows += _named(plane, WINDOW)
+            for kind, span in _operations(plane):
+                # An operation of a GPU has ended for the host when its kernels are queued.
+                if kind != _COMPUTE or not gpus:
+                    spans[kind].append(span)
+    begin, end = windows[0]
+    covered = [_length(sum((spans[kind] for kind in range(last + 1)), []), begin, end) for last in range(_TRANSFER + 1)]
+    compute, collectives, waits, transfers = np.diff([0.0, *covered]).tolist()
+    traced = (end - begin) / 1e12
+    return Report(who, traced, compute, collectives + transfers, waits, traced - covered[-1], steps)
+
+
+def _events(plane: Any) -> Iterator[tuple[str, Any, _Span]]:
+    """Yields the thread of each event, the event, and from when to when it lasts."""
+    for line in plane.lines:
+        zero = 1000 * line.timestamp_ns
+        for event in line.events:
+            begin = zero + event.offset_ps
+            yield line.name, event, (begin, begin + event.duration_ps)
+
+
+def _named(plane: Any, name: str) -> list[_Span]:
+    keys = {key for key, data in plane.event_metadata.items() if data.name == name}
+    return [span for _, event, span in _events(plane) if event.metadata_id in keys]
+
+
+def _kernels(plane: Any) -> Iterator[tuple[int, _Span]]:
+    """Yields the kind and the time of what the streams of a GPU do. Its other lines repeat that in other words."""
+    kinds = {key: _COLLECTIVE if "nccl" in data.name.lower() else _COMPUTE for key, data in plane.event_metadata.items()}
+    for line, event, span in _events(plane):
+        if line.startswith("Stream"):
+            yield kinds[event.metadata_id], span
+
+
+def _operations(plane: Any) -> Iterator[tuple[int, _Span]]:
+    """Yields the kind and the time of each operation that the host runs."""
+    names = {key: data.name for key, data in plane.event_metadata.items()}
+    stats = {key: data.name for key, data in plane.stat_metadata.items()}
+    kinds = {key: kind for key, name in names.items() if (kind := _kind_of_event(name)) is not None}
+    # By their number, which both events of an asynchronous operation have. It may have started before the trace, or end after it.
+    starts: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    types: dict[int, str] = {}
+    for line, event, (begin, end) in _events(plane):
+        name = names[event.metadata_id]
+        if event.metadata_id in kinds:
+            if not line.startswith(_BACKGROUND):
+                yield kinds[event.metadata_id], (begin, end)
+        elif name in (_START, _DONE):
+            found = _stats(event, stats)
+            number = found["_p" if name == _START else "_c"]
+            (starts if name == _START else ends)[number] = begin
+            types[number] = found["kernel_type"]
+    for number, operation_type in types.items():
+        kind = _kind(operation_type)
+        if kind != _COMPUTE:  # What a function calls counts, and not the call.
+            yield kind, (starts.get(number, 0), ends.get(number, _FAR))
+
+
+def _stats(event: Any, names: dict[int, str]) -> dict[str, Any]:
+    found = {}
+    for stat in event.stats:
+        field = stat.WhichOneof("value")
+        value = getattr(stat, field)
+        found[names[stat.metadata_id]] = names[value] if field == "ref_value" else value
+    return found
+
+
+def _kind_of_event(name: str) -> int | None:
+    """Returns the kind of an operation's own event; None of other events."""
+    if name.startswith(_XLA):
+        return _COMPUTE
+    operation = _OPERATION.fullmatch(name)
+    if operation is None or operation_definition(operation[1]) is None:
+        return None
+    return _kind(operation[1])
+
+
+def _kind(operation_type: str) -> int:
+    return next((kind for pattern, kind in _KINDS if pattern.match(operation_type)), _COMPUTE)
+
+
+def _length(spans: list[_Span], begin: int, end: int) -> float:
+    """Returns for how many seconds at least one span lasts, between two times."""
+    if not spans:
+        return 0.0
+    ordered = np.array(spans, np.int64).clip(begin, end)
+    ordered = ordered[ordered[:, 0].argsort()]
+    reached = np.maximum.accumulate(np.concatenate([[begin], ordered[:, 1]]))
+    return float(np.maximum(ordered[:, 1] - np.maximum(ordered[:, 0], reached[:-1]), 0).sum()) / 1e12
