@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tfrep_strategy as tfrep
 
 X = np.random.RandomState(0).randn(44, 4).astype("float32")
 Y = X[:, :1] * 2 - X[:, 1:2]
+ALL = np.arange(len(X))
 PER_REPLICA = 4
 
 
@@ -30,6 +33,27 @@ def make_model() -> keras.Model:
     model = keras.Model(inputs, outputs)
     model.compile(keras.optimizers.Adam(0.05), own_loss, metrics=["mae"])
     return model
+
+
+def two() -> tfrep.MirroredStrategy:
+    """Returns a strategy of two replicas in this process."""
+    return tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def estimator_in(folder: Path, model: Any = None, **settings: Any) -> Any:
+    """Makes an estimator."""
+    return tfrep.estimator.model_to_estimator(model or make_model(), str(folder), tfrep.estimator.RunConfig(**settings))
+
+
+def steps_saved(folder: Path) -> list[int]:
+    """Returns the global steps of the checkpoints in a folder."""
+    return sorted(int(path.suffixes[-2].partition("-")[2]) for path in folder.glob("model.ckpt-*.index"))
+
+
+def scalars(folder: Path, name: str) -> dict[int, float]:
+    """Returns the summaries of a name in a folder, by global step."""
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
+    return {event.step: float(tf.make_ndarray(event.tensor_proto)) for event in events.Tensors(name)}
 
 
 def input_fn() -> tf.data.Dataset:
@@ -65,9 +89,18 @@ def global_batches(order: Sequence[np.ndarray], replicas_of_process: int = 1) ->
 def one_device(steps: Sequence[np.ndarray]) -> dict[str, Any]:
     """Trains with plain Keras on the examples of each step, and evaluates all examples."""
     model = make_model()
-    losses = [float(model.train_on_batch(X[step], Y[step], return_dict=True)["loss"]) for step in steps if not model.reset_metrics()]
+    losses = [
+        float(model.train_on_batch(X[step], Y[step], return_dict=True)["loss"])
+        for step in steps
+        if not model.reset_metrics()
+    ]
     results = model.evaluate(X, Y, return_dict=True, verbose=0)
-    return {"weights": model.get_weights(), "losses": losses, "results": results, "predictions": model.predict(X, verbose=0)}
+    return {
+        "weights": model.get_weights(),
+        "losses": losses,
+        "results": results,
+        "predictions": model.predict(X, verbose=0),
+    }
 
 
 class Records(tfrep.estimator.SessionRunHook):
@@ -118,7 +151,11 @@ def train_through_estimator(strategy: Any, folder: str, kind: str) -> dict[str, 
     by_one = tfrep.estimator.model_to_estimator(make_model(), config=alone).evaluate(input_fn)
     predictions = [example["sum"] for example in estimator.predict(input_fn)]
     return {
-        "weights": [estimator.get_variable_value(f"{layer}/{part}") for layer in ("hidden", "sum") for part in ("kernel", "bias")],
+        "weights": [
+            estimator.get_variable_value(f"{layer}/{part}")
+            for layer in ("hidden", "sum")
+            for part in ("kernel", "bias")
+        ],
         "losses": [value["loss"] for value in hook.values],
         "steps": [value["step"] for value in hook.values],
         "results": results,

@@ -27,8 +27,8 @@ def seed_operations(seed: int | None) -> None:
 def batches_for(strategy: Any, input_fn: InputFn, steps: int | None, repeats: bool) -> Any:
     """Returns what `fit` or `evaluate` reads: in each step one batch of `input_fn` for each replica.
 
-    An `input_fn` with the argument `input_context` is called once in each process, and says what this process reads. Without it, each
-    process reads the same pipeline and takes its batches in turn: with N replicas, replica i gets the batches i, N + i, 2N + i, ...
+    An `input_fn` with the argument `input_context` is called once in each process, and says what this process reads. Without it,
+    all processes read one pipeline, whose batches go to the replicas in turn: with N replicas, replica i gets the batches i, N + i, ...
 
     Args:
         strategy: The strategy; None for one device.
@@ -66,7 +66,9 @@ def dataset_of(input_fn: InputFn, context: tf.distribute.InputContext, repeats: 
         return given
     if given is None:
         raise ConfigurationError(
-            message("input_fn returned nothing.", hint="return a tf.data.Dataset of (features, labels).", input_fn=input_fn)
+            message(
+                "input_fn returned nothing.", hint="return a tf.data.Dataset of (features, labels).", input_fn=input_fn
+            )
         )
     dataset = tf.data.Dataset.from_tensors(given)
     return dataset.repeat() if repeats else dataset

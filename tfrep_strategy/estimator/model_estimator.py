@@ -28,9 +28,9 @@ _CHECKPOINT = "model.ckpt"
 class Estimator:
     """Trains, evaluates and predicts with copies of a Keras model, through the checkpoints of `model_dir`.
 
-    The model is built again for each strategy that is used, with its weights and its compile settings; the model that was given stays
-    as it is. Each call begins with the latest checkpoint, and without one with the weights of the given model. Every rank must call
-    `train`, `evaluate` and `export_saved_model`; the chief writes the files.
+    The model is built again for each strategy that is used, with its weights and its compile settings. The model that was given
+    stays as it is. Each call begins with the latest checkpoint, and without one with the weights of the given model. Every rank
+    must call `train`, `evaluate` and `export_saved_model`; the chief writes the files.
 
     **A batch** of an `input_fn` is that of one replica, as it was: with N replicas a step takes N batches. The weights are those of
     one device that trains on the N batches put together.
@@ -61,7 +61,11 @@ class Estimator:
     ) -> None:
         check_model(keras_model)
         config = config or RunConfig()
-        if model_dir is not None and config.model_dir is not None and os.fspath(model_dir) != os.fspath(config.model_dir):
+        if (
+            model_dir is not None
+            and config.model_dir is not None
+            and os.fspath(model_dir) != os.fspath(config.model_dir)
+        ):
             raise ConfigurationError(
                 message("Two folders are given.", hint="leave out one.", model_dir=model_dir, config=config.model_dir)
             )
@@ -78,17 +82,21 @@ class Estimator:
         return os.fspath(self.config.model_dir or "")
 
     def train(
-        self, input_fn: InputFn, hooks: Sequence[Any] | None = None, steps: int | None = None, max_steps: int | None = None
+        self,
+        input_fn: InputFn,
+        hooks: Sequence[Any] | None = None,
+        steps: int | None = None,
+        max_steps: int | None = None,
     ) -> Estimator:
         """Trains, and writes checkpoints and summaries. It goes on from the latest checkpoint.
 
-        The training ends when the data of all processes ends, after `steps` steps, or when the global step is `max_steps`, whichever
+        The training ends when the data of all processes ends, after `steps` steps, or at the global step `max_steps`, whichever
         comes first.
 
         Args:
-            input_fn: Returns a `tf.data.Dataset` of (features, labels), with batches for one replica; or such tensors, which are the
-                batch of every step. With the argument `input_context` it gets a `tf.distribute.InputContext` and returns the data of
-                its process. Otherwise the batches are dealt to the replicas in turn.
+            input_fn: Returns a `tf.data.Dataset` of (features, labels), with batches for one replica; or such tensors, which are
+                the batch of every step. With the argument `input_context` it gets a `tf.distribute.InputContext` and returns the
+                data of its process. Otherwise the batches go to the replicas in turn.
             hooks: Objects with methods of a `SessionRunHook`.
             steps: How many more steps to train.
             max_steps: The global step at which to end. If it is reached already, nothing happens.
@@ -103,7 +111,12 @@ class Estimator:
         return self.train_with(input_fn, hooks, steps, max_steps, lambda: None)
 
     def train_with(
-        self, input_fn: InputFn, hooks: Sequence[Any] | None, steps: int | None, max_steps: int | None, saved: Callable[[], None]
+        self,
+        input_fn: InputFn,
+        hooks: Sequence[Any] | None,
+        steps: int | None,
+        max_steps: int | None,
+        saved: Callable[[], None],
     ) -> Estimator:
         """Trains as `train`, and calls `saved` on all ranks when a checkpoint of this training was written."""
         if steps is not None and max_steps is not None:
@@ -228,7 +241,10 @@ class Estimator:
                     yield {name: values[i] for name, values in batch.items()}
 
     def export_saved_model(
-        self, export_dir_base: str | os.PathLike[str], serving_input_receiver_fn: None = None, checkpoint_path: str | None = None
+        self,
+        export_dir_base: str | os.PathLike[str],
+        serving_input_receiver_fn: None = None,
+        checkpoint_path: str | None = None,
     ) -> str:
         """Exports the latest checkpoint as a SavedModel, whose endpoint `serve` takes what the model takes.
 
@@ -331,8 +347,9 @@ def model_to_estimator(
 
 
 def _check_steps(**steps: int | None) -> None:
-    if None not in steps.values():
-        check_count("A call has at least one step.", **steps)
+    ((name, value),) = steps.items()
+    if value is not None:
+        check_count("A call has at least one step.", **{name: value})
 
 
 def _named(model: Any, outputs: Any) -> dict[str, Any]:

@@ -28,7 +28,9 @@ def check_model(model: Any) -> None:
             )
         )
     if not model.compiled:
-        raise ConfigurationError(message("The model is not compiled.", hint="call model.compile first.", keras_model=model.name))
+        raise ConfigurationError(
+            message("The model is not compiled.", hint="call model.compile first.", keras_model=model.name)
+        )
     if not model.built:
         hint = "let it begin with keras.Input(shape), or call it on a batch first."
         raise ConfigurationError(message("The model has no weights yet.", hint=hint, keras_model=model.name))
@@ -55,7 +57,9 @@ def rebuilt(model: Any, strategy: Any, custom_objects: Mapping[str, Any] | None)
                 copy.build(model.get_build_config()["input_shape"])
         except (NotImplementedError, TypeError, ValueError) as error:
             hint = "give its class get_config, or write it as keras.Model(inputs, outputs)."
-            raise ConfigurationError(message("The model cannot be built again.", hint=hint, keras_model=model.name)) from error
+            raise ConfigurationError(
+                message("The model cannot be built again.", hint=hint, keras_model=model.name)
+            ) from error
         config = {**model.get_compile_config(), "steps_per_execution": 1}  # Hooks see every step.
         copy.compile_from_config(config)
         copy.set_weights(model.get_weights())
@@ -116,6 +120,8 @@ class SavedModel:
             except (AssertionError, ValueError) as error:
                 hint = "use another model_dir, or remove the old checkpoints."
                 raise ConfigurationError(
-                    message("The checkpoint is of another model.", hint=hint, checkpoint=path, keras_model=self.model.name)
+                    message(
+                        "The checkpoint is of another model.", hint=hint, checkpoint=path, keras_model=self.model.name
+                    )
                 ) from error
         return self.global_step

@@ -26,7 +26,7 @@ class RunConfig:
         train_distribute: The strategy that trains: a `MirroredStrategy` or `MultiWorkerStrategy` of this package. None: the one in
             scope, as under `tfrep run`; else one device.
         eval_distribute: The strategy that evaluates. None: the one in scope; else each process evaluates all of the data by itself.
-        tf_random_seed: Seed of TensorFlow's random operations, set before each call of an `input_fn`, so that a shuffle without a seed
+        tf_random_seed: Seed of TensorFlow's random operations, set before an `input_fn` is called, so that a shuffle without a seed
             has the same order on all ranks. None: the chief draws one.
         save_summary_steps: Steps between two summaries of loss and metrics. None: there are none.
         save_checkpoints_steps: Steps between two checkpoints.

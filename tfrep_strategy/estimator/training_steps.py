@@ -84,7 +84,9 @@ class TrainingSteps(DeclaredCallback):
         self._calls.before_run()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.done = max(self.done, self._start + batch + 1)  # Threads may come in any order if no hook looks at batches.
+        self.done = max(
+            self.done, self._start + batch + 1
+        )  # Threads may come in any order if no hook looks at batches.
         if self.looks_at_batches:
             self._calls.session.global_step = self.done
             self._calls.after_run(logs or {})

@@ -1,0 +1,104 @@
+"""Estimators on two processes, over both transports, and under `tfrep run`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from estimator_programs import ALL, global_batches, one_device
+
+import tfrep_strategy as tfrep
+
+_COMMUNICATORS = pytest.mark.parametrize("communicator", ["tf", "horovod"])
+_STEPS = {"input_fn": global_batches([ALL], 2), "input_fn_of_process": global_batches([ALL[0::2], ALL[1::2]])}
+
+
+def train(strategy: Any, folder: str, kind: str) -> dict[str, Any]:
+    import estimator_programs
+
+    return estimator_programs.train_through_estimator(strategy, folder, kind)
+
+
+@_COMMUNICATORS
+@pytest.mark.parametrize("kind", ["input_fn", "input_fn_of_process"])
+def test_each_rank_takes_a_batch_of_its_own(communicator: str, kind: str, tmp_path: Path, worker_pool: Any) -> None:
+    import estimator_programs
+
+    expected = one_device(_STEPS[kind])
+    for found in worker_pool(communicator, 2).run(train, str(tmp_path), kind):
+        estimator_programs.check_equal(found, expected)
+        events = [name for name in found["in_model_dir"] if name.startswith("events.")]
+        assert len(events) == 1, "the chief writes summaries"
+        saved = [name for name in found["in_model_dir"] if name.endswith(".index")]
+        assert saved == [f"model.ckpt-{step}.index" for step in (0, 2, 4, 6)]
+
+
+def in_other_ways(strategy: Any, folder: str) -> dict[str, Any]:
+    import estimator_programs as programs
+
+    config = tfrep.estimator.RunConfig(
+        train_distribute=strategy,
+        eval_distribute=strategy,
+        save_checkpoints_secs=0.01,
+        keep_checkpoint_max=2,
+        tf_random_seed=None,
+    )
+    estimator = tfrep.estimator.model_to_estimator(programs.make_model(), config=config)
+    spec = tfrep.estimator.TrainSpec(programs.shuffled_input_fn, max_steps=6)
+    results, _ = tfrep.estimator.train_and_evaluate(
+        estimator, spec, tfrep.estimator.EvalSpec(programs.input_fn, throttle_secs=0)
+    )
+    # One rank has a hook for itself, which ends the training of all.
+    stop = [programs.Records(8, lambda context: context.request_stop())] if strategy.rank == 1 else []
+    estimator.train(programs.shuffled_input_fn, hooks=stop)
+    return {
+        "model_dir": estimator.model_dir,
+        "results": results,
+        "weights": estimator.get_variable_value("hidden/kernel"),
+        "step": int(estimator.get_variable_value("global_step")),
+        "export": estimator.export_saved_model(os.path.join(folder, "exports")),
+        "losses": [value["loss"] for hook in stop for value in hook.values],
+    }
+
+
+@_COMMUNICATORS
+def test_ranks_decide_alike(communicator: str, tmp_path: Path, worker_pool: Any) -> None:
+    """Checkpoints by the clock, a seed that is drawn, a temporary folder, a hook on one rank."""
+    first, second = worker_pool(communicator, 2).run(in_other_ways, str(tmp_path))
+    for name in ("model_dir", "results", "step", "export"):
+        assert first[name] == second[name], name
+    np.testing.assert_array_equal(first["weights"], second["weights"])
+    assert (first["step"], first["results"]["global_step"]) == (8, 6)
+    assert len(second["losses"]) == 2
+    assert os.listdir(tmp_path / "exports") == ["8"]
+
+
+def fail_at_step_three(strategy: Any, folder: str, method: str) -> str:
+    import estimator_programs as programs
+
+    config = tfrep.estimator.RunConfig(folder, train_distribute=strategy, save_checkpoints_steps=2)
+    estimator = tfrep.estimator.model_to_estimator(programs.make_model(), config=config)
+    hook = programs.Records()
+
+    def fail(context: Any, *values: Any) -> None:
+        if context.session.global_step == 3 and strategy.rank == 1:
+            raise ValueError("no more paper")
+
+    setattr(hook, method, fail)
+    try:
+        estimator.train(programs.shuffled_input_fn, hooks=[hook])
+    except tfrep.errors.HookError as error:
+        again = estimator.train(programs.shuffled_input_fn, steps=1)  # The ranks are still together.
+        return f"{error} ({os.path.basename(again.latest_checkpoint() or '')})"
+    return "it went on"
+
+
+@_COMMUNICATORS
+@pytest.mark.parametrize("method", ["before_run", "after_run"])
+def test_the_hook_of_one_rank_fails_on_all(communicator: str, method: str, tmp_path: Path, worker_pool: Any) -> None:
+    found = worker_pool(communicator, 2).run(fail_at_step_three, str(tmp_path), method)
+    text = f"On rank 1, Records.{method} raised ValueError at global step 3: no more paper (model.ckpt-3)"
+    assert found == [text, text]
