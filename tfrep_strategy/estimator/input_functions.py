@@ -28,7 +28,8 @@ def batches_for(strategy: Any, input_fn: InputFn, steps: int | None, repeats: bo
     """Returns what `fit` or `evaluate` reads: in each step one batch of `input_fn` for each replica.
 
     An `input_fn` with the argument `input_context` is called once in each process, and says what this process reads. Without it,
-    all processes read one pipeline, whose batches go to the replicas in turn: with N replicas, replica i gets the batches i, N + i, ...
+    all processes read one pipeline, whose batches go to the replicas in turn: with N replicas, replica i gets the batches i,
+    N + i, 2N + i, ...
 
     Args:
         strategy: The strategy; None for one device.
