@@ -71,7 +71,8 @@ class Estimator:
             )
         folder = model_dir or config.model_dir
         if folder is None:
-            folder = process_communicator().broadcast_object(tempfile.mkdtemp(prefix="tfrep-estimator-"))
+            communicator = process_communicator()
+            folder = communicator.broadcast_object(None if communicator.rank else tempfile.mkdtemp(prefix="tfrep-estimator-"))
         self.config = config.replace(model_dir=os.path.abspath(os.fspath(folder)))
         self._given, self._custom_objects = keras_model, custom_objects
         self._copies: dict[tuple[Any, bool], SavedModel] = {}
@@ -220,7 +221,7 @@ class Estimator:
             ConfigurationError: The model has no output of such a name.
 
         Example:
-            >>> estimator = tfrep.estimator.model_to_estimator(make_model())
+            >>> estimator = tfrep.estimator.model_to_estimator(make_model(), "models")
             >>> [next(iter(each.values())).shape for each in estimator.predict(lambda: x[:2])]
             [(1,), (1,)]
         """
@@ -338,7 +339,7 @@ def model_to_estimator(
         ConfigurationError: See `Estimator`.
 
     Example:
-        >>> config = tfrep.estimator.RunConfig(train_distribute=tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))
+        >>> config = tfrep.estimator.RunConfig("models", train_distribute=tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))
         >>> estimator = tfrep.estimator.model_to_estimator(make_model(), config=config)
         >>> estimator.train(lambda: tf.data.Dataset.from_tensor_slices((x, y)).batch(2)).latest_checkpoint()  # 8 / (2 * 2)
         '...model.ckpt-2'

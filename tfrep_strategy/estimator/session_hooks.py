@@ -81,7 +81,7 @@ class SessionRunHook:
         ...         return tfrep.estimator.SessionRunArgs("loss")
         ...     def after_run(self, run_context, run_values):
         ...         self.losses.append(run_values.results)
-        >>> estimator = tfrep.estimator.model_to_estimator(make_model())
+        >>> estimator = tfrep.estimator.model_to_estimator(make_model(), "models")
         >>> losses = Losses()
         >>> estimator.train(lambda: (x, y), hooks=[losses], steps=3).latest_checkpoint()
         '...model.ckpt-3'
@@ -113,7 +113,7 @@ class StopAtStepHook(SessionRunHook):
 
     Example:
         >>> hook = tfrep.estimator.StopAtStepHook(last_step=2)
-        >>> tfrep.estimator.model_to_estimator(make_model()).train(lambda: (x, y), hooks=[hook]).latest_checkpoint()
+        >>> tfrep.estimator.model_to_estimator(make_model(), "models").train(lambda: (x, y), hooks=[hook]).latest_checkpoint()
         '...model.ckpt-2'
     """
 

@@ -68,7 +68,7 @@ def train_and_evaluate(
         HookError: A hook failed, on some rank.
 
     Example:
-        >>> estimator = tfrep.estimator.model_to_estimator(make_model())
+        >>> estimator = tfrep.estimator.model_to_estimator(make_model(), "models")
         >>> train_spec = tfrep.estimator.TrainSpec(lambda: (x, y), max_steps=20)
         >>> results, _ = tfrep.estimator.train_and_evaluate(estimator, train_spec, tfrep.estimator.EvalSpec(lambda: (x, y)))
         >>> results["global_step"]
