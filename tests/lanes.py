@@ -60,6 +60,7 @@ LANES = {
         "estimator/test_input_functions.py::test_each_replica_takes_a_batch_of_its_own[2-input_fn_of_process]",
         "estimator/test_input_functions.py::test_tensors",
         "estimator/test_model_estimator.py",
+        "estimator/test_run_config.py::test_parameter_servers",
         "estimator/test_train_and_evaluate.py",
         "migration/",
         "test_old_spellings.py::test_graph_mode_is_refused",
@@ -192,6 +193,7 @@ QUICK = (
 """The beginnings of the ids of the tests of `pytest -m quick`. Those that need processes over a communicator are left out."""
 
 NOT_QUICK = (
+    "estimator/test_run_config.py::test_parameter_servers",
     "communicators/test_defaults.py::test_replicas_of_one_process[apart",
     "communicators/test_defaults.py::test_replicas_of_one_process[together",
     "keras_integration/test_thread_state.py::test_a_variational_autoencoder_trains",

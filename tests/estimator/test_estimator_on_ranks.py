@@ -96,6 +96,23 @@ def fail_at_step_three(strategy: Any, folder: str, method: str) -> str:
     return "it went on"
 
 
+def train_apart(strategy: Any, folder: str) -> str:
+    import estimator_programs as programs
+
+    estimator = tfrep.estimator.model_to_estimator(programs.make_model(), folder)
+    try:
+        estimator.train(programs.input_fn)
+    except tfrep.errors.ConfigurationError as error:
+        return str(error)
+    return "it went on"
+
+
+def test_ranks_do_not_train_apart(tmp_path: Path, worker_pool: Any) -> None:
+    for found in worker_pool("tf", 2).run(train_apart, str(tmp_path)):
+        assert found.startswith("Each rank would train by itself. Received: train_distribute=None, ranks=2\nHint: ")
+    assert not list(tmp_path.iterdir())
+
+
 @_COMMUNICATORS
 @pytest.mark.parametrize("method", ["before_run", "after_run"])
 def test_the_hook_of_one_rank_fails_on_all(communicator: str, method: str, tmp_path: Path, worker_pool: Any) -> None:

@@ -157,6 +157,18 @@ def test_checkpoints_by_the_clock(tmp_path: Path) -> None:
     assert steps_saved(seldom) == [0, 11]
 
 
+def test_a_run_makes_no_backups_beside_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tfrep run --max-restarts` backs up each `fit`. An estimator goes on from its own checkpoints."""
+    monkeypatch.setenv("TFREP_BACKUP_DIR", str(tmp_path / "backups"))
+    monkeypatch.setenv("TFREP_BACKUP_SECONDS", "0")
+    estimator = estimator_in(tmp_path / "model", train_distribute=two())
+    estimator.train(input_fn, steps=2)
+    assert not (tmp_path / "backups").exists()
+    with two().scope():
+        make_model().fit(X, Y, verbose=0)
+    assert (tmp_path / "backups").exists()
+
+
 def test_the_checkpoint_of_another_model(tmp_path: Path) -> None:
     estimator_in(tmp_path).train(input_fn, steps=1)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])

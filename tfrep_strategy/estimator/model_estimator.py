@@ -106,7 +106,7 @@ class Estimator:
             This estimator.
 
         Raises:
-            ConfigurationError: `steps` and `max_steps` are both given, or are no whole numbers.
+            ConfigurationError: `steps` and `max_steps` are both given, or are no whole numbers; several ranks would train apart.
             HookError: A hook failed, on some rank. No checkpoint is written after that.
         """
         return self.train_with(input_fn, hooks, steps, max_steps, lambda: None)
@@ -127,6 +127,10 @@ class Estimator:
         _check_steps(steps=steps)
         _check_steps(max_steps=max_steps)
         strategy = strategy_for(self.config.train_distribute)
+        ranks = process_communicator().size
+        if ranks > 1 and not hasattr(strategy, "communicator"):
+            hint = "set train_distribute to the tfrep.MultiWorkerStrategy that connects the ranks."
+            raise ConfigurationError(message("Each rank would train by itself.", hint=hint, train_distribute=strategy, ranks=ranks))
         copy = self._copy(strategy, trains=True)
         latest = self._latest_of_chief()
         start = copy.restore(latest)
