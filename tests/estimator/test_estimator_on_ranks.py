@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from estimator_programs import ALL, global_batches, one_device
 
 import tfrep_strategy as tfrep
+from tfrep_strategy.processes.identity import inherited_environ
 
 _COMMUNICATORS = pytest.mark.parametrize("communicator", ["tf", "horovod"])
 _STEPS = {"input_fn": global_batches([ALL], 2), "input_fn_of_process": global_batches([ALL[0::2], ALL[1::2]])}
@@ -119,3 +122,19 @@ def test_the_hook_of_one_rank_fails_on_all(communicator: str, method: str, tmp_p
     found = worker_pool(communicator, 2).run(fail_at_step_three, str(tmp_path), method)
     text = f"On rank 1, Records.{method} raised ValueError at global step 3: no more paper (model.ckpt-3)"
     assert found == [text, text]
+
+
+def test_a_run_that_is_started_again_goes_on_from_the_latest_checkpoint(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("scripts") / "killed_estimator.py"
+    command = [sys.executable, "-m", "tfrep_strategy.cli", "run", "-n", "2", "--max-restarts", "1"]
+    environ = inherited_environ() | {"PYTHONPATH": str(Path(tfrep.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": "-1"}
+    done = subprocess.run(
+        [*command, str(script), str(script.parents[1])],
+        cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    steps = [int(line.removeprefix("step ")) for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert (tmp_path / "died").exists()
+    assert steps in ([1, 2, 3, 4, 5, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8])  # The chief may not come to tell of step 5.
+    assert "started again" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "model").glob("*.index")) == [f"model.ckpt-{n}.index" for n in (0, 2, 4, 6, 8)]
