@@ -137,4 +137,6 @@ def test_a_run_that_is_started_again_goes_on_from_the_latest_checkpoint(tmp_path
     assert (tmp_path / "died").exists()
     assert steps in ([1, 2, 3, 4, 5, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8])  # The chief may not come to tell of step 5.
     assert "started again" in done.stderr
-    assert sorted(path.name for path in (tmp_path / "model").glob("*.index")) == [f"model.ckpt-{n}.index" for n in (0, 2, 4, 6, 8)]
+    assert sorted(path.name for path in (tmp_path / "model").glob("*.index")) == [
+        f"model.ckpt-{n}.index" for n in (0, 2, 4, 6, 8)
+    ]

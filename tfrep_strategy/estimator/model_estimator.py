@@ -72,7 +72,9 @@ class Estimator:
         folder = model_dir or config.model_dir
         if folder is None:
             communicator = process_communicator()
-            folder = communicator.broadcast_object(None if communicator.rank else tempfile.mkdtemp(prefix="tfrep-estimator-"))
+            folder = communicator.broadcast_object(
+                None if communicator.rank else tempfile.mkdtemp(prefix="tfrep-estimator-")
+            )
         self.config = config.replace(model_dir=os.path.abspath(os.fspath(folder)))
         self._given, self._custom_objects = keras_model, custom_objects
         self._copies: dict[tuple[Any, bool], SavedModel] = {}
@@ -130,7 +132,9 @@ class Estimator:
         ranks = process_communicator().size
         if ranks > 1 and not hasattr(strategy, "communicator"):
             hint = "set train_distribute to the tfrep.MultiWorkerStrategy that connects the ranks."
-            raise ConfigurationError(message("Each rank would train by itself.", hint=hint, train_distribute=strategy, ranks=ranks))
+            raise ConfigurationError(
+                message("Each rank would train by itself.", hint=hint, train_distribute=strategy, ranks=ranks)
+            )
         copy = self._copy(strategy, trains=True)
         latest = self._latest_of_chief()
         start = copy.restore(latest)
