@@ -54,6 +54,14 @@ LANES = {
         "collectives/test_errors.py",
     ),
     "migration": (
+        "estimator/test_estimator_on_ranks.py",
+        "estimator/test_input_functions.py::test_a_shuffle",
+        "estimator/test_input_functions.py::test_each_replica_takes_a_batch_of_its_own[1",
+        "estimator/test_input_functions.py::test_each_replica_takes_a_batch_of_its_own[2-input_fn_of_process]",
+        "estimator/test_input_functions.py::test_tensors",
+        "estimator/test_model_estimator.py",
+        "estimator/test_run_config.py::test_parameter_servers",
+        "estimator/test_train_and_evaluate.py",
         "migration/",
         "test_old_spellings.py::test_graph_mode_is_refused",
         "test_old_spellings.py::test_optimizers_and_callbacks_of_horovod",
@@ -125,6 +133,10 @@ QUICK = (
     "communicators/peers/test_monitor.py::test_all_hear_how_a_rank_ended",
     "communicators/peers/test_monitor.py::test_different_calls_are_listed[True-other0",
     "environments/",
+    "estimator/test_input_functions.py",
+    "estimator/test_model_estimator.py",
+    "estimator/test_run_config.py",
+    "estimator/test_session_hooks.py",
     "callbacks/test_learning_rate.py",
     "callbacks/test_throughput.py",
     "examples/",
@@ -185,6 +197,7 @@ QUICK = (
 """The beginnings of the ids of the tests of `pytest -m quick`. Those that need processes over a communicator are left out."""
 
 NOT_QUICK = (
+    "estimator/test_run_config.py::test_parameter_servers",
     "communicators/test_defaults.py::test_replicas_of_one_process[apart",
     "communicators/test_defaults.py::test_replicas_of_one_process[together",
     "keras_integration/test_thread_state.py::test_a_variational_autoencoder_trains",

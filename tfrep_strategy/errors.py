@@ -47,6 +47,10 @@ class ServerLostError(PeerError):
     """A parameter server has ended, and its variables are lost."""
 
 
+class HookError(TfrepError, RuntimeError):
+    """A hook of an estimator raised an error, on this rank or on another."""
+
+
 def message(what: str, hint: Any = None, **received: Any) -> str:
     """Formats an error message.
 

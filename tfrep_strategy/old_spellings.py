@@ -122,6 +122,15 @@ OF_PARAMETER_SERVERS: dict[str, Line] = {
 }
 """Arguments of `ParameterServerStrategy`."""
 
+OF_RUN_CONFIG: dict[str, Line] = {
+    "session_config": _LEAVE_OUT + "there is no session. tf.config has what ConfigProto had.",
+    "device_fn": _LEAVE_OUT + "the strategy places variables.",
+    "protocol": _LEAVE_OUT + "the strategy connects the processes.",
+    "experimental_distribute": "write train_distribute=strategy, eval_distribute=strategy.",
+    "keep_checkpoint_every_n_hours": "write keep_checkpoint_max=None to keep all.",
+}
+"""Arguments of `tfrep_strategy.estimator.RunConfig`."""
+
 
 def refuses(arguments: Mapping[str, Line]) -> Callable[[_Function], _Function]:
     """Lets a function refuse arguments of older years, with the line to write today.

@@ -245,6 +245,44 @@ def test_from_estimators(run: Callable[..., Ended], tmp_path: Path) -> None:
     assert [name for name in distributed if "tfevents" not in name] == [name for name in exported if "tfevents" not in name]
 
 
+def test_there_are_no_hooks_of_sessions(run: Callable[..., Ended]) -> None:
+    ended = run(alone("estimator_keras_before"))
+    assert ended.codes == [1]
+    error = "AttributeError: module 'tensorflow._api.v2.train' has no attribute 'SessionRunHook'"
+    assert ended.last_error("AttributeError") == error
+    check_quoted("estimator", error)
+
+
+def test_lines_of_estimators_stay() -> None:
+    """The page lists each line of the program that has changed, and says how many have not."""
+    before, after = ((_PROGRAMS / f"estimator_keras_{name}.py").read_text("utf-8").splitlines() for name in ("before", "after"))
+    gone = [line for line in before[before.index("BATCH_SIZE, EPOCHS = 32, 2") :] if line not in after and "print" not in line]
+    assert len(gone) == 5
+    page = (_PAGES / "estimator.md").read_text("utf-8")
+    for line in gone:
+        (removed,) = re.findall(r"tf\.train\.\w+|tf\.contrib[\w.]+|tf\.estimator\.\w+|tf\.keras\.estimator\.\w+", line)
+        assert f"`{removed}" in page, removed
+
+
+@pytest.mark.parametrize("options", [None, ["--prefix"], pytest.param(["--communicator", "horovod"], marks=needs_horovod)])
+def test_from_estimators_through_the_adapter(options: list[str] | None, run: Callable[..., Ended], tmp_path: Path) -> None:
+    """Two replicas with batches of 32 are one device with batches of 64."""
+    text = (_PROGRAMS / "estimator_keras_after.py").read_text("utf-8")
+    for two, one in (("BATCH_SIZE, EPOCHS = 32", "BATCH_SIZE, EPOCHS = 64"), ('["CPU:0", "CPU:1"]', '["CPU:0"]')):
+        assert two in text
+        text = text.replace(two, one)
+    one_device = tmp_path / "one_device.py"
+    one_device.write_text(text, "utf-8")
+    (expected,) = run(([sys.executable, str(one_device)], {})).results
+    assert expected["steps"] == 45
+    started = alone("estimator_keras_after") if options is None else two_ranks("estimator_keras_after", *options)
+    check_equal(run(started), expected, 2 if options == ["--prefix"] else 1)
+    folder = max((path for path in tmp_path.iterdir() if path.is_dir()), key=lambda path: int(path.name)) / "digits"
+    assert {"model.ckpt-0.index", "model.ckpt-45.index", "eval"} <= {path.name for path in folder.iterdir()}
+    events = [path.name for path in folder.iterdir() if "tfevents" in path.name]
+    assert len(events) == 1
+
+
 # From parameter servers of tf_keras.
 
 

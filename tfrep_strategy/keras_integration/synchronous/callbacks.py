@@ -14,6 +14,7 @@ from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.shared import backups
 from tfrep_strategy.keras_integration.shared.csv_files import beginning_whole
+from tfrep_strategy.keras_integration.shared.declared_callback import DeclaredCallback
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
 from tfrep_strategy.keras_integration.synchronous.lone_callbacks import Given, LoneCallback, find_lone
@@ -255,6 +256,8 @@ class _After(_Together):
 def _phases_seen_by_batch(callback: Any) -> frozenset[str]:
     """Returns in which phases a callback looks at single batches."""
     if isinstance(callback, (keras.callbacks.ProgbarLogger, keras.callbacks.BackupAndRestore)):
+        return frozenset()
+    if isinstance(callback, DeclaredCallback) and not callback.looks_at_batches:
         return frozenset()
     if isinstance(callback, _CHECKPOINTS):
         return frozenset(["train"] if callback.save_freq != "epoch" else [])

@@ -22,6 +22,7 @@ from tfrep_strategy.keras_integration.shared.callback_states import (
     states_of,
     write_beside_weights,
 )
+from tfrep_strategy.keras_integration.shared.declared_callback import DeclaredCallback
 from tfrep_strategy.keras_integration.shared.preemption import answer_sigterm, end_as_asked, is_asked_to_end
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
 from tfrep_strategy.limits import backup_dir, backup_seconds
@@ -45,7 +46,11 @@ def backup_of_fit(strategy: KerasStrategy, callbacks: Sequence[Any], steps: Step
         steps: What the `fit` iterates over.
     """
     folder, number = backup_dir(), next(_fits)
-    has_own = any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in callbacks)
+    has_own = any(
+        isinstance(callback, keras.callbacks.BackupAndRestore)
+        or (isinstance(callback, DeclaredCallback) and callback.saves_training)
+        for callback in callbacks
+    )
     if not folder or steps is None or any(strategy.extended.all_gather_object(has_own)):
         return []
     return [RunBackup(strategy, os.path.join(folder, f"fit-{number}"), callbacks, steps)]

@@ -1,0 +1,369 @@
+"""An estimator made of a Keras model: it trains, evaluates and predicts from the checkpoints of its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfrep_strategy.errors import ConfigurationError, check_count, message
+from tfrep_strategy.estimator.input_functions import InputFn, batches_for, dataset_of, seed_operations
+from tfrep_strategy.estimator.rebuilt_models import SavedModel, check_model
+from tfrep_strategy.estimator.run_config import RunConfig, check_strategy, strategy_for
+from tfrep_strategy.estimator.session_hooks import HookCalls, Session
+from tfrep_strategy.estimator.summaries import summaries_in
+from tfrep_strategy.estimator.training_steps import EvaluationSteps, TrainingSteps
+from tfrep_strategy.strategies.of_process import process_communicator
+
+_CHECKPOINT = "model.ckpt"
+
+
+class Estimator:
+    """Trains, evaluates and predicts with copies of a Keras model, through the checkpoints of `model_dir`.
+
+    The model is built again for each strategy that is used, with its weights and its compile settings. The model that was given
+    stays as it is. Each call begins with the latest checkpoint, and without one with the weights of the given model. Every rank
+    must call `train`, `evaluate` and `export_saved_model`; the chief writes the files.
+
+    **A batch** of an `input_fn` is that of one replica, as it was: with N replicas a step takes N batches. The weights are those of
+    one device that trains on the N batches put together.
+
+    Args:
+        keras_model: A compiled model that has weights.
+        model_dir: Folder of checkpoints and summaries; it goes before that of `config`.
+        config: The settings.
+        custom_objects: Functions and classes that Keras cannot find by name. Those that `compile` was given need not be listed.
+
+    Raises:
+        ConfigurationError: The model is not compiled or has no weights; two folders are given.
+
+    Example:
+        >>> estimator = tfrep.estimator.Estimator(make_model(), "models/one")
+        >>> dataset = lambda: tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(4)
+        >>> results = estimator.train(dataset, steps=10).evaluate(dataset, steps=2)
+        >>> sorted(results), int(results["global_step"])
+        (['global_step', 'loss'], 10)
+    """
+
+    def __init__(
+        self,
+        keras_model: Any,
+        model_dir: str | os.PathLike[str] | None = None,
+        config: RunConfig | None = None,
+        custom_objects: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_model(keras_model)
+        config = config or RunConfig()
+        if (
+            model_dir is not None
+            and config.model_dir is not None
+            and os.fspath(model_dir) != os.fspath(config.model_dir)
+        ):
+            raise ConfigurationError(
+                message("Two folders are given.", hint="leave out one.", model_dir=model_dir, config=config.model_dir)
+            )
+        folder = model_dir or config.model_dir
+        if folder is None:
+            communicator = process_communicator()
+            folder = communicator.broadcast_object(
+                None if communicator.rank else tempfile.mkdtemp(prefix="tfrep-estimator-")
+            )
+        self.config = config.replace(model_dir=os.path.abspath(os.fspath(folder)))
+        self._given, self._custom_objects = keras_model, custom_objects
+        self._copies: dict[tuple[Any, bool], SavedModel] = {}
+
+    @property
+    def model_dir(self) -> str:
+        """The folder of checkpoints and summaries, as an absolute path."""
+        return os.fspath(self.config.model_dir or "")
+
+    def train(
+        self,
+        input_fn: InputFn,
+        hooks: Sequence[Any] | None = None,
+        steps: int | None = None,
+        max_steps: int | None = None,
+    ) -> Estimator:
+        """Trains, and writes checkpoints and summaries. It goes on from the latest checkpoint.
+
+        The training ends when the data of all processes ends, after `steps` steps, or at the global step `max_steps`, whichever
+        comes first.
+
+        Args:
+            input_fn: Returns a `tf.data.Dataset` of (features, labels), with batches for one replica; or such tensors, which are
+                the batch of every step. With the argument `input_context` it gets a `tf.distribute.InputContext` and returns the
+                data of its process. Otherwise the batches go to the replicas in turn.
+            hooks: Objects with methods of a `SessionRunHook`.
+            steps: How many more steps to train.
+            max_steps: The global step at which to end. If it is reached already, nothing happens.
+
+        Returns:
+            This estimator.
+
+        Raises:
+            ConfigurationError: `steps` and `max_steps` are both given, or are no whole numbers; several ranks would train apart.
+            HookError: A hook failed, on some rank. No checkpoint is written after that.
+        """
+        return self.train_with(input_fn, hooks, steps, max_steps, lambda: None)
+
+    def train_with(
+        self,
+        input_fn: InputFn,
+        hooks: Sequence[Any] | None,
+        steps: int | None,
+        max_steps: int | None,
+        saved: Callable[[], None],
+    ) -> Estimator:
+        """Trains as `train`, and calls `saved` on all ranks when a checkpoint of this training was written."""
+        if steps is not None and max_steps is not None:
+            raise ConfigurationError(
+                message("One of two numbers ends a training.", hint="give one.", steps=steps, max_steps=max_steps)
+            )
+        _check_steps(steps=steps)
+        _check_steps(max_steps=max_steps)
+        strategy = strategy_for(self.config.train_distribute)
+        ranks = process_communicator().size
+        if ranks > 1 and not hasattr(strategy, "communicator"):
+            hint = "set train_distribute to the tfrep.MultiWorkerStrategy that connects the ranks."
+            raise ConfigurationError(
+                message("Each rank would train by itself.", hint=hint, train_distribute=strategy, ranks=ranks)
+            )
+        copy = self._copy(strategy, trains=True)
+        latest = self._latest_of_chief()
+        start = copy.restore(latest)
+        if max_steps is not None and start >= max_steps:
+            return self
+        manager = tf.train.CheckpointManager(
+            copy.checkpoint, self.model_dir, max_to_keep=self.config.keep_checkpoint_max, checkpoint_name=_CHECKPOINT
+        )
+
+        def save(step: int) -> None:
+            copy.global_step = step
+            manager.save(checkpoint_number=step)
+            saved()
+
+        if latest is None:
+            copy.global_step = start
+            manager.save(checkpoint_number=start)
+        calls = HookCalls(hooks, Session(copy.model, start))
+        calls.begin()
+        left = steps if max_steps is None else max_steps - start
+        with summaries_in(self.model_dir) as summaries:
+            between = TrainingSteps(self.config, copy, calls, summaries, save)
+            if not calls.session.stop_requested:
+                with self._reading(strategy, input_fn, left, repeats=True) as data:
+                    copy.model.fit(data, callbacks=[between], shuffle=False, verbose=0)
+                calls.check()
+            between.go_past(between.done)
+        if copy.global_step < between.done:
+            save(between.done)
+        calls.end()
+        return self
+
+    def evaluate(
+        self,
+        input_fn: InputFn,
+        steps: int | None = None,
+        hooks: Sequence[Any] | None = None,
+        checkpoint_path: str | None = None,
+        name: str | None = None,
+    ) -> dict[str, Any]:
+        """Evaluates the latest checkpoint; without one, the weights of the given model.
+
+        Args:
+            input_fn: Returns data as for `train`. Tensors are one batch.
+            steps: How many steps to evaluate at most; None for all of the data.
+            hooks: Objects with methods of a `SessionRunHook`. Their loss and metrics are those of the evaluation so far.
+            checkpoint_path: A checkpoint to evaluate instead.
+            name: Names the folder of the summaries: "eval_NAME" instead of "eval".
+
+        Returns:
+            The metrics and "loss", by name, as floats; "global_step" as an int.
+
+        Raises:
+            ConfigurationError: `steps` is no whole number.
+            HookError: A hook failed, on some rank.
+        """
+        _check_steps(steps=steps)
+        strategy = strategy_for(self.config.eval_distribute)
+        copy = self._copy(strategy, trains=False)
+        step = copy.restore(checkpoint_path or self._latest_of_chief())
+        calls = HookCalls(hooks, Session(copy.model, step))
+        calls.begin()
+        with self._reading(strategy, input_fn, steps, repeats=False) as data:
+            between = [EvaluationSteps(calls)] if calls.some_have_hooks else []
+            logs = copy.model.evaluate(data, callbacks=between, return_dict=True, verbose=0)
+        calls.check()
+        calls.end()
+        results = {metric: float(value) for metric, value in logs.items()}
+        with summaries_in(os.path.join(self.model_dir, f"eval_{name}" if name else "eval")) as summaries:
+            summaries.write(step, results)
+        return {**results, "global_step": step}
+
+    def predict(
+        self,
+        input_fn: InputFn,
+        predict_keys: str | Sequence[str] | None = None,
+        checkpoint_path: str | None = None,
+        yield_single_examples: bool = True,
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Yields predictions of the latest checkpoint, while the data is read. Each process predicts all of the data by itself.
+
+        Args:
+            input_fn: Returns a `tf.data.Dataset` of features, or of tuples whose first part is the features; or such tensors.
+            predict_keys: The names of outputs to yield; None for all.
+            checkpoint_path: A checkpoint to use instead.
+            yield_single_examples: Whether to yield the examples one by one, and not in batches.
+
+        Yields:
+            The outputs of an example, or of a batch, by name: of its layer, or of the key if the model returns a dict.
+
+        Raises:
+            ConfigurationError: The model has no output of such a name.
+
+        Example:
+            >>> estimator = tfrep.estimator.model_to_estimator(make_model(), "models")
+            >>> [next(iter(each.values())).shape for each in estimator.predict(lambda: x[:2])]
+            [(1,), (1,)]
+        """
+        copy = self._copy(strategy_for(None), trains=False)
+        copy.restore(checkpoint_path or self.latest_checkpoint())
+        predict = tf.function(lambda features: copy.model(features, training=False), reduce_retracing=True)
+        for element in dataset_of(input_fn, tf.distribute.InputContext(), repeats=False):
+            outputs = _named(copy.model, predict(element[0] if isinstance(element, tuple) else element))
+            wanted = list(outputs) if predict_keys is None else [*keras.tree.flatten(predict_keys)]
+            if not set(wanted) <= set(outputs):
+                hint = f"use one of {sorted(outputs)}."
+                raise ConfigurationError(message("The model has no such output.", hint=hint, predict_keys=predict_keys))
+            batch = {name: keras.ops.convert_to_numpy(outputs[name]) for name in wanted}
+            if not yield_single_examples:
+                yield batch
+            else:
+                for i in range(len(next(iter(batch.values())))):
+                    yield {name: values[i] for name, values in batch.items()}
+
+    def export_saved_model(
+        self,
+        export_dir_base: str | os.PathLike[str],
+        serving_input_receiver_fn: None = None,
+        checkpoint_path: str | None = None,
+    ) -> str:
+        """Exports the latest checkpoint as a SavedModel, whose endpoint `serve` takes what the model takes.
+
+        Args:
+            export_dir_base: Folder of exports. The new one is named after its global step, so the newest has the largest number.
+            serving_input_receiver_fn: None: a Keras model knows its inputs.
+            checkpoint_path: A checkpoint to export instead.
+
+        Returns:
+            The path of the export.
+
+        Raises:
+            ConfigurationError: `serving_input_receiver_fn` is given.
+        """
+        if serving_input_receiver_fn is not None:
+            raise ConfigurationError(
+                message(
+                    "A Keras model knows its inputs, and there are no placeholders.",
+                    hint="leave it out. Parse and prepare inputs in layers of the model.",
+                    serving_input_receiver_fn=serving_input_receiver_fn,
+                )
+            )
+        copy = self._copy(strategy_for(self.config.train_distribute), trains=True)
+        step = copy.restore(checkpoint_path or self._latest_of_chief())
+        path = os.path.join(os.fspath(export_dir_base), str(step))
+        copy.model.export(path, verbose=False)
+        return path
+
+    def latest_checkpoint(self) -> str | None:
+        """Returns the path of the latest checkpoint; None if there is none."""
+        return tf.train.latest_checkpoint(self.model_dir)
+
+    def get_variable_names(self) -> list[str]:
+        """Returns the names of the variables in the latest checkpoint, such as "dense/kernel"."""
+        return list(self._variables())
+
+    def get_variable_value(self, name: str) -> np.ndarray:
+        """Returns the value of a variable in the latest checkpoint.
+
+        Raises:
+            ConfigurationError: There is no such variable.
+        """
+        variables = self._variables()
+        if name not in variables:
+            raise ConfigurationError(message("No such variable.", hint=f"use one of {sorted(variables)}.", name=name))
+        return keras.ops.convert_to_numpy(variables[name])
+
+    def _variables(self) -> dict[str, Any]:
+        copy = self._copy(strategy_for(None), trains=False)
+        step = copy.restore(self.latest_checkpoint())
+        named = {variable.path: variable for variable in (*copy.model.variables, *copy.model.optimizer.variables)}
+        return {**named, "global_step": np.int64(step)}
+
+    def _copy(self, strategy: Any, trains: bool) -> SavedModel:
+        """Returns the model for a strategy. An evaluation during a training has a model of its own."""
+        check_strategy(strategy=strategy)
+        if (strategy, trains) not in self._copies:
+            self._copies[strategy, trains] = SavedModel(self._given, strategy, self._custom_objects)
+        return self._copies[strategy, trains]
+
+    def _latest_of_chief(self) -> str | None:
+        return process_communicator().broadcast_object(self.latest_checkpoint())
+
+    @contextlib.contextmanager
+    def _reading(self, strategy: Any, input_fn: InputFn, steps: int | None, repeats: bool) -> Iterator[Any]:
+        """Yields the data of a call. That it ends is no cause for a warning."""
+        seed_operations(self.config.tf_random_seed)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Your input ran out of data")
+            yield batches_for(strategy, input_fn, steps, repeats)
+
+
+def model_to_estimator(
+    keras_model: Any,
+    model_dir: str | os.PathLike[str] | None = None,
+    config: RunConfig | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+) -> Estimator:
+    """Makes an estimator of a compiled Keras model, in the shape of `tf.keras.estimator.model_to_estimator`.
+
+    Args:
+        keras_model: A compiled model that has weights. It may be made before any strategy.
+        model_dir: Folder of checkpoints and summaries. None: that of `config`, or a temporary one.
+        config: The settings, with the strategies.
+        custom_objects: Functions and classes that Keras cannot find by name. Those that `compile` was given need not be listed.
+
+    Returns:
+        The estimator.
+
+    Raises:
+        ConfigurationError: See `Estimator`.
+
+    Example:
+        >>> config = tfrep.estimator.RunConfig("models", train_distribute=tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))
+        >>> estimator = tfrep.estimator.model_to_estimator(make_model(), config=config)
+        >>> estimator.train(lambda: tf.data.Dataset.from_tensor_slices((x, y)).batch(2)).latest_checkpoint()  # 8 / (2 * 2)
+        '...model.ckpt-2'
+    """
+    return Estimator(keras_model, model_dir, config, custom_objects)
+
+
+def _check_steps(**steps: int | None) -> None:
+    ((name, value),) = steps.items()
+    if value is not None:
+        check_count("A call has at least one step.", **{name: value})
+
+
+def _named(model: Any, outputs: Any) -> dict[str, Any]:
+    if isinstance(outputs, dict):
+        return outputs
+    flat = keras.tree.flatten(outputs)
+    names = getattr(model, "output_names", None) or [layer.name for layer in model.layers[-len(flat) :]]
+    return dict(zip(names, flat, strict=True))
