@@ -63,6 +63,14 @@ def test_ranks_of_srun_learn_what_one_device_learns(slurm: Cluster, one_device: 
     check_fits(output, one_device)
 
 
+def test_ranks_of_srun_talk_through_mpi(slurm: Cluster, one_device: list[Any], tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    if "pmix" not in slurm.ask("srun", "--mpi=list"):
+        pytest.skip("Slurm's plugin for PMIx is not installed")
+    command = ["srun", "--mpi=pmix", "-n", "2", *RUN, "--communicator", "mpi", GOES_ON]
+    check_fits(done(command, tmp_path, **slurm.variables)[0], one_device)
+
+
 def test_the_body_of_a_batch_script_is_one_process(slurm: Cluster, one_device: list[Any], tmp_path: Path) -> None:
     """It has all variables of a rank, and is none: `tfrep run` starts a run of its own there."""
     body = tmp_path / "body.sh"

@@ -74,8 +74,10 @@ class MpiCommunicator(Communicator):
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         ranks = self.check_group(ranks)
-        group = self._group.Split(0 if self.rank in ranks else self._mpi.UNDEFINED, self.rank)
-        return None if group == self._mpi.COMM_NULL else MpiCommunicator(self, group)
+        if self.rank not in ranks:
+            return None
+        # The members alone make it, and wait for nobody else.
+        return MpiCommunicator(self, self._group.Create_group(self._group.Get_group().Incl(ranks)))
 
     def abort(self, reason: str) -> None:
         MpiCommunicator._aborted = reason
