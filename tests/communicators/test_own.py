@@ -111,8 +111,9 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
     for factory in (Alone(_ALONE), "Alone", None):
         with pytest.raises(ConfigurationError, match="(?s)a class or a function.*Received: factory=.*Hint"):
             tfrep.register_communicator("other", factory)  # type: ignore[arg-type]
+    known = "auto, horovod, tf, mpi, alone"
     for unknown in ("other", "", 5, None, Alone):
-        with pytest.raises(ConfigurationError, match="(?s)^Unknown communicator. Received.*Hint: use auto, horovod, tf, mpi, alone"):
+        with pytest.raises(ConfigurationError, match=f"(?s)^Unknown communicator. Received.*Hint: use {known}"):
             make_communicator(unknown, _ALONE)  # type: ignore[arg-type]
     tfrep.register_communicator("number", lambda environment: 5)
     with pytest.raises(ConfigurationError, match="'number' must return a tfrep.Communicator. Received: returned=5"):

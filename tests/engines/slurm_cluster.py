@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import os
 import secrets
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from starting import LIMIT, environ
@@ -43,6 +42,8 @@ ReturnToService=2
 NodeName={host} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+
+_START_SECONDS = 60.0
 
 
 class Cluster:
@@ -102,9 +103,8 @@ def cluster(folder: Path) -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def _daemon(command: list[str], folder: Path) -> Iterator[None]:
-    paths = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"])
     with open(folder / f"{command[0]}.log", "wb") as log:
-        daemon = subprocess.Popen(command, env=environ(PATH=paths), stdout=log, stderr=log)
+        daemon = subprocess.Popen(command, env=environ(), stdout=log, stderr=log)
     try:
         yield
     finally:
@@ -123,8 +123,8 @@ def _is_idle(made: Cluster) -> bool:
         return False
 
 
-def _wait_for(made: Cluster, ready: object, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not ready():  # type: ignore[operator]
+def _wait_for(made: Cluster, ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while not ready():
         assert time.monotonic() < deadline, made.logs()
         time.sleep(0.2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,8 @@ ROOT = str(Path(tfrep.__file__).parents[1])
 _SCRIPTS = Path(__file__).parents[1] / "running" / "scripts"
 GOES_ON = str(_SCRIPTS / "goes_on.py")
 JOINS = str(_SCRIPTS / "joins.py")
+_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"])
+"""Daemons are in a folder that a user's path may lack."""
 RUN = [sys.executable, "-m", "tfrep_strategy.cli", "run"]
 
 
@@ -30,13 +33,14 @@ def needs(*tools: str) -> pytest.MarkDecorator:
     Args:
         *tools: Its programs.
     """
-    missing = [tool for tool in tools if shutil.which(tool) is None]
+    missing = [tool for tool in tools if shutil.which(tool, path=_PATH) is None]
     return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} is not installed")
 
 
 def environ(**own: str) -> dict[str, str]:
     """Returns the environment variables of an engine."""
-    return inherited_environ() | {"PYTHONPATH": ROOT, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"} | own
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
+    return inherited_environ() | {"PATH": _PATH, "PYTHONPATH": ROOT} | quiet | own
 
 
 def done(command: Sequence[str], folder: Path, exit_code: int = 0, **own: str) -> tuple[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import sys
 import time
@@ -14,8 +13,6 @@ from typing import Any
 import pytest
 from slurm_cluster import Cluster, cluster
 from starting import GOES_ON, JOINS, RUN, check_fits, check_ranks, done, found_in, needs
-
-os.environ["PATH"] += os.pathsep + "/usr/sbin"  # The daemons are there, and a user's path may lack it.
 
 
 def _name_is_known() -> bool:
@@ -86,7 +83,7 @@ def test_a_job_that_is_warned_starts_again_and_ends_as_if_undisturbed(slurm: Clu
     output = tmp_path / "output.txt"
     job = slurm.ask(
         "sbatch", "--parsable", f"--chdir={tmp_path}", f"--output={output}", str(SCRIPTS / "requeued.sh"),
-        *RUN, "--backup-dir", str(tmp_path / "backups"), SLOW_FITS, "1",
+        *RUN, "--backup-dir", str(tmp_path / "backups"), SLOW_FITS, "2",
     )  # fmt: skip
     text = finished(slurm, job, output, RESTART_SECONDS)
     check_fits(text, alone["fits"])

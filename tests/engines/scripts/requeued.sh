@@ -1,8 +1,8 @@
 #!/bin/bash
 #SBATCH --ntasks=2
-#SBATCH --time=1
+#SBATCH --time=2
 #SBATCH --requeue
-#SBATCH --signal=TERM@30
+#SBATCH --signal=TERM@40
 #SBATCH --open-mode=append
 srun "$@"
 code=$?

@@ -1,6 +1,6 @@
-"""Trains a second for each batch where Slurm starts it for the first time. Rank 0 prints what it has learned.
+"""Waits before each batch where Slurm starts it for the first time. Rank 0 prints what it has learned.
 
-As long as the first start lasts, Slurm warns it of the end of its time.
+The argument is for how many seconds. Slurm warns it meanwhile of the end of its time.
 """
 
 import json
