@@ -18,8 +18,9 @@ import tfrep_strategy as tfrep
 from tfrep_strategy.processes.identity import inherited_environ
 
 LIMIT = 150
-ROOT = str(Path(tfrep.__file__).parents[1])
-_SCRIPTS = Path(__file__).parents[1] / "running" / "scripts"
+TESTS = Path(__file__).parents[1]
+REPOSITORY = TESTS.parent
+_SCRIPTS = TESTS / "running" / "scripts"
 GOES_ON = str(_SCRIPTS / "goes_on.py")
 JOINS = str(_SCRIPTS / "joins.py")
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"])
@@ -40,7 +41,7 @@ def needs(*tools: str) -> pytest.MarkDecorator:
 def environ(**own: str) -> dict[str, str]:
     """Returns the environment variables of an engine."""
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
-    return inherited_environ() | {"PATH": _PATH, "PYTHONPATH": ROOT} | quiet | own
+    return inherited_environ() | {"PATH": _PATH, "PYTHONPATH": str(Path(tfrep.__file__).parents[1])} | quiet | own
 
 
 def done(command: Sequence[str], folder: Path, exit_code: int = 0, **own: str) -> tuple[str, str]:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import yaml
-from starting import JOINS, LIMIT, ROOT, RUN, check_ranks, environ, found_in
+from starting import JOINS, LIMIT, REPOSITORY, RUN, check_ranks, environ, found_in
 
 from tfrep_strategy.environments import detect_environment, identity_variables
 from tfrep_strategy.rendezvous.connections import free_ports
 
-DEPLOY = Path(ROOT, "deploy")
+DEPLOY = REPOSITORY / "deploy"
 KINDS = ("indexed_job", "tf_job", "train_job")
 
 

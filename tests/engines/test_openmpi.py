@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from calling import command
-from starting import GOES_ON, JOINS, ROOT, RUN, check_fits, check_ranks, done, found_in, needs
+from starting import GOES_ON, JOINS, RUN, TESTS, check_fits, check_ranks, done, found_in, needs
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.transports import horovod_transports
@@ -48,7 +48,7 @@ def test_a_script_needs_no_launcher_of_ours(tmp_path: Path) -> None:
 
 
 def keep_the_contract() -> None:
-    sys.path.insert(0, os.path.join(ROOT, "tests", "communicators"))
+    sys.path.insert(0, str(TESTS / "communicators"))
     import tensorflow as tf
     from test_defaults import check, own_and_default
 

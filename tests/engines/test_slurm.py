@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from slurm_cluster import Cluster, cluster
-from starting import GOES_ON, JOINS, RUN, check_fits, check_ranks, done, found_in, needs
+from starting import GOES_ON, JOINS, REPOSITORY, RUN, check_fits, check_ranks, done, found_in, needs
 
 
 def _name_is_known() -> bool:
@@ -25,8 +26,7 @@ pytestmark = [
     needs("munged", "slurmctld", "slurmd", "srun", "sbatch"),
     pytest.mark.skipif(not _name_is_known(), reason="The name of this machine has no address"),
 ]
-SCRIPTS = Path(__file__).with_name("scripts")
-SLOW_FITS = str(SCRIPTS / "slow_fits.py")
+SLOW_FITS = str(Path(__file__).with_name("scripts") / "slow_fits.py")
 RESTART_SECONDS = 250
 
 
@@ -78,13 +78,18 @@ def test_the_body_of_a_batch_script_is_one_process(slurm: Cluster, one_device: l
     check_fits(finished(slurm, job, output), one_device)
 
 
+def script_of_the_page() -> str:
+    """Returns the script of docs/engines.md, which runs another program here."""
+    (script,) = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", (REPOSITORY / "docs/engines.md").read_text("utf-8"), re.DOTALL)
+    assert "srun tfrep run --backup-dir" in script
+    return script.replace("tfrep run", " ".join(RUN)).replace("train.py", f"{SLOW_FITS} 2")
+
+
 def test_a_job_that_is_warned_starts_again_and_ends_as_if_undisturbed(slurm: Cluster, tmp_path: Path) -> None:
     (alone,) = found_in(done([sys.executable, SLOW_FITS, "0"], tmp_path)[0])
-    output = tmp_path / "output.txt"
-    job = slurm.ask(
-        "sbatch", "--parsable", f"--chdir={tmp_path}", f"--output={output}", str(SCRIPTS / "requeued.sh"),
-        *RUN, "--backup-dir", str(tmp_path / "backups"), SLOW_FITS, "2",
-    )  # fmt: skip
+    body, output = tmp_path / "body.sh", tmp_path / "output.txt"
+    body.write_text(script_of_the_page(), "utf-8")
+    job = slurm.ask("sbatch", "--parsable", f"--chdir={tmp_path}", f"--output={output}", str(body))
     text = finished(slurm, job, output, RESTART_SECONDS)
     check_fits(text, alone["fits"])
     assert "asked to end (SIGTERM). A backup was made" in text
