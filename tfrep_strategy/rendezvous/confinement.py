@@ -1,8 +1,8 @@
 """Who may connect to TensorFlow's servers, which listen on all interfaces and obey whoever connects.
 
 TensorFlow can neither be told where to listen nor be given a socket. So its sockets are found among the descriptors of this process
-once they listen, and confined: to the loopback interface if all processes of the run have its addresses, else to the addresses of the
-run's machines. Connections that strangers made before are closed.
+once they listen, and confined: to the loopback interface if all processes of the run have its addresses, else to the addresses of
+the run's machines. Connections that strangers made before are closed.
 """
 
 from __future__ import annotations
