@@ -46,6 +46,7 @@ LANES = {
         "strategies/test_peer_failure.py",
         "tensorflow_integration/test_pipelines_at_exit.py",
     ),
+    "engines": ("engines/",),
     "gpus": ("gpu/", "strategies/test_nccl_graph.py", "test_horovod_build.py"),
     "benchmarks": ("test_benchmarks.py",),
     "collectives": (

@@ -19,6 +19,7 @@ _SAME_NAMES = {
     "callbacks": "callbacks of Keras: those that users are given, and what a list of them does",
     "driver": "a driver of Keras, for each way of training",
     "horovod": "the environment and the communicator of Horovod",
+    "mpi": "the environment and the communicator of MPI",
     "single": "the environment and the communicator of a process that is alone",
 }
 """Names that several files have, since they mean the same."""

@@ -92,7 +92,9 @@ def run(
             " coordinates --workers that update variables on --servers)."
         ),
     ] = "auto",
-    communicator: Annotated[str, typer.Option(help="auto, horovod, tf or the name of an installed transport.")] = "auto",
+    communicator: Annotated[
+        str, typer.Option(help="auto, horovod, tf, mpi (under mpirun) or the name of an installed transport.")
+    ] = "auto",
     hosts: Annotated[str | None, typer.Option(help="Machines to run on, through horovodrun: host1:4,host2:4.")] = None,
     nnodes: Annotated[int | None, typer.Option(help="Start this command on as many machines, with -n for each.")] = None,
     node_rank: Annotated[int | None, typer.Option(help="With --nnodes: the number of this machine, from 0.")] = None,

@@ -13,7 +13,7 @@ from typing import Any
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.nvidia import mapped
 
-OWN_COMMUNICATORS = ("auto", "horovod", "tf")
+OWN_COMMUNICATORS = ("auto", "horovod", "tf", "mpi")
 """The names of this package's communicators."""
 
 ENTRY_POINTS = "tfrep_strategy.communicators"
@@ -79,8 +79,8 @@ def communicator_names() -> list[str]:
     """Returns the names that this process knows.
 
     Example:
-        >>> communicator_names()[:3]
-        ['auto', 'horovod', 'tf']
+        >>> communicator_names()[:4]
+        ['auto', 'horovod', 'tf', 'mpi']
     """
     return [*installed_communicators(), *_registered]
 
@@ -135,7 +135,7 @@ class Choice:
     """The chosen communicator, and the reason.
 
     Attributes:
-        communicator: "horovod" or "tf".
+        communicator: "horovod", "tf" or "mpi".
         reason: The reason, as a sentence.
         hint: How to get a faster communicator; empty if there is none.
     """
@@ -170,7 +170,8 @@ def choose_communicator(
         horovod: The transports in Horovod, from `horovod_transports`; None if Horovod is not installed.
         gpus: Whether the replicas are on GPUs.
         reachable: The communicators that can connect the processes. A launcher can offer both. If a process knows the
-            addresses of all others, it is "tf"; if it was started for Horovod, it is "horovod".
+            addresses of all others, it is "tf"; if it was started for Horovod, it is "horovod". It is "mpi" if `mpirun` tells
+            no addresses, and Horovod has no MPI.
         size: How many processes take part.
         open_because: Why everybody could connect to TensorFlow's servers on this machine; None if it can confine them.
 
@@ -183,6 +184,8 @@ def choose_communicator(
     """
     if size == 1:
         return Choice("tf", "a single process talks to nobody.")
+    if "mpi" in reachable:
+        return Choice("mpi", "the processes were started by MPI, know no addresses, and mpi4py is installed.")
     slow = horovod is not None and gpus and "nccl" not in horovod
     install = "`tfrep horovod install --with nccl` builds NCCL in"
     if "horovod" not in reachable:

@@ -8,11 +8,12 @@ import socket
 import warnings
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.limits import trusted_networks
-from tfrep_strategy.rendezvous.confinement import Servers, confine, confined, problem_of_confining
+from tfrep_strategy.rendezvous.confinement import Servers, confine, confined, machines_of_run, problem_of_confining
 from tfrep_strategy.rendezvous.connections import free_ports
 
 PATIENCE = 0.3
@@ -57,6 +58,19 @@ def test_a_filter(networks: list[str], let_in: list[str], kept_out: list[str], s
         **dict.fromkeys(let_in, True),
         **dict.fromkeys(kept_out, False),
     }
+
+
+def test_a_run_of_this_machine_may_name_it_by_another_interface(server: socket.socket) -> None:
+    numbers = [each.address for some in psutil.net_if_addrs().values() for each in some if each.family == socket.AF_INET]
+    own = next((number for number in numbers if not number.startswith("127.")), None)
+    if own is None:
+        pytest.skip("this machine has the loopback interface only")
+    port = server.getsockname()[1]
+    networks, problem = machines_of_run(f"{own}:{port}", [f"{own}:{port}", f"{own}:1"])
+    assert problem is None
+    confine(server, networks)
+    socket.create_connection((own, port), PATIENCE).close()
+    assert comes("127.0.0.1", server)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
-"""Ranks that another launcher has started: horovodrun, or variables as mpirun, srun and TF_CONFIG set them."""
+"""Ranks that another launcher has started: horovodrun, or variables as mpirun, srun and TF_CONFIG set them.
+
+`tests/engines` starts the real ones."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +19,6 @@ import tfrep_strategy as tfrep
 from tfrep_strategy.communicators import SingleCommunicator
 from tfrep_strategy.processes.identity import horovod_is_installed, inherited_environ
 from tfrep_strategy.rendezvous.connections import free_ports
-from tfrep_strategy.transports import horovod_transports
 
 ROOT = str(Path(tfrep.__file__).parents[1])
 LIMIT = 150
@@ -112,19 +112,6 @@ def test_tfrep_run_in_tasks_becomes_their_ranks(tasks: Callable[[], list[dict[st
     found = [each for output, _ in outputs_of(processes) for each in found_in(output)]
     assert all("hash" in each and each["argv"] == ["--epochs", "3"] for each in found)
     check_all(found, "tf")
-
-
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun (Open MPI) is not installed")
-def test_mpirun_starts_the_ranks(tmp_path: Path) -> None:
-    """They meet, and need neither Horovod nor addresses. A Horovod that was built with MPI would be used."""
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    done = subprocess.run(
-        ["mpirun", "--oversubscribe", "-np", "2", sys.executable, str(SCRIPTS / "joins.py")],
-        cwd=tmp_path, env=environ(**as_root, XDG_CACHE_HOME=str(tmp_path / "cache")),
-        capture_output=True, text=True, timeout=LIMIT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    check_all(found_in(done.stdout), "horovod" if "mpi" in (horovod_transports() or ()) else "tf")
 
 
 def _train_alone(cases: str) -> None:

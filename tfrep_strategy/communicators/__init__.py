@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Callable, Collection
 from typing import Any
@@ -29,9 +30,9 @@ def make_communicator(name: str | Communicator, environment: Any, device: str | 
     """Makes a communicator by name, and checks that it connects the processes of the environment.
 
     Args:
-        name: `"horovod"`, `"tf"`, `"auto"`, a name given to `register_communicator`, or a `Communicator`, which is returned as
-            it is. `"auto"` is TensorFlow's collectives if the environment can tell the address of every process, else Horovod,
-            which finds the processes itself.
+        name: `"horovod"`, `"tf"`, `"mpi"`, `"auto"`, a name given to `register_communicator`, or a `Communicator`, which is
+            returned as it is. `"auto"` is TensorFlow's collectives if the environment can tell the address of every process, else
+            Horovod, which finds the processes itself, or MPI where `mpirun` started them and Horovod has no MPI.
         environment: The `Environment` with rank, size and addresses.
         device: Device that TensorFlow's collectives run on. Default: chosen by the local rank.
 
@@ -52,7 +53,7 @@ def _named(name: str, environment: Any, device: str | None) -> Communicator:
         if not isinstance(name, str):
             raise unknown_communicator(name, [*communicator_names(), "or a tfrep.Communicator"])
         return _made_by(factory_of(name), name, environment)
-    if name != "tf":
+    if name not in ("tf", "mpi"):
         is_auto = name == "auto"
         horovod = horovod_transports()
         choice = choose_communicator(
@@ -70,6 +71,10 @@ def _named(name: str, environment: Any, device: str | None) -> Communicator:
         return HorovodCommunicator()
     if environment.size == 1:
         return SingleCommunicator()
+    if name == "mpi":
+        from tfrep_strategy.communicators.mpi import MpiCommunicator
+
+        return MpiCommunicator(environment)
     from tfrep_strategy.communicators.tf_collective import TensorFlowCommunicator
 
     return TensorFlowCommunicator(environment, device)
@@ -77,9 +82,10 @@ def _named(name: str, environment: Any, device: str | None) -> Communicator:
 
 def _reachable(environment: Any, horovod: Collection[str]) -> Collection[str]:
     """Returns the communicators that can connect the processes of an environment."""
-    if not environment.can_tell_addresses:
-        return ("horovod",)
-    return ("tf", "horovod") if isinstance(environment, MpiEnvironment) and "mpi" in horovod else ("tf",)
+    by_mpi = isinstance(environment, MpiEnvironment)
+    if environment.can_tell_addresses:
+        return ("tf", "horovod") if by_mpi and "mpi" in horovod else ("tf",)
+    return ("mpi",) if by_mpi and "mpi" not in horovod and importlib.util.find_spec("mpi4py") else ("horovod",)
 
 
 def _made_by(factory: Callable[[Any], Any], name: str, environment: Any) -> Communicator:
@@ -105,7 +111,8 @@ def _check_place(communicator: Communicator, environment: Any) -> None:
             f"According to {environment.name} this process is rank {told[0]} of {told[1]},"
             f" but its communicator says rank {found[0]} of {found[1]}.",
             hint="use a launcher that the communicator supports: Horovod supports horovodrun and `tfrep run`. It supports"
-            " mpirun and srun only if it was built with MPI (`tfrep horovod install --with mpi`). To run this process alone,"
+            " mpirun and srun only if it was built with MPI (`tfrep horovod install --with mpi`). The communicator \"mpi\" needs"
+            " mpirun, or srun --mpi. To run this process alone,"
             f" unset {', '.join(environment.found) or 'the variables of the environment'}.",
             communicator=communicator.name,
             environment=environment.describe(),

@@ -47,7 +47,7 @@ def resolve_communicator(name: str, size: int = 2) -> str:
     """Turns a user's choice into the communicator of a run.
 
     Args:
-        name: "auto", "horovod", "tf" or the name of an installed transport. For "auto" `choose_communicator` decides, and a
+        name: "auto", "horovod", "tf", "mpi" or the name of an installed transport. For "auto" `choose_communicator` decides, and a
             warning names what would be faster.
         size: How many processes take part.
 
@@ -55,7 +55,8 @@ def resolve_communicator(name: str, size: int = 2) -> str:
         The communicator.
 
     Raises:
-        ConfigurationError: The name is unknown, or Horovod is asked for and not installed.
+        ConfigurationError: The name is unknown, Horovod is asked for and not installed, or MPI is asked for, which does not
+            connect processes that this package starts.
 
     Example:
         >>> resolve_communicator("tf")
@@ -69,6 +70,14 @@ def resolve_communicator(name: str, size: int = 2) -> str:
         if choice.hint:
             warnings.warn(choice.describe(), stacklevel=2)
         return choice.communicator
+    if name == "mpi":
+        raise ConfigurationError(
+            message(
+                "MPI connects only processes that it has started.",
+                hint='use `mpirun -np 2 tfrep run --communicator mpi train.py`, or another communicator.',
+                communicator=name,
+            )
+        )
     if name == "horovod" and not horovod_is_installed():
         raise ConfigurationError(
             message(

@@ -1,8 +1,8 @@
 """Who may connect to TensorFlow's servers, which listen on all interfaces and obey whoever connects.
 
 TensorFlow can neither be told where to listen nor be given a socket. So its sockets are found among the descriptors of this process
-once they listen, and confined: to the loopback interface if all processes of the run are on this machine, else to the addresses of
-its machines. Connections that strangers made before are closed.
+once they listen, and confined: to the loopback interface if all processes of the run have its addresses, else to the addresses of
+the run's machines. Connections that strangers made before are closed.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def machines_of_run(
         unknown: Who else takes part, at an address that is not known.
 
     Returns:
-        The networks of the run's machines, None if it is this one only; and why they are not known, None if they are.
+        The networks of the run's machines, None for the loopback interface only; and why they are not known, None if they are.
 
     Example:
         >>> machines_of_run("127.0.0.1:2222", ["localhost:2223"])
@@ -224,7 +224,7 @@ def machines_of_run(
     if all(map(is_loopback, numbers)):
         return None, None
     if not unknown and all(found and all(_is_in(each, here) for each in found) for found in numbers.values()):
-        return None, None
+        return here, None  # A socket of the loopback interface would refuse who calls an address of another one.
     if not trusted:
         unknown = unknown or next((host for host, found in numbers.items() if not found), "")
         if unknown:

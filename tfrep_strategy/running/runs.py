@@ -51,7 +51,7 @@ class Options:
             `auto_strategy()`, one process per replica if there are several, or one process that uses all its devices if
             neither `num_replicas` nor `hosts` is given. `None`: one process per replica, which is left to make its own
             strategy.
-        communicator: "auto", "horovod", "tf" or the name of an installed transport.
+        communicator: "auto", "horovod", "tf", "mpi" or the name of an installed transport.
         hosts: Machines and how many replicas each can take, as "host1:4,host2:4"; by default this machine.
         node: This machine among those of a run that is started on each of them. `num_replicas` are then those of this machine.
         log_dir: Folder of the log files; by default a temporary one, which stays only if the run fails.
@@ -124,8 +124,8 @@ class Options:
         Raises:
             ConfigurationError: Horovod is needed and not installed.
         """
-        if self.node is not None:
-            return "tf" if self.communicator == "auto" else self.communicator
+        if self.node is not None and self.communicator == "auto":
+            return "tf"
         return resolve_communicator("horovod" if self.hosts else self.communicator, self.size)
 
     def _check_node(self, node: Node) -> None:

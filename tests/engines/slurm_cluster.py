@@ -1,0 +1,130 @@
+"""A Slurm cluster of one node: `munged`, `slurmctld` and `slurmd` as child processes, with everything in one folder."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import secrets
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from starting import LIMIT, environ
+
+from tfrep_strategy.rendezvous.connections import free_ports
+
+_CONFIGURATION = """\
+ClusterName=tfrep
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+ReturnToService=2
+NodeName={host} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+_START_SECONDS = 60.0
+
+
+class Cluster:
+    """A running cluster.
+
+    Args:
+        folder: Where everything is that belongs to it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.variables = {"SLURM_CONF": str(folder / "slurm.conf"), "XDG_CACHE_HOME": str(folder / "cache")}
+
+    def ask(self, *command: str) -> str:
+        """Runs one of Slurm's commands, and returns what it says."""
+        asked = subprocess.run(
+            command, env=environ(**self.variables), capture_output=True, text=True, timeout=LIMIT, check=True
+        )
+        return asked.stdout.strip()
+
+    def state(self, job: str) -> str:
+        """Returns the state of a job, such as "RUNNING"."""
+        shown = self.ask("scontrol", "show", "job", "--oneliner", job)
+        return shown.partition("JobState=")[2].partition(" ")[0]
+
+    def logs(self) -> str:
+        """Returns the ends of what the daemons have written."""
+        return "\n".join(f"{log.name}:\n{log.read_text('utf-8')[-2000:]}" for log in self._folder.glob("*.log"))
+
+
+@contextlib.contextmanager
+def cluster(folder: Path) -> Iterator[Cluster]:
+    """Starts the daemons, and ends them.
+
+    Args:
+        folder: Where they keep their files.
+    """
+    for name in ("state", "spool"):
+        (folder / name).mkdir()
+    key = folder / "munge.key"
+    key.write_bytes(secrets.token_bytes(128))
+    key.chmod(0o600)
+    configuration = folder / "slurm.conf"
+    text = _CONFIGURATION.format(host=socket.gethostname(), user=getpass.getuser(), ports=free_ports(2), folder=folder)
+    configuration.write_text(text, "utf-8")
+    made = Cluster(folder)
+    files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "daemon", "seed-file": "seed"}
+    munged = ["munged", "--foreground", "--force", *(f"--{option}={folder}/munge.{name}" for option, name in files.items())]
+    with contextlib.ExitStack() as daemons:
+        daemons.enter_context(_daemon(munged, folder))
+        _wait_for(made, (folder / "munge.socket").exists)
+        daemons.enter_context(_daemon(["slurmctld", "-D", "-f", str(configuration)], folder))
+        daemons.enter_context(_daemon(["slurmd", "-D", "-f", str(configuration)], folder))
+        _wait_for(made, lambda: _is_idle(made))
+        yield made
+
+
+@contextlib.contextmanager
+def _daemon(command: list[str], folder: Path) -> Iterator[None]:
+    with open(folder / f"{command[0]}.log", "wb") as log:
+        daemon = subprocess.Popen(command, env=environ(), stdout=log, stderr=log)
+    try:
+        yield
+    finally:
+        daemon.terminate()
+        try:
+            daemon.wait(20)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait(20)
+
+
+def _is_idle(made: Cluster) -> bool:
+    try:
+        return made.ask("sinfo", "--noheader", "--format=%T") == "idle"
+    except subprocess.CalledProcessError:
+        return False
+
+
+def _wait_for(made: Cluster, ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while not ready():
+        assert time.monotonic() < deadline, made.logs()
+        time.sleep(0.2)
