@@ -30,7 +30,8 @@ _ON_PROCESSES = ("auto", "multi-worker")
 _IN_STEP = (*_ON_PROCESSES, "mirrored")
 _ON_SERVERS = ("parameter-server",)
 _STRATEGIES_WITH = {
-    "num_replicas": _IN_STEP, "communicator": _ON_PROCESSES, "hosts": _ON_PROCESSES, "export": _ON_PROCESSES, "prefix": _ON_PROCESSES,
+    "num_replicas": _IN_STEP, "communicator": _ON_PROCESSES, "hosts": _ON_PROCESSES, "export": _ON_PROCESSES,
+    "prefix": _ON_PROCESSES,
     "nnodes": _ON_PROCESSES, "node_rank": _ON_PROCESSES, "rendezvous": _ON_PROCESSES,
     "backup_dir": _IN_STEP, "workers": _ON_SERVERS, "servers": _ON_SERVERS, "max_restarts": (*_IN_STEP, *_ON_SERVERS),
 }  # fmt: skip
@@ -142,8 +143,8 @@ def run(
         raise typer.Exit(0 if failure is None else failure.exit_code)
     node = Node.of(rank=node_rank, count=nnodes, rendezvous=rendezvous)
     options = Options(
-        num_replicas, strategy=strategy, communicator=communicator, hosts=hosts, export=tuple(export or ()), log_dir=log_dir, prefix=prefix, node=node,
-        max_restarts=max_restarts, backup_dir=backup_dir,
+        num_replicas, strategy=strategy, communicator=communicator, hosts=hosts, export=tuple(export or ()), log_dir=log_dir, prefix=prefix,
+        node=node, max_restarts=max_restarts, backup_dir=backup_dir,
     )  # fmt: skip
     try:
         run_script(script, own_arguments, options, as_module=as_module)

@@ -1,7 +1,7 @@
 """A process on a host, reached through ssh or on this machine: what it is told, what it tells, and its output.
 
-It is told lines of JSON through its standard input, and tells such lines through its standard output, each after a mark that only it and this
-process know. What stands between them is output, which is shown.
+It is told lines of JSON through its standard input, and tells such lines through its standard output, each after a mark that only it
+and this process know. What stands between them is output, which is shown.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ _LONGEST_READ = 1 << 16
 _HINTS = (
     (
         r"Host key verification failed|IDENTIFICATION HAS CHANGED",
-        "its key is not the one in ~/.ssh/known_hosts. Find out why, then run `{ssh} {host} true` once, and compare the key.",
+        "~/.ssh/known_hosts has no key of it, or another one. Find out why; `{ssh} {host} true` shows its key and asks.",
     ),
-    (r"Permission denied", "ssh may not ask here. Let `{ssh} {host} true` work without a password (`ssh-copy-id {host}`, ssh-agent)."),
+    (
+        r"Permission denied",
+        "nobody is asked for a password here. Let `{ssh} {host} true` work without one (`ssh-copy-id {host}`, ssh-agent).",
+    ),
     (
         r"^ssh: |timed out|Connection (refused|closed|reset)|kex_exchange",
         "check the name, that the host is on, and that `{ssh} {host} true` works. ~/.ssh/config may give its address, port and user.",
@@ -144,6 +147,11 @@ class Remote:
             thread.start()
 
     @property
+    def is_lost(self) -> bool:
+        """Whether it has ended without a last message."""
+        return self.code is not None and not self.said.keys() & {"error", "report"}
+
+    @property
     def last_words(self) -> list[str]:
         """The last lines on its standard error, or ssh's."""
         return [line.decode("utf-8", "replace").rstrip() for line in list(self._errors) if line.strip()]
@@ -175,7 +183,8 @@ class Remote:
         for pattern, hint in _HINTS:
             if re.search(pattern, text, re.MULTILINE):
                 hint = hint.format(ssh=ssh, host=self.host)
-                return ConfigurationError(message(f"{self.host} cannot be reached through ssh ({last}).", hint=hint, host=self.host))
+                what = f"{self.host} cannot be reached through ssh ({last})."
+                return ConfigurationError(message(what, hint=hint, host=self.host))
         told = "".join(f"\n  {line}" for line in self.last_words)
         what = f"tfrep does not start on {self.host} (exit code {self.code}).{told}\n"
         hint = f"install tfrep_strategy in the same place on all hosts; see what `{ssh} {self.host} {sys.executable} -V` says."

@@ -1,4 +1,4 @@
-"""A run on several hosts that is started on one: a launcher on each of them, reached through ssh, which are told all through pipes."""
+"""A run on several hosts that is started on one: it starts a launcher on each of them through ssh, and tells them all through pipes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import os
 import queue
 import secrets
+import shlex
 import signal
 import sys
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
-from tfrep_strategy.limits import grace_seconds
+from tfrep_strategy.limits import grace_seconds, ssh_command
 from tfrep_strategy.processes.command import piped_command
 from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.processes.ranks import Events, Failure
@@ -132,12 +133,9 @@ class _Run:
             failure = Failure(None, 128 + number)
             raise RunFailed(f"The run was stopped by {signal.Signals(number).name}.", failure)
         self._raise_error()
-        failed = [each for each in self._remotes if (each.said.get("report") or {}).get("failure")]
-        lost = [each for each in self._remotes if "report" not in each.said]
-        story = "".join(
-            f"The connection to {each.host} was lost{' (' + each.last_words[-1] + ')' if each.last_words else ''}; all ranks were ended.\n"
-            for each in lost
-        )
+        failed = [each for each in self._remotes if each.said.get("report")]
+        lost = [each for each in self._remotes if each.is_lost]
+        story = "".join(f"{each.host} was lost{_in_brackets(each.last_words[-1:])}; all ranks were ended.\n" for each in lost)
         if failed:
             first = min(failed, key=_failed_at)
             failure = Failure(**first.said["report"]["failure"])
@@ -163,25 +161,22 @@ class _Run:
         return None
 
     def _has_failed(self) -> bool:
-        return any(
-            "error" in each.said or (each.said.get("report") or {}).get("failure") or (each.code is not None and "report" not in each.said)
-            for each in self._remotes
-        )
+        return any("error" in each.said or each.said.get("report") or each.is_lost for each in self._remotes)
 
     def _have_ended(self) -> bool:
-        return all("report" in each.said or each.code is not None for each in self._remotes)
+        return all("report" in each.said or each.is_lost for each in self._remotes)
 
     def _check_all_are_there(self) -> None:
         self._raise_error()
-        for each in self._remotes:
-            if "hello" not in each.said:
-                if each.code is not None:
-                    raise each.unreachable()
-        for each in self._remotes:
-            if "hello" not in each.said:
-                what = f"{each.host} did not answer within {_HELLO_SECONDS:g} seconds."
-                hint = f"check that `{' '.join(ssh_to(each.host, ['true'])[:1])} {each.host} true` ends soon, and that Python starts there."
-                raise ConfigurationError(message(what, hint=hint, host=each.host))
+        silent = [each for each in self._remotes if "hello" not in each.said]
+        for each in silent:
+            if each.is_lost:
+                raise each.unreachable()
+        if silent:
+            names = ", ".join(each.host for each in silent)
+            what = f"{names} did not answer within {_HELLO_SECONDS:g} seconds."
+            hint = f"check that `{shlex.join(ssh_command())} {silent[0].host} {sys.executable} -V` ends soon."
+            raise ConfigurationError(message(what, hint=hint, hosts=self._options.hosts))
 
     def _raise_error(self) -> None:
         for each in sorted(self._remotes, key=lambda each: each.heard_at.get("error", math.inf)):
@@ -190,7 +185,7 @@ class _Run:
                 raise kind(f"{each.host}: {error['text']}")
 
     def _rendezvous(self) -> str:
-        """Returns where the first host listens, as the others reach it: the address at which ssh has reached it, or has come from."""
+        """Returns where the first host listens, as the others reach it: where ssh has reached it, or where ssh has come from."""
         hellos = [each.said["hello"] for each in self._remotes]
         seen = [hello["seen_from"] for hello in hellos if hello["seen_from"]]
         return with_port(hellos[0]["address"] or seen[0], hellos[0]["port"])
@@ -218,6 +213,10 @@ def _given(options: Options, program: Sequence[str]) -> dict[str, Any]:
             "prefix": options.prefix,
         },
     }
+
+
+def _in_brackets(words: Sequence[str]) -> str:
+    return f" ({words[0]})" if words else ""
 
 
 def _is_here(host: str) -> bool:

@@ -1,4 +1,4 @@
-"""The launcher of one host of `tfrep run --hosts`. The launcher that has started it, through ssh or not, tells it everything through a pipe.
+"""The launcher of one host of `tfrep run --hosts`. The launcher that has started it tells it everything through a pipe.
 
 It ends its ranks when that pipe ends, as it does if the other launcher or the connection is gone.
 """
@@ -38,7 +38,11 @@ def main(given: dict[str, Any]) -> None:
     orders = os.dup(0)  # Ranks must not read from the pipe.
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    pipe = open(orders, "rb", 0)
+    with open(orders, "rb", 0) as pipe:
+        _run(given, pipe)
+
+
+def _run(given: dict[str, Any], pipe: Any) -> None:
     try:
         os.environ.update(given["environ"])
         _enter(given["folder"])

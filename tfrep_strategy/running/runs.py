@@ -124,7 +124,7 @@ class Options:
 
     @property
     def resolved_communicator(self) -> str:
-        """The communicator of the run. Launchers on several machines know the addresses of all ranks, so "auto" is TensorFlow's there.
+        """The communicator of the run. "auto" is TensorFlow's on several machines: their launchers know the addresses of all ranks.
 
         Raises:
             ConfigurationError: Horovod is asked for and not installed.
