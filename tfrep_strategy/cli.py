@@ -143,8 +143,8 @@ def run(
         raise typer.Exit(0 if failure is None else failure.exit_code)
     node = Node.of(rank=node_rank, count=nnodes, rendezvous=rendezvous)
     options = Options(
-        num_replicas, strategy=strategy, communicator=communicator, hosts=hosts, export=tuple(export or ()), log_dir=log_dir, prefix=prefix,
-        node=node, max_restarts=max_restarts, backup_dir=backup_dir,
+        num_replicas, strategy=strategy, communicator=communicator, hosts=hosts, export=tuple(export or ()),
+        log_dir=log_dir, prefix=prefix, node=node, max_restarts=max_restarts, backup_dir=backup_dir,
     )  # fmt: skip
     try:
         run_script(script, own_arguments, options, as_module=as_module)

@@ -33,6 +33,13 @@ CHANGES = {
         # Skips a library for TensorFlow with an older C++ ABI, which no longer exists. It would double the time of nvcc.
         "add_library(compatible_horovod_cuda_kernels ": "add_library(compatible_horovod_cuda_kernels EXCLUDE_FROM_ALL ",
     },
+    # A process set would use the interface that the name of the host leads to, and not the one that Horovod was told.
+    "horovod/common/gloo/gloo_context.cc": {
+        "device_attr.iface = gloo_iface_;\n  device_attr.ai_family = AF_UNSPEC;\n  auto dev = CreateDevice(device_attr);\n\n  global_ctx": (
+            "device_attr.iface = global_context.gloo_iface_;\n"
+            "  device_attr.ai_family = AF_UNSPEC;\n  auto dev = CreateDevice(device_attr);\n\n  global_ctx"
+        ),
+    },
     # Horovod intends to contain the CUDA runtime of its compiler. TensorFlow's library exports functions of the same names.
     # Horovod would call them instead, and so the runtime of another CUDA version.
     "CMakeLists.txt": {

@@ -1,6 +1,6 @@
 """A process on a host, reached through ssh or on this machine: what it is told, what it tells, and its output.
 
-It is told lines of JSON through its standard input, and tells such lines through its standard output, each after a mark that only it
+It is told lines of JSON through its standard input. It tells such lines through its standard output, each after a mark that only it
 and this process know. What stands between them is output, which is shown.
 """
 
@@ -33,7 +33,7 @@ _HINTS = (
     ),
     (
         r"Permission denied",
-        "nobody is asked for a password here. Let `{ssh} {host} true` work without one (`ssh-copy-id {host}`, ssh-agent).",
+        "nobody is asked for a password here. Let `{ssh} {host} true` work without one (ssh-copy-id, ssh-agent).",
     ),
     (
         r"^ssh: |timed out|Connection (refused|closed|reset)|kex_exchange",

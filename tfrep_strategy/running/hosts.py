@@ -1,4 +1,4 @@
-"""A run on several hosts that is started on one: it starts a launcher on each of them through ssh, and tells them all through pipes."""
+"""A run on several hosts that is started on one. A launcher on each of them is started through ssh, and told all through pipes."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class _Run:
         for each in silent:
             if each.is_lost:
                 raise each.unreachable()
-        if silent:
+        if silent and not self._has_failed():
             names = ", ".join(each.host for each in silent)
             what = f"{names} did not answer within {_HELLO_SECONDS:g} seconds."
             hint = f"check that `{shlex.join(ssh_command())} {silent[0].host} {sys.executable} -V` ends soon."

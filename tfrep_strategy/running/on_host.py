@@ -38,17 +38,13 @@ def main(given: dict[str, Any]) -> None:
     orders = os.dup(0)  # Ranks must not read from the pipe.
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    with open(orders, "rb", 0) as pipe:
-        _run(given, pipe)
-
-
-def _run(given: dict[str, Any], pipe: Any) -> None:
+    pipe = os.fdopen(orders, "rb", 0)
     try:
         os.environ.update(given["environ"])
         _enter(given["folder"])
         check_script(*given["program"][:2])
         _tell(given["mark"], "hello", _hello())
-        answer = json.loads(pipe.readline() or "null")
+        answer = _answer(pipe)
         if not isinstance(answer, dict):  # The run was given up.
             return
         node = Node(rendezvous=answer["rendezvous"], **given["node"])
@@ -112,6 +108,12 @@ def _hello() -> dict[str, Any]:
     """Returns the address at which ssh has reached this host, the address of the other machine, and a free port."""
     seen_from, _, address, _ = (os.environ.get("SSH_CONNECTION") or "   ").split(" ")
     return {"address": address, "seen_from": seen_from, "port": free_ports(1, "")[0]}
+
+
+def _answer(pipe: Any) -> Any:
+    """Returns the first line that says something; None at the end."""
+    said = (json.loads(line) for line in iter(pipe.readline, b"") if line.endswith(b"\n"))
+    return next((content for content in said if content is not None), None)
 
 
 def _tell(mark: str, kind: str, content: Any) -> None:
