@@ -98,6 +98,9 @@ class Options:
             check_seconds(timeout=self.timeout)
         if self.hosts is not None:
             self._check_hosts(self.hosts)
+        elif self.export:
+            hint = "name the hosts, or leave it out: ranks of one machine inherit all variables."
+            raise ConfigurationError(message("Variables are exported to hosts only.", hint=hint, export=self.export))
         if self.node is not None:
             self._check_node(self.node)
 
