@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +16,6 @@ import psutil
 import pytest
 
 import tfrep_strategy
-from tfrep_strategy.processes.identity import horovod_is_installed
 
 ROOT = str(Path(tfrep_strategy.__file__).parents[1])
 LIMIT = 120

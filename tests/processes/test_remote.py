@@ -30,7 +30,8 @@ def test_a_process_is_told_and_tells(capfd: pytest.CaptureFixture[str]) -> None:
     program = "import json, sys; given = json.loads(input()); print('output', flush=True); print(given['mark'] + '[\"report\", 7]')"
     program += "; print('error', file=sys.stderr); sys.exit(given['code'])"
     changes: list[None] = []
-    remote = Remote("here", [sys.executable, "-c", program], MARK, {"mark": MARK, "code": 3}, lambda: changes.append(None), by_line=True)
+    command, given = [sys.executable, "-c", program], {"mark": MARK, "code": 3}
+    remote = Remote("here", command, MARK, given, lambda: changes.append(None), by_line=True)
     remote._process.wait(30)
     remote.close()
     assert remote.said == {"report": 7}

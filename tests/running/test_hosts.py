@@ -65,7 +65,7 @@ def ended(run: subprocess.Popen[str], seconds: float = LIMIT) -> tuple[int, str,
     return run.returncode, output, errors
 
 
-def waiting(start: Callable[..., subprocess.Popen[str]], machines: list[Machine], *arguments: str, **own: str) -> subprocess.Popen[str]:
+def waiting(start: Callable, machines: list[Machine], *arguments: str, **own: str) -> subprocess.Popen[str]:
     """Starts ranks that wait for ever, and returns when all do."""
     folder = machines[0].folder / "own" / "tmp"
     run = start("--hosts", BOTH, *arguments, PROGRAM, "waits", str(folder), **own)
@@ -189,13 +189,15 @@ def no_ssh(machines: list[Machine], there: Path) -> dict[str, object]:
     return {"TFREP_SSH": "no-such-ssh"}
 
 
+UNREACHABLE = r"10\.77\.0\.\d+ cannot be reached through ssh "
+KEY = UNREACHABLE + r"\(Host key verification failed\.\).*\nHint: ~/\.ssh/known_hosts has no key of it"
 MISTAKES: dict[Callable[..., dict[str, object]], str] = {
-    no_such_host: r"10\.77\.0\.77 cannot be reached through ssh \(.*\)\. .*\nHint: check the name, that the host is on, and that `ssh -F",
-    another_key: r"10\.77\.0\.2 cannot be reached through ssh \(Host key verification failed\.\).*\nHint: ~/\.ssh/known_hosts has no key of it",
-    no_key: r"10\.77\.0\.2 cannot be reached through ssh \(Host key verification failed\.\).*\nHint: ~/\.ssh/known_hosts has no key of it",
-    no_permission: r"10\.77\.0\.2 cannot be reached through ssh \(.*Permission denied.*\nHint: nobody is asked for a password here\.",
-    no_folder: r"10\.77\.0\.2: The working folder cannot be entered on this host .*folder='.*there'\nHint: have the program in the same",
-    no_interpreter: r"10\.77\.0\.2 has no Python where this machine has it .*interpreter='.*there/python'\nHint: install the same environ",
+    no_such_host: UNREACHABLE + r"\(.*\)\. .*\nHint: check the name, that the host is on, and that `ssh -F",
+    another_key: KEY,
+    no_key: KEY,
+    no_permission: UNREACHABLE + r"\(.*Permission denied.*\nHint: nobody is asked for a password here\.",
+    no_folder: r"10\.77\.0\.2: The working folder cannot be entered .*folder='.*there'\nHint: have the program in the same",
+    no_interpreter: r"10\.77\.0\.2 has no Python where this machine .*interpreter='.*there/python'\nHint: install the same",
     no_ssh: r"Cannot start no-such-ssh \(No such file or directory\)\..*\nHint: install OpenSSH's client, or set TFREP_SSH",
 }
 

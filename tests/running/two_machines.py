@@ -1,4 +1,4 @@
-"""Two machines with a server of ssh each. Network namespaces stand for them; each has its own host name, mounts and temporary folder.
+"""Two machines with a server of ssh each: network namespaces, each with a host name, mounts and a temporary folder of its own.
 
 This needs root, and the commands that `needs_machines` names.
 """
@@ -138,8 +138,9 @@ def machines_in(names: Sequence[str], folder: Path) -> Iterator[list[Machine]]:
 
 def know(folder: Path, names: Sequence[str]) -> None:
     """Writes the keys of the machines where ssh looks for them."""
-    keys = [" ".join([address, *(folder / f"{name}_key.pub").read_text().split()[:2]]) for name, address in zip(names, HOSTS, strict=True)]
-    (folder / "known_hosts").write_text("".join(f"{key}\n" for key in keys))
+    keys = [" ".join((folder / f"{name}_key.pub").read_text().split()[:2]) for name in names]
+    lines = [f"{address} {key}\n" for address, key in zip(HOSTS, keys, strict=True)]
+    (folder / "known_hosts").write_text("".join(lines))
 
 
 def end_all_on(name: str) -> None:

@@ -37,7 +37,7 @@ _HINTS = (
     ),
     (
         r"^ssh: |timed out|Connection (refused|closed|reset)|kex_exchange",
-        "check the name, that the host is on, and that `{ssh} {host} true` works. ~/.ssh/config may give its address, port and user.",
+        "check the name, that the host is on, and that `{ssh} {host} true` works. ~/.ssh/config may give its address and port.",
     ),
 )
 """What ssh says, and what the user can do."""
