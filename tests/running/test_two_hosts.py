@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_joining import check_all, found_in, needs_horovod, outputs_of
+from test_joining import check_all, found_in, outputs_of
 from test_joining import environ as quiet_environ
 from test_nodes import check_ranks, launch, options_of
 
@@ -85,7 +85,7 @@ def test_a_cut_cable(hosts: list[str], secret: dict[str, str], tmp_path: Path) -
     assert not ranks
 
 
-@pytest.mark.parametrize("kind", ["nodes", "torchrun", pytest.param("horovod", marks=needs_horovod)])
+@pytest.mark.parametrize("kind", ["nodes", "torchrun"])
 def test_training_on_two_hosts(kind: str, hosts: list[str], secret: dict[str, str], tmp_path: Path) -> None:
     processes = []
     for rank, host in enumerate(hosts):
@@ -94,7 +94,6 @@ def test_training_on_two_hosts(kind: str, hosts: list[str], secret: dict[str, st
             own |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": HOSTS[0], "MASTER_PORT": "29500"}
         else:
             arguments = ["--nnodes", "2", "--node-rank", str(rank), "--rendezvous", ADDRESS]
-            arguments += ["--communicator", "horovod" if kind == "horovod" else "auto"]
             arguments += ["--log-dir", str(tmp_path / "logs")]
         command = [sys.executable, "-m", "tfrep_strategy.cli", "run", *arguments, str(SCRIPTS / "joins.py")]
         processes.append(
@@ -103,4 +102,4 @@ def test_training_on_two_hosts(kind: str, hosts: list[str], secret: dict[str, st
     outputs = outputs_of(processes)
     assert all("cannot reach rank 0" not in error for _, error in outputs)  # Of what tells ranks that another has ended.
     texts = [output for output, _ in outputs] + [log.read_text() for log in tmp_path.glob("logs/rank1.log")]
-    check_all([each for text in texts for each in found_in(text)], "horovod" if kind == "horovod" else "tf")
+    check_all([each for text in texts for each in found_in(text)], "tf")
