@@ -98,10 +98,8 @@ def test_a_run_on_two_machines(communicator: str, hosts: list[str], tmp_path: Pa
         for rank, host in enumerate(hosts):
             node = ["--nnodes", "2", "--node-rank", str(rank), "--rendezvous", f"{HOSTS[0]}:29500"]
             node += ["--communicator", communicator]
-            command = [*on(host), sys.executable, *TFREP, "run", *node, WAITS, str(tmp_path)]
-            # Groups of ranks are off: both namespaces have the host name of this machine, and no interface that it leads to.
-            own = {"TFREP_SECRET_FILE": str(secret), "HOROVOD_DYNAMIC_PROCESS_SETS": "0"}
-            processes.append(stack.enter_context(running(command, tmp_path, **own)))
+            command = [*named(host, HOSTS[rank], tmp_path), sys.executable, *TFREP, "run", *node, WAITS, str(tmp_path)]
+            processes.append(stack.enter_context(running(command, tmp_path, TFREP_SECRET_FILE=str(secret))))
         wait_for(lambda: len(list(tmp_path.glob("ready*"))) == 2, processes[0])
         ports, taken = machines.look(processes[0].pid)
         (tmp_path / "go").touch()
@@ -124,6 +122,14 @@ def test_doctor(machines: Machines, hosts: list[str], tmp_path: Path) -> None:  
     assert process.returncode == 0, output
     assert len(last) >= 2, output
     assert not any(last.values()), last
+
+
+def named(host: str, address: str, folder: Path) -> list[str]:
+    """What gives a process on a host a host name of its own, which leads to the address."""
+    names = folder / f"{host}.names"
+    names.write_text(f"127.0.0.1 localhost\n{address} {host}\n")
+    own = f'hostname {host}; mount --bind {names} /etc/hosts; exec "$@"'
+    return [*on(host), "unshare", "--uts", "--mount", "sh", "-c", own, "sh"]
 
 
 @contextlib.contextmanager
