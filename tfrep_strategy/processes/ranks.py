@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ class Failure:
     noted: bool = False
     log_size: int | None = None
     frozen: str = ""
-    time: float = 0.0
+    time: float = field(default=0.0, compare=False)
 
     @property
     def stopped_by_signal(self) -> bool:
