@@ -13,7 +13,7 @@ from tfrep_strategy.processes.remote import Messages, Remote, ssh_to
 from tfrep_strategy.running import Options
 
 MARK = "\x1eMARK"
-STREAM = f'one\n{MARK}["hello", {{"port": 7}}]\ntwo, {MARK[:3]} no end{MARK}["report", null]\n three{MARK[:4]}'.encode()
+STREAM = f'one\n{MARK}["hello", {{"port": 7}}, 1.5]\ntwo, {MARK[:3]} no end{MARK}["report", null, 2.5]\n three{MARK[:4]}'.encode()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
@@ -22,12 +22,13 @@ def test_messages_are_taken_out_of_output(size: int) -> None:
     messages = Messages(MARK.encode())
     shown = b"".join(messages.take(STREAM[first : first + size]) for first in range(0, len(STREAM), size))
     assert shown == f"one\ntwo, {MARK[:3]} no end three".encode()
-    assert messages.found == [("hello", {"port": 7}), ("report", None)]
+    assert messages.found == [("hello", {"port": 7}, 1.5), ("report", None, 2.5)]
     assert messages.take(b"", is_last=True) == MARK[:4].encode()
 
 
 def test_a_process_is_told_and_tells(capfd: pytest.CaptureFixture[str]) -> None:
-    program = "import json, sys; given = json.loads(input()); print('output', flush=True); print(given['mark'] + '[\"report\", 7]')"
+    program = "import json, sys; given = json.loads(input()); print('output', flush=True)"
+    program += "; print(given['mark'] + '[\"report\", 7, 0.0]')"
     program += "; print('error', file=sys.stderr); sys.exit(given['code'])"
     changes: list[None] = []
     command, given = [sys.executable, "-c", program], {"mark": MARK, "code": 3}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -67,17 +68,17 @@ class Messages:
         mark: What stands before each.
 
     Attributes:
-        found: Those that have come, as (kind, content).
+        found: Those that have come, as (kind, content, time on the clock of the sender).
 
     Example:
         >>> messages = Messages(b"MARK")
-        >>> messages.take(b'epoch 1\\nMARK["report", 7]\\nepoch 2\\nMA'), messages.found
-        (b'epoch 1\\nepoch 2\\n', [('report', 7)])
+        >>> messages.take(b'epoch 1\\nMARK["report", 7, 0.5]\\nepoch 2\\nMA'), messages.found
+        (b'epoch 1\\nepoch 2\\n', [('report', 7, 0.5)])
     """
 
     def __init__(self, mark: bytes) -> None:
         self._mark, self._rest = mark, b""
-        self.found: list[tuple[str, Any]] = []
+        self.found: list[tuple[str, Any, float]] = []
 
     def take(self, new: bytes, *, is_last: bool = False) -> bytes:
         """Returns the output so far, without messages. What may be the beginning of one is kept back, unless nothing follows."""
@@ -87,8 +88,8 @@ class Messages:
             line, end, rest = after.partition(b"\n")
             if not end:
                 break
-            kind, content = json.loads(line)
-            self.found.append((kind, content))
+            kind, content, sent_at = json.loads(line)
+            self.found.append((kind, content, sent_at))
             shown, self._rest = shown + before, rest
         else:
             lengths = range(min(len(self._mark) - 1, len(self._rest)), 0, -1)
@@ -112,6 +113,7 @@ class Remote:
     Attributes:
         said: What it has told, by kind.
         heard_at: When it did (`time.monotonic()`), by kind.
+        clock_difference: What this machine's clock shows more than the other one's, and the time that a message needs.
         code: The exit code with which it, or ssh, has ended; None while it runs.
 
     Raises:
@@ -124,6 +126,7 @@ class Remote:
         self.host, self._changed, self._by_line = host, changed, by_line
         self.said: dict[str, Any] = {}
         self.heard_at: dict[str, float] = {}
+        self.clock_difference = math.inf
         self.code: int | None = None
         self._errors: deque[bytes] = deque(maxlen=_LAST_LINES)
         try:
@@ -207,8 +210,10 @@ class Remote:
                 output, end, unfinished = output.rpartition(b"\n")
                 output += end
             _show(sys.stdout, output)
-            for kind, content in messages.found:
-                self.said[kind], self.heard_at[kind] = content, time.monotonic()
+            for kind, content, sent_at in messages.found:
+                now = time.monotonic()
+                self.said[kind], self.heard_at[kind] = content, now
+                self.clock_difference = min(self.clock_difference, now - sent_at)
                 self._changed()
             messages.found.clear()
 

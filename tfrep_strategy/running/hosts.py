@@ -225,5 +225,5 @@ def _is_here(host: str) -> bool:
 
 def _failed_at(remote: Remote) -> tuple[bool, float]:
     """Returns when a host's rank failed, on this machine's clock. Ranks that were only told to end failed last."""
-    report = remote.said["report"]
-    return report["failure"]["rank"] is None, remote.heard_at["report"] - report["seconds_ago"]
+    failure = remote.said["report"]["failure"]
+    return failure["rank"] is None, failure["time"] + remote.clock_difference

@@ -57,8 +57,7 @@ def main(given: dict[str, Any]) -> None:
             try:
                 run_ranks_of_script(given["program"], options, events, nodes)
             except RunFailed as failed:
-                ago = time.monotonic() - failed.failure.time
-                report = {"failure": asdict(failed.failure), "story": str(failed), "seconds_ago": ago}
+                report = {"failure": asdict(failed.failure), "story": str(failed)}
             _tell(given["mark"], "report", report)
     except TfrepError as error:
         kind = ConfigurationError if isinstance(error, ConfigurationError) else TfrepError
@@ -119,4 +118,4 @@ def _answer(pipe: Any) -> Any:
 def _tell(mark: str, kind: str, content: Any) -> None:
     with contextlib.suppress(OSError):  # The other launcher is gone.
         sys.stdout.flush()
-        os.write(1, f"{mark}{json.dumps([kind, content])}\n".encode())
+        os.write(1, f"{mark}{json.dumps([kind, content, time.monotonic()])}\n".encode())
