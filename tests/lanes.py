@@ -28,6 +28,7 @@ LANES = {
         "processes/test_signs_of_life.py",
         "running/test_auto.py",
         "running/test_function.py",
+        "running/test_hosts.py",
         "running/test_joining.py",
         "running/test_open_doors.py",
         "running/test_two_hosts.py",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +16,6 @@ import psutil
 import pytest
 
 import tfrep_strategy
-from tfrep_strategy.processes.identity import horovod_is_installed
 
 ROOT = str(Path(tfrep_strategy.__file__).parents[1])
 LIMIT = 120
@@ -87,24 +85,6 @@ def test_all_ranks_are_shown_with_their_rank(tmp_path):
         assert shown == [f"[{rank}] rank {rank}: {said}" for said in ("first", "second, to stderr", "no end")]
     assert "Its last lines:\n  rank 1: first" in done.stderr
     assert (tmp_path / "logs" / "rank0.log").read_text() == "rank 0: first\nrank 0: second, to stderr\nrank 0: no end"
-
-
-@pytest.mark.skipif(not horovod_is_installed(), reason="Horovod is not installed.")
-def test_horovodrun_shows_ranks_in_its_own_way(tmp_path):
-    where = ("--hosts", "localhost:2", "--log-dir", "logs")
-    done = tfrep("run", "-n", "2", "--prefix", *where, str(SCRIPTS / "speaks.py"), cwd=tmp_path)
-    assert done.returncode == 3
-    for rank in range(2):
-        assert re.search(rf"^\[{rank}\].*rank {rank}: first$", done.stdout, re.MULTILINE)
-
-
-@pytest.mark.skipif(not horovod_is_installed(), reason="Horovod is not installed.")
-def test_a_stopped_rank_of_horovodrun_is_named(tmp_path, monkeypatch):
-    """The launcher did not start it, and finds it by its signs of life."""
-    monkeypatch.setenv("TFREP_TIMEOUT", "10")
-    done = tfrep("run", "--hosts", "localhost:2", str(SCRIPTS / "dies.py"), "stop", cwd=tmp_path)
-    assert done.returncode == 124
-    assert re.search(r"Rank 1 is stopped \(state T\), for \d+ seconds by now; all ranks were ended\.", done.stderr)
 
 
 def test_a_module_runs_as_python_would_run_it(project):
@@ -212,7 +192,9 @@ def ranks_of(word: str) -> list[psutil.Process]:
         (["--hosts", "a", "script.py"], "hosts='a'"),
         (["--hosts", "a:0", "script.py"], "hosts='a:0'"),
         (["--hosts", "a:2", "-n", "3", "script.py"], "num_replicas=3"),
-        (["--hosts", "a:2", "--communicator", "tf", "script.py"], "communicator='tf'"),
+        (["--export", "A", "script.py"], "export=('A',)"),
+        (["--hosts", "no.such.host.invalid:2", "--export", "NO_SUCH_NAME", str(SCRIPTS / "speaks.py")], "export=['NO_SUCH_NAME']"),
+        (["--hosts", "no.such.host.invalid:2", "--max-restarts", "1", str(SCRIPTS / "speaks.py")], "max_restarts=1"),
         (["--hosts", "a:2", "--strategy", "mirrored", "script.py"], "no --hosts."),
         (["--hosts", "a:2", "--strategy", "parameter-server", "script.py"], "no --hosts."),
         (["-n", "4", "--strategy", "parameter-server", "script.py"], "no --num-replicas."),

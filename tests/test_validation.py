@@ -164,6 +164,7 @@ OPTIONS = {
     "strategy": _sometimes(st.sampled_from([None, "auto", "mirrored", "multi-worker"])),
     "communicator": _sometimes(st.sampled_from(["auto", "horovod", "tf"])),
     "hosts": _sometimes(st.none() | st.lists(ADDRESSES, max_size=3).map(",".join) | st.just("a:99999,b:9")),
+    "export": _sometimes(st.sampled_from([(), ("HOME",)])),
     "log_dir": _sometimes(st.none() | st.just(Path("logs"))),
     "timeout": _sometimes(st.none() | st.floats(0, 10)),
     "prefix": _sometimes(st.booleans()),

@@ -30,7 +30,8 @@ _ON_PROCESSES = ("auto", "multi-worker")
 _IN_STEP = (*_ON_PROCESSES, "mirrored")
 _ON_SERVERS = ("parameter-server",)
 _STRATEGIES_WITH = {
-    "num_replicas": _IN_STEP, "communicator": _ON_PROCESSES, "hosts": _ON_PROCESSES, "prefix": _ON_PROCESSES,
+    "num_replicas": _IN_STEP, "communicator": _ON_PROCESSES, "hosts": _ON_PROCESSES, "export": _ON_PROCESSES,
+    "prefix": _ON_PROCESSES,
     "nnodes": _ON_PROCESSES, "node_rank": _ON_PROCESSES, "rendezvous": _ON_PROCESSES,
     "backup_dir": _IN_STEP, "workers": _ON_SERVERS, "servers": _ON_SERVERS, "max_restarts": (*_IN_STEP, *_ON_SERVERS),
 }  # fmt: skip
@@ -95,7 +96,10 @@ def run(
     communicator: Annotated[
         str, typer.Option(help="auto, horovod, tf, mpi (under mpirun) or the name of an installed transport.")
     ] = "auto",
-    hosts: Annotated[str | None, typer.Option(help="Machines to run on, through horovodrun: host1:4,host2:4.")] = None,
+    hosts: Annotated[str | None, typer.Option(help="Machines to run on, through ssh: host1:4,host2:4.")] = None,
+    export: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="With --hosts: an environment variable that the hosts get; repeatable.")
+    ] = None,
     nnodes: Annotated[int | None, typer.Option(help="Start this command on as many machines, with -n for each.")] = None,
     node_rank: Annotated[int | None, typer.Option(help="With --nnodes: the number of this machine, from 0.")] = None,
     rendezvous: Annotated[
@@ -157,8 +161,9 @@ def run(
         raise typer.Exit(0 if failure is None else failure.exit_code)
     node = Node.of(rank=node_rank, count=nnodes, rendezvous=rendezvous)
     options = Options(
-        num_replicas, strategy=strategy, communicator=communicator, hosts=hosts, log_dir=log_dir, prefix=prefix, node=node,
-        max_restarts=max_restarts, backup_dir=backup_dir, profile=profile, profile_dir=profile_dir,
+        num_replicas, strategy=strategy, communicator=communicator, hosts=hosts, export=tuple(export or ()),
+        log_dir=log_dir, prefix=prefix, node=node, max_restarts=max_restarts, backup_dir=backup_dir,
+        profile=profile, profile_dir=profile_dir,
     )  # fmt: skip
     try:
         run_script(script, own_arguments, options, as_module=as_module)

@@ -17,6 +17,12 @@ static GpuStreamHandle AsGpuStreamValue(Stream* stream) {
 #endif // HAVE_GPU
 """
 
+_OWN_INTERFACE = """  device_attr.iface = gloo_iface_;
+  device_attr.ai_family = AF_UNSPEC;
+  auto dev = CreateDevice(device_attr);
+
+  global_ctx = """
+
 CHANGES = {
     "horovod/tensorflow/CMakeLists.txt": {
         # Removes optional XLA operations. Current TensorFlow lacks their headers, and no other file refers to them.
@@ -33,6 +39,8 @@ CHANGES = {
         # Skips a library for TensorFlow with an older C++ ABI, which no longer exists. It would double the time of nvcc.
         "add_library(compatible_horovod_cuda_kernels ": "add_library(compatible_horovod_cuda_kernels EXCLUDE_FROM_ALL ",
     },
+    # A process set would use the interface that the name of the host leads to, and not the one that Horovod was told.
+    "horovod/common/gloo/gloo_context.cc": {_OWN_INTERFACE: _OWN_INTERFACE.replace("gloo_iface_", "global_context.gloo_iface_")},
     # Horovod intends to contain the CUDA runtime of its compiler. TensorFlow's library exports functions of the same names.
     # Horovod would call them instead, and so the runtime of another CUDA version.
     "CMakeLists.txt": {

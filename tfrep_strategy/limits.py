@@ -1,11 +1,11 @@
-"""Settings from the environment: how long processes wait, where a run is backed up, whom it trusts, whether calls are checked."""
+"""Settings from the environment: waiting times, backups, whom a run trusts and how it reaches hosts, whether calls are checked."""
 
 from __future__ import annotations
 
 import math
 import os
 
-from tfrep_strategy.validation import Limit, Network, Networks, Seconds, variable
+from tfrep_strategy.validation import CommandLine, Limit, Network, Networks, Seconds, variable
 
 
 def timeout_seconds() -> float:
@@ -120,6 +120,22 @@ def trusted_networks() -> tuple[Network, ...]:
         (IPv4Network('10.0.0.0/8'), IPv6Network('fd00::/8'))
     """
     return variable(Networks, "TFREP_TRUSTED_NETWORKS", default=())
+
+
+def ssh_command() -> tuple[str, ...]:
+    """Returns the command by which other hosts are reached.
+
+    `TFREP_SSH` sets it, with options: `ssh -F my_config`. The default is `ssh`, which reads the user's own configuration.
+
+    Raises:
+        ConfigurationError: `TFREP_SSH` is no command line.
+
+    Example:
+        >>> os.environ["TFREP_SSH"] = "ssh -F 'my config'"
+        >>> ssh_command()
+        ('ssh', '-F', 'my config')
+    """
+    return variable(CommandLine, "TFREP_SSH", default=("ssh",))
 
 
 def is_debugging() -> bool:

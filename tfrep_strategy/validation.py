@@ -6,6 +6,7 @@ import functools
 import ipaddress
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -36,8 +37,15 @@ def _networks(text: str) -> tuple[Network, ...]:
         raise ValueError(f'write networks as "10.0.0.0/8,fd00::/8" ({error})') from None
 
 
+def _command_line(text: str) -> tuple[str, ...]:
+    if not (words := tuple(shlex.split(text))):  # A ValueError says what is wrong with its quotes.
+        raise ValueError("write a command")
+    return words
+
+
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Networks = Annotated[tuple[Network, ...], BeforeValidator(_networks)]
+CommandLine = Annotated[tuple[str, ...], BeforeValidator(_command_line)]
 Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
 Size = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Port = Annotated[int, Field(ge=1, le=65535)]

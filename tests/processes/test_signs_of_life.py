@@ -104,7 +104,6 @@ def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_that_another_process_has_started_is_found(run: Runner, tmp_path: Path) -> None:
-    """As horovodrun does."""
     program = f"import subprocess\nif not os.fork():\n give_signs(Path({str(tmp_path)!r}), 1)\n {STOP}\ntime.sleep(60)"
     failure = run(program, patience=Patience(1.0, NEVER, NEVER))
     assert failure is not None

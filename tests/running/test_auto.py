@@ -40,7 +40,7 @@ def test_one_process(num_replicas: int | None, cpus: int, expected: list[Any], t
     with deferred_signals() as events, tempfile.TemporaryDirectory() as notes:
         options = Options(num_replicas, log_dir=tmp_path / "logs", timeout=60)
         arguments = command(in_run, str(tmp_path / "result"), str(cpus))
-        run_to_end(options, lambda logs: arguments, Path(notes), events)
+        run_to_end(options, arguments, Path(notes), events)
     assert json.loads((tmp_path / "result").read_text("utf-8")) == expected
 
 

@@ -33,7 +33,7 @@ def test_information_of_tensorflow_is_left_out(tmp_path: Path) -> None:
 def test_a_rank_that_wrote_nothing(tmp_path: Path) -> None:
     (tmp_path / "rank1.log").write_text(OF_TENSORFLOW)
     failure = Failure(1, 137, "", noted=False, log_size=None)
-    assert describe(failure, timeout=None, through_horovodrun=False, log_dir=tmp_path) == (
+    assert describe(failure, timeout=None, log_dir=tmp_path) == (
         f"Rank 1 failed with exit code 137 (SIGKILL); all ranks were ended. It wrote nothing.\nLogs: {tmp_path}"
     )
 
@@ -42,7 +42,7 @@ def test_what_comes_after_the_failure_is_left_out(tmp_path: Path) -> None:
     before, traceback = "epoch 1\n", "Traceback (most recent call last):\nValueError: seven\n"
     (tmp_path / "rank1.log").write_text(before + traceback + "a farewell\n" * 50)
     failure = Failure(1, 1, traceback, noted=True, log_size=len(before))
-    assert describe(failure, timeout=None, through_horovodrun=False, log_dir=tmp_path) == (
+    assert describe(failure, timeout=None, log_dir=tmp_path) == (
         "Rank 1 failed with exit code 1; all ranks were ended. Its last lines:\n"
         "  epoch 1\n  Traceback (most recent call last):\n  ValueError: seven\n"
         f"Logs: {tmp_path}"

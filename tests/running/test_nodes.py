@@ -133,7 +133,6 @@ def test_several_machines_need_a_secret(tmp_path: Path) -> None:
         ([*NEEDED, "--nnodes", "0"], "nnodes=0"),
         ([*NEEDED, "--rendezvous", "host"], "rendezvous='host'"),
         ([*NEEDED, "--hosts", "a:2"], "hosts='a:2'"),
-        ([*NEEDED, "--communicator", "horovod"], "communicator='horovod'"),
         ([*NEEDED, "--strategy", "mirrored"], "This strategy has no --nnodes."),
         ([*NEEDED, "--strategy", "parameter-server"], "This strategy has no --nnodes."),
         (["--nnodes", "3:2"], "valid integer"),

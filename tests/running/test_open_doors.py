@@ -26,14 +26,13 @@ TFREP = ["-m", "tfrep_strategy.cli"]
 KINDS = {
     "tf": [*TFREP, "run", "-n", "2", "--communicator", "tf", WAITS, "FOLDER"],
     "horovod": [*TFREP, "run", "-n", "2", "--communicator", "horovod", WAITS, "FOLDER"],
-    "hosts": [*TFREP, "run", "--hosts", "localhost:2", WAITS, "FOLDER"],
     "launch": [WAITS, "FOLDER", "launch"],
     "servers": [*TFREP, "run", "--strategy", "parameter-server", "--workers", "1", "--servers", "1", WAITS, "FOLDER"],
 }
 READY = {"servers": 1}
 """How many processes train; two, if it is not said."""
-SERVERS = {"tf": 2, "horovod": 0, "hosts": 1, "launch": 2, "servers": 3}
-"""How many servers listen on all interfaces, since TensorFlow and Horovod know nothing else."""
+SERVERS = {"tf": 2, "horovod": 0, "launch": 2, "servers": 3}
+"""How many servers listen on all interfaces, since TensorFlow knows nothing else."""
 
 
 class Machines:
@@ -64,7 +63,6 @@ def machines(hosts: list[str]) -> Iterator[Machines]:  # noqa: F811
         ("tf", "root"),
         ("tf", "ordinary"),
         pytest.param("horovod", "ordinary", marks=needs_horovod),
-        pytest.param("hosts", "ordinary", marks=needs_horovod),
         ("launch", "ordinary"),
         ("servers", "ordinary"),
     ],
@@ -88,9 +86,10 @@ def test_a_run_on_one_machine(kind: str, user: str, machines: Machines, hosts: l
     assert len(everywhere) == SERVERS[kind], ports
 
 
-def test_a_run_on_two_machines(hosts: list[str], tmp_path: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize("communicator", ["tf", pytest.param("horovod", marks=needs_horovod)])
+def test_a_run_on_two_machines(communicator: str, hosts: list[str], tmp_path: Path) -> None:  # noqa: F811
     """Nobody comes from another address, such as a second one of the second machine, which stands for a third."""
-    ip("-n", hosts[1], "address", "add", f"{STRANGER}/24", "dev", "cable")
+    ip("-n", hosts[1], "address", "replace", f"{STRANGER}/24", "dev", "cable")
     secret = tmp_path / "secret"
     secret.write_text("s" * 32)
     secret.chmod(0o600)
@@ -98,7 +97,8 @@ def test_a_run_on_two_machines(hosts: list[str], tmp_path: Path) -> None:  # noq
         machines, processes = Machines(stack, hosts, STRANGER), []
         for rank, host in enumerate(hosts):
             node = ["--nnodes", "2", "--node-rank", str(rank), "--rendezvous", f"{HOSTS[0]}:29500"]
-            command = [*on(host), sys.executable, *TFREP, "run", *node, WAITS, str(tmp_path)]
+            node += ["--communicator", communicator]
+            command = [*named(host, HOSTS[rank], tmp_path), sys.executable, *TFREP, "run", *node, WAITS, str(tmp_path)]
             processes.append(stack.enter_context(running(command, tmp_path, TFREP_SECRET_FILE=str(secret))))
         wait_for(lambda: len(list(tmp_path.glob("ready*"))) == 2, processes[0])
         ports, taken = machines.look(processes[0].pid)
@@ -122,6 +122,14 @@ def test_doctor(machines: Machines, hosts: list[str], tmp_path: Path) -> None:  
     assert process.returncode == 0, output
     assert len(last) >= 2, output
     assert not any(last.values()), last
+
+
+def named(host: str, address: str, folder: Path) -> list[str]:
+    """What gives a process on a host a host name of its own, which leads to the address."""
+    names = folder / f"{host}.names"
+    names.write_text(f"127.0.0.1 localhost\n{address} {host}\n")
+    own = f'hostname {host}; mount --bind {names} /etc/hosts; exec "$@"'
+    return [*on(host), "unshare", "--uts", "--mount", "sh", "-c", own, "sh"]
 
 
 @contextlib.contextmanager

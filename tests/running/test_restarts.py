@@ -28,7 +28,7 @@ def run(program: str, folder: Path, max_restarts: int) -> int:
     options = Options(2, strategy=None, communicator="tf", log_dir=folder / "logs", prefix=True, max_restarts=max_restarts)
     with deferred_signals() as events:
         try:
-            run_to_end(options, lambda logs: [sys.executable, "-c", program], notes, events)
+            run_to_end(options, [sys.executable, "-c", program], notes, events)
         except RunFailed as failed:
             return failed.failure.exit_code
     return 0

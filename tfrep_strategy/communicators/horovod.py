@@ -71,7 +71,9 @@ class HorovodCommunicator(Communicator):
         self._ops = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
 
     def _start(self) -> None:
-        if self._hvd.mpi_built() or os.environ.get("HOROVOD_CROSS_SIZE", "1") != "1":  # These cannot be started again.
+        # All ranks have to decide alike. A rank may be the only one of its number on a machine, so its HOROVOD_CROSS_SIZE may be 1.
+        on_one_machine = os.environ.get("HOROVOD_LOCAL_SIZE") == os.environ.get("HOROVOD_SIZE")
+        if self._hvd.mpi_built() or not on_one_machine:  # These cannot be started again.
             os.environ.setdefault(_TAKES_GROUPS, "1")
         with sockets_closed_in_children():
             self._hvd.init()

@@ -12,6 +12,12 @@ _BOOTSTRAP = (
     "from {module} import main; main(sys.argv[2:], own)"
 )
 
+# Nothing that follows the first line is read here, so that it is left for the module.
+_PIPED_BOOTSTRAP = (
+    'import json, sys; given = json.loads(open(0, "rb", 0, closefd=False).readline()); sys.path[:] = given.pop("path"); '
+    "from {module} import main; main(given)"
+)
+
 
 def module_command(module: str, *arguments: str) -> list[str]:
     """Gives the command line of a process that calls the `main` of a module.
@@ -28,3 +34,20 @@ def module_command(module: str, *arguments: str) -> list[str]:
         '-c'
     """
     return [sys.executable, "-c", _BOOTSTRAP.format(module=module), json.dumps(sys.path), *arguments]
+
+
+def piped_command(module: str) -> list[str]:
+    """Gives the command line of a process that is told everything through its standard input: other users can read command lines.
+
+    Args:
+        module: Full name of the module. Its `main` gets what the first line has, a dictionary in JSON. Of this, `path` becomes the
+            search path.
+
+    Returns:
+        The command line.
+
+    Example:
+        >>> len(piped_command("tfrep_strategy.running.on_host"))
+        3
+    """
+    return [sys.executable, "-c", _PIPED_BOOTSTRAP.format(module=module)]

@@ -6,15 +6,13 @@ import contextlib
 import json
 import os
 import random
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
-
-import psutil
 
 from tfrep_strategy.environments import identity_variables
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.nvidia import gpus_are_visible
+from tfrep_strategy.processes.gloo import on_this_machine
 from tfrep_strategy.rendezvous.confinement import problem_of_confining
 from tfrep_strategy.rendezvous.connections import LOOPBACK, free_ports
 from tfrep_strategy.transports import (
@@ -29,7 +27,6 @@ RUN_VARIABLES = (
     "TFREP_STRATEGY", "TFREP_COMMUNICATOR", "TFREP_NUM_REPLICAS", "TFREP_BACKUP_DIR", "TFREP_PROFILE", "TFREP_PROFILE_DIR",
 )  # fmt: skip
 """What a run tells its processes about the strategy that they are to make, its backups and its profile."""
-
 
 def horovod_is_installed() -> bool:
     """Tells whether Horovod is installed with its TensorFlow operations, without importing it.
@@ -159,7 +156,7 @@ def identities(communicator: str, size: int) -> Iterator[list[dict[str, str]]]:
         ['TF_CONFIG']
     """
     if communicator == "horovod":
-        with _horovod_rendezvous(size) as variables:
+        with on_this_machine(size) as variables:
             yield variables
     else:
         addresses = [f"{LOOPBACK}:{port}" for port in free_ports(size)]
@@ -178,29 +175,3 @@ def tf_config(addresses: Sequence[str], rank: int) -> dict[str, str]:
         {'TF_CONFIG': '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'}
     """
     return {"TF_CONFIG": json.dumps({"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": rank}})}
-
-
-@contextlib.contextmanager
-def _horovod_rendezvous(size: int) -> Iterator[list[dict[str, str]]]:
-    """Serves the meeting point of Horovod's Gloo controller: what `horovodrun` does, on the loopback interface only."""
-    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-    from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
-    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
-
-    slots = get_host_assignments(parse_hosts(f"localhost:{size}"), size)
-    with RendezvousHTTPServer((LOOPBACK, 0), RendezvousHandler, 0) as server:
-        server.init(slots)
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-        thread.start()
-        try:
-            common = create_run_env_vars(LOOPBACK, [_loopback_interface()], str(server.server_port))
-            yield [{**common, **create_slot_env_vars(slot)} for slot in slots]
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def _loopback_interface() -> str:
-    return next(
-        name for name, addresses in psutil.net_if_addrs().items() if LOOPBACK in {each.address for each in addresses}
-    )

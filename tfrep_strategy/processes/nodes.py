@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tfrep_strategy.errors import ConfigurationError, check_count, is_count, message
+from tfrep_strategy.processes.gloo import interface_of, served, slots_of, variables_of
 from tfrep_strategy.processes.identity import common_hash_seed, tf_config
 from tfrep_strategy.rendezvous.addresses import with_port
+from tfrep_strategy.rendezvous.confinement import machines_of_run
 from tfrep_strategy.rendezvous.connections import LOOPBACK, free_ports, is_loopback
 from tfrep_strategy.rendezvous.meeting import Met, meet
 from tfrep_strategy.rendezvous.statements import Place
@@ -21,6 +26,7 @@ class Node:
         rank: Its number, from 0.
         count: How many machines there are.
         rendezvous: "host:port" of machine 0, where the launchers meet.
+        name: What messages call it.
 
     Raises:
         ConfigurationError: One of them cannot be used.
@@ -33,6 +39,7 @@ class Node:
     rank: int
     count: int
     rendezvous: str
+    name: str = "This machine"
 
     def __post_init__(self) -> None:
         check_count("A run cannot have this number of machines.", 1, MOST_RANKS, nnodes=self.count)
@@ -116,23 +123,57 @@ class Nodes:
         """The `PYTHONHASHSEED` of all ranks."""
         return self.met[0].told["hash_seed"]
 
-    def identities(self) -> list[dict[str, str]]:
-        """Returns the environment variables of each rank on this machine."""
-        addresses = [with_port(each.host, port) for each in self.met for port in each.told["ports"]]
-        return [tf_config(addresses, self.first_rank + local) for local in range(self._counts[self.own.rank])]
+    @contextlib.contextmanager
+    def identities(self) -> Iterator[list[dict[str, str]]]:
+        """Gives the environment variables of each rank on this machine. Machine 0 serves Horovod's rendezvous meanwhile.
+
+        Yields:
+            One dictionary per rank.
+
+        Raises:
+            ConfigurationError: Horovod's rendezvous cannot listen, or cannot be confined.
+        """
+        first, last = self.first_rank, self.first_rank + self._counts[self.own.rank]
+        if self.communicator == "horovod":
+            with self._horovod_identities(slice(first, last)) as variables:
+                yield variables
+        else:
+            addresses = [with_port(each.host, port) for each in self.met for port in each.told["ports"]]
+            yield [tf_config(addresses, rank) for rank in range(first, last)]
+
+    @contextlib.contextmanager
+    def _horovod_identities(self, ranks: slice) -> Iterator[list[dict[str, str]]]:
+        slots = slots_of([each.host for each in self.met for _ in each.told["ports"]])
+        host, port = self.met[0].host, self.met[0].told["rendezvous_port"]
+        own = self.met[self.own.rank].host
+        interface = os.environ.get("HOROVOD_GLOO_IFACE") or interface_of(own)
+        with contextlib.ExitStack() as stack:
+            if self.own.rank == 0:
+                networks, problem = machines_of_run(with_port(own, port), [with_port(each.host, port) for each in self.met])
+                if problem is not None:
+                    raise ConfigurationError(
+                        message(
+                            f"Horovod's rendezvous would take connections from everywhere: {problem}.",
+                            hint="set TFREP_TRUSTED_NETWORKS to the networks of the machines, or use communicator \"tf\".",
+                            hosts=[each.host for each in self.met],
+                        )
+                    )
+                stack.enter_context(served(slots, host, port, networks))
+            yield variables_of(slots[ranks], host, port, interface)
 
     @property
     def _counts(self) -> list[int]:
         return [each.told["size"] for each in self.met]
 
 
-def meet_nodes(node: Node, size: int, communicator: str) -> Nodes:
+def meet_nodes(node: Node, size: int, communicator: str, *, secret: bytes | None = None) -> Nodes:
     """Meets the launchers on the other machines.
 
     Args:
         node: This machine.
         size: How many ranks this machine is to have.
         communicator: The communicator of the run, as this machine was told.
+        secret: What the launchers share. Default: from `shared_secret`.
 
     Returns:
         What all have told.
@@ -145,9 +186,12 @@ def meet_nodes(node: Node, size: int, communicator: str) -> Nodes:
         >>> meet_nodes(Node(0, 1, "localhost:29500"), 2, "tf").size
         2
     """
-    ports = free_ports(size, LOOPBACK if node.place.one_machine else "")
-    told = {"size": size, "ports": ports, "communicator": communicator, "hash_seed": common_hash_seed()}
-    met = meet(node.place, told)
+    *ports, rendezvous_port = free_ports(size + 1, LOOPBACK if node.place.one_machine else "")
+    told = {
+        "size": size, "ports": ports, "rendezvous_port": rendezvous_port, "communicator": communicator,
+        "hash_seed": common_hash_seed(),
+    }  # fmt: skip
+    met = meet(node.place, told, secret=secret)
     chosen = [each.told["communicator"] for each in met]
     if len(set(chosen)) > 1:
         raise ConfigurationError(

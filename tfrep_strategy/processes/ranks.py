@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,7 @@ class Failure:
         noted: Whether the rank itself told of its failure.
         log_size: How many bytes the rank's log had when it failed, if it got to say so.
         frozen: What was seen of a rank that did not end, and for which nobody should wait.
+        time: When the rank failed, on the machine's monotonic clock.
     """
 
     rank: int | None
@@ -93,6 +94,7 @@ class Failure:
     noted: bool = False
     log_size: int | None = None
     frozen: str = ""
+    time: float = field(default=0.0, compare=False)
 
     @property
     def stopped_by_signal(self) -> bool:
@@ -268,7 +270,7 @@ class _Run:
     def failure(self) -> Failure | None:
         """Tells which rank failed first, if any."""
         if self._frozen is not None:
-            return Failure(self._frozen.rank, TIMED_OUT, frozen=self._frozen.seen)
+            return Failure(self._frozen.rank, TIMED_OUT, frozen=self._frozen.seen, time=time.monotonic())
         notes = read_notes(self._note_dir)
         died = {rank: code for rank, code in self._codes.items() if code}
 
@@ -282,7 +284,8 @@ class _Run:
             return None
         note = notes.get(rank, Note(0.0, 0))
         code = died.get(rank, note.exit_code)
-        return Failure(rank, 128 - code if code < 0 else code, note.traceback, noted=rank in notes, log_size=note.log_size)
+        exit_code = 128 - code if code < 0 else code
+        return Failure(rank, exit_code, note.traceback, noted=rank in notes, log_size=note.log_size, time=when(rank))
 
     def end(self, first_signal: int, grace: float) -> None:
         """Ends what still runs: asks, waits for the grace period, then kills."""

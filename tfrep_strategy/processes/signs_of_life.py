@@ -124,8 +124,8 @@ class Watch:
         """Looks once. Warns of a rank that is silent.
 
         Args:
-            pids: The processes that the launcher has started as ranks. A rank that another one has started, as `horovodrun`
-                does, is found by its signs.
+            pids: The processes that the launcher has started as ranks. A rank that one of them has started is
+                found by its signs.
 
         Returns:
             A rank whose time is over, if there is one.

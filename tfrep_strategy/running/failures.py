@@ -14,20 +14,19 @@ _LAST_LINES = 20
 _OF_TENSORFLOW = re.compile(log_lines("IW"))
 
 
-def describe(failure: Failure, *, timeout: float | None, through_horovodrun: bool, log_dir: Path) -> str:
+def describe(failure: Failure, *, timeout: float | None, log_dir: Path) -> str:
     """Tells which rank failed, how, and what it said last.
 
     Args:
         failure: What `run_ranks` returned.
         timeout: The time limit of the run.
-        through_horovodrun: Whether `horovodrun` started the ranks.
         log_dir: Folder of the log files.
 
     Returns:
         The story, of one line or more.
 
     Example:
-        >>> describe(Failure(0, 3), timeout=None, through_horovodrun=False, log_dir=Path("logs"))
+        >>> describe(Failure(0, 3), timeout=None, log_dir=Path("logs"))
         'Rank 0 failed with exit code 3; all ranks were ended. Its output is above.'
     """
     if failure.stopped_by_signal:
@@ -35,8 +34,6 @@ def describe(failure: Failure, *, timeout: float | None, through_horovodrun: boo
     if failure.rank is None:
         return f"The run was stopped: it took more than {timeout:g} seconds.\nLogs: {log_dir}"
     code = failure.exit_code
-    if through_horovodrun and not failure.noted and not failure.frozen:
-        return f"horovodrun ended with exit code {code}; what it says is above.\nLogs: {log_dir}"
     by_signal = f" ({signal.Signals(code - 128).name})" if code - 128 in set(signal.Signals) else ""
     what = failure.frozen or f"failed with exit code {code}{by_signal}"
     what = f"Rank {failure.rank} {what}; all ranks were ended."

@@ -71,7 +71,7 @@ def launch(
         try:
             run_to_end(
                 options,
-                lambda logs: module_command(__name__, name, scope),
+                module_command(__name__, name, scope),
                 folder,
                 events,
             )

@@ -10,14 +10,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds, message
 from tfrep_strategy.limits import grace_seconds
 from tfrep_strategy.processes.announced import announced
-from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.identity import (
     check_communicator,
     common_hash_seed,
@@ -52,7 +52,9 @@ class Options:
             neither `num_replicas` nor `hosts` is given. `None`: one process per replica, which is left to make its own
             strategy.
         communicator: "auto", "horovod", "tf", "mpi" or the name of an installed transport.
-        hosts: Machines and how many replicas each can take, as "host1:4,host2:4"; by default this machine.
+        hosts: Machines and how many replicas each can take, as "host1:4,host2:4"; by default this machine. Others are reached
+            through ssh.
+        export: Names of environment variables that other hosts get, beside those of libraries.
         node: This machine among those of a run that is started on each of them. `num_replicas` are then those of this machine.
         log_dir: Folder of the log files; by default a temporary one, which stays only if the run fails.
         timeout: Seconds after which the run is stopped; by default it may take for ever.
@@ -75,6 +77,7 @@ class Options:
     strategy: str | None = "auto"
     communicator: str = "auto"
     hosts: str | None = None
+    export: tuple[str, ...] = ()
     log_dir: str | os.PathLike[str] | None = None
     timeout: float | None = None
     prefix: bool = False
@@ -103,13 +106,26 @@ class Options:
             check_seconds(timeout=self.timeout)
         if self.hosts is not None:
             self._check_hosts(self.hosts)
+        elif self.export:
+            hint = "name the hosts, or leave it out: ranks of one machine inherit all variables."
+            raise ConfigurationError(message("Variables are exported to hosts only.", hint=hint, export=self.export))
         if self.node is not None:
             self._check_node(self.node)
 
     @property
     def size(self) -> int:
         """How many replicas there will be; with `node`, on this machine."""
-        return self.num_replicas or (_places(self.hosts) if self.hosts else 1)
+        return self.num_replicas or sum(self._places.values()) or 1
+
+    @property
+    def shares(self) -> dict[str, int]:
+        """How many replicas each host has: the first hosts are filled first, and one that gets none is left out."""
+        left, shares = self.size, {}
+        for host, places in self._places.items():
+            if left:
+                shares[host] = min(left, places)
+                left -= shares[host]
+        return shares
 
     @property
     def resolved_strategy(self) -> str | None:
@@ -119,14 +135,21 @@ class Options:
 
     @property
     def resolved_communicator(self) -> str:
-        """The communicator of the run. Launchers on several machines know the addresses of all ranks, so it is not Horovod there.
+        """The communicator of the run. "auto" is TensorFlow's on several machines: their launchers know the addresses of all ranks.
 
         Raises:
-            ConfigurationError: Horovod is needed and not installed.
+            ConfigurationError: Horovod is asked for and not installed.
         """
-        if self.node is not None and self.communicator == "auto":
-            return "tf"
-        return resolve_communicator("horovod" if self.hosts else self.communicator, self.size)
+        is_auto = self.node is not None and self.communicator == "auto"
+        return resolve_communicator("tf" if is_auto else self.communicator, self.size)
+
+    @property
+    def _places(self) -> dict[str, int]:
+        places = Counter[str]()
+        for each in self.hosts.split(",") if self.hosts else ():
+            host, _, count = each.rpartition(":")
+            places[host] += int(count)
+        return places
 
     def _check_node(self, node: Node) -> None:
         if self.strategy == "mirrored" or self.hosts is not None:
@@ -138,18 +161,9 @@ class Options:
             what = "Launchers on several machines do not start a run again."
             hint = "leave max_restarts out, and let what starts the launchers start them again."
             raise ConfigurationError(message(what, hint=hint, max_restarts=self.max_restarts, nnodes=node.count))
-        if self.communicator == "horovod":
-            raise ConfigurationError(
-                message(
-                    "Launchers on several machines do not start Horovod.",
-                    hint='use communicator "tf", or start all machines with --hosts.',
-                    nnodes=node.count,
-                    communicator=self.communicator,
-                )
-            )
 
     def _check_hosts(self, hosts: str) -> None:
-        if not re.fullmatch(rf"{_HOST}(,{_HOST})*", hosts) or _places(hosts) > MOST_RANKS:
+        if not re.fullmatch(rf"{_HOST}(,{_HOST})*", hosts) or sum(self._places.values()) > MOST_RANKS:
             raise ConfigurationError(
                 message(
                     "Cannot read the hosts.",
@@ -165,16 +179,7 @@ class Options:
                     hosts=hosts,
                 )
             )
-        if self.communicator not in ("auto", "horovod"):
-            raise ConfigurationError(
-                message(
-                    "Other hosts are reached through horovodrun.",
-                    hint='use communicator "horovod", or set TF_CONFIG and start the script on each host yourself.',
-                    hosts=hosts,
-                    communicator=self.communicator,
-                )
-            )
-        if self.size > _places(hosts):
+        if self.size > sum(self._places.values()):
             raise ConfigurationError(
                 message(
                     "The hosts do not have that many places.",
@@ -189,19 +194,16 @@ class RunFailed(Exception):  # noqa: N818
     """A run that did not end well; its text is the story for the user.
 
     Args:
+        story: What happened.
         failure: Who failed, and how.
-        options: What kind of run it was.
-        log_dir: Folder of the log files.
+        log_dir: Folder of the log files; None if each host has its own.
 
     Example:
-        >>> print(RunFailed(Failure(0, 3), Options(), Path("logs")))
-        Rank 0 failed with exit code 3; all ranks were ended. Its output is above.
+        >>> print(RunFailed("Rank 0 failed.", Failure(0, 3)))
+        Rank 0 failed.
     """
 
-    def __init__(self, failure: Failure, options: Options, log_dir: Path) -> None:
-        story = describe(
-            failure, timeout=options.timeout, through_horovodrun=options.hosts is not None, log_dir=log_dir
-        )
+    def __init__(self, story: str, failure: Failure, log_dir: Path | None = None) -> None:
         super().__init__(story)
         self.failure = failure
         self.log_dir = log_dir
@@ -209,7 +211,7 @@ class RunFailed(Exception):  # noqa: N818
 
 def run_to_end(
     options: Options,
-    make_arguments: Callable[[Path], list[str]],
+    arguments: Sequence[str],
     note_dir: Path,
     events: Events,
     nodes: Nodes | None = None,
@@ -218,7 +220,7 @@ def run_to_end(
 
     Args:
         options: What is wanted.
-        make_arguments: Gives a rank's command line, from the folder of the logs.
+        arguments: A rank's command line.
         note_dir: An empty folder for the notes of failed ranks, and the signs of life of all.
         events: From `deferred_signals`, which the caller holds around all that must be cleaned up.
         nodes: The launchers of the run, if there are several. They have met.
@@ -228,7 +230,7 @@ def run_to_end(
         RunFailed: A rank failed or is frozen, the time was over, or a signal came.
 
     Example:
-        >>> run_to_end(Options(num_replicas=2), lambda logs: ["true"], Path(), Events())
+        >>> run_to_end(Options(num_replicas=2), ["true"], Path(), Events())
     """
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
     size = nodes.size if nodes else options.size
@@ -241,23 +243,22 @@ def run_to_end(
     if backup_dir is not None:
         more_environ["TFREP_BACKUP_DIR"] = str(backup_dir)
     if nodes and nodes.first_rank:
-        print(f"This machine has {nodes.describe()}. Their output is in {log_dir}", file=sys.stderr)
+        print(f"{nodes.own.name} has {nodes.describe()}. Their output is in {log_dir}", file=sys.stderr)
     first_rank = nodes.first_rank if nodes else 0
-    logs_all = options.prefix and not options.hosts  # What horovodrun shows has the rank already.
     with contextlib.ExitStack() as stack:
         stack.enter_context(announced(log_dir, note_dir, profile_dir))
-        if logs_all:
+        if options.prefix:
             ranks = range(first_rank, first_rank + (1 if options.strategy == "mirrored" else options.size))
             stack.enter_context(lines_shown({f"[{rank}] ": log_dir / f"rank{rank}.log" for rank in ranks}))
         for restarts in range(options.max_restarts + 1):
-            with _commands(options, make_arguments(log_dir), restarts, nodes, more_environ) as commands:
+            with _commands(options, arguments, restarts, nodes, more_environ) as commands:
                 failure = run_ranks(
                     commands,
                     events,
                     log_dir=log_dir,
                     note_dir=note_dir,
                     timeout=None if deadline is None else max(0.0, deadline - time.monotonic()),
-                    logs_all=logs_all,
+                    logs_all=options.prefix,
                     first_rank=first_rank,
                     again=restarts > 0,
                     patience=patience,
@@ -278,12 +279,12 @@ def run_to_end(
     if options.log_dir is None and (failure is None or failure.stopped_by_signal):
         shutil.rmtree(log_dir, ignore_errors=True)
     if failure is not None:
-        raise RunFailed(failure, options, log_dir)
+        raise RunFailed(describe(failure, timeout=options.timeout, log_dir=log_dir), failure, log_dir)
 
 
 @contextlib.contextmanager
 def _commands(
-    options: Options, arguments: list[str], restarts: int, nodes: Nodes | None, more_environ: dict[str, str]
+    options: Options, arguments: Sequence[str], restarts: int, nodes: Nodes | None, more_environ: dict[str, str]
 ) -> Iterator[list[Command]]:
     """Yields what each rank runs. Addresses of ranks are free as long as the body runs."""
     environ = inherited_environ() | {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": common_hash_seed(), "TFREP_RESTARTS": str(restarts)}
@@ -299,9 +300,7 @@ def _commands(
             environ["TFREP_COMMUNICATOR"] = communicator = nodes.communicator if nodes else options.resolved_communicator
             if nodes:
                 environ["PYTHONHASHSEED"] = nodes.hash_seed
-                identified = nodes.identities()
-            elif options.hosts:
-                arguments = _horovodrun(options.size, options.hosts) + arguments
+                identified = stack.enter_context(nodes.identities())
             else:
                 identified = stack.enter_context(identities(communicator, options.size))
         yield [Command(arguments, environ | variables) for variables in identified]
@@ -329,11 +328,3 @@ def make_log_dir(wanted: str | os.PathLike[str] | None) -> Path:
     if wanted is None:
         return Path(tempfile.mkdtemp(prefix="tfrep-logs-"))
     return made_folder("log_dir", wanted)
-
-
-def _horovodrun(size: int, hosts: str) -> list[str]:
-    return module_command("tfrep_strategy.running.horovodrun", hosts, "--gloo", "-np", str(size), "-H", hosts)
-
-
-def _places(hosts: str) -> int:
-    return sum(int(host.rpartition(":")[2]) for host in hosts.split(","))

@@ -12,11 +12,12 @@ from pathlib import Path
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.processes.command import module_command
-from tfrep_strategy.processes.nodes import meet_nodes
+from tfrep_strategy.processes.nodes import Nodes, meet_nodes
 from tfrep_strategy.processes.notes import noted_failure
-from tfrep_strategy.processes.ranks import deferred_signals
+from tfrep_strategy.processes.ranks import Events, deferred_signals
 from tfrep_strategy.processes.signs_of_life import give_signs
 from tfrep_strategy.profiles.requests import answer_requests
+from tfrep_strategy.running.hosts import run_on_hosts, runs_on_other_hosts
 from tfrep_strategy.running.joining import for_this_pod, join_outer_run, outer_run
 from tfrep_strategy.running.runs import Options, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
@@ -32,7 +33,8 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
         as_module: Whether `target` is a module, as for `python -m`.
 
     Inside the run of another launcher (`srun tfrep run train.py`) this process becomes the rank that it is there, and
-    this does not return. With `options.node` it first meets the launchers on the other machines.
+    this does not return. With `options.node` it first meets the launchers on the other machines. With `options.hosts` it starts
+    a launcher on each.
 
     Raises:
         ConfigurationError: There is no such script, or the options do not fit the run of another launcher.
@@ -43,7 +45,36 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
         >>> size = Path("train.py").write_text("print('The script runs here.')")
         >>> run_script("train.py", ["--epochs", "3"], Options(num_replicas=2))
     """
-    if not as_module and not os.path.exists(target):
+    kind = "module" if as_module else "script"
+    check_script(kind, target)
+    program = [kind, target, *arguments]
+    options = for_this_pod(options)
+    nodes = None
+    if options.node is not None:
+        nodes = meet_nodes(options.node, options.size, options.resolved_communicator)
+    elif outer := outer_run():
+        join_outer_run(outer, options, program)
+    with deferred_signals() as events:
+        if runs_on_other_hosts(options):
+            run_on_hosts(options, program, events)
+        else:
+            run_ranks_of_script(program, options, events, nodes)
+
+
+def check_script(kind: str, target: str) -> None:
+    """Refuses a script that does not exist.
+
+    Args:
+        kind: "script" or "module".
+        target: Its path or name.
+
+    Raises:
+        ConfigurationError: There is no such script.
+
+    Example:
+        >>> check_script("module", "my_package.train")
+    """
+    if kind == "script" and not os.path.exists(target):
         raise ConfigurationError(
             message(
                 "There is no such script.",
@@ -51,31 +82,28 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
                 script=target,
             )
         )
-    kind = "module" if as_module else "script"
-    options = for_this_pod(options)
-    nodes = None
-    if options.node is not None:
-        nodes = meet_nodes(options.node, options.size, options.resolved_communicator)
-    elif outer := outer_run():
-        join_outer_run(outer, options, [kind, target, *arguments])
-    with (
-        deferred_signals() as events,
-        tempfile.TemporaryDirectory(prefix="tfrep-") as notes,
-    ):
-        run_to_end(
-            options,
-            lambda logs: module_command(
-                __name__,
-                notes,
-                str(logs) if options.hosts and not options.prefix else "",
-                kind,
-                target,
-                *arguments,
-            ),
-            Path(notes),
-            events,
-            nodes,
-        )
+
+
+def run_ranks_of_script(program: Sequence[str], options: Options, events: Events, nodes: Nodes | None = None) -> None:
+    """Runs a script on the ranks of this machine.
+
+    Args:
+        program: "script" or "module", its path or name, and its arguments.
+        options: What kind of run is wanted.
+        events: From `deferred_signals`.
+        nodes: The launchers of the run, if there are several. They have met.
+
+    Raises:
+        ConfigurationError: The options cannot be used on this machine.
+        RunFailed: A rank failed.
+
+    Example:
+        >>> size = Path("train.py").write_text("print('The script runs here.')")
+        >>> with deferred_signals() as events:
+        ...     run_ranks_of_script(["script", "train.py"], Options(num_replicas=2), events)
+    """
+    with tempfile.TemporaryDirectory(prefix="tfrep-") as notes:
+        run_to_end(options, module_command(__name__, notes, "", *program), Path(notes), events, nodes)
 
 
 def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
@@ -106,7 +134,7 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
 
 
 def _write_to(log: Path) -> None:
-    """Sends all further output of this process to a file; ranks that `horovodrun` started would share one terminal."""
+    """Sends all further output of this process to a file; ranks that another launcher has started would share one terminal."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)

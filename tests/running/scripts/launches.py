@@ -18,7 +18,7 @@ try:
     options = Options(**given | {"node": Node(**given["node"])})
     nodes = meet_nodes(options.node, options.size, options.resolved_communicator)
     with deferred_signals() as events, tempfile.TemporaryDirectory() as notes:
-        run_to_end(options, lambda logs: [sys.executable, *sys.argv[3:], notes], Path(notes), events, nodes)
+        run_to_end(options, [sys.executable, *sys.argv[3:], notes], Path(notes), events, nodes)
     found = "ended well"
 except (TfrepError, RunFailed) as error:
     found = f"{type(error).__name__}: {error}"

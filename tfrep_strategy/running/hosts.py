@@ -1,0 +1,231 @@
+"""A run on several hosts that is started on one. A launcher on each of them is started through ssh, and told all through pipes."""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import secrets
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfrep_strategy.errors import ConfigurationError, PeerError, message
+from tfrep_strategy.limits import grace_seconds, ssh_command
+from tfrep_strategy.processes.command import piped_command
+from tfrep_strategy.processes.identity import inherited_environ
+from tfrep_strategy.processes.ranks import Events, Failure
+from tfrep_strategy.processes.remote import Remote, ssh_to
+from tfrep_strategy.rendezvous.addresses import with_port
+from tfrep_strategy.rendezvous.confinement import machines_of_run
+from tfrep_strategy.rendezvous.connections import LOOPBACK
+from tfrep_strategy.running.runs import Options, RunFailed
+
+EXPORTED = ("CUDA_", "GLOO_", "HOROVOD_", "KERAS_", "LD_LIBRARY_PATH", "NCCL_", "OMP_", "PYTHON", "TFREP_", "TF_", "XLA_")
+"""How variables are named that other hosts get, beside `PATH`."""
+BEAT_SECONDS = 5.0
+"""How often launchers on hosts are told that this one is alive."""
+
+_HELLO_SECONDS = 25.0
+_SETTLE_SECONDS = 1.0
+"""How long the other hosts may take to notice a failure by themselves, so that it is known where the first one was."""
+_END_SECONDS = 20.0
+"""How long a host may take to end, beside its grace. ssh needs 15 to notice that the host is gone."""
+_LOST = 255
+
+
+def runs_on_other_hosts(options: Options) -> bool:
+    """Tells whether ranks will be on other machines than this one.
+
+    Example:
+        >>> runs_on_other_hosts(Options(hosts="localhost:2"))
+        False
+    """
+    return any(not _is_here(host) for host in options.shares)
+
+
+def run_on_hosts(options: Options, program: Sequence[str], events: Events) -> None:
+    """Runs a program on the ranks of several hosts, and returns when all have ended well.
+
+    Args:
+        options: What is wanted, with `hosts`.
+        program: What each rank runs, as for `script.main`: "script" or "module", its name, and its arguments.
+        events: From `deferred_signals`.
+
+    Raises:
+        ConfigurationError: A host cannot be reached, or lacks something; or the launchers do not fit.
+        PeerError: The launchers on the hosts did not meet.
+        RunFailed: A rank failed, a host was lost, or a signal came.
+
+    Example:
+        >>> with deferred_signals() as events:  # doctest: +SKIP
+        ...     run_on_hosts(Options(hosts="host1:4,host2:4"), ["script", "train.py"], events)
+    """
+    if options.max_restarts:
+        hint = "leave max_restarts out, or run on one machine."
+        what = "A run on several hosts is not started again."
+        raise ConfigurationError(message(what, hint=hint, max_restarts=options.max_restarts, hosts=options.hosts))
+    run = _Run(options, events)
+    try:
+        run.start(_given(options, program))
+        number = run.go()
+    except BaseException:
+        run.end(signal.SIGTERM)
+        raise
+    run.end(number or signal.SIGTERM)
+    run.raise_failure(number)
+
+
+class _Run:
+    """The launchers of a run."""
+
+    def __init__(self, options: Options, events: Events) -> None:
+        self._options, self._events = options, events
+        self._remotes: list[Remote] = []
+        self._next_beat = time.monotonic()
+
+    def start(self, given: dict[str, Any]) -> None:
+        """Starts a launcher on each host."""
+        command, mark = piped_command("tfrep_strategy.running.on_host"), f"\x1e{secrets.token_hex(16)}"
+        shares, changed = self._options.shares, lambda: self._events.put((0, 0))
+        for rank, (host, size) in enumerate(shares.items()):
+            own = {"mark": mark, "node": {"rank": rank, "count": len(shares), "name": host}, "size": size}
+            start = command if _is_here(host) else ssh_to(host, command)
+            self._remotes.append(Remote(host, start, mark, given | own, changed, by_line=self._options.prefix))
+
+    def go(self) -> int | None:
+        """Lets the launchers start ranks when all are there; returns at the first failure, when all have ended, or at a signal.
+
+        Returns:
+            The number of the signal, if one came.
+        """
+        number = self._wait(lambda: self._has_failed() or all("hello" in each.said for each in self._remotes), _HELLO_SECONDS)
+        if number is not None:
+            return number
+        self._check_all_are_there()
+        for each in self._remotes:
+            each.tell({"rendezvous": self._rendezvous()})
+        number = self._wait(lambda: self._has_failed() or self._have_ended())
+        return number or self._wait(self._have_ended, _SETTLE_SECONDS)
+
+    def end(self, number: int) -> None:
+        """Ends the launchers that are left: asks, waits, then ends the connections, at which they end everything."""
+        here = [each for each in self._remotes if each.code is None and "hello" in each.said]
+        for each in here:
+            each.tell(number)
+        grace = grace_seconds(for_a_backup=self._options.backup_dir is not None)
+        deadline = time.monotonic() + grace + _END_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            impatient = self._wait(lambda: all(each.code is not None for each in here), left)
+            if impatient is None:
+                break
+            for each in here:
+                each.tell(impatient)
+        for each in self._remotes:
+            each.close()
+
+    def raise_failure(self, number: int | None) -> None:
+        """Raises the error of the run, if there is one."""
+        if number is not None:
+            failure = Failure(None, 128 + number)
+            raise RunFailed(f"The run was stopped by {signal.Signals(number).name}.", failure)
+        self._raise_error()
+        failed = [each for each in self._remotes if each.said.get("report")]
+        lost = [each for each in self._remotes if each.is_lost]
+        story = "".join(f"{each.host} was lost{_in_brackets(each.last_words[-1:])}; all ranks were ended.\n" for each in lost)
+        if failed:
+            first = min(failed, key=_failed_at)
+            failure = Failure(**first.said["report"]["failure"])
+            raise RunFailed(f"{story}On {first.host}: {first.said['report']['story']}", failure)
+        if lost:
+            raise RunFailed(story.rstrip(), Failure(None, _LOST))
+
+    def _wait(self, condition: Callable[[], bool], seconds: float = math.inf) -> int | None:
+        """Waits for a condition, or for some seconds; returns the number of a signal that came instead."""
+        deadline = time.monotonic() + seconds
+        while not condition() and (left := deadline - time.monotonic()) > 0:
+            if time.monotonic() >= self._next_beat:
+                self._next_beat = time.monotonic() + BEAT_SECONDS
+                for each in self._remotes:
+                    if "hello" in each.said and each.code is None:
+                        each.tell(None)
+            try:
+                about, number = self._events.get(timeout=min(left, BEAT_SECONDS))
+            except queue.Empty:
+                continue
+            if about is None:
+                return number
+        return None
+
+    def _has_failed(self) -> bool:
+        return any("error" in each.said or each.said.get("report") or each.is_lost for each in self._remotes)
+
+    def _have_ended(self) -> bool:
+        return all("report" in each.said or each.is_lost for each in self._remotes)
+
+    def _check_all_are_there(self) -> None:
+        self._raise_error()
+        silent = [each for each in self._remotes if "hello" not in each.said]
+        for each in silent:
+            if each.is_lost:
+                raise each.unreachable()
+        if silent and not self._has_failed():
+            names = ", ".join(each.host for each in silent)
+            what = f"{names} did not answer within {_HELLO_SECONDS:g} seconds."
+            hint = f"check that `{shlex.join(ssh_command())} {silent[0].host} {sys.executable} -V` ends soon."
+            raise ConfigurationError(message(what, hint=hint, hosts=self._options.hosts))
+
+    def _raise_error(self) -> None:
+        for each in sorted(self._remotes, key=lambda each: each.heard_at.get("error", math.inf)):
+            if error := each.said.get("error"):
+                kind = ConfigurationError if error["kind"] == ConfigurationError.__name__ else PeerError
+                raise kind(f"{each.host}: {error['text']}")
+
+    def _rendezvous(self) -> str:
+        """Returns where the first host listens, as the others reach it: where ssh has reached it, or where ssh has come from."""
+        hellos = [each.said["hello"] for each in self._remotes]
+        seen = [hello["seen_from"] for hello in hellos if hello["seen_from"]]
+        return with_port(hellos[0]["address"] or seen[0], hellos[0]["port"])
+
+
+def _given(options: Options, program: Sequence[str]) -> dict[str, Any]:
+    """Returns what all launchers are told, secrets among it."""
+    missing = [name for name in options.export if name not in os.environ]
+    if missing:
+        raise ConfigurationError(message("Variables that are to be exported are not set.", hint="set them.", export=missing))
+    environ = inherited_environ()
+    chosen = {name for name in environ if name == "PATH" or name.startswith(EXPORTED) or name in options.export}
+    return {
+        "path": [os.path.abspath(each) for each in sys.path],
+        "folder": os.getcwd(),
+        "environ": {name: environ[name] for name in chosen},
+        "secret": secrets.token_hex(32),
+        "program": list(program),
+        "options": {
+            "strategy": options.strategy,
+            "communicator": options.communicator,
+            "log_dir": None if options.log_dir is None else os.fspath(options.log_dir),
+            "backup_dir": None if options.backup_dir is None else os.fspath(options.backup_dir),
+            "timeout": options.timeout,
+            "prefix": options.prefix,
+            "profile": options.profile,
+            "profile_dir": None if options.profile_dir is None else os.fspath(options.profile_dir),
+        },
+    }
+
+
+def _in_brackets(words: Sequence[str]) -> str:
+    return f" ({words[0]})" if words else ""
+
+
+def _is_here(host: str) -> bool:
+    return machines_of_run(f"{LOOPBACK}:0", [f"{host}:0"]) == (None, None)
+
+
+def _failed_at(remote: Remote) -> tuple[bool, float]:
+    """Returns when a host's rank failed, on this machine's clock. Ranks that were only told to end failed last."""
+    failure = remote.said["report"]["failure"]
+    return failure["rank"] is None, failure["time"] + remote.clock_difference

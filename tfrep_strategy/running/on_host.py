@@ -1,0 +1,121 @@
+"""The launcher of one host of `tfrep run --hosts`. The launcher that has started it tells it everything through a pipe.
+
+It ends its ranks when that pipe ends, as it does if the other launcher or the connection is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict
+from typing import Any
+
+from tfrep_strategy.errors import ConfigurationError, TfrepError, message
+from tfrep_strategy.limits import timeout_seconds
+from tfrep_strategy.processes.nodes import Node, meet_nodes
+from tfrep_strategy.processes.ranks import Events, deferred_signals
+from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.running.runs import Options, RunFailed
+from tfrep_strategy.running.script import check_script, run_ranks_of_script
+
+_SILENCE_SECONDS = 60.0
+"""How long the other launcher may be silent before it counts as gone. It says something every 5 seconds."""
+
+
+def main(given: dict[str, Any]) -> None:
+    """Runs the ranks of this host.
+
+    Args:
+        given: What the other launcher has told in the first line.
+    """
+    orders = os.dup(0)  # Ranks must not read from the pipe.
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    pipe = os.fdopen(orders, "rb", 0)
+    try:
+        os.environ.update(given["environ"])
+        _enter(given["folder"])
+        check_script(*given["program"][:2])
+        _tell(given["mark"], "hello", _hello())
+        answer = _answer(pipe)
+        if not isinstance(answer, dict):  # The run was given up.
+            return
+        node = Node(rendezvous=answer["rendezvous"], **given["node"])
+        options = Options(given["size"], node=node, **given["options"])
+        listener = _Listener(pipe)
+        nodes = meet_nodes(node, options.size, options.resolved_communicator, secret=bytes.fromhex(given["secret"]))
+        with deferred_signals() as events:
+            listener.events = events
+            report = None
+            try:
+                run_ranks_of_script(given["program"], options, events, nodes)
+            except RunFailed as failed:
+                report = {"failure": asdict(failed.failure), "story": str(failed)}
+            _tell(given["mark"], "report", report)
+    except TfrepError as error:
+        kind = ConfigurationError if isinstance(error, ConfigurationError) else TfrepError
+        _tell(given["mark"], "error", {"kind": kind.__name__, "text": str(error)})
+        sys.exit(1)
+
+
+class _Listener:
+    """Passes on what the other launcher wants: numbers of signals. Its silence, or the end of the pipe, is a wish to end.
+
+    Attributes:
+        events: Where signals go; None while there are no ranks, when a signal ends this process.
+    """
+
+    def __init__(self, pipe: Any) -> None:
+        self.events: Events | None = None
+        self._pipe = pipe
+        threading.Thread(target=self._listen, daemon=True, name="tfrep-orders").start()
+
+    def _listen(self) -> None:
+        patience = math.inf if math.isinf(timeout_seconds()) else _SILENCE_SECONDS
+        while True:
+            ready, _, _ = select.select([self._pipe], [], [], None if math.isinf(patience) else patience)
+            line = self._pipe.readline() if ready else b""
+            number = json.loads(line) if line.endswith(b"\n") else signal.SIGTERM
+            if number is not None:
+                self._signal(int(number))
+            if not line:
+                return
+
+    def _signal(self, number: int) -> None:
+        if self.events is None:
+            os._exit(128 + number)
+        self.events.put((None, number))
+
+
+def _enter(folder: str) -> None:
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        what = f"The working folder cannot be entered on this host ({error.strerror})."
+        hint = "have the program in the same folder on all hosts: copy it there, or share the folder."
+        raise ConfigurationError(message(what, hint=hint, folder=folder)) from None
+
+
+def _hello() -> dict[str, Any]:
+    """Returns the address at which ssh has reached this host, the address of the other machine, and a free port."""
+    seen_from, _, address, _ = (os.environ.get("SSH_CONNECTION") or "   ").split(" ")
+    return {"address": address, "seen_from": seen_from, "port": free_ports(1, "")[0]}
+
+
+def _answer(pipe: Any) -> Any:
+    """Returns the first line that says something; None at the end."""
+    said = (json.loads(line) for line in iter(pipe.readline, b"") if line.endswith(b"\n"))
+    return next((content for content in said if content is not None), None)
+
+
+def _tell(mark: str, kind: str, content: Any) -> None:
+    with contextlib.suppress(OSError):  # The other launcher is gone.
+        sys.stdout.flush()
+        os.write(1, f"{mark}{json.dumps([kind, content, time.monotonic()])}\n".encode())
