@@ -339,7 +339,7 @@ def test_a_communicator_of_the_environment_is_named() -> None:
     for value, name in (("", "auto"), ("tf", "tf")):
         with environment({"TFREP_COMMUNICATOR": value}):
             assert wanted_communicator() == name
-    for value in ("mpi", " tf", "\udcff", "x" * 10_000):
+    for value in ("mpirun", " tf", "\udcff", "x" * 10_000):
         with environment({"TFREP_COMMUNICATOR": value}), pytest.raises(ConfigurationError) as caught:
             wanted_communicator()
         assert "TFREP_COMMUNICATOR='" in str(caught.value)
