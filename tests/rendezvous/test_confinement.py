@@ -13,7 +13,14 @@ import pytest
 
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.limits import trusted_networks
-from tfrep_strategy.rendezvous.confinement import Servers, confine, confined, machines_of_run, problem_of_confining
+from tfrep_strategy.rendezvous.confinement import (
+    Servers,
+    confine,
+    confined,
+    is_this_machine,
+    machines_of_run,
+    problem_of_confining,
+)
 from tfrep_strategy.rendezvous.connections import free_ports
 
 PATIENCE = 0.3
@@ -68,6 +75,8 @@ def test_a_run_of_this_machine_may_name_it_by_another_interface(server: socket.s
     port = server.getsockname()[1]
     networks, problem = machines_of_run(f"{own}:{port}", [f"{own}:{port}", f"{own}:1"])
     assert problem is None
+    assert is_this_machine(own)
+    assert not is_this_machine("192.0.2.1")  # An address for documents.
     confine(server, networks)
     socket.create_connection((own, port), PATIENCE).close()
     assert comes("127.0.0.1", server)

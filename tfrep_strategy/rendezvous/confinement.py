@@ -236,6 +236,17 @@ def machines_of_run(
     return _collapsed([*here, *others, *trusted]), None
 
 
+def is_this_machine(host: str) -> bool:
+    """Returns whether a name, or an address, is this machine's.
+
+    Example:
+        >>> is_this_machine("localhost")
+        True
+    """
+    found = _numbers(host)
+    return is_loopback(host) or (bool(found) and all(_is_in(each, _of_this_machine()) for each in found))
+
+
 def problem_of_confining() -> str | None:
     """Returns why this machine cannot confine servers; None if it can.
 

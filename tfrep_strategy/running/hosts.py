@@ -20,8 +20,7 @@ from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.processes.ranks import Events, Failure
 from tfrep_strategy.processes.remote import Remote, ssh_to
 from tfrep_strategy.rendezvous.addresses import with_port
-from tfrep_strategy.rendezvous.confinement import machines_of_run
-from tfrep_strategy.rendezvous.connections import LOOPBACK
+from tfrep_strategy.rendezvous.confinement import is_this_machine
 from tfrep_strategy.running.runs import Options, RunFailed
 
 EXPORTED = ("CUDA_", "GLOO_", "HOROVOD_", "KERAS_", "LD_LIBRARY_PATH", "NCCL_", "OMP_", "PYTHON", "TFREP_", "TF_", "XLA_")
@@ -44,7 +43,7 @@ def runs_on_other_hosts(options: Options) -> bool:
         >>> runs_on_other_hosts(Options(hosts="localhost:2"))
         False
     """
-    return any(not _is_here(host) for host in options.shares)
+    return not all(map(is_this_machine, options.shares))
 
 
 def run_on_hosts(options: Options, program: Sequence[str], events: Events) -> None:
@@ -93,7 +92,7 @@ class _Run:
         shares, changed = self._options.shares, lambda: self._events.put((0, 0))
         for rank, (host, size) in enumerate(shares.items()):
             own = {"mark": mark, "node": {"rank": rank, "count": len(shares), "name": host}, "size": size}
-            start = command if _is_here(host) else ssh_to(host, command)
+            start = command if is_this_machine(host) else ssh_to(host, command)
             self._remotes.append(Remote(host, start, mark, given | own, changed, by_line=self._options.prefix))
 
     def go(self) -> int | None:
@@ -219,10 +218,6 @@ def _given(options: Options, program: Sequence[str]) -> dict[str, Any]:
 
 def _in_brackets(words: Sequence[str]) -> str:
     return f" ({words[0]})" if words else ""
-
-
-def _is_here(host: str) -> bool:
-    return machines_of_run(f"{LOOPBACK}:0", [f"{host}:0"]) == (None, None)
 
 
 def _failed_at(remote: Remote) -> tuple[bool, float]:
