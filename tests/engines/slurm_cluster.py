@@ -22,6 +22,7 @@ SlurmUser={user}
 SlurmdUser={user}
 SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
+FirstJobId={first_job}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 CredType=cred/munge
@@ -87,7 +88,11 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o600)
     configuration = folder / "slurm.conf"
-    text = _CONFIGURATION.format(host=socket.gethostname(), user=getpass.getuser(), ports=free_ports(2), folder=folder)
+    # The ports of ranks follow from the number of their job: those of two clusters of one machine should differ.
+    first_job = 1 + secrets.randbelow(10_000)
+    text = _CONFIGURATION.format(
+        host=socket.gethostname(), user=getpass.getuser(), ports=free_ports(2), folder=folder, first_job=first_job
+    )
     configuration.write_text(text, "utf-8")
     made = Cluster(folder)
     files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "daemon", "seed-file": "seed"}
