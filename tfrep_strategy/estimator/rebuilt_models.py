@@ -58,7 +58,7 @@ def rebuilt(model: Any, strategy: Any, custom_objects: Mapping[str, Any] | None)
         except (NotImplementedError, TypeError, ValueError) as error:
             hint = "give its class get_config, or write it as keras.Model(inputs, outputs)."
             raise ConfigurationError(
-                message("The model cannot be built again.", hint=hint, keras_model=model.name)
+                message(f"The model cannot be built again: {error}", hint=hint, keras_model=model.name)
             ) from error
         config = {**model.get_compile_config(), "steps_per_execution": 1}  # Hooks see every step.
         copy.compile_from_config(config)
