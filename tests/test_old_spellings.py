@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from calling import command
+from needs import needs_horovod
 
 import tfrep_strategy as tfrep
 from tfrep_strategy import old_spellings
 from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.processes.identity import horovod_is_installed
 
 _V1 = tf.compat.v1.train
 _PAGE = (Path(__file__).parents[1] / "docs" / "migration" / "old_spellings.md").read_text("utf-8")
@@ -232,7 +232,7 @@ def test_optimizers_of_keras_2(legacy: bool, strategy: tfrep.MirroredStrategy) -
     assert _hint(lambda: model.compile(optimizer)) == "write keras.optimizers.SGD(learning_rate=0.2, momentum=0.9)."
 
 
-@pytest.mark.skipif(not horovod_is_installed(), reason="Horovod is not installed")
+@needs_horovod
 def test_optimizers_and_callbacks_of_horovod() -> None:
     done = subprocess.run(command(of_horovod), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

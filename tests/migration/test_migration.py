@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import needs_horovod
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.processes.identity import horovod_is_installed, inherited_environ
+from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.rendezvous.connections import free_ports
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +28,6 @@ _EQUAL = 1e-5
 _VERSIONS_DIFFER = 2e-3
 """How far a number of a page may be from what is measured: pages have three decimals, of one machine."""
 
-needs_horovod = pytest.mark.skipif(not horovod_is_installed(), reason="Horovod is not installed")
 needs_tf_keras = pytest.mark.skipif(not importlib.util.find_spec("tf_keras"), reason="needs the extra bench (tf_keras)")
 
 Started = tuple[list[str], dict[str, str]]

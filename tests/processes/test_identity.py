@@ -7,16 +7,13 @@ import socket
 import urllib.request
 
 import psutil
-import pytest
+from needs import needs_horovod
 
 from tfrep_strategy.processes.identity import (
     free_ports,
-    horovod_is_installed,
     identities,
     inherited_environ,
 )
-
-needs_horovod = pytest.mark.skipif(not horovod_is_installed(), reason="Horovod is not installed")
 
 
 def test_free_ports_are_free_and_different():

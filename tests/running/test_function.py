@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pytest
 import tensorflow as tf
+from needs import needs_horovod
 
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, PeerError
 from tfrep_strategy.processes import identity
-from tfrep_strategy.processes.identity import horovod_is_installed
 from tfrep_strategy.processes.ranks import GRACE_SECONDS
 from tfrep_strategy.running import launch
 
 LIMIT = 100.0
-needs_horovod = pytest.mark.skipif(not horovod_is_installed(), reason="Horovod is not installed")
 both = pytest.mark.parametrize("communicator", [pytest.param("horovod", marks=needs_horovod), "tf"])
 
 

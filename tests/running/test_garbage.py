@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_joining import needs_horovod
+from needs import needs_horovod
 from test_open_doors import KINDS, LIMIT, READY, running, wait_for
 
 MANY = 150

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 from calling import command
+from needs import needs_horovod
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.communicators import SingleCommunicator
-from tfrep_strategy.processes.identity import horovod_is_installed, inherited_environ
+from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.rendezvous.connections import free_ports
 
 ROOT = str(Path(tfrep.__file__).parents[1])
 LIMIT = 150
-needs_horovod = pytest.mark.skipif(not horovod_is_installed(), reason="Horovod is not installed")
 
 SCRIPTS = Path(__file__).with_name("scripts")
 

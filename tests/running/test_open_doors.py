@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
+from needs import needs_horovod
 from test_joining import environ as quiet_environ
-from test_joining import needs_horovod
 from test_two_hosts import HOSTS, SCRIPTS, hosts, ip, on, pytestmark  # noqa: F401
 
 LIMIT = 150

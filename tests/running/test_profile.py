@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 from calling import command
-from test_joining import LIMIT, SCRIPTS, environ, needs_horovod
+from needs import needs_horovod
+from test_joining import LIMIT, SCRIPTS, environ
 
 from tfrep_strategy.profiles.summary import SUMMARY_NAME
 
