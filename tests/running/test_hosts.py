@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from needs import needs_horovod
-from test_joining import environ, found_in
+from test_joining import ROOT, environ, found_in
 from test_two_hosts import HOSTS, SCRIPTS, hosts  # noqa: F401
 from two_machines import Machine, cable_cut, know, machines_in, needs_machines
 
@@ -183,7 +183,7 @@ def no_folder(machines: list[Machine], there: Path) -> dict[str, object]:
 def no_interpreter(machines: list[Machine], there: Path) -> dict[str, object]:
     python = machines[0].file(there) / "python"
     python.symlink_to(sys.executable)
-    paths = os.pathsep.join(path for path in sys.path if path)
+    paths = os.pathsep.join([ROOT, *(path for path in sys.path if path)])
     return {"python": str(there / "python"), "PYTHONPATH": paths}
 
 

@@ -27,6 +27,8 @@ _START, _DONE = "ExecutorState::ProcessAsync::Start", "ExecutorState::ProcessAsy
 _OPERATION = re.compile(r"(?:[^:]+:|EagerLocalExecute: )([A-Za-z_]\w*)")
 """An operation of a function, or an eager one."""
 _XLA = "CpuExecutable::Execute"
+_INSTRUCTION = "hlo_op"
+"""What an event of XLA's own says. In TensorFlow 2.19 the program as a whole has no event."""
 _COMPUTE, _COLLECTIVE, _INPUT, _TRANSFER = range(4)
 """In the order in which a moment is given to them."""
 _FAR = 2**62
@@ -100,6 +102,7 @@ def _operations(plane: Any) -> Iterator[tuple[int, _Span]]:
     """Yields the kind and the time of each operation that the host runs."""
     names = {key: data.name for key, data in plane.event_metadata.items()}
     stats = {key: data.name for key, data in plane.stat_metadata.items()}
+    instructions = {key for key, name in stats.items() if name == _INSTRUCTION}
     kinds = {key: kind for key, name in names.items() if (kind := _kind_of_event(name)) is not None}
     # By their number, which both events of an asynchronous operation have. It may have started before the trace, or end after it.
     starts: dict[int, int] = {}
@@ -110,6 +113,8 @@ def _operations(plane: Any) -> Iterator[tuple[int, _Span]]:
         if event.metadata_id in kinds:
             if not line.startswith(_BACKGROUND):
                 yield kinds[event.metadata_id], (begin, end)
+        elif any(stat.metadata_id in instructions for stat in event.stats):
+            yield _COMPUTE, (begin, end)
         elif name in (_START, _DONE):
             found = _stats(event, stats)
             number = found["_p" if name == _START else "_c"]
