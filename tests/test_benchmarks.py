@@ -55,6 +55,18 @@ def test_step(tmp_path):
     assert "reached" in text
 
 
+def test_calls(tmp_path):
+    """What one replica adds to a step of plain Keras in Python and in the compiled step stays small."""
+    results, text = _run(tmp_path, "calls")
+    keras = results["Keras"]
+    assert keras["python"] > 500
+    assert keras["nodes"] > 50
+    for name in ("MirroredStrategy, 1 replica", "MultiWorkerStrategy, 1 replica"):
+        assert name in text
+        assert results[name]["python"] <= 1.07 * keras["python"]
+        assert results[name]["nodes"] <= keras["nodes"] + 3
+
+
 def test_all_reduce(tmp_path):
     results, text = _run(tmp_path, "all_reduce", "--rounds", "2", "--times", "2")
     assert set(results) == {"20 x 1 MB", "1 x 20 MB", "10 floats"}
@@ -83,7 +95,7 @@ def test_ratio_is_taken_round_by_round():
     assert ratio(samples, "a", "b") == 0.5
     summary = summarize(samples, {("a", "b"): 0.75, ("a", "absent"): 1.0})
     assert summary["median_ms"] == {"a": 2000.0, "b": 4000.0}
-    assert summary["ratios"] == [{"this": "a", "other": "b", "ratio": 0.5, "target": 0.75}]
+    assert summary["ratios"] == [{"this": "a", "other": "b", "ratio": 0.5, "interval": (0.5, 3.0), "target": 0.75}]
 
 
 def test_a_process_that_fails_is_named_and_nothing_stays_behind():

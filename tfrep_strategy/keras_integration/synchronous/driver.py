@@ -171,17 +171,19 @@ class SynchronousDriver(
             with _without_jit(model):
                 run = original(model, compiled_between_collectives(step_function))
 
+        extended = strategy.extended
+
         def function(iterator: Any) -> Any:
-            strategy.extended.synchronize_new_variables()
-            strategy.extended.mark_state_changed()
+            extended.synchronize_new_variables()
+            extended.mark_state_changed()
             takes_whole_batches = not isinstance(iterator, _STEPS)
             if takes_whole_batches:
-                iterator = map(strategy.extended.shard, iterator)
-            with strategy.extended.watching_peers():
+                iterator = map(extended.shard, iterator)
+            with extended.watching_peers():
                 logs = run(iterator)
             self._check_first_batch()
             self.warn_of_layers_not_seen()
-            strategy.extended.count_steps(model, model.steps_per_execution)
+            extended.count_steps(model, model.steps_per_execution)
             # Nobody asks again for the logs of a single batch, and those of a step are of one replica.
             return model._get_metrics_result_or_logs(logs) if takes_whole_batches else logs
 
@@ -198,12 +200,14 @@ class SynchronousDriver(
             model.predict_function = split.predict_function
         if getattr(model.predict_function, "takes_whole_batches", False):
             return
-        run = model.predict_function
+        run, extended = model.predict_function, strategy.extended
 
         def function(batches: Any) -> Any:
             self._check_first_batch()
-            with strategy.extended.watching_peers():
-                return run([batch if isinstance(batch, Shards) else strategy.extended.shard(batch) for batch in batches])
+            if self.has_several:
+                batches = [batch if isinstance(batch, Shards) else extended.shard(batch) for batch in batches]
+            with extended.watching_peers():
+                return run(batches)
 
         function.takes_whole_batches = True  # type: ignore[attr-defined]
         model.predict_function = function
