@@ -123,6 +123,11 @@ class Nodes:
         """The `PYTHONHASHSEED` of all ranks."""
         return self.met[0].told["hash_seed"]
 
+    @property
+    def mark(self) -> str | None:
+        """What machine 0 has left in the folder for backups, if all have to look for it."""
+        return self.met[0].told["mark"]
+
     @contextlib.contextmanager
     def identities(self) -> Iterator[list[dict[str, str]]]:
         """Gives the environment variables of each rank on this machine. Machine 0 serves Horovod's rendezvous meanwhile.
@@ -166,7 +171,9 @@ class Nodes:
         return [each.told["size"] for each in self.met]
 
 
-def meet_nodes(node: Node, size: int, communicator: str, *, secret: bytes | None = None) -> Nodes:
+def meet_nodes(
+    node: Node, size: int, communicator: str, *, secret: bytes | None = None, mark: str | None = None
+) -> Nodes:
     """Meets the launchers on the other machines.
 
     Args:
@@ -174,6 +181,7 @@ def meet_nodes(node: Node, size: int, communicator: str, *, secret: bytes | None
         size: How many ranks this machine is to have.
         communicator: The communicator of the run, as this machine was told.
         secret: What the launchers share. Default: from `shared_secret`.
+        mark: What this machine has left in the folder for backups.
 
     Returns:
         What all have told.
@@ -189,7 +197,7 @@ def meet_nodes(node: Node, size: int, communicator: str, *, secret: bytes | None
     *ports, rendezvous_port = free_ports(size + 1, LOOPBACK if node.place.one_machine else "")
     told = {
         "size": size, "ports": ports, "rendezvous_port": rendezvous_port, "communicator": communicator,
-        "hash_seed": common_hash_seed(),
+        "hash_seed": common_hash_seed(), "mark": mark,
     }  # fmt: skip
     met = meet(node.place, told, secret=secret)
     chosen = [each.told["communicator"] for each in met]

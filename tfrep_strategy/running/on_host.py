@@ -15,13 +15,16 @@ import sys
 import threading
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
 from tfrep_strategy.limits import timeout_seconds
 from tfrep_strategy.processes.nodes import Node, meet_nodes
 from tfrep_strategy.processes.ranks import Events, deferred_signals
+from tfrep_strategy.processes.shared_folder import check_reached, marked
 from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.running.rounds import Round, steps_noted
 from tfrep_strategy.running.runs import Options, RunFailed
 from tfrep_strategy.running.script import check_script, run_ranks_of_script
 
@@ -50,14 +53,21 @@ def main(given: dict[str, Any]) -> None:
         node = Node(rendezvous=answer["rendezvous"], **given["node"])
         options = Options(given["size"], node=node, **given["options"])
         listener = _Listener(pipe)
-        nodes = meet_nodes(node, options.size, options.resolved_communicator, secret=bytes.fromhex(given["secret"]))
-        with deferred_signals() as events:
+        folder = Path(options.backup_dir) if options.backup_dir is not None else None
+        with contextlib.ExitStack() as stack:
+            mark = stack.enter_context(marked(folder)) if folder and given["checks_folder"] and node.rank == 0 else None
+            secret = bytes.fromhex(given["secret"])
+            nodes = meet_nodes(node, options.size, options.resolved_communicator, secret=secret, mark=mark)
+            if folder and nodes.mark:
+                check_reached(folder, nodes.mark, "This host")
+            events = stack.enter_context(deferred_signals())
             listener.events = events
-            report = None
+            report, progress = None, steps_noted(folder) if node.rank == 0 else None
             try:
-                run_ranks_of_script(given["program"], options, events, nodes)
+                run_ranks_of_script(given["program"], options, events, [Round(given["restarts"], events, nodes)])
             except RunFailed as failed:
-                report = {"failure": asdict(failed.failure), "story": str(failed)}
+                step = progress.read() if progress else None
+                report = {"failure": asdict(failed.failure), "story": str(failed), "step": step}
             _tell(given["mark"], "report", report)
     except TfrepError as error:
         kind = ConfigurationError if isinstance(error, ConfigurationError) else TfrepError

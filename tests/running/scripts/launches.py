@@ -11,6 +11,7 @@ from tfrep_strategy.errors import TfrepError  # noqa: E402
 from tfrep_strategy.processes.nodes import Node, meet_nodes  # noqa: E402
 from tfrep_strategy.processes.ranks import deferred_signals  # noqa: E402
 from tfrep_strategy.running import Options, RunFailed  # noqa: E402
+from tfrep_strategy.running.rounds import Round  # noqa: E402
 from tfrep_strategy.running.runs import run_to_end  # noqa: E402
 
 given = json.loads(sys.argv[2])
@@ -18,7 +19,7 @@ try:
     options = Options(**given | {"node": Node(**given["node"])})
     nodes = meet_nodes(options.node, options.size, options.resolved_communicator)
     with deferred_signals() as events, tempfile.TemporaryDirectory() as notes:
-        run_to_end(options, [sys.executable, *sys.argv[3:], notes], Path(notes), events, nodes)
+        run_to_end(options, [sys.executable, *sys.argv[3:], notes], Path(notes), events, [Round(0, events, nodes)])
     found = "ended well"
 except (TfrepError, RunFailed) as error:
     found = f"{type(error).__name__}: {error}"
