@@ -26,12 +26,14 @@ class Round:
         events: What ends the round early: signals to this process.
         nodes: The launchers of the round, if there are several. They have met.
         failure: How it failed. Whoever runs the ranks sets it.
+        story: The same, for the user.
     """
 
     number: int
     events: Events
     nodes: Nodes | None = None
     failure: Failure | None = None
+    story: str = ""
 
     @property
     def first_rank(self) -> int:

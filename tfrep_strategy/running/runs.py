@@ -33,7 +33,7 @@ from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
 from tfrep_strategy.progress import Progress, Step
 from tfrep_strategy.running.failures import describe
-from tfrep_strategy.running.rounds import BACKUPS, Round, rounds_here
+from tfrep_strategy.running.rounds import BACKUPS, Round, no_backup_dir, rounds_here
 from tfrep_strategy.validation import MOST_PROCESSES, MOST_RANKS, check_fields, made_folder
 
 STRATEGIES = ("auto", "mirrored", "multi-worker")
@@ -59,9 +59,9 @@ class Options:
         log_dir: Folder of the log files; by default a temporary one, which stays only if the run fails.
         timeout: Seconds after which the run is stopped; by default it may take for ever.
         prefix: Whether the output of all ranks is shown, each line with its rank, and not that of rank 0 alone.
-        max_restarts: How often all ranks are started again after one was killed. Errors of the script end the run.
+        max_restarts: How often all ranks are started again after one, or a machine, was lost. Errors of the script end the run.
         backup_dir: Folder in which each `fit` of the script is backed up, to go on from there when the run is started again. By
-            default one beside the logs if the run may be restarted, else none.
+            default one beside the logs if the run may be restarted, else none. Several machines need one that all reach.
         profile: Steps of the first `fit` that all ranks trace: their number, or "20:30"; see `traced_steps`.
         profile_dir: Folder for traces; by default `profile` in `log_dir`, or `tfrep-profile` in the current folder.
 
@@ -144,6 +144,11 @@ class Options:
         return resolve_communicator("tf" if is_auto else self.communicator, self.size)
 
     @property
+    def has_rounds(self) -> bool:
+        """Whether launchers on several machines start all ranks again, after a loss or when machines come and go."""
+        return self.node is not None and (self.max_restarts > 0 or self.node.is_elastic)
+
+    @property
     def _places(self) -> dict[str, int]:
         places = Counter[str]()
         for each in self.hosts.split(",") if self.hosts else ():
@@ -157,10 +162,8 @@ class Options:
             what = "A mirrored run is one process, on one machine." if self.strategy == "mirrored" else what
             hint = "leave the number of machines out, or use multi-worker without hosts."
             raise ConfigurationError(message(what, hint=hint, strategy=self.strategy, hosts=self.hosts, nnodes=node.count))
-        if self.max_restarts:
-            what = "Launchers on several machines do not start a run again."
-            hint = "leave max_restarts out, and let what starts the launchers start them again."
-            raise ConfigurationError(message(what, hint=hint, max_restarts=self.max_restarts, nnodes=node.count))
+        if self.has_rounds and self.backup_dir is None:
+            raise no_backup_dir(self.max_restarts, nnodes=node.count if node.least is None else f"{node.least}:{node.count}")
 
     def _check_hosts(self, hosts: str) -> None:
         if not re.fullmatch(rf"{_HOST}(,{_HOST})*", hosts) or sum(self._places.values()) > MOST_RANKS:
@@ -245,14 +248,15 @@ def run_to_end(
     more_environ = profile_environ(options.profile, profile_dir) | {"PYTHONHASHSEED": common_hash_seed()}
     if backup_dir is not None:
         more_environ["TFREP_BACKUP_DIR"] = str(backup_dir)
-    failure, is_first = None, True
+    last: Round | None = None
     with announced(log_dir, note_dir, profile_dir):
         for this in rounds or rounds_here(events, options.max_restarts, backup_dir):
+            last = this
             clear_notes(note_dir)
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             with _output_shown(options, this, log_dir), _commands(options, arguments, this, more_environ) as commands:
                 size = this.nodes.size if this.nodes else options.size
-                failure = this.failure = run_ranks(
+                this.failure = run_ranks(
                     commands,
                     this.events,
                     log_dir=log_dir,
@@ -265,15 +269,17 @@ def run_to_end(
                     patience=Patience.of_environment() if size > 1 and options.strategy != "mirrored" else None,
                     grace=grace_seconds(for_a_backup=backup_dir is not None),
                 )
-            is_first = this.first_rank == 0
-    if failure is None and backup_dir is not None and is_first:
+            if this.failure is not None:
+                this.story = describe(this.failure, timeout=options.timeout, log_dir=log_dir)
+    failure = last.failure if last else None
+    if failure is None and backup_dir is not None and last and last.first_rank == 0:
         Progress(backup_dir).clear()
         for folder in backup_dir.glob(BACKUPS):
             shutil.rmtree(folder, ignore_errors=True)
     if options.log_dir is None and (failure is None or failure.stopped_by_signal):
         shutil.rmtree(log_dir, ignore_errors=True)
-    if failure is not None:
-        raise RunFailed(describe(failure, timeout=options.timeout, log_dir=log_dir), failure, log_dir)
+    if last and failure is not None:
+        raise RunFailed(last.story, failure, log_dir)
 
 
 @contextlib.contextmanager

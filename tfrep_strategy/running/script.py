@@ -22,6 +22,7 @@ from tfrep_strategy.running.joining import for_this_pod, join_outer_run, outer_r
 from tfrep_strategy.running.rounds import Round
 from tfrep_strategy.running.runs import Options, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
+from tfrep_strategy.running.together import together
 
 
 def run_script(target: str, arguments: Sequence[str], options: Options, *, as_module: bool = False) -> None:
@@ -34,8 +35,8 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
         as_module: Whether `target` is a module, as for `python -m`.
 
     Inside the run of another launcher (`srun tfrep run train.py`) this process becomes the rank that it is there, and
-    this does not return. With `options.node` it first meets the launchers on the other machines. With `options.hosts` it starts
-    a launcher on each.
+    this does not return. With `options.node` it first meets the launchers on the other machines, and stays together with them
+    if the run may be started again. With `options.hosts` it starts a launcher on each.
 
     Raises:
         ConfigurationError: There is no such script, or the options do not fit the run of another launcher.
@@ -50,6 +51,10 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
     check_script(kind, target)
     program = [kind, target, *arguments]
     options = for_this_pod(options)
+    if options.has_rounds:
+        with together(options) as launcher, deferred_signals() as events:
+            run_ranks_of_script(program, options, events, launcher.rounds(events))
+        return
     nodes = None
     if options.node is not None:
         nodes = meet_nodes(options.node, options.size, options.resolved_communicator)
