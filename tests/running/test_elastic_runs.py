@@ -17,7 +17,7 @@ from tfrep_strategy.progress import Progress, Step
 from tfrep_strategy.rendezvous.connections import free_ports
 
 LIMIT = 120
-EPOCHS = "12"
+EPOCHS = "8"
 SCRIPT = str(SCRIPTS / "goes_slowly.py")
 
 
@@ -33,7 +33,7 @@ def wait_for(progress: Progress, step: Step, run: subprocess.Popen[str]) -> None
 def test_four_then_two_then_three_replicas(communicator: str, tmp_path: Path) -> None:
     backups = tmp_path / "backups"
     common = ["--nnodes", "1:2", "--rendezvous", f"localhost:{free_ports(1)[0]}", "--communicator", communicator]
-    variables = environ(XDG_CACHE_HOME=str(tmp_path), TFREP_BACKUP_SECONDS="0")
+    variables = environ(XDG_CACHE_HOME=str(tmp_path), TMPDIR=str(tmp_path), TFREP_BACKUP_SECONDS="0")
 
     def start(name: str, size: int, *more: str) -> subprocess.Popen[str]:
         own = ["-n", str(size), "--backup-dir", str(backups), "--log-dir", str(tmp_path / name), *more]
@@ -42,14 +42,14 @@ def test_four_then_two_then_three_replicas(communicator: str, tmp_path: Path) ->
 
     progress = Progress(backups)
     with contextlib.ExitStack() as stack:
-        first, second = start("first", 2, "--node-rank", "0"), start("second", 2)
+        first, second = start("first", 2, "--node-rank", "0"), start("second", 2, "--node-rank", "1")
         stack.callback(first.kill)
         stack.callback(second.kill)
-        wait_for(progress, Step(0, 1, 4), first)
+        wait_for(progress, Step(0, 1, 2), first)
         second.kill()
         progress.clear()
         wait_for(progress, Step(0, 2, 1), first)
-        third = start("third", 1)
+        third = start("third", 1, "--node-rank", "1")
         stack.callback(third.kill)
         (output, said), (_, said_there) = first.communicate(timeout=LIMIT), third.communicate(timeout=LIMIT)
         second.communicate(timeout=LIMIT)

@@ -39,7 +39,7 @@ class Launchers:
         launcher = subprocess.Popen(
             [sys.executable, str(SCRIPTS / "launches.py"), json.dumps([ROOT]), json.dumps(given), str(SCRIPTS / "stays.py"),
              str(self.shown)],
-            env=os.environ | {"XDG_CACHE_HOME": str(self.folder / "cache"), "TFREP_RENDEZVOUS_TIMEOUT": "20"},
+            env=os.environ | {"XDG_CACHE_HOME": str(self.folder / "cache"), "TFREP_RENDEZVOUS_TIMEOUT": "20", "TMPDIR": str(self.folder)},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.running.append(launcher)

@@ -233,6 +233,8 @@ class Assembly:
             member.statement, member.is_ready = replace(member.statement, told=content), True
         elif kind == "report" and content["number"] == self._number:
             member.report = Report(**content)
+            if member.report.outcome == "told" and self._end_by is None:  # It has lost this process, and will leave.
+                self._lost.append(member.who)
             member.failed_at = time.monotonic() - member.report.seconds_ago
         elif kind == "leave":
             self._own_code = content if member is self._own else self._own_code

@@ -29,6 +29,7 @@ class Seat:
     def __init__(self, connection: Connection, told: Callable[[str, Any], None]) -> None:
         self.inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._connection, self._told = connection, told
+        set_patience(connection, 0)
         threading.Thread(target=self._listen, daemon=True, name="tfrep-seat").start()
 
     def tell(self, kind: str, content: Any = None) -> None:
