@@ -33,7 +33,13 @@ LANES = {
         "test_demo.py",
         "test_docstrings_of_runs.py",
     ),
-    "hosts": ("running/test_hosts.py", "running/test_lost_hosts.py", "running/test_open_doors.py", "running/test_two_hosts.py"),
+    "hosts": (
+        "running/test_cut_off.py",
+        "running/test_hosts.py",
+        "running/test_lost_hosts.py",
+        "running/test_open_doors.py",
+        "running/test_two_hosts.py",
+    ),
     "faults": (
         "communicators/peers/test_monitor.py",
         "keras_integration/test_first_use.py",

@@ -25,7 +25,8 @@ def wait_for(progress: Progress, step: Step, run: subprocess.Popen[str]) -> None
     """Returns when a run has come to a step."""
     deadline = time.monotonic() + LIMIT
     while (progress.read() or Step(0, 0, 0)) < step:
-        assert time.monotonic() < deadline and run.poll() is None, run.communicate(timeout=1)
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 

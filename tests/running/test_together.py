@@ -36,11 +36,12 @@ class Launchers:
         place = {"rank": rank, "count": count, "rendezvous": self.address, "least": least}
         given: dict[str, Any] = {"num_replicas": size, "node": place, "backup_dir": str(self.folder / "backups")}
         given |= {"log_dir": str(self.folder / f"logs{len(self.running)}")} | own
+        folder = str(self.folder)
+        variables = {"XDG_CACHE_HOME": folder, "TMPDIR": folder, "TFREP_RENDEZVOUS_TIMEOUT": "20"}
         launcher = subprocess.Popen(
             [sys.executable, str(SCRIPTS / "launches.py"), json.dumps([ROOT]), json.dumps(given), str(SCRIPTS / "stays.py"),
              str(self.shown)],
-            env=os.environ | {"XDG_CACHE_HOME": str(self.folder / "cache"), "TFREP_RENDEZVOUS_TIMEOUT": "20", "TMPDIR": str(self.folder)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.running.append(launcher)
         return launcher

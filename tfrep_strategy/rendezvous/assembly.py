@@ -1,7 +1,7 @@
 """A standing meeting: processes that stay in touch for a whole run, which they do in rounds while some of them come and go.
 
-Process 0 keeps it. It begins a round when enough are there, has all end it when one has failed, was lost, left or has come, and asks
-its owner what that means: another round, or the end of the run.
+Process 0 keeps it. It begins a round when enough are there. It has all end it when one has failed, was lost, left or has come. Then
+it asks its owner what that means: another round, or the end of the run.
 """
 
 from __future__ import annotations
@@ -134,7 +134,14 @@ class Assembly:
     """
 
     def __init__(
-        self, place: Place, least: int | None, key: bytes, *, seconds: float, seconds_to_end: float, decide: Callable[[Ended], Verdict]
+        self,
+        place: Place,
+        least: int | None,
+        key: bytes,
+        *,
+        seconds: float,
+        seconds_to_end: float,
+        decide: Callable[[Ended], Verdict],
     ) -> None:
         self._place, self._least, self._seconds, self._decide = place, least, seconds, decide
         self._seconds_to_end = seconds_to_end

@@ -72,7 +72,7 @@ def run_on_hosts(options: Options, program: Sequence[str], events: Events) -> No
     losses = Losses()
     for restarts in range(options.max_restarts + 1):
         try:
-            return _run_once(options, program, events, restarts)
+            _run_once(options, program, events, restarts)
         except RunFailed as failed:
             if not failed.was_lost or restarts == options.max_restarts:
                 raise
@@ -80,6 +80,8 @@ def run_on_hosts(options: Options, program: Sequence[str], events: Events) -> No
                 print(f"tfrep: {twice_at(failed.step)}", file=sys.stderr)
                 raise
             print(f"tfrep: {failed}\nAll ranks are started again ({restarts + 1} of {options.max_restarts}).", file=sys.stderr)
+        else:
+            return
 
 
 def _run_once(options: Options, program: Sequence[str], events: Events, restarts: int) -> None:
@@ -102,7 +104,8 @@ def _run_once(options: Options, program: Sequence[str], events: Events, restarts
             run.end(signal.SIGTERM)
             raise
         run.end(number or signal.SIGTERM)
-        return run.raise_failure(number)
+        run.raise_failure(number)
+        return
 
 
 class _Run:

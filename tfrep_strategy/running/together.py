@@ -61,7 +61,7 @@ def together(options: Options) -> Iterator[Launcher]:
     node, folder = options.node, options.backup_dir
     assert node is not None and folder is not None
     key = shared_secret(node.place.one_machine)
-    assembly, failure = None, None
+    assembly = None
     if node.rank == 0 or (node.rank is None and is_this_machine(node.place.target[0])):
         seconds_to_end = grace_seconds(for_a_backup=True) + _END_SECONDS
         decide = _Judge(options, Path(folder)).decide

@@ -1,4 +1,7 @@
-"""Trains slowly: `goes_slowly.py EPOCHS SECONDS`, with so many seconds for each of seven steps of an epoch. Rank 0 prints what it learned."""
+"""Trains slowly: `goes_slowly.py EPOCHS SECONDS`, with so many seconds for each of seven steps of an epoch.
+
+Rank 0 prints what it learned.
+"""
 
 import json
 import sys

@@ -1,6 +1,7 @@
 """A rank that shows who it is, and stays: `stays.py FOLDER NOTES`. It does what stands in files of the folder.
 
-`ROUND-RANK` is what it shows. It ends well when there is a file `done`, and as `end-ROUND-RANK` says: by a signal, or with an exit code.
+`ROUND-RANK` is what it shows. It ends well when there is a file `done`, and as `end-ROUND-RANK` says: by a signal, or with an exit
+code.
 """
 
 import json
