@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.1
 _GREETING_SECONDS = 3
+_LINGER_SECONDS = 3.0
 _LAST_CALL_SECONDS = 3.0
 """How long nobody may have come before a round begins without its full number, or ends for those who have come."""
 _LONGEST_STATEMENT, _LONGEST_REPORT = 1 << 16, 1 << 24
@@ -181,6 +182,18 @@ class Assembly:
         with contextlib.closing(self._reception):
             while not self._is_over:
                 self._look()
+        self._linger()
+
+    def _linger(self) -> None:
+        """Lets the others hang up first: what they were told last might be lost with the connection."""
+        deadline = time.monotonic() + _LINGER_SECONDS
+        here = {member.connection for member in self._members if member is not self._own}
+        while here and (left := deadline - time.monotonic()) > 0:
+            for connection in [each for each in wait(list(here), left) if isinstance(each, Connection)]:
+                try:
+                    connection.recv_bytes(_LONGEST_REPORT)
+                except (OSError, EOFError):
+                    here.remove(connection)
         for member in self._members:
             member.connection.close()
 

@@ -29,6 +29,8 @@ EXPORTED = ("CUDA_", "GLOO_", "HOROVOD_", "KERAS_", "LD_LIBRARY_PATH", "NCCL_", 
 """How variables are named that other hosts get, beside `PATH`."""
 BEAT_SECONDS = 5.0
 """How often launchers on hosts are told that this one is alive."""
+ALL_ENDED_WELL = 0
+"""What hosts are told, in place of the number of a signal, when the ranks of all have ended well."""
 
 _HELLO_SECONDS = 25.0
 _SETTLE_SECONDS = 1.0
@@ -103,7 +105,7 @@ def _run_once(options: Options, program: Sequence[str], events: Events, restarts
         except BaseException:
             run.end(signal.SIGTERM)
             raise
-        run.end(number or signal.SIGTERM)
+        run.end(number or (ALL_ENDED_WELL if run.has_ended_well else signal.SIGTERM))
         run.raise_failure(number)
         return
 
@@ -194,6 +196,11 @@ class _Run:
             if about is None:
                 return number
         return None
+
+    @property
+    def has_ended_well(self) -> bool:
+        """Whether the ranks of all hosts have ended well."""
+        return self._have_ended() and not self._has_failed()
 
     def _has_failed(self) -> bool:
         return any("error" in each.said or each.said.get("report") or each.is_lost for each in self._remotes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from tfrep_strategy.processes.nodes import Nodes
 from tfrep_strategy.processes.ranks import Events, Failure
 from tfrep_strategy.progress import Progress, Step
 
-BACKUPS = "fit-*"
+_BACKUPS = "fit-*"
 """The folders of the backups of each `fit`."""
 
 
@@ -27,6 +28,7 @@ class Round:
         nodes: The launchers of the round, if there are several. They have met.
         failure: How it failed. Whoever runs the ranks sets it.
         story: The same, for the user.
+        keeps_backups: Whether the run may go on although the ranks of this machine have ended well.
     """
 
     number: int
@@ -34,6 +36,7 @@ class Round:
     nodes: Nodes | None = None
     failure: Failure | None = None
     story: str = ""
+    keeps_backups: bool = False
 
     @property
     def first_rank(self) -> int:
@@ -133,6 +136,17 @@ def steps_noted(backup_dir: Path | None) -> Progress | None:
     return progress
 
 
+def remove_backups(backup_dir: Path) -> None:
+    """Removes the backups of a run that has ended well.
+
+    Example:
+        >>> remove_backups(Path("backups"))
+    """
+    Progress(backup_dir).clear()
+    for folder in backup_dir.glob(_BACKUPS):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def where_it_goes_on(backup_dir: Path | None) -> str:
     """Tells where the next round begins.
 
@@ -140,6 +154,6 @@ def where_it_goes_on(backup_dir: Path | None) -> str:
         >>> where_it_goes_on(None)[:24]
         'No fit has a backup yet,'
     """
-    if backup_dir is not None and any(backup_dir.glob(BACKUPS)):
+    if backup_dir is not None and any(backup_dir.glob(_BACKUPS)):
         return "Each fit goes on from its last backup."
     return "No fit has a backup yet, so that the script begins anew, but for what it saves and restores itself."

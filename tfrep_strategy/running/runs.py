@@ -30,9 +30,9 @@ from tfrep_strategy.processes.output import lines_shown
 from tfrep_strategy.processes.ranks import Command, Events, Failure, run_ranks
 from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
-from tfrep_strategy.progress import Progress, Step
+from tfrep_strategy.progress import Step
 from tfrep_strategy.running.failures import describe
-from tfrep_strategy.running.rounds import BACKUPS, Round, no_backup_dir, rounds_here
+from tfrep_strategy.running.rounds import Round, no_backup_dir, remove_backups, rounds_here
 from tfrep_strategy.validation import MOST_PROCESSES, MOST_RANKS, check_fields, made_folder
 
 STRATEGIES = ("auto", "mirrored", "multi-worker")
@@ -271,10 +271,8 @@ def run_to_end(
             if this.failure is not None:
                 this.story = describe(this.failure, timeout=options.timeout, log_dir=log_dir)
     failure = last.failure if last else None
-    if failure is None and backup_dir is not None and last and last.first_rank == 0:
-        Progress(backup_dir).clear()
-        for folder in backup_dir.glob(BACKUPS):
-            shutil.rmtree(folder, ignore_errors=True)
+    if failure is None and backup_dir is not None and last and last.first_rank == 0 and not last.keeps_backups:
+        remove_backups(backup_dir)
     if options.log_dir is None and (failure is None or failure.stopped_by_signal):
         shutil.rmtree(log_dir, ignore_errors=True)
     if last and failure is not None:

@@ -21,7 +21,7 @@ from typing import Any
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
 from tfrep_strategy.limits import grace_seconds, meeting_seconds
 from tfrep_strategy.processes.identity import common_hash_seed
-from tfrep_strategy.processes.nodes import Node, Nodes, told_by
+from tfrep_strategy.processes.nodes import Nodes, told_by
 from tfrep_strategy.processes.ranks import GRACE_SECONDS, Events, Failure
 from tfrep_strategy.processes.shared_folder import check_reached, marked
 from tfrep_strategy.rendezvous.assembly import ANY, Assembly, Ended, Report, Verdict
@@ -59,7 +59,8 @@ def together(options: Options) -> Iterator[Launcher]:
         ...     run_ranks_of_script(["script", "train.py"], launcher.options, events, launcher.rounds(events))
     """
     node, folder = options.node, options.backup_dir
-    assert node is not None and folder is not None
+    assert node is not None
+    assert folder is not None
     key = shared_secret(node.place.one_machine)
     assembly = None
     if node.rank == 0 or (node.rank is None and is_this_machine(node.place.target[0])):
