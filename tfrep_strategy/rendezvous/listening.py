@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
 
+from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.rendezvous.connections import LOOPBACK, is_loopback
+from tfrep_strategy.rendezvous.statements import Place
 
 
 def listen(host: str, port: int, *, one_machine: bool) -> tuple[socket.socket, bool]:
@@ -47,3 +50,19 @@ def listen(host: str, port: int, *, one_machine: bool) -> tuple[socket.socket, b
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True), False
     return socket.create_server(("", port), backlog=1024), False
+
+
+def unusable(place: Place, error: OSError) -> ConfigurationError:
+    """Returns the error of process 0 if it cannot listen.
+
+    Args:
+        place: Where it wanted to listen.
+        error: What the system says.
+    """
+    return ConfigurationError(
+        message(
+            f"{place.named([0])} cannot listen at the rendezvous ({os.strerror(error.errno or 0)}).",
+            hint="use a free port, and the address of this machine; only one process can have this number.",
+            rendezvous=place.address,
+        )
+    )

@@ -14,25 +14,31 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
-from tfrep_strategy.limits import grace_seconds, ssh_command
+from tfrep_strategy.limits import grace_seconds, meeting_seconds, ssh_command
 from tfrep_strategy.processes.command import piped_command
 from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.processes.ranks import Events, Failure
 from tfrep_strategy.processes.remote import Remote, ssh_to
+from tfrep_strategy.progress import Step
 from tfrep_strategy.rendezvous.addresses import with_port
 from tfrep_strategy.rendezvous.confinement import is_this_machine
+from tfrep_strategy.running.rounds import Losses, no_backup_dir, twice_at
 from tfrep_strategy.running.runs import Options, RunFailed
 
 EXPORTED = ("CUDA_", "GLOO_", "HOROVOD_", "KERAS_", "LD_LIBRARY_PATH", "NCCL_", "OMP_", "PYTHON", "TFREP_", "TF_", "XLA_")
 """How variables are named that other hosts get, beside `PATH`."""
 BEAT_SECONDS = 5.0
 """How often launchers on hosts are told that this one is alive."""
+ALL_ENDED_WELL = 0
+"""What hosts are told, in place of the number of a signal, when the ranks of all have ended well."""
 
 _HELLO_SECONDS = 25.0
 _SETTLE_SECONDS = 1.0
 """How long the other hosts may take to notice a failure by themselves, so that it is known where the first one was."""
 _END_SECONDS = 20.0
 """How long a host may take to end, beside its grace. ssh needs 15 to notice that the host is gone."""
+_PAUSE_SECONDS = 5.0
+"""How long to wait before a host that was lost is tried again."""
 _LOST = 255
 
 
@@ -63,19 +69,45 @@ def run_on_hosts(options: Options, program: Sequence[str], events: Events) -> No
         >>> with deferred_signals() as events:  # doctest: +SKIP
         ...     run_on_hosts(Options(hosts="host1:4,host2:4"), ["script", "train.py"], events)
     """
-    if options.max_restarts:
-        hint = "leave max_restarts out, or run on one machine."
-        what = "A run on several hosts is not started again."
-        raise ConfigurationError(message(what, hint=hint, max_restarts=options.max_restarts, hosts=options.hosts))
-    run = _Run(options, events)
-    try:
-        run.start(_given(options, program))
-        number = run.go()
-    except BaseException:
-        run.end(signal.SIGTERM)
-        raise
-    run.end(number or signal.SIGTERM)
-    run.raise_failure(number)
+    if options.max_restarts and options.backup_dir is None:
+        raise no_backup_dir(options.max_restarts, hosts=options.hosts)
+    losses = Losses()
+    for restarts in range(options.max_restarts + 1):
+        try:
+            _run_once(options, program, events, restarts)
+        except RunFailed as failed:
+            if not failed.was_lost or restarts == options.max_restarts:
+                raise
+            if losses.are_again_at(failed.step):
+                print(f"tfrep: {twice_at(failed.step)}", file=sys.stderr)
+                raise
+            print(f"tfrep: {failed}\nAll ranks are started again ({restarts + 1} of {options.max_restarts}).", file=sys.stderr)
+        else:
+            return
+
+
+def _run_once(options: Options, program: Sequence[str], events: Events, restarts: int) -> None:
+    """Runs the ranks once. A host that was lost may take some time to come back."""
+    deadline = time.monotonic() + (meeting_seconds() if restarts else 0.0)
+    while True:
+        run = _Run(options, events)
+        try:
+            run.start(_given(options, program, restarts))
+            number = run.go()
+        except ConfigurationError as error:
+            run.end(signal.SIGTERM)
+            if time.monotonic() > deadline:
+                raise
+            print(f"tfrep: {error}\nIt is tried again in {_PAUSE_SECONDS:g} seconds.", file=sys.stderr)
+            number = run.pause(_PAUSE_SECONDS)
+            if number is None:
+                continue
+        except BaseException:
+            run.end(signal.SIGTERM)
+            raise
+        run.end(number or (ALL_ENDED_WELL if run.has_ended_well else signal.SIGTERM))
+        run.raise_failure(number)
+        return
 
 
 class _Run:
@@ -110,6 +142,10 @@ class _Run:
         number = self._wait(lambda: self._has_failed() or self._have_ended())
         return number or self._wait(self._have_ended, _SETTLE_SECONDS)
 
+    def pause(self, seconds: float) -> int | None:
+        """Waits for some seconds; returns the number of a signal that came instead."""
+        return self._wait(lambda: False, seconds)
+
     def end(self, number: int) -> None:
         """Ends the launchers that are left: asks, waits, then ends the connections, at which they end everything."""
         here = [each for each in self._remotes if each.code is None and "hello" in each.said]
@@ -138,9 +174,11 @@ class _Run:
         if failed:
             first = min(failed, key=_failed_at)
             failure = Failure(**first.said["report"]["failure"])
-            raise RunFailed(f"{story}On {first.host}: {first.said['report']['story']}", failure)
+            steps = [Step(*each.said["report"]["step"]) for each in failed if each.said["report"]["step"]]
+            was_lost, step = bool(lost) or failure.was_lost, steps[0] if steps else None
+            raise RunFailed(f"{story}On {first.host}: {first.said['report']['story']}", failure, was_lost=was_lost, step=step)
         if lost:
-            raise RunFailed(story.rstrip(), Failure(None, _LOST))
+            raise RunFailed(story.rstrip(), Failure(None, _LOST), was_lost=True)
 
     def _wait(self, condition: Callable[[], bool], seconds: float = math.inf) -> int | None:
         """Waits for a condition, or for some seconds; returns the number of a signal that came instead."""
@@ -158,6 +196,11 @@ class _Run:
             if about is None:
                 return number
         return None
+
+    @property
+    def has_ended_well(self) -> bool:
+        """Whether the ranks of all hosts have ended well."""
+        return self._have_ended() and not self._has_failed()
 
     def _has_failed(self) -> bool:
         return any("error" in each.said or each.said.get("report") or each.is_lost for each in self._remotes)
@@ -190,7 +233,7 @@ class _Run:
         return with_port(hellos[0]["address"] or seen[0], hellos[0]["port"])
 
 
-def _given(options: Options, program: Sequence[str]) -> dict[str, Any]:
+def _given(options: Options, program: Sequence[str], restarts: int) -> dict[str, Any]:
     """Returns what all launchers are told, secrets among it."""
     missing = [name for name in options.export if name not in os.environ]
     if missing:
@@ -203,6 +246,8 @@ def _given(options: Options, program: Sequence[str]) -> dict[str, Any]:
         "environ": {name: environ[name] for name in chosen},
         "secret": secrets.token_hex(32),
         "program": list(program),
+        "restarts": restarts,
+        "checks_folder": options.max_restarts > 0,
         "options": {
             "strategy": options.strategy,
             "communicator": options.communicator,
