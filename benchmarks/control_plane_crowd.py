@@ -25,6 +25,8 @@ from tfrep_strategy.rendezvous.statements import Place
 _Result = TypeVar("_Result")
 _SECRET = b"of a benchmark on one machine"
 _LIMIT_SECONDS = 120.0
+EXCHANGES = 3
+"""How often the ranks meet while they join."""
 
 
 class ObjectsOverMeetings(Communicator):
@@ -66,11 +68,8 @@ class Crowd:
     Args:
         ranks: Which.
         size: How many ranks the run has.
-        addresses: Four free addresses.
+        addresses: As many free addresses as `EXCHANGES`.
     """
-
-    EXCHANGES = 3
-    """How often the ranks meet while they join."""
 
     def __init__(self, ranks: Sequence[int], size: int, addresses: Sequence[str]) -> None:
         self._ranks, self._size, self._addresses = list(ranks), size, addresses
@@ -82,20 +81,20 @@ class Crowd:
         """Joins: the ranks meet, and their monitors connect.
 
         Returns:
-            When all had met, and when all had joined, by `time.monotonic()`.
+            When the first began and the last ended ("began", "ended"; of `time.monotonic()`), and the CPU seconds of this process
+            ("cpu").
         """
-        times = self._each(self._join, self._ranks)
-        return {"met": max(met for met, _ in times), "joined": max(joined for _, joined in times)}
+        began = time.monotonic()
+        _, cpu = self._cpu_of(lambda: self._each(self._join, self._ranks))
+        return {"began": began, "ended": time.monotonic(), "cpu": cpu}
 
-    def _join(self, rank: int) -> tuple[float, float]:
+    def _join(self, rank: int) -> None:
         communicator = ObjectsOverMeetings(rank, self._size, self._addresses)
         communicator.all_gather_object({"port": 20_000 + rank})
-        met = time.monotonic()
         monitor = PeerMonitor.start(communicator)
         if monitor is None:
             raise RuntimeError(f"Rank {rank} has no monitor.")
         self.monitors[rank] = monitor
-        return met, time.monotonic()
 
     def train(self, seconds: float) -> float:
         """Only the monitors do something, as in a step.

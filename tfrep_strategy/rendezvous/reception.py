@@ -20,7 +20,7 @@ from tfrep_strategy.rendezvous.connections import connection_of, prove
 _MOST_AT_ONCE = 256
 """How many are greeted at once. When more come, they wait until one has been greeted."""
 _TURN_SECONDS = 1.0
-"""How long one may keep the others waiting. Then the one that came first has to go."""
+"""After how long those that are greeted have to go, if none of them has been greeted meanwhile and others wait."""
 _LOOK_SECONDS = 0.2
 
 
@@ -95,12 +95,11 @@ class Reception:
         reached = peer.getsockname()[0].removeprefix("::ffff:")
         connection = connection_of(peer, self._seconds)
         with self._lock:
-            if len(self._deadlines) == _MOST_AT_ONCE:
-                oldest, deadline = next(iter(self._deadlines.items()))
-                patience = deadline - self._seconds + _TURN_SECONDS - time.monotonic()
-                if not self._lock.wait_for(lambda: len(self._deadlines) < _MOST_AT_ONCE or self._is_closed, max(0.0, patience)):
-                    del self._deadlines[oldest]
-                    _hang_up(oldest)
+            while len(self._deadlines) == _MOST_AT_ONCE and not self._is_closed:
+                if not self._lock.wait(_TURN_SECONDS):
+                    for silent in self._deadlines:
+                        _hang_up(silent)
+                    self._deadlines.clear()
             self._deadlines[connection] = time.monotonic() + self._seconds
         guest = Guest(connection, address[0], reached)
         threading.Thread(target=self._greet, args=(guest,), daemon=True, name="tfrep-greeting").start()

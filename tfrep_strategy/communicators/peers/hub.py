@@ -15,7 +15,7 @@ from typing import Any
 from tfrep_strategy.communicators.forking import close_in_children
 from tfrep_strategy.communicators.peers.reports import Report, describe_difference, some_of
 from tfrep_strategy.limits import longest_silence, timeout_seconds
-from tfrep_strategy.rendezvous.connections import CONNECT_SECONDS, set_patience
+from tfrep_strategy.rendezvous.connections import CONNECT_SECONDS, GREETING_SECONDS, set_patience
 from tfrep_strategy.rendezvous.listening import listen
 from tfrep_strategy.rendezvous.reception import Reception
 
@@ -95,8 +95,8 @@ class Hub:
                 connection.close()
 
     def _accept(self) -> None:
-        deadline = time.monotonic() + 2 * CONNECT_SECONDS
-        with contextlib.closing(Reception(self._server, self.key, int(CONNECT_SECONDS), Connection.recv)) as reception:
+        deadline = time.monotonic() + CONNECT_SECONDS + GREETING_SECONDS
+        with contextlib.closing(Reception(self._server, self.key, GREETING_SECONDS, Connection.recv)) as reception:
             while len(self._ranks) < self._size and time.monotonic() < deadline and not self._is_given_up:
                 for guest in reception.guests(_LOOK_SECONDS):
                     if guest.said is not None:
