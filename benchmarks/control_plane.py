@@ -15,14 +15,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.control_plane_crowd import EXCHANGES
 from benchmarks.crews import Crew, Variant
 from benchmarks.report import write_json
 from tfrep_strategy.rendezvous.connections import free_ports
 
 TARGETS = {"join_s": 20.0, "death_told_s": 2.0, "training_core_percent": 1.0}
 """The most that is wanted of each at 1,024 ranks."""
-_TITLES = {
+TITLES = {
     "join_s": "all have joined: seconds",
     "join_cpu_s": "... CPU seconds of rank 0's process",
     "agree_ms": "all have agreed on a collective: ms",
@@ -32,6 +31,8 @@ _TITLES = {
     "leave_s": "all have left: seconds",
 }
 _CALLS = 10
+EXCHANGES = 3
+"""How often the ranks meet while they join."""
 
 
 def measure(ranks: int, processes: int, seconds: float) -> dict[str, float]:
@@ -87,7 +88,7 @@ def show(results: dict[str, dict[str, float]]) -> None:
     table = Table(title="Ranks that hear of each other, over loopback")
     for heading in ("", *(f"{ranks} ranks" for ranks in results), "wanted"):
         table.add_column(heading, justify="right" if heading else "left")
-    for key, title in _TITLES.items():
+    for key, title in TITLES.items():
         wanted = f"< {TARGETS[key]:g}" if key in TARGETS else ""
         table.add_row(title, *(f"{measured[key]:.3g}" for measured in results.values()), wanted)
     Console(width=110).print(table)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import psutil
 import tensorflow as tf
 
 from benchmarks.crews import work
@@ -25,8 +24,6 @@ from tfrep_strategy.rendezvous.statements import Place
 _Result = TypeVar("_Result")
 _SECRET = b"of a benchmark on one machine"
 _LIMIT_SECONDS = 120.0
-EXCHANGES = 3
-"""How often the ranks meet while they join."""
 
 
 class ObjectsOverMeetings(Communicator):
@@ -68,13 +65,12 @@ class Crowd:
     Args:
         ranks: Which.
         size: How many ranks the run has.
-        addresses: As many free addresses as `EXCHANGES`.
+        addresses: As many free addresses as `control_plane.EXCHANGES`.
     """
 
     def __init__(self, ranks: Sequence[int], size: int, addresses: Sequence[str]) -> None:
         self._ranks, self._size, self._addresses = list(ranks), size, addresses
         self._threads = ThreadPoolExecutor(len(self._ranks))
-        self._process = psutil.Process()
         self.monitors: dict[int, PeerMonitor] = {}
 
     def join(self) -> dict[str, float]:
@@ -172,10 +168,9 @@ class Crowd:
         return list(self._threads.map(do, of, timeout=_LIMIT_SECONDS))
 
     def _cpu_of(self, do: Callable[[], _Result]) -> tuple[_Result, float]:
-        before = self._process.cpu_times()
+        before = time.process_time()
         result = do()
-        after = self._process.cpu_times()
-        return result, after.user + after.system - before.user - before.system
+        return result, time.process_time() - before
 
 
 def main() -> None:

@@ -19,7 +19,8 @@ MANY = 128
 
 
 def test_many_ranks_join_agree_lose_one_and_leave() -> None:
-    from benchmarks.control_plane_crowd import EXCHANGES, Crowd
+    from benchmarks.control_plane import EXCHANGES
+    from benchmarks.control_plane_crowd import Crowd
 
     crowd = Crowd(range(MANY), MANY, [f"127.0.0.1:{port}" for port in free_ports(EXCHANGES)])
     crowd.join()
