@@ -39,7 +39,7 @@ def measure(ranks: int, processes: int, seconds: float) -> dict[str, float]:
     """Lets ranks join, agree, train, lose one of them, and end.
 
     Args:
-        ranks: How many.
+        ranks: How many; 3 or more.
         processes: How many processes the ranks other than rank 0 share.
         seconds: How long they train. Each tells its state every 30 seconds.
 
@@ -47,6 +47,7 @@ def measure(ranks: int, processes: int, seconds: float) -> dict[str, float]:
         The measurements, by the keys of the table.
     """
     addresses = [f"127.0.0.1:{port}" for port in free_ports(EXCHANGES)]
+    processes = min(processes, (ranks - 1) // 2)  # The last loses one of its ranks, and keeps another.
     bounds = [0, *(1 + (ranks - 1) * i // processes for i in range(processes + 1))]
     shares = [list(range(start, end)) for start, end in zip(bounds, bounds[1:], strict=False)]
     variants = [
