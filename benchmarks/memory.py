@@ -48,6 +48,7 @@ def variants(processes: int, replicas: int) -> list[Variant]:
             for name in communicators
             for n in dict.fromkeys((2, processes))
         ),
+        Variant(f"{processes} processes, tf, on the chief", {"strategy": "tf", "chief_only": True}, processes),
         Variant("stock mirrored, 2", {"strategy": "stock mirrored"}),
     ]
 

@@ -27,7 +27,7 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, float
     """Sets a process up.
 
     Args:
-        settings: "strategy": "none", "mirrored" with "replicas", "stock mirrored", or a communicator.
+        settings: "strategy": "none", "mirrored" with "replicas", "stock mirrored", or a communicator, with "chief_only" or not.
 
     Returns:
         A function that trains ("do": "train") or predicts "rows", and returns what that took.
@@ -61,7 +61,9 @@ def _strategy(settings: dict[str, Any]) -> Any:
 
     if kind == "mirrored":
         return tfrep.MirroredStrategy(tfrep.use_logical_cpus(settings["replicas"]))
-    return tfrep.MultiWorkerStrategy(kind)
+    strategy = tfrep.MultiWorkerStrategy(kind)
+    strategy.extended.predictions_on_chief_only = settings.get("chief_only", False)
+    return strategy
 
 
 def _model(keras: Any) -> Any:

@@ -105,6 +105,16 @@ def test_scale(tmp_path):
     assert {path.name for path in (tmp_path / "figures").iterdir()} == {"scale_collectives.svg", "scale_ranks.svg"}
 
 
+def test_memory(tmp_path):
+    results, text = _run(tmp_path, "memory", "--rows", "9000", "--processes", "2", "--variants", "Keras", "on the chief")
+    assert [len(processes) for processes in results.values()] == [1, 2]
+    for processes in results.values():
+        assert all(each["first_step_s"] > 0 and 0 < each["memory_mb"] <= 1.1 * each["epoch_mb"] for each in processes)
+    [[alone], [chief, other]] = results.values()
+    assert (alone["predicted_rows"], chief["predicted_rows"], other["predicted_rows"]) == (9000, 9000, 0)
+    assert "predictions held" in text
+
+
 def test_costs_are_found_again():
     from benchmarks.costs import ETHERNET, H200, PRIMITIVES, Fit, fit
 
