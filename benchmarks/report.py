@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,14 +112,21 @@ def machine() -> dict[str, Any]:
     """Says what the numbers were measured on, and how busy it was.
 
     Returns:
-        Python, processor count, and the load average of the last minute.
+        Python, processor count, the load average of the last minute, and the commit; "changed" if files differ from it.
     """
+    status = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "load_1min": os.getloadavg()[0],
+        "commit": _git("rev-parse", "--short", "HEAD") + (", changed" if status else ""),
     }
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def write_json(path: str, results: Mapping[str, Any]) -> None:

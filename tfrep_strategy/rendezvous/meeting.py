@@ -10,10 +10,11 @@ import contextlib
 import functools
 import json
 import logging
+import selectors
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, PeerError
@@ -111,6 +112,7 @@ class _Host:
     def __init__(self, visit: _Visit) -> None:
         self._visit, self._place, self._own = visit, visit.place, visit.own
         self._here: dict[Connection, Statement] = {}
+        self._selector = selectors.DefaultSelector()
         self._own_host = LOOPBACK
         self._strangers: dict[str, None] = {}
         self._next_line = time.monotonic() + LINE_SECONDS
@@ -133,6 +135,7 @@ class _Host:
                 self._tell_error(error)
                 raise
             finally:
+                self._selector.close()
                 for connection in self._here:
                     connection.close()
 
@@ -141,10 +144,15 @@ class _Host:
 
     def _serve(self) -> None:
         guests = self._reception.guests(_LOOK_SECONDS)
-        for connection in wait(list(self._here), 0):  # It said all before, so that now it has ended. It may come again.
-            del self._here[connection]  # type: ignore[arg-type]
-            connection.close()  # type: ignore[union-attr]
-        self._here |= {guest.connection: guest.said for guest in guests if guest.said is not None}
+        for key, _ in self._selector.select(0):  # It said all before, so that now it has ended. It may come again.
+            connection: Connection = key.fileobj  # type: ignore[assignment]
+            self._selector.unregister(connection)
+            del self._here[connection]
+            connection.close()
+        for guest in guests:
+            if guest.said is not None:
+                self._here[guest.connection] = guest.said
+                self._selector.register(guest.connection, selectors.EVENT_READ)
         for guest in guests:
             self._look_at(guest)
 
@@ -193,6 +201,7 @@ class _Host:
             told |= {each.number for each in self._here.values()}
             self._send("error", content)
             for connection in self._here:
+                self._selector.unregister(connection)
                 connection.close()
             self._here.clear()
             if told >= set(range(1, self._place.count)) or time.monotonic() > deadline:
@@ -201,6 +210,7 @@ class _Host:
                 self._serve()
 
     def _send(self, kind: str, content: Any) -> None:
+        data = json.dumps([kind, content]).encode()
         for connection in self._here:
             with contextlib.suppress(OSError):  # It has ended.
-                connection.send_bytes(json.dumps([kind, content]).encode())
+                connection.send_bytes(data)

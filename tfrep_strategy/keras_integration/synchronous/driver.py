@@ -200,14 +200,20 @@ class SynchronousDriver(
             model.predict_function = split.predict_function
         if getattr(model.predict_function, "takes_whole_batches", False):
             return
-        run, extended = model.predict_function, strategy.extended
+        run, extended, untraced = model.predict_function, strategy.extended, [True]
 
         def function(batches: Any) -> Any:
             self._check_first_batch()
-            if self.has_several:
-                batches = [batch if isinstance(batch, Shards) else extended.shard(batch) for batch in batches]
             with extended.watching_peers():
-                return run(batches)
+                if not self.has_several:
+                    return run(batches)
+                shards = [batch if isinstance(batch, Shards) else extended.shard(batch) for batch in batches]
+                if untraced and hasattr(run, "get_concrete_function"):
+                    # Else it would be traced for the size of the first batch, and again for the last, smaller one.
+                    run.get_concrete_function(tf.nest.map_structure(_of_any_size, shards))
+                untraced.clear()
+                outputs = run(shards)
+            return extended.kept_outputs(outputs)
 
         function.takes_whole_batches = True  # type: ignore[attr-defined]
         model.predict_function = function
@@ -225,6 +231,12 @@ class SynchronousDriver(
 
 def _given(original: Any, model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return inspect.signature(original).bind(model, *args, **kwargs).arguments
+
+
+def _of_any_size(value: Any) -> Any:
+    if not isinstance(value, tf.Tensor) or not value.shape.rank:
+        return value
+    return tf.TensorSpec([None, *value.shape[1:]], value.dtype)
 
 
 def _has_own_steps(model: Any) -> bool:
