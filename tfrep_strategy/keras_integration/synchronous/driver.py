@@ -205,14 +205,13 @@ class SynchronousDriver(
         def function(batches: Any) -> Any:
             self._check_first_batch()
             with extended.watching_peers():
-                if not self.has_several:
-                    return run(batches)
-                shards = [batch if isinstance(batch, Shards) else extended.shard(batch) for batch in batches]
+                if self.has_several:
+                    batches = [batch if isinstance(batch, Shards) else extended.shard(batch) for batch in batches]
                 if untraced and hasattr(run, "get_concrete_function"):
                     # Else it would be traced for the size of the first batch, and again for the last, smaller one.
-                    run.get_concrete_function(tf.nest.map_structure(_of_any_size, shards))
+                    run.get_concrete_function(tf.nest.map_structure(_of_any_size, batches))
                 untraced.clear()
-                outputs = run(shards)
+                outputs = run(batches)
             return extended.kept_outputs(outputs)
 
         function.takes_whole_batches = True  # type: ignore[attr-defined]
