@@ -12,11 +12,12 @@ _LOOK_SECONDS = 0.05
 
 
 @contextlib.contextmanager
-def lines_shown(logs: Mapping[str, Path]) -> Iterator[None]:
+def lines_shown(logs: Mapping[str, Path], *, only_new: bool = False) -> Iterator[None]:
     """Shows the lines of growing files on the standard output while the body runs, and what is left at its end.
 
     Args:
         logs: The files, by what stands before their lines. They need not exist yet.
+        only_new: Whether what they contain already is left out.
 
     Yields:
         Nothing.
@@ -26,7 +27,7 @@ def lines_shown(logs: Mapping[str, Path]) -> Iterator[None]:
         ...     size = Path("rank1.log").write_text("ready")
         [1] ready
     """
-    files = [_Growing(path, prefix) for prefix, path in logs.items()]
+    files = [_Growing(path, prefix, path.stat().st_size if only_new and path.exists() else 0) for prefix, path in logs.items()]
     ended = threading.Event()
 
     def follow() -> None:
@@ -46,11 +47,11 @@ def lines_shown(logs: Mapping[str, Path]) -> Iterator[None]:
 
 
 class _Growing:
-    """A file to which another process writes."""
+    """A file to which another process writes, and of which so many bytes were shown."""
 
-    def __init__(self, path: Path, prefix: str) -> None:
+    def __init__(self, path: Path, prefix: str, shown: int) -> None:
         self._path, self._prefix = path, prefix
-        self._shown, self._rest = 0, b""
+        self._shown, self._rest = shown, b""
 
     def show(self, is_complete: bool = False) -> None:
         """Shows the lines that have come; with `is_complete` also a last one without an end."""

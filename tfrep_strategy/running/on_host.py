@@ -55,7 +55,7 @@ def main(given: dict[str, Any]) -> None:
             listener.events = events
             report = None
             try:
-                run_ranks_of_script(given["program"], options, events, nodes)
+                run_ranks_of_script(given["program"], options, events, nodes, earlier_starts=given["restarts"])
             except RunFailed as failed:
                 report = {"failure": asdict(failed.failure), "story": str(failed)}
             _tell(given["mark"], "report", report)

@@ -29,6 +29,7 @@ from tfrep_strategy.processes.nodes import Node, Nodes
 from tfrep_strategy.processes.notes import clear_notes
 from tfrep_strategy.processes.output import lines_shown
 from tfrep_strategy.processes.ranks import Command, Events, Failure, run_ranks
+from tfrep_strategy.processes.ray_cluster import RayPlaces
 from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
 from tfrep_strategy.running.failures import describe
@@ -55,6 +56,7 @@ class Options:
         hosts: Machines and how many replicas each can take, as "host1:4,host2:4"; by default this machine. Others are reached
             through ssh.
         export: Names of environment variables that other hosts get, beside those of libraries.
+        ray: How Ray is to place the replicas; by default it does not.
         node: This machine among those of a run that is started on each of them. `num_replicas` are then those of this machine.
         log_dir: Folder of the log files; by default a temporary one, which stays only if the run fails.
         timeout: Seconds after which the run is stopped; by default it may take for ever.
@@ -78,6 +80,7 @@ class Options:
     communicator: str = "auto"
     hosts: str | None = None
     export: tuple[str, ...] = ()
+    ray: RayPlaces | None = None
     log_dir: str | os.PathLike[str] | None = None
     timeout: float | None = None
     prefix: bool = False
@@ -90,7 +93,7 @@ class Options:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.num_replicas is not None:
-            most = MOST_RANKS if self.hosts else MOST_PROCESSES
+            most = MOST_RANKS if self.hosts or self.ray else MOST_PROCESSES
             check_count("A run cannot have this number of replicas.", 1, most, num_replicas=self.num_replicas)
         if self.strategy is not None and self.strategy not in STRATEGIES:
             hint = f"use {', '.join(STRATEGIES)}."
@@ -106,9 +109,13 @@ class Options:
             check_seconds(timeout=self.timeout)
         if self.hosts is not None:
             self._check_hosts(self.hosts)
-        elif self.export:
+        elif self.export and self.ray is None:
             hint = "name the hosts, or leave it out: ranks of one machine inherit all variables."
-            raise ConfigurationError(message("Variables are exported to hosts only.", hint=hint, export=self.export))
+            raise ConfigurationError(
+                message("Variables are exported to other machines only.", hint=hint, export=self.export)
+            )
+        if self.ray is not None:
+            self._check_ray()
         if self.node is not None:
             self._check_node(self.node)
 
@@ -162,6 +169,18 @@ class Options:
             hint = "leave max_restarts out, and let what starts the launchers start them again."
             raise ConfigurationError(message(what, hint=hint, max_restarts=self.max_restarts, nnodes=node.count))
 
+    def _check_ray(self) -> None:
+        others = {"hosts": self.hosts, "nnodes": self.node and self.node.count}
+        others |= {"strategy": self.strategy} if self.strategy == "mirrored" else {}
+        received = {name: value for name, value in others.items() if value is not None}
+        if received:
+            hint = "leave these options out; Ray has machines, and gives each replica a process."
+            raise ConfigurationError(message("Ray places the processes of a run.", hint=hint, engine="ray", **received))
+        if self.num_replicas is None:
+            raise ConfigurationError(
+                message("Ray needs to know how many replicas there are.", hint="-n 4", engine="ray")
+            )
+
     def _check_hosts(self, hosts: str) -> None:
         if not re.fullmatch(rf"{_HOST}(,{_HOST})*", hosts) or sum(self._places.values()) > MOST_RANKS:
             raise ConfigurationError(
@@ -197,16 +216,18 @@ class RunFailed(Exception):  # noqa: N818
         story: What happened.
         failure: Who failed, and how.
         log_dir: Folder of the log files; None if each host has its own.
+        was_lost: Whether a rank or a machine was lost, so that the run may end well if it is started again.
 
     Example:
         >>> print(RunFailed("Rank 0 failed.", Failure(0, 3)))
         Rank 0 failed.
     """
 
-    def __init__(self, story: str, failure: Failure, log_dir: Path | None = None) -> None:
+    def __init__(self, story: str, failure: Failure, log_dir: Path | None = None, *, was_lost: bool = False) -> None:
         super().__init__(story)
         self.failure = failure
         self.log_dir = log_dir
+        self.was_lost = was_lost
 
 
 def run_to_end(
@@ -215,6 +236,8 @@ def run_to_end(
     note_dir: Path,
     events: Events,
     nodes: Nodes | None = None,
+    *,
+    earlier_starts: int = 0,
 ) -> None:
     """Starts the ranks of a run and returns when all have ended well.
 
@@ -224,6 +247,7 @@ def run_to_end(
         note_dir: An empty folder for the notes of failed ranks, and the signs of life of all.
         events: From `deferred_signals`, which the caller holds around all that must be cleaned up.
         nodes: The launchers of the run, if there are several. They have met.
+        earlier_starts: How often the run was started before, by who starts the launchers.
 
     Raises:
         ConfigurationError: The log folder cannot be made, a limit cannot be used, or Horovod is needed and not installed.
@@ -237,7 +261,7 @@ def run_to_end(
     # Nobody waits for a rank that is alone.
     patience = Patience.of_environment() if size > 1 and options.strategy != "mirrored" else None
     log_dir = make_log_dir(options.log_dir)
-    backup_dir = _backup_dir(options, log_dir)
+    backup_dir = backup_dir_of(options, log_dir)
     profile_dir = profile_folder(options.profile_dir, options.log_dir)
     more_environ = profile_environ(options.profile, profile_dir)
     if backup_dir is not None:
@@ -249,9 +273,11 @@ def run_to_end(
         stack.enter_context(announced(log_dir, note_dir, profile_dir))
         if options.prefix:
             ranks = range(first_rank, first_rank + (1 if options.strategy == "mirrored" else options.size))
-            stack.enter_context(lines_shown({f"[{rank}] ": log_dir / f"rank{rank}.log" for rank in ranks}))
+            stack.enter_context(
+                lines_shown({f"[{rank}] ": log_dir / f"rank{rank}.log" for rank in ranks}, only_new=earlier_starts > 0)
+            )
         for restarts in range(options.max_restarts + 1):
-            with _commands(options, arguments, restarts, nodes, more_environ) as commands:
+            with _commands(options, arguments, earlier_starts + restarts, nodes, more_environ) as commands:
                 failure = run_ranks(
                     commands,
                     events,
@@ -260,7 +286,7 @@ def run_to_end(
                     timeout=None if deadline is None else max(0.0, deadline - time.monotonic()),
                     logs_all=options.prefix,
                     first_rank=first_rank,
-                    again=restarts > 0,
+                    again=earlier_starts + restarts > 0,
                     patience=patience,
                     grace=grace_seconds(for_a_backup=backup_dir is not None),
                 )
@@ -270,7 +296,7 @@ def run_to_end(
             how = failure.frozen or f"was lost ({signal.Signals(failure.exit_code - 128).name})"
             print(
                 f"tfrep: rank {failure.rank} {how}. All ranks are started again"
-                f" ({restarts + 1} of {options.max_restarts}). {_where_it_goes_on(backup_dir)}",
+                f" ({restarts + 1} of {options.max_restarts}). {where_it_goes_on(backup_dir)}",
                 file=sys.stderr,
             )
     if failure is None and backup_dir is not None:
@@ -306,15 +332,21 @@ def _commands(
         yield [Command(arguments, environ | variables) for variables in identified]
 
 
-def _backup_dir(options: Options, log_dir: Path) -> Path | None:
+def backup_dir_of(options: Options, log_dir: Path) -> Path | None:
     """Makes the folder of the backups, if the run has any."""
     if options.backup_dir is not None:
         return made_folder("backup_dir", options.backup_dir)
     return made_folder("backup_dir", log_dir / "backups") if options.max_restarts else None
 
 
-def _where_it_goes_on(backup_dir: Path | None) -> str:
-    if backup_dir is not None and any(backup_dir.glob(_BACKUPS)):
+def where_it_goes_on(backup_dir: str | os.PathLike[str] | None) -> str:
+    """Tells what a run that is started again does.
+
+    Example:
+        >>> where_it_goes_on(None)[:26]
+        'No fit has a backup yet, s'
+    """
+    if backup_dir is not None and any(Path(backup_dir).glob(_BACKUPS)):
         return "Each fit goes on from its last backup."
     return "No fit has a backup yet, so that the script begins anew, but for what it saves and restores itself."
 

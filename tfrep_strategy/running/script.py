@@ -19,6 +19,7 @@ from tfrep_strategy.processes.signs_of_life import give_signs
 from tfrep_strategy.profiles.requests import answer_requests
 from tfrep_strategy.running.hosts import run_on_hosts, runs_on_other_hosts
 from tfrep_strategy.running.joining import for_this_pod, join_outer_run, outer_run
+from tfrep_strategy.running.on_ray import run_on_ray
 from tfrep_strategy.running.runs import Options, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
 
@@ -34,7 +35,7 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
 
     Inside the run of another launcher (`srun tfrep run train.py`) this process becomes the rank that it is there, and
     this does not return. With `options.node` it first meets the launchers on the other machines. With `options.hosts` it starts
-    a launcher on each.
+    a launcher on each, and with `options.ray` on the machines where Ray gives it places.
 
     Raises:
         ConfigurationError: There is no such script, or the options do not fit the run of another launcher.
@@ -55,7 +56,9 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
     elif outer := outer_run():
         join_outer_run(outer, options, program)
     with deferred_signals() as events:
-        if runs_on_other_hosts(options):
+        if options.ray is not None:
+            run_on_ray(options, options.ray, program, events)
+        elif runs_on_other_hosts(options):
             run_on_hosts(options, program, events)
         else:
             run_ranks_of_script(program, options, events, nodes)
@@ -84,7 +87,9 @@ def check_script(kind: str, target: str) -> None:
         )
 
 
-def run_ranks_of_script(program: Sequence[str], options: Options, events: Events, nodes: Nodes | None = None) -> None:
+def run_ranks_of_script(
+    program: Sequence[str], options: Options, events: Events, nodes: Nodes | None = None, *, earlier_starts: int = 0
+) -> None:
     """Runs a script on the ranks of this machine.
 
     Args:
@@ -92,6 +97,7 @@ def run_ranks_of_script(program: Sequence[str], options: Options, events: Events
         options: What kind of run is wanted.
         events: From `deferred_signals`.
         nodes: The launchers of the run, if there are several. They have met.
+        earlier_starts: How often the run was started before, by who starts the launchers.
 
     Raises:
         ConfigurationError: The options cannot be used on this machine.
@@ -103,7 +109,8 @@ def run_ranks_of_script(program: Sequence[str], options: Options, events: Events
         ...     run_ranks_of_script(["script", "train.py"], Options(num_replicas=2), events)
     """
     with tempfile.TemporaryDirectory(prefix="tfrep-") as notes:
-        run_to_end(options, module_command(__name__, notes, "", *program), Path(notes), events, nodes)
+        command = module_command(__name__, notes, "", *program)
+        run_to_end(options, command, Path(notes), events, nodes, earlier_starts=earlier_starts)
 
 
 def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:

@@ -1,0 +1,288 @@
+"""Places for ranks on the machines of a Ray cluster, or on this machine alone through a Ray of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.limits import meeting_seconds
+from tfrep_strategy.processes import ray_place
+from tfrep_strategy.processes.ranks import Events
+from tfrep_strategy.processes.ray_process import TOLD, RayProcess
+from tfrep_strategy.rendezvous.confinement import is_this_machine
+from tfrep_strategy.rendezvous.connections import LOOPBACK
+from tfrep_strategy.validation import Address, check_fields, checked
+
+_CONNECT_SECONDS = 10.0
+_SAY_SECONDS = 10.0
+_LOOK_SECONDS = 0.2
+_STORE_BYTES = 100 << 20
+"""The object store of an own Ray: nothing but output goes through it."""
+_ON_THIS_MACHINE = "local"
+
+
+@dataclass(frozen=True)
+class RayPlaces:
+    """Which places Ray is to give to ranks.
+
+    Args:
+        address: "host:port" of a cluster, or "auto" for the one of this machine. Default: `RAY_ADDRESS`. Without it, a Ray of its
+            own is started on this machine, and ends with the run.
+        cpus_per_rank: How many of Ray's CPUs each rank gets.
+        gpus_per_rank: How many of its GPUs. Default: one if there are enough for all ranks, else none.
+
+    Raises:
+        ConfigurationError: One of them cannot be used.
+
+    Example:
+        >>> RayPlaces("head:6379", cpus_per_rank=4).address
+        'head:6379'
+    """
+
+    address: str | None = None
+    cpus_per_rank: float = 1.0
+    gpus_per_rank: float | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.cpus_per_rank < 0 or (self.gpus_per_rank or 0) < 0:
+            raise ConfigurationError(
+                message(
+                    "A rank cannot have fewer than no CPUs or GPUs.",
+                    hint="0 reserves none.",
+                    cpus_per_rank=self.cpus_per_rank,
+                    gpus_per_rank=self.gpus_per_rank,
+                )
+            )
+        address = self.resolved_address
+        if address.startswith("ray://"):
+            hint = f'start the run on a machine of the cluster: `ray job submit -- tfrep run --engine ray`, or give "{_example(address)}" there.'
+            raise ConfigurationError(
+                message("Ray's client cannot pass on the output of ranks.", hint=hint, ray_address=address)
+            )
+        if address not in (_ON_THIS_MACHINE, "auto"):
+            checked(
+                Address, "ray_address", address, hint='give "host:port", as `ray start --head` prints it, or "auto".'
+            )
+
+    @property
+    def resolved_address(self) -> str:
+        """The address, or "local" for a Ray of its own."""
+        return self.address or os.environ.get("RAY_ADDRESS") or _ON_THIS_MACHINE
+
+
+@dataclass(frozen=True)
+class RayMachine:
+    """A machine on which Ray has given places.
+
+    Args:
+        name: What it is called.
+        ip: Its address.
+        bundles: The numbers of the places in their placement group.
+        gpus: The GPUs of these places; no words for none.
+    """
+
+    name: str
+    ip: str
+    bundles: tuple[int, ...]
+    gpus: tuple[str, ...]
+
+
+class RayCluster:
+    """Places for ranks: a placement group with one bundle for each.
+
+    Args:
+        ray: The module `ray`, which is connected.
+        wanted: How large they are.
+        size: How many.
+    """
+
+    def __init__(self, ray: Any, wanted: RayPlaces, size: int) -> None:
+        self._ray, self._size = ray, size
+        has_gpus = ray.cluster_resources().get("GPU", 0) >= size
+        self.gpus = float(has_gpus) if wanted.gpus_per_rank is None else wanted.gpus_per_rank
+        self.bundle = {name: count for name, count in (("CPU", wanted.cpus_per_rank), ("GPU", self.gpus)) if count}
+        # An empty bundle is refused.
+        self._group = ray.util.placement_group([self.bundle or {"CPU": 0.001}] * size, strategy="PACK")
+
+    def machines(self, events: Events) -> list[RayMachine] | int:
+        """Waits until Ray has all places, also instead of those of a machine that was lost.
+
+        Args:
+            events: From `deferred_signals`.
+
+        Returns:
+            The machines, in the order of the ranks; or the number of a signal that came instead.
+
+        Raises:
+            ConfigurationError: It does not have them in time.
+        """
+        limit, start = meeting_seconds(), time.monotonic()
+        say_at = start + _SAY_SECONDS
+        while (table := self._ray.util.placement_group_table(self._group))["state"] != "CREATED":
+            now = time.monotonic()
+            if now > start + limit:
+                what = f"Ray did not have places for {self._size} ranks within {limit:g} seconds."
+                hint = "use fewer ranks, smaller places (--cpus-per-rank, --gpus-per-rank), or a larger cluster."
+                raise ConfigurationError(message(what, hint=hint, place=self.bundle, free=self._free()))
+            if now > say_at:
+                say_at += _SAY_SECONDS
+                what = f"{self._size} places of {_counted(self.bundle)}; free: {_counted(self._free())}"
+                print(f"tfrep: waiting for Ray to have {what}.", file=sys.stderr)
+            time.sleep(_LOOK_SECONDS)
+            if not events.empty():
+                about, number = events.get()
+                if about is None:
+                    return number
+        return self._machines(table["bundles_to_node_id"])
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this machine is the whole cluster."""
+        return all(is_this_machine(each["NodeManagerAddress"]) for each in self._nodes())
+
+    def start(self, bundle: int, command: Sequence[str]) -> RayProcess:
+        """Starts a process in a place."""
+        # Output and what is told must not wait for each other.
+        actor = self._ray.remote(concurrency_groups={TOLD: 1})(ray_place.Place)
+        return RayProcess(self._ray, actor.options(**self._in(bundle)).remote(list(command)))
+
+    def _in(self, bundle: int) -> dict[str, Any]:
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        return {
+            "num_cpus": self.bundle.get("CPU", 0),
+            "num_gpus": self.gpus,
+            "scheduling_strategy": strategy(self._group, placement_group_bundle_index=bundle),
+        }
+
+    def close(self) -> None:
+        """Gives the places back."""
+        self._ray.util.remove_placement_group(self._group)
+
+    def _machines(self, nodes: dict[int, str]) -> list[RayMachine]:
+        alive = {each["NodeID"]: each for each in self._nodes()}
+        bundles: dict[str, list[int]] = {}
+        for bundle, node in sorted(nodes.items()):
+            bundles.setdefault(node, []).append(bundle)
+        seen: dict[int, Sequence[str]] = dict.fromkeys(nodes, ())
+        if self.gpus:
+            look = self._ray.remote(ray_place.gpus)
+            seen = dict(
+                zip(nodes, self._ray.get([look.options(**self._in(each)).remote() for each in nodes]), strict=True)
+            )
+        return [
+            RayMachine(
+                alive[node]["NodeManagerHostname"],
+                alive[node]["NodeManagerAddress"],
+                tuple(own),
+                tuple(dict.fromkeys(gpu for each in own for gpu in seen[each])),
+            )
+            for node, own in bundles.items()
+        ]
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        return [each for each in self._ray.nodes() if each["Alive"]]
+
+    def _free(self) -> dict[str, float]:
+        available = self._ray.available_resources()
+        return {name: available.get(name, 0.0) for name in self.bundle}
+
+
+@contextlib.contextmanager
+def ray_cluster(wanted: RayPlaces, size: int) -> Iterator[RayCluster]:
+    """Connects to Ray, or starts one on this machine, for as long as the body runs.
+
+    Args:
+        wanted: The address, and how large places are.
+        size: How many.
+
+    Yields:
+        The places.
+
+    Raises:
+        ConfigurationError: Ray is not installed, there is no cluster at the address, or it does not fit.
+
+    Example:
+        >>> with ray_cluster(RayPlaces(), 2) as cluster:  # doctest: +SKIP
+        ...     cluster.machines(events)
+    """
+    # Both are read when Ray is imported. A run tells nobody that it runs.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_gcs_server_request_timeout_seconds", f"{_CONNECT_SECONDS:g}")
+    try:
+        import ray
+    except ImportError:
+        hint = "pip install 'tfrep-strategy[ray]'"
+        raise ConfigurationError(message("Ray is not installed.", hint=hint, engine="ray")) from None
+    with contextlib.ExitStack() as stack:
+        address = wanted.resolved_address
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        if address == _ON_THIS_MACHINE:
+            options |= {
+                "num_cpus": max(os.cpu_count() or 1, math.ceil(size * wanted.cpus_per_rank)),
+                "include_dashboard": False,
+                "object_store_memory": _STORE_BYTES,
+                "_node_ip_address": LOOPBACK,
+                "_temp_dir": stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix="tfrep-ray-", ignore_cleanup_errors=True)
+                ),
+            }
+        stack.callback(ray.shutdown)
+        _connect(ray, address, options)
+        ray.cloudpickle.register_pickle_by_value(ray_place)
+        stack.callback(ray.cloudpickle.unregister_pickle_by_value, ray_place)
+        cluster = RayCluster(ray, wanted, size)
+        stack.callback(cluster.close)
+        yield cluster
+
+
+def _connect(ray: Any, address: str, options: dict[str, Any]) -> None:
+    if ":" in address:
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+        except OSError as error:
+            hint = "check that the cluster runs, and give the address that `ray start --head` prints."
+            what = f"Nobody listens at the address of the Ray cluster ({error.strerror or error})."
+            raise ConfigurationError(message(what, hint=hint, ray_address=address)) from None
+    with _signals_kept():
+        try:
+            ray.init(address=address, **options)
+        except (ConnectionError, RuntimeError, ValueError, SystemExit) as error:
+            told = str(error).strip() or type(error).__name__
+            hint = "check the address, and that the cluster has this Python and this Ray."
+            what = f"Cannot connect to Ray: {told}\n"
+            raise ConfigurationError(message(what, hint=hint, ray_address=address, ray=ray.__version__)) from None
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Keeps the handlers of signals: Ray would replace that of SIGTERM."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _counted(resources: dict[str, float]) -> str:
+    return ", ".join(f"{count:g} {name}" for name, count in resources.items()) or "nothing"
+
+
+def _example(address: str) -> str:
+    return f"{address.removeprefix('ray://').partition(':')[0]}:6379"
