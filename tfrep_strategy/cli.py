@@ -122,7 +122,6 @@ def run(
         typer.Option(help="With --engine ray: how many of its GPUs; else one if there are enough, or none."),
     ] = None,
     nnodes: Annotated[int | None, typer.Option(help="Start this command on as many machines, with -n for each.")] = None,
-    nnodes: Annotated[int | None, typer.Option(help="Start this command on as many machines, with -n for each.")] = None,
     node_rank: Annotated[int | None, typer.Option(help="With --nnodes: the number of this machine, from 0.")] = None,
     rendezvous: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="With --nnodes: where machine 0 listens, as the others reach it.")

@@ -67,10 +67,8 @@ class RayPlaces:
             )
         address = self.resolved_address
         if address.startswith("ray://"):
-            hint = f'start the run on a machine of the cluster: `ray job submit -- tfrep run --engine ray`, or give "{_example(address)}" there.'
-            raise ConfigurationError(
-                message("Ray's client cannot pass on the output of ranks.", hint=hint, ray_address=address)
-            )
+            hint = "call `tfrep run` on a machine of the cluster, as in `ray job submit -- tfrep run --engine ray -n 4 train.py`."
+            raise ConfigurationError(message("Ray's client does not pass on what ranks write.", hint=hint, ray_address=address))
         if address not in (_ON_THIS_MACHINE, "auto"):
             checked(
                 Address, "ray_address", address, hint='give "host:port", as `ray start --head` prints it, or "auto".'
@@ -282,7 +280,3 @@ def _signals_kept() -> Iterator[None]:
 
 def _counted(resources: dict[str, float]) -> str:
     return ", ".join(f"{count:g} {name}" for name, count in resources.items()) or "nothing"
-
-
-def _example(address: str) -> str:
-    return f"{address.removeprefix('ray://').partition(':')[0]}:6379"

@@ -1,4 +1,4 @@
-"""A place that Ray gives to ranks. Ray runs this in a process of its own, to which the file travels: it imports nothing of this package."""
+"""A place that Ray gives to ranks, in a process of Ray's. The file travels there, so it imports nothing of this package."""
 
 from __future__ import annotations
 

@@ -18,10 +18,12 @@ from tfrep_strategy.processes.ray_cluster import RayCluster, RayMachine, RayPlac
 from tfrep_strategy.processes.ray_process import RayProcess
 from tfrep_strategy.processes.remote import Remote
 from tfrep_strategy.rendezvous.connections import LOOPBACK
+from tfrep_strategy.running.failures import describe_loss
 from tfrep_strategy.running.hosts import LAUNCHER, Launchers, OnHost
 from tfrep_strategy.running.runs import Options, RunFailed, backup_dir_of, make_log_dir, where_it_goes_on
 
 _NO_GPU = "-1"
+_LEAST_SECONDS = 0.1
 
 
 def run_on_ray(options: Options, places: RayPlaces, program: Sequence[str], events: Events) -> None:
@@ -47,20 +49,20 @@ def run_on_ray(options: Options, places: RayPlaces, program: Sequence[str], even
         for restarts in range(options.max_restarts + 1):
             machines = cluster.machines(events)
             if isinstance(machines, int):
-                raise RunFailed(
-                    f"The run was stopped by {signal.Signals(machines).name}.", Failure(None, 128 + machines)
-                )
+                raise RunFailed(f"The run was stopped by {signal.Signals(machines).name}.", Failure(None, 128 + machines))
             if deadline is not None:
-                options = replace(options, timeout=max(deadline - time.monotonic(), 0.1))
+                options = replace(options, timeout=max(deadline - time.monotonic(), _LEAST_SECONDS))
             is_one = len({each.ip for each in machines}) == 1
             launchers = Launchers(options, events, [OnRay.of(each, cluster, is_one) for each in machines])
             try:
-                return launchers.run(program, restarts)
+                launchers.run(program, restarts)
+                break
             except RunFailed as failed:
                 if not failed.was_lost or restarts == options.max_restarts:
                     raise
+                what = describe_loss(failed.failure) if failed.failure.was_lost else failed
                 again = f"All ranks are started again ({restarts + 1} of {options.max_restarts})."
-                print(f"tfrep: {failed}\n{again} {where_it_goes_on(options.backup_dir)}", file=sys.stderr)
+                print(f"tfrep: {what} {again} {where_it_goes_on(options.backup_dir)}", file=sys.stderr)
 
 
 @dataclass(frozen=True)

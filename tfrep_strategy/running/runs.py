@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -32,7 +31,7 @@ from tfrep_strategy.processes.ranks import Command, Events, Failure, run_ranks
 from tfrep_strategy.processes.ray_cluster import RayPlaces
 from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
-from tfrep_strategy.running.failures import describe
+from tfrep_strategy.running.failures import describe, describe_loss
 from tfrep_strategy.validation import MOST_PROCESSES, MOST_RANKS, check_fields, made_folder
 
 STRATEGIES = ("auto", "mirrored", "multi-worker")
@@ -293,9 +292,8 @@ def run_to_end(
             if failure is None or not failure.was_lost or restarts == options.max_restarts:
                 break
             clear_notes(note_dir)
-            how = failure.frozen or f"was lost ({signal.Signals(failure.exit_code - 128).name})"
             print(
-                f"tfrep: rank {failure.rank} {how}. All ranks are started again"
+                f"tfrep: {describe_loss(failure)} All ranks are started again"
                 f" ({restarts + 1} of {options.max_restarts}). {where_it_goes_on(backup_dir)}",
                 file=sys.stderr,
             )
