@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -30,6 +31,11 @@ _LOOK_SECONDS = 0.2
 _STORE_BYTES = 100 << 20
 """The object store of an own Ray: nothing but output goes through it."""
 _ON_THIS_MACHINE = "local"
+_OWN_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # A run tells nobody that it runs.
+    "RAY_gcs_server_request_timeout_seconds": f"{_CONNECT_SECONDS:g}",
+}
+"""What Ray reads when it is imported, unless the user has set it."""
 
 
 @dataclass(frozen=True)
@@ -215,16 +221,15 @@ def ray_cluster(wanted: RayPlaces, size: int) -> Iterator[RayCluster]:
         >>> with ray_cluster(RayPlaces(), 2) as cluster:  # doctest: +SKIP
         ...     cluster.machines(events)
     """
-    # Both are read when Ray is imported. A run tells nobody that it runs.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_gcs_server_request_timeout_seconds", f"{_CONNECT_SECONDS:g}")
+    address = wanted.resolved_address
+    for name, value in (_OWN_SETTINGS | _new_token() if address == _ON_THIS_MACHINE else _OWN_SETTINGS).items():
+        os.environ.setdefault(name, value)
     try:
         import ray
     except ImportError:
         hint = "pip install 'tfrep-strategy[ray]'"
         raise ConfigurationError(message("Ray is not installed.", hint=hint, engine="ray")) from None
     with contextlib.ExitStack() as stack:
-        address = wanted.resolved_address
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if address == _ON_THIS_MACHINE:
             options |= {
@@ -259,7 +264,8 @@ def _connect(ray: Any, address: str, options: dict[str, Any]) -> None:
             ray.init(address=address, **options)
         except (ConnectionError, RuntimeError, ValueError, SystemExit) as error:
             told = str(error).strip() or type(error).__name__
-            hint = "check the address, and that the cluster has this Python and this Ray."
+            hint = "check the address, and that the cluster has this Python and this Ray. If it was started with a token, set"
+            hint += " RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH if the token is not in Ray's own file."
             what = f"Cannot connect to Ray: {told}\n"
             raise ConfigurationError(message(what, hint=hint, ray_address=address, ray=ray.__version__)) from None
 
@@ -276,6 +282,11 @@ def _signals_kept() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _new_token() -> dict[str, str]:
+    """Returns the settings by which nobody else can use a Ray of our own: it listens on all interfaces."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def _counted(resources: dict[str, float]) -> str:

@@ -78,6 +78,6 @@ def _pipe() -> tuple[IO[bytes], IO[bytes]]:
 
 
 def _reason(told: str) -> str:
-    """Returns the line in which Ray says why an actor is lost."""
-    lines = [line.strip() for line in told.splitlines() if line.strip()] or ["Ray has lost the actor"]
-    return next((line for line in lines if "because" in line), lines[0])
+    """Returns the sentence in which Ray says why an actor is lost."""
+    lines = [line.strip() for line in told.splitlines() if line.strip()] or ["Ray has lost the actor."]
+    return next((line for line in lines if "because" in line), lines[0]).partition(". ")[0]
