@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import queue
 import secrets
 import signal
 import socket
@@ -120,36 +121,32 @@ class RayCluster:
         # An empty bundle is refused.
         self._group = ray.util.placement_group([self.bundle or {"CPU": 0.001}] * size, strategy="PACK")
 
-    def machines(self, events: Events) -> list[RayMachine] | int:
+    def machines(self, events: Events) -> list[RayMachine]:
         """Waits until Ray has all places, also instead of those of a machine that was lost.
 
         Args:
             events: From `deferred_signals`.
 
         Returns:
-            The machines, in the order of the ranks; or the number of a signal that came instead.
+            The machines, in the order of the ranks.
 
         Raises:
+            Stopped: A signal came instead.
             ConfigurationError: It does not have them in time.
         """
         limit, start = meeting_seconds(), time.monotonic()
         say_at = start + _SAY_SECONDS
-        while (table := self._ray.util.placement_group_table(self._group))["state"] != "CREATED":
-            now = time.monotonic()
-            if now > start + limit:
+        while (machines := self._machines()) is None:
+            if time.monotonic() > start + limit:
                 what = f"Ray did not have places for {self._size} ranks within {limit:g} seconds."
                 hint = "use fewer ranks, smaller places (--cpus-per-rank, --gpus-per-rank), or a larger cluster."
                 raise ConfigurationError(message(what, hint=hint, place=self.bundle, free=self._free()))
-            if now > say_at:
+            if time.monotonic() > say_at:
                 say_at += _SAY_SECONDS
                 what = f"{self._size} places of {_counted(self.bundle)}; free: {_counted(self._free())}"
                 print(f"tfrep: waiting for Ray to have {what}.", file=sys.stderr)
-            time.sleep(_LOOK_SECONDS)
-            if not events.empty():
-                about, number = events.get()
-                if about is None:
-                    return number
-        return self._machines(table["bundles_to_node_id"])
+            wait(events, _LOOK_SECONDS)
+        return machines
 
     @property
     def is_here(self) -> bool:
@@ -174,8 +171,16 @@ class RayCluster:
         """Gives the places back."""
         self._ray.util.remove_placement_group(self._group)
 
-    def _machines(self, nodes: dict[int, str]) -> list[RayMachine]:
+    def _machines(self) -> list[RayMachine] | None:
+        """Returns the machines; None if Ray has not all places, or if one was lost."""
         alive = {each["NodeID"]: each for each in self._nodes()}
+        table = self._ray.util.placement_group_table(self._group)
+        nodes = table["bundles_to_node_id"]
+        if table["state"] == "REMOVED":
+            what = "Ray has taken back the places of the run: to Ray, this launcher is lost."
+            raise ConfigurationError(message(what, hint="check that Ray still runs on this machine."))
+        if table["state"] != "CREATED" or not alive.keys() >= set(nodes.values()):
+            return None
         bundles: dict[str, list[int]] = {}
         for bundle, node in sorted(nodes.items()):
             bundles.setdefault(node, []).append(bundle)
@@ -282,6 +287,40 @@ def _signals_kept() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+class Stopped(Exception):  # noqa: N818
+    """A signal came while a run was waiting for Ray.
+
+    Args:
+        number: Its number.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def wait(events: Events, seconds: float) -> None:
+    """Waits for some seconds.
+
+    Args:
+        events: From `deferred_signals`.
+        seconds: How many.
+
+    Raises:
+        Stopped: A signal came.
+
+    Example:
+        >>> with deferred_signals() as events:
+        ...     wait(events, 0.1)
+    """
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(queue.Empty):
+        while True:
+            about, number = events.get(timeout=max(deadline - time.monotonic(), 0.0))
+            if about is None:
+                raise Stopped(number)
 
 
 def _new_token() -> dict[str, str]:

@@ -10,7 +10,8 @@ from typing import IO, Any
 
 TOLD = "told"
 """The concurrency group of what an actor is told."""
-_LOST = 255
+LOST = 255
+"""The exit code of a process that Ray has lost."""
 
 
 class RayProcess:
@@ -28,7 +29,7 @@ class RayProcess:
 
     def __init__(self, ray: Any, actor: Any) -> None:
         self._ray, self._actor = ray, actor
-        self._code = _LOST
+        self._code = LOST
         self.stdin: IO[bytes] = _Input(actor)  # type: ignore[assignment]
         self.stdout, stdout = _pipe()
         self.stderr, stderr = _pipe()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import signal
 import sys
@@ -12,10 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.limits import meeting_seconds
 from tfrep_strategy.processes.command import piped_command
 from tfrep_strategy.processes.ranks import Events, Failure
-from tfrep_strategy.processes.ray_cluster import RayCluster, RayMachine, RayPlaces, ray_cluster
-from tfrep_strategy.processes.ray_process import RayProcess
+from tfrep_strategy.processes.ray_cluster import RayCluster, RayMachine, RayPlaces, Stopped, ray_cluster, wait
+from tfrep_strategy.processes.ray_process import LOST, RayProcess
 from tfrep_strategy.processes.remote import Remote
 from tfrep_strategy.rendezvous.connections import LOOPBACK
 from tfrep_strategy.running.failures import describe_loss
@@ -24,6 +26,7 @@ from tfrep_strategy.running.runs import Options, RunFailed, backup_dir_of, make_
 
 _NO_GPU = "-1"
 _LEAST_SECONDS = 0.1
+_PAUSE_SECONDS = 2.0
 
 
 def run_on_ray(options: Options, places: RayPlaces, program: Sequence[str], events: Events) -> None:
@@ -44,25 +47,44 @@ def run_on_ray(options: Options, places: RayPlaces, program: Sequence[str], even
         >>> with deferred_signals() as events:  # doctest: +SKIP
         ...     run_on_ray(Options(2, ray=RayPlaces()), RayPlaces(), ["script", "train.py"], events)
     """
-    deadline = None if options.timeout is None else time.monotonic() + options.timeout
+    deadline = math.inf if options.timeout is None else time.monotonic() + options.timeout
     with ray_cluster(places, options.size) as cluster, _folders_made(options, cluster) as options:
         for restarts in range(options.max_restarts + 1):
-            machines = cluster.machines(events)
-            if isinstance(machines, int):
-                raise RunFailed(f"The run was stopped by {signal.Signals(machines).name}.", Failure(None, 128 + machines))
-            if deadline is not None:
-                options = replace(options, timeout=max(deadline - time.monotonic(), _LEAST_SECONDS))
-            is_one = len({each.ip for each in machines}) == 1
-            launchers = Launchers(options, events, [OnRay.of(each, cluster, is_one) for each in machines])
             try:
-                launchers.run(program, restarts)
+                _run_once(options, cluster, program, events, restarts, deadline)
                 break
+            except Stopped as stopped:
+                what = f"The run was stopped by {signal.Signals(stopped.number).name}."
+                raise RunFailed(what, Failure(None, 128 + stopped.number)) from None
             except RunFailed as failed:
                 if not failed.was_lost or restarts == options.max_restarts:
                     raise
-                what = describe_loss(failed.failure) if failed.failure.was_lost else failed
+                what = describe_loss(failed.failure) if failed.failure.was_lost else str(failed)
                 again = f"All ranks are started again ({restarts + 1} of {options.max_restarts})."
                 print(f"tfrep: {what} {again} {where_it_goes_on(options.backup_dir)}", file=sys.stderr)
+
+
+def _run_once(
+    options: Options, cluster: RayCluster, program: Sequence[str], events: Events, restarts: int, deadline: float
+) -> None:
+    """Runs the ranks once. It may take Ray some time to notice that a machine is lost, on which it still has places."""
+    give_up_at = time.monotonic() + meeting_seconds()
+    while True:
+        machines = cluster.machines(events)
+        if deadline < math.inf:
+            options = replace(options, timeout=max(deadline - time.monotonic(), _LEAST_SECONDS))
+        is_one = len({each.ip for each in machines}) == 1
+        launchers = Launchers(options, events, [OnRay.of(each, cluster, is_one) for each in machines])
+        try:
+            return launchers.run(program, restarts)
+        except _PlaceLost:
+            if time.monotonic() > give_up_at:
+                raise
+        wait(events, _PAUSE_SECONDS)
+
+
+class _PlaceLost(ConfigurationError):
+    """Ray has lost a place before there was anything in it."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +133,9 @@ class _RemoteOnRay(Remote):
         if self.code in (126, 127):
             return super().unreachable()
         told = "".join(f"\n  {line}" for line in self.last_words)
+        if self.code == LOST:
+            what = f"Ray has lost a place on {self.host} ({''.join(self.last_words[-1:])})."
+            return _PlaceLost(message(what, hint="look at the logs of Ray.", host=self.host))
         what = f"tfrep does not start on {self.host} (exit code {self.code}).{told}\n"
         hint = "install tfrep_strategy in the same place on all machines of the cluster."
         return ConfigurationError(message(what, hint=hint, host=self.host))
