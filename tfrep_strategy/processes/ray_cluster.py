@@ -7,7 +7,6 @@ import math
 import os
 import queue
 import secrets
-import signal
 import socket
 import sys
 import tempfile
@@ -27,16 +26,14 @@ from tfrep_strategy.rendezvous.connections import LOOPBACK
 from tfrep_strategy.validation import Address, check_fields, checked
 
 _CONNECT_SECONDS = 10.0
+_ANSWER_SECONDS = 25.0
 _SAY_SECONDS = 10.0
 _LOOK_SECONDS = 0.2
 _STORE_BYTES = 100 << 20
 """The object store of an own Ray: nothing but output goes through it."""
 _ON_THIS_MACHINE = "local"
-_OWN_SETTINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # A run tells nobody that it runs.
-    "RAY_gcs_server_request_timeout_seconds": f"{_CONNECT_SECONDS:g}",
-}
-"""What Ray reads when it is imported, unless the user has set it."""
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
+"""A run tells nobody that it runs. Ray reads this when it is imported."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +224,7 @@ def ray_cluster(wanted: RayPlaces, size: int) -> Iterator[RayCluster]:
         ...     cluster.machines(events)
     """
     address = wanted.resolved_address
-    for name, value in (_OWN_SETTINGS | _new_token() if address == _ON_THIS_MACHINE else _OWN_SETTINGS).items():
+    for name, value in (_QUIET | _new_token() if address == _ON_THIS_MACHINE else _QUIET).items():
         os.environ.setdefault(name, value)
     try:
         import ray
@@ -246,8 +243,8 @@ def ray_cluster(wanted: RayPlaces, size: int) -> Iterator[RayCluster]:
                     tempfile.TemporaryDirectory(prefix="tfrep-ray-", ignore_cleanup_errors=True)
                 ),
             }
-        stack.callback(ray.shutdown)
         _connect(ray, address, options)
+        stack.callback(ray.shutdown)
         ray.cloudpickle.register_pickle_by_value(ray_place)
         stack.callback(ray.cloudpickle.unregister_pickle_by_value, ray_place)
         cluster = RayCluster(ray, wanted, size)
@@ -264,29 +261,29 @@ def _connect(ray: Any, address: str, options: dict[str, Any]) -> None:
             hint = "check that the cluster runs, and give the address that `ray start --head` prints."
             what = f"Nobody listens at the address of the Ray cluster ({error.strerror or error})."
             raise ConfigurationError(message(what, hint=hint, ray_address=address)) from None
-    with _signals_kept():
+    is_own = address == _ON_THIS_MACHINE
+    done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def connect() -> None:
         try:
             ray.init(address=address, **options)
-        except (ConnectionError, RuntimeError, ValueError, SystemExit) as error:
-            told = str(error).strip() or type(error).__name__
-            hint = "check the address, and that the cluster has this Python and this Ray. If it was started with a token, set"
-            hint += " RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH if the token is not in Ray's own file."
-            what = f"Cannot connect to Ray: {told}\n"
-            raise ConfigurationError(message(what, hint=hint, ray_address=address, ray=ray.__version__)) from None
+        except BaseException as error:
+            done.put(error)
+        else:
+            done.put(None)
 
-
-@contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Keeps the handlers of signals: Ray would replace that of SIGTERM."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    # In another thread Ray leaves the handlers of signals alone, and nobody has to wait for a server that says nothing.
+    threading.Thread(target=connect, daemon=True, name="tfrep-ray").start()
+    told = "no answer"
+    with contextlib.suppress(queue.Empty):
+        problem = done.get(timeout=None if is_own else _ANSWER_SECONDS)
+        if problem is None:
+            return
+        told = str(problem).strip() or type(problem).__name__
+    hint = "check the address, and that the cluster has this Python and this Ray. If it was started with a token, set"
+    hint += " RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH if the token is not in Ray's own file."
+    what = f"Cannot connect to Ray ({told})."
+    raise ConfigurationError(message(what, hint=hint, ray_address=address, ray=ray.__version__))
 
 
 class Stopped(Exception):  # noqa: N818
@@ -312,8 +309,7 @@ def wait(events: Events, seconds: float) -> None:
         Stopped: A signal came.
 
     Example:
-        >>> with deferred_signals() as events:
-        ...     wait(events, 0.1)
+        >>> wait(queue.SimpleQueue(), 0.1)
     """
     deadline = time.monotonic() + seconds
     with contextlib.suppress(queue.Empty):
