@@ -50,7 +50,8 @@ class Cluster:
     def _start(self, ip: str, *options: str) -> None:
         ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start"]
         command = [*ray, *_NODE, "--node-ip-address", ip, *options]
-        subprocess.run(command, env=environ(**self.variables), check=True, capture_output=True, timeout=100)
+        variables = environ(**self.variables, CUDA_VISIBLE_DEVICES="0,1")  # As many as a machine may declare.
+        subprocess.run(command, env=variables, check=True, capture_output=True, timeout=100)
 
     def end(self) -> None:
         """Ends all that knows the token."""
@@ -111,7 +112,7 @@ def test_a_killed_rank_goes_on_from_its_backup(one_device: list[Any], tmp_path: 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.usefixtures("no_notes_left")
 def test_everything_ends_with_the_launcher(number: int, tmp_path: Path) -> None:
-    launcher = psutil.Popen([*ON_RAY, TELLS, "waits", str(tmp_path)], env=environ(), cwd=tmp_path, stderr=subprocess.DEVNULL)
+    launcher = subprocess.Popen([*ON_RAY, TELLS, "waits", str(tmp_path)], env=environ(), cwd=tmp_path, stderr=subprocess.DEVNULL)
     try:
         pids = tmp_path / "pids"
         deadline = time.monotonic() + 100
@@ -119,7 +120,7 @@ def test_everything_ends_with_the_launcher(number: int, tmp_path: Path) -> None:
             assert launcher.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        started = launcher.children(recursive=True)
+        started = psutil.Process(launcher.pid).children(recursive=True)
         assert {each.pid for each in started} >= set(json.loads(pids.read_text()))
         assert "raylet" in {each.name() for each in started}
         launcher.send_signal(number)

@@ -243,7 +243,9 @@ def ray_cluster(wanted: RayPlaces, size: int) -> Iterator[RayCluster]:
                     tempfile.TemporaryDirectory(prefix="tfrep-ray-", ignore_cleanup_errors=True)
                 ),
             }
-        _connect(ray, address, options)
+        is_over = threading.Event()
+        stack.callback(is_over.set)
+        _connect(ray, address, options, is_over)
         stack.callback(ray.shutdown)
         ray.cloudpickle.register_pickle_by_value(ray_place)
         stack.callback(ray.cloudpickle.unregister_pickle_by_value, ray_place)
@@ -252,7 +254,7 @@ def ray_cluster(wanted: RayPlaces, size: int) -> Iterator[RayCluster]:
         yield cluster
 
 
-def _connect(ray: Any, address: str, options: dict[str, Any]) -> None:
+def _connect(ray: Any, address: str, options: dict[str, Any], is_over: threading.Event) -> None:
     if ":" in address:
         host, _, port = address.rpartition(":")
         try:
@@ -271,6 +273,7 @@ def _connect(ray: Any, address: str, options: dict[str, Any]) -> None:
             done.put(error)
         else:
             done.put(None)
+            is_over.wait()  # A Ray of our own ends with the thread that has started it.
 
     # In another thread Ray leaves the handlers of signals alone, and nobody has to wait for a server that says nothing.
     threading.Thread(target=connect, daemon=True, name="tfrep-ray").start()
