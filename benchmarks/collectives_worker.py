@@ -27,7 +27,8 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float]:
 
     Returns:
         A function that calls a primitive some times, each time after the one before, and returns the seconds per time; 0
-        for a primitive that the transport does not have.
+        for a primitive that the transport does not have. Its question has "primitive", "floats", "times" and, where they are
+        not two, the number of "processes".
     """
     transport = settings["transport"]
     if transport == "ours":
@@ -42,7 +43,8 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float]:
             return 0.0
         value = tf.ones([question["floats"]])
         result = functions[name](value)
-        expected = {"all_reduce sum": 2.0, "reduce_scatter": 2.0, "map_reduce": 3.0}.get(name, 1.0)
+        processes = float(question.get("processes", 2))
+        expected = {"all_reduce sum": processes, "reduce_scatter": processes, "map_reduce": 3.0}.get(name, 1.0)
         if name != "barrier" and float(result[0]) != expected:
             raise RuntimeError(f"The result of {name} is wrong.")
         start = time.perf_counter()

@@ -106,12 +106,16 @@ class Crew:
         Raises:
             RuntimeError: A process ended; has what it wrote last.
         """
+        return self.ask_all(question)[0]
+
+    def ask_all(self, question: Any) -> list[Any]:
+        """Does what `ask` does, and returns the answers of all processes."""
         self._signal(signal.SIGCONT)
         for connection in self._connections:
             connection.send(question)
         answers = [self._answer(connection) for connection in self._connections]
         self._rest()
-        return answers[0]
+        return answers
 
     def close(self) -> None:
         """Ends the processes."""

@@ -55,6 +55,18 @@ def test_step(tmp_path):
     assert "reached" in text
 
 
+def test_calls(tmp_path):
+    """What one replica adds to a step of plain Keras in Python and in the compiled step stays small."""
+    results, text = _run(tmp_path, "calls")
+    keras = results["Keras"]
+    assert keras["python"] > 500
+    assert keras["nodes"] > 50
+    for name in ("MirroredStrategy, 1 replica", "MultiWorkerStrategy, 1 replica"):
+        assert name in text
+        assert results[name]["python"] <= 1.07 * keras["python"]
+        assert results[name]["nodes"] <= keras["nodes"] + 3
+
+
 def test_all_reduce(tmp_path):
     results, text = _run(tmp_path, "all_reduce", "--rounds", "2", "--times", "2")
     assert set(results) == {"20 x 1 MB", "1 x 20 MB", "10 floats"}
@@ -76,6 +88,59 @@ def test_collectives(tmp_path):
     assert "barrier of 40 bytes" in text
 
 
+def test_control_plane(tmp_path):
+    results, text = _run(tmp_path, "control_plane", "--ranks", "16", "--processes", "2", "--seconds", "1")
+    assert all(value > 0 for value in results["16"].values())
+    assert "all have heard of a death" in text
+
+
+def test_scale(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text((_REPOSITORY / "docs" / "speed.md").read_text("utf-8"), "utf-8")
+    results, text = _run(
+        tmp_path, "scale", "--communicators", "tf", "--rounds", "1", "--processes", "2", "3", "--floats", "24", "30000",
+        "--primitives", "all_reduce sum", "all_to_all", "--control", "4", "8", "--seconds", "1", "--page", str(page)
+    )  # fmt: skip
+    assert set(results["collectives"]["tf"]) == {"all_reduce sum", "all_to_all"}
+    for result in results["collectives"]["tf"].values():
+        assert [(each["processes"], each["bytes"]) for each in result["points"]] == [
+            (n, size) for size in (96.0, 120_000.0) for n in (2, 3)
+        ]
+        assert all(each["measured_ms"] > 0 and each["predicted_ms"] > 0 for each in result["points"])
+        assert min(result["costs"].values()) >= 0
+    assert set(results["control"]["measured"]) == {"4", "8"}
+    assert results["control"]["predicted"]["agree_ms"] > 0
+    assert "predicted ms" in text
+    written = page.read_text("utf-8")
+    assert written.count("| all_to_all |") == 1
+    assert written.count("figures/scale_") == 2
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"scale_collectives.svg", "scale_ranks.svg"}
+
+
+def test_memory(tmp_path):
+    results, text = _run(tmp_path, "memory", "--rows", "9000", "--processes", "2", "--variants", "Keras", "on the chief")
+    assert [len(processes) for processes in results.values()] == [1, 2]
+    for processes in results.values():
+        assert all(each["first_step_s"] > 0 and 0 < each["memory_mb"] <= 1.1 * each["epoch_mb"] for each in processes)
+    [[alone], [chief, other]] = results.values()
+    assert (alone["predicted_rows"], chief["predicted_rows"], other["predicted_rows"]) == (9000, 9000, 0)
+    assert "predictions held" in text
+
+
+def test_costs_are_found_again():
+    from benchmarks.costs import ETHERNET, H200, PRIMITIVES, Fit, fit
+
+    made = Fit(1e-3, 1e-5, 2e-5, 1e-9)
+    for name, primitive in PRIMITIVES.items():
+        points = {(n, size): made.seconds(primitive, n, size, 2) for n in (2, 3, 4) for size in (4.0, 1e5, 1e6)}
+        found = fit(primitive, points, 2)
+        assert found.seconds(primitive, 8, 1e6, 2) == pytest.approx(made.seconds(primitive, 8, 1e6, 2)), name
+    # A ring of 64: 126 messages, and nearly twice the bytes of each.
+    assert ETHERNET.ring_s(64, 1e8) == pytest.approx(126 * 50e-6 + 126 / 64 * 1e8 / 3.125e9)
+    # Of the 126 messages, 14 are between the 8 machines.
+    assert H200.ring_s(64, 0.0) == pytest.approx(112 * 3.4e-6 + 14 * 9.6e-6)
+
+
 def test_ratio_is_taken_round_by_round():
     from benchmarks.report import ratio, summarize
 
@@ -83,7 +148,7 @@ def test_ratio_is_taken_round_by_round():
     assert ratio(samples, "a", "b") == 0.5
     summary = summarize(samples, {("a", "b"): 0.75, ("a", "absent"): 1.0})
     assert summary["median_ms"] == {"a": 2000.0, "b": 4000.0}
-    assert summary["ratios"] == [{"this": "a", "other": "b", "ratio": 0.5, "target": 0.75}]
+    assert summary["ratios"] == [{"this": "a", "other": "b", "ratio": 0.5, "interval": (0.5, 3.0), "target": 0.75}]
 
 
 def test_a_process_that_fails_is_named_and_nothing_stays_behind():

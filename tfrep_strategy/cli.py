@@ -121,8 +121,16 @@ def run(
         float | None,
         typer.Option(help="With --engine ray: how many of its GPUs; else one if there are enough, or none."),
     ] = None,
-    nnodes: Annotated[int | None, typer.Option(help="Start this command on as many machines, with -n for each.")] = None,
-    node_rank: Annotated[int | None, typer.Option(help="With --nnodes: the number of this machine, from 0.")] = None,
+    nnodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|MIN:MAX",
+            help="Start this command on as many machines, with -n for each. With MIN:MAX machines may come and go (--backup-dir).",
+        ),
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(help="With --nnodes: the number of this machine, from 0. MIN:MAX needs none.")
+    ] = None,
     rendezvous: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="With --nnodes: where machine 0 listens, as the others reach it.")
     ] = None,
@@ -134,13 +142,13 @@ def run(
     workers: Annotated[int, typer.Option(help="parameter-server: how many workers.")] = 2,
     servers: Annotated[int, typer.Option(help="parameter-server: how many servers.")] = 1,
     max_restarts: Annotated[
-        int, typer.Option(help="How often all is started again after a rank, or a parameter server, was lost.")
+        int, typer.Option(help="How often all is started again after a rank, a machine or a parameter server was lost.")
     ] = 0,
     backup_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Folder in which each fit is backed up, to go on from when the run is started again; with --max-restarts by"
-            " default one beside the logs."
+            help="Folder in which each fit is backed up, to go on from when the run is started again; with --max-restarts on one"
+            " machine by default one beside the logs."
         ),
     ] = None,
     profile: Annotated[
@@ -181,7 +189,7 @@ def run(
             raise typer.Exit(_INTERRUPTED) from None
         raise typer.Exit(0 if failure is None else failure.exit_code)
     ray = _ray_places(context, engine, ray_address, cpus_per_rank, gpus_per_rank)
-    node = Node.of(rank=node_rank, count=nnodes, rendezvous=rendezvous)
+    node = Node.of(rank=node_rank, nnodes=nnodes, rendezvous=rendezvous)
     options = Options(
         num_replicas, strategy=strategy, communicator=communicator, hosts=hosts, export=tuple(export or ()), ray=ray,
         log_dir=log_dir, prefix=prefix, node=node, max_restarts=max_restarts, backup_dir=backup_dir,

@@ -40,6 +40,8 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         self.cardinality = cardinality
         self.first_batch: FirstBatch | None = None
         """Compares the first batch between the processes, if each reads the whole data."""
+        self.is_of_one_replica = False
+        """Whether there is one replica in all, which gets the global batches."""
         self.steps_per_batch: int | None = 1
         """How many steps one batch of the original data set makes; None if that is not known."""
 
@@ -82,13 +84,13 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         return tf.while_loop(lambda optional, state: optional.has_value(), step, start, parallel_iterations=1)[1]
 
     def for_keras(self, length_is_known: bool) -> Any:
-        """Returns an iterable of `Shards`, for Keras's training loops.
+        """Returns an iterable of `Shards`, for Keras's training loops; of batches, if there is one replica in all.
 
         Args:
             length_is_known: Whether Keras's loops run the same number of steps on every process.
         """
         first = self._pipelines[0]
-        reads_whole = isinstance(first.dataset.element_spec, Shards)
+        reads_whole = self.is_of_one_replica or isinstance(first.dataset.element_spec, Shards)
         agreement = None if reads_whole and length_is_known else self._reading.agreement
         if reads_whole and agreement is None and not first.ahead_to:
             return first.dataset
@@ -173,6 +175,7 @@ def distribute(
     pipeline = Pipeline(shards, host_of(devices[0]), devices if buffer else (), buffer)
     distributed = ReplicaDataset([pipeline], Reading(devices, agreement if may_end_anywhere else None), cardinality)
     distributed.first_batch = first_batch
+    distributed.is_of_one_replica = replicas.total == 1
     return distributed
 
 
@@ -279,6 +282,8 @@ def _cut(
     first_batch: FirstBatch | None,
 ) -> tf.data.Dataset:
     """Cuts batches in the background, unless the options forbid reading ahead."""
+    if place.total == 1:  # To cut nothing off would cost as much as a step of a tiny net.
+        return dataset
     no_buffer = options is not None and options.experimental_per_replica_buffer_size == 0
     if no_buffer or dataset.options().experimental_optimization.inject_prefetch is False:
         # By default TensorFlow would run the map ahead and keep its results.

@@ -37,6 +37,12 @@ def _networks(text: str) -> tuple[Network, ...]:
         raise ValueError(f'write networks as "10.0.0.0/8,fd00::/8" ({error})') from None
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[0-9]{1,9}(:[0-9]{1,9})?", text):
+        raise ValueError("write a valid integer, or two as in 1:4")
+    return tuple(map(int, text.split(":")))
+
+
 def _command_line(text: str) -> tuple[str, ...]:
     if not (words := tuple(shlex.split(text))):  # A ValueError says what is wrong with its quotes.
         raise ValueError("write a command")
@@ -46,6 +52,8 @@ def _command_line(text: str) -> tuple[str, ...]:
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Networks = Annotated[tuple[Network, ...], BeforeValidator(_networks)]
 CommandLine = Annotated[tuple[str, ...], BeforeValidator(_command_line)]
+Numbers = Annotated[tuple[int, ...], BeforeValidator(_numbers)]
+"""A number, or a smallest and a largest one."""
 Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
 Size = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Port = Annotated[int, Field(ge=1, le=65535)]

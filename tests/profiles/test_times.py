@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from packaging.version import Version
 
 from tfrep_strategy._tensorflow import XSpace
 from tfrep_strategy.profiles.summary import Report
@@ -172,7 +173,9 @@ def test_a_process_that_sleeps_and_computes(way: str, tmp_path: Path) -> None:
     assert report.problem == ""
     assert 0.6 <= report.traced < 5
     assert report.idle >= 0.29
-    assert report.compute > 0.1 * report.traced
+    # TensorFlow 2.19 tells of an instruction of XLA where it starts, and not of what it has other threads do.
+    tells_all = way != "xla" or Version(tf.__version__) >= Version("2.20")
+    assert report.compute > (0.1 * report.traced if tells_all else 0)
     (written,) = (tmp_path / "run").iterdir()
     assert written.name.endswith("_rank3.xplane.pb")
 

@@ -193,7 +193,7 @@ def test_a_stranger_at_the_address(start: Start, address: str) -> None:
 
 
 def test_a_silent_stranger_at_the_address(start: Start, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tfrep_strategy.rendezvous.meeting._ANSWER_SECONDS", 1)
+    monkeypatch.setattr("tfrep_strategy.rendezvous.visiting._ANSWER_SECONDS", 1)
     with socket.create_server(Place(address, 0, 2).target):
         check_refused([start(1)], "Another program listens at the rendezvous.")
         check_refused([start(0)], "Rank 0 cannot listen at the rendezvous (Address already in use).")
@@ -210,7 +210,8 @@ def test_who_does_not_come_is_named(start: Start, address: str) -> None:
 
 def test_nobody_listens(address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("TFREP_RENDEZVOUS_TIMEOUT", "1")
-    monkeypatch.setattr("tfrep_strategy.rendezvous.meeting._LINE_SECONDS", 0.3)
+    for module in ("meeting", "visiting"):
+        monkeypatch.setattr(f"tfrep_strategy.rendezvous.{module}.LINE_SECONDS", 0.3)
     with pytest.raises(PeerError, match=r"within 1 seconds. Rank 0 cannot be reached \(.*refused.*\)"):
         meet(Place(address, 1, 2, one_machine=True), {})
     assert f"Waiting at {address}. Rank 0 cannot be reached" in caplog.text
@@ -219,7 +220,8 @@ def test_nobody_listens(address: str, monkeypatch: pytest.MonkeyPatch, caplog: p
 def test_lines_say_who_is_awaited(
     start: Start, address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tfrep_strategy.rendezvous.meeting._LINE_SECONDS", 0.3)
+    for module in ("meeting", "visiting"):
+        monkeypatch.setattr(f"tfrep_strategy.rendezvous.{module}.LINE_SECONDS", 0.3)
     waiting, pause = [start(0, 3), start(2, 3)], threading.Event()
     while caplog.text.count(f"Waiting at {address}. Rank 1 has not come.") < 2:  # Both ranks say so.
         assert not pause.wait(0.05)

@@ -64,6 +64,14 @@ def test_a_run_that_is_killed_inside_epochs_ends_as_one_device(kind: str, undist
     assert "fit goes on from its backup: epoch 1, batch 5." in said
 
 
+def test_a_run_that_is_lost_twice_at_one_step(tmp_path: Path) -> None:
+    """Once more would be in vain, though it might be started seven times more."""
+    kill = json.dumps(["self", signal.SIGKILL, [[1, 0, 1, 2], [1, 0, 1, 5], [1, 0, 1, 5]]])
+    _, said = ended([*RUN, *KINDS["tf"], "--max-restarts", "9", SCRIPT, kill], tmp_path, 128 + signal.SIGKILL)
+    assert said.count("All ranks are started again") == 2
+    assert "The run was lost twice at the same step: fit 0, epoch 1, batch 5. It is not started again." in said
+
+
 @pytest.mark.parametrize("who", ["self", "launcher"])
 def test_who_is_asked_to_end_makes_a_backup_first(who: str, undisturbed: list[Any], tmp_path: Path) -> None:
     run = [*RUN, *KINDS["tf"], "--max-restarts", "2", "--backup-dir", "backups", SCRIPT]

@@ -135,7 +135,8 @@ def test_several_machines_need_a_secret(tmp_path: Path) -> None:
         ([*NEEDED, "--hosts", "a:2"], "hosts='a:2'"),
         ([*NEEDED, "--strategy", "mirrored"], "This strategy has no --nnodes."),
         ([*NEEDED, "--strategy", "parameter-server"], "This strategy has no --nnodes."),
-        (["--nnodes", "3:2"], "valid integer"),
+        (["--nnodes", "3:2", "--rendezvous", "a:1"], "nnodes_min=3"),
+        ([*NEEDED, "--nnodes", "two"], "write a valid integer, or two as in 1:4. Received: nnodes='two'"),
     ],
 )
 def test_bad_options(arguments: list[str], named: str) -> None:

@@ -14,7 +14,6 @@ import pytest
 from test_joining import SCRIPTS, environ, found_in, outputs_of
 
 from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.processes.nodes import Node
 from tfrep_strategy.processes.ranks import deferred_signals
 from tfrep_strategy.running.runs import Options, RunFailed, run_to_end
 
@@ -93,8 +92,6 @@ def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     assert "All ranks are started again (1 of 1)" in said
 
 
-def test_numbers_and_machines_that_cannot_be(tmp_path: Path) -> None:
+def test_numbers_that_cannot_be() -> None:
     with pytest.raises(ConfigurationError, match="max_restarts=-1"):
         Options(2, max_restarts=-1)
-    with pytest.raises(ConfigurationError, match="do not start a run again"):
-        Options(2, node=Node.of(rank=0, count=2, rendezvous="a:1"), max_restarts=1)

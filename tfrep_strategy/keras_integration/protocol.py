@@ -72,6 +72,9 @@ class KerasExtended(Protocol):
     def gather_outputs(self, outputs: Any) -> Any:
         """Concatenates what the replicas returned, in replica order, on every process."""
 
+    def kept_outputs(self, outputs: Any) -> Any:
+        """Returns those rows of a batch's outputs that this process keeps until `predict` returns."""
+
     def collect_sums(self) -> None:
         """Moves sums of which every process holds a part to the first one, which can then read them alone."""
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, check_count, is_count, message
 from tfrep_strategy.processes.gloo import interface_of, served, slots_of, variables_of
@@ -15,7 +16,7 @@ from tfrep_strategy.rendezvous.confinement import machines_of_run
 from tfrep_strategy.rendezvous.connections import LOOPBACK, free_ports, is_loopback
 from tfrep_strategy.rendezvous.meeting import Met, meet
 from tfrep_strategy.rendezvous.statements import Place
-from tfrep_strategy.validation import MOST_RANKS, Address, checked
+from tfrep_strategy.validation import MOST_RANKS, Address, Numbers, checked
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,11 @@ class Node:
     """This machine among those of a run.
 
     Args:
-        rank: Its number, from 0.
-        count: How many machines there are.
+        rank: Its number, from 0. None in an elastic run: the machine of the rendezvous is 0, and the others come in any order.
+        count: How many machines there are; in an elastic run, at most.
         rendezvous: "host:port" of machine 0, where the launchers meet.
         name: What messages call it.
+        least: With how many machines an elastic run goes on; None if the run is not elastic.
 
     Raises:
         ConfigurationError: One of them cannot be used.
@@ -36,14 +38,18 @@ class Node:
         ('host1', 29500)
     """
 
-    rank: int
+    rank: int | None
     count: int
     rendezvous: str
     name: str = "This machine"
+    least: int | None = None
 
     def __post_init__(self) -> None:
         check_count("A run cannot have this number of machines.", 1, MOST_RANKS, nnodes=self.count)
-        if not is_count(self.rank, 0, self.count - 1):
+        if self.least is not None:
+            what = "An elastic run needs MIN:MAX machines, with MIN not above MAX."
+            check_count(what, 1, self.count, nnodes_min=self.least)
+        if not (self.is_elastic and self.rank is None) and not is_count(self.rank, 0, self.count - 1):
             raise ConfigurationError(
                 message(
                     "There is no such machine in the run.",
@@ -55,35 +61,49 @@ class Node:
         checked(Address, "rendezvous", self.rendezvous, hint="give the address of machine 0, as the others reach it.")
 
     @classmethod
-    def of(cls, *, rank: int | None, count: int | None, rendezvous: str | None) -> Node | None:
+    def of(cls, *, rank: int | None, nnodes: str | None, rendezvous: str | None) -> Node | None:
         """Returns the machine that the options of a command line describe; None if they describe none.
+
+        Args:
+            rank: Its number.
+            nnodes: How many machines there are: "2", or "1:4" for an elastic run.
+            rendezvous: Where the launchers meet.
 
         Raises:
             ConfigurationError: Some options are missing, or one cannot be used.
 
         Example:
-            >>> Node.of(rank=0, count=2, rendezvous="host1:29500").count
+            >>> Node.of(rank=0, nnodes="2", rendezvous="host1:29500").count
             2
+            >>> Node.of(rank=None, nnodes="1:4", rendezvous="host1:29500").least
+            1
         """
-        if rank is None and count is None and rendezvous is None:
+        if rank is None and nnodes is None and rendezvous is None:
             return None
-        if rank is None or count is None or rendezvous is None:
+        hint = "write a number, or MIN:MAX for an elastic run."
+        numbers = checked(Numbers, "nnodes", nnodes, hint=hint) if nnodes is not None else ()
+        if (rank is None and len(numbers) < 2) or not numbers or rendezvous is None:
             raise ConfigurationError(
                 message(
                     "A run on several machines needs --nnodes, --node-rank and --rendezvous.",
-                    hint="give all three on each machine.",
-                    nnodes=count,
+                    hint="give all three on each machine; with --nnodes MIN:MAX no --node-rank is needed.",
+                    nnodes=nnodes,
                     node_rank=rank,
                     rendezvous=rendezvous,
                 )
             )
-        return cls(rank, count, rendezvous)
+        return cls(rank, numbers[-1], rendezvous, least=numbers[0] if len(numbers) == 2 else None)
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether machines may come and go."""
+        return self.least is not None
 
     @property
     def place(self) -> Place:
         """Where the launchers meet."""
         one_machine = is_loopback(self.rendezvous.rpartition(":")[0])
-        return Place(self.rendezvous, self.rank, self.count, one_machine, noun="node")
+        return Place(self.rendezvous, self.rank or 0, self.count, one_machine, noun="node")
 
 
 @dataclass(frozen=True)
@@ -101,7 +121,7 @@ class Nodes:
     @property
     def first_rank(self) -> int:
         """The first rank on this machine."""
-        return sum(self._counts[: self.own.rank])
+        return sum(self._counts[: self.own.place.number])
 
     @property
     def size(self) -> int:
@@ -110,7 +130,7 @@ class Nodes:
 
     def describe(self) -> str:
         """Names the ranks on this machine, as in "ranks 2 to 3 of 4"."""
-        last = self.first_rank + self._counts[self.own.rank] - 1
+        last = self.first_rank + self._counts[self.own.place.number] - 1
         return f"rank {last} of {self.size}" if last == self.first_rank else f"ranks {self.first_rank} to {last} of {self.size}"
 
     @property
@@ -123,6 +143,11 @@ class Nodes:
         """The `PYTHONHASHSEED` of all ranks."""
         return self.met[0].told["hash_seed"]
 
+    @property
+    def mark(self) -> str | None:
+        """What machine 0 has left in the folder for backups, if all have to look for it."""
+        return self.met[0].told["mark"]
+
     @contextlib.contextmanager
     def identities(self) -> Iterator[list[dict[str, str]]]:
         """Gives the environment variables of each rank on this machine. Machine 0 serves Horovod's rendezvous meanwhile.
@@ -133,7 +158,7 @@ class Nodes:
         Raises:
             ConfigurationError: Horovod's rendezvous cannot listen, or cannot be confined.
         """
-        first, last = self.first_rank, self.first_rank + self._counts[self.own.rank]
+        first, last = self.first_rank, self.first_rank + self._counts[self.own.place.number]
         if self.communicator == "horovod":
             with self._horovod_identities(slice(first, last)) as variables:
                 yield variables
@@ -145,7 +170,7 @@ class Nodes:
     def _horovod_identities(self, ranks: slice) -> Iterator[list[dict[str, str]]]:
         slots = slots_of([each.host for each in self.met for _ in each.told["ports"]])
         host, port = self.met[0].host, self.met[0].told["rendezvous_port"]
-        own = self.met[self.own.rank].host
+        own = self.met[self.own.place.number].host
         interface = os.environ.get("HOROVOD_GLOO_IFACE") or interface_of(own)
         with contextlib.ExitStack() as stack:
             if self.own.rank == 0:
@@ -166,7 +191,9 @@ class Nodes:
         return [each.told["size"] for each in self.met]
 
 
-def meet_nodes(node: Node, size: int, communicator: str, *, secret: bytes | None = None) -> Nodes:
+def meet_nodes(
+    node: Node, size: int, communicator: str, *, secret: bytes | None = None, mark: str | None = None
+) -> Nodes:
     """Meets the launchers on the other machines.
 
     Args:
@@ -174,6 +201,7 @@ def meet_nodes(node: Node, size: int, communicator: str, *, secret: bytes | None
         size: How many ranks this machine is to have.
         communicator: The communicator of the run, as this machine was told.
         secret: What the launchers share. Default: from `shared_secret`.
+        mark: What this machine has left in the folder for backups.
 
     Returns:
         What all have told.
@@ -186,11 +214,7 @@ def meet_nodes(node: Node, size: int, communicator: str, *, secret: bytes | None
         >>> meet_nodes(Node(0, 1, "localhost:29500"), 2, "tf").size
         2
     """
-    *ports, rendezvous_port = free_ports(size + 1, LOOPBACK if node.place.one_machine else "")
-    told = {
-        "size": size, "ports": ports, "rendezvous_port": rendezvous_port, "communicator": communicator,
-        "hash_seed": common_hash_seed(),
-    }  # fmt: skip
+    told = told_by(node, size, communicator, common_hash_seed(), mark)
     met = meet(node.place, told, secret=secret)
     chosen = [each.told["communicator"] for each in met]
     if len(set(chosen)) > 1:
@@ -202,3 +226,24 @@ def meet_nodes(node: Node, size: int, communicator: str, *, secret: bytes | None
             )
         )
     return Nodes(node, met)
+
+
+def told_by(node: Node, size: int, communicator: str, hash_seed: str, mark: str | None = None) -> dict[str, Any]:
+    """Returns what a launcher tells the others of its machine.
+
+    Args:
+        node: This machine.
+        size: How many ranks it is to have.
+        communicator: The communicator of the run, as it was told.
+        hash_seed: The `PYTHONHASHSEED` of all ranks, if it is machine 0.
+        mark: What it has left in the folder for backups.
+
+    Example:
+        >>> len(told_by(Node(0, 1, "localhost:29500"), 2, "tf", "7")["ports"])
+        2
+    """
+    *ports, rendezvous_port = free_ports(size + 1, LOOPBACK if node.place.one_machine else "")
+    return {
+        "size": size, "ports": ports, "rendezvous_port": rendezvous_port, "communicator": communicator,
+        "hash_seed": hash_seed, "mark": mark,
+    }  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import math
 import os
 import socket
 import struct
@@ -17,6 +16,9 @@ import psutil
 from tfrep_strategy.errors import ConfigurationError, message
 
 CONNECT_SECONDS = 10.0
+GREETING_SECONDS = 60
+"""How long the hub may take to greet a rank. All ranks of a run come at once, and rank 0 may be busy."""
+_AGAIN_SECONDS = 0.2
 LOOPBACK = "127.0.0.1"
 
 
@@ -44,7 +46,7 @@ def connect(addresses: Sequence[str], port: int, key: bytes, rank: int) -> Conne
         rank: This rank.
 
     Returns:
-        The connection; None if the hub could not be reached within 10 seconds.
+        The connection; None if the hub could not be reached within 10 seconds, or did not greet this rank within 60.
     """
     deadline = time.monotonic() + CONNECT_SECONDS
     for number, address in enumerate(addresses, 1):
@@ -53,16 +55,24 @@ def connect(addresses: Sequence[str], port: int, key: bytes, rank: int) -> Conne
         if patience <= 0:
             break
         with contextlib.suppress(Exception):  # Another program may listen there and answer anything.
-            connection = connection_of(socket.create_connection((address, port), patience), math.ceil(patience))
-            try:
-                prove(connection, key, listens=False)
-                connection.send(rank)
-                set_patience(connection, 0)
-            except Exception:
-                connection.close()
-                raise
-            return connection
+            until = time.monotonic() + patience
+            while time.monotonic() < until:
+                peer = socket.create_connection((address, port), patience)
+                with contextlib.suppress(EOFError, ConnectionError):  # Among strangers, the hub may hang up on a rank.
+                    return _introduced(connection_of(peer, GREETING_SECONDS), key, rank)
+                time.sleep(_AGAIN_SECONDS)
     return None
+
+
+def _introduced(connection: Connection, key: bytes, rank: int) -> Connection:
+    try:
+        prove(connection, key, listens=False)
+        connection.send(rank)
+        set_patience(connection, 0)
+    except Exception:
+        connection.close()
+        raise
+    return connection
 
 
 def connection_of(peer: socket.socket, seconds: int) -> Connection:

@@ -10,32 +10,26 @@ import contextlib
 import functools
 import json
 import logging
-import os
-import socket
+import selectors
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
-from tfrep_strategy.errors import ConfigurationError, PeerError, message
+from tfrep_strategy.errors import ConfigurationError, PeerError
 from tfrep_strategy.limits import meeting_seconds
-from tfrep_strategy.rendezvous.connections import LOOPBACK, connection_of, is_loopback, prove, set_patience
-from tfrep_strategy.rendezvous.listening import listen
+from tfrep_strategy.rendezvous.connections import LOOPBACK, is_loopback, set_patience
+from tfrep_strategy.rendezvous.listening import listen, unusable
 from tfrep_strategy.rendezvous.reception import Guest, Reception
 from tfrep_strategy.rendezvous.secret import shared_secret
 from tfrep_strategy.rendezvous.statements import Place, Statement, misfit
+from tfrep_strategy.rendezvous.visiting import LINE_SECONDS, Visit, given_up
 
 _log = logging.getLogger(__name__)
 
-_LINE_SECONDS = 10.0
-"""How often a process says whom it awaits."""
 _GREETING_SECONDS = 3
 """How long process 0 waits for the proof and the statement of a process that has connected."""
-_ANSWER_SECONDS, _SILENCES = 10, 2
-"""How long a process waits for the first words at the address, and after how many silences a stranger listens there."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 _LINGER_SECONDS = 10.0
 """How long process 0 tells an error to processes that come late."""
 _LOOK_SECONDS = 0.2
@@ -84,34 +78,12 @@ def meet(place: Place, told: Mapping[str, Any], *, secret: bytes | None = None, 
     return _Host(visit).receive() if place.number == 0 else visit.until_all_have_come()
 
 
-class _Visit:
+class _Visit(Visit):
     """The part of a process that goes to the address."""
-
-    def __init__(self, place: Place, own: Statement, key: bytes, seconds: float) -> None:
-        self.place, self.own, self.key, self.seconds = place, own, key, seconds
-        self.deadline = time.monotonic() + seconds
-        self._next_line = time.monotonic() + _LINE_SECONDS
 
     def until_all_have_come(self) -> list[Met]:
         """Goes there again and again, until it gets an answer."""
-        pause, silences = _FIRST_PAUSE, 0
-        while True:
-            try:
-                return self.once()
-            except _Silence as error:
-                problem, silences = str(error), silences + 1
-                if silences == _SILENCES:
-                    raise self._stranger() from None
-            except (OSError, EOFError) as error:
-                problem, silences = f"{self.place.named([0])} cannot be reached ({error or 'it hung up'})", 0
-            now = time.monotonic()
-            if now > self.deadline:
-                raise self.given_up(problem)
-            if now > self._next_line:
-                self._next_line += _LINE_SECONDS
-                _log.warning("Waiting at %s. %s.", self.place.address, problem)
-            time.sleep(min(pause, self.deadline - now))
-            pause = min(1.5 * pause, _LONGEST_PAUSE)
+        return self.insist(self.once)
 
     def once(self, patience: int | None = None) -> list[Met]:
         """Goes there once.
@@ -119,12 +91,10 @@ class _Visit:
         Raises:
             OSError, EOFError: Nobody is there, or the connection broke.
         """
-        patience = patience or _ANSWER_SECONDS
-        peer = socket.create_connection(self.place.target, timeout=patience)
-        with self._connected(peer, patience) as connection:
+        with self.enter(patience) as connection:
             set_patience(connection, 0)
             problem = f"{self.place.named([0])} has gone silent"
-            while connection.poll(max(0.0, min(3 * _LINE_SECONDS, self.deadline - time.monotonic()))):
+            while connection.poll(max(0.0, min(3 * LINE_SECONDS, self.deadline - time.monotonic()))):
                 kind, content = json.loads(connection.recv_bytes(_LONGEST_ANSWER))
                 if kind == "all":
                     return [Met(**each) for each in content]
@@ -132,56 +102,8 @@ class _Visit:
                     raise (PeerError if content["lost"] else ConfigurationError)(content["text"])
                 problem = content
                 _log.warning("Waiting at %s. %s.", self.place.address, problem)
-        raise self.given_up(problem) if time.monotonic() > self.deadline else TimeoutError(problem)
-
-    def given_up(self, problem: str) -> PeerError:
-        """Returns the error of a process whose time is over."""
-        return PeerError(
-            message(
-                f"The {self.place.noun}s did not meet within {self.seconds:g} seconds. {problem}.",
-                hint="check that all were started, and that they reach this address; TFREP_RENDEZVOUS_TIMEOUT sets the limit.",
-                rendezvous=self.place.address,
-            )
-        )
-
-    @contextlib.contextmanager
-    def _connected(self, peer: socket.socket, patience: int) -> Any:
-        own, other = peer.getsockname()[0], peer.getpeername()
-        if peer.getsockname() == other:  # A process that calls a free port of its own machine may be given this very port.
-            peer.close()
-            raise ConnectionRefusedError("Connection refused")
-        with connection_of(peer, patience) as connection:
-            try:
-                prove(connection, self.key, listens=False)
-            except AuthenticationError:
-                raise ConfigurationError(
-                    message(
-                        f"The secret of this process is not that of {self.place.named([0]).lower()}.",
-                        hint="use one secret everywhere (TFREP_SECRET_FILE), and an address of its own for each run.",
-                        rendezvous=self.place.address,
-                    )
-                ) from None
-            except BlockingIOError:
-                raise _Silence("Whoever listens there is silent") from None
-            except (AssertionError, OSError) as error:
-                if getattr(error, "errno", None) is not None:
-                    raise
-                raise self._stranger() from None
-            connection.send_bytes(self.own.to_json(host=own))
-            yield connection
-
-    def _stranger(self) -> ConfigurationError:
-        return ConfigurationError(
-            message(
-                "Another program listens at the rendezvous.",
-                hint="use another port, the same for all processes.",
-                rendezvous=self.place.address,
-            )
-        )
-
-
-class _Silence(TimeoutError):
-    """Somebody listens, and says nothing."""
+        late = time.monotonic() > self.deadline
+        raise given_up(self.place, self.seconds, problem) if late else TimeoutError(problem)
 
 
 class _Host:
@@ -190,16 +112,17 @@ class _Host:
     def __init__(self, visit: _Visit) -> None:
         self._visit, self._place, self._own = visit, visit.place, visit.own
         self._here: dict[Connection, Statement] = {}
+        self._selector = selectors.DefaultSelector()
         self._own_host = LOOPBACK
         self._strangers: dict[str, None] = {}
-        self._next_line = time.monotonic() + _LINE_SECONDS
+        self._next_line = time.monotonic() + LINE_SECONDS
 
     def receive(self) -> list[Met]:
         try:
             server, is_certain = listen(*self._place.target, one_machine=self._place.one_machine)
         except OSError as error:
             self._look_for_another_host()
-            raise self._unusable(error) from None
+            raise unusable(self._place, error) from None
         hear = functools.partial(Connection.recv_bytes, maxlength=_LONGEST_STATEMENT)
         self._reception = Reception(server, self._visit.key, _GREETING_SECONDS, lambda each: Statement.from_json(hear(each)))
         with contextlib.closing(self._reception):
@@ -212,6 +135,7 @@ class _Host:
                 self._tell_error(error)
                 raise
             finally:
+                self._selector.close()
                 for connection in self._here:
                     connection.close()
 
@@ -220,10 +144,15 @@ class _Host:
 
     def _serve(self) -> None:
         guests = self._reception.guests(_LOOK_SECONDS)
-        for connection in wait(list(self._here), 0):  # It said all before, so that now it has ended. It may come again.
-            del self._here[connection]  # type: ignore[arg-type]
-            connection.close()  # type: ignore[union-attr]
-        self._here |= {guest.connection: guest.said for guest in guests if guest.said is not None}
+        for key, _ in self._selector.select(0):  # It said all before, so that now it has ended. It may come again.
+            connection: Connection = key.fileobj  # type: ignore[assignment]
+            self._selector.unregister(connection)
+            del self._here[connection]
+            connection.close()
+        for guest in guests:
+            if guest.said is not None:
+                self._here[guest.connection] = guest.said
+                self._selector.register(guest.connection, selectors.EVENT_READ)
         for guest in guests:
             self._look_at(guest)
 
@@ -244,9 +173,9 @@ class _Host:
         if self._strangers:
             problem += f". A process at {next(iter(self._strangers))} has another secret (TFREP_SECRET_FILE)"
         if now > self._visit.deadline:
-            raise self._visit.given_up(problem)
+            raise given_up(self._place, self._visit.seconds, problem)
         if now > self._next_line:
-            self._next_line += _LINE_SECONDS
+            self._next_line += LINE_SECONDS
             _log.warning("Waiting at %s. %s.", self._place.address, problem)
             self._send("line", problem)
             if not is_certain:
@@ -272,6 +201,7 @@ class _Host:
             told |= {each.number for each in self._here.values()}
             self._send("error", content)
             for connection in self._here:
+                self._selector.unregister(connection)
                 connection.close()
             self._here.clear()
             if told >= set(range(1, self._place.count)) or time.monotonic() > deadline:
@@ -280,15 +210,7 @@ class _Host:
                 self._serve()
 
     def _send(self, kind: str, content: Any) -> None:
+        data = json.dumps([kind, content]).encode()
         for connection in self._here:
             with contextlib.suppress(OSError):  # It has ended.
-                connection.send_bytes(json.dumps([kind, content]).encode())
-
-    def _unusable(self, error: OSError) -> ConfigurationError:
-        return ConfigurationError(
-            message(
-                f"{self._place.named([0])} cannot listen at the rendezvous ({os.strerror(error.errno or 0)}).",
-                hint="use a free port, and the address of this machine; only one process can have this number.",
-                rendezvous=self._place.address,
-            )
-        )
+                connection.send_bytes(data)

@@ -18,7 +18,9 @@ from typing import Any
 from tfrep_strategy.rendezvous.connections import connection_of, prove
 
 _MOST_AT_ONCE = 256
-"""How many are greeted at once. When more come, the one that has been silent for longest has to go."""
+"""How many are greeted at once. When more come, they wait until one has been greeted."""
+_TURN_SECONDS = 1.0
+"""After how long those that are greeted have to go, if none of them has been greeted meanwhile and others wait."""
 _LOOK_SECONDS = 0.2
 
 
@@ -53,7 +55,7 @@ class Reception:
         self._server, self._key, self._seconds, self._hear = server, key, seconds, hear
         self._guests: queue.SimpleQueue[Guest] = queue.SimpleQueue()
         self._deadlines: dict[Connection, float] = {}  # Of those that are being greeted, in the order in which they came.
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._accept, daemon=True, name="tfrep-reception")
         self._thread.start()
@@ -93,10 +95,11 @@ class Reception:
         reached = peer.getsockname()[0].removeprefix("::ffff:")
         connection = connection_of(peer, self._seconds)
         with self._lock:
-            if len(self._deadlines) == _MOST_AT_ONCE:
-                oldest = next(iter(self._deadlines))
-                del self._deadlines[oldest]
-                _hang_up(oldest)
+            while len(self._deadlines) == _MOST_AT_ONCE and not self._is_closed:
+                if not self._lock.wait(_TURN_SECONDS):
+                    for silent in self._deadlines:
+                        _hang_up(silent)
+                    self._deadlines.clear()
             self._deadlines[connection] = time.monotonic() + self._seconds
         guest = Guest(connection, address[0], reached)
         threading.Thread(target=self._greet, args=(guest,), daemon=True, name="tfrep-greeting").start()
@@ -119,6 +122,7 @@ class Reception:
             pass
         with self._lock:
             self._deadlines.pop(connection, None)
+            self._lock.notify_all()
             if greeted is None or greeted is guest or self._is_closed:
                 connection.close()
             if greeted is not None and not self._is_closed:

@@ -121,8 +121,7 @@ def misfit(statements: Sequence[Statement], place: Place) -> str | None:
     elif len(same) > 1:
         hint = f"give each process a {noun} of its own, and each run a port of its own."
         what = f"Two processes say that they are {noun} {last.number}: {' and '.join(same)}."
-    elif differing := [name for name, version in first.versions.items() if last.versions.get(name) != version]:
-        name = differing[0]
+    elif name := differing(first.versions, last.versions):
         what = (
             f"{place.named([last.number])} ({last.who}) has {name} {last.versions.get(name)},"
             f" and {noun} 0 ({first.who}) has {first.versions[name]}."
@@ -131,6 +130,16 @@ def misfit(statements: Sequence[Statement], place: Place) -> str | None:
     else:
         return None
     return message(what, hint=hint, rendezvous=place.address)
+
+
+def differing(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Returns the first name for which two mappings differ; None if there is none.
+
+    Example:
+        >>> differing({"Keras": "3.12", "TensorFlow": "2.19"}, {"Keras": "3.12", "TensorFlow": "2.20"})
+        'TensorFlow'
+    """
+    return next((name for name, value in first.items() if other.get(name) != value), None)
 
 
 def _version(*packages: str) -> str:

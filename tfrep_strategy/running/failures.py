@@ -48,19 +48,6 @@ def describe(failure: Failure, *, timeout: float | None, log_dir: Path) -> str:
     return f"{what} Its last lines:\n" + "".join(f"  {line}\n" for line in lines) + f"Logs: {log_dir}"
 
 
-def describe_loss(failure: Failure) -> str:
-    """Tells of a rank that was lost, in a few words.
-
-    Args:
-        failure: What `run_ranks` returned; it `was_lost`.
-
-    Example:
-        >>> describe_loss(Failure(1, 137))
-        'rank 1 was lost (SIGKILL).'
-    """
-    return f"rank {failure.rank} {failure.frozen or f'was lost ({signal.Signals(failure.exit_code - 128).name})'}."
-
-
 def last_lines(log: Path, size: int | None = None) -> list[str]:
     """Returns the last lines of a log that the rank's own program wrote, without TensorFlow's information.
 

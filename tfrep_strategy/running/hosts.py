@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
-from tfrep_strategy.limits import grace_seconds, ssh_command
+from tfrep_strategy.limits import grace_seconds, meeting_seconds, ssh_command
 from tfrep_strategy.processes.command import piped_command
 from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.processes.ranks import Events, Failure
 from tfrep_strategy.processes.remote import Remote, ssh_to
+from tfrep_strategy.progress import Step
 from tfrep_strategy.rendezvous.addresses import with_port
 from tfrep_strategy.rendezvous.confinement import is_this_machine
+from tfrep_strategy.running.rounds import Losses, no_backup_dir, twice_at
 from tfrep_strategy.running.runs import Options, RunFailed
 
 LAUNCHER = "tfrep_strategy.running.on_host"
@@ -30,12 +32,16 @@ EXPORTED = ("CUDA_", "GLOO_", "HOROVOD_", "KERAS_", "LD_LIBRARY_PATH", "NCCL_", 
 """How variables are named that other hosts get, beside `PATH`."""
 BEAT_SECONDS = 5.0
 """How often launchers on hosts are told that this one is alive."""
+ALL_ENDED_WELL = 0
+"""What hosts are told, in place of the number of a signal, when the ranks of all have ended well."""
 
 _HELLO_SECONDS = 25.0
 _SETTLE_SECONDS = 1.0
 """How long the other hosts may take to notice a failure by themselves, so that it is known where the first one was."""
 _END_SECONDS = 20.0
 """How long a host may take to end, beside its grace. ssh needs 15 to notice that the host is gone."""
+_PAUSE_SECONDS = 5.0
+"""How long to wait before a host that was lost is tried again."""
 _LOST = 255
 
 
@@ -66,11 +72,45 @@ def run_on_hosts(options: Options, program: Sequence[str], events: Events) -> No
         >>> with deferred_signals() as events:  # doctest: +SKIP
         ...     run_on_hosts(Options(hosts="host1:4,host2:4"), ["script", "train.py"], events)
     """
-    if options.max_restarts:
-        hint = "leave max_restarts out, or run on one machine."
-        what = "A run on several hosts is not started again."
-        raise ConfigurationError(message(what, hint=hint, max_restarts=options.max_restarts, hosts=options.hosts))
-    Launchers(options, events, [OnHost(host, size) for host, size in options.shares.items()]).run(program)
+    if options.max_restarts and options.backup_dir is None:
+        raise no_backup_dir(options.max_restarts, hosts=options.hosts)
+    losses = Losses()
+    for restarts in range(options.max_restarts + 1):
+        try:
+            _run_once(options, program, events, restarts)
+        except RunFailed as failed:
+            if not failed.was_lost or restarts == options.max_restarts:
+                raise
+            if losses.are_again_at(failed.step):
+                print(f"tfrep: {twice_at(failed.step)}", file=sys.stderr)
+                raise
+            print(f"tfrep: {failed}\nAll ranks are started again ({restarts + 1} of {options.max_restarts}).", file=sys.stderr)
+        else:
+            return
+
+
+def _run_once(options: Options, program: Sequence[str], events: Events, restarts: int) -> None:
+    """Runs the ranks once. A host that was lost may take some time to come back."""
+    deadline = time.monotonic() + (meeting_seconds() if restarts else 0.0)
+    while True:
+        run = Launchers(options, events, [OnHost(host, size) for host, size in options.shares.items()])
+        try:
+            run.start(_given(options, program, restarts))
+            number = run.go()
+        except ConfigurationError as error:
+            run.end(signal.SIGTERM)
+            if time.monotonic() > deadline:
+                raise
+            print(f"tfrep: {error}\nIt is tried again in {_PAUSE_SECONDS:g} seconds.", file=sys.stderr)
+            number = run.pause(_PAUSE_SECONDS)
+            if number is None:
+                continue
+        except BaseException:
+            run.end(signal.SIGTERM)
+            raise
+        run.end(number or (ALL_ENDED_WELL if run.has_ended_well else signal.SIGTERM))
+        run.raise_failure(number)
+        return
 
 
 @dataclass(frozen=True)
@@ -132,15 +172,15 @@ class Launchers:
             RunFailed: A rank failed, a machine was lost, or a signal came.
         """
         try:
-            self._start(_given(self._options, program, restarts))
-            number = self._go()
+            self.start(_given(self._options, program, restarts))
+            number = self.go()
         except BaseException:
-            self._end(signal.SIGTERM)
+            self.end(signal.SIGTERM)
             raise
-        self._end(number or signal.SIGTERM)
-        self._raise_failure(number)
+        self.end(number or (ALL_ENDED_WELL if self.has_ended_well else signal.SIGTERM))
+        self.raise_failure(number)
 
-    def _start(self, given: dict[str, Any]) -> None:
+    def start(self, given: dict[str, Any]) -> None:
         """Starts a launcher on each machine."""
         mark, changed = f"\x1e{secrets.token_hex(16)}", lambda: self._events.put((0, 0))
         for rank, machine in enumerate(self._machines):
@@ -148,7 +188,7 @@ class Launchers:
             own = {"mark": mark, "node": node, "size": machine.size, "environ": given["environ"] | machine.environ}
             self._remotes.append(machine.start(mark, given | own, changed, by_line=self._options.prefix))
 
-    def _go(self) -> int | None:
+    def go(self) -> int | None:
         """Lets the launchers start ranks when all are there; returns at the first failure, when all have ended, or at a signal.
 
         Returns:
@@ -163,7 +203,11 @@ class Launchers:
         number = self._wait(lambda: self._has_failed() or self._have_ended())
         return number or self._wait(self._have_ended, _SETTLE_SECONDS)
 
-    def _end(self, number: int) -> None:
+    def pause(self, seconds: float) -> int | None:
+        """Waits for some seconds; returns the number of a signal that came instead."""
+        return self._wait(lambda: False, seconds)
+
+    def end(self, number: int) -> None:
         """Ends the launchers that are left: asks, waits, then ends the connections, at which they end everything."""
         here = [each for each in self._remotes if each.code is None and "hello" in each.said]
         for each in here:
@@ -179,7 +223,7 @@ class Launchers:
         for each in self._remotes:
             each.close()
 
-    def _raise_failure(self, number: int | None) -> None:
+    def raise_failure(self, number: int | None) -> None:
         """Raises the error of the run, if there is one."""
         if number is not None:
             failure = Failure(None, 128 + number)
@@ -191,8 +235,9 @@ class Launchers:
         if failed:
             first = min(failed, key=_failed_at)
             failure = Failure(**first.said["report"]["failure"])
-            was_lost = bool(lost) or failure.was_lost
-            raise RunFailed(f"{story}On {first.host}: {first.said['report']['story']}", failure, was_lost=was_lost)
+            steps = [Step(*each.said["report"]["step"]) for each in failed if each.said["report"]["step"]]
+            was_lost, step = bool(lost) or failure.was_lost, steps[0] if steps else None
+            raise RunFailed(f"{story}On {first.host}: {first.said['report']['story']}", failure, was_lost=was_lost, step=step)
         if lost:
             raise RunFailed(story.rstrip(), Failure(None, _LOST), was_lost=True)
 
@@ -212,6 +257,11 @@ class Launchers:
             if about is None:
                 return number
         return None
+
+    @property
+    def has_ended_well(self) -> bool:
+        """Whether the ranks of all hosts have ended well."""
+        return self._have_ended() and not self._has_failed()
 
     def _has_failed(self) -> bool:
         return any("error" in each.said or each.said.get("report") or each.is_lost for each in self._remotes)
@@ -257,6 +307,7 @@ def _given(options: Options, program: Sequence[str], restarts: int) -> dict[str,
         "secret": secrets.token_hex(32),
         "program": list(program),
         "restarts": restarts,
+        "checks_folder": options.max_restarts > 0,
         "options": {
             "strategy": options.strategy,
             "communicator": options.communicator,

@@ -92,7 +92,7 @@ def for_this_pod(options: Options) -> Options:
     Example:
         >>> os.environ.update(PET_NODE_RANK="1", PET_NNODES="2", PET_NPROC_PER_NODE="4", PET_MASTER_ADDR="a", PET_MASTER_PORT="1")
         >>> for_this_pod(Options()).node
-        Node(rank=1, count=2, rendezvous='a:1', name='This machine')
+        Node(rank=1, count=2, rendezvous='a:1', name='This machine', least=None)
     """
     if options.node is not None or kind_of_environment() is not TrainJobEnvironment or not TrainJobEnvironment.processes():
         return options

@@ -9,19 +9,24 @@ import contextlib
 import json
 import math
 import os
+import queue
 import select
 import signal
 import sys
 import threading
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
 from tfrep_strategy.limits import timeout_seconds
 from tfrep_strategy.processes.nodes import Node, meet_nodes
 from tfrep_strategy.processes.ranks import Events, deferred_signals
+from tfrep_strategy.processes.shared_folder import check_reached, marked
 from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.running.hosts import ALL_ENDED_WELL
+from tfrep_strategy.running.rounds import Round, remove_backups, steps_noted
 from tfrep_strategy.running.runs import Options, RunFailed
 from tfrep_strategy.running.script import check_script, run_ranks_of_script
 
@@ -50,15 +55,25 @@ def main(given: dict[str, Any]) -> None:
         node = Node(rendezvous=answer["rendezvous"], **given["node"])
         options = Options(given["size"], node=node, **given["options"])
         listener = _Listener(pipe)
-        nodes = meet_nodes(node, options.size, options.resolved_communicator, secret=bytes.fromhex(given["secret"]))
-        with deferred_signals() as events:
+        folder = Path(options.backup_dir) if options.backup_dir is not None else None
+        with contextlib.ExitStack() as stack:
+            mark = stack.enter_context(marked(folder)) if folder and given["checks_folder"] and node.rank == 0 else None
+            secret = bytes.fromhex(given["secret"])
+            nodes = meet_nodes(node, options.size, options.resolved_communicator, secret=secret, mark=mark)
+            if folder and nodes.mark:
+                check_reached(folder, nodes.mark, "This host")
+            events = stack.enter_context(deferred_signals())
             listener.events = events
-            report = None
+            this = Round(given["restarts"], events, nodes, keeps_backups=True)
+            report, progress = None, steps_noted(folder) if node.rank == 0 else None
             try:
-                run_ranks_of_script(given["program"], options, events, nodes, earlier_starts=given["restarts"])
+                run_ranks_of_script(given["program"], options, events, [this])
             except RunFailed as failed:
-                report = {"failure": asdict(failed.failure), "story": str(failed)}
+                step = progress.read() if progress else None
+                report = {"failure": asdict(failed.failure), "story": str(failed), "step": step}
             _tell(given["mark"], "report", report)
+            if folder and node.rank == 0 and report is None and listener.all_ended_well():
+                remove_backups(folder)
     except TfrepError as error:
         kind = ConfigurationError if isinstance(error, ConfigurationError) else TfrepError
         _tell(given["mark"], "error", {"kind": kind.__name__, "text": str(error)})
@@ -75,7 +90,12 @@ class _Listener:
     def __init__(self, pipe: Any) -> None:
         self.events: Events | None = None
         self._pipe = pipe
+        self._orders: queue.SimpleQueue[int] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True, name="tfrep-orders").start()
+
+    def all_ended_well(self) -> bool:
+        """Waits until the other launcher says how the run has ended."""
+        return self._orders.get() == ALL_ENDED_WELL
 
     def _listen(self) -> None:
         patience = math.inf if math.isinf(timeout_seconds()) else _SILENCE_SECONDS
@@ -84,7 +104,9 @@ class _Listener:
             line = self._pipe.readline() if ready else b""
             number = json.loads(line) if line.endswith(b"\n") else signal.SIGTERM
             if number is not None:
-                self._signal(int(number))
+                self._orders.put(int(number))
+                if number != ALL_ENDED_WELL:
+                    self._signal(int(number))
             if not line:
                 return
 

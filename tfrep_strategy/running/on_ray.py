@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, message
@@ -20,9 +21,9 @@ from tfrep_strategy.processes.ray_cluster import RayCluster, RayMachine, RayPlac
 from tfrep_strategy.processes.ray_process import LOST, RayProcess
 from tfrep_strategy.processes.remote import Remote
 from tfrep_strategy.rendezvous.connections import LOOPBACK
-from tfrep_strategy.running.failures import describe_loss
 from tfrep_strategy.running.hosts import LAUNCHER, Launchers, OnHost
-from tfrep_strategy.running.runs import Options, RunFailed, backup_dir_of, make_log_dir, where_it_goes_on
+from tfrep_strategy.running.rounds import Losses, how_lost, no_backup_dir, twice_at, where_it_goes_on
+from tfrep_strategy.running.runs import Options, RunFailed, backup_dir_of, make_log_dir
 
 _NO_GPU = "-1"
 _LEAST_SECONDS = 0.1
@@ -49,6 +50,7 @@ def run_on_ray(options: Options, places: RayPlaces, program: Sequence[str], even
     """
     deadline = math.inf if options.timeout is None else time.monotonic() + options.timeout
     with ray_cluster(places, options.size) as cluster, _folders_made(options, cluster) as options:
+        losses = Losses()
         for restarts in range(options.max_restarts + 1):
             try:
                 _run_once(options, cluster, program, events, restarts, deadline)
@@ -59,9 +61,13 @@ def run_on_ray(options: Options, places: RayPlaces, program: Sequence[str], even
             except RunFailed as failed:
                 if not failed.was_lost or restarts == options.max_restarts:
                     raise
-                what = describe_loss(failed.failure) if failed.failure.was_lost else str(failed)
+                if losses.are_again_at(failed.step):
+                    print(f"tfrep: {twice_at(failed.step)}", file=sys.stderr)
+                    raise
+                what = f"{how_lost(failed.failure)}." if failed.failure.was_lost else str(failed)
                 again = f"All ranks are started again ({restarts + 1} of {options.max_restarts})."
-                print(f"tfrep: {what} {again} {where_it_goes_on(options.backup_dir)}", file=sys.stderr)
+                folder = None if options.backup_dir is None else Path(options.backup_dir)
+                print(f"tfrep: {what} {again} {where_it_goes_on(folder)}", file=sys.stderr)
 
 
 def _run_once(
@@ -149,9 +155,7 @@ def _folders_made(options: Options, cluster: RayCluster) -> Iterator[Options]:
     """Gives the options with their folders. If Ray has this machine only, they are where a run without Ray has them."""
     if not cluster.is_here:
         if options.max_restarts and options.backup_dir is None:
-            what = "A run that Ray may start again on another machine needs a folder for backups that all machines see."
-            hint = "name one on a shared disk: --backup-dir /shared/backups."
-            raise ConfigurationError(message(what, hint=hint, max_restarts=options.max_restarts, backup_dir=None))
+            raise no_backup_dir(options.max_restarts, engine="ray")
         yield options
         return
     log_dir = make_log_dir(options.log_dir)

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,20 +24,20 @@ from tfrep_strategy.processes.identity import (
     inherited_environ,
     resolve_communicator,
 )
-from tfrep_strategy.processes.nodes import Node, Nodes
+from tfrep_strategy.processes.nodes import Node
 from tfrep_strategy.processes.notes import clear_notes
 from tfrep_strategy.processes.output import lines_shown
 from tfrep_strategy.processes.ranks import Command, Events, Failure, run_ranks
 from tfrep_strategy.processes.ray_cluster import RayPlaces
 from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
-from tfrep_strategy.running.failures import describe, describe_loss
+from tfrep_strategy.progress import Step
+from tfrep_strategy.running.failures import describe
+from tfrep_strategy.running.rounds import Round, no_backup_dir, remove_backups, rounds_here
 from tfrep_strategy.validation import MOST_PROCESSES, MOST_RANKS, check_fields, made_folder
 
 STRATEGIES = ("auto", "mirrored", "multi-worker")
 """What a run may be asked for."""
-_BACKUPS = "fit-*"
-"""The folders of the backups of each `fit`."""
 _HOST = r"[\w.-]+:[1-9][0-9]{0,4}"
 
 
@@ -60,9 +60,9 @@ class Options:
         log_dir: Folder of the log files; by default a temporary one, which stays only if the run fails.
         timeout: Seconds after which the run is stopped; by default it may take for ever.
         prefix: Whether the output of all ranks is shown, each line with its rank, and not that of rank 0 alone.
-        max_restarts: How often all ranks are started again after one was killed. Errors of the script end the run.
+        max_restarts: How often all ranks are started again after one, or a machine, was lost. Errors of the script end the run.
         backup_dir: Folder in which each `fit` of the script is backed up, to go on from there when the run is started again. By
-            default one beside the logs if the run may be restarted, else none.
+            default one beside the logs if the run may be restarted, else none. Several machines need one that all reach.
         profile: Steps of the first `fit` that all ranks trace: their number, or "20:30"; see `traced_steps`.
         profile_dir: Folder for traces; by default `profile` in `log_dir`, or `tfrep-profile` in the current folder.
 
@@ -150,6 +150,11 @@ class Options:
         return resolve_communicator("tf" if is_auto else self.communicator, self.size)
 
     @property
+    def has_rounds(self) -> bool:
+        """Whether launchers on several machines start all ranks again, after a loss or when machines come and go."""
+        return self.node is not None and (self.max_restarts > 0 or self.node.is_elastic)
+
+    @property
     def _places(self) -> dict[str, int]:
         places = Counter[str]()
         for each in self.hosts.split(",") if self.hosts else ():
@@ -163,10 +168,8 @@ class Options:
             what = "A mirrored run is one process, on one machine." if self.strategy == "mirrored" else what
             hint = "leave the number of machines out, or use multi-worker without hosts."
             raise ConfigurationError(message(what, hint=hint, strategy=self.strategy, hosts=self.hosts, nnodes=node.count))
-        if self.max_restarts:
-            what = "Launchers on several machines do not start a run again."
-            hint = "leave max_restarts out, and let what starts the launchers start them again."
-            raise ConfigurationError(message(what, hint=hint, max_restarts=self.max_restarts, nnodes=node.count))
+        if self.has_rounds and self.backup_dir is None:
+            raise no_backup_dir(self.max_restarts, nnodes=node.count if node.least is None else f"{node.least}:{node.count}")
 
     def _check_ray(self) -> None:
         others = {"hosts": self.hosts, "nnodes": self.node and self.node.count}
@@ -215,18 +218,22 @@ class RunFailed(Exception):  # noqa: N818
         story: What happened.
         failure: Who failed, and how.
         log_dir: Folder of the log files; None if each host has its own.
-        was_lost: Whether a rank or a machine was lost, so that the run may end well if it is started again.
+        was_lost: Whether a rank or a host was lost, so that the run may end well if it is started again.
+        step: The step at which it was lost; None if that is not known.
 
     Example:
         >>> print(RunFailed("Rank 0 failed.", Failure(0, 3)))
         Rank 0 failed.
     """
 
-    def __init__(self, story: str, failure: Failure, log_dir: Path | None = None, *, was_lost: bool = False) -> None:
+    def __init__(
+        self, story: str, failure: Failure, log_dir: Path | None = None, *, was_lost: bool = False, step: Step | None = None
+    ) -> None:
         super().__init__(story)
         self.failure = failure
         self.log_dir = log_dir
         self.was_lost = was_lost
+        self.step = step
 
 
 def run_to_end(
@@ -234,9 +241,7 @@ def run_to_end(
     arguments: Sequence[str],
     note_dir: Path,
     events: Events,
-    nodes: Nodes | None = None,
-    *,
-    earlier_starts: int = 0,
+    rounds: Iterable[Round] | None = None,
 ) -> None:
     """Starts the ranks of a run and returns when all have ended well.
 
@@ -245,8 +250,7 @@ def run_to_end(
         arguments: A rank's command line.
         note_dir: An empty folder for the notes of failed ranks, and the signs of life of all.
         events: From `deferred_signals`, which the caller holds around all that must be cleaned up.
-        nodes: The launchers of the run, if there are several. They have met.
-        earlier_starts: How often the run was started before, by who starts the launchers.
+        rounds: When the ranks are started, if launchers on other machines decide that, too. Default: `rounds_here`.
 
     Raises:
         ConfigurationError: The log folder cannot be made, a limit cannot be used, or Horovod is needed and not installed.
@@ -256,63 +260,62 @@ def run_to_end(
         >>> run_to_end(Options(num_replicas=2), ["true"], Path(), Events())
     """
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
-    size = nodes.size if nodes else options.size
-    # Nobody waits for a rank that is alone.
-    patience = Patience.of_environment() if size > 1 and options.strategy != "mirrored" else None
     log_dir = make_log_dir(options.log_dir)
     backup_dir = backup_dir_of(options, log_dir)
     profile_dir = profile_folder(options.profile_dir, options.log_dir)
-    more_environ = profile_environ(options.profile, profile_dir)
+    more_environ = profile_environ(options.profile, profile_dir) | {"PYTHONHASHSEED": common_hash_seed()}
     if backup_dir is not None:
         more_environ["TFREP_BACKUP_DIR"] = str(backup_dir)
-    if nodes and nodes.first_rank:
-        print(f"{nodes.own.name} has {nodes.describe()}. Their output is in {log_dir}", file=sys.stderr)
-    first_rank = nodes.first_rank if nodes else 0
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(announced(log_dir, note_dir, profile_dir))
-        if options.prefix:
-            ranks = range(first_rank, first_rank + (1 if options.strategy == "mirrored" else options.size))
-            stack.enter_context(
-                lines_shown({f"[{rank}] ": log_dir / f"rank{rank}.log" for rank in ranks}, only_new=earlier_starts > 0)
-            )
-        for restarts in range(options.max_restarts + 1):
-            with _commands(options, arguments, earlier_starts + restarts, nodes, more_environ) as commands:
-                failure = run_ranks(
+    last: Round | None = None
+    with announced(log_dir, note_dir, profile_dir):
+        for this in rounds or rounds_here(events, options.max_restarts, backup_dir):
+            last = this
+            clear_notes(note_dir)
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            with _output_shown(options, this, log_dir), _commands(options, arguments, this, more_environ) as commands:
+                size = this.nodes.size if this.nodes else options.size
+                this.failure = run_ranks(
                     commands,
-                    events,
+                    this.events,
                     log_dir=log_dir,
                     note_dir=note_dir,
-                    timeout=None if deadline is None else max(0.0, deadline - time.monotonic()),
+                    timeout=left,
                     logs_all=options.prefix,
-                    first_rank=first_rank,
-                    again=earlier_starts + restarts > 0,
-                    patience=patience,
+                    first_rank=this.first_rank,
+                    again=this.number > 0,
+                    # Nobody waits for a rank that is alone.
+                    patience=Patience.of_environment() if size > 1 and options.strategy != "mirrored" else None,
                     grace=grace_seconds(for_a_backup=backup_dir is not None),
                 )
-            if failure is None or not failure.was_lost or restarts == options.max_restarts:
-                break
-            clear_notes(note_dir)
-            print(
-                f"tfrep: {describe_loss(failure)} All ranks are started again"
-                f" ({restarts + 1} of {options.max_restarts}). {where_it_goes_on(backup_dir)}",
-                file=sys.stderr,
-            )
-    if failure is None and backup_dir is not None:
-        for folder in backup_dir.glob(_BACKUPS):
-            shutil.rmtree(folder, ignore_errors=True)
+            if this.failure is not None:
+                this.story = describe(this.failure, timeout=options.timeout, log_dir=log_dir)
+    failure = last.failure if last else None
+    if failure is None and backup_dir is not None and last and last.first_rank == 0 and not last.keeps_backups:
+        remove_backups(backup_dir)
     if options.log_dir is None and (failure is None or failure.stopped_by_signal):
         shutil.rmtree(log_dir, ignore_errors=True)
-    if failure is not None:
-        raise RunFailed(describe(failure, timeout=options.timeout, log_dir=log_dir), failure, log_dir)
+    if last and failure is not None:
+        raise RunFailed(last.story, failure, log_dir)
 
 
 @contextlib.contextmanager
-def _commands(
-    options: Options, arguments: Sequence[str], restarts: int, nodes: Nodes | None, more_environ: dict[str, str]
-) -> Iterator[list[Command]]:
+def _output_shown(options: Options, this: Round, log_dir: Path) -> Iterator[None]:
+    """Shows the output of all ranks of this machine, if that is wanted."""
+    if this.nodes and this.first_rank:
+        print(f"{this.nodes.own.name} has {this.nodes.describe()}. Their output is in {log_dir}", file=sys.stderr)
+    if not options.prefix:
+        yield
+        return
+    ranks = range(this.first_rank, this.first_rank + (1 if options.strategy == "mirrored" else options.size))
+    with lines_shown({f"[{rank}] ": log_dir / f"rank{rank}.log" for rank in ranks}, only_new=this.number > 0):
+        yield
+
+
+@contextlib.contextmanager
+def _commands(options: Options, arguments: Sequence[str], this: Round, more_environ: dict[str, str]) -> Iterator[list[Command]]:
     """Yields what each rank runs. Addresses of ranks are free as long as the body runs."""
-    environ = inherited_environ() | {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": common_hash_seed(), "TFREP_RESTARTS": str(restarts)}
-    environ |= more_environ
+    nodes = this.nodes
+    environ = inherited_environ() | {"PYTHONUNBUFFERED": "1", "TFREP_RESTARTS": str(this.number)} | more_environ
     strategy = options.resolved_strategy
     if strategy is not None:
         environ["TFREP_STRATEGY"] = strategy
@@ -335,18 +338,6 @@ def backup_dir_of(options: Options, log_dir: Path) -> Path | None:
     if options.backup_dir is not None:
         return made_folder("backup_dir", options.backup_dir)
     return made_folder("backup_dir", log_dir / "backups") if options.max_restarts else None
-
-
-def where_it_goes_on(backup_dir: str | os.PathLike[str] | None) -> str:
-    """Tells what a run that is started again does.
-
-    Example:
-        >>> where_it_goes_on(None)[:26]
-        'No fit has a backup yet, s'
-    """
-    if backup_dir is not None and any(Path(backup_dir).glob(_BACKUPS)):
-        return "Each fit goes on from its last backup."
-    return "No fit has a backup yet, so that the script begins anew, but for what it saves and restores itself."
 
 
 def make_log_dir(wanted: str | os.PathLike[str] | None) -> Path:

@@ -6,13 +6,13 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.processes.command import module_command
-from tfrep_strategy.processes.nodes import Nodes, meet_nodes
+from tfrep_strategy.processes.nodes import meet_nodes
 from tfrep_strategy.processes.notes import noted_failure
 from tfrep_strategy.processes.ranks import Events, deferred_signals
 from tfrep_strategy.processes.signs_of_life import give_signs
@@ -20,8 +20,10 @@ from tfrep_strategy.profiles.requests import answer_requests
 from tfrep_strategy.running.hosts import run_on_hosts, runs_on_other_hosts
 from tfrep_strategy.running.joining import for_this_pod, join_outer_run, outer_run
 from tfrep_strategy.running.on_ray import run_on_ray
+from tfrep_strategy.running.rounds import Round
 from tfrep_strategy.running.runs import Options, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
+from tfrep_strategy.running.together import together
 
 
 def run_script(target: str, arguments: Sequence[str], options: Options, *, as_module: bool = False) -> None:
@@ -34,8 +36,8 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
         as_module: Whether `target` is a module, as for `python -m`.
 
     Inside the run of another launcher (`srun tfrep run train.py`) this process becomes the rank that it is there, and
-    this does not return. With `options.node` it first meets the launchers on the other machines. With `options.hosts` it starts
-    a launcher on each, and with `options.ray` on the machines where Ray gives it places.
+    this does not return. With `options.node` it first meets the launchers on the other machines, and stays together with them
+    if the run may be started again. With `options.hosts` it starts a launcher on each, and with `options.ray` where Ray has places.
 
     Raises:
         ConfigurationError: There is no such script, or the options do not fit the run of another launcher.
@@ -50,6 +52,10 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
     check_script(kind, target)
     program = [kind, target, *arguments]
     options = for_this_pod(options)
+    if options.has_rounds:
+        with together(options) as launcher, deferred_signals() as events:
+            run_ranks_of_script(program, options, events, launcher.rounds(events))
+        return
     nodes = None
     if options.node is not None:
         nodes = meet_nodes(options.node, options.size, options.resolved_communicator)
@@ -61,7 +67,7 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
         elif runs_on_other_hosts(options):
             run_on_hosts(options, program, events)
         else:
-            run_ranks_of_script(program, options, events, nodes)
+            run_ranks_of_script(program, options, events, None if nodes is None else [Round(0, events, nodes)])
 
 
 def check_script(kind: str, target: str) -> None:
@@ -88,7 +94,7 @@ def check_script(kind: str, target: str) -> None:
 
 
 def run_ranks_of_script(
-    program: Sequence[str], options: Options, events: Events, nodes: Nodes | None = None, *, earlier_starts: int = 0
+    program: Sequence[str], options: Options, events: Events, rounds: Iterable[Round] | None = None
 ) -> None:
     """Runs a script on the ranks of this machine.
 
@@ -96,8 +102,7 @@ def run_ranks_of_script(
         program: "script" or "module", its path or name, and its arguments.
         options: What kind of run is wanted.
         events: From `deferred_signals`.
-        nodes: The launchers of the run, if there are several. They have met.
-        earlier_starts: How often the run was started before, by who starts the launchers.
+        rounds: When the ranks are started, if launchers on other machines decide that, too.
 
     Raises:
         ConfigurationError: The options cannot be used on this machine.
@@ -109,8 +114,7 @@ def run_ranks_of_script(
         ...     run_ranks_of_script(["script", "train.py"], Options(num_replicas=2), events)
     """
     with tempfile.TemporaryDirectory(prefix="tfrep-") as notes:
-        command = module_command(__name__, notes, "", *program)
-        run_to_end(options, command, Path(notes), events, nodes, earlier_starts=earlier_starts)
+        run_to_end(options, module_command(__name__, notes, "", *program), Path(notes), events, rounds)
 
 
 def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:

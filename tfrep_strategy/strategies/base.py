@@ -87,7 +87,7 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
                 if not tf.executing_eagerly():
                     shards = Shards(tuple(map(with_unknown_size, shards.parts)), shards.total)
                 fn, args = in_step(self, fn, num_examples), (pack(shards), shards.total)
-        else:
+        elif self.num_replicas_in_sync > 1:
             self.extended.note_step()
         with self.extended.watching_peers():
             return super().run(fn, args, kwargs, options)

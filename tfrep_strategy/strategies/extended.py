@@ -264,6 +264,10 @@ class SynchronousExtended:
     def barrier(self) -> None:
         """Returns when every process has called it."""
 
+    def kept_outputs(self, outputs: Any) -> Any:
+        """Returns those rows of a batch's outputs that this process keeps until `predict` returns."""
+        return outputs
+
     @abc.abstractmethod
     def gather_outputs(self, outputs: Any) -> Any:
         """Concatenates the outputs of the replicas (a nest) along the batch, in replica order, on every process."""

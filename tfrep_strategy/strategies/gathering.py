@@ -31,3 +31,22 @@ def gathered(value: Any, communicator: Communicator) -> Any:
         shape = tf.concat([[tf.reduce_sum(rows)], value.dense_shape[1:]], 0)
         return tf.SparseTensor(gather(value.indices + offset), gather(value.values), shape)
     return gather(value[tf.newaxis] if value.shape.rank == 0 else value)
+
+
+def without_rows(value: Any) -> Any:
+    """Returns a tensor like another one, with no rows. It keeps no memory of the other one.
+
+    Args:
+        value: A dense, sparse or ragged tensor whose first dimension is the batch.
+
+    Example:
+        >>> without_rows(tf.ones([3, 2])).shape.as_list()
+        [0, 2]
+    """
+    if isinstance(value, tf.RaggedTensor):
+        splits = tf.zeros([1], value.row_splits.dtype)
+        return tf.RaggedTensor.from_row_splits(without_rows(value.values), splits, validate=False)
+    if isinstance(value, tf.SparseTensor):
+        shape = tf.concat([[0], value.dense_shape[1:]], 0)
+        return tf.SparseTensor(without_rows(value.indices), without_rows(value.values), shape)
+    return tf.zeros(tf.concat([[0], tf.shape(value)[1:]], 0), value.dtype)

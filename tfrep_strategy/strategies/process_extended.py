@@ -30,7 +30,7 @@ from tfrep_strategy.shares import Share
 from tfrep_strategy.strategies import rank_data as ranks_read
 from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.extended import SynchronousExtended
-from tfrep_strategy.strategies.gathering import gathered
+from tfrep_strategy.strategies.gathering import gathered, without_rows
 from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
 from tfrep_strategy.strategies.seeds import check_order, own_random_operations, share_random_state
 from tfrep_strategy.strategies.variables import is_sum
@@ -39,7 +39,11 @@ _SYNCHRONIZATIONS = [kind for kind in tf.VariableSynchronization if kind != tf.V
 
 
 class ProcessExtended(SynchronousExtended, OneDeviceExtended):
-    """The process's one replica, and how it talks with those of the other processes."""
+    """The process's one replica, and how it talks with those of the other processes.
+
+    Attributes:
+        predictions_on_chief_only: Whether `predict` returns no rows on ranks other than the chief, which then keep none.
+    """
 
     collectives_in_branches = True
 
@@ -49,6 +53,7 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         self.first_local_replica = communicator.rank
         self.new_variables: list[Any] = []
         self.open_scopes = 0
+        self.predictions_on_chief_only = False
         self._init_state()
 
     def _use_merge_call(self) -> bool:
@@ -179,6 +184,11 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         if self.strategy.rank_data == "own":
             return outputs
         return tf.nest.map_structure(lambda value: gathered(value, self._communicator), outputs)
+
+    def kept_outputs(self, outputs: Any) -> Any:
+        if self.strategy.is_chief or not self.predictions_on_chief_only:
+            return outputs
+        return tf.nest.map_structure(without_rows, outputs)
 
     def means(self, variables: Sequence[Any]) -> list[tf.Tensor]:
         return self._communicator.all_reduce([variable.values[0].value() for variable in variables], "mean")

@@ -83,7 +83,7 @@ def _count_and_order(strategy: Any) -> dict[str, Any]:
     """Calls in branches, loops and called functions, as often as they run."""
     communicator = strategy.communicator
     numbers = communicator.monitor._numbers
-    before = numbers[(0, 1)]
+    before = numbers[range(2)]
 
     @tf.function
     def inner(x: tf.Tensor) -> tf.Tensor:
@@ -98,7 +98,7 @@ def _count_and_order(strategy: Any) -> dict[str, Any]:
         return communicator.all_gather(x[: strategy.rank + 1])
 
     values = step(tf.constant([1.0, 2.0]), tf.constant(3)).numpy().tolist()
-    return {"values": values, "calls": numbers[(0, 1)] - before, "checks": communicator.monitor.checks_every_call}
+    return {"values": values, "calls": numbers[range(2)] - before, "checks": communicator.monitor.checks_every_call}
 
 
 def _differ_in_function(strategy: Any) -> tuple[str, str]:

@@ -59,15 +59,15 @@ def receive(connection: Connection) -> Any:
 def test_all_hear_how_a_rank_ended() -> None:
     with star(3) as (first, second, third):
         second.send(("ended", False, "ValueError: boom"))
-        assert receive(first) == receive(third) == ("ended", 1, False, "ValueError: boom")
+        assert receive(first) == receive(third) == ("ended", [(1, False, "ValueError: boom")])
         third.close()
-        assert receive(first) == ("ended", 2, True, None)
+        assert receive(first) == ("ended", [(2, True, None)])
 
 
 def test_all_hear_that_the_first_rank_ended() -> None:
     with star(2) as (first, second):
         first.send(("ended", False, None))
-        assert receive(second) == ("ended", 0, False, None)
+        assert receive(second) == ("ended", [(0, False, None)])
         with pytest.raises(EOFError):
             receive(second)
 
@@ -95,7 +95,7 @@ def test_strangers_are_not_admitted() -> None:
     ):
         assert not listens(hub.port)  # All are here.
         second.send(("ended", False, None))
-        assert receive(first) == ("ended", 1, False, None)
+        assert receive(first) == ("ended", [(1, False, None)])
         first.send(("ended", False, None))
         hub.join()
     assert not hub._thread.is_alive()
@@ -112,7 +112,7 @@ def test_silent_strangers_keep_nobody_waiting() -> None:
         assert second is not None
         with first, second:
             second.send(("ended", False, None))
-            assert receive(first) == ("ended", 1, False, None)
+            assert receive(first) == ("ended", [(1, False, None)])
             first.send(("ended", False, None))
             hub.join()
     assert not hub._thread.is_alive()

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.order import Order
 from tfrep_strategy.communicators.peers.monitor import PeerMonitor
-from tfrep_strategy.communicators.peers.reports import Call, describe_difference, purpose, user_line
+from tfrep_strategy.communicators.peers.reports import Call, describe_difference, group_of, purpose, user_line
 from tfrep_strategy.errors import DesyncError
 
 _Result = TypeVar("_Result")
@@ -49,7 +49,7 @@ class CheckedCommunicator(Communicator):
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
         self.local_rank, self.local_size = inner.local_rank, inner.local_size
         self.bucket_bytes = inner.bucket_bytes
-        self._group = tuple(range(inner.size) if group is None else group)
+        self._group = group_of(range(inner.size) if group is None else group)
         if getattr(inner, "position", None) is not None:
             monitor.follow(self._group, inner.position)  # type: ignore[attr-defined]
         if monitor.checks_every_call:

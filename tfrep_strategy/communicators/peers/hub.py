@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import secrets
+import selectors
 import threading
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 from tfrep_strategy.communicators.forking import close_in_children
-from tfrep_strategy.communicators.peers.reports import Report, describe_difference
+from tfrep_strategy.communicators.peers.reports import Report, describe_difference, some_of
 from tfrep_strategy.limits import longest_silence, timeout_seconds
-from tfrep_strategy.rendezvous.connections import CONNECT_SECONDS, set_patience
+from tfrep_strategy.rendezvous.connections import CONNECT_SECONDS, GREETING_SECONDS, set_patience
 from tfrep_strategy.rendezvous.listening import listen
 from tfrep_strategy.rendezvous.reception import Reception
 
@@ -58,11 +60,17 @@ class Hub:
         self.port: int = self._server.getsockname()[1]
         self._is_given_up = False
         self._ranks: dict[Connection, int] = {}
-        self._ended: dict[int, bool] = {}  # Whether each ended rank failed.
-        self._rounds: dict[tuple[tuple[int, ...], Any], _Round] = {}
+        self._selector = selectors.DefaultSelector()
+        self._ended: set[int] = set()
+        self._failed: set[int] = set()
+        self._goodbyes: list[tuple[int, bool, str | None]] = []  # That the others have not been told of.
+        self._rounds: dict[tuple[Sequence[int], Any], _Round] = {}
         self._last: dict[int, Report] = {}
         self._idle_since: dict[int, float | None] = {}
         self._heard: dict[int, float] = {}
+        self._silent: dict[int, float] = {}
+        self._looked_for_silence = 0.0
+        self._hung: set[int] = set()  # Those that the others have been told of.
         self._limit = timeout_seconds()
         self._longest_silence = max(self._limit, longest_silence())
         close_in_children(self, Hub._leave_to_parent)
@@ -82,30 +90,40 @@ class Hub:
             self._accept()
             self._serve()
         finally:
+            self._selector.close()
             for connection in self._ranks:
                 connection.close()
 
     def _accept(self) -> None:
-        deadline = time.monotonic() + 2 * CONNECT_SECONDS
-        with contextlib.closing(Reception(self._server, self.key, int(CONNECT_SECONDS), Connection.recv)) as reception:
+        deadline = time.monotonic() + CONNECT_SECONDS + GREETING_SECONDS
+        with contextlib.closing(Reception(self._server, self.key, GREETING_SECONDS, Connection.recv)) as reception:
             while len(self._ranks) < self._size and time.monotonic() < deadline and not self._is_given_up:
                 for guest in reception.guests(_LOOK_SECONDS):
                     if guest.said is not None:
                         set_patience(guest.connection, 0)
                         self._ranks[guest.connection] = guest.said
+                        self._selector.register(guest.connection, selectors.EVENT_READ)
 
     def _serve(self) -> None:
         self._heard = dict.fromkeys(self._ranks.values(), time.monotonic())
         while self._ranks and 0 not in self._ended:
-            ready = wait(list(self._ranks), self._patience())
+            ready = self._ready(self._patience())
             # All of them first: if this process was held up, none of those that spoke meanwhile was silent.
-            self._heard |= {self._ranks[connection]: time.monotonic() for connection in ready}  # type: ignore[index]
-            for connection in ready:
-                self._hear(connection)  # type: ignore[arg-type]
+            self._heard |= dict.fromkeys((self._ranks[connection] for connection in ready), time.monotonic())
+            self._hear_all(ready)
             self._judge()
-        while ready := wait(list(self._ranks), 0):  # Reads messages that others sent before rank 0 left.
-            for connection in ready:
-                self._hear(connection)  # type: ignore[arg-type]
+        while self._ranks and (ready := self._ready(0)):  # Reads messages that others sent before rank 0 left.
+            self._hear_all(ready)
+
+    def _ready(self, seconds: float | None) -> list[Connection]:
+        return [key.fileobj for key, _ in self._selector.select(seconds)]  # type: ignore[misc]
+
+    def _hear_all(self, connections: Sequence[Connection]) -> None:
+        for connection in connections:
+            self._hear(connection)
+        if self._goodbyes:  # In one message: when a run ends, all ranks say goodbye.
+            self._tell(("ended", self._goodbyes))
+            self._goodbyes = []
 
     def _hear(self, connection: Connection) -> None:
         rank = self._ranks[connection]
@@ -116,33 +134,51 @@ class Hub:
         if isinstance(said, Report):
             self._note(rank, said)
         elif said[0] == "state":
-            self._weigh(rank, *said[1:])
+            self._weigh(connection, *said[1:])
         else:
             _, lost, error = said
             del self._ranks[connection]
-            self._ended[rank] = lost or error is not None
-            self._tell(("ended", rank, lost, error))
+            self._ended.add(rank)
+            self._failed |= {rank} if lost or error is not None else set()
+            self._goodbyes.append((rank, lost, error))
+            self._selector.unregister(connection)
             connection.close()
 
     def _tell(self, news: Any, group: Sequence[int] | None = None) -> None:
-        for connection, rank in list(self._ranks.items()):
+        data = pickle.dumps(news)
+        for connection, rank in self._ranks.items():
             if group is None or rank in group:
                 with contextlib.suppress(OSError):  # The connection is broken; the next read reports it.
-                    connection.send(news)
+                    connection.send_bytes(data)
 
-    def _weigh(self, rank: int, busy: float | None, idle: float) -> None:
+    def _weigh(self, connection: Connection, busy: float | None, idle: float) -> None:
         """Answers who is silent. Reports a hang: one rank waits in a call and another calls nothing, both longer than the limit."""
         now = time.monotonic()
-        silences = {other: now - heard for other, heard in self._heard.items() if other not in self._ended}
-        silent = {other: silence for other, silence in silences.items() if silence > 3 * state_seconds(self._limit)}
-        self._tell(("silent", silent), [rank])
-        for other, silence in silent.items():
-            if busy is not None and busy > self._limit and silence > self._longest_silence:
-                self._tell(("hang", other, silence, "said nothing"))
-        self._idle_since[rank] = None if busy is not None else now - idle
+        self._look_for_silence(now)
+        with contextlib.suppress(OSError):  # As in `_tell`.
+            connection.send(("silent", self._silent))
+        self._idle_since[self._ranks[connection]] = None if busy is not None else now - idle
+        if busy is None or busy <= self._limit:
+            return
+        for other, silence in self._silent.items():
+            if silence > self._longest_silence:
+                self._tell_hang(other, silence, "said nothing")
         for other, since in self._idle_since.items():
-            if busy is not None and busy > self._limit and since is not None and now - since > self._limit:
-                self._tell(("hang", other, now - since, "called no collective"))
+            if since is not None and now - since > self._limit:
+                self._tell_hang(other, now - since, "called no collective")
+
+    def _look_for_silence(self, now: float) -> None:
+        """Finds who is silent. Each rank asks, so it is not looked for each time that one does."""
+        if now - self._looked_for_silence < state_seconds(self._limit) / 10:
+            return
+        self._looked_for_silence = now
+        silences = {rank: now - heard for rank, heard in self._heard.items() if rank not in self._ended}
+        self._silent = {rank: silence for rank, silence in silences.items() if silence > 3 * state_seconds(self._limit)}
+
+    def _tell_hang(self, rank: int, seconds: float, what: str) -> None:
+        if rank not in self._hung:
+            self._hung.add(rank)
+            self._tell(("hang", rank, seconds, what))
 
     # Collectives that ranks are about to call.
 
@@ -152,12 +188,13 @@ class Hub:
             self._forget_before(report.group, report.number)
         current = self._rounds.setdefault((report.group, report.number), _Round(report, self._silence))
         current.reports[rank] = report
+        current.missing.discard(rank)
         first = next(iter(current.reports.values()))
         if not report.call.fits(first.call) and not current.differs:
             current.differs = True
             current.deadline = time.monotonic() + _GATHER_SECONDS
 
-    def _forget_before(self, group: tuple[int, ...], number: tuple[int, str, int]) -> None:
+    def _forget_before(self, group: Sequence[int], number: tuple[int, str, int]) -> None:
         """Forgets earlier reports of a collective in a function, once a rank has begun the same collective again."""
         for key in list(self._rounds):
             if key[0] == group and isinstance(key[1], tuple) and key[1][:2] == number[:2] and key[1][2] < number[2]:
@@ -167,7 +204,7 @@ class Hub:
         now = time.monotonic()
         for key, current in list(self._rounds.items()):
             group, number = key
-            missing = [rank for rank in group if rank not in current.reports]
+            missing = current.missing
             if not missing and not current.differs:
                 if current.waits:
                     self._tell(("agreed", key), group)
@@ -176,16 +213,16 @@ class Hub:
                 self._tell(("refused", key, what), group)
             elif current.differs and current.is_due() and (not missing or now > current.deadline):
                 self._tell(("desync", self._describe("Ranks called different collectives.", group, current)))
-            elif any(self._ended.get(rank) for rank in missing):
+            elif not missing.isdisjoint(self._failed):
                 pass  # The waiting ranks already know of the rank that failed.
-            elif current.is_limited and (now > current.deadline or not self._ended.keys().isdisjoint(missing)):
-                what = f"Only some of the ranks {list(group)} called their collective number {int(number) + 1}."
+            elif current.is_limited and (now > current.deadline or not missing.isdisjoint(self._ended)):
+                what = f"Only some of the ranks {some_of(group)} called their collective number {int(number) + 1}."
                 self._tell(("desync", self._describe(what, group, current)))
             else:
                 continue
             del self._rounds[key]
 
-    def _describe(self, what: str, group: tuple[int, ...], current: _Round) -> str:
+    def _describe(self, what: str, group: Sequence[int], current: _Round) -> str:
         words = []
         for rank in group:
             if rank in current.reports:
@@ -212,6 +249,7 @@ class _Round:
 
     def __init__(self, first: Report, silence: float) -> None:
         self.reports: dict[int, Report] = {}
+        self.missing = set(first.group)
         self.waits, self.is_limited, self.differs = first.waits, first.is_limited, False
         self.began = time.monotonic()
         self.deadline = self.began + silence

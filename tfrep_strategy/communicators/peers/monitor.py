@@ -78,7 +78,7 @@ class PeerMonitor:
         self._connection, self._hub, self._abort = connection, hub, communicator.abort
         self._news = threading.Condition()
         self._sending = threading.Lock()
-        self._numbers: collections.Counter[tuple[int, ...]] = collections.Counter()
+        self._numbers: collections.Counter[Sequence[int]] = collections.Counter()
         self._agreed: set[Any] = set()
         self._refused: dict[Any, str] = {}
         self.refused_in_function: Exception | None = None
@@ -185,8 +185,12 @@ class PeerMonitor:
         if ended:
             raise lost(ended[0])
 
-    def report(self, group: tuple[int, ...], call: Call) -> None:
+    def report(self, group: Sequence[int], call: Call) -> None:
         """Reports the next collective of this rank, and waits until the other ranks have reported the same.
+
+        Args:
+            group: The ranks that take part, from `group_of`.
+            call: The collective.
 
         Raises:
             DesyncError: They reported another. If all ranks of the group got this error, they can go on.
@@ -217,7 +221,7 @@ class PeerMonitor:
         if time.monotonic() - began > self._limit:
             raise self._given_up(time.monotonic() - began)
 
-    def follow(self, group: tuple[int, ...], position: Position) -> None:
+    def follow(self, group: Sequence[int], position: Position) -> None:
         """Reports collectives in functions, once this rank has been in them for some time.
 
         Ranks that are in the same collective with different tensors wait forever. Rank 0 finds them by these reports.
@@ -263,7 +267,7 @@ class PeerMonitor:
                     self._news.notify_all()
             with self._news:
                 if not self._closing and all(each.rank != 0 for each in self.ended):
-                    self._hear("ended", 0, True, None)
+                    self._hear("ended", [(0, True, None)])
                 self._news.notify_all()
             while not self._closing and not self._consider_abort():
                 time.sleep(_TICK_SECONDS)
@@ -286,10 +290,12 @@ class PeerMonitor:
             _log.error(self._hang)
             self._start_abort(self._hang)
         elif kind == "ended":
-            ended = Ended(*what)
-            self.ended.append(ended)
-            if ended.failed and not self._closing and sum(each.failed for each in self.ended) == 1:
-                _log.error("Rank %d ended%s. The other ranks cannot go on without it.", ended.rank, ended.how)
+            is_first = not any(each.failed for each in self.ended)
+            ended = [Ended(*each) for each in what[0]]
+            self.ended += ended
+            failed = [each for each in ended if each.failed]
+            if failed and is_first and not self._closing:
+                _log.error("Rank %d ended%s. The other ranks cannot go on without it.", failed[0].rank, failed[0].how)
 
     def _consider_abort(self) -> bool:
         """Aborts the collectives once it is certain that they cannot finish. Returns whether they were aborted."""
@@ -379,7 +385,7 @@ class PeerMonitor:
 class _Followed:
     """A position that the monitor looks at from time to time."""
 
-    def __init__(self, group: tuple[int, ...], number: int, position: Position) -> None:
+    def __init__(self, group: Sequence[int], number: int, position: Position) -> None:
         self.group, self._number, self._position = group, number, position
         self._looks: dict[Stay, int] = {}
 

@@ -14,6 +14,8 @@ import tensorflow as tf
 from tfrep_strategy import errors
 
 _FREE_ROWS = ("all_gather", "all_to_all")
+_NAMED = 8
+"""How many ranks a message names one by one."""
 
 
 class Call(NamedTuple):
@@ -54,7 +56,7 @@ class Report(NamedTuple):
     """A rank's report of its next collective, or of one in a function that it has been in for some time.
 
     Attributes:
-        group: The ranks that take part.
+        group: The ranks that take part, from `group_of`.
         number: For an eager collective: how many collectives of this group the rank called before. For a collective in a
             function: the number of the group's communicator, the place in the program, and how often it has begun there.
         call: The collective.
@@ -62,7 +64,7 @@ class Report(NamedTuple):
         is_limited: Whether a long wait is an error.
     """
 
-    group: tuple[int, ...]
+    group: Sequence[int]
     number: int | tuple[int, str, int]
     call: Call
     waits: bool
@@ -108,8 +110,30 @@ def purpose() -> str:
     return name
 
 
+def group_of(ranks: Sequence[int]) -> Sequence[int]:
+    """Returns the ranks of a group as each report names them: as a range if possible, which is short for any number of ranks.
+
+    Example:
+        >>> group_of([0, 1, 2]), group_of([0, 2])
+        (range(0, 3), (0, 2))
+    """
+    following = range(ranks[0], ranks[0] + len(ranks))
+    return following if list(ranks) == list(following) else tuple(ranks)
+
+
+def some_of(ranks: Sequence[int]) -> str:
+    """Names ranks, and only the first of many.
+
+    Example:
+        >>> some_of([0, 2]), some_of(range(1024))
+        ('0, 2', '0, 1, 2, 3, 4, 5, 6, 7 and 1016 more')
+    """
+    named = ", ".join(map(str, ranks[:_NAMED]))
+    return f"{named} and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else named
+
+
 def describe_difference(what: str, words: Sequence[tuple[int, str]]) -> str:
-    """Formats an error with one line for each rank.
+    """Formats an error with one line for each rank. If there are many, those that say the same share a line.
 
     Example:
         >>> print(describe_difference("Ranks called different collectives.", [(0, "a"), (1, "b")]).partition("Hint")[0])
@@ -119,5 +143,10 @@ def describe_difference(what: str, words: Sequence[tuple[int, str]]) -> str:
         <BLANKLINE>
     """
     lines = [f"  rank {rank}: {word}" for rank, word in words]
+    if len(words) > _NAMED:
+        alike: dict[str, list[int]] = {}
+        for rank, word in words:
+            alike.setdefault(word, []).append(rank)
+        lines = [f"  rank{'s' * (len(ranks) > 1)} {some_of(ranks)}: {word}" for word, ranks in alike.items()]
     hint = "all ranks of a group have to call the same collectives in the same order, with the same dtypes and shapes."
     return "\n".join([what, *lines, f"Hint: {hint}"])

@@ -171,17 +171,19 @@ class SynchronousDriver(
             with _without_jit(model):
                 run = original(model, compiled_between_collectives(step_function))
 
+        extended = strategy.extended
+
         def function(iterator: Any) -> Any:
-            strategy.extended.synchronize_new_variables()
-            strategy.extended.mark_state_changed()
+            extended.synchronize_new_variables()
+            extended.mark_state_changed()
             takes_whole_batches = not isinstance(iterator, _STEPS)
             if takes_whole_batches:
-                iterator = map(strategy.extended.shard, iterator)
-            with strategy.extended.watching_peers():
+                iterator = map(extended.shard, iterator)
+            with extended.watching_peers():
                 logs = run(iterator)
             self._check_first_batch()
             self.warn_of_layers_not_seen()
-            strategy.extended.count_steps(model, model.steps_per_execution)
+            extended.count_steps(model, model.steps_per_execution)
             # Nobody asks again for the logs of a single batch, and those of a step are of one replica.
             return model._get_metrics_result_or_logs(logs) if takes_whole_batches else logs
 
@@ -198,12 +200,20 @@ class SynchronousDriver(
             model.predict_function = split.predict_function
         if getattr(model.predict_function, "takes_whole_batches", False):
             return
-        run = model.predict_function
+        run, extended, untraced = model.predict_function, strategy.extended, [True]
 
         def function(batches: Any) -> Any:
             self._check_first_batch()
-            with strategy.extended.watching_peers():
-                return run([batch if isinstance(batch, Shards) else strategy.extended.shard(batch) for batch in batches])
+            with extended.watching_peers():
+                if not self.has_several:
+                    return run(batches)
+                shards = [batch if isinstance(batch, Shards) else extended.shard(batch) for batch in batches]
+                if untraced and hasattr(run, "get_concrete_function"):
+                    # Else it would be traced for the size of the first batch, and again for the last, smaller one.
+                    run.get_concrete_function(tf.nest.map_structure(_of_any_size, shards))
+                untraced.clear()
+                outputs = run(shards)
+            return extended.kept_outputs(outputs)
 
         function.takes_whole_batches = True  # type: ignore[attr-defined]
         model.predict_function = function
@@ -221,6 +231,12 @@ class SynchronousDriver(
 
 def _given(original: Any, model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return inspect.signature(original).bind(model, *args, **kwargs).arguments
+
+
+def _of_any_size(value: Any) -> Any:
+    if not isinstance(value, tf.Tensor) or not value.shape.rank:
+        return value
+    return tf.TensorSpec([None, *value.shape[1:]], value.dtype)
 
 
 def _has_own_steps(model: Any) -> bool:

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
@@ -26,6 +27,7 @@ from tfrep_strategy.keras_integration.shared.declared_callback import DeclaredCa
 from tfrep_strategy.keras_integration.shared.preemption import answer_sigterm, end_as_asked, is_asked_to_end
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
 from tfrep_strategy.limits import backup_dir, backup_seconds
+from tfrep_strategy.progress import Progress, Step
 
 _SHARE_OF_TIME = 0.02
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -158,6 +160,7 @@ class RunBackup(keras.callbacks.Callback):
         super().__init__()
         self._strategy, self._callbacks, self._steps = strategy, callbacks, steps
         self._files = _Files(folder)
+        self._progress, self._fit = Progress(Path(folder).parent), int(folder.rpartition("-")[2])
         self._epoch = self._epochs_read = 0
         self._steps_done, self._steps_wanted = 0, 1
         self._restored: dict[str, Any] | None = None
@@ -214,6 +217,8 @@ class RunBackup(keras.callbacks.Callback):
         self.model._initial_epoch = None
 
     def _before_step(self, batches_done: int) -> None:
+        if self._strategy.is_chief:
+            self._progress.note(Step(self._fit, self._epoch, batches_done))
         if self._steps_done >= self._steps_wanted:
             self._look(_Place(self._epoch, batches_done, self._epochs_read - 1), self._history())
         self._steps_done += 1

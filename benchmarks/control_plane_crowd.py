@@ -1,0 +1,195 @@
+"""Many ranks in one process, as threads, for `benchmarks.control_plane`. Only what a rank tells the others is real."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from benchmarks.crews import work
+from tfrep_strategy.communicators.base import Communicator
+from tfrep_strategy.communicators.peers.monitor import PeerMonitor
+from tfrep_strategy.communicators.peers.reports import Call, group_of
+from tfrep_strategy.errors import ConfigurationError
+from tfrep_strategy.rendezvous.meeting import meet
+from tfrep_strategy.rendezvous.statements import Place
+
+_Result = TypeVar("_Result")
+_SECRET = b"of a benchmark on one machine"
+_LIMIT_SECONDS = 120.0
+
+
+class ObjectsOverMeetings(Communicator):
+    """Exchanges the few objects that monitors need to find each other, each time at a meeting. It moves no tensors.
+
+    Args:
+        rank: This rank.
+        size: How many there are.
+        addresses: Where the ranks meet: a free address for each exchange.
+    """
+
+    def __init__(self, rank: int, size: int, addresses: Sequence[str]) -> None:
+        self.rank = self.local_rank = rank
+        self.size = self.local_size = size
+        self._addresses = iter(addresses)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        place = Place(next(self._addresses), self.rank, self.size, one_machine=True)
+        told = {"value": base64.b64encode(pickle.dumps(value)).decode()}
+        met = meet(place, told, secret=_SECRET, seconds=_LIMIT_SECONDS)
+        return [pickle.loads(base64.b64decode(each.told["value"])) for each in met]
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return self.all_gather_object(value if self.rank == root else None)[root]
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
+        raise ConfigurationError("Meetings exchange objects only.")
+
+    def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        raise ConfigurationError("Meetings exchange objects only.")
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        raise ConfigurationError("Meetings have no groups.")
+
+
+class Crowd:
+    """Some of the ranks of a run, as threads of this process.
+
+    Args:
+        ranks: Which.
+        size: How many ranks the run has.
+        addresses: As many free addresses as `control_plane.EXCHANGES`.
+    """
+
+    def __init__(self, ranks: Sequence[int], size: int, addresses: Sequence[str]) -> None:
+        self._ranks, self._size, self._addresses = list(ranks), size, addresses
+        self._threads = ThreadPoolExecutor(len(self._ranks))
+        self.monitors: dict[int, PeerMonitor] = {}
+
+    def join(self) -> dict[str, float]:
+        """Joins: the ranks meet, and their monitors connect.
+
+        Returns:
+            When the first began and the last ended ("began", "ended"; of `time.monotonic()`), and the CPU seconds of this process
+            ("cpu").
+        """
+        began = time.monotonic()
+        _, cpu = self._cpu_of(lambda: self._each(self._join, self._ranks))
+        return {"began": began, "ended": time.monotonic(), "cpu": cpu}
+
+    def _join(self, rank: int) -> None:
+        communicator = ObjectsOverMeetings(rank, self._size, self._addresses)
+        communicator.all_gather_object({"port": 20_000 + rank})
+        monitor = PeerMonitor.start(communicator)
+        if monitor is None:
+            raise RuntimeError(f"Rank {rank} has no monitor.")
+        self.monitors[rank] = monitor
+
+    def train(self, seconds: float) -> float:
+        """Only the monitors do something, as in a step.
+
+        Args:
+            seconds: For how long.
+
+        Returns:
+            The CPU seconds of this process meanwhile.
+        """
+        return self._cpu_of(lambda: time.sleep(seconds))[1]
+
+    def agree(self, calls: int) -> tuple[float, float]:
+        """Each rank reports collectives one after the other, and waits until all have reported the same.
+
+        Args:
+            calls: How many.
+
+        Returns:
+            The seconds per collective, and the CPU seconds of this process per collective.
+        """
+        group = group_of(range(self._size))
+        call = Call("all_reduce", "sum", (("float32", (100,)),), "train.py:7")
+
+        def report(monitor: PeerMonitor) -> None:
+            for _ in range(calls):
+                with monitor.watching(single=True):
+                    monitor.report(group, call)
+
+        began = time.monotonic()
+        _, cpu = self._cpu_of(lambda: self._each(report, list(self.monitors.values())))
+        return (time.monotonic() - began) / calls, cpu / calls
+
+    def lose(self, rank: int) -> float:
+        """Breaks the connection of a rank, as the system does when it is killed.
+
+        Returns:
+            When, by `time.monotonic()`.
+        """
+        monitor = self.monitors.pop(rank)
+        monitor._closing = True
+        with socket.socket(fileno=os.dup(monitor._connection.fileno())) as own:
+            began = time.monotonic()
+            own.shutdown(socket.SHUT_RDWR)
+        return began
+
+    def heard(self, rank: int) -> float:
+        """Waits until each rank here has heard of the end of another.
+
+        Returns:
+            When the last one did, by `time.monotonic()`.
+        """
+
+        def when(monitor: PeerMonitor) -> float:
+            with monitor._news:
+                if not monitor._news.wait_for(lambda: any(each.rank == rank for each in monitor.ended), _LIMIT_SECONDS):
+                    raise RuntimeError(f"Rank {monitor.rank} has not heard of the end of rank {rank}.")
+            return next(each.when for each in monitor.ended if each.rank == rank)
+
+        return max(self._each(when, list(self.monitors.values())))
+
+    def leave(self) -> tuple[float, float]:
+        """Ends all ranks at once.
+
+        Returns:
+            How long it took, and the CPU seconds of this process.
+        """
+        began = time.monotonic()
+        monitors = list(self.monitors.values())
+        _, cpu = self._cpu_of(lambda: self._each(PeerMonitor.close, monitors))
+        self._threads.shutdown()
+        return time.monotonic() - began, cpu
+
+    def _each(self, do: Callable[[Any], _Result], of: Sequence[Any]) -> list[_Result]:
+        return list(self._threads.map(do, of, timeout=_LIMIT_SECONDS))
+
+    def _cpu_of(self, do: Callable[[], _Result]) -> tuple[_Result, float]:
+        before = time.process_time()
+        result = do()
+        return result, time.process_time() - before
+
+
+def main() -> None:
+    """Answers questions until the benchmark is over."""
+    work(make)
+
+
+def make(settings: dict[str, Any]) -> Callable[[tuple[str, list[Any]]], Any]:
+    """Sets a process up.
+
+    Args:
+        settings: The arguments of a `Crowd`.
+
+    Returns:
+        A function that takes the name of a method of the crowd and its arguments, and returns its result.
+    """
+    crowd = Crowd(**settings)
+    return lambda question: getattr(crowd, question[0])(*question[1])
+
+
+if __name__ == "__main__":
+    main()

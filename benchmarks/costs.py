@@ -1,0 +1,214 @@
+"""What collectives cost by the alpha-beta model: a time for each message, and a time for each byte.
+
+Hockney, "The communication challenge for MPP" (1994), has the model; Thakur, Rabenseifner and Gropp, "Optimization of collective
+communication operations in MPICH" (2005), the numbers of messages of rings and trees.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+RESNET50_PARAMETERS = 25_600_000
+
+
+@dataclass(frozen=True)
+class Primitive:
+    """How many messages follow each other, and how many bytes each process sends, for `n` processes that bring `size` bytes each.
+
+    Attributes:
+        rounds: Rounds of the ring; each has `n - 1` messages.
+        parts: How many times the bytes that a process brings it sends in all, in units of `(n - 1) / n`.
+        grows: Whether each process sends all that it brings `n - 1` times, as a gather does.
+    """
+
+    rounds: int
+    parts: float
+    grows: bool = False
+
+    def messages(self, n: int) -> int:
+        """Returns how many messages follow each other.
+
+        Example:
+            >>> Primitive(rounds=2, parts=2).messages(8)
+            14
+        """
+        return self.rounds * (n - 1)
+
+    def sent(self, n: int, size: float) -> float:
+        """Returns how many bytes a process sends.
+
+        Example:
+            >>> Primitive(rounds=2, parts=2).sent(4, 1000.0)
+            1500.0
+        """
+        return self.parts * (n - 1) * size / (1 if self.grows else n)
+
+
+PRIMITIVES = {
+    "all_reduce sum": Primitive(2, 2),
+    "all_gather": Primitive(2, 1, grows=True),  # The shapes are gathered first.
+    "broadcast": Primitive(2, 2),  # A sum with zeros.
+    "reduce_scatter": Primitive(2, 2),
+    "all_to_all": Primitive(2, 1),  # The shapes are gathered first.
+    "barrier": Primitive(2, 2),
+}
+"""Over TensorFlow's ring. Horovod sends as many messages or fewer, and some more to agree on an order."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Seconds of a primitive, as a sum of terms that are not negative.
+
+    Attributes:
+        call_s: Of each call.
+        message_s: Of each message.
+        message_per_load_s: Of each message, for each process per core: what the processes of a machine compute, they share.
+        byte_per_load_s: Of each byte that a process sends, for each process per core.
+    """
+
+    call_s: float
+    message_s: float
+    message_per_load_s: float
+    byte_per_load_s: float
+
+    def seconds(self, primitive: Primitive, n: int, size: float, cores: int) -> float:
+        """Predicts how long a call takes.
+
+        Args:
+            primitive: What is called.
+            n: How many processes there are.
+            size: How many bytes each brings.
+            cores: Of the machine.
+        """
+        return float(np.dot([self.call_s, self.message_s, self.message_per_load_s, self.byte_per_load_s],
+                            _features(primitive, n, size, cores)))  # fmt: skip
+
+
+def _features(primitive: Primitive, n: int, size: float, cores: int) -> list[float]:
+    load = max(1.0, n / cores)
+    messages = primitive.messages(n)
+    return [1.0, messages, messages * load, primitive.sent(n, size) * load]
+
+
+def fit(primitive: Primitive, measured: Mapping[tuple[int, float], float], cores: int) -> Fit:
+    """Fits the costs of a primitive, with the same weight for short and for long calls.
+
+    Args:
+        primitive: What was called.
+        measured: Seconds, by the number of processes and the bytes that each brought.
+        cores: Of the machine.
+
+    Returns:
+        The costs that fit best.
+
+    Example:
+        >>> made = Fit(1e-3, 1e-5, 2e-5, 1e-9)
+        >>> ring = PRIMITIVES["all_reduce sum"]
+        >>> points = {(n, b): made.seconds(ring, n, b, 2) for n in (2, 3, 4) for b in (4.0, 1e5, 1e6)}
+        >>> round(fit(ring, points, 2).seconds(ring, 8, 1e6, 2) / made.seconds(ring, 8, 1e6, 2), 6)
+        1.0
+    """
+    rows = np.array([_features(primitive, n, size, cores) for n, size in measured])
+    seconds = np.array(list(measured.values()))
+    return Fit(*_least_squares(rows / seconds[:, None], np.ones_like(seconds)))
+
+
+def line(measured: Mapping[int, float]) -> tuple[float, float]:
+    """Fits what grows with the number of ranks: a constant, and a cost of each rank, neither of them negative.
+
+    Example:
+        >>> constant, each = line({64: 2.0, 128: 3.0, 256: 5.0})
+        >>> round(constant + 1024 * each, 6)
+        17.0
+    """
+    ranks, values = np.array(list(measured), float), np.array(list(measured.values()))
+    rows = np.stack([np.ones_like(ranks), ranks], 1)
+    constant, each = _least_squares(rows / values[:, None], np.ones_like(values))
+    return constant, each
+
+
+def _least_squares(rows: np.ndarray, values: np.ndarray) -> list[float]:
+    """Returns the solution that is nowhere negative: the best of those that leave out some columns."""
+    best, smallest = np.zeros(rows.shape[1]), math.inf
+    for count in range(1, rows.shape[1] + 1):
+        for columns in map(list, itertools.combinations(range(rows.shape[1]), count)):
+            found = np.linalg.lstsq(rows[:, columns], values, rcond=None)[0]
+            left = float(np.sum((rows[:, columns] @ found - values) ** 2))
+            if found.min() >= 0 and left < smallest:
+                best, smallest = np.zeros(rows.shape[1]), left
+                best[columns] = found
+    return [float(each) for each in best]
+
+
+@dataclass(frozen=True)
+class Links:
+    """What connects replicas.
+
+    Attributes:
+        name: For tables.
+        per_node: Replicas of a machine.
+        inside_s: Latency of a message within a machine.
+        between_s: Latency of a message between machines.
+        bytes_per_s: Bandwidth of all that a replica's machine sends for one replica, in one direction.
+    """
+
+    name: str
+    per_node: int
+    inside_s: float
+    between_s: float
+    bytes_per_s: float
+
+    def ring_s(self, n: int, size: float) -> float:
+        """Returns the seconds of an all-reduce in a ring, as NCCL's own model adds them up.
+
+        Args:
+            n: How many replicas there are.
+            size: How many bytes each brings.
+
+        Example:
+            >>> round(1e3 * ETHERNET.ring_s(64, 4), 2)
+            6.3
+        """
+        nodes = math.ceil(n / self.per_node)
+        latency = 2 * (n - nodes) * self.inside_s + 2 * (nodes - 1) * self.between_s
+        return latency + 2 * (n - 1) / n * size / self.bytes_per_s
+
+    def tree_s(self, n: int, size: float) -> float:
+        """Returns the seconds of an all-reduce in a double binary tree of machines."""
+        nodes = math.ceil(n / self.per_node)
+        latency = 2 * ((min(n, self.per_node) - 1) * self.inside_s + math.log2(nodes) * self.between_s)
+        return latency + 2 * size / self.bytes_per_s
+
+
+H200 = Links("8 x H200 a machine, NVLink and 8 x 400 Gb/s InfiniBand", 8, 3.4e-6, 9.6e-6, 8 * 50e9)
+ETHERNET = Links("one replica a machine, 25 Gb/s Ethernet", 1, 0.0, 50e-6, 25e9 / 8)
+
+MESSAGES = {
+    "a barrier, or an agreement on a step": 40.0,
+    "gradients of ResNet-50, float32": 4.0 * RESNET50_PARAMETERS,
+    "gradients of ResNet-50, bfloat16": 2.0 * RESNET50_PARAMETERS,
+}
+
+
+def predicted_all_reduces(replicas: Sequence[int] = (64, 1024)) -> dict[str, dict[str, dict[str, float]]]:
+    """Predicts all-reduces on machines that were not measured.
+
+    Returns:
+        Milliseconds, by links, message, and algorithm with the number of replicas.
+    """
+    return {
+        links.name: {
+            message: {
+                f"{name}, {n}": 1e3 * seconds(n, size)
+                for n in replicas
+                for name, seconds in (("ring", links.ring_s), ("tree", links.tree_s))
+            }
+            for message, size in MESSAGES.items()
+        }
+        for links in (H200, ETHERNET)
+    }

@@ -1,0 +1,166 @@
+"""Writes what `benchmarks.scale` measured into a page: `python -m benchmarks.speed_page docs/speed.md RESULTS.json`.
+
+Everything between two marks of the page is replaced, and the figures beside it are drawn anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from benchmarks.control_plane import TARGETS, TITLES
+from benchmarks.costs import PRIMITIVES, Fit
+
+BEGIN, END = "<!-- written by benchmarks.speed_page -->", "<!-- end of what it has written -->"
+_DRAWN = ("all_reduce sum", "all_gather", "all_to_all")
+
+
+def write_page(page: Path, results: Path) -> None:
+    """Replaces the tables and figures of a page.
+
+    Args:
+        page: Markdown with both marks. Figures go to the folder `figures` beside it.
+        results: What `benchmarks.scale` has written.
+    """
+    measured = json.loads(results.read_text("utf-8"))
+    figures = page.parent / "figures"
+    figures.mkdir(exist_ok=True)
+    mpl.rcParams["svg.hashsalt"] = "tfrep"  # The same file for the same numbers.
+    for name, figure in (("collectives", _collectives(measured)), ("ranks", _ranks(measured))):
+        figure.savefig(figures / f"scale_{name}.svg", metadata={"Date": None}, bbox_inches="tight")
+    text = page.read_text("utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n\n{_written(measured)}\n\n{END}{after}", "utf-8")
+
+
+def _written(measured: Mapping[str, Any]) -> str:
+    machine, results = measured["machine"], measured["results"]
+    made = (
+        f"Measured on {machine['cores']} cores ({machine['machine']}, Python {machine['python']}) at commit {machine['commit']};"
+        f" the load average of the minute before the end was {machine['load_1min']:.1f}."
+    )
+    parts = [made, "### Collectives", "![Collectives with 2 to 8 processes](figures/scale_collectives.svg)"]
+    for communicator, primitives in results["collectives"].items():
+        parts += [f'`communicator="{communicator}"`, 8 processes:', _tried(primitives)]
+    parts += [
+        "### Ranks that hear of each other",
+        "![Costs of up to 1,024 ranks](figures/scale_ranks.svg)",
+        _control(results),
+    ]
+    parts += ["### Predicted for 64 and 1,024 replicas", *_predicted(results["predicted_ms"])]
+    return "\n\n".join(parts)
+
+
+def _tried(primitives: Mapping[str, Any]) -> str:
+    rows = []
+    for name, result in primitives.items():
+        costs = result["costs"]
+        each = [costs["call_s"], costs["message_s"], costs["message_per_load_s"]]
+        fitted = [*(f"{1e6 * cost:,.0f}" for cost in each), f"{1e9 * costs['byte_per_load_s']:.2f}"]
+        most = max(each["processes"] for each in result["points"])
+        tried = [each for each in result["points"] if each["processes"] == most]
+        errors = ", ".join(f"{each['error']:+.0%}" for each in tried)
+        times = ", ".join(f"{each['measured_ms']:.1f}" for each in tried)
+        rows.append([name, *fitted, times, errors, f"{result['median_error']:.0%}"])
+    heads = [
+        "primitive",
+        "call, µs",
+        "message, µs",
+        "message x load, µs",
+        "byte x load, ns",
+        "measured, ms",
+        "errors",
+        "median",
+    ]
+    return _table(heads, rows)
+
+
+def _control(results: Mapping[str, Any]) -> str:
+    control = results["control"]
+    measured, predicted = control["measured"], control["predicted"]
+    rows = [
+        [title, *(f"{each[key]:.3g}" for each in measured.values()), f"{predicted[key]:.3g}" if key in predicted else "",
+         f"< {TARGETS[key]:g}" if key in TARGETS else ""]
+        for key, title in TITLES.items()
+    ]  # fmt: skip
+    *_, last = measured
+    return _table(["", *(f"{int(n):,} ranks" for n in measured), f"predicted for {int(last):,}", "wanted"], rows)
+
+
+def _predicted(predicted: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Iterable[str]:
+    for links, messages in predicted.items():
+        yield f"{links[0].upper()}{links[1:]}: milliseconds of an all-reduce."
+        heads = ["", *next(iter(messages.values()))]
+        yield _table(heads, [[name, *(f"{ms:.2f}" for ms in each.values())] for name, each in messages.items()])
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _collectives(measured: Mapping[str, Any]) -> Figure:
+    cores, collectives = measured["machine"]["cores"], measured["results"]["collectives"]
+    figure = Figure(figsize=(4.2 * len(collectives), 3.2))
+    for axes, (communicator, primitives) in zip(_axes(figure, len(collectives)), collectives.items(), strict=True):
+        for number, name in enumerate(name for name in _DRAWN if name in primitives):
+            points = primitives[name]["points"]
+            size = max(each["bytes"] for each in points)
+            own = sorted((each["processes"], each["measured_ms"]) for each in points if each["bytes"] == size)
+            fitted = Fit(**primitives[name]["costs"])
+            line = range(own[0][0], own[-1][0] + 1)
+            axes.plot(*zip(*own, strict=True), "o", color=f"C{number}", label=f"{name}, {size / 1e6:.1f} MB")
+            model = [1e3 * fitted.seconds(PRIMITIVES[name], n, size, cores) for n in line]
+            axes.plot(line, model, color=f"C{number}", linewidth=1)
+        axes.set(title=f"{communicator}: measured (dots), model (lines)", xlabel="processes", ylabel="ms", yscale="log")
+        axes.legend(fontsize=7, frameon=False)
+    return figure
+
+
+def _ranks(measured: Mapping[str, Any]) -> Figure:
+    control = measured["results"]["control"]
+    ranks = [int(n) for n in control["measured"]]
+    figure = Figure(figsize=(6.0, 3.2))
+    (axes,) = _axes(figure, 1)
+    for number, (key, unit) in enumerate(
+        (("join_cpu_s", 1.0), ("agree_ms", 1e-3), ("death_told_s", 1.0), ("leave_s", 1.0))
+    ):
+        cost = control["costs"][key]
+        title = TITLES[key].partition(":")[0].replace("...", "all have joined")
+        axes.plot(
+            ranks, [unit * each[key] for each in control["measured"].values()], "o", color=f"C{number}", label=title
+        )
+        axes.plot(
+            ranks, [unit * (cost["constant"] + n * cost["each_rank"]) for n in ranks], color=f"C{number}", linewidth=1
+        )
+    axes.set(xlabel="ranks", ylabel="seconds", xscale="log", yscale="log")
+    axes.legend(fontsize=7, frameon=False)
+    return figure
+
+
+def _axes(figure: Figure, count: int) -> Sequence[Any]:
+    return figure.subplots(1, count, squeeze=False)[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Writes a page.
+
+    Args:
+        arguments: The command line; by default this process's own.
+    """
+    parser = argparse.ArgumentParser("python -m benchmarks.speed_page", description=__doc__)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("results", type=Path)
+    chosen = parser.parse_args(arguments)
+    write_page(chosen.page, chosen.results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""An elastic run whose machines come and go ends with one device's weights. The machines are launchers on this one."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_joining import SCRIPTS, environ, found_in
+
+from tfrep_strategy.progress import Progress, Step
+from tfrep_strategy.rendezvous.connections import free_ports
+
+LIMIT = 120
+EPOCHS = "8"
+SCRIPT = str(SCRIPTS / "goes_slowly.py")
+
+
+def wait_for(progress: Progress, step: Step, run: subprocess.Popen[str]) -> None:
+    """Returns when a run has come to a step."""
+    deadline = time.monotonic() + LIMIT
+    while (progress.read() or Step(0, 0, 0)) < step:
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("communicator", ["tf"])
+def test_four_then_two_then_three_replicas(communicator: str, tmp_path: Path) -> None:
+    backups = tmp_path / "backups"
+    common = ["--nnodes", "1:2", "--rendezvous", f"localhost:{free_ports(1)[0]}", "--communicator", communicator]
+    variables = environ(XDG_CACHE_HOME=str(tmp_path), TMPDIR=str(tmp_path), TFREP_BACKUP_SECONDS="0")
+
+    def start(name: str, size: int, *more: str) -> subprocess.Popen[str]:
+        own = ["-n", str(size), "--backup-dir", str(backups), "--log-dir", str(tmp_path / name), *more]
+        command: Sequence[str] = [sys.executable, "-m", "tfrep_strategy.cli", "run", *common, *own, SCRIPT, EPOCHS, "0.3"]
+        return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    progress = Progress(backups)
+    with contextlib.ExitStack() as stack:
+        first, second = start("first", 2, "--node-rank", "0"), start("second", 2, "--node-rank", "1")
+        stack.callback(first.kill)
+        stack.callback(second.kill)
+        wait_for(progress, Step(0, 1, 2), first)
+        second.kill()
+        progress.clear()
+        wait_for(progress, Step(0, 2, 1), first)
+        third = start("third", 1, "--node-rank", "1")
+        stack.callback(third.kill)
+        (output, said), (_, said_there) = first.communicate(timeout=LIMIT), third.communicate(timeout=LIMIT)
+        second.communicate(timeout=LIMIT)
+    assert (first.returncode, third.returncode) == (0, 0), said + said_there
+    alone = subprocess.run([sys.executable, SCRIPT, EPOCHS, "0"], env=environ(), capture_output=True, text=True, check=True)
+    [found], [expected] = found_in(output), found_in(alone.stdout)
+    assert found["replicas"] == 3
+    assert said.count("fit goes on from its backup: epoch ") == 2
+    assert "has ranks 2 to 3 of 4" not in said
+    assert "has rank 2 of 3." in said_there
+    np.testing.assert_allclose(found["weights"], expected["weights"], rtol=1e-5, atol=1e-6)  # type: ignore[arg-type]
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-5)  # type: ignore[arg-type]
+    assert list(backups.iterdir()) == []
