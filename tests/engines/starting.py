@@ -73,6 +73,14 @@ def check_ranks(found: Sequence[dict[str, Any]], communicator: str) -> None:
     assert found[0]["communicator"] == communicator
 
 
+def check_what_was_learned(output: str, alone: list[Any]) -> None:
+    """Checks that `goes_on.py`, which was started again, has learned what one device learns."""
+    (found,) = found_in(output)
+    for own, expected in zip(found["fits"], alone, strict=True):
+        for values, wanted in zip(own[2:], expected[2:], strict=True):
+            np.testing.assert_allclose(values, wanted, rtol=1e-4, atol=1e-6)
+
+
 def check_fits(output: str, alone: list[Any]) -> None:
     """Checks that `goes_on.py` has learned what one device learns."""
     (found,) = found_in(output)

@@ -41,6 +41,20 @@ def test_the_ranks_learn_what_one_device_learns(communicator: str, one_device: l
     check_fits(output, one_device)
 
 
+@pytest.mark.parametrize("communicator", COMMUNICATORS)
+def test_the_program_of_the_readme(communicator: str, tmp_path: Path) -> None:
+    """Ranks and sizes are those that `mpirun` has given, and the weights are those of one device."""
+    program = [sys.executable, str(Path(__file__).with_name("scripts") / "readme_program.py")]
+    ranks = found_in(mpirun(2, [*program, communicator], tmp_path)[0])
+    (alone,) = found_in(done(program, tmp_path)[0])
+    assert sorted(each["own"] for each in ranks) == [[0, 2, 0, 2], [1, 2, 1, 2]]
+    for each in ranks:
+        assert each["own"] == each["told"]
+        np.testing.assert_allclose(each["weights"], alone["weights"], rtol=1e-4, atol=1e-6)
+        for name, values in alone["history"].items():
+            np.testing.assert_allclose(each["history"][name], values, rtol=1e-4, err_msg=name)
+
+
 def test_a_script_needs_no_launcher_of_ours(tmp_path: Path) -> None:
     """Ranks on one machine need neither mpi4py nor Horovod. A Horovod that was built with MPI would be used."""
     output, _ = mpirun(2, [sys.executable, JOINS], tmp_path)

@@ -5,21 +5,35 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from starting import done, found_in
 
-SCRIPT = str(Path(__file__).with_name("scripts") / "in_ray.py")
+SCRIPTS = Path(__file__).with_name("scripts")
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray is not installed")
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray is not installed")
+def check_learned(own: dict[str, Any], alone: dict[str, Any]) -> None:
+    np.testing.assert_allclose(own["weights"], alone["weights"], rtol=1e-4, atol=1e-6)
+    assert own["history"].keys() == alone["history"].keys() == {"loss", "mae"}
+    for name, values in alone["history"].items():
+        np.testing.assert_allclose(own["history"][name], values, rtol=1e-4)
+
+
 def test_workers_of_ray_learn_what_one_device_learns(tmp_path: Path) -> None:
-    output, _ = done([sys.executable, SCRIPT], tmp_path, RAY_USAGE_STATS_ENABLED="0")
+    output, _ = done([sys.executable, str(SCRIPTS / "in_ray.py")], tmp_path, RAY_USAGE_STATS_ENABLED="0")
     in_ray, alone = found_in(output)
     assert (in_ray["ranks"], in_ray["communicator"]) == ([0, 1], "tf")
     assert alone["ranks"] == [0]
-    np.testing.assert_allclose(in_ray["weights"], alone["weights"], rtol=1e-4, atol=1e-6)
-    assert in_ray["history"].keys() == alone["history"].keys() == {"loss", "mae"}
-    for name, values in alone["history"].items():
-        np.testing.assert_allclose(in_ray["history"][name], values, rtol=1e-4)
+    check_learned(in_ray, alone)
+
+
+def test_shards_of_ray_data_are_the_parts_of_a_batch(tmp_path: Path) -> None:
+    output, _ = done([sys.executable, str(SCRIPTS / "shards_in_ray.py")], tmp_path, RAY_USAGE_STATS_ENABLED="0")
+    in_ray, alone = found_in(output)
+    assert [len(each) for each in in_ray["rows"]] == [16, 16]
+    assert sorted(sum(in_ray["rows"], [])) == alone["rows"]
+    check_learned(in_ray, alone)

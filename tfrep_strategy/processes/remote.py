@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.limits import ssh_command
@@ -99,6 +99,28 @@ class Messages:
         return shown
 
 
+class Process(Protocol):
+    """What `Remote` needs of a process: a part of `subprocess.Popen`."""
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """Its standard input."""
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """Its standard output."""
+
+    @property
+    def stderr(self) -> IO[bytes] | None:
+        """Its standard error."""
+
+    def wait(self) -> int:
+        """Returns its exit code when it has ended."""
+
+    def kill(self) -> None:
+        """Ends it, or the connection to it."""
+
+
 class Remote:
     """A process on a host.
 
@@ -129,14 +151,7 @@ class Remote:
         self.clock_difference = math.inf
         self.code: int | None = None
         self._errors: deque[bytes] = deque(maxlen=_LAST_LINES)
-        try:
-            # A session of its own: a signal of the terminal is for the launcher, which passes it on.
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-        except OSError as error:
-            what = f"Cannot start {command[0]} ({error.strerror})."
-            hint = "install OpenSSH's client, or set TFREP_SSH to a command like ssh."
-            raise ConfigurationError(message(what, hint=hint, host=host)) from None
+        self._process = self._start(command)
         self._threads = [
             threading.Thread(target=self._show_output, args=(Messages(mark.encode()),), daemon=True, name="tfrep-output"),
             threading.Thread(target=self._show_errors, daemon=True, name="tfrep-output"),
@@ -192,6 +207,16 @@ class Remote:
         what = f"tfrep does not start on {self.host} (exit code {self.code}).{told}\n"
         hint = f"install tfrep_strategy in the same place on all hosts; see what `{ssh} {self.host} {sys.executable} -V` says."
         return ConfigurationError(message(what, hint=hint, host=self.host))
+
+    def _start(self, command: Sequence[str]) -> Process:
+        try:
+            # A session of its own: a signal of the terminal is for the launcher, which passes it on.
+            pipe = subprocess.PIPE
+            return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        except OSError as error:
+            what = f"Cannot start {command[0]} ({error.strerror})."
+            hint = "install OpenSSH's client, or set TFREP_SSH to a command like ssh."
+            raise ConfigurationError(message(what, hint=hint, host=self.host)) from None
 
     def _wait(self) -> None:
         code = self._process.wait()

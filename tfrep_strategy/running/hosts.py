@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
@@ -25,6 +26,8 @@ from tfrep_strategy.rendezvous.confinement import is_this_machine
 from tfrep_strategy.running.rounds import Losses, no_backup_dir, twice_at
 from tfrep_strategy.running.runs import Options, RunFailed
 
+LAUNCHER = "tfrep_strategy.running.on_host"
+"""The module of a launcher on a host."""
 EXPORTED = ("CUDA_", "GLOO_", "HOROVOD_", "KERAS_", "LD_LIBRARY_PATH", "NCCL_", "OMP_", "PYTHON", "TFREP_", "TF_", "XLA_")
 """How variables are named that other hosts get, beside `PATH`."""
 BEAT_SECONDS = 5.0
@@ -90,7 +93,7 @@ def _run_once(options: Options, program: Sequence[str], events: Events, restarts
     """Runs the ranks once. A host that was lost may take some time to come back."""
     deadline = time.monotonic() + (meeting_seconds() if restarts else 0.0)
     while True:
-        run = _Run(options, events)
+        run = Launchers(options, events, [OnHost(host, size) for host, size in options.shares.items()])
         try:
             run.start(_given(options, program, restarts))
             number = run.go()
@@ -110,22 +113,80 @@ def _run_once(options: Options, program: Sequence[str], events: Events, restarts
         return
 
 
-class _Run:
-    """The launchers of a run."""
+@dataclass(frozen=True)
+class OnHost:
+    """What a host is to run, and how its launcher is started.
 
-    def __init__(self, options: Options, events: Events) -> None:
-        self._options, self._events = options, events
+    Args:
+        name: The host, as ssh knows it.
+        size: How many ranks it has.
+    """
+
+    name: str
+    size: int
+
+    @property
+    def address(self) -> str:
+        """Where other machines reach it; empty if only its launcher can tell."""
+        return ""
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Variables of its ranks alone."""
+        return {}
+
+    def start(self, *args: Any, **kwargs: Any) -> Remote:
+        """Starts the launcher; the arguments are those of `Remote` after the command."""
+        command = piped_command(LAUNCHER)
+        return Remote(self.name, command if is_this_machine(self.name) else ssh_to(self.name, command), *args, **kwargs)
+
+    def hint(self) -> str:
+        """Returns what the user can look at if the launcher says nothing."""
+        return f"check that `{shlex.join(ssh_command())} {self.name} {sys.executable} -V` ends soon."
+
+
+class Launchers:
+    """The launchers of one start of a run.
+
+    Args:
+        options: What is wanted.
+        events: From `deferred_signals`.
+        machines: Where they are, in the order of the ranks.
+    """
+
+    def __init__(self, options: Options, events: Events, machines: Sequence[OnHost]) -> None:
+        self._options, self._events, self._machines = options, events, machines
         self._remotes: list[Remote] = []
         self._next_beat = time.monotonic()
 
+    def run(self, program: Sequence[str], restarts: int = 0) -> None:
+        """Runs a program on the ranks of all machines, and returns when all have ended well.
+
+        Args:
+            program: As for `run_on_hosts`.
+            restarts: How often the run was started before.
+
+        Raises:
+            ConfigurationError: A machine cannot be reached, or lacks something; or the launchers do not fit.
+            PeerError: The launchers did not meet.
+            RunFailed: A rank failed, a machine was lost, or a signal came.
+        """
+        try:
+            self.start(_given(self._options, program, restarts))
+            number = self.go()
+        except BaseException:
+            self.end(signal.SIGTERM)
+            raise
+        self.end(number or (ALL_ENDED_WELL if self.has_ended_well else signal.SIGTERM))
+        self.raise_failure(number)
+
     def start(self, given: dict[str, Any]) -> None:
-        """Starts a launcher on each host."""
-        command, mark = piped_command("tfrep_strategy.running.on_host"), f"\x1e{secrets.token_hex(16)}"
-        shares, changed = self._options.shares, lambda: self._events.put((0, 0))
-        for rank, (host, size) in enumerate(shares.items()):
-            own = {"mark": mark, "node": {"rank": rank, "count": len(shares), "name": host}, "size": size}
-            start = command if is_this_machine(host) else ssh_to(host, command)
-            self._remotes.append(Remote(host, start, mark, given | own, changed, by_line=self._options.prefix))
+        """Starts a launcher on each machine."""
+        mark, changed = f"\x1e{secrets.token_hex(16)}", lambda: self._events.put((0, 0))
+        for rank, machine in enumerate(self._machines):
+            node = {"rank": rank, "count": len(self._machines), "name": machine.name}
+            own = {"mark": mark, "node": node, "size": machine.size, "environ": given["environ"] | machine.environ}
+            self._remotes.append(machine.start(mark, given | own, changed, by_line=self._options.prefix))
 
     def go(self) -> int | None:
         """Lets the launchers start ranks when all are there; returns at the first failure, when all have ended, or at a signal.
@@ -210,15 +271,14 @@ class _Run:
 
     def _check_all_are_there(self) -> None:
         self._raise_error()
-        silent = [each for each in self._remotes if "hello" not in each.said]
-        for each in silent:
+        silent = [(m, each) for m, each in zip(self._machines, self._remotes, strict=True) if "hello" not in each.said]
+        for _, each in silent:
             if each.is_lost:
                 raise each.unreachable()
         if silent and not self._has_failed():
-            names = ", ".join(each.host for each in silent)
+            names = ", ".join(each.host for _, each in silent)
             what = f"{names} did not answer within {_HELLO_SECONDS:g} seconds."
-            hint = f"check that `{shlex.join(ssh_command())} {silent[0].host} {sys.executable} -V` ends soon."
-            raise ConfigurationError(message(what, hint=hint, hosts=self._options.hosts))
+            raise ConfigurationError(message(what, hint=silent[0][0].hint(), hosts=[each.name for each in self._machines]))
 
     def _raise_error(self) -> None:
         for each in sorted(self._remotes, key=lambda each: each.heard_at.get("error", math.inf)):
@@ -230,7 +290,7 @@ class _Run:
         """Returns where the first host listens, as the others reach it: where ssh has reached it, or where ssh has come from."""
         hellos = [each.said["hello"] for each in self._remotes]
         seen = [hello["seen_from"] for hello in hellos if hello["seen_from"]]
-        return with_port(hellos[0]["address"] or seen[0], hellos[0]["port"])
+        return with_port(self._machines[0].address or hellos[0]["address"] or seen[0], hellos[0]["port"])
 
 
 def _given(options: Options, program: Sequence[str], restarts: int) -> dict[str, Any]:

@@ -115,6 +115,7 @@ def join_outer_run(outer: Environment, options: Options, arguments: Sequence[str
     wanted = {
         "num_replicas": options.num_replicas if other_size else None,
         "hosts": options.hosts,
+        "engine": options.ray and "ray",
         "prefix": options.prefix or None,
         "strategy": options.strategy if options.strategy == "mirrored" else None,
     }

@@ -28,6 +28,7 @@ from tfrep_strategy.processes.nodes import Node
 from tfrep_strategy.processes.notes import clear_notes
 from tfrep_strategy.processes.output import lines_shown
 from tfrep_strategy.processes.ranks import Command, Events, Failure, run_ranks
+from tfrep_strategy.processes.ray_cluster import RayPlaces
 from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
 from tfrep_strategy.progress import Step
@@ -54,6 +55,7 @@ class Options:
         hosts: Machines and how many replicas each can take, as "host1:4,host2:4"; by default this machine. Others are reached
             through ssh.
         export: Names of environment variables that other hosts get, beside those of libraries.
+        ray: How Ray is to place the replicas; by default it does not.
         node: This machine among those of a run that is started on each of them. `num_replicas` are then those of this machine.
         log_dir: Folder of the log files; by default a temporary one, which stays only if the run fails.
         timeout: Seconds after which the run is stopped; by default it may take for ever.
@@ -77,6 +79,7 @@ class Options:
     communicator: str = "auto"
     hosts: str | None = None
     export: tuple[str, ...] = ()
+    ray: RayPlaces | None = None
     log_dir: str | os.PathLike[str] | None = None
     timeout: float | None = None
     prefix: bool = False
@@ -89,7 +92,7 @@ class Options:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.num_replicas is not None:
-            most = MOST_RANKS if self.hosts else MOST_PROCESSES
+            most = MOST_RANKS if self.hosts or self.ray else MOST_PROCESSES
             check_count("A run cannot have this number of replicas.", 1, most, num_replicas=self.num_replicas)
         if self.strategy is not None and self.strategy not in STRATEGIES:
             hint = f"use {', '.join(STRATEGIES)}."
@@ -105,9 +108,13 @@ class Options:
             check_seconds(timeout=self.timeout)
         if self.hosts is not None:
             self._check_hosts(self.hosts)
-        elif self.export:
+        elif self.export and self.ray is None:
             hint = "name the hosts, or leave it out: ranks of one machine inherit all variables."
-            raise ConfigurationError(message("Variables are exported to hosts only.", hint=hint, export=self.export))
+            raise ConfigurationError(
+                message("Variables are exported to other machines only.", hint=hint, export=self.export)
+            )
+        if self.ray is not None:
+            self._check_ray()
         if self.node is not None:
             self._check_node(self.node)
 
@@ -163,6 +170,18 @@ class Options:
             raise ConfigurationError(message(what, hint=hint, strategy=self.strategy, hosts=self.hosts, nnodes=node.count))
         if self.has_rounds and self.backup_dir is None:
             raise no_backup_dir(self.max_restarts, nnodes=node.count if node.least is None else f"{node.least}:{node.count}")
+
+    def _check_ray(self) -> None:
+        others = {"hosts": self.hosts, "nnodes": self.node and self.node.count}
+        others |= {"strategy": self.strategy} if self.strategy == "mirrored" else {}
+        received = {name: value for name, value in others.items() if value is not None}
+        if received:
+            hint = "leave these options out; Ray has machines, and gives each replica a process."
+            raise ConfigurationError(message("Ray places the processes of a run.", hint=hint, engine="ray", **received))
+        if self.num_replicas is None:
+            raise ConfigurationError(
+                message("Ray needs to know how many replicas there are.", hint="-n 4", engine="ray")
+            )
 
     def _check_hosts(self, hosts: str) -> None:
         if not re.fullmatch(rf"{_HOST}(,{_HOST})*", hosts) or sum(self._places.values()) > MOST_RANKS:
@@ -242,7 +261,7 @@ def run_to_end(
     """
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
     log_dir = make_log_dir(options.log_dir)
-    backup_dir = _backup_dir(options, log_dir)
+    backup_dir = backup_dir_of(options, log_dir)
     profile_dir = profile_folder(options.profile_dir, options.log_dir)
     more_environ = profile_environ(options.profile, profile_dir) | {"PYTHONHASHSEED": common_hash_seed()}
     if backup_dir is not None:
@@ -314,7 +333,7 @@ def _commands(options: Options, arguments: Sequence[str], this: Round, more_envi
         yield [Command(arguments, environ | variables) for variables in identified]
 
 
-def _backup_dir(options: Options, log_dir: Path) -> Path | None:
+def backup_dir_of(options: Options, log_dir: Path) -> Path | None:
     """Makes the folder of the backups, if the run has any."""
     if options.backup_dir is not None:
         return made_folder("backup_dir", options.backup_dir)

@@ -1,7 +1,7 @@
 """Calls fit twice, and sends signals where it is told to. Rank 0 prints what it has learned.
 
-Arguments: who gets the signal ("self" or "launcher"), its number, and for each start a list: the rank that sends it, the fit, the
-epoch and the batch before which it does.
+Arguments: who gets the signal ("self", "launcher", or how the name of a process above begins), its number, and for each start a
+list: the rank that sends it, the fit, the epoch and the batch before which it does.
 """
 
 import json
@@ -10,6 +10,7 @@ import sys
 
 import keras
 import numpy as np
+import psutil
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
@@ -25,6 +26,13 @@ model = keras.Sequential([keras.Input((2,)), *hidden, keras.layers.Dense(1)])
 model.compile(keras.optimizers.Adam(0.1), "mse", metrics=["mae"])
 
 
+def receiver():
+    """Returns the process that gets the signal."""
+    if to in ("self", "launcher"):
+        return os.getpid() if to == "self" else os.getppid()
+    return next(each.pid for each in psutil.Process().parents() if each.name().startswith(to))
+
+
 class Watch(keras.callbacks.Callback):
     """Remembers epochs and batches."""
 
@@ -37,7 +45,7 @@ class Watch(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         if [rank, self.fit, self.epochs[-1], batch] == place:
-            os.kill(os.getpid() if to == "self" else os.getppid(), number)
+            os.kill(receiver(), number)
 
     def on_train_batch_end(self, batch, logs=None):
         self.batches += 1
