@@ -60,8 +60,8 @@ class KerasExtended(Protocol):
     def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums over all replicas; called inside a replica."""
 
-    def aggregate_gradients(self, gradients: Sequence[Any]) -> list[Any]:
-        """Makes replica gradients, which their shares have weighed, global: their sum; called inside a replica."""
+    def aggregate_gradients(self, gradients: Sequence[Any], in_parts: bool = False) -> list[Any]:
+        """Makes replica gradients, which their shares have weighed, global: their sum, or the own part of it; in a replica."""
 
     def mean_over_processes(self, own_gradients: Sequence[Any]) -> list[Any]:
         """Averages gradients that every process computed outside replicas."""
@@ -72,8 +72,17 @@ class KerasExtended(Protocol):
     def gather_outputs(self, outputs: Any) -> Any:
         """Concatenates what the replicas returned, in replica order, on every process."""
 
-    def collect_sums(self) -> None:
-        """Moves sums of which every process holds a part to the first one, which can then read them alone."""
+    cut_of_new_variables: Setting[Any]
+    """Of which part each replica is to hold of the variables that are made: a `sharding.Cut`, or None."""
+
+    def own_communicator(self) -> Any:
+        """Returns the communicator of the calling replica."""
+
+    def collect_parts(self, reads: bool = True) -> None:
+        """Lets single processes read variables of which every process holds a part."""
+
+    def release_parts(self) -> None:
+        """Frees what `collect_parts` has gathered."""
 
     def mark_state_changed(self) -> None:
         """Says that replicas have run a step since their state was merged."""

@@ -144,6 +144,10 @@ class TrainingPatches:
         "optimizers.loss_scale_optimizer:LossScaleOptimizer._tf_apply", "(self, grads, trainable_variables=None)",
         why="an overflow on one replica is one of the global gradient, which all skip; goes on outside replicas too",
     )
+    check_finite = patch(
+        "optimizers.loss_scale_optimizer:LossScaleOptimizer.check_finite", "(self, grads)",
+        why="an overflow in the part of a gradient that one replica has is one of the whole",
+    )
     apply_to_variables = patch(
         "optimizers.base_optimizer:BaseOptimizer._backend_apply_gradients", "(self, grads, trainable_variables)",
         why="notes whose gradients an update clips, for `gradient_transformers`",
