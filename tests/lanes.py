@@ -86,6 +86,7 @@ LANES = {
         "keras_integration/test_every_layer.py",
         "keras_integration/test_every_operation.py",
     ),
+    "sharded": ("keras_integration/test_every_sharded_optimizer.py",),
     "transports": (
         "communicators/peers/test_checked.py::test_debug_names_who_has_not_called[horovod",
         "communicators/peers/test_checked.py::test_eager_collectives_that_differ[dtype-words1-horovod",

@@ -83,7 +83,7 @@ class Even(Cut):
         units = tf.reshape(slices.indices[:, tf.newaxis] * units_of_slice + each, [-1])
         is_own = (units >= start) & (units < start + self._width)
         values = tf.boolean_mask(tf.reshape(slices.values, [-1, *item]), is_own)
-        return tf.IndexedSlices(values, tf.boolean_mask(units, is_own) - start, self.part_shape.as_list())
+        return tf.IndexedSlices(values, tf.boolean_mask(units, is_own) - start, tf.constant(self.part_shape.as_list(), tf.int64))
 
     def rows(self, whole: tf.Tensor) -> tf.Tensor:
         """Returns the parts of all replicas, of shape `[size, elements of a part]`."""

@@ -25,7 +25,7 @@ _OUTSIDE_REPLICAS = (
 )
 
 _applied_gradients: Setting[str | None] = Setting(None)
-"""What this replica's thread applies: nothing, "global" gradients, its "parts" of these, or "local" ones that become global later."""
+"""What this replica's thread applies: nothing, "global" gradients, its "parts" of them, or "local" ones, which become global."""
 
 _updated_variables: Setting[Sequence[Any]] = Setting(())
 """Whose gradients an update clips."""
@@ -103,7 +103,9 @@ class Updates(ShardedUpdates):
             with _applied_gradients.to("local"):
                 return original(optimizer, own, trainable_variables)
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        in_parts = self.takes_parts(inner, grads, trainable_variables or optimizer._trainable_variables) and not inner.gradient_accumulation_steps
+        in_parts = not inner.gradient_accumulation_steps and self.takes_parts(
+            inner, grads, trainable_variables or optimizer._trainable_variables
+        )
         with _applied_gradients.to("parts" if in_parts else "global"):
             own = _weighed(optimizer, list(grads))
             return original(optimizer, strategy.extended.aggregate_gradients(own, in_parts), trainable_variables)

@@ -87,7 +87,10 @@ class ShardedUpdates(SynchronousBase):
     ) -> None:
         rank = communicator.rank
         cuts = [sharding.Even(variable.shape, communicator.size) for variable in variables]
-        parts = [_Part(cut.part(tf.convert_to_tensor(v), rank), optimizer._var_key(v)) for cut, v in zip(cuts, variables, strict=True)]
+        parts = [
+            _Part(cut.part(tf.convert_to_tensor(variable), rank), optimizer._var_key(variable))
+            for cut, variable in zip(cuts, variables, strict=True)
+        ]
         own = [
             gradient if are_parts and not isinstance(gradient, tf.IndexedSlices) else cut.part(gradient, rank)
             for cut, gradient in zip(cuts, grads, strict=True)
