@@ -65,7 +65,8 @@ class Even(Cut):
         elements = math.prod(dimensions)
         rows = dimensions[0] if dimensions else 1
         by_rows = elements > 0 and size * -(-rows // size) <= _MOST_PADDING * rows
-        self._units, item = (rows, dimensions[1:]) if by_rows else (elements, [])
+        item = dimensions[1:] if by_rows else []
+        self._units = rows if by_rows else elements
         self._width = -(-self._units // size)
         self.part_shape = tf.TensorShape([self._width, *item])
 

@@ -109,7 +109,7 @@ def test_an_optimizer_of_ones_own() -> None:
 
 
 def test_state_of_unknown_meaning_is_refused() -> None:
-    with mirrored(2).scope(), pytest.raises(ConfigurationError, match=r"(?s)no slot.*state=\['signs/count'\].*Hint: make it with"):
+    with mirrored(2).scope(), pytest.raises(ConfigurationError, match=r"(?s)no slot.*=\['signs\w*/count'\].*Hint: make it with"):
         fit(made(Signs(extra=True)))
 
 

@@ -34,6 +34,10 @@ class KerasStrategy(Protocol):
     num_replicas_in_sync: int
     is_chief: bool
     extended: KerasExtended
+    bucket_bytes: int
+    gradient_transformers: Sequence[Any]
+    gradient_aggregator: Any
+    shard_optimizer_state: bool
 
     def scope(self) -> Any:
         """Returns the context manager in which variables belong to this strategy."""

@@ -159,11 +159,11 @@ class TrainingPatches:
     add_slot = patch(
         "backend.tensorflow.optimizer:TFOptimizer.add_variable_from_reference",
         "(self, reference_variable, name=None, initializer='zeros')",
-        why="accumulators of gradients hold a part of the sum on each process",
+        why="accumulators of gradients hold a part of the sum on each process, sharded slots a part of the whole",
     )
     update_variables = patch(
         "backend.tensorflow.optimizer:TFOptimizer._backend_update_step", "(self, grads, trainable_variables, learning_rate)",
-        why="global gradients need no summing",
+        why="global gradients need no summing; a replica updates its part if the state is sharded",
     )
     decay_weights = patch(
         "backend.tensorflow.optimizer:TFOptimizer._apply_weight_decay", "(self, variables)",
