@@ -136,16 +136,14 @@ def save(folder: str, way: str, name: str) -> None:
             model.save(f"{folder}/model.keras")
         case "weights":
             model.save_weights(f"{folder}/model.weights.h5")
-        case "legacy":
-            model.save(f"{folder}/model.h5")
         case "checkpoint":
             tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(f"{folder}/checkpoint")
 
 
 def go_on(folder: str, way: str, name: str) -> list[np.ndarray]:
     """Loads what was saved, and trains another epoch."""
-    if way in ("model", "legacy"):
-        model = keras.models.load_model(f"{folder}/model.{'keras' if way == 'model' else 'h5'}")
+    if way == "model":
+        model = keras.models.load_model(f"{folder}/model.keras")
     else:
         model = made(OPTIMIZERS[name]())
     if way == "backup":

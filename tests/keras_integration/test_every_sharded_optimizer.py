@@ -75,13 +75,11 @@ def go_on_in_scope(strategy: Any, shards: bool, *args: Any) -> list[np.ndarray]:
         return go_on(*args)
 
 
-WAYS = ["model", "weights", "legacy", "checkpoint", "backup"]
+WAYS = ["model", "weights", "checkpoint", "backup"]
 
 
-_SAVED = [(way, name) for way in WAYS for name in ("Adam", "Adafactor", "accumulation", "loss_scale")]
-
-
-@pytest.mark.parametrize(("way", "name"), [(way, name) for way, name in _SAVED if way != "legacy" or name == "Adam"])
+@pytest.mark.parametrize("name", ["Adam", "Adafactor", "accumulation", "loss_scale"])
+@pytest.mark.parametrize("way", WAYS)
 def test_files_of_two_processes_go_on_anywhere(way: str, name: str, worker_pool: Any, tmp_path: Path) -> None:
     args = [str(tmp_path), way, name]
     worker_pool("tf", 2).run(save_in_scope, *args)
@@ -105,10 +103,9 @@ def test_files_of_one_device_go_on_in_parts(way: str, worker_pool: Any, tmp_path
 
 @pytest.mark.parametrize("way", WAYS)
 def test_files_of_mirrored_replicas_go_on_with_one_device(way: str, tmp_path: Path) -> None:
-    name = "Adam" if way == "legacy" else "Lamb"  # Keras does not find the latter in its old format.
     with mirrored(2).scope():
-        save(str(tmp_path), way, name)
-    same(go_on(str(tmp_path), way, name), after_two_epochs(name))
+        save(str(tmp_path), way, "Lamb")
+    same(go_on(str(tmp_path), way, "Lamb"), after_two_epochs("Lamb"))
 
 
 def test_xla(worker_pool: Any) -> None:
