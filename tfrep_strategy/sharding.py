@@ -139,7 +139,7 @@ def owners(sizes: Sequence[int], size: int) -> list[int]:
 
     Example:
         >>> owners([5, 100, 60, 50], 2)
-        [1, 0, 1, 1]
+        [0, 0, 1, 1]
     """
     held, result = [0] * size, [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

@@ -62,7 +62,7 @@ def test_as_many_bytes_travel_as_without(communicator: str, worker_pool: Any) ->
     steps, num_bytes = 5, 1_001_000 * 4
     plain, parted = worker_pool(communicator, 2).run(traffic, steps)[0]
     assert plain >= steps * 2 * num_bytes * 0.99
-    assert 0.9 * plain < parted < 1.1 * plain
+    assert parted < 1.25 * plain  # Other programs use the loopback interface, too. An all-reduce and a gather would be 1.5.
 
 
 def save_in_scope(strategy: Any, *args: Any) -> None:
