@@ -94,6 +94,15 @@ LANES = {
         "keras_integration/test_every_layer.py",
         "keras_integration/test_every_operation.py",
     ),
+    "sharded": (
+        "keras_integration/test_every_sharded_optimizer.py",
+        "keras_integration/test_sharded_optimizer.py::test_an_optimizer_of_ones_own",
+        "keras_integration/test_sharded_optimizer.py::test_gradients_that_somebody_looks_at_are_whole",
+        "keras_integration/test_sharded_optimizer.py::test_slots_take_their_part_of_the_memory[Lamb",
+        "keras_integration/test_sharded_optimizer.py::test_two_mirrored_replicas[Muon",
+        "keras_integration/test_sharded_optimizer.py::test_two_mirrored_replicas[loss_scale",
+        "keras_integration/test_sharded_optimizer.py::test_two_replicas_give_the_same_bits",
+    ),
     "transports": (
         "communicators/peers/test_checked.py::test_debug_names_who_has_not_called[horovod",
         "communicators/peers/test_checked.py::test_eager_collectives_that_differ[dtype-words1-horovod",

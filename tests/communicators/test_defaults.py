@@ -55,10 +55,13 @@ def own_and_default(communicator: Communicator, dtypes: Sequence[str] = DTYPES) 
         found[f"all_to_all {dtype}"] = own[0], default[0]
         found[f"received {dtype}"] = own[1], default[1]
     for dtype in ("uint64", "float64"):
-        for op in ("sum", "max"):
-            value = tf.cast(tf.constant([[1, 2], [3, 4], [5, 6]]) + rank, dtype)
+        for op, rows in [("sum", 3), ("max", 3), ("sum", 2 * size), ("mean", 2 * size), ("product", 2 * size)]:
+            value = tf.cast(tf.reshape(tf.range(2 * rows), [rows, 2]) + rank, dtype)
             pair = communicator.reduce_scatter(value, op), Communicator.reduce_scatter(communicator, value, op)
-            found[f"reduce_scatter {op} {dtype}"] = pair
+            found[f"reduce_scatter {op} {rows} {dtype}"] = pair
+    for dtype in dtypes:
+        own, default = communicator.all_gather_equal(values[dtype]), communicator.all_gather(values[dtype])
+        found[f"all_gather_equal {dtype}"] = own, default
     communicator.barrier()
     return found
 
@@ -157,6 +160,13 @@ def test_nccl_gets_floats_as_floats() -> None:
     assert [array.dtype.name for array in sent[0]] == ["float32", "int32"]
     np.testing.assert_array_equal(np.signbit(sent[1][0]), [True, True])  # x + -0.0 is x, whatever x is.
     np.testing.assert_array_equal(sent[0][0] + sent[1][0], np.array([1.5, -0.0], np.float32))
+
+
+def test_nccl_scatters_sums() -> None:
+    with tf.Graph().as_default() as graph:
+        ring = RingCommunicator(0, 2, "CPU:0", 2**30 + 902, nccl=True)
+        assert ring.reduce_scatter(tf.ones([4, 3])).shape == (2, 3)
+    assert "CollectiveReduceScatterV2" in {operation.type for operation in graph.get_operations()}
 
 
 def test_dtypes_are_told_apart() -> None:

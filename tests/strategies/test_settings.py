@@ -18,7 +18,7 @@ from tfrep_strategy.errors import ConfigurationError
 
 _SETTINGS = (Path(__file__).parents[2] / "docs" / "settings.md").read_text("utf-8")
 _CLASSES = (tfrep.MirroredStrategy, tfrep.MultiWorkerStrategy, tfrep.ParameterServerStrategy)
-_MOST_NAMES = 14
+_MOST_NAMES = 15
 
 SYNCHRONOUS = [
     ("bucket_bytes", 1 << 20, [0, -1, 1.5, "1", True]),
@@ -26,6 +26,7 @@ SYNCHRONOUS = [
     ("gradient_transformers", [abs], [5, "abs", [5], None]),
     ("gradient_aggregator", max, [5, "sum"]),
     ("check_sync_every", 3, [0, 2.5, "3", False]),
+    ("shard_optimizer_state", True, [1, "yes", None]),
 ]
 OF_CLASS: dict[type, list[tuple[str, Any, list[Any]]]] = {
     tfrep.MirroredStrategy: [
@@ -53,7 +54,7 @@ OF_CLASS: dict[type, list[tuple[str, Any, list[Any]]]] = {
 }
 FIXED = {
     "devices", "devices_per_replica", "keras_layer_placement", "communicator", "device", "variable_partitioner", "sync",
-    "replicas_to_aggregate", "connect_timeout", "coordinator_timeout",
+    "replicas_to_aggregate", "connect_timeout", "coordinator_timeout", "shard_optimizer_state",
 }  # fmt: skip
 
 

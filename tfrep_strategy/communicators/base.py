@@ -223,6 +223,17 @@ class Communicator(abc.ABC):
         start = self.rank * base + tf.minimum(self.rank, longer)
         return reduced[start : start + base + tf.cast(self.rank < longer, tf.int32)]
 
+    def all_gather_equal(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Does what `all_gather` does, for tensors of one shape on all ranks: nothing has to be agreed on before.
+
+        Args:
+            tensor: A dense tensor of rank one or more, of any numeric dtype or bool.
+
+        Returns:
+            A tensor of shape `[size * first dimension, ...]`, equal on every rank.
+        """
+        return self.all_gather(tensor)
+
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         self.all_reduce([tf.zeros([1])], "sum")

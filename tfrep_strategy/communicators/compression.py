@@ -62,15 +62,37 @@ def compressed_gather(communicator: Communicator, tensor: tf.Tensor, kind: str) 
         return tf.ensure_shape(whole, [None, *tensor.shape[1:]])
 
 
+def compressed_scatter(communicator: Communicator, rows: tf.Tensor, kind: str) -> tf.Tensor:
+    """Sums a row for each rank over the ranks. float32 travels in 16 bits.
+
+    Args:
+        communicator: Connects the ranks.
+        rows: Of shape `[size, width]`, of any numeric dtype.
+        kind: "bf16" or "fp16".
+
+    Returns:
+        The own row of the sum that `compressed_sum` would give, of shape `[1, width]`.
+    """
+    if communicator.size == 1 or not _has_32_bits(rows):
+        return communicator.reduce_scatter(rows)
+    with outside_xla():
+        return tf.cast(tf.cast(_own_sum(communicator, rows, DTYPES[kind]), DTYPES[kind]), tf.float32)
+
+
 def _sum(communicator: Communicator, flat: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     with outside_xla():
         size = tf.size(flat)
         width = tf.maximum(-(-size // communicator.size), 1)
         parts = tf.reshape(tf.pad(flat, [[0, communicator.size * width - size]]), [communicator.size, width])
-        words, _ = communicator.all_to_all(_words(parts, dtype), tf.ones([communicator.size], tf.int32))
-        own = tf.reduce_sum(_floats(words, dtype), 0, keepdims=True)
+        own = _own_sum(communicator, parts, dtype)
         total = _floats(communicator.all_gather(_words(own, dtype)), dtype)[:, :width]
         return tf.ensure_shape(tf.reshape(total, [-1])[:size], flat.shape)
+
+
+def _own_sum(communicator: Communicator, rows: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Returns this rank's row of the sum, in float32."""
+    words, _ = communicator.all_to_all(_words(rows, dtype), tf.ones([communicator.size], tf.int32))
+    return tf.reduce_sum(_floats(words, dtype)[:, : tf.shape(rows)[1]], 0, keepdims=True)
 
 
 def _has_32_bits(tensor: tf.Tensor) -> bool:

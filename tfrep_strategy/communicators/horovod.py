@@ -129,6 +129,15 @@ class HorovodCommunicator(Communicator):
         gathered = uncarry_moved(self._call("allgather", _carry_bytes(tensor)), tensor.dtype)
         return tf.ensure_shape(gathered, [None, *tensor.shape[1:]])
 
+    def reduce_scatter(self, tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
+        tensor = tf.convert_to_tensor(tensor)
+        if op not in ("sum", "mean"):
+            return super().reduce_scatter(tensor, op)
+        options = {"reduce_op": self._ops["sum"], "prescale_factor": 1.0, "postscale_factor": 1.0}
+        result = self._call("reducescatter", carry(tensor, op), **options)
+        result = mean_of_sum(result, self.size) if op == "mean" else result
+        return tf.ensure_shape(uncarry(result, tensor.dtype, op), [None, *tensor.shape[1:]])
+
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         self.check_root(root)
         root = self._process_set.ranks[root] if self._process_set.ranks else root

@@ -119,6 +119,9 @@ class LocalCommunicator(Communicator):
             return tensor if self.size == 1 else self._ring.all_gather(tensor)
         return self._meet(tensor, lambda sent: [tf.concat(list(sent), 0)] * len(sent))
 
+    def all_gather_equal(self, tensor: tf.Tensor) -> tf.Tensor:
+        return self._ring.all_gather_equal(tensor) if self._apart() and self.size > 1 else self.all_gather(tensor)
+
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         self.check_root(root)
         tensors = [tf.convert_to_tensor(t) for t in tensors]

@@ -169,6 +169,27 @@ class RingCommunicator(Communicator):
         result = uncarry_moved(tf.boolean_mask(gathered, mask), tensor.dtype)
         return tf.ensure_shape(result, [None, *tensor.shape[1:]])
 
+    def all_gather_equal(self, tensor: tf.Tensor) -> tf.Tensor:
+        tensor = tf.convert_to_tensor(tensor)
+        return uncarry_moved(self._gather(carry_moved(tensor)), tensor.dtype)
+
+    def reduce_scatter(self, tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
+        """Sends each member its rows, which it adds in the order of ranks. NCCL does both at once."""
+        tensor = tf.convert_to_tensor(tensor)
+        rows = tensor.shape[0]
+        if op not in ("sum", "mean") or rows is None or rows % self.size:
+            return super().reduce_scatter(tensor, op)
+        carried = carry(tensor, op)
+        if self._nccl:
+            options = {"merge_op": _MERGE_OPS[op], "final_op": "Id"}
+            total = self._run(tf.raw_ops.CollectiveReduceScatterV2, "reduce_scatter", carried, [tensor], **options)
+        else:
+            parts = tf.reshape(carried, tf.concat([[self.size, rows // self.size], tf.shape(carried)[1:]], 0))
+            received = self._run(tf.raw_ops.CollectiveAllToAllV2, "reduce_scatter", parts, [tensor])
+            total = tf.reduce_sum(received, 0)
+        result = mean_of_sum(total, self.size) if op == "mean" else total
+        return tf.ensure_shape(uncarry(result, tensor.dtype, op), [rows // self.size, *tensor.shape[1:]])
+
     def _shapes_of_all(self, method: str, tensor: tf.Tensor, more: Any = ()) -> tf.Tensor:
         """Gathers the dimensions of each member's tensor, and more numbers. Refuses tensors whose dtypes or rows differ.
 
@@ -246,7 +267,7 @@ class RingCommunicator(Communicator):
             # The resource orders the calls of a function, and the steps of a loop. Within one call the reductions of the ring
             # need no order, since their keys differ. Each occupies a thread, so only some run at once. Gathers stay in order: a
             # gather may refuse its tensors, and no later collective must have begun then.
-            is_free = kind == "all_reduce" and not self._nccl and not tf.executing_eagerly()
+            is_free = kind in ("all_reduce", "reduce_scatter") and not self._nccl and not tf.executing_eagerly()
             in_flight = self._in_flight_here() if is_free else None
             if in_flight is not None and len(in_flight) == _AT_ONCE:
                 after.append(tf.compat.v1.get_default_graph().get_operation_by_name(in_flight[0]))

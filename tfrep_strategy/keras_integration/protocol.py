@@ -34,6 +34,10 @@ class KerasStrategy(Protocol):
     num_replicas_in_sync: int
     is_chief: bool
     extended: KerasExtended
+    bucket_bytes: int
+    gradient_transformers: Sequence[Any]
+    gradient_aggregator: Any
+    shard_optimizer_state: bool
 
     def scope(self) -> Any:
         """Returns the context manager in which variables belong to this strategy."""
@@ -60,8 +64,8 @@ class KerasExtended(Protocol):
     def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums over all replicas; called inside a replica."""
 
-    def aggregate_gradients(self, gradients: Sequence[Any]) -> list[Any]:
-        """Makes replica gradients, which their shares have weighed, global: their sum; called inside a replica."""
+    def aggregate_gradients(self, gradients: Sequence[Any], in_parts: bool = False) -> list[Any]:
+        """Makes replica gradients, which their shares have weighed, global: their sum, or the own part of it; in a replica."""
 
     def mean_over_processes(self, own_gradients: Sequence[Any]) -> list[Any]:
         """Averages gradients that every process computed outside replicas."""
@@ -75,8 +79,17 @@ class KerasExtended(Protocol):
     def kept_outputs(self, outputs: Any) -> Any:
         """Returns those rows of a batch's outputs that this process keeps until `predict` returns."""
 
-    def collect_sums(self) -> None:
-        """Moves sums of which every process holds a part to the first one, which can then read them alone."""
+    cut_of_new_variables: Setting[Any]
+    """Of which part each replica is to hold of the variables that are made: a `sharding.Cut`, or None."""
+
+    def own_communicator(self) -> Any:
+        """Returns the communicator of the calling replica."""
+
+    def collect_parts(self, reads: bool = True) -> None:
+        """Lets single processes read variables of which every process holds a part."""
+
+    def release_parts(self) -> None:
+        """Frees what `collect_parts` has gathered."""
 
     def mark_state_changed(self) -> None:
         """Says that replicas have run a step since their state was merged."""

@@ -144,6 +144,10 @@ class TrainingPatches:
         "optimizers.loss_scale_optimizer:LossScaleOptimizer._tf_apply", "(self, grads, trainable_variables=None)",
         why="an overflow on one replica is one of the global gradient, which all skip; goes on outside replicas too",
     )
+    check_finite = patch(
+        "optimizers.loss_scale_optimizer:LossScaleOptimizer.check_finite", "(self, grads)",
+        why="an overflow in the part of a gradient that one replica has is one of the whole",
+    )
     apply_to_variables = patch(
         "optimizers.base_optimizer:BaseOptimizer._backend_apply_gradients", "(self, grads, trainable_variables)",
         why="notes whose gradients an update clips, for `gradient_transformers`",
@@ -155,11 +159,11 @@ class TrainingPatches:
     add_slot = patch(
         "backend.tensorflow.optimizer:TFOptimizer.add_variable_from_reference",
         "(self, reference_variable, name=None, initializer='zeros')",
-        why="accumulators of gradients hold a part of the sum on each process",
+        why="accumulators of gradients hold a part of the sum on each process, sharded slots a part of the whole",
     )
     update_variables = patch(
         "backend.tensorflow.optimizer:TFOptimizer._backend_update_step", "(self, grads, trainable_variables, learning_rate)",
-        why="global gradients need no summing",
+        why="global gradients need no summing; a replica updates its part if the state is sharded",
     )
     decay_weights = patch(
         "backend.tensorflow.optimizer:TFOptimizer._apply_weight_decay", "(self, variables)",

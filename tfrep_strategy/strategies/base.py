@@ -43,6 +43,7 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
             share, so that their sum over the replicas is the global gradient. The default is equivalent to
             `lambda gradients, communicator: communicator.all_reduce(gradients, "sum")`.
         check_sync_every: Number of steps of `fit` between two calls of `assert_in_sync(model)`; None for no checks.
+        shard_optimizer_state: Whether each replica keeps its part of the optimizer's slots only (ZeRO-1).
     """
 
     _old_names = OF_STRATEGIES
@@ -55,6 +56,7 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
     gradient_transformers = CheckedSetting(functions)
     gradient_aggregator = CheckedSetting(or_none(function))
     check_sync_every = CheckedSetting(or_none(positive("steps")))
+    shard_optimizer_state = CheckedSetting(flag, fixed=True)
 
     def __init__(self, extended: Any) -> None:
         super().__init__(extended)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,8 +17,11 @@ from tfrep_strategy.batches import as_tensors, shard
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.keras_integration.settings import Setting
+from tfrep_strategy.sharding import Cut, sum_to_parts
 from tfrep_strategy.step_clock import timed_collectives
 from tfrep_strategy.strategies.checked_settings import functions
+from tfrep_strategy.strategies.part_variables import PartVariable
 from tfrep_strategy.strategies.variables import ReplicaVariable, StepsSinceMerge, with_our_class
 
 
@@ -50,6 +54,8 @@ class SynchronousExtended:
         self.first_batch: FirstBatch | None = None
         self.notes_first_batch = True
         self.given_beside: dict[str, Any] = {}
+        self.cut_of_new_variables: Setting[Cut | None] = Setting(None)
+        """Of which part each replica is to hold of the variables that are made."""
         self.reads_alone = False
         """Whether this process reads variables without the others; it has received their parts before."""
 
@@ -63,8 +69,11 @@ class SynchronousExtended:
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         # A variable that a step makes (an optimizer slot, a lazily built layer) is made outside the function being traced. In
         # the function its copies could not be initialized.
+        cut = self.cut_of_new_variables.value
         lift = callable(kwargs.get("initial_value")) and not tf.executing_eagerly()
         with tf.init_scope() if lift else contextlib.nullcontext():
+            if cut is not None:
+                return PartVariable.made(self, next_creator, cut, **kwargs)
             variable = super()._create_variable(next_creator, **dict(kwargs))  # type: ignore[misc]
             variable = with_our_class(self._contain(variable, **kwargs))
             if isinstance(variable, ReplicaVariable):
@@ -114,31 +123,38 @@ class SynchronousExtended:
 
     # Gradients.
 
-    def aggregate_gradients(self, replica_gradients: Sequence[Any]) -> list[Any]:
+    def aggregate_gradients(self, replica_gradients: Sequence[Any], in_parts: bool = False) -> list[Any]:
         """Aggregates the gradients of the replicas to the global gradients. Every replica calls it.
 
         Args:
             replica_gradients: The gradient of each variable, weighed by the replica's share: `tf.Tensor`, `tf.IndexedSlices`
                 or None.
+            in_parts: Whether a replica gets its part (`sharding.Even`) of each dense gradient only.
 
         Returns:
             Their sums over the replicas.
         """
         densify = self.strategy.densify_sparse_gradients
         own = [gradients.dense(g) if densify or gradients.has_fixed_rows(g) else g for g in replica_gradients]
-        return timed_collectives(self._aggregate, own)
+        return timed_collectives(functools.partial(self._aggregate, in_parts=in_parts), own)
 
-    def _aggregate(self, own: Sequence[Any]) -> list[Any]:
+    def _aggregate(self, own: Sequence[Any], in_parts: bool) -> list[Any]:
         strategy = self.strategy
         if strategy.gradient_aggregator is not None:
-            replica = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
-            return list(strategy.gradient_aggregator(list(own), self.communicator_of(replica)))
+            return list(strategy.gradient_aggregator(list(own), self.own_communicator()))
         return gradients.aggregate(
             own,
-            all_reduce=self.sum_gradients,
+            all_reduce=self._sum_to_parts if in_parts else self.sum_gradients,
             all_gather=self.gather_gradients,
             bucket_bytes=strategy.bucket_bytes,
         )
+
+    def _sum_to_parts(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return sum_to_parts(tensors, self._num_replicas_in_sync, self.scatter_gradients)
+
+    def scatter_gradients(self, rows: tf.Tensor) -> tf.Tensor:
+        """Sums dense gradients of shape `[replicas, width]` over all replicas; returns the replica's row, `[1, width]`."""
+        return self.own_communicator().reduce_scatter(rows)
 
     def sum_gradients(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums dense gradients over all replicas; called inside a replica."""
@@ -171,14 +187,26 @@ class SynchronousExtended:
     def communicator_of(self, replica: int) -> Communicator:
         """Returns the communicator of a replica of this process."""
 
+    def own_communicator(self) -> Communicator:
+        """Returns the communicator of the calling replica."""
+        context: Any = tf.distribute.get_replica_context()
+        return self.communicator_of(int(tf.get_static_value(context.replica_id_in_sync_group)))
+
     # State.
 
     def mark_state_changed(self) -> None:
         """Records that replicas have run a step since their own state was merged."""
         self.steps.mark()
 
-    def collect_sums(self) -> None:
-        """Adds up sums of which every process holds a part on rank 0, which can then read them alone."""
+    def collect_parts(self, reads: bool = True) -> None:
+        """Lets single processes read variables of which every process holds a part: rank 0 sums, others what is sharded.
+
+        Args:
+            reads: Whether this process reads what is sharded.
+        """
+
+    def release_parts(self) -> None:
+        """Frees what `collect_parts` has gathered of sharded variables."""
 
     def merge_replica_state(self) -> None:
         """Sets the state that each replica keeps for itself (moving statistics) to its mean over the replicas.

@@ -95,6 +95,8 @@ class MirroredStrategy(SynchronousStrategy):
         gradient_transformers: Functions that change the global gradients before the optimizer uses them.
         gradient_aggregator: Replaces the aggregation of gradients; see `SynchronousStrategy`.
         check_sync_every: Number of steps of `fit` between two checks that all replicas hold the same values.
+        shard_optimizer_state: Whether each replica keeps its part of the optimizer's slots only, and updates its part of the
+            weights (ZeRO-1). The answer and the files are the same; see docs/sharded_optimizer.md.
 
     Every argument is an attribute, too. Those that name devices are fixed; the others can be set before the next step.
 
@@ -119,6 +121,7 @@ class MirroredStrategy(SynchronousStrategy):
         gradient_transformers: Sequence[GradientTransformer] = (),
         gradient_aggregator: GradientAggregator | None = None,
         check_sync_every: int | None = None,
+        shard_optimizer_state: bool = False,
     ) -> None:
         _warn_among_processes()
         self._set(
@@ -127,9 +130,19 @@ class MirroredStrategy(SynchronousStrategy):
             gradient_transformers=gradient_transformers,
             gradient_aggregator=gradient_aggregator,
             check_sync_every=check_sync_every,
+            shard_optimizer_state=shard_optimizer_state,
             devices_per_replica=devices_per_replica,
             keras_layer_placement=keras_layer_placement or {},
         )
+        if shard_optimizer_state and self.devices_per_replica > 1:
+            raise ConfigurationError(
+                message(
+                    "The optimizer's state can be sharded over replicas of one device each only.",
+                    hint="leave out devices_per_replica, or shard_optimizer_state.",
+                    shard_optimizer_state=shard_optimizer_state,
+                    devices_per_replica=devices_per_replica,
+                )
+            )
         names = _resolve(devices)
         self.devices = [name.removeprefix("/device:") for name in names]
         super().__init__(_Extended(self, LogicalDevices(names, devices_per_replica, self.keras_layer_placement)))
@@ -190,11 +203,6 @@ class _Extended(SynchronousExtended, MirroredExtended):
 
     def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
         return self.own_communicator().all_gather(tensor)
-
-    def own_communicator(self) -> Communicator:
-        """Returns the communicator of the calling replica."""
-        context: Any = tf.distribute.get_replica_context()
-        return self.communicator_of(int(tf.get_static_value(context.replica_id_in_sync_group)))
 
     def gather_outputs(self, outputs: Any) -> Any:
         return tf.nest.map_structure(lambda v: concatenate(self.strategy.experimental_local_results(v)), outputs)

@@ -38,6 +38,8 @@ class MultiWorkerStrategy(SynchronousStrategy):
         gradient_transformers: Functions that change the global gradients before the optimizer uses them.
         gradient_aggregator: Replaces the aggregation of gradients; see `SynchronousStrategy`.
         check_sync_every: Number of steps of `fit` between two checks that all ranks hold the same values.
+        shard_optimizer_state: Whether each replica keeps its part of the optimizer's slots only, and updates its part of the
+            weights (ZeRO-1). The answer and the files are the same; see docs/sharded_optimizer.md.
         rank_data: The relation between the data that the ranks pass to `fit`, `evaluate`, `predict` and
             `experimental_distribute_dataset`. `"same"`: all ranks pass the same data, and each takes its part of every
             batch. A sample is compared; a difference is an error. `"unchecked"`: the same, without the comparison.
@@ -71,6 +73,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
         gradient_transformers: Sequence[GradientTransformer] = (),
         gradient_aggregator: GradientAggregator | None = None,
         check_sync_every: int | None = None,
+        shard_optimizer_state: bool = False,
         rank_data: str = "same",
     ) -> None:
         self._set(
@@ -78,6 +81,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
             gradient_transformers=gradient_transformers,
             gradient_aggregator=gradient_aggregator,
             check_sync_every=check_sync_every,
+            shard_optimizer_state=shard_optimizer_state,
             rank_data=rank_data,
             compression=compression,
         )

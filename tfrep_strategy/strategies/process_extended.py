@@ -22,7 +22,7 @@ from tfrep_strategy._tensorflow import (
 from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.batches import as_tensors, num_examples
 from tfrep_strategy.communicators import Communicator, SingleCommunicator
-from tfrep_strategy.communicators.compression import compressed_gather, compressed_sum
+from tfrep_strategy.communicators.compression import compressed_gather, compressed_scatter, compressed_sum
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.protocol import Shards
@@ -31,6 +31,7 @@ from tfrep_strategy.strategies import rank_data as ranks_read
 from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.extended import SynchronousExtended
 from tfrep_strategy.strategies.gathering import gathered, without_rows
+from tfrep_strategy.strategies.part_variables import PartVariable
 from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
 from tfrep_strategy.strategies.seeds import check_order, own_random_operations, share_random_state
 from tfrep_strategy.strategies.variables import is_sum
@@ -158,6 +159,10 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         kind = self.strategy.compression
         return self.gather_over_replicas(tensor) if kind is None else compressed_gather(self._communicator, tensor, kind)
 
+    def scatter_gradients(self, rows: tf.Tensor) -> tf.Tensor:
+        kind = self.strategy.compression
+        return super().scatter_gradients(rows) if kind is None else compressed_scatter(self._communicator, rows, kind)
+
     def mean_over_processes(self, own_gradients: Sequence[Any]) -> list[Any]:
         """Averages gradients that every process computed outside replicas.
 
@@ -203,8 +208,9 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
             new, self.new_variables = self.new_variables, []
             made = [(v.name, tuple(v.shape), v.dtype.name) for v in new]
             sync_check.refuse_different_variables(self._communicator.all_gather_object(made))
-            # Variables that are summed over ranks are left out: rank 0 holds their value, the other ranks hold zero.
-            self._broadcast_values([v for v in new if not is_sum(v)])
+            # Variables that are summed over ranks are left out: rank 0 holds their value, the other ranks hold zero. Parts were
+            # cut of values that are equal on all ranks.
+            self._broadcast_values([v for v in new if not is_sum(v) and not isinstance(v, PartVariable)])
 
     @contextlib.contextmanager
     def acting_alone(self) -> Iterator[None]:
@@ -215,14 +221,27 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         finally:
             self.new_variables, self.reads_alone = before, False
 
-    def collect_sums(self) -> None:
+    def collect_parts(self, reads: bool = True) -> None:
+        if self.strategy.shard_optimizer_state:
+            for variable in self.own_of_replicas(tf.VariableAggregation.NONE):
+                if isinstance(variable, PartVariable):
+                    variable.hold_whole(reads)
         sums = self.own_of_replicas(tf.VariableAggregation.SUM)
         for variable, total in zip(sums, self._communicator.all_reduce([v.values[0].value() for v in sums]), strict=True):
             variable.values[0].assign(tf.zeros_like(total) if self._communicator.rank else total)
 
+    def release_parts(self) -> None:
+        for variable in self.replica_variables.values():
+            if isinstance(variable, PartVariable):
+                variable.held = None
+
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         own = [getattr(v, "value", v) if not isinstance(v, tf.Variable) else v for v in variables]
-        self._broadcast_values([v for v in own if not is_sum(v)])
+        parts = [v for v in own if isinstance(v, PartVariable)]
+        self._broadcast_values([v for v in own if not is_sum(v) and not isinstance(v, PartVariable)])
+        for variable, is_assigned in zip(parts, self.broadcast_object([v.assigned_alone for v in parts]), strict=True):
+            if is_assigned:
+                variable.take_from_first()
         for variable in own if self._communicator.rank else []:
             if is_sum(variable):  # Rank 0 holds the whole sum.
                 variable.values[0].assign(tf.zeros_like(variable.values[0]))

@@ -66,6 +66,9 @@ class CheckedCommunicator(Communicator):
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         return self._call("all_gather", "", [tensor], lambda ts: self.inner.all_gather(ts[0]))
 
+    def all_gather_equal(self, tensor: tf.Tensor) -> tf.Tensor:
+        return self._call("all_gather_equal", "", [tensor], lambda ts: self.inner.all_gather_equal(ts[0]))
+
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         option = f"root={root}"
         return self._call("broadcast", option, tensors, lambda ts: self.inner.broadcast(ts, root)) if tensors else []

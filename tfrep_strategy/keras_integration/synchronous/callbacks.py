@@ -230,7 +230,7 @@ class _Before(_Together):
         if self._agreement.some_are_lone:
             self._strategy.extended.synchronize_new_variables()
             self._strategy.extended.merge_replica_state()
-            self._strategy.extended.collect_sums()
+            self._strategy.extended.collect_parts()
 
 
 class _After(_Together):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import tensorflow as tf
 
 from tfrep_strategy.gradients import dense
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
-from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 from tfrep_strategy.keras_integration.synchronous.layers import creates_partial_sums
+from tfrep_strategy.keras_integration.synchronous.sharded_updates import ShardedUpdates
 
 _BaseOptimizer = keras_internal("optimizers.base_optimizer", "BaseOptimizer")
 
@@ -24,7 +25,7 @@ _OUTSIDE_REPLICAS = (
 )
 
 _applied_gradients: Setting[str | None] = Setting(None)
-"""What this replica's thread is applying: nothing, global gradients, or local ones that become global later."""
+"""What this replica's thread applies: nothing, "global" gradients, its "parts" of them, or "local" ones, which become global."""
 
 _updated_variables: Setting[Sequence[Any]] = Setting(())
 """Whose gradients an update clips."""
@@ -46,7 +47,7 @@ def _on_each_replica(name: str) -> Callable[..., Any]:
     return method
 
 
-class Updates(SynchronousBase):
+class Updates(ShardedUpdates):
     """What optimizers do, in the order of a step."""
 
     def build_optimizer(self, original: Any, optimizer: Any, variables: Any) -> None:
@@ -54,6 +55,9 @@ class Updates(SynchronousBase):
         old_objects.refuse_old_optimizer(optimizer, "A step")
         if self.has_several:
             made_in_scope.refuse_foreign_variables(variables, self.strategy)
+        if self.shards:
+            self.strategy.extended.synchronize_new_variables()  # A slot may begin as its variable.
+            self.deal_out(optimizer, variables)
         original(optimizer, variables)
 
     def build_loss_scaling(self, original: Any, optimizer: Any, var_list: Any) -> None:
@@ -62,10 +66,11 @@ class Updates(SynchronousBase):
             original(optimizer, var_list)
 
     def add_slot(self, original: Any, optimizer: Any, reference_variable: Any, name: Any = None, **kwargs: Any) -> Any:
-        """Lets gradient accumulators hold a part of the sum on each process, and be saved as their sum."""
+        """Lets accumulators of gradients hold a part of the sum on each process, and sharded slots a part of the whole."""
         accumulates = name == "gradient_accumulator" and self._accumulates_locally(optimizer)
         accumulates = accumulates and not _builds_inner.value  # That one gets gradients which are global already.
-        with creates_partial_sums.to(True) if accumulates else contextlib.nullcontext():
+        cut = self.cut_of_slot(optimizer, reference_variable, name)
+        with creates_partial_sums.to(accumulates), self.strategy.extended.cut_of_new_variables.to(cut):
             return original(optimizer, reference_variable, name=name, **kwargs)
 
     def scale_loss(self, original: Any, optimizer: Any, loss: Any) -> Any:
@@ -97,9 +102,13 @@ class Updates(SynchronousBase):
             own = _weighed(optimizer, [dense(g) for g in grads])  # Keras collects in dense variables.
             with _applied_gradients.to("local"):
                 return original(optimizer, own, trainable_variables)
-        with _applied_gradients.to("global"):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        in_parts = not inner.gradient_accumulation_steps and self.takes_parts(
+            inner, grads, trainable_variables or optimizer._trainable_variables
+        )
+        with _applied_gradients.to("parts" if in_parts else "global"):
             own = _weighed(optimizer, list(grads))
-            return original(optimizer, strategy.extended.aggregate_gradients(own), trainable_variables)
+            return original(optimizer, strategy.extended.aggregate_gradients(own, in_parts), trainable_variables)
 
     def apply_scaled(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
         """Makes an overflow on one replica an overflow of the global gradient, which all replicas skip.
@@ -121,12 +130,30 @@ class Updates(SynchronousBase):
         if applied is None:
             return original(optimizer, grads)
         if applied == "local":
-            grads = strategy.extended.aggregate_gradients(list(grads))
+            in_parts = self.takes_parts(optimizer, grads, _updated_variables.value)
+            grads = strategy.extended.aggregate_gradients(list(grads), in_parts)
         with _applied_gradients.to("global"):
             return original(optimizer, strategy.extended.transform_gradients(list(grads), _updated_variables.value))
 
     decay_weights = _on_each_replica("_apply_weight_decay")
-    update_variables = _on_each_replica("_backend_update_step")
+
+    def update_variables(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+        """Updates all of each variable on each replica, or the replica's part if the optimizer's state is sharded."""
+        if self.shards and self.in_replica:
+            applied = _applied_gradients.value
+            are_parts = applied == "parts" or applied == "local" and self.takes_parts(optimizer, grads, trainable_variables)
+            self.update_in_parts(optimizer, grads, trainable_variables, learning_rate, are_parts)
+        else:
+            _BaseOptimizer._backend_update_step(optimizer, grads, trainable_variables, learning_rate)
+
+    def check_finite(self, original: Any, optimizer: Any, grads: Any) -> Any:
+        """Lets an overflow in the part of one replica be one of the whole gradient."""
+        finite = original(optimizer, grads)
+        if _applied_gradients.value != "parts":
+            return finite
+        every = self.strategy.extended.own_communicator().all_reduce([tf.cast(finite, tf.int32)], "min")
+        return tf.cast(every[0], tf.bool)
+
     overwrite_with_averages = _on_each_replica("_overwrite_model_variables_with_average_value")
 
     def _accumulates_locally(self, optimizer: Any) -> bool:

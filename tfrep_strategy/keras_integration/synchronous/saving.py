@@ -95,9 +95,10 @@ def written_once(strategy: KerasStrategy, filepath: Any) -> Iterator[bool]:
         return
     strategy.extended.synchronize_new_variables()
     strategy.extended.merge_replica_state()
-    strategy.extended.collect_sums()
     is_path = isinstance(filepath, (str, os.PathLike))  # Else a file of this process.
     is_first = strategy.extended.first_with([os.path.abspath(os.fspath(filepath)) if is_path else None])[0]
+    strategy.extended.collect_parts(reads=is_first or not is_path)
     # Keras makes an optimizer of its own when it first saves, to see which attributes every optimizer has.
     with failing_together(strategy), is_coordinated.to(True), strategy.extended.acting_alone():
         yield is_first or not is_path
+        strategy.extended.release_parts()
