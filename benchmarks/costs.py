@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 RESNET50_PARAMETERS = 25_600_000
+SHORT_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,10 @@ class Fit:
         byte_per_load_s: Of each byte that a process sends, for each process per core.
     """
 
-    call_s: float
-    message_s: float
-    message_per_load_s: float
-    byte_per_load_s: float
+    call_s: float = 0.0
+    message_s: float = 0.0
+    message_per_load_s: float = 0.0
+    byte_per_load_s: float = 0.0
 
     def seconds(self, primitive: Primitive, n: int, size: float, cores: int) -> float:
         """Predicts how long a call takes.
@@ -95,8 +96,25 @@ def _features(primitive: Primitive, n: int, size: float, cores: int) -> list[flo
     return [1.0, messages, messages * load, primitive.sent(n, size) * load]
 
 
-def fit(primitive: Primitive, measured: Mapping[tuple[int, float], float], cores: int) -> Fit:
-    """Fits the costs of a primitive, with the same weight for short and for long calls.
+@dataclass(frozen=True)
+class Costs:
+    """What a primitive costs with short messages, which cost time but hardly a core, and with long ones.
+
+    Attributes:
+        short: Of calls to which each process brings less than `SHORT_BYTES`: those of a call and of a message only.
+        long: Of others.
+    """
+
+    short: Fit
+    long: Fit
+
+    def seconds(self, primitive: Primitive, n: int, size: float, cores: int) -> float:
+        """Predicts how long a call takes; see `Fit.seconds`."""
+        return (self.short if size < SHORT_BYTES else self.long).seconds(primitive, n, size, cores)
+
+
+def fit(primitive: Primitive, measured: Mapping[tuple[int, float], float], cores: int) -> Costs:
+    """Fits the costs of a primitive, with the same weight for each number of processes and size.
 
     Args:
         primitive: What was called.
@@ -104,16 +122,21 @@ def fit(primitive: Primitive, measured: Mapping[tuple[int, float], float], cores
         cores: Of the machine.
 
     Returns:
-        The costs that fit best.
+        The costs that fit best. Those of sizes that were not measured are zero.
 
     Example:
-        >>> made = Fit(1e-3, 1e-5, 2e-5, 1e-9)
-        >>> ring = PRIMITIVES["all_reduce sum"]
-        >>> points = {(n, b): made.seconds(ring, n, b, 2) for n in (2, 3, 4) for b in (4.0, 1e5, 1e6)}
+        >>> ring, made = PRIMITIVES["all_reduce sum"], Fit(1e-3, 1e-5, 2e-5, 1e-9)
+        >>> points = {(n, b): made.seconds(ring, n, b, 2) for n in (2, 3, 4) for b in (1e5, 1e6)}
         >>> round(fit(ring, points, 2).seconds(ring, 8, 1e6, 2) / made.seconds(ring, 8, 1e6, 2), 6)
         1.0
     """
-    rows = np.array([_features(primitive, n, size, cores) for n, size in measured])
+    short = {key: seconds for key, seconds in measured.items() if key[1] < SHORT_BYTES}
+    long = {key: seconds for key, seconds in measured.items() if key[1] >= SHORT_BYTES}
+    return Costs(_fit(primitive, short, cores, terms=2), _fit(primitive, long, cores, terms=4))
+
+
+def _fit(primitive: Primitive, measured: Mapping[tuple[int, float], float], cores: int, terms: int) -> Fit:
+    rows = np.array([_features(primitive, n, size, cores)[:terms] for n, size in measured]).reshape([-1, terms])
     seconds = np.array(list(measured.values()))
     return Fit(*_least_squares(rows / seconds[:, None], np.ones_like(seconds)))
 

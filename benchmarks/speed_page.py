@@ -15,7 +15,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from benchmarks.control_plane import TARGETS, TITLES
-from benchmarks.costs import PRIMITIVES, Fit
+from benchmarks.costs import PRIMITIVES, Costs, Fit
 
 BEGIN, END = "<!-- written by benchmarks.speed_page -->", "<!-- end of what it has written -->"
 _DRAWN = ("all_reduce sum", "all_gather", "all_to_all")
@@ -48,7 +48,7 @@ def _written(measured: Mapping[str, Any]) -> str:
     )
     parts = [made, "### Collectives", "![Collectives with 2 to 8 processes](figures/scale_collectives.svg)"]
     for communicator, primitives in results["collectives"].items():
-        parts += [f'`communicator="{communicator}"`, 8 processes:', _tried(primitives)]
+        parts += [f'`communicator="{communicator}"`, the most processes, costs of short; long messages:', _tried(primitives)]
     parts += [
         "### Ranks that hear of each other",
         "![Costs of up to 1,024 ranks](figures/scale_ranks.svg)",
@@ -61,9 +61,9 @@ def _written(measured: Mapping[str, Any]) -> str:
 def _tried(primitives: Mapping[str, Any]) -> str:
     rows = []
     for name, result in primitives.items():
-        costs = result["costs"]
-        each = [costs["call_s"], costs["message_s"], costs["message_per_load_s"]]
-        fitted = [*(f"{1e6 * cost:,.0f}" for cost in each), f"{1e9 * costs['byte_per_load_s']:.2f}"]
+        short, long = result["costs"]["short"], result["costs"]["long"]
+        fitted = [f"{1e6 * short[key]:,.0f}; {1e6 * long[key]:,.0f}" for key in ("call_s", "message_s")]
+        fitted += [f"{1e6 * long['message_per_load_s']:,.0f}", f"{1e9 * long['byte_per_load_s']:.2f}"]
         most = max(each["processes"] for each in result["points"])
         tried = [each for each in result["points"] if each["processes"] == most]
         errors = ", ".join(f"{each['error']:+.0%}" for each in tried)
@@ -114,7 +114,7 @@ def _collectives(measured: Mapping[str, Any]) -> Figure:
             points = primitives[name]["points"]
             size = max(each["bytes"] for each in points)
             own = sorted((each["processes"], each["measured_ms"]) for each in points if each["bytes"] == size)
-            fitted = Fit(**primitives[name]["costs"])
+            fitted = Costs(**{kind: Fit(**terms) for kind, terms in primitives[name]["costs"].items()})
             line = range(own[0][0], own[-1][0] + 1)
             axes.plot(*zip(*own, strict=True), "o", color=f"C{number}", label=f"{name}, {size / 1e6:.1f} MB")
             model = [1e3 * fitted.seconds(PRIMITIVES[name], n, size, cores) for n in line]
