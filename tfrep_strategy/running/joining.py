@@ -116,6 +116,7 @@ def join_outer_run(outer: Environment, options: Options, arguments: Sequence[str
         "num_replicas": options.num_replicas if other_size else None,
         "hosts": options.hosts,
         "prefix": options.prefix or None,
+        "fork": options.fork or None,
         "strategy": options.strategy if options.strategy == "mirrored" else None,
     }
     conflicts = {name: value for name, value in wanted.items() if value is not None}

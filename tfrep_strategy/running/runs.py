@@ -18,6 +18,7 @@ from pathlib import Path
 from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds, message
 from tfrep_strategy.limits import grace_seconds
 from tfrep_strategy.processes.announced import announced
+from tfrep_strategy.processes.forked_ranks import ForkServer
 from tfrep_strategy.processes.identity import (
     check_communicator,
     common_hash_seed,
@@ -28,7 +29,7 @@ from tfrep_strategy.processes.identity import (
 from tfrep_strategy.processes.nodes import Node, Nodes
 from tfrep_strategy.processes.notes import clear_notes
 from tfrep_strategy.processes.output import lines_shown
-from tfrep_strategy.processes.ranks import Command, Events, Failure, run_ranks
+from tfrep_strategy.processes.ranks import Command, Events, Failure, run_ranks, start_process
 from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
 from tfrep_strategy.running.failures import describe
@@ -64,6 +65,8 @@ class Options:
             default one beside the logs if the run may be restarted, else none.
         profile: Steps of the first `fit` that all ranks trace: their number, or "20:30"; see `traced_steps`.
         profile_dir: Folder for traces; by default `profile` in `log_dir`, or `tfrep-profile` in the current folder.
+        fork: Whether ranks are forked from one process that has imported TensorFlow; by default where that is safe, see
+            `reason_against_forks`.
 
     Raises:
         ConfigurationError: An option cannot be used, alone or beside the others.
@@ -86,6 +89,7 @@ class Options:
     backup_dir: str | os.PathLike[str] | None = None
     profile: str | None = None
     profile_dir: str | os.PathLike[str] | None = None
+    fork: bool | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -215,6 +219,7 @@ def run_to_end(
     note_dir: Path,
     events: Events,
     nodes: Nodes | None = None,
+    server: ForkServer | None = None,
 ) -> None:
     """Starts the ranks of a run and returns when all have ended well.
 
@@ -224,6 +229,7 @@ def run_to_end(
         note_dir: An empty folder for the notes of failed ranks, and the signs of life of all.
         events: From `deferred_signals`, which the caller holds around all that must be cleaned up.
         nodes: The launchers of the run, if there are several. They have met.
+        server: From which ranks are forked if it can; by default each is a process of its own from the start.
 
     Raises:
         ConfigurationError: The log folder cannot be made, a limit cannot be used, or Horovod is needed and not installed.
@@ -240,6 +246,7 @@ def run_to_end(
     backup_dir = _backup_dir(options, log_dir)
     profile_dir = profile_folder(options.profile_dir, options.log_dir)
     more_environ = profile_environ(options.profile, profile_dir)
+    more_environ["PYTHONHASHSEED"] = server.hash_seed if server else nodes.hash_seed if nodes else common_hash_seed()
     if backup_dir is not None:
         more_environ["TFREP_BACKUP_DIR"] = str(backup_dir)
     if nodes and nodes.first_rank:
@@ -251,7 +258,13 @@ def run_to_end(
             ranks = range(first_rank, first_rank + (1 if options.strategy == "mirrored" else options.size))
             stack.enter_context(lines_shown({f"[{rank}] ": log_dir / f"rank{rank}.log" for rank in ranks}))
         for restarts in range(options.max_restarts + 1):
-            with _commands(options, arguments, restarts, nodes, more_environ) as commands:
+            more_environ["TFREP_RESTARTS"] = str(restarts)
+            with _commands(options, arguments, nodes, more_environ) as commands:
+                start = start_process
+                if server is not None:
+                    start = server.starter(commands, events, deadline)
+                    if server.problem and options.fork:
+                        print(f"tfrep: ranks are not forked: {server.problem}.", file=sys.stderr)
                 failure = run_ranks(
                     commands,
                     events,
@@ -263,6 +276,7 @@ def run_to_end(
                     again=restarts > 0,
                     patience=patience,
                     grace=grace_seconds(for_a_backup=backup_dir is not None),
+                    start=start,
                 )
             if failure is None or not failure.was_lost or restarts == options.max_restarts:
                 break
@@ -284,11 +298,10 @@ def run_to_end(
 
 @contextlib.contextmanager
 def _commands(
-    options: Options, arguments: Sequence[str], restarts: int, nodes: Nodes | None, more_environ: dict[str, str]
+    options: Options, arguments: Sequence[str], nodes: Nodes | None, more_environ: dict[str, str]
 ) -> Iterator[list[Command]]:
     """Yields what each rank runs. Addresses of ranks are free as long as the body runs."""
-    environ = inherited_environ() | {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": common_hash_seed(), "TFREP_RESTARTS": str(restarts)}
-    environ |= more_environ
+    environ = inherited_environ() | {"PYTHONUNBUFFERED": "1"} | more_environ
     strategy = options.resolved_strategy
     if strategy is not None:
         environ["TFREP_STRATEGY"] = strategy
@@ -299,7 +312,6 @@ def _commands(
         if options.strategy != "mirrored":
             environ["TFREP_COMMUNICATOR"] = communicator = nodes.communicator if nodes else options.resolved_communicator
             if nodes:
-                environ["PYTHONHASHSEED"] = nodes.hash_seed
                 identified = stack.enter_context(nodes.identities())
             else:
                 identified = stack.enter_context(identities(communicator, options.size))
