@@ -24,6 +24,7 @@ LANES = {
         "test_sidecar_evaluator.py",
     ),
     "launchers": (
+        "processes/test_forked_ranks.py",
         "processes/test_ranks.py",
         "processes/test_signs_of_life.py",
         "running/test_auto.py",

@@ -1,7 +1,7 @@
 """The process from which the ranks of a machine are forked: it has imported what each of them needs, and runs no thread.
 
-A launcher starts it (`processes/forked_ranks.py`) and gives its orders through a socket. A fork goes on as the command line of its rank
-says, as `python -c` would, and ends as Python ends. When the launcher is gone, so are the ranks.
+A launcher starts it (`processes/forked_ranks.py`) and gives its orders through a socket. A fork goes on as the command line of its
+rank says, as `python -c` would, and ends as Python ends. When the launcher is gone, so are the ranks.
 """
 
 from __future__ import annotations

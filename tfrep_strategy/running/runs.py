@@ -29,7 +29,7 @@ from tfrep_strategy.processes.identity import (
 from tfrep_strategy.processes.nodes import Node, Nodes
 from tfrep_strategy.processes.notes import clear_notes
 from tfrep_strategy.processes.output import lines_shown
-from tfrep_strategy.processes.ranks import Command, Events, Failure, run_ranks, start_process
+from tfrep_strategy.processes.ranks import Command, Events, Failure, Start, run_ranks, start_process
 from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
 from tfrep_strategy.running.failures import describe
@@ -260,7 +260,7 @@ def run_to_end(
         for restarts in range(options.max_restarts + 1):
             more_environ["TFREP_RESTARTS"] = str(restarts)
             with _commands(options, arguments, nodes, more_environ) as commands:
-                start = start_process
+                start: Start = start_process
                 if server is not None:
                     start = server.starter(commands, events, deadline)
                     if server.problem and options.fork:
