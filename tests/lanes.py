@@ -28,6 +28,7 @@ LANES = {
         "processes/test_ranks.py",
         "processes/test_signs_of_life.py",
         "running/test_auto.py",
+        "running/test_forks.py",
         "running/test_function.py",
         "running/test_joining.py",
         "test_cli.py",
