@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import cloudpickle
 from rich.console import Console
@@ -21,7 +25,7 @@ from rich.table import Table
 from tfrep_strategy._version import __version__
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import TfrepError
-from tfrep_strategy.horovod_build import status
+from tfrep_strategy.horovod_build import PROBE_SECONDS, status
 from tfrep_strategy.nvidia import (
     Gpu,
     driver_cuda,
@@ -33,6 +37,7 @@ from tfrep_strategy.nvidia import (
 )
 from tfrep_strategy.processes.forked_ranks import ForkServer
 from tfrep_strategy.processes.identity import horovod_is_installed
+from tfrep_strategy.processes.ranks import Command, deferred_signals, run_ranks
 from tfrep_strategy.rendezvous.confinement import problem_of_confining
 from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.running import Options
@@ -95,7 +100,7 @@ def examine(*, self_test: bool = True) -> Report:
     """
     environ = dict(os.environ)
     with _forking() if self_test else contextlib.nullcontext() as server:
-        findings = _found()
+        findings = _found(server)
         if self_test:
             warn_inside_a_run("`tfrep doctor`")
             with _output_to_stderr(), _environment(environ):  # TensorFlow sets variables when it is imported.
@@ -114,14 +119,26 @@ def _forking() -> Iterator[ForkServer | None]:
         yield server
 
 
-def _found() -> list[Finding]:
+def _forked(server: ForkServer, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a fork, which need not import TensorFlow again."""
+    with tempfile.TemporaryDirectory() as name, deferred_signals() as events:
+        folder, call = Path(name), Command(command, server.environ)
+        start = server.starter([call], events)
+        failure = run_ranks(
+            [call], events, log_dir=folder, note_dir=folder, timeout=PROBE_SECONDS, logs_all=True, start=start
+        )
+        said = (folder / "rank0.log").read_text("utf-8", "replace")
+    return subprocess.CompletedProcess(command, failure.exit_code if failure else 0, said, said)
+
+
+def _found(server: ForkServer | None) -> list[Finding]:
     with quiet_start():
         of_tensorflow = [_tried("TensorFlow", _tensorflow), _tried("Keras", _keras), *_gpus(driver_gpus())]
     return [
         Finding("tfrep_strategy", __version__),
         Finding("Python", f"{platform.python_version()} on {platform.platform()}"),
         *of_tensorflow,
-        _horovod(),
+        _horovod(server),
         _nccl(),
         _auto(),
         _tried("Environment", lambda: detect_environment().describe()),
@@ -268,8 +285,8 @@ def _xla(on_gpus: bool) -> str:
     return f'jit_compile="auto" is {"on where the model allows it" if on_gpus else "off: TensorFlow sees no GPU"}'
 
 
-def _horovod() -> Finding:
-    found = status()
+def _horovod(server: ForkServer | None) -> Finding:
+    found = status() if server is None else status(functools.partial(_forked, server))
     return Finding(
         "Horovod",
         found.describe().removeprefix("Horovod").lstrip(": "),

@@ -35,6 +35,7 @@ class ForkServer:
 
     Attributes:
         hash_seed: What the ranks' `PYTHONHASHSEED` must be.
+        environ: The variables that all ranks have in common. Imports may have read them.
         problem: Why no rank can be forked; empty if nothing is known to speak against it.
 
     Example:
@@ -47,7 +48,7 @@ class ForkServer:
         self.hash_seed = common_hash_seed() if hash_seed is None else hash_seed
         self.problem = ""
         environ = inherited_environ() | {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": self.hash_seed}
-        self._environ = _split(environ)[0]
+        self.environ = _split(environ)[0]
         self._ready = threading.Event()
         self._answers = queue.SimpleQueue[int | None]()
         self._codes: dict[int, Future[int]] = {}
@@ -55,7 +56,7 @@ class ForkServer:
         with theirs:
             self._process = subprocess.Popen(
                 module_command("tfrep_strategy.processes.fork_server", str(theirs.fileno()), module, *shown),
-                env=self._environ,
+                env=self.environ,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
@@ -72,7 +73,7 @@ class ForkServer:
         """
         while not self._ready.wait(_LOOK_SECONDS) and events.empty() and (deadline is None or time.monotonic() < deadline):
             pass
-        own = self._environ
+        own = self.environ
         early = [_split(command.environ)[0] for command in commands]
         differing = sorted({name for each in early for name in each.keys() | own.keys() if each.get(name) != own.get(name)})
         if differing and not self.problem:

@@ -14,7 +14,7 @@ print(
             "argv": sys.argv,
             "path": sys.path,
             "environ": dict(os.environ),
-            "main": [__name__, sys.modules["__main__"].__dict__ is globals(), sorted(name for name in globals() if name[:2] == "__")],
+            "main": [__name__, vars(sys.modules["__main__"]) is globals(), sorted(name for name in globals() if name[:2] == "__")],
             "folder": os.getcwd(),
             "leads": [os.getpgid(0) == os.getpid(), os.getsid(0) == os.getpid()],
             "handlers": {each.name: str(signal.getsignal(each)) for each in signal.Signals},

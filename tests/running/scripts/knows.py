@@ -1,4 +1,4 @@
-"""Writes what a script knows of its process into FOLDER, for each rank and start; with "kill", rank 1 is lost in the first start."""
+"""Writes what each rank knows of its process into FOLDER; with "kill", rank 1 is lost in the first start."""
 
 import json
 import multiprocessing
