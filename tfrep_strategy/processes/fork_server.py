@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 _GUARD_SECONDS = 5.0
@@ -56,28 +56,30 @@ def _first_order_of_a_fork(launcher: socket.socket, module: str) -> dict[str, An
     except BaseException as error:  # A rank that imports for itself will say more.
         problem = f"{type(error).__name__}: {error}"
     gc.freeze()  # A collection, such as the one at Python's end, would copy all pages of these objects.
-    ranks = set()
+    ranks: set[int] = set()
 
     def reap(*_: Any) -> None:
-        with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                ranks.discard(ended[0])
-                tell(ended=ended[0], code=os.waitstatus_to_exitcode(ended[1]))
+        for pid in ranks.copy():
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                ranks.remove(pid)
+                tell(ended=pid, code=os.waitstatus_to_exitcode(status))
 
     before = signal.signal(signal.SIGCHLD, reap)
     tell(problem=problem)
     for line in launcher.makefile("r", encoding="utf-8"):
-        try:
-            pid = os.fork()
-        except OSError as error:
-            tell(refused=str(error))
-            continue
-        if pid == 0:
-            signal.signal(signal.SIGCHLD, before)
-            os.setsid()
-            tell(started=os.getpid())
-            return json.loads(line)
-        ranks.add(pid)
+        with _blocked(signal.SIGCHLD):  # `reap` must know of the rank when it ends.
+            try:
+                pid = os.fork()
+            except OSError as error:
+                tell(refused=str(error))
+                continue
+            if pid == 0:
+                signal.signal(signal.SIGCHLD, before)
+                os.setsid()
+                tell(started=os.getpid())
+                return json.loads(line)
+            ranks.add(pid)
     deadline = time.monotonic() + _GUARD_SECONDS
     while ranks and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -85,6 +87,16 @@ def _first_order_of_a_fork(launcher: socket.socket, module: str) -> dict[str, An
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
     os._exit(0)
+
+
+@contextlib.contextmanager
+def _blocked(number: signal.Signals) -> Iterator[None]:
+    """Puts off a signal while the body runs."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _problem() -> str:

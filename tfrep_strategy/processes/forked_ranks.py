@@ -121,7 +121,7 @@ class ForkServer:
                 self._answers.put(pid)
             case {"ended": int(pid), "code": int(code)} if pid in self._codes:
                 self._codes[pid].set_result(code)
-            case {"refused": _}:
+            case {"refused": _} | {"ended": _}:  # It could not be forked, or has not come to its first line.
                 self._answers.put(None)
 
 
