@@ -23,7 +23,8 @@ from typing import Any
 _REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCES = sorted((_REPOSITORY / "tfrep_strategy").rglob("*.py"))
 STARTS_PROCESSES = {
-    "ParameterServerStrategy", "exit_on_server_loss", "launch", "local_cluster", "run_coordinator", "run_demo", "run_script",
+    "ForkServer", "ParameterServerStrategy", "exit_on_server_loss", "launch", "local_cluster", "results", "run_coordinator",
+    "run_demo", "run_script",
 }  # fmt: skip
 """The examples that start processes with TensorFlow; they take seconds each."""
 

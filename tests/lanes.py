@@ -24,9 +24,11 @@ LANES = {
         "test_sidecar_evaluator.py",
     ),
     "launchers": (
+        "processes/test_forked_ranks.py",
         "processes/test_ranks.py",
         "processes/test_signs_of_life.py",
         "running/test_auto.py",
+        "running/test_forks.py",
         "running/test_function.py",
         "running/test_joining.py",
         "test_cli.py",

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+import cloudpickle
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -19,7 +25,7 @@ from rich.table import Table
 from tfrep_strategy._version import __version__
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import TfrepError
-from tfrep_strategy.horovod_build import status
+from tfrep_strategy.horovod_build import PROBE_SECONDS, status
 from tfrep_strategy.nvidia import (
     Gpu,
     driver_cuda,
@@ -29,15 +35,21 @@ from tfrep_strategy.nvidia import (
     nccl_problem,
     pairs_without_peer_access,
 )
+from tfrep_strategy.processes.forked_ranks import ForkServers
 from tfrep_strategy.processes.identity import horovod_is_installed
+from tfrep_strategy.processes.ranks import Command, deferred_signals, run_ranks
 from tfrep_strategy.rendezvous.confinement import problem_of_confining
 from tfrep_strategy.rendezvous.connections import free_ports
-from tfrep_strategy.running import launch
+from tfrep_strategy.running import Options
+from tfrep_strategy.running.forks import fork_servers, reason_against_forks
+from tfrep_strategy.running.function import results
+from tfrep_strategy.running.joining import warn_inside_a_run
 from tfrep_strategy.startup_log import quiet_start
 from tfrep_strategy.transports import choose_communicator, horovod_transports, installed_communicators
 
 SELF_TEST_SECONDS = 60.0
-"""The time limit of a self-test. It takes about five seconds, most of them to import TensorFlow."""
+"""The time limit of a self-test. It takes a second or two once TensorFlow is imported."""
+_SELF_TEST = Options(num_replicas=2, strategy="multi-worker", timeout=SELF_TEST_SECONDS)
 
 _IN_SHORT = {"tfrep_strategy", "Python", "TensorFlow", "Keras", "GPU", "GPUs"}
 
@@ -86,25 +98,56 @@ def examine(*, self_test: bool = True) -> Report:
         >>> examine(self_test=False).findings[0].name
         'tfrep_strategy'
     """
+    environ = dict(os.environ)
+    with _forking() if self_test else contextlib.nullcontext() as servers:
+        findings = _found(servers)
+        if self_test:
+            warn_inside_a_run("`tfrep doctor`")
+            with _output_to_stderr(), _environment(environ):  # TensorFlow sets variables when it is imported.
+                # MPI connects only what mpirun starts.
+                tested = [name for name in installed_communicators() if name not in ("auto", "mpi")]
+                findings += [_self_test(name, servers) for name in tested if name != "horovod" or horovod_is_installed()]
+    return Report(findings)
+
+
+@contextlib.contextmanager
+def _forking() -> Iterator[ForkServers | None]:
+    """Starts the process from which the ranks of all self-tests are forked; it imports TensorFlow while this process does."""
+    with contextlib.ExitStack() as stack:
+        with _output_to_stderr():
+            servers = stack.enter_context(fork_servers(_SELF_TEST, shown=(__name__,)))
+            if servers:
+                servers.of()
+        yield servers
+
+
+def _forked(servers: ForkServers, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a fork, which need not import TensorFlow again."""
+    with tempfile.TemporaryDirectory() as name, deferred_signals() as events:
+        folder, call = Path(name), Command(command, servers.of().environ)
+        start = servers.of().starter([call], events)
+        failure = run_ranks(
+            [call], events, log_dir=folder, note_dir=folder, timeout=PROBE_SECONDS, logs_all=True, start=start
+        )
+        said = (folder / "rank0.log").read_text("utf-8", "replace")
+    return subprocess.CompletedProcess(command, failure.exit_code if failure else 0, said, said)
+
+
+def _found(servers: ForkServers | None) -> list[Finding]:
     with quiet_start():
         of_tensorflow = [_tried("TensorFlow", _tensorflow), _tried("Keras", _keras), *_gpus(driver_gpus())]
-    findings = [
+    return [
         Finding("tfrep_strategy", __version__),
         Finding("Python", f"{platform.python_version()} on {platform.platform()}"),
         *of_tensorflow,
-        _horovod(),
+        _horovod(servers),
         _nccl(),
         _auto(),
         _tried("Environment", lambda: detect_environment().describe()),
         _ports(problem_of_confining()),
         _tried("Free ports", lambda: ", ".join(str(port) for port in free_ports(2)) + " on the loopback interface"),
+        _start(),
     ]
-    if self_test:
-        with _output_to_stderr():
-            # MPI connects only what mpirun starts.
-            tested = [name for name in installed_communicators() if name not in ("auto", "mpi")]
-            findings += [_self_test(name) for name in tested if name != "horovod" or horovod_is_installed()]
-    return Report(findings)
 
 
 def in_short() -> str:
@@ -163,6 +206,19 @@ def show(report: Report, *, as_json: bool = False) -> None:
     for finding in report.findings:
         table.add_row(marks[finding.ok], finding.name, escape(finding.value))
     Console().print(table)
+
+
+@contextlib.contextmanager
+def _environment(environ: dict[str, str]) -> Iterator[None]:
+    """Gives this process other environment variables while the body runs."""
+    saved = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
 
 
 @contextlib.contextmanager
@@ -231,8 +287,8 @@ def _xla(on_gpus: bool) -> str:
     return f'jit_compile="auto" is {"on where the model allows it" if on_gpus else "off: TensorFlow sees no GPU"}'
 
 
-def _horovod() -> Finding:
-    found = status()
+def _horovod(servers: ForkServers | None) -> Finding:
+    found = status() if servers is None else status(functools.partial(_forked, servers))
     return Finding(
         "Horovod",
         found.describe().removeprefix("Horovod").lstrip(": "),
@@ -250,6 +306,13 @@ def _ports(problem: str | None) -> Finding:
     return Finding("TensorFlow's ports", f"open to everybody: {problem}" if problem else "confined to the run", ok=not problem)
 
 
+def _start() -> Finding:
+    """Tells how the ranks of a run start."""
+    reason = reason_against_forks(_SELF_TEST)
+    forked = "forked from one process that has imported TensorFlow"
+    return Finding("Ranks of a run", f"each imports TensorFlow: {reason}" if reason else forked)
+
+
 def _nccl() -> Finding:
     nccl = find_nccl()
     if gpus_are_visible() and (problem := nccl_problem(nccl, driver_cuda())):
@@ -257,11 +320,12 @@ def _nccl() -> Finding:
     return Finding("NCCL", nccl.describe() if nccl else "none")
 
 
-def _self_test(communicator: str) -> Finding:
+def _self_test(communicator: str, servers: ForkServers | None) -> Finding:
     name = f"Self-test: {communicator}"
     start = time.monotonic()
     try:
-        sums = launch(_sum_of_ranks, num_replicas=2, communicator=communicator, timeout=SELF_TEST_SECONDS)
+        call = cloudpickle.dumps((_sum_of_ranks, (), {}))
+        sums = results(call, dataclasses.replace(_SELF_TEST, communicator=communicator), servers)
     except TfrepError as error:
         return Finding(name, str(error), ok=False)
     took = f"2 processes, all-reduce gave {sums}, {time.monotonic() - start:.1f} s"

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,9 @@ HOROVOD_VERSION = "0.28.1"
 
 EXTRAS = ("mpi", "nccl")
 """The transports that can be built in besides Gloo."""
+
+PROBE_SECONDS = 120.0
+"""How long the import of Horovod may take."""
 
 _PYTHON_NEEDS = ("cloudpickle", "psutil", "pyyaml", "packaging")
 _PERCENT = re.compile(r"\[\s*(\d+)%\]")
@@ -81,10 +84,26 @@ class HorovodStatus:
         return f"Horovod {self.version}, built with {', '.join(self.built_in)}"
 
 
-def status() -> HorovodStatus:
+def run_python(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command and returns what it has said.
+
+    Args:
+        command: The command line.
+
+    Example:
+        >>> run_python(["echo", "hello"]).stdout
+        'hello\\n'
+    """
+    return subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+
+
+def status(run: Callable[[Sequence[str]], subprocess.CompletedProcess[str]] = run_python) -> HorovodStatus:
     """Checks the installed Horovod.
 
     A Horovod that was built for another TensorFlow may crash on import, so it is imported in another process.
+
+    Args:
+        run: Runs the command line of that process.
 
     Returns:
         The status.
@@ -97,7 +116,7 @@ def status() -> HorovodStatus:
         version = importlib.metadata.version("horovod")
     except importlib.metadata.PackageNotFoundError:
         return HorovodStatus(None, problem="not installed; run `tfrep horovod install`.")
-    probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=120, check=False)
+    probe = run([sys.executable, "-c", _PROBE])
     if probe.returncode:
         lines = probe.stderr.strip().splitlines() or [f"importing it ended with exit code {probe.returncode}"]
         mend = nccl_problem(find_nccl(), driver_cuda()) if "libnccl" in lines[-1] else ""

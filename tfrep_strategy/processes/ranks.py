@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import psutil
 
@@ -72,6 +72,34 @@ class Command:
 
     arguments: Sequence[str]
     environ: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Input and output of one rank.
+
+    Attributes:
+        log: The file that output goes to; None: where that of this process goes.
+        mode: "wb", or "ab" if the log goes on.
+        reads: Whether the input is that of this process, and not empty.
+    """
+
+    log: Path | None = None
+    mode: str = "wb"
+    reads: bool = True
+
+
+class Process(Protocol):
+    """A rank that was started."""
+
+    pid: int
+
+    def wait(self) -> int:
+        """Returns the exit code when the process has ended; -n if signal n has ended it."""
+
+
+Start = Callable[[Command, Streams], Process]
+"""Starts a rank as the leader of a session of its own."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +178,29 @@ def deferred_signals() -> Iterator[Events]:
             signal.raise_signal(received[0])
 
 
+def start_process(command: Command, streams: Streams) -> Process:
+    """Starts a rank as a process that has nothing in common with others.
+
+    Args:
+        command: What it runs.
+        streams: Its input and output.
+
+    Example:
+        >>> start_process(Command(["true"], os.environ), Streams()).wait()
+        0
+    """
+    with contextlib.ExitStack() as stack:
+        log = None if streams.log is None else stack.enter_context(open(streams.log, streams.mode))
+        return subprocess.Popen(
+            command.arguments,
+            env=dict(command.environ),
+            start_new_session=True,
+            stdin=None if streams.reads else subprocess.DEVNULL,
+            stdout=log,
+            stderr=None if log is None else subprocess.STDOUT,
+        )
+
+
 def run_ranks(
     commands: Sequence[Command],
     events: Events,
@@ -162,6 +213,7 @@ def run_ranks(
     again: bool = False,
     patience: Patience | None = None,
     grace: float = GRACE_SECONDS,
+    start: Start = start_process,
 ) -> Failure | None:
     """Runs one process per command until all end well or one does not; none is left when this returns.
 
@@ -179,6 +231,7 @@ def run_ranks(
         again: Whether the run was started before. Its logs go on then.
         patience: How long a rank may be stopped or silent; by default nobody looks.
         grace: How many seconds ranks may take to end when a signal to this process ends the run.
+        start: How a rank is started.
 
     Returns:
         `None` if every rank ended with exit code 0, else what went wrong first.
@@ -189,13 +242,14 @@ def run_ranks(
         True
     """
     deadline = None if timeout is None else time.monotonic() + timeout
-    run = _Run(events, note_dir, "ab" if again else "wb", None if patience is None else Watch(note_dir, patience))
+    run = _Run(events, note_dir, start, None if patience is None else Watch(note_dir, patience))
     stop_with: int = signal.SIGTERM
     seconds_to_end = GRACE_SECONDS
     with _guard() as watch_group:
         try:
             for rank, command in enumerate(commands, first_rank):
-                watch_group(run.start(rank, command, log_dir if rank or logs_all else None))
+                log = log_dir / f"rank{rank}.log" if rank or logs_all else None
+                watch_group(run.start(rank, command, Streams(log, "ab" if again else "wb", reads=not rank)))
             try:
                 number = run.wait(deadline)
             except queue.Empty:
@@ -211,42 +265,24 @@ def run_ranks(
 class _Run:
     """The processes of one run, and how they ended."""
 
-    def __init__(self, events: Events, note_dir: Path, log_mode: str, watch: Watch | None) -> None:
+    def __init__(self, events: Events, note_dir: Path, start: Start, watch: Watch | None) -> None:
         self._events = events
         self._note_dir = note_dir
-        self._log_mode = log_mode
+        self._start = start
         self._watch = watch
         self._frozen: Frozen | None = None
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Process] = []
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
         self._ended_at: dict[int, float] = {}
 
-    def start(self, rank: int, command: Command, log_dir: Path | None) -> int:
-        """Starts a rank and a thread that reports its end; returns its process id. Without a folder it has the terminal."""
-        if log_dir is not None:
-            with open(log_dir / f"rank{rank}.log", self._log_mode) as log:
-                process = self._popen(
-                    command,
-                    stdin=subprocess.DEVNULL if rank else None,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-        else:
-            process = self._popen(command)
+    def start(self, rank: int, command: Command, streams: Streams) -> int:
+        """Starts a rank and a thread that reports its end; returns its process id."""
+        process = self._start(command, streams)
         self._processes.append(process)
         self._pids[rank] = process.pid
         threading.Thread(target=lambda: self._events.put((rank, process.wait())), daemon=True).start()
         return process.pid
-
-    @staticmethod
-    def _popen(command: Command, **streams: Any) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            command.arguments,
-            env=dict(command.environ),
-            start_new_session=True,
-            **streams,
-        )
 
     def wait(self, deadline: float | None) -> int | None:
         """Waits until all ranks ended well, or one failed or is frozen; returns the number of a signal that came instead."""

@@ -13,10 +13,12 @@ import cloudpickle
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import PeerError
 from tfrep_strategy.processes.command import module_command
+from tfrep_strategy.processes.forked_ranks import ForkServers
 from tfrep_strategy.processes.notes import noted_failure
 from tfrep_strategy.processes.ranks import deferred_signals
 from tfrep_strategy.processes.signs_of_life import give_signs
 from tfrep_strategy.profiles.requests import answer_requests
+from tfrep_strategy.running.forks import fork_servers
 from tfrep_strategy.running.joining import warn_inside_a_run
 from tfrep_strategy.running.runs import Options, RunFailed, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
@@ -32,8 +34,9 @@ def launch(
     communicator: str = "auto",
     strategy: str | None = "multi-worker",
     timeout: float | None = None,
+    fork: bool | None = None,
 ) -> list[Any]:
-    """Calls a function on every replica, in fresh processes on this machine, inside the scope of their strategy.
+    """Calls a function on every replica, in new processes on this machine, inside the scope of their strategy.
 
     The function and its arguments travel by value, so it may be defined in a notebook. `tf.distribute.get_strategy()`
     inside it is the strategy of the run.
@@ -47,6 +50,7 @@ def launch(
         strategy: "multi-worker": one process per replica; "mirrored": one process with all replicas; `None`: one
             process per replica that has to make its own strategy.
         timeout: Seconds after which the run is stopped; by default it may take for ever.
+        fork: Whether the processes are forked from one that has imported TensorFlow; by default where that is safe.
 
     Returns:
         What the function returned, by rank; a single item for "mirrored".
@@ -60,21 +64,37 @@ def launch(
         [2, 2]
     """
     warn_inside_a_run("`tfrep.launch`")
-    options = Options(num_replicas, strategy=strategy, communicator=communicator, timeout=timeout)
-    scope = "" if strategy is None else "scope"
-    with (
-        deferred_signals() as events,
-        tempfile.TemporaryDirectory(prefix="tfrep-") as name,
-    ):
+    options = Options(num_replicas, strategy=strategy, communicator=communicator, timeout=timeout, fork=fork)
+    call = cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
+    with fork_servers(options, shown=(__name__,)) as servers:
+        return results(call, options, servers)
+
+
+def results(call: bytes, options: Options, servers: ForkServers | None = None) -> list[Any]:
+    """Calls a function on every replica.
+
+    Args:
+        call: The function, its positional and its keyword arguments, pickled.
+        options: What kind of run is wanted.
+        servers: From which the ranks are forked if they can.
+
+    Returns:
+        As `launch`.
+
+    Raises:
+        ConfigurationError: The options cannot be used on this machine.
+        PeerError: As `launch`.
+
+    Example:
+        >>> results(cloudpickle.dumps((lambda: 1, (), {})), Options(num_replicas=2, strategy=None))
+        [1, 1]
+    """
+    with deferred_signals() as events, tempfile.TemporaryDirectory(prefix="tfrep-") as name:
         folder = Path(name)
-        (folder / "call").write_bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}))))
+        (folder / "call").write_bytes(call)
+        arguments = module_command(__name__, name, "" if options.strategy is None else "scope")
         try:
-            run_to_end(
-                options,
-                module_command(__name__, name, scope),
-                folder,
-                events,
-            )
+            run_to_end(options, arguments, folder, events, servers=servers)
         except RunFailed as failed:
             story, traceback = str(failed), failed.failure.traceback
             if traceback:
@@ -82,7 +102,7 @@ def launch(
                     f"Rank {failed.failure.rank} raised, and all ranks were ended.\n{traceback}Logs: {failed.log_dir}"
                 )
             raise PeerError(story) from None
-        processes = 1 if strategy == "mirrored" else num_replicas
+        processes = 1 if options.strategy == "mirrored" else options.size
         return [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(processes)]
 
 

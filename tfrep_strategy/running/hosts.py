@@ -317,6 +317,7 @@ def _given(options: Options, program: Sequence[str], restarts: int) -> dict[str,
             "prefix": options.prefix,
             "profile": options.profile,
             "profile_dir": None if options.profile_dir is None else os.fspath(options.profile_dir),
+            "fork": options.fork,
         },
     }
 

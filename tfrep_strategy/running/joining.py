@@ -117,6 +117,7 @@ def join_outer_run(outer: Environment, options: Options, arguments: Sequence[str
         "hosts": options.hosts,
         "engine": options.ray and "ray",
         "prefix": options.prefix or None,
+        "fork": options.fork or None,
         "strategy": options.strategy if options.strategy == "mirrored" else None,
     }
     conflicts = {name: value for name, value in wanted.items() if value is not None}

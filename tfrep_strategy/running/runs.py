@@ -17,6 +17,7 @@ from pathlib import Path
 from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds, message
 from tfrep_strategy.limits import grace_seconds
 from tfrep_strategy.processes.announced import announced
+from tfrep_strategy.processes.forked_ranks import ForkServers
 from tfrep_strategy.processes.identity import (
     check_communicator,
     common_hash_seed,
@@ -27,7 +28,7 @@ from tfrep_strategy.processes.identity import (
 from tfrep_strategy.processes.nodes import Node
 from tfrep_strategy.processes.notes import clear_notes
 from tfrep_strategy.processes.output import lines_shown
-from tfrep_strategy.processes.ranks import Command, Events, Failure, run_ranks
+from tfrep_strategy.processes.ranks import Command, Events, Failure, Start, run_ranks, start_process
 from tfrep_strategy.processes.ray_cluster import RayPlaces
 from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
@@ -65,6 +66,8 @@ class Options:
             default one beside the logs if the run may be restarted, else none. Several machines need one that all reach.
         profile: Steps of the first `fit` that all ranks trace: their number, or "20:30"; see `traced_steps`.
         profile_dir: Folder for traces; by default `profile` in `log_dir`, or `tfrep-profile` in the current folder.
+        fork: Whether ranks are forked from one process that has imported TensorFlow; by default where that is safe, see
+            `reason_against_forks`.
 
     Raises:
         ConfigurationError: An option cannot be used, alone or beside the others.
@@ -88,6 +91,7 @@ class Options:
     backup_dir: str | os.PathLike[str] | None = None
     profile: str | None = None
     profile_dir: str | os.PathLike[str] | None = None
+    fork: bool | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -242,6 +246,7 @@ def run_to_end(
     note_dir: Path,
     events: Events,
     rounds: Iterable[Round] | None = None,
+    servers: ForkServers | None = None,
 ) -> None:
     """Starts the ranks of a run and returns when all have ended well.
 
@@ -251,6 +256,7 @@ def run_to_end(
         note_dir: An empty folder for the notes of failed ranks, and the signs of life of all.
         events: From `deferred_signals`, which the caller holds around all that must be cleaned up.
         rounds: When the ranks are started, if launchers on other machines decide that, too. Default: `rounds_here`.
+        servers: From which ranks are forked if they can; by default each is a process of its own from the start.
 
     Raises:
         ConfigurationError: The log folder cannot be made, a limit cannot be used, or Horovod is needed and not installed.
@@ -263,16 +269,25 @@ def run_to_end(
     log_dir = make_log_dir(options.log_dir)
     backup_dir = backup_dir_of(options, log_dir)
     profile_dir = profile_folder(options.profile_dir, options.log_dir)
-    more_environ = profile_environ(options.profile, profile_dir) | {"PYTHONHASHSEED": common_hash_seed()}
+    more_environ = profile_environ(options.profile, profile_dir)
     if backup_dir is not None:
         more_environ["TFREP_BACKUP_DIR"] = str(backup_dir)
+    own_seed = common_hash_seed()
     last: Round | None = None
     with announced(log_dir, note_dir, profile_dir):
         for this in rounds or rounds_here(events, options.max_restarts, backup_dir):
             last = this
             clear_notes(note_dir)
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            seed = this.nodes.hash_seed if this.nodes else None
+            server = servers.of(seed) if servers else None
+            more_environ["PYTHONHASHSEED"] = server.hash_seed if server else seed or own_seed
             with _output_shown(options, this, log_dir), _commands(options, arguments, this, more_environ) as commands:
+                start: Start = start_process
+                if server is not None:
+                    start = server.starter(commands, this.events, deadline)
+                    if server.problem and options.fork:
+                        print(f"tfrep: ranks are not forked: {server.problem}.", file=sys.stderr)
                 size = this.nodes.size if this.nodes else options.size
                 this.failure = run_ranks(
                     commands,
@@ -286,6 +301,7 @@ def run_to_end(
                     # Nobody waits for a rank that is alone.
                     patience=Patience.of_environment() if size > 1 and options.strategy != "mirrored" else None,
                     grace=grace_seconds(for_a_backup=backup_dir is not None),
+                    start=start,
                 )
             if this.failure is not None:
                 this.story = describe(this.failure, timeout=options.timeout, log_dir=log_dir)
@@ -326,7 +342,6 @@ def _commands(options: Options, arguments: Sequence[str], this: Round, more_envi
         if options.strategy != "mirrored":
             environ["TFREP_COMMUNICATOR"] = communicator = nodes.communicator if nodes else options.resolved_communicator
             if nodes:
-                environ["PYTHONHASHSEED"] = nodes.hash_seed
                 identified = stack.enter_context(nodes.identities())
             else:
                 identified = stack.enter_context(identities(communicator, options.size))

@@ -1,0 +1,1 @@
+"""What is imported by processes from which ranks are forked."""

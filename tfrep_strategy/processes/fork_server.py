@@ -1,0 +1,123 @@
+"""The process from which the ranks of a machine are forked: it has imported what each of them needs, and runs no thread.
+
+A launcher starts it (`processes/forked_ranks.py`) and gives its orders through a socket. A fork goes on as the command line of its
+rank says, as `python -c` would, and ends as Python ends. When the launcher is gone, so are the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+_GUARD_SECONDS = 5.0
+"""How long the launcher's guard may take to end the ranks. It also finds processes that have left their groups."""
+_THREADS_END_SECONDS = 1.0
+
+
+def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
+    """Is the whole life of the process, and in a fork that of a rank.
+
+    Args:
+        arguments: The descriptor of the orders, and the module whose `preload` imports what ranks need. What follows is there to be
+            seen in a list of processes.
+        own_path: The search path with which Python started.
+    """
+    launcher = socket.socket(fileno=int(arguments[0]))
+    order = _first_order_of_a_fork(launcher, arguments[1])
+    launcher.close()
+    os.environ.update(order["environ"])
+    _redirect(order["log"], order["mode"], order["reads"])
+    if "numpy" in sys.modules:  # The forks would draw the same numbers. Python's own generator looks after itself.
+        sys.modules["numpy"].random.seed()
+    _, _, code, *rest = order["command"]
+    sys.path[:], sys.argv = own_path, ["-c", *rest]
+    exec(compile(code, "<string>", "exec"), vars(sys.modules["__main__"]))
+
+
+def _first_order_of_a_fork(launcher: socket.socket, module: str) -> dict[str, Any]:
+    """Forks for each order. Returns in forks only."""
+
+    def tell(**event: Any) -> None:
+        with contextlib.suppress(OSError):  # The launcher is gone, which the loop below will see.
+            launcher.sendall(f"{json.dumps(event)}\n".encode())
+
+    try:
+        importlib.import_module(module).preload()
+        problem = _problem()
+    except BaseException as error:  # A rank that imports for itself will say more.
+        problem = f"{type(error).__name__}: {error}"
+    gc.freeze()  # A collection, such as the one at Python's end, would copy all pages of these objects.
+    ranks: set[int] = set()
+
+    def reap(*_: Any) -> None:
+        for pid in ranks.copy():
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                ranks.remove(pid)
+                tell(ended=pid, code=os.waitstatus_to_exitcode(status))
+
+    before = signal.signal(signal.SIGCHLD, reap)
+    tell(problem=problem)
+    for line in launcher.makefile("r", encoding="utf-8"):
+        with _blocked(signal.SIGCHLD):  # `reap` must know of the rank when it ends.
+            try:
+                pid = os.fork()
+            except OSError as error:
+                tell(refused=str(error))
+                continue
+            if pid == 0:
+                signal.signal(signal.SIGCHLD, before)
+                os.setsid()
+                tell(started=os.getpid())
+                return json.loads(line)
+            ranks.add(pid)
+    deadline = time.monotonic() + _GUARD_SECONDS
+    while ranks and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in ranks.copy():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def _blocked(number: signal.Signals) -> Iterator[None]:
+    """Puts off a signal while the body runs."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _problem() -> str:
+    """Says why no rank should be forked; empty if nothing speaks against it."""
+    # A thread does not exist in a fork, but the locks that it holds do. OpenBLAS ends its threads at every fork.
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    deadline = time.monotonic() + _THREADS_END_SECONDS
+    while (threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return "" if threads == 1 else f"{threads - 1} threads run after the imports, which a fork would lack"
+
+
+def _redirect(log: str | None, mode: str, reads: bool) -> None:
+    """Sends the output to a log, if there is one; leaves the input of the launcher to one rank."""
+    if log is not None:
+        with open(log, mode) as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+    if not reads:
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
