@@ -18,13 +18,8 @@ from tfrep_strategy.keras_integration.shared.callback_states import (
     states_of,
     write_beside_weights,
 )
-from tfrep_strategy.keras_integration.shared.preemption import (
-    answer_sigterm,
-    end_as_asked,
-    is_asked_to_end,
-    keeping_sigterm,
-)
 from tfrep_strategy.keras_integration.synchronous import run_backups
+from tfrep_strategy.preemption import answer_requests_to_end, end_as_asked, is_asked_to_end, keeping_requests
 
 
 class Remembers(keras.callbacks.Callback):
@@ -76,25 +71,29 @@ def test_backups_take_a_fiftieth_of_the_time(monkeypatch: pytest.MonkeyPatch) ->
     assert pace.is_due()
 
 
-def test_a_request_to_end_is_kept_until_it_is_answered() -> None:
-    with keeping_sigterm():
-        answer_sigterm()
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_request_to_end_is_kept_until_it_is_answered(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFREP_WARNING_SIGNAL", "USR2")
+    with keeping_requests():
+        answer_requests_to_end()
         assert not is_asked_to_end()
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGTERM)  # The launcher passes it on, too.
         assert is_asked_to_end()
         with pytest.raises(SystemExit) as ended:
             end_as_asked()
     assert ended.value.code == 143
     assert not is_asked_to_end()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
 def test_a_handler_of_the_programs_own_stays() -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
-        with keeping_sigterm():
-            answer_sigterm()
+        with keeping_requests():
+            answer_requests_to_end()
             signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -23,9 +23,9 @@ from tfrep_strategy.keras_integration.shared.callback_states import (
     write_beside_weights,
 )
 from tfrep_strategy.keras_integration.shared.declared_callback import DeclaredCallback
-from tfrep_strategy.keras_integration.shared.preemption import answer_sigterm, end_as_asked, is_asked_to_end
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
 from tfrep_strategy.limits import backup_dir, backup_seconds
+from tfrep_strategy.preemption import answer_requests_to_end, end_as_asked, is_asked_to_end
 
 _SHARE_OF_TIME = 0.02
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -60,7 +60,7 @@ class _Look(NamedTuple):
     """What a rank tells the others.
 
     Attributes:
-        is_asked_to_end: Whether SIGTERM has come.
+        is_asked_to_end: Whether it was asked to end.
         saves: Whether a backup is due. Rank 0 decides.
         steps: After how many steps they look again. Rank 0 decides.
     """
@@ -183,7 +183,7 @@ class RunBackup(keras.callbacks.Callback):
         if self._restored is not None:
             self._go_on(self._restored, epochs, batches)
         self._steps.before_step = self._before_step
-        answer_sigterm()
+        answer_requests_to_end()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Gives callbacks and metrics what they had in the middle of the epoch: it has begun before, and begins again."""
@@ -231,7 +231,7 @@ class RunBackup(keras.callbacks.Callback):
             self._save(place, history)
             self._pace.note_cost(time.monotonic() - started)
         if ends:
-            self._say(f"asked to end (SIGTERM). A backup was made: epoch {place.epoch}, batch {place.batches}.")
+            self._say(f"asked to end. A backup was made: epoch {place.epoch}, batch {place.batches}.")
             end_as_asked()
 
     def _save(self, place: _Place, history: dict[str, Any]) -> None:
