@@ -71,6 +71,7 @@ LANES = {
     "input": ("pipelines/test_shared_reading.py", "strategies/test_distributed_input.py", "test_data.py"),
     "callbacks": (
         "callbacks/",
+        "keras_integration/test_background.py",
         "keras_integration/test_backups.py",
         "keras_integration/test_callbacks.py",
         "keras_integration/test_exports.py",

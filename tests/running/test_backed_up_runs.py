@@ -62,7 +62,8 @@ def test_a_run_that_is_killed_inside_epochs_ends_as_one_device(kind: str, undist
     check(fits_in(output), undisturbed)
     assert said.count("Each fit goes on from its last backup.") == 1
     assert "this fit was finished before. It is not repeated." in said
-    assert "fit goes on from its backup: epoch 1, batch 5." in said
+    # The kill may come before the last backup is on the disk.
+    assert re.search("fit goes on from its backup: epoch 1, batch [45].", said)
 
 
 @pytest.mark.parametrize(("who", "number"), [("self", signal.SIGTERM), ("launcher", signal.SIGTERM), ("self", signal.SIGUSR1)])

@@ -16,6 +16,7 @@ from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfRanks, profiled
 from tfrep_strategy.keras_integration.shared.xla import SplitPrediction, compiled_between_collectives
+from tfrep_strategy.keras_integration.synchronous import run_backups
 from tfrep_strategy.keras_integration.synchronous.callbacks import Callbacks
 from tfrep_strategy.keras_integration.synchronous.empty_parts import EmptyParts
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
@@ -74,7 +75,11 @@ class SynchronousDriver(
         self.strategy.extended.given_beside = {"validation_data": given.get("validation_data")}
         self.is_fitting = True
         try:
-            with keeping_requests(), profiled(lambda: TracesOfRanks(self.strategy), self.strategy.is_chief) as self.profile:
+            with (
+                keeping_requests(),
+                run_backups.writes.waited_for(),
+                profiled(lambda: TracesOfRanks(self.strategy), self.strategy.is_chief) as self.profile,
+            ):
                 return original(model, *args, **kwargs)
         finally:
             self.strategy.extended.given_beside = {}
