@@ -36,6 +36,7 @@ LANES = {
     "hosts": ("running/test_hosts.py", "running/test_open_doors.py", "running/test_two_hosts.py"),
     "faults": (
         "communicators/peers/test_monitor.py",
+        "faults/",
         "keras_integration/test_first_use.py",
         "keras_integration/test_kills.py",
         "running/test_backed_up_runs.py",

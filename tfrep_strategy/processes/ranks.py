@@ -45,7 +45,7 @@ _SETTLE_SECONDS = 0.1
 
 # What a rank's death would orphan is found through the rank, so it is looked for before anything is killed.
 _GUARD = """
-import contextlib, json, os, signal, sys
+import contextlib, json, os, shutil, signal, sys
 groups = [int(line) for line in sys.stdin]
 sys.path[:] = json.loads(sys.argv[1])
 import psutil
@@ -59,6 +59,8 @@ for group in groups:
 for member in members:
     with contextlib.suppress(psutil.Error):
         member.kill()
+for folder in sys.argv[2:]:
+    shutil.rmtree(folder, ignore_errors=True)
 """
 
 
@@ -169,6 +171,7 @@ def run_ranks(
     again: bool = False,
     patience: Patience | None = None,
     grace: float = GRACE_SECONDS,
+    temporary: Sequence[Path] = (),
 ) -> Failure | None:
     """Runs one process per command until all end well or one does not; none is left when this returns.
 
@@ -186,6 +189,7 @@ def run_ranks(
         again: Whether the run was started before. Its logs go on then.
         patience: How long a rank may be stopped or silent; by default nobody looks.
         grace: How many seconds ranks may take to end when a signal to this process ends the run.
+        temporary: Folders that are removed if this process is killed. Else whoever made them removes them.
 
     Returns:
         `None` if every rank ended with exit code 0, else what went wrong first.
@@ -199,7 +203,7 @@ def run_ranks(
     run = _Run(events, note_dir, "ab" if again else "wb", None if patience is None else Watch(note_dir, patience))
     stop_with: int = signal.SIGTERM
     seconds_to_end = GRACE_SECONDS
-    with _guard() as watch_group:
+    with _guard(temporary) as watch_group:
         try:
             for rank, command in enumerate(commands, first_rank):
                 watch_group(run.start(rank, command, log_dir if rank or logs_all else None))
@@ -364,9 +368,9 @@ def _descendants(pid: int) -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def _guard() -> Iterator[Callable[[int], None]]:
-    """Starts the process that kills the groups it was told of if this process dies; it never outlives the body."""
-    arguments = [sys.executable, "-I", "-S", "-c", _GUARD, json.dumps(sys.path)]
+def _guard(temporary: Sequence[Path]) -> Iterator[Callable[[int], None]]:
+    """Starts the process that kills the groups it was told of, and removes folders, if this process dies; else the body ends it."""
+    arguments = [sys.executable, "-I", "-S", "-c", _GUARD, json.dumps(sys.path), *map(os.path.abspath, temporary)]
     guard = subprocess.Popen(arguments, stdin=subprocess.PIPE, text=True, bufsize=1, start_new_session=True)
     try:
         yield lambda pid: print(pid, file=guard.stdin)

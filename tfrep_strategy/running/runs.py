@@ -221,7 +221,8 @@ def run_to_end(
     Args:
         options: What is wanted.
         arguments: A rank's command line.
-        note_dir: An empty folder for the notes of failed ranks, and the signs of life of all.
+        note_dir: An empty folder for the notes of failed ranks, and the signs of life of all. It is removed if this process is
+            killed.
         events: From `deferred_signals`, which the caller holds around all that must be cleaned up.
         nodes: The launchers of the run, if there are several. They have met.
 
@@ -230,7 +231,8 @@ def run_to_end(
         RunFailed: A rank failed or is frozen, the time was over, or a signal came.
 
     Example:
-        >>> run_to_end(Options(num_replicas=2), ["true"], Path(), Events())
+        >>> with tempfile.TemporaryDirectory() as notes:
+        ...     run_to_end(Options(num_replicas=2), ["true"], Path(notes), Events())
     """
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
     size = nodes.size if nodes else options.size
@@ -263,6 +265,7 @@ def run_to_end(
                     again=restarts > 0,
                     patience=patience,
                     grace=grace_seconds(for_a_backup=backup_dir is not None),
+                    temporary=[note_dir],
                 )
             if failure is None or not failure.was_lost or restarts == options.max_restarts:
                 break
