@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 
 
 class BackgroundWrites:
     """Writes on a thread, one thing at a time. Python waits for it before it ends."""
 
     def __init__(self) -> None:
-        self._last: Future[None] | None = None
+        self._last: futures.Future[None] | None = None
 
     @property
     def is_writing(self) -> bool:
@@ -34,7 +34,7 @@ class BackgroundWrites:
             Exception: What was written before could not be written. Nothing is started then.
         """
         self.wait()
-        executor = ThreadPoolExecutor(1, "tfrep-write")
+        executor = futures.ThreadPoolExecutor(1, "tfrep-write")
         self._last = executor.submit(write)
         executor.shutdown(wait=False)  # Its thread ends with the file.
 
@@ -44,8 +44,9 @@ class BackgroundWrites:
         Raises:
             Exception: Something could not be written. It is raised once.
         """
-        last, self._last = self._last, None
-        if last is not None:
+        if self._last is not None:
+            futures.wait([self._last])  # An interrupt here leaves it to be waited for.
+            last, self._last = self._last, None
             last.result()
 
     @contextlib.contextmanager
