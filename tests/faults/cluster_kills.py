@@ -15,7 +15,9 @@ import psutil
 from injecting import START_SECONDS, environ
 
 SCRIPT = Path(__file__).resolve().parents[1] / "strategies" / "scripts" / "backed_up.py"
+ALL, COORDINATOR = "all servers and workers are killed", "the coordinator is killed"
 NAMES = {"ps0.log": "a server is killed", "worker0.log": "a worker is killed", "worker1.log": "a worker is killed"}
+KINDS = sorted({ALL, COORDINATOR, *NAMES.values()})
 
 
 def processes_of(launcher: int) -> dict[str, psutil.Process]:
@@ -25,10 +27,10 @@ def processes_of(launcher: int) -> dict[str, psutil.Process]:
         with contextlib.suppress(psutil.Error, OSError):
             command = " ".join(process.cmdline())
             if "tfrep_strategy.running.script" in command:
-                found["the coordinator is killed"] = process
+                found[COORDINATOR] = process
             elif "tfrep_strategy.clusters.servers" in command:
                 log = os.path.basename(os.readlink(f"/proc/{process.pid}/fd/1"))
-                found[NAMES.get(log, "all servers and workers are killed")] = process
+                found[NAMES.get(log, ALL)] = process
     return found
 
 
@@ -44,14 +46,15 @@ def killed_run(folder: Path, kills: int, rng: random.Random) -> tuple[str, dict[
     with open(paths[0], "w") as output, open(paths[1], "w") as errors:
         run = subprocess.Popen(command, cwd=folder, env=environ(), stdout=output, stderr=errors)
     counts: dict[str, int] = defaultdict(int)
+    wanted = rng.sample(KINDS, len(KINDS))
     try:
         while run.poll() is None and sum(counts.values()) < kills:
-            time.sleep(rng.uniform(0.1, 9))
-            with contextlib.suppress(psutil.Error):
-                found = processes_of(run.pid)
-                what = min(found, key=lambda what: (counts[what], rng.random()), default="")
-                if what:
-                    found[what].kill()
+            time.sleep(0.05)
+            with contextlib.suppress(psutil.Error, KeyError):
+                what = wanted[sum(counts.values()) % len(wanted)]
+                if what in processes_of(run.pid):
+                    time.sleep(rng.uniform(0, 6))
+                    processes_of(run.pid)[what].kill()
                     counts[what] += 1
         assert run.wait(START_SECONDS) == 0, paths[1].read_text()[-3000:]
     finally:

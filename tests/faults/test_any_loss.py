@@ -24,9 +24,10 @@ from tfrep_strategy.processes.identity import horovod_is_installed
 
 MANY = int(os.environ.get("TFREP_FAULTS", "3"))
 SEED = int(os.environ.get("TFREP_FAULTS_SEED", "0"))
-FAULTS_OF_A_RUN = 10
+FAULTS_OF_A_RUN = 5
 KINDS = [["-n", "2", "--communicator", "tf"], ["-n", "2", "--strategy", "mirrored"]]
 """Of runs."""
+pytestmark = pytest.mark.timeout(300 + 100 * MANY)
 if horovod_is_installed():
     KINDS.append(["-n", "2", "--communicator", "horovod"])
 
