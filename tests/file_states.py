@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ _OF_HDF5 = {"close", "create_dataset", "create_group", "flush"}
 
 
 class Watching:
-    """Calls a function before each call that may change a file, of Python or of h5py.
+    """Calls a function before each call that may change a file, of Python or of h5py, on this thread and those that it starts.
 
     Of writes that follow each other, such as HDF5's many small ones, the first one counts.
     """
@@ -34,10 +35,12 @@ class Watching:
         self._at_point, self._last = at_point, ""
 
     def __enter__(self) -> None:
+        threading.setprofile(self._called)  # Of threads that start now.
         sys.setprofile(self._called)
 
     def __exit__(self, *exception: object) -> None:
         sys.setprofile(None)
+        threading.setprofile(None)
 
     def _called(self, frame: Any, event: str, argument: Any) -> None:
         name = getattr(argument, "__name__", "") if event == "c_call" else frame.f_code.co_name

@@ -44,6 +44,7 @@ LANES = {
     ),
     "faults": (
         "communicators/peers/test_monitor.py",
+        "faults/",
         "keras_integration/test_first_use.py",
         "keras_integration/test_kills.py",
         "running/test_backed_up_runs.py",
@@ -81,6 +82,7 @@ LANES = {
     "input": ("pipelines/test_shared_reading.py", "strategies/test_distributed_input.py", "test_data.py"),
     "callbacks": (
         "callbacks/",
+        "keras_integration/test_background.py",
         "keras_integration/test_backups.py",
         "keras_integration/test_callbacks.py",
         "keras_integration/test_exports.py",

@@ -1,11 +1,12 @@
-"""Settings from the environment: waiting times, backups, whom a run trusts and how it reaches hosts, whether calls are checked."""
+"""Settings from the environment: waiting times, backups, warnings, trust, how hosts are reached, whether calls are checked."""
 
 from __future__ import annotations
 
 import math
 import os
+import signal
 
-from tfrep_strategy.validation import CommandLine, Limit, Network, Networks, Seconds, variable
+from tfrep_strategy.validation import CommandLine, Limit, Network, Networks, Seconds, WarningSignal, variable
 
 
 def timeout_seconds() -> float:
@@ -104,6 +105,22 @@ def grace_seconds(*, for_a_backup: bool) -> float:
         3.0
     """
     return variable(Seconds, "TFREP_GRACE", default=25.0 if for_a_backup else 3.0)
+
+
+def warning_signal() -> signal.Signals | None:
+    """Returns the signal by which a scheduler warns a run before it ends it; None where there is none but SIGTERM.
+
+    `TFREP_WARNING_SIGNAL` names it. It does what SIGTERM does.
+
+    Raises:
+        ConfigurationError: `TFREP_WARNING_SIGNAL` is not the name of such a signal.
+
+    Example:
+        >>> os.environ["TFREP_WARNING_SIGNAL"] = "USR1"
+        >>> warning_signal().name
+        'SIGUSR1'
+    """
+    return variable(WarningSignal, "TFREP_WARNING_SIGNAL", default=None)
 
 
 def trusted_networks() -> tuple[Network, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,9 @@ from tfrep_strategy.keras_integration.shared.callback_states import (
     states_of,
     write_beside_weights,
 )
-from tfrep_strategy.keras_integration.shared.preemption import (
-    answer_sigterm,
-    end_as_asked,
-    is_asked_to_end,
-    keeping_sigterm,
-)
+from tfrep_strategy.keras_integration.shared.model_files import weights_in_memory
 from tfrep_strategy.keras_integration.synchronous import run_backups
+from tfrep_strategy.preemption import answer_requests_to_end, end_as_asked, is_asked_to_end, keeping_requests
 
 
 class Remembers(keras.callbacks.Callback):
@@ -41,8 +38,9 @@ def test_what_callbacks_remember_travels_in_the_file_of_the_weights(tmp_path: Pa
     stop.best, stop.wait, stop.best_weights = np.float32(0.25), 2, [np.arange(6.0).reshape(2, 3), np.float16([1, -0.0])]
     given = [Remembers({"a": [1, None, "x"], "b": float("inf")}), stop, Remembers([True]), keras.callbacks.TensorBoard("logs")]
     path, written = str(tmp_path / "own.weights.h5"), model()
-    written.save_weights(path)
-    write_beside_weights(path, {"callbacks": states_of(given)})
+    weights = weights_in_memory(written)
+    write_beside_weights(weights, {"callbacks": states_of(given)})
+    Path(path).write_bytes(weights.getvalue())
 
     (read := model()).load_weights(path)
     np.testing.assert_array_equal(read.get_weights()[0], written.get_weights()[0])
@@ -62,6 +60,10 @@ def test_a_file_of_weights_alone(tmp_path: Path) -> None:
     assert read_beside_weights(path) is None
 
 
+def assert_true(value: object) -> None:
+    assert value
+
+
 def test_backups_take_a_fiftieth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     pace = run_backups._Pace(keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)]))
     for cost in (0.5, 4.0):
@@ -70,31 +72,42 @@ def test_backups_take_a_fiftieth_of_the_time(monkeypatch: pytest.MonkeyPatch) ->
         assert not pace.is_due()
         monkeypatch.setattr(run_backups._Pace, "last_saved", run_backups._Pace.last_saved - 2 * cost)
         assert pace.is_due()
+    written = threading.Event()
+    run_backups.writes.start(lambda: assert_true(written.wait(60)))
+    assert not pace.is_due(), "training would wait for the disk"
+    monkeypatch.setenv("TFREP_BACKUP_SECONDS", "1")
+    assert pace.is_due(), "the user wants it"
+    written.set()
+    run_backups.writes.wait()
     monkeypatch.setenv("TFREP_BACKUP_SECONDS", "1000")
     assert not pace.is_due()
     monkeypatch.setattr(run_backups._Pace, "last_saved", run_backups._Pace.last_saved - 1000)
     assert pace.is_due()
 
 
-def test_a_request_to_end_is_kept_until_it_is_answered() -> None:
-    with keeping_sigterm():
-        answer_sigterm()
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_request_to_end_is_kept_until_it_is_answered(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFREP_WARNING_SIGNAL", "USR2")
+    with keeping_requests():
+        answer_requests_to_end()
         assert not is_asked_to_end()
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGTERM)  # The launcher passes it on, too.
         assert is_asked_to_end()
         with pytest.raises(SystemExit) as ended:
             end_as_asked()
     assert ended.value.code == 143
     assert not is_asked_to_end()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
 def test_a_handler_of_the_programs_own_stays() -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
-        with keeping_sigterm():
-            answer_sigterm()
+        with keeping_requests():
+            answer_requests_to_end()
             signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)

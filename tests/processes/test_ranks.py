@@ -189,7 +189,9 @@ def _launch(marker: str, folder: str) -> None:
     commands = [Command([sys.executable, str(WITH_CHILDREN), marker], os.environ)] * 2
     try:
         with deferred_signals() as events:
-            run_ranks(commands, events, log_dir=Path(folder), note_dir=Path(folder))
+            temporary = Path(folder, "temporary")
+            temporary.mkdir()
+            run_ranks(commands, events, log_dir=Path(folder), note_dir=Path(folder), temporary=[temporary])
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -219,9 +221,10 @@ def test_a_killed_launcher_leaves_no_rank(tmp_path, marker):
         stdout=subprocess.DEVNULL,
     )
     wait_until(lambda: len(alive(marker)) == 1 + 2 * 3, 60)
+    assert (tmp_path / "temporary").exists()
     launcher.kill()
     launcher.wait(10)
-    wait_until(lambda: not alive(marker))
+    wait_until(lambda: not alive(marker) and not (tmp_path / "temporary").exists())
 
 
 def test_signals_that_are_ignored_stay_ignored():

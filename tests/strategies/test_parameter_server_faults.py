@@ -176,6 +176,33 @@ def test_the_command(tmp_path: Path, victim: str) -> None:
         assert process.returncode == (-signal.SIGKILL if victim == "launcher" else 130)
 
 
+@pytest.mark.parametrize("victim", ["a server", "all servers and workers"])
+def test_who_dies_while_the_cluster_starts(tmp_path: Path, victim: str) -> None:
+    arguments = ["run", "--strategy", "parameter-server", "--workers", "1", "--servers", "1", "--max-restarts", "1"]
+    command = [sys.executable, "-m", "tfrep_strategy.cli", *arguments, str(_SCRIPTS / "speaks.py")]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environ_in(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        killed = False
+        while not killed:
+            assert process.poll() is None
+            with contextlib.suppress(StopIteration, psutil.Error, OSError):
+                holder = _found(psutil.Process(process.pid).children(), "clusters.servers")
+                if victim == "a server":
+                    next(p for p in holder.children() if "ps0.log" in os.readlink(f"/proc/{p.pid}/fd/1")).kill()
+                else:
+                    holder.kill()
+                killed = True
+        out, err = process.communicate(timeout=150)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, out) == (0, "once\n"), err[-3000:]
+    assert "the cluster is started again (1 of 1 left)" in err
+    assert not left_behind(tmp_path)
+
+
 def test_logs_of_workers_and_servers_are_kept_where_wanted(tmp_path: Path) -> None:
     arguments = ["run", "--strategy", "parameter-server", "--workers", "2", "--servers", "1", "--log-dir", "some/logs"]
     command = [sys.executable, "-m", "tfrep_strategy.cli", *arguments, str(_SCRIPTS / "speaks.py")]

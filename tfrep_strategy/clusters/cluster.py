@@ -56,6 +56,7 @@ class LocalCluster:
         self.folder = Path(tempfile.mkdtemp(prefix="tfrep-cluster-"))
         self.log_dir = log_dir or self.folder
         self._on_end = on_end
+        self._is_over = False
         self._pids: dict[str, int] = {}
         self._changed = threading.Condition()
         environ = inherited_environ() | {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
@@ -96,7 +97,8 @@ class LocalCluster:
                 print(json.dumps([job, index]), file=self._process.stdin)
             except OSError:
                 raise PeerError(message("The servers of the cluster have ended.", logs=str(self.log_dir))) from None
-            if not self._changed.wait_for(lambda: name in self._pids, START_SECONDS):
+            self._changed.wait_for(lambda: name in self._pids or self._is_over, START_SECONDS)
+            if name not in self._pids:
                 raise PeerError(message("A task of the cluster does not start.", task=name, logs=str(self.log_dir)))
 
     def kill(self, job: str, index: int) -> None:
@@ -115,6 +117,11 @@ class LocalCluster:
     def pid(self, job: str, index: int) -> int | None:
         """Returns the process id of a task, or None if it does not run."""
         return self._pids.get(f"{job}{index}")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process that holds all tasks has ended, and they with it."""
+        return self._is_over
 
     def stop(self) -> None:
         """Ends all tasks, and returns when they are gone."""
@@ -141,6 +148,9 @@ class LocalCluster:
             if "ended" in event and self._on_end is not None:
                 job = event["ended"].rstrip("0123456789")
                 self._on_end(job, int(event["ended"][len(job) :]), event["code"])
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
 
 
 def check_counts(**counts: Any) -> None:

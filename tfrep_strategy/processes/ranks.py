@@ -24,6 +24,7 @@ from typing import Protocol
 
 import psutil
 
+from tfrep_strategy.limits import warning_signal
 from tfrep_strategy.processes.notes import Note, read_notes
 from tfrep_strategy.processes.signs_of_life import LOOK_SECONDS, Frozen, Patience, Watch
 
@@ -44,7 +45,7 @@ _SETTLE_SECONDS = 0.1
 
 # What a rank's death would orphan is found through the rank, so it is looked for before anything is killed.
 _GUARD = """
-import contextlib, json, os, signal, sys
+import contextlib, json, os, shutil, signal, sys
 groups = [int(line) for line in sys.stdin]
 sys.path[:] = json.loads(sys.argv[1])
 import psutil
@@ -58,6 +59,8 @@ for group in groups:
 for member in members:
     with contextlib.suppress(psutil.Error):
         member.kill()
+for folder in sys.argv[2:]:
+    shutil.rmtree(folder, ignore_errors=True)
 """
 
 
@@ -142,13 +145,17 @@ class Failure:
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[Events]:
-    """Collects SIGINT, SIGTERM and SIGHUP while the body runs, and delivers the first when it is done.
+    """Collects SIGINT, SIGTERM, SIGHUP and the warning signal while the body runs, and delivers the first when it is done.
 
-    What the signal was meant to do (raise `KeyboardInterrupt`, end the process) thus happens after the clean-up.
+    What the signal was meant to do (raise `KeyboardInterrupt`, end the process) thus happens after the clean-up. A warning
+    (`TFREP_WARNING_SIGNAL`) counts as SIGTERM.
     Outside of the main thread Python offers no way to do this, and signals keep their meaning.
 
     Yields:
         The queue that receives the signals.
+
+    Raises:
+        ConfigurationError: `TFREP_WARNING_SIGNAL` is not the name of such a signal.
 
     Example:
         >>> with contextlib.suppress(KeyboardInterrupt), deferred_signals() as events:
@@ -158,14 +165,16 @@ def deferred_signals() -> Iterator[Events]:
     """
     events: Events = queue.SimpleQueue()
     received: list[int] = []
+    warning = warning_signal()
 
     def remember(number: int, frame: object) -> None:
+        number = signal.SIGTERM if number == warning else number
         received.append(number)
         events.put((None, number))
 
     previous = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} | ({warning} if warning else set()):
             # Ignored on purpose, as by nohup: stays ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
                 previous[number] = signal.signal(number, remember)
@@ -214,6 +223,7 @@ def run_ranks(
     patience: Patience | None = None,
     grace: float = GRACE_SECONDS,
     start: Start = start_process,
+    temporary: Sequence[Path] = (),
 ) -> Failure | None:
     """Runs one process per command until all end well or one does not; none is left when this returns.
 
@@ -232,6 +242,7 @@ def run_ranks(
         patience: How long a rank may be stopped or silent; by default nobody looks.
         grace: How many seconds ranks may take to end when a signal to this process ends the run.
         start: How a rank is started.
+        temporary: Folders that are removed if this process is killed. Else whoever made them removes them.
 
     Returns:
         `None` if every rank ended with exit code 0, else what went wrong first.
@@ -245,7 +256,7 @@ def run_ranks(
     run = _Run(events, note_dir, start, None if patience is None else Watch(note_dir, patience))
     stop_with: int = signal.SIGTERM
     seconds_to_end = GRACE_SECONDS
-    with _guard() as watch_group:
+    with _guard(temporary) as watch_group:
         try:
             for rank, command in enumerate(commands, first_rank):
                 log = log_dir / f"rank{rank}.log" if rank or logs_all else None
@@ -371,6 +382,8 @@ class _Run:
         return None
 
     def _note_end(self, rank: int, code: int) -> None:
+        if code < 0 and -code == warning_signal():  # It was warned before it had a handler.
+            code = -signal.SIGTERM
         self._codes[rank], self._ended_at[rank] = code, time.monotonic()
 
     def _signal(self, trees: Sequence[psutil.Process], number: int) -> None:
@@ -391,9 +404,9 @@ def _descendants(pid: int) -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def _guard() -> Iterator[Callable[[int], None]]:
-    """Starts the process that kills the groups it was told of if this process dies; it never outlives the body."""
-    arguments = [sys.executable, "-I", "-S", "-c", _GUARD, json.dumps(sys.path)]
+def _guard(temporary: Sequence[Path]) -> Iterator[Callable[[int], None]]:
+    """Starts the process that kills the groups it was told of, and removes folders, if this process dies; else the body ends it."""
+    arguments = [sys.executable, "-I", "-S", "-c", _GUARD, json.dumps(sys.path), *map(os.path.abspath, temporary)]
     guard = subprocess.Popen(arguments, stdin=subprocess.PIPE, text=True, bufsize=1, start_new_session=True)
     try:
         yield lambda pid: print(pid, file=guard.stdin)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tfrep_strategy.clusters.cluster import LocalCluster, check_counts
-from tfrep_strategy.errors import ConfigurationError, ServerLostError, check_count, message
+from tfrep_strategy.errors import ConfigurationError, PeerError, ServerLostError, check_count, message
 from tfrep_strategy.processes.announced import announced
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.identity import inherited_environ
@@ -97,49 +97,67 @@ def run_coordinator(
     of_profile = profile_environ(options.profile, profile_dir)
     with deferred_signals() as events:
         for attempt in range(options.max_restarts + 1):
-            with _restarting_cluster(options.workers, options.servers, log_dir) as servers:
-                cluster = {"chief": [f"127.0.0.1:{free_ports(1)[0]}"], **servers.spec}
-                notes = servers.folder
-                environ = inherited_environ() | {
-                    "PYTHONUNBUFFERED": "1",
-                    "TFREP_STRATEGY": "parameter-server",
-                    "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}}),
-                    **of_profile,
-                }
-                of_script = ["tfrep_strategy.running.script", str(notes), "", kind, target, *arguments]
-                command = Command(module_command(*of_script), environ)
-                with announced(log_dir or notes, notes, profile_dir):
-                    failure = run_ranks([command], events, log_dir=notes, note_dir=notes)
-            lost = failure is not None and (failure.was_lost or failure.exit_code == SERVER_LOST)
-            if not lost or attempt == options.max_restarts:
-                return failure
+            try:
+                with _RestartingCluster(options.workers, options.servers, log_dir) as cluster:
+                    jobs = {"chief": [f"127.0.0.1:{free_ports(1)[0]}"], **cluster.spec}
+                    notes = cluster.folder
+                    environ = inherited_environ() | {
+                        "PYTHONUNBUFFERED": "1",
+                        "TFREP_STRATEGY": "parameter-server",
+                        "TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": "chief", "index": 0}}),
+                        **of_profile,
+                    }
+                    of_script = ["tfrep_strategy.running.script", str(notes), "", kind, target, *arguments]
+                    command = Command(module_command(*of_script), environ)
+                    with announced(log_dir or notes, notes, profile_dir):
+                        failure = run_ranks([command], events, log_dir=notes, note_dir=notes)
+                    if not (failure is not None and cluster.explains(failure)) or attempt == options.max_restarts:
+                        return failure
+            except PeerError as error:  # A server was lost before the script began.
+                if attempt == options.max_restarts:
+                    raise
+                print(f"tfrep: {error}", file=sys.stderr)
             left = options.max_restarts - attempt
             print(f"tfrep: the cluster is started again ({left} of {options.max_restarts} left).", file=sys.stderr)
     return None
 
 
-@contextlib.contextmanager
-def _restarting_cluster(workers: int, servers: int, log_dir: Path | None) -> Iterator[LocalCluster]:
-    """Starts a cluster whose workers are started again when they end by themselves."""
-    stopping = threading.Event()
+class _RestartingCluster(LocalCluster):
+    """A cluster whose workers are started again when they end by themselves. It is stopped at the end of its block."""
 
-    def on_end(job: str, index: int, code: int) -> None:
-        if job == "worker" and not stopping.is_set():
-            log = f" Log: {log_dir / f'worker{index}.log'}" if log_dir else ""
+    def __init__(self, workers: int, servers: int, log_dir: Path | None) -> None:
+        self._stopping = threading.Event()
+        self._kept_logs = log_dir
+        self._lost_servers: list[int] = []
+        super().__init__(workers, servers, self._answer_end, log_dir)
+
+    def __enter__(self) -> _RestartingCluster:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopping.set()
+        self.stop()
+
+    def explains(self, failure: Failure) -> bool:
+        """Whether the coordinator failed because it, or a server, was lost. It does not know a server that is lost early."""
+        is_lost = failure.was_lost or failure.exit_code == SERVER_LOST
+        return is_lost or failure.rank is not None and (bool(self._lost_servers) or self.has_ended)
+
+    def _answer_end(self, job: str, index: int, code: int) -> None:
+        if self._stopping.is_set():
+            return
+        log = f" Log: {self._kept_logs / f'{job}{index}.log'}" if self._kept_logs else ""
+        if job == "worker":
             print(f"tfrep: worker {index} ended with code {code}, and is started again.{log}", file=sys.stderr)
             # Not here: what reads the cluster's messages must not wait for one.
-            threading.Thread(target=_start_again, args=(index,), daemon=True).start()
+            threading.Thread(target=self._start_again, args=(index,), daemon=True).start()
+        else:
+            print(f"tfrep: parameter server {index} ended with code {code}.{log}", file=sys.stderr)
+            self._lost_servers.append(index)
 
-    def _start_again(index: int) -> None:
+    def _start_again(self, index: int) -> None:
         with contextlib.suppress(Exception):
-            cluster.start("worker", index)
-
-    cluster = LocalCluster(workers, servers, on_end, log_dir)
-    try:
-        yield cluster
-    finally:
-        stopping.set()
-        cluster.stop()
+            self.start("worker", index)
 
 
 @contextlib.contextmanager

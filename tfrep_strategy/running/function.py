@@ -12,6 +12,7 @@ import cloudpickle
 
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import PeerError
+from tfrep_strategy.preemption import heed_warning
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.forked_ranks import ForkServers
 from tfrep_strategy.processes.notes import noted_failure
@@ -114,6 +115,7 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
         own_path: Unused: the function may need what its caller could import.
     """
     del own_path
+    heed_warning()
     folder, scope = Path(arguments[0]), arguments[1]
     rank = detect_environment().rank
     give_signs(folder, rank)

@@ -253,7 +253,8 @@ def run_to_end(
     Args:
         options: What is wanted.
         arguments: A rank's command line.
-        note_dir: An empty folder for the notes of failed ranks, and the signs of life of all.
+        note_dir: An empty folder for the notes of failed ranks, and the signs of life of all. It is removed if this process is
+            killed.
         events: From `deferred_signals`, which the caller holds around all that must be cleaned up.
         rounds: When the ranks are started, if launchers on other machines decide that, too. Default: `rounds_here`.
         servers: From which ranks are forked if they can; by default each is a process of its own from the start.
@@ -263,7 +264,8 @@ def run_to_end(
         RunFailed: A rank failed or is frozen, the time was over, or a signal came.
 
     Example:
-        >>> run_to_end(Options(num_replicas=2), ["true"], Path(), Events())
+        >>> with tempfile.TemporaryDirectory() as notes:
+        ...     run_to_end(Options(num_replicas=2), ["true"], Path(notes), Events())
     """
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
     log_dir = make_log_dir(options.log_dir)
@@ -302,6 +304,7 @@ def run_to_end(
                     patience=Patience.of_environment() if size > 1 and options.strategy != "mirrored" else None,
                     grace=grace_seconds(for_a_backup=backup_dir is not None),
                     start=start,
+                    temporary=[note_dir],
                 )
             if this.failure is not None:
                 this.story = describe(this.failure, timeout=options.timeout, log_dir=log_dir)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tfrep_strategy.errors import message
@@ -31,7 +33,7 @@ class Backups(KerasDriver):
     def save_backup(self, original: Any, callback: Any) -> None:
         """Writes a backup, which replaces the one before when it is complete."""
         if is_local(callback.backup_dir):
-            _save(callback)
+            _save(callback, _metadata(callback), lambda path: callback.model.save_weights(path, overwrite=True))
         else:
             original(callback)
 
@@ -122,17 +124,36 @@ def restore(original: Any, callback: Any, logs: Any, found: list[Backup]) -> int
     return 0
 
 
-def _save(callback: Any) -> None:
-    current, previous = _pairs(callback)
-    os.makedirs(callback.backup_dir, exist_ok=True)
+def prepared(callback: Any, weights: io.BytesIO) -> Callable[[], None]:
+    """Returns what writes a backup of what now holds. It may run on any thread, while training goes on.
+
+    Args:
+        callback: A `BackupAndRestore`.
+        weights: The content of the file of weights, a copy.
+    """
+    content = _metadata(callback)
+
+    def write_weights(path: str) -> None:
+        data = weights.getbuffer()
+        with whole(path, data.nbytes) as unfinished, open(unfinished, "wb", buffering=0) as file:
+            while data:  # One call may write a part only.
+                data = data[file.write(data) :]
+
+    return lambda: _save(callback, content, write_weights)
+
+
+def _metadata(callback: Any) -> dict[str, int]:
     batch = callback._last_batch_seen
     done = 0 if callback.save_freq == "epoch" else batch + 1
-    content = {"epoch": callback._current_epoch, "batch": batch, _BATCHES: done}
+    return {"epoch": callback._current_epoch, "batch": batch, _BATCHES: done}
+
+
+def _save(callback: Any, content: dict[str, int], write_weights: Callable[[str], None]) -> None:
+    current, previous = _pairs(callback)
+    os.makedirs(callback.backup_dir, exist_ok=True)
     with hidden_folder(callback.backup_dir) as unfinished:
         new = Backup(*(os.path.join(unfinished, os.path.basename(path)) for path in current))
-        callback.model.save_weights(new.weights, overwrite=True)
-        if hasattr(callback, "write_beside_weights"):
-            callback.write_beside_weights(new.weights)
+        write_weights(new.weights)
         with whole(new.metadata) as path, open(path, "w", encoding="utf-8") as file:
             json.dump(content | {_CHECKSUM: _checksum(new.weights)}, file)
         replaced = _content(current.metadata)

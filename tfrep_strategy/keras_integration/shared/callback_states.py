@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -47,11 +48,11 @@ def restore_states(callbacks: Sequence[Any], states: dict[str, dict[str, Any]]) 
                 setattr(callback, key, copy.deepcopy(value))
 
 
-def write_beside_weights(path: str, content: dict[str, Any]) -> None:
+def write_beside_weights(weights: io.BytesIO, content: dict[str, Any]) -> None:
     """Adds plain data to a file of weights, which Keras reads as before.
 
     Args:
-        path: Of a file in Keras's HDF5 format.
+        weights: The content of a file in Keras's HDF5 format.
         content: Numbers, texts, arrays, and lists and dictionaries of these.
     """
     arrays: list[np.ndarray] = []
@@ -61,7 +62,7 @@ def write_beside_weights(path: str, content: dict[str, Any]) -> None:
         return {_ARRAY: len(arrays) - 1}
 
     text = json.dumps(content, default=number_of)
-    with h5py.File(path, "a") as file:
+    with h5py.File(weights, "a") as file:
         group = file.create_group(_GROUP)
         group["content"] = text
         for i, array in enumerate(arrays):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from typing import Any
@@ -14,6 +15,8 @@ from tfrep_strategy.keras_integration.shared import hdf5_files
 from tfrep_strategy.keras_integration.shared.files import shown_as, written_whole
 
 _ask_to_overwrite = keras_internal("utils.io_utils", "ask_to_proceed_with_overwrite")
+_save_state = keras_internal("saving.saving_lib", "_save_state")
+_Store = keras_internal("saving.saving_lib", "H5IOStore")
 _is_remote = keras_internal("utils.file_utils", "is_remote_path")
 
 
@@ -63,6 +66,22 @@ class ModelFiles(KerasDriver):
         with written_whole(filepath, size, parents=True) as unfinished, shown_as(unfinished, filepath):
             original(model, unfinished, *args, **kwargs)
         return None
+
+
+def weights_in_memory(model: Any) -> io.BytesIO:
+    """Copies the weights of a model, and the variables of its optimizer.
+
+    Args:
+        model: A Keras model.
+
+    Returns:
+        What `save_weights` writes to a file.
+    """
+    content = io.BytesIO()
+    store = _Store(content, mode="w")
+    _save_state(model, weights_store=store, assets_store=None, inner_path="", visited_saveables=set())
+    store.close()
+    return content
 
 
 def _may_write(filepath: str | os.PathLike[str], overwrite: bool) -> bool:

@@ -14,9 +14,9 @@ from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
-from tfrep_strategy.keras_integration.shared.preemption import keeping_sigterm
 from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfRanks, profiled
 from tfrep_strategy.keras_integration.shared.xla import SplitPrediction, compiled_between_collectives
+from tfrep_strategy.keras_integration.synchronous import run_backups
 from tfrep_strategy.keras_integration.synchronous.callbacks import Callbacks
 from tfrep_strategy.keras_integration.synchronous.empty_parts import EmptyParts
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
@@ -28,6 +28,7 @@ from tfrep_strategy.keras_integration.synchronous.placement import Placement
 from tfrep_strategy.keras_integration.synchronous.saving import Saving
 from tfrep_strategy.keras_integration.synchronous.stateful_rnn import StatefulLayers
 from tfrep_strategy.keras_integration.synchronous.thread_state import Seeds
+from tfrep_strategy.preemption import keeping_requests
 
 _Trainer = keras_internal("backend.tensorflow.trainer", "TensorFlowTrainer")
 _STEPS = (tf.data.Iterator, tf.distribute.DistributedIterator)
@@ -74,7 +75,11 @@ class SynchronousDriver(
         self.strategy.extended.given_beside = {"validation_data": given.get("validation_data")}
         self.is_fitting = True
         try:
-            with keeping_sigterm(), profiled(lambda: TracesOfRanks(self.strategy), self.strategy.is_chief) as self.profile:
+            with (
+                keeping_requests(),
+                run_backups.writes.waited_for(),
+                profiled(lambda: TracesOfRanks(self.strategy), self.strategy.is_chief) as self.profile,
+            ):
                 return original(model, *args, **kwargs)
         finally:
             self.strategy.extended.given_beside = {}

@@ -1,12 +1,13 @@
 """Backups that a run makes of each `fit` by itself, so that it can be started again: `tfrep run --max-restarts`, `--backup-dir`.
 
 All ranks decide alike. Once a second or so they tell each other whether one was asked to end, and rank 0 says whether a backup is
-due. No step costs anything in between.
+due. No step costs anything in between. Rank 0 copies the values, and writes the copy while training goes on.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import sys
 import time
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 import keras
 
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
+from tfrep_strategy.keras_integration.shared.background import BackgroundWrites
+from tfrep_strategy.keras_integration.shared.backups import prepared
 from tfrep_strategy.keras_integration.shared.callback_states import (
     read_beside_weights,
     restore_states,
@@ -24,17 +27,22 @@ from tfrep_strategy.keras_integration.shared.callback_states import (
     write_beside_weights,
 )
 from tfrep_strategy.keras_integration.shared.declared_callback import DeclaredCallback
-from tfrep_strategy.keras_integration.shared.preemption import answer_sigterm, end_as_asked, is_asked_to_end
+from tfrep_strategy.keras_integration.shared.model_files import weights_in_memory
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
+from tfrep_strategy.keras_integration.synchronous.saving import failing_together, written_once
 from tfrep_strategy.limits import backup_dir, backup_seconds
+from tfrep_strategy.preemption import answer_requests_to_end, end_as_asked, is_asked_to_end
 from tfrep_strategy.progress import Progress, Step
 
 _SHARE_OF_TIME = 0.02
 _SECONDS_BETWEEN_LOOKS = 1.0
-_BYTES_PER_SECOND, _LEAST_COST = 100e6, 0.1
-"""What a first backup is taken to cost, before one was made."""
+_BYTES_PER_SECOND, _LEAST_COST = 300e6, 0.1
+"""For how long training is taken to wait for a first backup, before one was made."""
 
 _fits = itertools.count()
+
+writes = BackgroundWrites()
+"""Of all `fit`s of this process."""
 
 
 def backup_of_fit(strategy: KerasStrategy, callbacks: Sequence[Any], steps: StepsOfReplicas | None) -> list[RunBackup]:
@@ -62,8 +70,8 @@ class _Look(NamedTuple):
     """What a rank tells the others.
 
     Attributes:
-        is_asked_to_end: Whether SIGTERM has come.
-        saves: Whether a backup is due. Rank 0 decides.
+        is_asked_to_end: Whether it was asked to end.
+        saves: Whether a backup is due, or the last one could not be written, which all ranks are to hear of. Rank 0 decides.
         steps: After how many steps they look again. Rank 0 decides.
     """
 
@@ -104,9 +112,11 @@ class _Pace:
         self._looked = time.monotonic()
 
     def is_due(self) -> bool:
-        """Returns whether it is time."""
+        """Returns whether it is time. Without the user's wish, training never waits for the disk."""
         seconds = backup_seconds()
-        return time.monotonic() - _Pace.last_saved >= (self._cost / _SHARE_OF_TIME if seconds is None else seconds)
+        if seconds is None:
+            seconds = math.inf if writes.is_writing else self._cost / _SHARE_OF_TIME
+        return time.monotonic() - _Pace.last_saved >= seconds
 
     def steps_until_next(self, steps_done: int) -> int:
         """Returns after how many steps to look again, given how many were done since the last look."""
@@ -118,30 +128,30 @@ class _Pace:
         return min(max(1, round(_SECONDS_BETWEEN_LOOKS * steps_done / max(seconds, 1e-6))), 10 * steps_done + 1)
 
     def note_cost(self, seconds: float) -> None:
-        """Is told what a backup has cost."""
+        """Is told for how long training has waited for a backup."""
         self._cost = seconds
         self._looked = _Pace.last_saved = time.monotonic()
 
 
 class _Files(keras.callbacks.BackupAndRestore):
-    """Reads and writes weights, and beside them what belongs to this `fit`.
-
-    Attributes:
-        content: What is written beside the weights.
-    """
+    """Reads and writes weights, and beside them what belongs to this `fit`."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder, save_freq=1, delete_checkpoint=False)
-        self.content: dict[str, Any] = {}
 
-    def write_beside_weights(self, path: str) -> None:
-        write_beside_weights(path, self.content)
+    def start_to_save(self, epoch: int, batches_done: int, content: dict[str, Any]) -> None:
+        """Copies what belongs to a backup, and starts to write it.
 
-    def save(self, epoch: int, batches_done: int, content: dict[str, Any]) -> None:
-        """Writes a backup. Every process has to call it."""
-        self.content = content
+        Args:
+            epoch: The epoch in which training goes on.
+            batches_done: How many of its batches are done.
+            content: What is written beside the weights.
+        """
+        writes.wait()  # There is one copy at a time.
+        weights = weights_in_memory(self.model)
+        write_beside_weights(weights, content)
         self._current_epoch, self._last_batch_seen = epoch, batches_done - 1
-        self._save_model()
+        writes.start(prepared(self, weights))
 
 
 class RunBackup(keras.callbacks.Callback):
@@ -186,7 +196,7 @@ class RunBackup(keras.callbacks.Callback):
         if self._restored is not None:
             self._go_on(self._restored, epochs, batches)
         self._steps.before_step = self._before_step
-        answer_sigterm()
+        answer_requests_to_end()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Gives callbacks and metrics what they had in the middle of the epoch: it has begun before, and begins again."""
@@ -214,6 +224,7 @@ class RunBackup(keras.callbacks.Callback):
             self._restore_history(self._restored)
         else:
             self._look(_Place(self._epoch + 1, 0, self._epochs_read, True), self._history())
+            self._wait()
         self.model._initial_epoch = None
 
     def _before_step(self, batches_done: int) -> None:
@@ -227,7 +238,7 @@ class RunBackup(keras.callbacks.Callback):
         """Asks all ranks whether one was asked to end, and rank 0 whether a backup is due."""
         if self._pace is None:
             return
-        own = _Look(is_asked_to_end(), self._pace.is_due(), self._pace.steps_until_next(self._steps_done))
+        own = _Look(is_asked_to_end(), writes.has_failed or self._pace.is_due(), self._pace.steps_until_next(self._steps_done))
         looks = self._strategy.extended.all_gather_object(own)
         self._steps_done, self._steps_wanted = 0, looks[0].steps
         ends = any(look.is_asked_to_end for look in looks)
@@ -236,7 +247,8 @@ class RunBackup(keras.callbacks.Callback):
             self._save(place, history)
             self._pace.note_cost(time.monotonic() - started)
         if ends:
-            self._say(f"asked to end (SIGTERM). A backup was made: epoch {place.epoch}, batch {place.batches}.")
+            self._wait()
+            self._say(f"asked to end. A backup was made: epoch {place.epoch}, batch {place.batches}.")
             end_as_asked()
 
     def _save(self, place: _Place, history: dict[str, Any]) -> None:
@@ -247,7 +259,14 @@ class RunBackup(keras.callbacks.Callback):
             "callbacks": states_of(self._callbacks),
             "metrics": [keras.ops.convert_to_numpy(variable) for variable in metrics],
         }
-        self._files.save(place.epoch, place.batches, content)
+        with written_once(self._strategy, self._files.backup_dir) as is_written_here:
+            if is_written_here:
+                self._files.start_to_save(place.epoch, place.batches, content)
+
+    def _wait(self) -> None:
+        """Returns on all ranks when the last backup is written."""
+        with failing_together(self._strategy):
+            writes.wait()
 
     def _history(self) -> dict[str, Any]:
         return {"epochs": self.model.history.epoch, "history": self.model.history.history}

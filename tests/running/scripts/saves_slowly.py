@@ -1,0 +1,46 @@
+"""Trains a layer that takes some seconds to save. If it takes any, rank 1 warns the launcher in the second epoch.
+
+Argument: the seconds. Rank 0 prints the epochs.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import keras
+import numpy as np
+
+import tfrep_strategy as tfrep
+from tfrep_strategy.preemption import is_asked_to_end
+
+seconds = float(sys.argv[1])
+epochs = []
+
+
+class Slow(keras.layers.Dense):
+    """Takes some seconds to save."""
+
+    def save_own_variables(self, store):
+        time.sleep(seconds)
+        super().save_own_variables(store)
+
+
+def begin(epoch, logs=None):
+    epochs.append(epoch)
+
+
+def begin_batch(batch, logs=None):
+    if seconds and (epochs[-1], batch) == (1, 0) and tfrep.auto_strategy().rank:
+        os.kill(os.getppid(), signal.SIGUSR1)
+        while not is_asked_to_end():  # The launcher passes it on.
+            time.sleep(0.05)
+
+
+x = np.ones((8, 2))
+model = keras.Sequential([keras.Input((2,)), Slow(1)])
+model.compile("sgd", "mse")
+watch = keras.callbacks.LambdaCallback(on_epoch_begin=begin, on_train_batch_begin=begin_batch)
+model.fit(x, x[:, :1], batch_size=4, epochs=3, verbose=0, callbacks=[watch])
+if tfrep.is_chief():
+    print("FOUND " + f'{{"epochs": {epochs}}}')
