@@ -157,7 +157,7 @@ def _sometimes(usual: Any) -> Any:
 
 PLACES = {
     "rank": _sometimes(st.integers(0, 3)),
-    "count": _sometimes(st.integers(1, 4)),
+    "nnodes": _sometimes(st.sampled_from(["1", "4", "1:4", "3:3", "4:1", "0:2", "2:", ":", "1:2:3"])),
     "rendezvous": _sometimes(ADDRESSES),
 }
 OPTIONS = {
@@ -220,7 +220,8 @@ def read_counts_of_a_cluster(draw: Any) -> None:
 
 def read_a_machine(draw: Any) -> None:
     node = taken(lambda: Node.of(**draw(st.fixed_dictionaries(PLACES))))
-    assert node is None or 0 <= node.rank < node.count <= MOST_RANKS
+    assert node is None or 1 <= (node.least or 1) <= node.count <= MOST_RANKS
+    assert node is None or (node.rank is None and node.is_elastic) or 0 <= node.rank < node.count
     place = taken(lambda: Place(draw(PLACES["rendezvous"]), 0, 1))
     assert place is None or 0 < place.target[1] < 65536
 

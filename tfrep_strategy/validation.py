@@ -40,8 +40,8 @@ def _networks(text: str) -> tuple[Network, ...]:
         raise ValueError(f'write networks as "10.0.0.0/8,fd00::/8" ({error})') from None
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"[0-9]{1,9}(:[0-9]{1,9})?", text):
+def _numbers(text: object) -> tuple[int, ...]:
+    if not isinstance(text, str) or not re.fullmatch(r"[0-9]{1,9}(:[0-9]{1,9})?", text):
         raise ValueError("write a valid integer, or two as in 1:4")
     return tuple(map(int, text.split(":")))
 
