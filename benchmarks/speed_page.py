@@ -11,13 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from benchmarks.control_plane import TARGETS, TITLES
 from benchmarks.costs import PRIMITIVES, Costs, Fit
+from benchmarks.pages import markdown_table, measured_on, replace_written, save_figure
 
-BEGIN, END = "<!-- written by benchmarks.speed_page -->", "<!-- end of what it has written -->"
 _DRAWN = ("all_reduce sum", "all_gather", "all_to_all")
 
 
@@ -29,23 +28,14 @@ def write_page(page: Path, results: Path) -> None:
         results: What `benchmarks.scale` has written.
     """
     measured = json.loads(results.read_text("utf-8"))
-    figures = page.parent / "figures"
-    figures.mkdir(exist_ok=True)
-    mpl.rcParams["svg.hashsalt"] = "tfrep"  # The same file for the same numbers.
-    for name, figure in (("collectives", _collectives(measured)), ("ranks", _ranks(measured))):
-        figure.savefig(figures / f"scale_{name}.svg", metadata={"Date": None}, bbox_inches="tight")
-    text = page.read_text("utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n\n{_written(measured)}\n\n{END}{after}", "utf-8")
+    save_figure(_collectives(measured), page, "scale_collectives")
+    save_figure(_ranks(measured), page, "scale_ranks")
+    replace_written(page, "benchmarks.speed_page", _written(measured))
 
 
 def _written(measured: Mapping[str, Any]) -> str:
-    machine, results = measured["machine"], measured["results"]
-    made = (
-        f"Measured on {machine['cores']} cores ({machine['machine']}, Python {machine['python']}) at commit {machine['commit']};"
-        f" the load average of the minute before the end was {machine['load_1min']:.1f}."
-    )
+    results = measured["results"]
+    made = measured_on(measured["machine"])
     parts = [made, "### Collectives", "![Collectives with 2 to 8 processes](figures/scale_collectives.svg)"]
     for communicator, primitives in results["collectives"].items():
         parts += [f'`communicator="{communicator}"`, the most processes, costs of short; long messages:', _tried(primitives)]
@@ -79,7 +69,7 @@ def _tried(primitives: Mapping[str, Any]) -> str:
         "errors",
         "median",
     ]
-    return _table(heads, rows)
+    return markdown_table(heads, rows)
 
 
 def _control(results: Mapping[str, Any]) -> str:
@@ -91,19 +81,14 @@ def _control(results: Mapping[str, Any]) -> str:
         for key, title in TITLES.items()
     ]  # fmt: skip
     *_, last = measured
-    return _table(["", *(f"{int(n):,} ranks" for n in measured), f"predicted for {int(last):,}", "wanted"], rows)
+    return markdown_table(["", *(f"{int(n):,} ranks" for n in measured), f"predicted for {int(last):,}", "wanted"], rows)
 
 
 def _predicted(predicted: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Iterable[str]:
     for links, messages in predicted.items():
         yield f"{links[0].upper()}{links[1:]}: milliseconds of an all-reduce."
         heads = ["", *next(iter(messages.values()))]
-        yield _table(heads, [[name, *(f"{ms:.2f}" for ms in each.values())] for name, each in messages.items()])
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        yield markdown_table(heads, [[name, *(f"{ms:.2f}" for ms in each.values())] for name, each in messages.items()])
 
 
 def _collectives(measured: Mapping[str, Any]) -> Figure:

@@ -65,6 +65,16 @@ def test_step(tmp_path):
     assert ("ours, mirrored", "stock mirrored") in compared
     assert "reached" in text
 
+    from benchmarks.step_page import write_page
+
+    page = tmp_path / "page.md"
+    page.write_text((_REPOSITORY / "docs" / "benchmarks.md").read_text("utf-8"), "utf-8")
+    write_page(page, tmp_path / "result.json")
+    written = page.read_text("utf-8")
+    assert "The net '10 ms', batches of 256:" in written
+    assert f"| ours, mirrored | stock mirrored | {summary['ratios'][0]['ratio']:.2f} |" in written
+    assert (tmp_path / "figures" / "steps.svg").is_file()
+
 
 def test_calls(tmp_path):
     """What one replica adds to a step of plain Keras in Python and in the compiled step stays small."""

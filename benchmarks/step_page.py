@@ -1,0 +1,74 @@
+"""Writes what `benchmarks.step` measured into a page: `python -m benchmarks.step_page docs/benchmarks.md RESULTS.json`.
+
+Everything between two marks of the page is replaced, and the figure beside it is drawn anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.pages import markdown_table, measured_on, replace_written, save_figure
+from benchmarks.step import NETS
+
+_OURS, _PEERS = "C0", "0.7"
+
+
+def write_page(page: Path, results: Path) -> None:
+    """Replaces the tables and the figure of a page.
+
+    Args:
+        page: Markdown with the marks of this module. The figure goes to the folder `figures` beside it.
+        results: What `benchmarks.step` has written.
+    """
+    measured = json.loads(results.read_text("utf-8"))
+    save_figure(_bars(measured["results"]), page, "steps")
+    parts = [measured_on(measured["machine"]), "![Examples per second of each net](figures/steps.svg)"]
+    for name, summary in measured["results"].items():
+        parts += [f"The net '{name}', batches of {NETS[name]['batch']}:", _ratios(summary)]
+    replace_written(page, "benchmarks.step_page", "\n\n".join(parts))
+
+
+def _ratios(summary: Mapping[str, Any]) -> str:
+    rows = []
+    for each in summary["ratios"]:
+        low, high = each["interval"]
+        ratio = f"{each['ratio']:.2f}"
+        reached = "" if each["ratio"] <= each["target"] else " (missed)"
+        rows.append([each["this"], each["other"], ratio, f"{low:.2f} to {high:.2f}", f"{each['target']:.2f}{reached}"])
+    return markdown_table(["a step of", "against", "ratio", "95 % interval", "goal"], rows)
+
+
+def _bars(results: Mapping[str, Any]) -> Figure:
+    figure = Figure(figsize=(4.0 * len(results), 3.6))
+    for axes, (name, summary) in zip(figure.subplots(1, len(results), squeeze=False)[0], results.items(), strict=True):
+        variants = list(summary["median_ms"])[::-1]
+        rates = [1e3 * NETS[name]["batch"] / summary["median_ms"][variant] for variant in variants]
+        axes.barh(variants, rates, color=[_OURS if "ours" in variant else _PEERS for variant in variants])
+        axes.set(title=name, xlabel="examples per second")
+        axes.tick_params(labelsize=7)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+    figure.tight_layout()
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Writes a page.
+
+    Args:
+        arguments: The command line; by default this process's own.
+    """
+    parser = argparse.ArgumentParser("python -m benchmarks.step_page", description=__doc__)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("results", type=Path)
+    chosen = parser.parse_args(arguments)
+    write_page(chosen.page, chosen.results)
+
+
+if __name__ == "__main__":
+    main()
