@@ -52,6 +52,7 @@ def _bars(results: Mapping[str, Any]) -> Figure:
         axes.barh(variants, rates, color=[_OURS if "ours" in variant else _PEERS for variant in variants])
         axes.set(title=name, xlabel="examples per second")
         axes.tick_params(labelsize=7)
+        axes.locator_params(axis="x", nbins=4)
         axes.xaxis.set_major_formatter("{x:,.0f}")
     figure.tight_layout()
     return figure
