@@ -33,6 +33,7 @@ from tfrep_strategy.rendezvous.statements import Statement
 from tfrep_strategy.rendezvous.visiting import Visit
 from tfrep_strategy.running.rounds import Losses, Round, steps_noted, twice_at, where_it_goes_on
 from tfrep_strategy.running.runs import Options, RunFailed
+from tfrep_strategy.validation import made_folder
 
 _log = logging.getLogger(__name__)
 
@@ -238,8 +239,7 @@ class _Judge:
         self._is_elastic, self._max_restarts = options.node.is_elastic, options.max_restarts
         self._backup_dir = backup_dir
         self._restarts, self._losses = 0, Losses()
-        backup_dir.mkdir(parents=True, exist_ok=True)
-        self._progress = steps_noted(backup_dir)
+        self._progress = steps_noted(made_folder("backup_dir", backup_dir))
 
     def decide(self, ended: Ended) -> Verdict:
         """Tells whether there is another round."""
