@@ -30,7 +30,9 @@ class Run:
         self.assembly = Assembly(
             self.place, least, SECRET, seconds=seconds, seconds_to_end=seconds_to_end, decide=self.decide
         )
-        self.own = Seat(self.assembly.begin(self.statement(0)), lambda *_: None)
+        own = self.statement(0, mark="0f")
+        self.told_by_0 = own.told
+        self.own = Seat(self.assembly.begin(own), lambda *_: None)
 
     def decide(self, ended: Ended) -> Verdict:
         self.heard.append(ended)
@@ -41,13 +43,17 @@ class Run:
         made = Statement.of(place, {"alike": {}} | told)
         return Statement(**asdict(made) | {"number": number})
 
-    def comes(self, number: int = ANY, **told: Any) -> Seat:
+    def comes(self, number: int = ANY, *, is_ready: bool = True, **told: Any) -> Seat:
         """Somebody comes."""
         visit = Visit(self.place, self.statement(number, **told), SECRET, LIMIT)
-        return Seat(visit.insist(visit.enter), lambda *_: None)
+        seat = Seat(visit.insist(visit.enter), lambda *_: None)
+        assert told_to(seat, "welcome") == self.told_by_0
+        if is_ready:
+            seat.tell("ready", {"alike": {}} | told)
+        return seat
 
 
-def told(seat: Seat, kind: str) -> Any:
+def told_to(seat: Seat, kind: str) -> Any:
     """Returns what somebody is told next, which must be of a kind."""
     found, content = seat.inbox.get(timeout=LIMIT)
     assert found == kind, content
@@ -81,9 +87,9 @@ def start() -> Iterator[Callable[..., Run]]:
 def test_a_run_whose_machine_0_does_not_end_its_round_has_failed(start: Callable[..., Run]) -> None:
     run = start(2, seconds_to_end=QUIET)
     other = run.comes(1)
-    assert told(other, "round")["place"] == 1
+    assert told_to(other, "round")["place"] == 1
     reports(other, "failed", exit_code=7)
-    assert told(other, "over") == {"text": "Node 0 was lost.", "exit_code": 1}
+    assert told_to(other, "over") == {"text": "Node 0 was lost.", "exit_code": 1}
 
 
 def test_a_run_that_has_not_ended_well_has_an_exit_code(start: Callable[..., Run]) -> None:
@@ -91,31 +97,31 @@ def test_a_run_that_has_not_ended_well_has_an_exit_code(start: Callable[..., Run
     run.verdict = lambda ended: Verdict(again=False, text="Lost.")
     other = run.comes(1)
     for seat in (run.own, other):
-        told(seat, "round")
+        told_to(seat, "round")
     reports(other, "left")
     reports(run.own, "told")
-    assert told(other, "over") == {"text": "Lost.", "exit_code": 1}
+    assert told_to(other, "over") == {"text": "Lost.", "exit_code": 1}
 
 
 def test_whoever_comes_when_some_are_done_waits(start: Callable[..., Run]) -> None:
     run = start(3, least=1)
     other = run.comes()
     for seat in (run.own, other):
-        told(seat, "round")
+        told_to(seat, "round")
     reports(other, "well")
     late = run.comes()
     time.sleep(3 * QUIET)
     assert run.own.inbox.empty()
     reports(run.own, "well")
     for seat in (run.own, other, late):
-        assert told(seat, "over")["exit_code"] == 0
+        assert told_to(seat, "over")["exit_code"] == 0
 
 
 def test_the_last_that_is_needed_comes_just_in_time(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tfrep_strategy.rendezvous.assembly._LAST_CALL_SECONDS", LIMIT)
-    run = start(3, least=2, seconds=1.5)
+    run = start(3, least=2, seconds=1.5, seconds_to_end=QUIET)
     other = run.comes()
-    assert len(told(other, "round")["met"]) == 2
+    assert len(told_to(other, "round")["met"]) == 2
 
 
 def test_a_meeting_that_breaks_down_ends_for_all(start: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
@@ -127,14 +133,14 @@ def test_a_meeting_that_breaks_down_ends_for_all(start: Callable[..., Run], capl
     run.verdict = breaks
     other = run.comes(1)
     for seat in (run.own, other):
-        told(seat, "round")
+        told_to(seat, "round")
         reports(seat, "well")
     for seat in (run.own, other):
-        error = told(seat, "error")
+        error = told_to(seat, "error")
         assert error["lost"]
         assert "The meeting of the nodes has broken down (OSError: [Errno 116] Stale file handle)." in error["text"]
         assert run.place.address in error["text"]
-        told(seat, "lost")
+        told_to(seat, "lost")
     assert "has broken down" in caplog.text
 
 
@@ -143,13 +149,47 @@ def test_whoever_says_odd_things_is_lost(odd: Any, start: Callable[..., Run]) ->
     run = start(2)
     other = run.comes(1)
     for seat in (run.own, other):
-        told(seat, "round")
+        told_to(seat, "round")
     if isinstance(odd, list) and odd:
         other.tell(*odd)
     else:
         other._connection.send_bytes(str(odd).encode())
-    told(other, "lost")
-    assert told(run.own, "end") == {"hasty": True}
+    told_to(other, "lost")
+    assert told_to(run.own, "end") == {"hasty": True}
     reports(run.own, "told")
-    told(run.own, "again")
+    told_to(run.own, "again")
     assert len(run.heard[0].lost) == 1
+
+
+def test_whoever_is_not_ready_is_not_in_a_round(start: Callable[..., Run]) -> None:
+    run = start(3, least=1, seconds=2)
+    other, unready = run.comes(), run.comes(is_ready=False)
+    unready.tell("leave", 2)
+    assert len(told_to(other, "round")["met"]) == 2
+    told_to(run.own, "round")
+    unready = run.comes(is_ready=False)
+    time.sleep(3 * QUIET)
+    unready.tell("leave", 2)
+    time.sleep(QUIET)
+    assert run.own.inbox.empty()
+    for seat in (run.own, other):
+        reports(seat, "well")
+    assert told_to(other, "over")["exit_code"] == 0
+
+
+def test_whoever_has_waited_says_what_is_true_now(start: Callable[..., Run]) -> None:
+    run = start(2, least=1)
+    other = run.comes()
+    for seat in (run.own, other):
+        told_to(seat, "round")
+    waiting = run.comes(ports=[1])
+    told_to(waiting, "line")
+    other.tell("leave", 1)
+    told_to(run.own, "end")
+    reports(run.own, "told")
+    for seat in (run.own, waiting):
+        assert told_to(seat, "again") == "Again."
+        seat.tell("ready", {"alike": {}, "ports": [2]})
+    for seat in (run.own, waiting):
+        assert [each["told"]["ports"] for each in told_to(seat, "round")["met"]] == [[2], [2]]
+        reports(seat, "well", 1)

@@ -222,7 +222,7 @@ class Assembly:
                 self._strangers.add(guest.address)
                 _log.warning("At %s, a process at %s has another secret, and is not let in.", self._place.address, guest.address)
             return
-        member = _Member(guest.connection, guest.said)
+        member = _Member(guest.connection, guest.said, is_ready=False)
         if problem := self._misfit(member.statement):
             member.send("error", {"text": problem, "lost": False})
             member.connection.close()
@@ -231,6 +231,7 @@ class Assembly:
             self._own_host = guest.reached
         self._members.append(member)
         self._last_arrival = time.monotonic()
+        member.send("welcome", self._own.statement.told)  # It is ready when it says that this fits.
         if len(self._round) == self._place.count:
             member.send("line", f"The run has its {self._place.count} {self._place.noun}s. Another one waits until one leaves")
 
@@ -364,7 +365,8 @@ class Assembly:
         if not verdict.again:
             self._finish(verdict if ended.ended_well else replace(verdict, exit_code=verdict.exit_code or 1))
             return
-        for member in self._round:
+        for member in self._members:  # Those that have waited tell which ports are free now, too.
+            member.is_ready = False
             member.send("again", verdict.text)
         self._round = []
         self._wait_anew()
