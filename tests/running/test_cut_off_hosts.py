@@ -58,7 +58,8 @@ def test_a_signal_while_hosts_end_is_not_forgotten(events: Events, capsys: pytes
     running = run(events, 2)
     wait_for("asked-0")
     events.put((None, signal.SIGINT))
-    with pytest.raises(RunFailed, match=r"127\.0\.0\.1 was lost; all ranks were ended\.\nThe run was stopped by SIGINT\.") as failed:
+    said = r"127\.0\.0\.1 was lost; all ranks were ended\.\nThe run was stopped by SIGINT\."
+    with pytest.raises(RunFailed, match=said) as failed:
         running.result(LIMIT)
     assert failed.value.failure.exit_code == 128 + signal.SIGINT
     assert "started again" not in capsys.readouterr().err

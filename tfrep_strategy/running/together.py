@@ -57,7 +57,7 @@ def together(options: Options) -> Iterator[Launcher]:
         PeerError: Machine 0 did not answer in time.
 
     Example:
-        >>> with together(Options(node=Node(0, 1, "localhost:29500"), backup_dir="b")) as launcher, deferred_signals() as events:
+        >>> with together(options) as launcher, deferred_signals() as events:  # doctest: +SKIP
         ...     run_ranks_of_script(["script", "train.py"], launcher.options, events, launcher.rounds(events))
     """
     node, folder = options.node, options.backup_dir
