@@ -48,6 +48,7 @@ LANES = {
         "keras_integration/test_first_use.py",
         "keras_integration/test_kills.py",
         "running/test_backed_up_runs.py",
+        "running/test_cut_off_hosts.py",
         "running/test_elastic_runs.py",
         "running/test_garbage.py",
         "running/test_restarts.py",

@@ -61,5 +61,5 @@ class Progress:
 
     def clear(self) -> None:
         """Forgets it."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # There is none, or the folder is out of reach for a while.
             self._path.unlink()

@@ -17,6 +17,7 @@ from test_nodes import ROOT, SCRIPTS
 
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.processes.nodes import Node
+from tfrep_strategy.progress import Progress, Step
 from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.running.runs import Options
 
@@ -65,6 +66,11 @@ class Launchers:
         file = self.shown / f".end-{number}-{rank}"
         file.write_text(str(code))
         file.rename(self.shown / f"end-{number}-{rank}")
+
+    def wait_for_line(self, launcher: subprocess.Popen[str], line: str) -> None:
+        """Returns when a launcher has said something."""
+        assert launcher.stderr is not None
+        assert any(line in said for said in launcher.stderr)
 
     def done(self) -> None:
         """Lets all ranks end well."""
@@ -139,6 +145,7 @@ def test_machines_come_and_go(launchers: Launchers) -> None:
     second, third = launchers.start(1, **options), launchers.start(1, **options)
     launchers.round(1, 4)
     spare = launchers.start(1, **options)
+    launchers.wait_for_line(spare, "The run has its 3 nodes.")
     second.kill()
     launchers.round(2, 4)  # The spare one has taken the place.
     third.send_signal(signal.SIGTERM)
@@ -165,6 +172,49 @@ def test_machine_0_is_lost(launchers: Launchers) -> None:
     assert launchers.address in result
 
 
+def test_machine_0_is_lost_before_the_first_round(launchers: Launchers) -> None:
+    first, second = (launchers.start(rank=rank, count=3, max_restarts=1) for rank in range(2))
+    launchers.wait_for_line(first, "Node 2 has not come")
+    first.kill()
+    time.sleep(1)
+    assert second.poll() is None
+    back, third = (launchers.start(rank=rank, count=3, max_restarts=1) for rank in (0, 2))
+    launchers.round(0, 3)
+    launchers.done()
+    assert [ended(each)[0] for each in (back, second, third)] == ["ended well"] * 3
+
+
+def test_a_signal_ends_the_wait_for_machine_0(launchers: Launchers) -> None:
+    first, second = (launchers.start(rank=rank, count=3, max_restarts=1) for rank in range(2))
+    launchers.wait_for_line(first, "Node 2 has not come")
+    first.kill()
+    time.sleep(1)
+    second.send_signal(signal.SIGTERM)
+    second.communicate(timeout=8)
+    assert second.returncode == -signal.SIGTERM
+
+
+def test_a_newcomer_with_another_folder_is_refused(launchers: Launchers) -> None:
+    first = launchers.start(count=2, least=1)
+    launchers.round(0, 1)
+    other = launchers.start(count=2, least=1, backup_dir=str(launchers.folder / "elsewhere"))
+    assert "This machine does not see in the folder for backups what machine 0 has written there." in ended(other)[0]
+    launchers.done()
+    result, said = ended(first)
+    assert result == "ended well"
+    assert "started again" not in said
+
+
+def test_a_second_machine_0_forgets_nothing(launchers: Launchers) -> None:
+    launchers.start(rank=0, count=1, least=1)
+    launchers.round(0, 1)
+    progress = Progress(launchers.folder / "backups")
+    progress.note(Step(0, 1, 2))
+    twice = launchers.start(rank=0, count=1, least=1)
+    assert launchers.address in ended(twice)[0]
+    assert progress.read() == Step(0, 1, 2)
+
+
 def test_machine_0_is_asked_to_end(launchers: Launchers) -> None:
     first, second = (launchers.start(rank=rank, max_restarts=2) for rank in range(2))
     launchers.round(0, 2)
@@ -188,7 +238,7 @@ def test_too_few_machines(launchers: Launchers) -> None:
         ({"max_restarts": 3}, "has --max-restarts 3, and node 0"),
         ({"max_restarts": 1, "least": 1}, "has --nnodes 1:2, and node 0"),
         ({"max_restarts": 1, "communicator": "horovod"}, "has communicator horovod, and node 0"),
-        ({"max_restarts": 1, "backup_dir": "elsewhere"}, "Node 1 does not see in the folder for backups what machine 0"),
+        ({"max_restarts": 1, "backup_dir": "elsewhere"}, "This machine does not see in the folder for backups what machine 0"),
     ],
 )
 def test_launchers_that_do_not_fit(own: dict[str, Any], said: str, launchers: Launchers) -> None:
@@ -197,7 +247,7 @@ def test_launchers_that_do_not_fit(own: dict[str, Any], said: str, launchers: La
     first = launchers.start(rank=0, max_restarts=1)
     result, _ = ended(launchers.start(rank=1, **own))
     assert said in result
-    assert (first.poll() is None) == ("backup_dir" not in own or ended(first)[0] == result)
+    assert first.poll() is None
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ class Assembly:
         self._own_host = LOOPBACK
         self._strangers = set[str]()
         self._last_arrival = time.monotonic()
-        self._is_over, self._own_code = False, 0
+        self._is_over, self._own_code = False, 1
         self._wait_anew()
         self._thread = threading.Thread(target=self._serve, daemon=True, name="tfrep-assembly")
 
@@ -180,8 +180,14 @@ class Assembly:
 
     def _serve(self) -> None:
         with contextlib.closing(self._reception):
-            while not self._is_over:
-                self._look()
+            try:
+                while not self._is_over:
+                    self._look()
+            except Exception as error:  # Nobody may wait for ever for a thread that is gone.
+                _log.exception("The meeting at %s has broken down.", self._place.address)
+                what = f"The meeting of the {self._place.noun}s has broken down ({type(error).__name__}: {error})."
+                text = message(what, hint="start the run again.", rendezvous=self._place.address)
+                self._send_all("error", {"text": text, "lost": True})
         self._linger()
 
     def _linger(self) -> None:
@@ -216,7 +222,7 @@ class Assembly:
                 self._strangers.add(guest.address)
                 _log.warning("At %s, a process at %s has another secret, and is not let in.", self._place.address, guest.address)
             return
-        member = _Member(guest.connection, guest.said)
+        member = _Member(guest.connection, guest.said, is_ready=False)
         if problem := self._misfit(member.statement):
             member.send("error", {"text": problem, "lost": False})
             member.connection.close()
@@ -225,6 +231,7 @@ class Assembly:
             self._own_host = guest.reached
         self._members.append(member)
         self._last_arrival = time.monotonic()
+        member.send("welcome", self._own.statement.told)  # It is ready when it says that this fits.
         if len(self._round) == self._place.count:
             member.send("line", f"The run has its {self._place.count} {self._place.noun}s. Another one waits until one leaves")
 
@@ -246,16 +253,17 @@ class Assembly:
     def _hear(self, member: _Member) -> None:
         try:
             kind, content = json.loads(member.connection.recv_bytes(_LONGEST_REPORT))
-        except (OSError, EOFError):
+            report = Report(**content) if kind == "report" else None
+        except (OSError, EOFError, ValueError, TypeError):  # It has ended, or says what nobody understands.
             self._lose(member)
             return
         if kind == "ready":
             member.statement, member.is_ready = replace(member.statement, told=content), True
-        elif kind == "report" and content["number"] == self._number:
-            member.report = Report(**content)
-            if member.report.outcome == "told" and self._end_by is None:  # It has lost this process, and will leave.
+        elif report and report.number == self._number:
+            member.report = report
+            if report.outcome == "told" and self._end_by is None:  # It has lost this process, and will leave.
                 self._lost.append(member.who)
-            member.failed_at = time.monotonic() - member.report.seconds_ago
+            member.failed_at = time.monotonic() - report.seconds_ago
         elif kind == "leave":
             self._own_code = content if member is self._own else self._own_code
             self._lose(member)
@@ -278,8 +286,8 @@ class Assembly:
         if self._least is None:
             is_enough = len(ready) == self._place.count
         else:
-            is_quiet = now - self._last_arrival >= _LAST_CALL_SECONDS or len(ready) >= self._place.count
             is_late = now > self._deadline
+            is_quiet = is_late or now - self._last_arrival >= _LAST_CALL_SECONDS or len(ready) >= self._place.count
             is_enough = len(ready) >= self._least and is_quiet and (len(ready) == len(self._members) or is_late)
         if is_enough:
             self._begin_round(ready[: self._place.count])
@@ -317,7 +325,7 @@ class Assembly:
         if not awaited:
             self._conclude()
         elif self._end_by is None:
-            self._is_growing = self._has_grown()
+            self._is_growing = not reports and self._has_grown()
             # A rank that was asked to end has all ranks write a backup first.
             failed = any(each.outcome == "failed" and each.exit_code != 143 for each in reports)
             if self._lost or failed:
@@ -355,15 +363,17 @@ class Assembly:
         if self._own not in self._members and not ended.ended_well:
             verdict = self._own_end()
         if not verdict.again:
-            self._finish(verdict)
+            self._finish(verdict if ended.ended_well else replace(verdict, exit_code=verdict.exit_code or 1))
             return
-        for member in self._round:
+        for member in self._members:  # Those that have waited tell which ports are free now, too.
+            member.is_ready = False
             member.send("again", verdict.text)
         self._round = []
         self._wait_anew()
 
     def _own_end(self) -> Verdict:
-        return Verdict(again=False, text=f"{self._place.named([0])} was asked to end.", exit_code=self._own_code)
+        what = "was asked to end" if self._own_code > 128 else "was lost"
+        return Verdict(again=False, text=f"{self._place.named([0])} {what}.", exit_code=self._own_code)
 
     def _finish(self, verdict: Verdict) -> None:
         self._send_all("over", {"text": verdict.text, "exit_code": verdict.exit_code})

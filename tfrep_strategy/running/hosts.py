@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
-from tfrep_strategy.limits import grace_seconds, meeting_seconds, ssh_command
+from tfrep_strategy.limits import grace_seconds, meeting_seconds, ssh_command, timeout_seconds
 from tfrep_strategy.processes.command import piped_command
 from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.processes.ranks import Events, Failure
@@ -32,6 +32,8 @@ EXPORTED = ("CUDA_", "GLOO_", "HOROVOD_", "KERAS_", "LD_LIBRARY_PATH", "NCCL_", 
 """How variables are named that other hosts get, beside `PATH`."""
 BEAT_SECONDS = 5.0
 """How often launchers on hosts are told that this one is alive."""
+SILENCE_SECONDS = 30.0
+"""How long this launcher may be silent before those on hosts count it as gone. ssh gives up a connection after 15."""
 ALL_ENDED_WELL = 0
 """What hosts are told, in place of the number of a signal, when the ranks of all have ended well."""
 
@@ -42,6 +44,8 @@ _END_SECONDS = 20.0
 """How long a host may take to end, beside its grace. ssh needs 15 to notice that the host is gone."""
 _PAUSE_SECONDS = 5.0
 """How long to wait before a host that was lost is tried again."""
+_MARGIN_SECONDS = 5.0
+"""How much longer than they may take it is waited until hosts have ended ranks by themselves."""
 _LOST = 255
 
 
@@ -74,10 +78,10 @@ def run_on_hosts(options: Options, program: Sequence[str], events: Events) -> No
     """
     if options.max_restarts and options.backup_dir is None:
         raise no_backup_dir(options.max_restarts, hosts=options.hosts)
-    losses = Losses()
+    losses, over_at = Losses(), 0.0
     for restarts in range(options.max_restarts + 1):
         try:
-            _run_once(options, program, events, restarts)
+            _run_once(options, program, events, restarts, over_at)
         except RunFailed as failed:
             if not failed.was_lost or restarts == options.max_restarts:
                 raise
@@ -85,31 +89,49 @@ def run_on_hosts(options: Options, program: Sequence[str], events: Events) -> No
                 print(f"tfrep: {twice_at(failed.step)}", file=sys.stderr)
                 raise
             print(f"tfrep: {failed}\nAll ranks are started again ({restarts + 1} of {options.max_restarts}).", file=sys.stderr)
+            over_at = failed.over_at
+            say_what_is_awaited(over_at)
         else:
             return
 
 
-def _run_once(options: Options, program: Sequence[str], events: Events, restarts: int) -> None:
-    """Runs the ranks once. A host that was lost may take some time to come back."""
-    deadline = time.monotonic() + (meeting_seconds() if restarts else 0.0)
+def say_what_is_awaited(over_at: float) -> None:
+    """Says how long it takes until ranks that nobody can reach have ended, if there are some.
+
+    Args:
+        over_at: When they have (`time.monotonic()`).
+
+    Example:
+        >>> say_what_is_awaited(0.0)
+    """
+    if (seconds := over_at - time.monotonic()) > 0:
+        what = "A host that is cut off may still run its ranks, and ends them by itself"
+        print(f"tfrep: {what}. That is awaited, for {math.ceil(seconds)} seconds.", file=sys.stderr)
+
+
+def _run_once(options: Options, program: Sequence[str], events: Events, restarts: int, begin_at: float) -> None:
+    """Runs the ranks once, from some time on. A host that was lost may take some time to come back."""
+    deadline = max(time.monotonic(), begin_at) + (meeting_seconds() if restarts else 0.0)
     while True:
         run = Launchers(options, events, [OnHost(host, size) for host, size in options.shares.items()])
+        number = run.pause(begin_at - time.monotonic())
         try:
-            run.start(_given(options, program, restarts))
-            number = run.go()
+            if number is None:
+                run.start(_given(options, program, restarts))
+                number = run.go()
         except ConfigurationError as error:
-            run.end(signal.SIGTERM)
+            number = run.end(signal.SIGTERM)
             if time.monotonic() > deadline:
                 raise
-            print(f"tfrep: {error}\nIt is tried again in {_PAUSE_SECONDS:g} seconds.", file=sys.stderr)
-            number = run.pause(_PAUSE_SECONDS)
+            if number is None:
+                print(f"tfrep: {error}\nIt is tried again in {_PAUSE_SECONDS:g} seconds.", file=sys.stderr)
+                number = run.pause(_PAUSE_SECONDS)
             if number is None:
                 continue
         except BaseException:
             run.end(signal.SIGTERM)
             raise
-        run.end(number or (ALL_ENDED_WELL if run.has_ended_well else signal.SIGTERM))
-        run.raise_failure(number)
+        run.finish(number)
         return
 
 
@@ -175,10 +197,11 @@ class Launchers:
             self.start(_given(self._options, program, restarts))
             number = self.go()
         except BaseException:
-            self.end(signal.SIGTERM)
+            came = self.end(signal.SIGTERM)
+            if came is not None:
+                self._events.put((None, came))  # For whoever would try again.
             raise
-        self.end(number or (ALL_ENDED_WELL if self.has_ended_well else signal.SIGTERM))
-        self.raise_failure(number)
+        self.finish(number)
 
     def start(self, given: dict[str, Any]) -> None:
         """Starts a launcher on each machine."""
@@ -207,8 +230,28 @@ class Launchers:
         """Waits for some seconds; returns the number of a signal that came instead."""
         return self._wait(lambda: False, seconds)
 
-    def end(self, number: int) -> None:
-        """Ends the launchers that are left: asks, waits, then ends the connections, at which they end everything."""
+    def finish(self, number: int | None) -> None:
+        """Ends the launchers, and raises the error of the run, if there is one.
+
+        Args:
+            number: Of the signal that has ended the run, if one has.
+
+        Raises:
+            ConfigurationError, PeerError, RunFailed: As for `run`.
+        """
+        later = self.end(number or (ALL_ENDED_WELL if self.has_ended_well else signal.SIGTERM))
+        self._raise_failure(number, later)
+
+    def end(self, number: int) -> int | None:
+        """Ends the launchers that are left: asks, waits, then ends the connections, at which they end everything.
+
+        Args:
+            number: Of the signal that they are told.
+
+        Returns:
+            The number of the signal that came meanwhile, if one did.
+        """
+        came: int | None = None
         here = [each for each in self._remotes if each.code is None and "hello" in each.said]
         for each in here:
             each.tell(number)
@@ -218,28 +261,35 @@ class Launchers:
             impatient = self._wait(lambda: all(each.code is not None for each in here), left)
             if impatient is None:
                 break
+            came = came or impatient
             for each in here:
                 each.tell(impatient)
         for each in self._remotes:
             each.close()
+        return came
 
-    def raise_failure(self, number: int | None) -> None:
-        """Raises the error of the run, if there is one."""
+    def _raise_failure(self, number: int | None, later: int | None) -> None:
+        """Raises the error of the run, if there is one. A run is not started again if a signal came `later`, while it ended."""
         if number is not None:
-            failure = Failure(None, 128 + number)
-            raise RunFailed(f"The run was stopped by {signal.Signals(number).name}.", failure)
+            raise _stopped(number)
         self._raise_error()
         failed = [each for each in self._remotes if each.said.get("report")]
         lost = [each for each in self._remotes if each.is_lost]
         story = "".join(f"{each.host} was lost{_in_brackets(each.last_words[-1:])}; all ranks were ended.\n" for each in lost)
+        over_at = time.monotonic() + self._seconds_alone if any(each.may_go_on for each in lost) else 0.0
         if failed:
             first = min(failed, key=_failed_at)
             failure = Failure(**first.said["report"]["failure"])
             steps = [Step(*each.said["report"]["step"]) for each in failed if each.said["report"]["step"]]
             was_lost, step = bool(lost) or failure.was_lost, steps[0] if steps else None
-            raise RunFailed(f"{story}On {first.host}: {first.said['report']['story']}", failure, was_lost=was_lost, step=step)
+            if was_lost and later is not None:
+                raise _stopped(later, f"{story}On {first.host}: {first.said['report']['story']}\n")
+            story += f"On {first.host}: {first.said['report']['story']}"
+            raise RunFailed(story, failure, was_lost=was_lost, step=step, over_at=over_at)
+        if lost and later is not None:
+            raise _stopped(later, story)
         if lost:
-            raise RunFailed(story.rstrip(), Failure(None, _LOST), was_lost=True)
+            raise RunFailed(story.rstrip(), Failure(None, _LOST), was_lost=True, over_at=over_at)
 
     def _wait(self, condition: Callable[[], bool], seconds: float = math.inf) -> int | None:
         """Waits for a condition, or for some seconds; returns the number of a signal that came instead."""
@@ -257,6 +307,11 @@ class Launchers:
             if about is None:
                 return number
         return None
+
+    @property
+    def _seconds_alone(self) -> float:
+        """How long ranks may go on that nobody can reach any more."""
+        return SILENCE_SECONDS + grace_seconds(for_a_backup=self._options.backup_dir is not None) + _MARGIN_SECONDS
 
     @property
     def has_ended_well(self) -> bool:
@@ -308,6 +363,8 @@ def _given(options: Options, program: Sequence[str], restarts: int) -> dict[str,
         "program": list(program),
         "restarts": restarts,
         "checks_folder": options.max_restarts > 0,
+        # Under a debugger this launcher may stand still. If the run is started again, its ranks must end nevertheless.
+        "patience": SILENCE_SECONDS if options.max_restarts or not math.isinf(timeout_seconds()) else None,
         "options": {
             "strategy": options.strategy,
             "communicator": options.communicator,
@@ -320,6 +377,10 @@ def _given(options: Options, program: Sequence[str], restarts: int) -> dict[str,
             "fork": options.fork,
         },
     }
+
+
+def _stopped(number: int, story: str = "") -> RunFailed:
+    return RunFailed(f"{story}The run was stopped by {signal.Signals(number).name}.", Failure(None, 128 + number))
 
 
 def _in_brackets(words: Sequence[str]) -> str:

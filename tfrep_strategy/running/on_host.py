@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import queue
 import select
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
-from tfrep_strategy.limits import timeout_seconds
 from tfrep_strategy.processes.nodes import Node, meet_nodes
 from tfrep_strategy.processes.ranks import Events, deferred_signals
 from tfrep_strategy.processes.shared_folder import check_reached, marked
@@ -29,9 +27,6 @@ from tfrep_strategy.running.hosts import ALL_ENDED_WELL
 from tfrep_strategy.running.rounds import Round, remove_backups, steps_noted
 from tfrep_strategy.running.runs import Options, RunFailed
 from tfrep_strategy.running.script import check_script, run_ranks_of_script
-
-_SILENCE_SECONDS = 60.0
-"""How long the other launcher may be silent before it counts as gone. It says something every 5 seconds."""
 
 
 def main(given: dict[str, Any]) -> None:
@@ -54,7 +49,7 @@ def main(given: dict[str, Any]) -> None:
             return
         node = Node(rendezvous=answer["rendezvous"], **given["node"])
         options = Options(given["size"], node=node, **given["options"])
-        listener = _Listener(pipe)
+        listener = _Listener(pipe, given["patience"])
         folder = Path(options.backup_dir) if options.backup_dir is not None else None
         with contextlib.ExitStack() as stack:
             mark = stack.enter_context(marked(folder)) if folder and given["checks_folder"] and node.rank == 0 else None
@@ -83,13 +78,17 @@ def main(given: dict[str, Any]) -> None:
 class _Listener:
     """Passes on what the other launcher wants: numbers of signals. Its silence, or the end of the pipe, is a wish to end.
 
+    Args:
+        pipe: What it says.
+        patience: How many seconds it may be silent; None for no limit.
+
     Attributes:
         events: Where signals go; None while there are no ranks, when a signal ends this process.
     """
 
-    def __init__(self, pipe: Any) -> None:
+    def __init__(self, pipe: Any, patience: float | None) -> None:
         self.events: Events | None = None
-        self._pipe = pipe
+        self._pipe, self._patience = pipe, patience
         self._orders: queue.SimpleQueue[int] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True, name="tfrep-orders").start()
 
@@ -98,9 +97,8 @@ class _Listener:
         return self._orders.get() == ALL_ENDED_WELL
 
     def _listen(self) -> None:
-        patience = math.inf if math.isinf(timeout_seconds()) else _SILENCE_SECONDS
         while True:
-            ready, _, _ = select.select([self._pipe], [], [], None if math.isinf(patience) else patience)
+            ready, _, _ = select.select([self._pipe], [], [], self._patience)
             line = self._pipe.readline() if ready else b""
             number = json.loads(line) if line.endswith(b"\n") else signal.SIGTERM
             if number is not None:

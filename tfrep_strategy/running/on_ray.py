@@ -21,7 +21,7 @@ from tfrep_strategy.processes.ray_cluster import RayCluster, RayMachine, RayPlac
 from tfrep_strategy.processes.ray_process import LOST, RayProcess
 from tfrep_strategy.processes.remote import Remote
 from tfrep_strategy.rendezvous.connections import LOOPBACK
-from tfrep_strategy.running.hosts import LAUNCHER, Launchers, OnHost
+from tfrep_strategy.running.hosts import LAUNCHER, Launchers, OnHost, say_what_is_awaited
 from tfrep_strategy.running.rounds import Losses, how_lost, no_backup_dir, twice_at, where_it_goes_on
 from tfrep_strategy.running.runs import Options, RunFailed, backup_dir_of, make_log_dir
 
@@ -50,9 +50,10 @@ def run_on_ray(options: Options, places: RayPlaces, program: Sequence[str], even
     """
     deadline = math.inf if options.timeout is None else time.monotonic() + options.timeout
     with ray_cluster(places, options.size) as cluster, _folders_made(options, cluster) as options:
-        losses = Losses()
+        losses, over_at = Losses(), 0.0
         for restarts in range(options.max_restarts + 1):
             try:
+                wait(events, max(0.0, over_at - time.monotonic()))
                 _run_once(options, cluster, program, events, restarts, deadline)
                 break
             except Stopped as stopped:
@@ -68,6 +69,8 @@ def run_on_ray(options: Options, places: RayPlaces, program: Sequence[str], even
                 again = f"All ranks are started again ({restarts + 1} of {options.max_restarts})."
                 folder = None if options.backup_dir is None else Path(options.backup_dir)
                 print(f"tfrep: {what} {again} {where_it_goes_on(folder)}", file=sys.stderr)
+                over_at = failed.over_at
+                say_what_is_awaited(over_at)
 
 
 def _run_once(

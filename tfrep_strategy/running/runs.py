@@ -224,6 +224,7 @@ class RunFailed(Exception):  # noqa: N818
         log_dir: Folder of the log files; None if each host has its own.
         was_lost: Whether a rank or a host was lost, so that the run may end well if it is started again.
         step: The step at which it was lost; None if that is not known.
+        over_at: When all its ranks have ended (`time.monotonic()`), if some may go on that nobody can reach; else 0.
 
     Example:
         >>> print(RunFailed("Rank 0 failed.", Failure(0, 3)))
@@ -231,13 +232,21 @@ class RunFailed(Exception):  # noqa: N818
     """
 
     def __init__(
-        self, story: str, failure: Failure, log_dir: Path | None = None, *, was_lost: bool = False, step: Step | None = None
+        self,
+        story: str,
+        failure: Failure,
+        log_dir: Path | None = None,
+        *,
+        was_lost: bool = False,
+        step: Step | None = None,
+        over_at: float = 0.0,
     ) -> None:
         super().__init__(story)
         self.failure = failure
         self.log_dir = log_dir
         self.was_lost = was_lost
         self.step = step
+        self.over_at = over_at
 
 
 def run_to_end(

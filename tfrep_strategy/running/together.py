@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tfrep_strategy.processes.identity import common_hash_seed
 from tfrep_strategy.processes.nodes import Nodes, told_by
 from tfrep_strategy.processes.ranks import GRACE_SECONDS, Events, Failure
 from tfrep_strategy.processes.shared_folder import check_reached, marked
+from tfrep_strategy.progress import Progress
 from tfrep_strategy.rendezvous.assembly import ANY, Assembly, Ended, Report, Verdict
 from tfrep_strategy.rendezvous.confinement import is_this_machine
 from tfrep_strategy.rendezvous.meeting import Met
@@ -31,7 +33,7 @@ from tfrep_strategy.rendezvous.seat import Seat
 from tfrep_strategy.rendezvous.secret import shared_secret
 from tfrep_strategy.rendezvous.statements import Statement
 from tfrep_strategy.rendezvous.visiting import Visit
-from tfrep_strategy.running.rounds import Losses, Round, steps_noted, twice_at, where_it_goes_on
+from tfrep_strategy.running.rounds import Losses, Round, twice_at, where_it_goes_on
 from tfrep_strategy.running.runs import Options, RunFailed
 
 _log = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ def together(options: Options) -> Iterator[Launcher]:
         PeerError: Machine 0 did not answer in time.
 
     Example:
-        >>> with together(Options(node=Node(0, 1, "localhost:29500"), backup_dir="b")) as launcher, deferred_signals() as events:
+        >>> with together(options) as launcher, deferred_signals() as events:  # doctest: +SKIP
         ...     run_ranks_of_script(["script", "train.py"], launcher.options, events, launcher.rounds(events))
     """
     node, folder = options.node, options.backup_dir
@@ -65,16 +67,18 @@ def together(options: Options) -> Iterator[Launcher]:
     assembly = None
     if node.rank == 0 or (node.rank is None and is_this_machine(node.place.target[0])):
         seconds_to_end = grace_seconds(for_a_backup=True) + _END_SECONDS
-        decide = _Judge(options, Path(folder)).decide
+        judge = _Judge(options, Path(folder))
         try:
             assembly = Assembly(
                 replace(node.place, number=0), node.least, key,
-                seconds=meeting_seconds(), seconds_to_end=seconds_to_end, decide=decide,
+                seconds=meeting_seconds(), seconds_to_end=seconds_to_end, decide=judge.decide,
             )  # fmt: skip
         except ConfigurationError as error:
             if node.rank == 0 or getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
                 raise
             # Machine 0 is another launcher on this machine.
+        else:
+            judge.forget_steps()
     with contextlib.ExitStack() as stack:
         mark = stack.enter_context(marked(folder)) if assembly else None
         launcher = Launcher(options, mark, assembly)
@@ -83,8 +87,7 @@ def together(options: Options) -> Iterator[Launcher]:
         if assembly is not None:
             launcher.take(assembly.begin(statement))
         else:
-            visit = Visit(place, statement, key, meeting_seconds())
-            launcher.take(visit.insist(visit.enter))
+            launcher.visit(Visit(place, statement, key, meeting_seconds()))
         stack.callback(launcher.leave, 1)
         yield launcher
 
@@ -101,6 +104,7 @@ class Launcher:
     def __init__(self, options: Options, mark: str | None, assembly: Assembly | None) -> None:
         assert options.node is not None
         self.options, self._node, self._mark, self._assembly = options, options.node, mark, assembly
+        self._visit: Visit | None = None
         self._last: Round | None = None
         self._hash_seed = common_hash_seed()
         self._events: Events = queue.SimpleQueue()
@@ -109,6 +113,11 @@ class Launcher:
     def take(self, connection: Any) -> None:
         """Takes its seat at the meeting."""
         self._seat = Seat(connection, self._hear)
+
+    def visit(self, visit: Visit) -> None:
+        """Goes to machine 0, and takes its seat there."""
+        self._visit = visit
+        self.take(visit.insist(visit.enter))
 
     def leave(self, exit_code: int) -> None:
         """Leaves the others, which nobody notices if the run is over. At machine 0 this waits for the end of the run."""
@@ -134,7 +143,7 @@ class Launcher:
             A round. Its `failure` must be set before the next is asked for.
 
         Raises:
-            ConfigurationError: Machine 0 has refused this one.
+            ConfigurationError: Machine 0 has refused this one, or this one does not reach its folder for backups.
             PeerError: The other launchers did not come, or machine 0 was lost.
             RunFailed: The run has failed, on any machine, or a signal came.
         """
@@ -143,6 +152,10 @@ class Launcher:
             kind, content = self._seat.inbox.get()
             if kind == "round":
                 yield from self._round(content)
+            elif kind == "welcome":
+                if content["mark"]:
+                    check_reached(str(self.options.backup_dir), content["mark"], self._node.name)
+                self._seat.tell("ready", self.told())
             elif kind == "again":
                 print(f"tfrep: {content}", file=sys.stderr)
                 self._seat.tell("ready", self.told())
@@ -150,7 +163,7 @@ class Launcher:
                 _log.warning("Waiting at %s. %s.", self._node.rendezvous, content)
             elif kind == "signal":
                 self.leave(128 + content)
-                raise RunFailed(f"The run was stopped by {signal.Signals(content).name}.", Failure(None, 128 + content))
+                raise _stopped(content)
             elif kind == "over":
                 if content["exit_code"]:
                     raise RunFailed(content["text"], Failure(None, content["exit_code"]))
@@ -160,7 +173,7 @@ class Launcher:
             elif kind == "error":
                 raise (PeerError if content["lost"] else ConfigurationError)(content["text"])
             elif kind == "lost":
-                raise self._without_machine_0()
+                self._go_again()
             elif kind != "end":  # The launchers of a run without rounds meet here.
                 raise ConfigurationError(
                     message(
@@ -174,15 +187,8 @@ class Launcher:
         own = replace(self._node, rank=content["place"], least=None, count=len(content["met"]))
         nodes = Nodes(own, [Met(**each) for each in content["met"]])
         this = self._last = Round(content["number"], self._events, nodes)
-        try:
-            if nodes.mark and self.options.backup_dir is not None:
-                check_reached(self.options.backup_dir, nodes.mark, f"{own.place.named([content['place']])}")
-        except ConfigurationError as error:
-            report = Report(this.number, "failed", str(error), exit_code=2)
-        else:
-            yield this
-            report = self._report(this)
-        self._seat.tell("report", asdict(report))
+        yield this
+        self._seat.tell("report", asdict(self._report(this)))
 
     def _report(self, this: Round) -> Report:
         failure = this.failure
@@ -214,6 +220,22 @@ class Launcher:
             self._events.put((None, number))
             self._seat.inbox.put(("signal", number))
 
+    def _go_again(self) -> None:
+        """Goes to machine 0 again if it was lost before there was a round, since it may be started again."""
+        visit = self._visit
+        if visit is None or self._last is not None or time.monotonic() > visit.deadline:
+            raise self._without_machine_0()
+        visit.own = replace(visit.own, told=self.told())
+
+        def enter() -> Connection:
+            if self._signals:
+                raise _stopped(self._signals[0])
+            return visit.enter()
+
+        self.take(visit.insist(enter))
+        for number in list(self._signals):  # It may have come to the seat that was lost.
+            self._seat.inbox.put(("signal", number))
+
     def _without_machine_0(self) -> PeerError:
         return PeerError(
             message(
@@ -238,13 +260,16 @@ class _Judge:
         self._is_elastic, self._max_restarts = options.node.is_elastic, options.max_restarts
         self._backup_dir = backup_dir
         self._restarts, self._losses = 0, Losses()
-        backup_dir.mkdir(parents=True, exist_ok=True)
-        self._progress = steps_noted(backup_dir)
+        self._progress = Progress(backup_dir)
+
+    def forget_steps(self) -> None:
+        """Forgets the steps of an earlier run, and must not be called while another launcher is machine 0."""
+        self._progress.clear()
 
     def decide(self, ended: Ended) -> Verdict:
         """Tells whether there is another round."""
-        step = self._progress.read() if self._progress else None
-        self._progress = steps_noted(self._backup_dir)
+        step = self._progress.read()
+        self._progress.clear()
         first = ended.failures[0] if ended.failures else None
         gone = [f"{who} was lost" for who in ended.lost] + [f"{who} has left" for who in ended.left]
         told = "; ".join(gone) + "." if gone else first.story if first else ""
@@ -265,6 +290,10 @@ class _Judge:
         count = f"{self._restarts} of {self._max_restarts}"
         text = f"{_sentence(told)}\nAll ranks are started again ({count}). {where_it_goes_on(self._backup_dir)}"
         return Verdict(again=True, text=text)
+
+
+def _stopped(number: int) -> RunFailed:
+    return RunFailed(f"The run was stopped by {signal.Signals(number).name}.", Failure(None, 128 + number))
 
 
 def _sentence(text: str) -> str:
