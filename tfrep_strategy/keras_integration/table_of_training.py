@@ -128,6 +128,10 @@ class TrainingPatches:
         "optimizers.loss_scale_optimizer:LossScaleOptimizer.build", "(self, var_list)",
         why="notes that the optimizer inside gets gradients which are global already",
     )
+    build_several = patch(
+        "optimizers.multi_optimizer:MultiOptimizer.build", "(self, var_list)", optional=True,
+        why="the same, for several inside",
+    )
     scale_loss = patch(
         "optimizers.base_optimizer:BaseOptimizer.scale_loss", "(self, loss)",
         why="the share is applied to the loss, in whose range overflow is decided",
@@ -139,6 +143,10 @@ class TrainingPatches:
     apply = patch(
         "optimizers.base_optimizer:BaseOptimizer.apply", "(self, grads, trainable_variables=None)",
         why="aggregate first; gradients of several workers make one update (`sync=True`)",
+    )
+    apply_several = patch(
+        "optimizers.multi_optimizer:MultiOptimizer.apply", "(self, grads, trainable_variables=None)", optional=True,
+        why="aggregate first, once: the optimizers inside do not see that the loss was weighed",
     )
     apply_scaled = patch(
         "optimizers.loss_scale_optimizer:LossScaleOptimizer._tf_apply", "(self, grads, trainable_variables=None)",

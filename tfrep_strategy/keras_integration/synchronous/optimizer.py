@@ -61,9 +61,11 @@ class Updates(ShardedUpdates):
         original(optimizer, variables)
 
     def build_loss_scaling(self, original: Any, optimizer: Any, var_list: Any) -> None:
-        """Notes that the optimizer inside is built for global gradients."""
+        """Notes that optimizers inside are built for global gradients."""
         with _builds_inner.to(True):
             original(optimizer, var_list)
+
+    build_several = build_loss_scaling
 
     def add_slot(self, original: Any, optimizer: Any, reference_variable: Any, name: Any = None, **kwargs: Any) -> Any:
         """Lets accumulators of gradients hold a part of the sum on each process, and sharded slots a part of the whole."""
@@ -109,6 +111,8 @@ class Updates(ShardedUpdates):
         with _applied_gradients.to("parts" if in_parts else "global"):
             own = _weighed(optimizer, list(grads))
             return original(optimizer, strategy.extended.aggregate_gradients(own, in_parts), trainable_variables)
+
+    apply_several = apply
 
     def apply_scaled(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
         """Makes an overflow on one replica an overflow of the global gradient, which all replicas skip.
