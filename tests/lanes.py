@@ -99,17 +99,11 @@ LANES = {
         "keras_integration/test_every_layer.py",
         "keras_integration/test_every_operation.py",
     ),
-    "sharded": (
+    "optimizers": (
         "keras_integration/test_every_optimizer.py::test_two_processes",
-        "keras_integration/test_every_optimizer.py::test_two_replicas[A",
-        "keras_integration/test_every_optimizer.py::test_two_replicas[F",
-        "keras_integration/test_every_optimizer.py::test_two_replicas[L",
-        "keras_integration/test_every_optimizer.py::test_two_replicas[M",
-        "keras_integration/test_every_optimizer.py::test_two_replicas[N",
-        "keras_integration/test_every_optimizer.py::test_two_replicas[R",
-        "keras_integration/test_every_optimizer.py::test_two_replicas[SGD",
-        "keras_integration/test_every_optimizer.py::test_two_replicas[ScheduleFreeAdamW-",
-        "keras_integration/test_every_optimizer.py::test_two_replicas[several_",
+        "keras_integration/test_every_optimizer.py::test_two_replicas",
+    ),
+    "sharded": (
         "keras_integration/test_every_sharded_optimizer.py",
         "keras_integration/test_sharded_optimizer.py::test_an_optimizer_of_ones_own",
         "keras_integration/test_sharded_optimizer.py::test_gradients_that_somebody_looks_at_are_whole",

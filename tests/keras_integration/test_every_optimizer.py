@@ -80,6 +80,11 @@ def test_two_replicas(name: str) -> None:
     same(found, on_one_device(name))
 
 
+@pytest.mark.skipif("several" not in OPTIMIZERS, reason="this Keras has no MultiOptimizer")
+def test_several_in_one() -> None:
+    test_two_replicas("several")
+
+
 def in_scope(strategy: Any, name: str) -> list[np.ndarray]:
     with strategy.scope():
         return trained(name)
