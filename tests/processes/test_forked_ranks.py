@@ -132,6 +132,20 @@ def _pids(folder: Path, size: int) -> list[int]:
 NOTES_PID = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
 
 
+def test_signals_that_all_processes_of_a_run_get(server: ForkServer, tmp_path: Path) -> None:
+    code = "import os, signal; [os.kill(os.getppid(), getattr(signal, f'SIG{each}')) for each in 'TERM INT HUP USR1'.split()]"
+    assert run(server, tmp_path, rank(code), rank("import time; time.sleep(0.5)")) is None
+    answers = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+    failure = run(server, tmp_path, rank(answers), rank(SLEEP))
+    assert failure is not None
+    assert failure.exit_code == 128 + signal.SIGTERM
+
+
+def test_many_end_at_once(server: ForkServer, tmp_path: Path) -> None:
+    for _ in range(3):
+        assert run(server, tmp_path, *[rank("pass")] * 40) is None
+
+
 def test_the_process_that_forks_is_killed(server: ForkServer, marker: str, tmp_path: Path) -> None:
     code = f"import os, signal, time; time.sleep(1); os.kill(os.getppid(), signal.SIGKILL); {SLEEP}"
     failure = run(server, tmp_path, rank(SLEEP), rank(code))

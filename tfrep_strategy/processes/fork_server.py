@@ -15,12 +15,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 _GUARD_SECONDS = 5.0
 """How long the launcher's guard may take to end the ranks. It also finds processes that have left their groups."""
 _THREADS_END_SECONDS = 1.0
+_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""Signals that a scheduler may send to all processes of a run. Launcher and ranks answer them; this process ends with the launcher."""
 
 
 def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
@@ -60,22 +62,25 @@ def _first_order_of_a_fork(launcher: socket.socket, module: str) -> dict[str, An
 
     def reap(*_: Any) -> None:
         for pid in ranks.copy():
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                ranks.remove(pid)
-                tell(ended=pid, code=os.waitstatus_to_exitcode(status))
+            with contextlib.suppress(ChildProcessError):  # Another signal came meanwhile, and its call has told of the rank.
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    ranks.discard(pid)
+                    tell(ended=pid, code=os.waitstatus_to_exitcode(status))
 
-    before = signal.signal(signal.SIGCHLD, reap)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _TO_END}
+    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, reap)
     tell(problem=problem)
     for line in launcher.makefile("r", encoding="utf-8"):
-        with _blocked(signal.SIGCHLD):  # `reap` must know of the rank when it ends.
+        with _blocked(before):  # `reap` must know of the rank when it ends, and the rank must get what is sent to it.
             try:
                 pid = os.fork()
             except OSError as error:
                 tell(refused=str(error))
                 continue
             if pid == 0:
-                signal.signal(signal.SIGCHLD, before)
+                for number, handler in before.items():
+                    signal.signal(number, handler)
                 os.setsid()
                 tell(started=os.getpid())
                 return json.loads(line)
@@ -90,9 +95,9 @@ def _first_order_of_a_fork(launcher: socket.socket, module: str) -> dict[str, An
 
 
 @contextlib.contextmanager
-def _blocked(number: signal.Signals) -> Iterator[None]:
-    """Puts off a signal while the body runs."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+def _blocked(numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Puts off signals while the body runs."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
