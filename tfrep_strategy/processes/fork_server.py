@@ -22,7 +22,7 @@ _GUARD_SECONDS = 5.0
 """How long the launcher's guard may take to end the ranks. It also finds processes that have left their groups."""
 _THREADS_END_SECONDS = 1.0
 _TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-"""Signals that a scheduler may send to all processes of a run. Launcher and ranks answer them; this process ends with the launcher."""
+"""What a scheduler may send to all processes of a run. Launcher and ranks answer; this process ends with the launcher."""
 
 
 def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
