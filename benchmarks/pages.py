@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,21 @@ def save_figure(figure: Figure, page: Path, name: str) -> None:
     mpl.rcParams["svg.hashsalt"] = "tfrep"
     (page.parent / "figures").mkdir(exist_ok=True)
     figure.savefig(page.parent / "figures" / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
+
+
+def page_from_command_line(name: str, description: str | None, write_page: Callable[[Path, Path], None]) -> None:
+    """Writes the page that the command line names, from the results that it names.
+
+    Args:
+        name: Of the module that writes the page.
+        description: What it writes.
+        write_page: Gets the page and the results.
+    """
+    parser = argparse.ArgumentParser(f"python -m benchmarks.{name}", description=description)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("results", type=Path)
+    chosen = parser.parse_args()
+    write_page(chosen.page, chosen.results)
 
 
 def measured_on(machine: Mapping[str, Any]) -> str:

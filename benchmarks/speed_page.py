@@ -5,7 +5,6 @@ Everything between two marks of the page is replaced, and the figures beside it 
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.control_plane import TARGETS, TITLES
 from benchmarks.costs import PRIMITIVES, Costs, Fit
-from benchmarks.pages import markdown_table, measured_on, replace_written, save_figure
+from benchmarks.pages import markdown_table, measured_on, page_from_command_line, replace_written, save_figure
 
 _DRAWN = ("all_reduce sum", "all_gather", "all_to_all")
 
@@ -134,18 +133,5 @@ def _axes(figure: Figure, count: int) -> Sequence[Any]:
     return figure.subplots(1, count, squeeze=False)[0]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes a page.
-
-    Args:
-        arguments: The command line; by default this process's own.
-    """
-    parser = argparse.ArgumentParser("python -m benchmarks.speed_page", description=__doc__)
-    parser.add_argument("page", type=Path)
-    parser.add_argument("results", type=Path)
-    chosen = parser.parse_args(arguments)
-    write_page(chosen.page, chosen.results)
-
-
 if __name__ == "__main__":
-    main()
+    page_from_command_line("speed_page", __doc__, write_page)

@@ -5,15 +5,14 @@ Everything between two marks of the page is replaced, and the figure beside it i
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.pages import markdown_table, measured_on, replace_written, save_figure
+from benchmarks.pages import markdown_table, measured_on, page_from_command_line, replace_written, save_figure
 from benchmarks.step import NETS
 
 _OURS, _PEERS = "C0", "0.7"
@@ -58,18 +57,5 @@ def _bars(results: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes a page.
-
-    Args:
-        arguments: The command line; by default this process's own.
-    """
-    parser = argparse.ArgumentParser("python -m benchmarks.step_page", description=__doc__)
-    parser.add_argument("page", type=Path)
-    parser.add_argument("results", type=Path)
-    chosen = parser.parse_args(arguments)
-    write_page(chosen.page, chosen.results)
-
-
 if __name__ == "__main__":
-    main()
+    page_from_command_line("step_page", __doc__, write_page)

@@ -16,10 +16,10 @@ from zipfile import ZipFile
 
 import numpy as np
 import pytest
+from needs import needs_horovod
 from running import Outcome, Running
 
 from tfrep_strategy.digits import load_digits
-from tfrep_strategy.processes.identity import horovod_is_installed
 
 _SCRIPTS = Path(__file__).with_name("scripts")
 _LIMIT = 150.0
@@ -110,7 +110,7 @@ def _chosen() -> Iterator[Any]:
     kinds, everything = list(_KINDS), os.environ.get("TFREP_PROGRAMS_TESTS") == "all"
     for i, name in enumerate(sorted(name for name, program in PROGRAMS.items() if everything or program.always)):
         for kind in kinds if everything else [kinds[i % len(kinds)]]:
-            yield pytest.param(name, kind, id=f"{name}-{kind}")
+            yield pytest.param(name, kind, id=f"{name}-{kind}", marks=needs_horovod if kind == "horovod" else ())
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +154,6 @@ def _write_downloads(folder: Path) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), _chosen())
 def test_program(name: str, kind: str, downloads: str, tmp_path: Path) -> None:
-    if kind == "horovod" and not horovod_is_installed():
-        pytest.skip("Horovod is not installed.")
     program = PROGRAMS[name]
     script = _SCRIPTS / f"{name}.py"
     arguments = [argument.format(downloads=downloads) for argument in program.arguments]

@@ -23,7 +23,7 @@ from tfrep_strategy.processes.remote import Remote, ssh_to
 from tfrep_strategy.progress import Step
 from tfrep_strategy.rendezvous.addresses import with_port
 from tfrep_strategy.rendezvous.confinement import is_this_machine
-from tfrep_strategy.running.rounds import Losses, no_backup_dir, twice_at
+from tfrep_strategy.running.rounds import Losses, no_backup_dir
 from tfrep_strategy.running.runs import Options, RunFailed
 
 LAUNCHER = "tfrep_strategy.running.on_host"
@@ -83,10 +83,7 @@ def run_on_hosts(options: Options, program: Sequence[str], events: Events) -> No
         try:
             _run_once(options, program, events, restarts, over_at)
         except RunFailed as failed:
-            if not failed.was_lost or restarts == options.max_restarts:
-                raise
-            if losses.are_again_at(failed.step):
-                print(f"tfrep: {twice_at(failed.step)}", file=sys.stderr)
+            if not failed.was_lost or restarts == options.max_restarts or losses.forbid_another_start(failed.step):
                 raise
             print(f"tfrep: {failed}\nAll ranks are started again ({restarts + 1} of {options.max_restarts}).", file=sys.stderr)
             over_at = failed.over_at

@@ -22,7 +22,7 @@ from tfrep_strategy.processes.ray_process import LOST, RayProcess
 from tfrep_strategy.processes.remote import Remote
 from tfrep_strategy.rendezvous.connections import LOOPBACK
 from tfrep_strategy.running.hosts import LAUNCHER, Launchers, OnHost, say_what_is_awaited
-from tfrep_strategy.running.rounds import Losses, how_lost, no_backup_dir, twice_at, where_it_goes_on
+from tfrep_strategy.running.rounds import Losses, how_lost, no_backup_dir, where_it_goes_on
 from tfrep_strategy.running.runs import Options, RunFailed, backup_dir_of, make_log_dir
 
 _NO_GPU = "-1"
@@ -60,10 +60,7 @@ def run_on_ray(options: Options, places: RayPlaces, program: Sequence[str], even
                 what = f"The run was stopped by {signal.Signals(stopped.number).name}."
                 raise RunFailed(what, Failure(None, 128 + stopped.number)) from None
             except RunFailed as failed:
-                if not failed.was_lost or restarts == options.max_restarts:
-                    raise
-                if losses.are_again_at(failed.step):
-                    print(f"tfrep: {twice_at(failed.step)}", file=sys.stderr)
+                if not failed.was_lost or restarts == options.max_restarts or losses.forbid_another_start(failed.step):
                     raise
                 what = f"{how_lost(failed.failure)}." if failed.failure.was_lost else str(failed)
                 again = f"All ranks are started again ({restarts + 1} of {options.max_restarts})."

@@ -65,6 +65,17 @@ class Losses:
         before, self._last = self._last, step
         return step is not None and step == before
 
+    def forbid_another_start(self, step: Step | None) -> bool:
+        """Is called when a rank was lost. Returns whether another start would end at the same step again, and says so.
+
+        Args:
+            step: Where it was lost; None if no step had begun.
+        """
+        is_vain = self.are_again_at(step)
+        if is_vain:
+            print(f"tfrep: {twice_at(step)}", file=sys.stderr)
+        return is_vain
+
 
 def rounds_here(events: Events, max_restarts: int, backup_dir: Path | None) -> Iterator[Round]:
     """Yields the rounds of a run on this machine: one more for each that lost a rank, as long as it may be restarted.
@@ -90,8 +101,7 @@ def rounds_here(events: Events, max_restarts: int, backup_dir: Path | None) -> I
         if failure is None or not failure.was_lost or number == max_restarts:
             return
         step = progress.read() if progress else None
-        if losses.are_again_at(step):
-            print(f"tfrep: {twice_at(step)}", file=sys.stderr)
+        if losses.forbid_another_start(step):
             return
         print(
             f"tfrep: {how_lost(failure)}. All ranks are started again ({number + 1} of {max_restarts})."
