@@ -122,7 +122,7 @@ class OwnStep(keras.Sequential):
 
 
 def train(folder: Path, kind: type[keras.Model], callbacks: list[Any]) -> list[str]:
-    """Calls fit in a run that is backed up, and returns the names of the files of its backups."""
+    """Calls fit in a run that is backed up, and returns the names of the files of its backups and of the run's progress."""
     model = kind([keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     model.fit(np.ones((8, 2)), np.ones((8, 1)), epochs=2, verbose=0, callbacks=callbacks)
@@ -140,5 +140,5 @@ def test_who_is_backed_up(number: int, tmp_path: Path, monkeypatch: pytest.Monke
         assert train(tmp_path, keras.Sequential, own) == []  # The program does so itself, and removes it at the end.
         assert train(tmp_path, OwnStep, []) == []
         assert "the model is not built before fit, so that this fit has no backup" in capfd.readouterr().err
-        assert train(tmp_path, keras.Sequential, []) == ["latest.weights.h5", "training_metadata.json"]
+        assert train(tmp_path, keras.Sequential, []) == ["latest.weights.h5", "progress", "training_metadata.json"]
         assert tf.distribute.get_strategy() is strategy
