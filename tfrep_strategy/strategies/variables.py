@@ -17,6 +17,7 @@ from tfrep_strategy._tensorflow import (
     sync_on_read_context,
 )
 
+_REDUCED = (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
 _creation_order = itertools.count()
 
 
@@ -85,11 +86,12 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         outside = tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy()
-        if not outside or in_replica_update_context():
+        if not outside or in_replica_update_context() or self.aggregation not in _REDUCED:
             return super().assign(value, use_locking=use_locking, name=name, read_value=read_value)
-        if self.aggregation != tf.VariableAggregation.SUM:  # Every copy gets the value. To read them would be a collective.
-            super().assign(value, use_locking=use_locking, name=name, read_value=False)
-            return tf.identity(self._primary) if read_value else None
+        if self.aggregation == tf.VariableAggregation.MEAN:  # All copies get the value, so they need not be read together.
+            update = super().assign(value, use_locking=use_locking, name=name, read_value=False)
+            with tf.control_dependencies([] if update is None else [update]):
+                return tf.identity(self._primary) if read_value else update
         value, self.held = tf.cast(value, self.dtype), None
         first = self._distribute_strategy.extended.first_local_replica
         assigned = []
