@@ -14,31 +14,46 @@ from dataclasses import dataclass
 import numpy as np
 
 RESNET50_PARAMETERS = 25_600_000
-SHORT_BYTES = 4096
+_PIECE_BYTES = 64
+"""TensorFlow's ring cuts what travels into as many pieces as there are processes, none shorter than this."""
 
 
 @dataclass(frozen=True)
 class Primitive:
-    """How many messages follow each other, and how many bytes each process sends, for `n` processes that bring `size` bytes each.
+    """What `n` processes send that bring `size` bytes each.
 
     Attributes:
-        rounds: Rounds of the ring; each has `n - 1` messages.
+        rounds: Rounds of a ring; each has `n - 1` messages that follow each other.
+        exchanges: How often each process sends to all others at once.
         parts: How many times the bytes that a process brings it sends in all, in units of `(n - 1) / n`.
         grows: Whether each process sends all that it brings `n - 1` times, as a gather does.
+        in_pieces: Whether only pieces travel, so that few processes have something to send where little is sent.
     """
 
-    rounds: int
-    parts: float
+    rounds: int = 0
+    exchanges: int = 0
+    parts: float = 1
     grows: bool = False
+    in_pieces: bool = False
 
-    def messages(self, n: int) -> int:
+    def waits(self, n: int) -> int:
         """Returns how many messages follow each other.
 
         Example:
-            >>> Primitive(rounds=2, parts=2).messages(8)
-            14
+            >>> Primitive(rounds=2).waits(8), Primitive(exchanges=1).waits(8)
+            (14, 1)
         """
-        return self.rounds * (n - 1)
+        return self.rounds * (n - 1) + self.exchanges
+
+    def messages(self, n: int, size: float, cores: int) -> float:
+        """Returns how many messages a core works on while one process sends all of its own.
+
+        Example:
+            >>> Primitive(exchanges=1).messages(8, 1e6, cores=2)
+            28.0
+        """
+        senders = min(n, math.ceil(size / _PIECE_BYTES)) if self.in_pieces else n
+        return (self.rounds + self.exchanges) * (n - 1) * max(1.0, senders / cores)
 
     def sent(self, n: int, size: float) -> float:
         """Returns how many bytes a process sends.
@@ -50,32 +65,44 @@ class Primitive:
         return self.parts * (n - 1) * size / (1 if self.grows else n)
 
 
+_RING = Primitive(rounds=2, parts=2, in_pieces=True)
 PRIMITIVES = {
-    "all_reduce sum": Primitive(2, 2),
-    "all_gather": Primitive(2, 1, grows=True),  # The shapes are gathered first.
-    "broadcast": Primitive(2, 2),  # A sum with zeros.
-    "reduce_scatter": Primitive(2, 2),
-    "all_to_all": Primitive(2, 1),  # The shapes are gathered first.
-    "barrier": Primitive(2, 2),
+    "tf": {
+        "all_reduce sum": _RING,
+        "all_gather": Primitive(rounds=2, grows=True),  # The shapes are gathered first.
+        "broadcast": _RING,  # A sum with zeros.
+        "reduce_scatter": Primitive(exchanges=1),
+        "all_to_all": Primitive(rounds=1, exchanges=1),  # The shapes are gathered first.
+        "barrier": _RING,
+    },
+    # Rank 0 is asked first, and answers when all are ready.
+    "horovod": {
+        "all_reduce sum": Primitive(rounds=2, parts=2),
+        "all_gather": Primitive(rounds=2, grows=True),
+        "broadcast": Primitive(rounds=2, parts=2),
+        "reduce_scatter": Primitive(rounds=2, parts=2),
+        "all_to_all": Primitive(rounds=2),
+        "barrier": Primitive(rounds=2, parts=2),
+    },
 }
-"""Over TensorFlow's ring. Horovod sends as many messages or fewer, and some more to agree on an order."""
+"""By communicator."""
 
 
 @dataclass(frozen=True)
-class Fit:
+class Costs:
     """Seconds of a primitive, as a sum of terms that are not negative.
 
     Attributes:
-        call_s: Of each call.
-        message_s: Of each message.
-        message_per_load_s: Of each message, for each process per core: what the processes of a machine compute, they share.
-        byte_per_load_s: Of each byte that a process sends, for each process per core.
+        call_s: Of each call, however much it sends.
+        wait_s: Of each message that another one follows.
+        message_s: What a core works for each message. The processes of a machine share the cores.
+        byte_s: What a core works for each byte that a process sends.
     """
 
     call_s: float = 0.0
+    wait_s: float = 0.0
     message_s: float = 0.0
-    message_per_load_s: float = 0.0
-    byte_per_load_s: float = 0.0
+    byte_s: float = 0.0
 
     def seconds(self, primitive: Primitive, n: int, size: float, cores: int) -> float:
         """Predicts how long a call takes.
@@ -86,31 +113,12 @@ class Fit:
             size: How many bytes each brings.
             cores: Of the machine.
         """
-        return float(np.dot([self.call_s, self.message_s, self.message_per_load_s, self.byte_per_load_s],
-                            _features(primitive, n, size, cores)))  # fmt: skip
+        return float(np.dot([self.call_s, self.wait_s, self.message_s, self.byte_s], _features(primitive, n, size, cores)))
 
 
 def _features(primitive: Primitive, n: int, size: float, cores: int) -> list[float]:
     load = max(1.0, n / cores)
-    messages = primitive.messages(n)
-    return [1.0, messages, messages * load, primitive.sent(n, size) * load]
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What a primitive costs with short messages, which cost time but hardly a core, and with long ones.
-
-    Attributes:
-        short: Of calls to which each process brings less than `SHORT_BYTES`: those of a call and of a message only.
-        long: Of others.
-    """
-
-    short: Fit
-    long: Fit
-
-    def seconds(self, primitive: Primitive, n: int, size: float, cores: int) -> float:
-        """Predicts how long a call takes; see `Fit.seconds`."""
-        return (self.short if size < SHORT_BYTES else self.long).seconds(primitive, n, size, cores)
+    return [1.0, primitive.waits(n), primitive.messages(n, size, cores), primitive.sent(n, size) * load]
 
 
 def fit(primitive: Primitive, measured: Mapping[tuple[int, float], float], cores: int) -> Costs:
@@ -122,23 +130,17 @@ def fit(primitive: Primitive, measured: Mapping[tuple[int, float], float], cores
         cores: Of the machine.
 
     Returns:
-        The costs that fit best. Those of sizes that were not measured are zero.
+        The costs that fit best.
 
     Example:
-        >>> ring, made = PRIMITIVES["all_reduce sum"], Fit(1e-3, 1e-5, 2e-5, 1e-9)
+        >>> ring, made = PRIMITIVES["tf"]["all_reduce sum"], Costs(1e-3, 1e-5, 2e-5, 1e-9)
         >>> points = {(n, b): made.seconds(ring, n, b, 2) for n in (2, 3, 4) for b in (1e5, 1e6)}
         >>> round(fit(ring, points, 2).seconds(ring, 8, 1e6, 2) / made.seconds(ring, 8, 1e6, 2), 6)
         1.0
     """
-    short = {key: seconds for key, seconds in measured.items() if key[1] < SHORT_BYTES}
-    long = {key: seconds for key, seconds in measured.items() if key[1] >= SHORT_BYTES}
-    return Costs(_fit(primitive, short, cores, terms=2), _fit(primitive, long, cores, terms=4))
-
-
-def _fit(primitive: Primitive, measured: Mapping[tuple[int, float], float], cores: int, terms: int) -> Fit:
-    rows = np.array([_features(primitive, n, size, cores)[:terms] for n, size in measured]).reshape([-1, terms])
+    rows = np.array([_features(primitive, n, size, cores) for n, size in measured])
     seconds = np.array(list(measured.values()))
-    return Fit(*_least_squares(rows / seconds[:, None], np.ones_like(seconds)))
+    return Costs(*_least_squares(rows / seconds[:, None], np.ones_like(seconds)))
 
 
 def line(measured: Mapping[int, float]) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import control_plane
-from benchmarks.costs import PRIMITIVES, fit, line, predicted_all_reduces
+from benchmarks.costs import PRIMITIVES, Primitive, fit, line, predicted_all_reduces
 from benchmarks.crews import Crew, Variant
 from benchmarks.report import write_json
 from benchmarks.speed_page import write_page
@@ -61,13 +61,13 @@ def measure(
                         question = {"primitive": name, "floats": count, "times": FLOATS[count], "processes": n}
                         seconds = crew.ask(question)
                         if turn:  # The first warms up.
-                            samples.setdefault((name, n, count), []).append(seconds)
+                            samples.setdefault((name, n, 1 if name == "barrier" else count), []).append(seconds)
     of_each = {name: {key[1:]: each for key, each in samples.items() if key[0] == name} for name in primitives}
-    return {name: _tried(name, each, processes[-1]) for name, each in of_each.items()}
+    return {name: _tried(PRIMITIVES[communicator][name], each, processes[-1]) for name, each in of_each.items()}
 
 
-def _tried(name: str, samples: dict[tuple[int, int], list[float]], last: int) -> dict[str, Any]:
-    primitive, cores = PRIMITIVES[name], os.cpu_count() or 1
+def _tried(primitive: Primitive, samples: dict[tuple[int, int], list[float]], last: int) -> dict[str, Any]:
+    cores = os.cpu_count() or 1
     medians = {(n, 4.0 * count): statistics.median(seconds) for (n, count), seconds in samples.items()}
     fitted = fit(primitive, {key: seconds for key, seconds in medians.items() if key[0] != last}, cores)
     tried = []
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser("python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--rounds", type=int, default=4, help="how often each number of processes gets its turn")
     parser.add_argument("--communicators", nargs="+", choices=installed, default=installed, metavar="NAME")
-    parser.add_argument("--primitives", nargs="+", choices=PRIMITIVES, default=list(PRIMITIVES), metavar="NAME")
+    parser.add_argument("--primitives", nargs="+", choices=PRIMITIVES["tf"], default=list(PRIMITIVES["tf"]), metavar="NAME")
     parser.add_argument("--processes", nargs="+", type=int, choices=(2, 3, 4, 8), default=(2, 3, 4, 8), metavar="N",
                         help="numbers of processes; the last is predicted from the others")  # fmt: skip
     parser.add_argument("--floats", nargs="+", type=int, choices=FLOATS, default=list(FLOATS), metavar="COUNT")

@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.control_plane import TARGETS, TITLES
-from benchmarks.costs import PRIMITIVES, Costs, Fit
+from benchmarks.costs import PRIMITIVES, Costs
 from benchmarks.pages import markdown_table, measured_on, page_from_command_line, replace_written, save_figure
 
 _DRAWN = ("all_reduce sum", "all_gather", "all_to_all")
@@ -37,7 +37,7 @@ def _written(measured: Mapping[str, Any]) -> str:
     made = measured_on(measured["machine"])
     parts = [made, "### Collectives", "![Collectives with 2 to 8 processes](figures/scale_collectives.svg)"]
     for communicator, primitives in results["collectives"].items():
-        parts += [f'`communicator="{communicator}"`, the most processes, costs of short; long messages:', _tried(primitives)]
+        parts += [f'`communicator="{communicator}"`, the most processes:', _tried(primitives)]
     parts += [
         "### Ranks that hear of each other",
         "![Costs of up to 1,024 ranks](figures/scale_ranks.svg)",
@@ -50,9 +50,9 @@ def _written(measured: Mapping[str, Any]) -> str:
 def _tried(primitives: Mapping[str, Any]) -> str:
     rows = []
     for name, result in primitives.items():
-        short, long = result["costs"]["short"], result["costs"]["long"]
-        fitted = [f"{1e6 * short[key]:,.0f}; {1e6 * long[key]:,.0f}" for key in ("call_s", "message_s")]
-        fitted += [f"{1e6 * long['message_per_load_s']:,.0f}", f"{1e9 * long['byte_per_load_s']:.2f}"]
+        costs = result["costs"]
+        fitted = [f"{1e6 * costs[key]:,.0f}" for key in ("call_s", "wait_s", "message_s")]
+        fitted.append(f"{1e9 * costs['byte_s']:.2f}" if max(each["bytes"] for each in result["points"]) > 1000 else "")
         most = max(each["processes"] for each in result["points"])
         tried = [each for each in result["points"] if each["processes"] == most]
         errors = ", ".join(f"{each['error']:+.0%}" for each in tried)
@@ -61,9 +61,9 @@ def _tried(primitives: Mapping[str, Any]) -> str:
     heads = [
         "primitive",
         "call, µs",
+        "wait, µs",
         "message, µs",
-        "message x load, µs",
-        "byte x load, ns",
+        "byte, ns",
         "measured, ms",
         "errors",
         "median",
@@ -98,10 +98,10 @@ def _collectives(measured: Mapping[str, Any]) -> Figure:
             points = primitives[name]["points"]
             size = max(each["bytes"] for each in points)
             own = sorted((each["processes"], each["measured_ms"]) for each in points if each["bytes"] == size)
-            fitted = Costs(**{kind: Fit(**terms) for kind, terms in primitives[name]["costs"].items()})
+            fitted, primitive = Costs(**primitives[name]["costs"]), PRIMITIVES[communicator][name]
             line = range(own[0][0], own[-1][0] + 1)
             axes.plot(*zip(*own, strict=True), "o", color=f"C{number}", label=f"{name}, {size / 1e6:.1f} MB")
-            model = [1e3 * fitted.seconds(PRIMITIVES[name], n, size, cores) for n in line]
+            model = [1e3 * fitted.seconds(primitive, n, size, cores) for n in line]
             axes.plot(line, model, color=f"C{number}", linewidth=1)
         axes.set(title=f"{communicator}: measured (dots), model (lines)", xlabel="processes", ylabel="ms", yscale="log")
         axes.legend(fontsize=7, frameon=False)

@@ -88,6 +88,7 @@ LANES = {
         "keras_integration/test_callbacks.py",
         "keras_integration/test_exports.py",
         "keras_integration/test_full_disks.py",
+        "keras_integration/test_messages.py",
         "keras_integration/test_run_backups.py",
         "keras_integration/test_saving.py",
         "keras_integration/test_timed_checkpoint.py",

@@ -173,6 +173,15 @@ class RingCommunicator(Communicator):
         tensor = tf.convert_to_tensor(tensor)
         return uncarry_moved(self._gather(carry_moved(tensor)), tensor.dtype)
 
+    def _gather_words(self, words: tf.Tensor, counts: Sequence[int]) -> tf.Tensor:
+        """Gathers parts that are padded to the longest, or sums parts that are zero elsewhere: what sends less."""
+        longest, total = max(counts), sum(counts)
+        if self.size * longest <= 2 * total:
+            rows = tf.reshape(self.all_gather_equal(tf.pad(words, [[0, longest - len(words)]])), [self.size, longest])
+            return tf.boolean_mask(rows, tf.sequence_mask(counts, longest))
+        before = sum(counts[: self.rank])
+        return self.all_reduce([tf.pad(words, [[before, total - before - len(words)]])])[0]
+
     def reduce_scatter(self, tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
         """Sends each member its rows, which it adds in the order of ranks. NCCL does both at once."""
         tensor = tf.convert_to_tensor(tensor)

@@ -91,6 +91,12 @@ class KerasExtended(Protocol):
     def release_parts(self) -> None:
         """Frees what `collect_parts` has gathered."""
 
+    def summed_at_once(self, variables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which reading variables that are summed over processes costs one collective for all of them."""
+
+    def any_process(self, wish: bool) -> bool:
+        """Returns whether it is true on any process. Every process has to call it."""
+
     def mark_state_changed(self) -> None:
         """Says that replicas have run a step since their state was merged."""
 

@@ -55,6 +55,10 @@ class TrainingPatches:
         " return_dict=False, **kwargs)",
         why="state is merged first; workers are driven",
     )
+    metrics_result_or_logs = patch(
+        "trainers.trainer:Trainer._get_metrics_result_or_logs", "(self, logs)",
+        why="the state of all metrics is summed over the processes at once",
+    )
     predict = patch(
         "backend.tensorflow.trainer:TensorFlowTrainer.predict",
         "(self, x, batch_size=None, verbose='auto', steps=None, callbacks=None)",

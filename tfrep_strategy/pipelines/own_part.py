@@ -8,9 +8,11 @@ of one device; what lies above it is computed for the own examples only.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import (
@@ -179,8 +181,12 @@ class _Cutter:
         total, first, count = self._place
         size, drops = int(dataset._batch_size), bool(dataset._drop_remainder)
 
-        def own(rows: Any) -> tuple[Any, Any]:
-            return bounds(rows, total, first)[0], bounds(rows, total, first + count - 1)[1]
+        # To start an iterator costs for every operation in a function, in every epoch.
+        parts_of_all = np.arange(first, first + count + 1)
+
+        def limits(number: Any) -> Any:
+            """Returns where the own parts of a batch begin, and where the last one ends."""
+            return parts_of_all * (number // total) + tf.minimum(parts_of_all, number % total)
 
         @tf.autograph.experimental.do_not_convert
         def own_rows(index: tf.Tensor, window: Any) -> tf.data.Dataset:
@@ -188,13 +194,14 @@ class _Cutter:
             number = rows.cardinality()
             if self._first_batch is not None:
                 number = self._first_batch.noted_rows(index, rows, number)
-            start, stop = own(number)
+            own = limits(number)
             # Each batch needs a row, which is not used if the part has none: the end of the data is that of the batches.
-            start = tf.minimum(start, number - 1)
-            return tf.data.Dataset.zip((rows.skip(start).take(tf.maximum(stop - start, 1)), _always(number)))
+            start = tf.minimum(own[0], number - 1)
+            told = tf.concat([[number], own - own[0]], 0)
+            return tf.data.Dataset.zip((rows.skip(start).take(tf.maximum(own[-1] - start, 1)), _always(told)))
 
         # The own part of a full batch. Only the last batch may be shorter, so that every batch is put together again.
-        start, stop = own(size)
+        start, stop = bounds(size, total, first)[0], bounds(size, total, first + count - 1)[1]
         rows = lifted.source.window(size, drop_remainder=drops).enumerate().flat_map(own_rows)
         for each in lifted.maps:
             in_order = None if each.parallel_calls is None else True
@@ -202,17 +209,11 @@ class _Cutter:
         whole = rows.batch(max(stop - start, 1), drop_remainder=drops)
 
         @tf.autograph.experimental.do_not_convert
-        def parts(batch: Any, numbers: tf.Tensor) -> Shards:
-            number = numbers[0]
-            begin = own(number)[0]
-
-            def part(i: int) -> Any:
-                if drops and count == 1:
-                    return take_rows(batch, 0, stop - start)  # Its size is known.
-                low, high = bounds(number, total, first + i)
-                return take_rows(batch, low - begin, high - begin)
-
-            return Shards(tuple(map(part, range(count))), number)
+        def parts(batch: Any, told: tf.Tensor) -> Shards:
+            if drops and count == 1:
+                return Shards((take_rows(batch, 0, stop - start),), told[0, 0])  # Its size is known.
+            number, *own = tf.unstack(told[0], count + 2)
+            return Shards(tuple(take_rows(batch, *pair) for pair in itertools.pairwise(own)), number)
 
         return whole.map(parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 

@@ -58,6 +58,8 @@ class SynchronousExtended:
         """Of which part each replica is to hold of the variables that are made."""
         self.reads_alone = False
         """Whether this process reads variables without the others; it has received their parts before."""
+        self.totals: dict[int, tf.Tensor] = {}
+        """The values of variables that were summed together before they are read, by their ids."""
 
     def note_step(self) -> None:
         """Records a step of the user's own loop."""
@@ -199,14 +201,14 @@ class SynchronousExtended:
         self.steps.mark()
 
     def collect_parts(self, reads: bool = True) -> None:
-        """Lets single processes read variables of which every process holds a part: rank 0 sums, others what is sharded.
+        """Lets single processes read variables whose value only all processes together know. Rank 0 holds the sums then.
 
         Args:
-            reads: Whether this process reads what is sharded.
+            reads: Whether this process reads them.
         """
 
     def release_parts(self) -> None:
-        """Frees what `collect_parts` has gathered of sharded variables."""
+        """Frees what `collect_parts` has gathered."""
 
     def merge_replica_state(self) -> None:
         """Sets the state that each replica keeps for itself (moving statistics) to its mean over the replicas.
@@ -215,22 +217,36 @@ class SynchronousExtended:
         """
         if not self.steps.not_merged():
             return
-        common = self.own_of_replicas(tf.VariableAggregation.MEAN)
+        (common,) = self.own_of_replicas(tf.VariableAggregation.MEAN)
         with self.strategy.scope():
             for variable, mean in zip(common, self.means(common), strict=True):
                 variable.assign(mean)
         self.steps.merged()
 
-    def own_of_replicas(self, aggregation: tf.VariableAggregation) -> list[Any]:
-        """Lists the variables that replicas have changed independently, in the same order on every process."""
+    def summed_at_once(self, variables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which reading variables that are summed over processes costs one collective for all of them."""
+        return contextlib.nullcontext()
+
+    def any_process(self, wish: bool) -> bool:
+        """Returns whether it is true on any process. Every process must call it, as often as after each batch."""
+        return wish
+
+    def own_of_replicas(self, *aggregations: tf.VariableAggregation) -> list[list[Any]]:
+        """Lists the variables that replicas have changed independently, in the same order on every process.
+
+        Args:
+            *aggregations: A list is returned for each of these. That of `SUM` has variables that nobody has changed, too.
+        """
         own = {
             order: variable
             for order, variable in sorted(self.replica_variables.items())
-            if variable.differs and variable.aggregation == aggregation
+            if variable.aggregation in aggregations
+            and (variable.differs or variable.aggregation == tf.VariableAggregation.SUM)
         }
         # Python may have freed the variables of a deleted model on one process, and not yet on another.
         alive = set.intersection(*map(set, self.all_gather_object(list(own))))
-        return [variable for order, variable in own.items() if order in alive]
+        variables = [variable for order, variable in own.items() if order in alive]
+        return [[v for v in variables if v.aggregation == aggregation] for aggregation in aggregations]
 
     def means(self, variables: Sequence[Any]) -> list[tf.Tensor]:
         """Returns the mean over the replicas of variables that each replica keeps for itself."""

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import in_replica_update_context
@@ -26,8 +25,6 @@ class PartVariable(ReplicaVariable):
         super().__init__(strategy, values, aggregation, var_policy)
         self.differs = True
         self.cut: Any = cut
-        self.held: np.ndarray | None = None
-        """The whole value, for a time in which this process acts alone."""
         self.assigned_alone = False
         """Whether this process has assigned `held`, and the others know nothing of it."""
 

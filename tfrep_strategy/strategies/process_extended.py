@@ -34,8 +34,10 @@ from tfrep_strategy.strategies.gathering import gathered, without_rows
 from tfrep_strategy.strategies.part_variables import PartVariable
 from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
 from tfrep_strategy.strategies.seeds import check_order, own_random_operations, share_random_state
-from tfrep_strategy.strategies.variables import is_sum
+from tfrep_strategy.strategies.variables import ReplicaVariable, is_sum
 
+_A = tf.VariableAggregation
+_PART_BYTES = 32 << 20
 _SYNCHRONIZATIONS = [kind for kind in tf.VariableSynchronization if kind != tf.VariableSynchronization.NONE]
 
 
@@ -51,6 +53,8 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
     def __init__(self, strategy: Any, communicator: Communicator, device: str) -> None:
         super().__init__(strategy, device)
         self._communicator = communicator
+        # Eager collectives are reported to rank 0 before they begin; those of a function are not.
+        self._reduce_in_function = tf.function(communicator.all_reduce, autograph=False)
         self.first_local_replica = communicator.rank
         self.new_variables: list[Any] = []
         self.open_scopes = 0
@@ -222,18 +226,39 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
             self.new_variables, self.reads_alone = before, False
 
     def collect_parts(self, reads: bool = True) -> None:
-        if self.strategy.shard_optimizer_state:
-            for variable in self.own_of_replicas(tf.VariableAggregation.NONE):
-                if isinstance(variable, PartVariable):
-                    variable.hold_whole(reads)
-        sums = self.own_of_replicas(tf.VariableAggregation.SUM)
-        for variable, total in zip(sums, self._communicator.all_reduce([v.values[0].value() for v in sums]), strict=True):
-            variable.values[0].assign(tf.zeros_like(total) if self._communicator.rank else total)
+        kept, sums, firsts = self.own_of_replicas(_A.NONE, _A.SUM, _A.ONLY_FIRST_REPLICA)
+        is_root = self._communicator.rank == 0
+        for variable in kept:
+            if isinstance(variable, PartVariable):
+                variable.hold_whole(reads)
+        totals = self._communicator.all_reduce([v.values[0].value() for v in sums])
+        for variable, total in zip(sums, totals, strict=True):
+            variable.values[0].assign(total if is_root else tf.zeros_like(total))
+        first_values = self._communicator.broadcast([v.values[0].value() for v in firsts])
+        for variable, value in zip(sums + firsts, totals + first_values, strict=True):
+            variable.held = value.numpy() if reads and not is_root else None
 
     def release_parts(self) -> None:
         for variable in self.replica_variables.values():
-            if isinstance(variable, PartVariable):
-                variable.held = None
+            variable.held = None
+
+    @contextlib.contextmanager
+    def summed_at_once(self, variables: Sequence[Any]) -> Iterator[None]:
+        sums = [v for v in variables if isinstance(v, ReplicaVariable) and is_sum(v)]
+        if self.reads_alone or not sums:
+            yield
+            return
+        with self.watching_peers():
+            totals = self._reduce_in_function([v.values[0].value() for v in sums])
+        self.totals = {id(variable): total for variable, total in zip(sums, totals, strict=True)}
+        try:
+            yield
+        finally:
+            self.totals = {}
+
+    def any_process(self, wish: bool) -> bool:
+        with self.watching_peers():
+            return bool(self._reduce_in_function([tf.constant(wish)], "max")[0])
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         own = [getattr(v, "value", v) if not isinstance(v, tf.Variable) else v for v in variables]
@@ -247,10 +272,22 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
                 variable.values[0].assign(tf.zeros_like(variable.values[0]))
 
     def _broadcast_values(self, variables: Sequence[Any]) -> None:
+        """Gives variables the values of rank 0, in parts of about `_PART_BYTES`: only a part is in memory twice."""
         local = [v.values[0] if hasattr(v, "values") else v for v in variables]
         numeric = [v for v in local if v.dtype != tf.string]
-        for variable, value in zip(numeric, self._communicator.broadcast([v.value() for v in numeric]), strict=True):
-            variable.assign(value)
+        small = [v for v in numeric if _bytes(v) <= _PART_BYTES]
+        for members in gradients.buckets(range(len(small)), small, _PART_BYTES):
+            values = self._communicator.broadcast([small[i].value() for i in members])
+            for i, value in zip(members, values, strict=True):
+                small[i].assign(value)
+        for variable in [v for v in numeric if _bytes(v) > _PART_BYTES]:
+            rows = max(1, _PART_BYTES * variable.shape[0] // _bytes(variable))
+            for start in range(0, variable.shape[0], rows):
+                end = min(start + rows, variable.shape[0])
+                value = self._communicator.broadcast([variable[start:end]])[0]
+                tf.raw_ops.ResourceStridedSliceAssign(
+                    ref=variable.handle, begin=[start], end=[end], strides=[1], value=value
+                )
 
     def shortest_epoch(self, num_batches: int) -> int:
         return ranks_read.shortest(self._communicator.all_gather_object(num_batches))
@@ -329,6 +366,10 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
     @property
     def should_save_summary(self) -> bool:
         return self._communicator.rank == 0
+
+
+def _bytes(variable: Any) -> int:
+    return (variable.shape.num_elements() or 0) * variable.dtype.size
 
 
 def _op_name(reduce_op: Any) -> str:

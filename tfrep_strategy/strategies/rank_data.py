@@ -27,8 +27,8 @@ def check_kind(kind: str) -> str:
 
 def compare(communicator: Communicator, given: Fingerprint) -> None:
     """Refuses data that differs between the ranks. Every rank must call it."""
-    own = np.frombuffer(given.digest, np.uint8)[np.newaxis]
-    refuse_difference(communicator, given, [row.tobytes() for row in communicator.all_gather(tf.constant(own)).numpy()])
+    own = np.frombuffer(given.digest, np.int32)[np.newaxis]
+    refuse_difference(communicator, given, [row.tobytes() for row in communicator.all_gather_equal(tf.constant(own)).numpy()])
 
 
 def refuse_difference(communicator: Communicator, given: Fingerprint, digests: Sequence[bytes]) -> None:

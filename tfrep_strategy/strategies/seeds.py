@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import pickle
 import random
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -33,7 +35,7 @@ def share_random_state(communicator: Communicator, digest: bytes = b"") -> list[
 
     Args:
         communicator: The communicator of the ranks.
-        digest: Bytes that this rank sends along to the others; of the same length on all ranks.
+        digest: Bytes that this rank sends along to the others: as many on all ranks, and a multiple of four.
 
     Returns:
         The digest of each rank.
@@ -43,21 +45,18 @@ def share_random_state(communicator: Communicator, digest: bytes = b"") -> list[
         return [digest]
     if random_state()[0] is None and communicator.rank == 0:
         set_random_state(NO_SEED, random.Random().getstate())
-    states = random.getstate(), np.random.get_state(), random_state(), random.SystemRandom().randrange(2**31)
-    digests, told = _gather(communicator, digest, pickle.dumps(states) if communicator.rank == 0 else b"")
-    python_state, numpy_state, tensorflow_state, _drawn_seed = pickle.loads(told)
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
-    set_random_state(*tensorflow_state)
-    return digests
-
-
-def _gather(communicator: Communicator, digest: bytes, told: bytes) -> tuple[list[bytes], bytes]:
-    """Returns the digest of each rank and the message of rank 0, with one collective."""
-    own = tf.constant(np.frombuffer(told + digest, np.uint8))
-    gathered = communicator.all_gather(own).numpy().tobytes()
-    end = len(gathered) - len(digest) * communicator.size
-    return [gathered[i : i + len(digest)] for i in range(end, len(gathered), len(digest) or 1)], gathered[:end]
+    states = random.getstate(), np.random.get_state(), random_state()
+    own = hashlib.blake2b(pickle.dumps(states), digest_size=16).digest()
+    drawn = random.SystemRandom().randrange(2**31).to_bytes(4, sys.byteorder)
+    rows = communicator.all_gather_equal(tf.constant(np.frombuffer(own + drawn + digest, np.int32)[np.newaxis])).numpy()
+    told = [row.tobytes() for row in rows]
+    _drawn_seed = int.from_bytes(told[0][16:20], sys.byteorder)
+    if any(row[:16] != told[0][:16] for row in told):  # At first. Ranks that draw alike have the same states later.
+        python_state, numpy_state, tensorflow_state = communicator.broadcast_object(states)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        set_random_state(*tensorflow_state)
+    return [row[20:] for row in told]
 
 
 def check_order(dataset: tf.data.Dataset, communicator: Communicator) -> None:

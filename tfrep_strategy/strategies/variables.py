@@ -17,6 +17,7 @@ from tfrep_strategy._tensorflow import (
     sync_on_read_context,
 )
 
+_REDUCED = (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
 _creation_order = itertools.count()
 
 
@@ -75,6 +76,8 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
         super().__init__(*args, **kwargs)
         self.differs = False
         """Whether a replica has assigned to it inside a step, so that replicas may hold different values."""
+        self.held: np.ndarray | None = None
+        """The value over all replicas, for a time in which this process acts alone."""
         self._distribute_strategy.extended.replica_variables[next(_creation_order)] = self
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
@@ -83,9 +86,13 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         outside = tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy()
-        if not outside or in_replica_update_context() or self.aggregation != tf.VariableAggregation.SUM:
+        if not outside or in_replica_update_context() or self.aggregation not in _REDUCED:
             return super().assign(value, use_locking=use_locking, name=name, read_value=read_value)
-        value = tf.cast(value, self.dtype)
+        if self.aggregation == tf.VariableAggregation.MEAN:  # All copies get the value, so they need not be read together.
+            update = super().assign(value, use_locking=use_locking, name=name, read_value=False)
+            with tf.control_dependencies([] if update is None else [update]):
+                return tf.identity(self._primary) if read_value else update
+        value, self.held = tf.cast(value, self.dtype), None
         first = self._distribute_strategy.extended.first_local_replica
         assigned = []
         for i, variable in enumerate(self.values):
@@ -118,7 +125,9 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
     def _get_cross_replica(self) -> Any:
         extended = self._distribute_strategy.extended
         if extended.reads_alone:
-            return tf.identity(self._primary)
+            return tf.identity(self._primary if self.held is None else tf.constant(self.held, self.dtype))
+        if id(self) in extended.totals:
+            return tf.identity(extended.totals[id(self)])
         if self.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
             return extended.value_of_first_replica(self._primary.value())
         merged = self.aggregation == tf.VariableAggregation.MEAN and not (self.differs and extended.steps.not_merged())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import run_write_callbacks, without_checkpoint_state
+from tfrep_strategy.keras_integration.synchronous.saving import written_once
 
 _find_strategy: Callable[[], Any] | None = None
 
@@ -20,8 +20,8 @@ _find_strategy: Callable[[], Any] | None = None
 def write_checkpoints_once(find_strategy: Callable[[], Any]) -> None:
     """Makes `tf.train.Checkpoint` write each path on one process only: the lowest rank that saves to this path.
 
-    Saving reads variables that only all processes together can read. So every process must save. The others write to a
-    temporary folder, which is removed.
+    Saving reads variables that only all processes together can read. So every process must save. They collect these values
+    first. Then one writes, and the others neither write nor keep anything.
 
     Args:
         find_strategy: Returns the strategy that connects the processes; None if they are not connected.
@@ -59,20 +59,13 @@ def _written_once(write: Any) -> Any:
         strategy = _strategy()
         if strategy is None:
             return write(self, file_prefix, options)
-        strategy.extended.merge_replica_state()
-        if strategy.extended.first_with([os.path.abspath(os.fspath(file_prefix))])[0]:
-            path = write(self, file_prefix, options)
-            strategy.extended.barrier()
-            return path
-        options = tf.train.CheckpointOptions() if options is None else copy.copy(options)
-        callbacks, options.experimental_write_callbacks = options.experimental_write_callbacks or [], None
-        with tempfile.TemporaryDirectory(prefix="tfrep-checkpoint-") as folder:
-            write(self, os.path.join(folder, "unused"), options)
-            strategy.extended.barrier()
-        # A `tf.train.CheckpointManager` updates its list of checkpoints in them. The other process has written its file.
         path = os.fspath(file_prefix)
+        with written_once(strategy, path) as writes:
+            if writes:
+                return write(self, path, options)
+        # A `tf.train.CheckpointManager` updates its list of checkpoints in them. The other process has written its file.
         with without_checkpoint_state():
-            run_write_callbacks(callbacks, path)
+            run_write_callbacks(options.experimental_write_callbacks or [] if options else [], path)
         return path
 
     return write_once

@@ -238,18 +238,20 @@ class _After(_Together):
 
     def _end_batch(self, phase: str, logs: Any) -> None:
         if phase in self._agreement.may_stop_alone:
-            self._stop_together(phase)
+            self._stop_if(self._strategy.extended.any_process(self._wants_to_stop(phase)), phase)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._stop_together("train")
+        self._stop_if(any(self._strategy.extended.all_gather_object(self._wants_to_stop("train"))), "train")
 
     def on_train_end(self, logs: Any = None) -> None:
         """Returns everywhere when the files that callbacks write at the end are there."""
         self._strategy.extended.all_gather_object(None)
 
-    def _stop_together(self, phase: str) -> None:
-        # In a loop of one's own a model may not know of stopping.
-        if any(self._strategy.extended.all_gather_object(getattr(self.model, _STOPS[phase], False))):
+    def _wants_to_stop(self, phase: str) -> bool:
+        return bool(getattr(self.model, _STOPS[phase], False))  # In a loop of one's own a model may not know of stopping.
+
+    def _stop_if(self, some_want_to: bool, phase: str) -> None:
+        if some_want_to:
             setattr(self.model, _STOPS[phase], True)
 
 

@@ -26,6 +26,12 @@ _results: Setting[dict[int, tuple[tf.Tensor, Place]] | None] = Setting(None)
 class Logs(SynchronousBase):
     """What metrics tell."""
 
+    def metrics_result_or_logs(self, original: Any, model: Any, logs: Any) -> Any:
+        """Sums the state of all metrics over the processes at once."""
+        variables = [variable.value for metric in model.metrics for variable in metric.variables]
+        with self.strategy.extended.summed_at_once(variables):
+            return original(model, logs)
+
     def metric_result(self, original: Any, metric: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Notes which tensors are results of a metric."""
         value = original(metric, *args, **kwargs)
