@@ -1,8 +1,9 @@
 """Ends the data pipeline of an iterator without a long wait.
 
-Each pipeline has a thread that tunes it, after 10 ms, 20 ms, 40 ms, ..., at last once a minute. When TensorFlow ends a pipeline, it wakes this
-thread first and marks the pipeline as cancelled afterwards. A thread that looks for the mark too early sleeps again. The end of the
-pipeline then waits for it, which takes up to the pipeline's age, and at most a minute. On busy machines one end of three does.
+Each pipeline has a thread that tunes it, after 10 ms, 20 ms, 40 ms, ..., at last once a minute. When TensorFlow ends a
+pipeline, it wakes this thread first and marks the pipeline as cancelled afterwards. A thread that looks for the mark too
+early sleeps again. The end of the pipeline then waits for it, up to the pipeline's age, and at most a minute. On a busy
+machine this happens at every third to fifth end.
 """
 
 from __future__ import annotations
