@@ -167,8 +167,11 @@ def main(address: str, rank: str, communicator: str) -> None:
     _answer(connection, start)
     import keras
 
+    from tfrep_strategy._tensorflow import OwnedIterator
     from tfrep_strategy.strategies.of_process import remember
+    from tfrep_strategy.tensorflow_integration.pipeline_ends import end_pipeline
 
+    OwnedIterator.__del__ = end_pipeline  # As in the process of the tests.
     gc.collect()
     gc.freeze()  # What is imported stays; to look through it again and again is a large part of what a small test costs.
     with contextlib.suppress(EOFError, OSError):

@@ -179,6 +179,11 @@ def parts_of_dataset(dataset: tf.data.Dataset) -> Iterator[Any]:
         waiting.extend(current._inputs())
 
 
+def caches_in_file(dataset: tf.data.Dataset) -> bool:
+    """Returns whether a data set caches what it reads in a file."""
+    return any(tf.get_static_value(part._filename) for part in parts_of_dataset(dataset) if hasattr(part, "_filename"))
+
+
 def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     """Lists the pair of seeds of each `shuffle`. `(0, 0)` means that it has no seed, and differs on every rank."""
     return [(int(part._seed), int(part._seed2)) for part in parts_of_dataset(dataset) if hasattr(part, "_seed2")]

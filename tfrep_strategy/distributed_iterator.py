@@ -15,6 +15,7 @@ from tfrep_strategy.batches import any_size, empty_batch, num_examples, pack
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.tensorflow_integration.pipeline_ends import PipelineIterator
 
 _MOST_UNROLLED = 500
 """How many steps a function may read while it is traced. A loop of Python's own would never end."""
@@ -45,7 +46,7 @@ class Pipeline(NamedTuple):
         """Returns a TensorFlow iterator over the data set."""
         with tf.device(self.runs_on):
             if not self.ahead_to:
-                return iter(self.dataset)
+                return PipelineIterator(self.dataset)
             return OwnedMultiDeviceIterator(
                 self.dataset,
                 self.ahead_to,

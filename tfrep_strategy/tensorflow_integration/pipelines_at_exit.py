@@ -28,7 +28,7 @@ def end_pipelines() -> None:
     threads = []
     for each in gc.get_objects():  # Includes unreachable objects. Collecting them here could wait forever.
         # `isinstance` would run the code of some objects.
-        if type(each) is OwnedIterator and (resource := vars(each).pop("_iterator_resource", None)) is not None:
+        if issubclass(type(each), OwnedIterator) and (resource := vars(each).pop("_iterator_resource", None)) is not None:
             # A thread drops the last reference. If that blocks, the thread is abandoned.
             threads.append(threading.Thread(target=[resource].clear, daemon=True, name="tfrep-pipeline-end"))
             del resource

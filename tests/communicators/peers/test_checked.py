@@ -47,9 +47,8 @@ def _differ_eagerly(strategy: Any, how: str) -> tuple[str, str, float]:
         ("kind", ["rank 0: all_gather(float32[3])", "rank 1: barrier()"]),
     ],
 )
-def test_eager_collectives_that_differ(communicator: str, how: str, words: list[str]) -> None:
-    with WorkerPool(communicator, 2) as pool:
-        results = pool.run(_differ_eagerly, how)
+def test_eager_collectives_that_differ(worker_pool: Any, communicator: str, how: str, words: list[str]) -> None:
+    results = worker_pool(communicator, 2).run(_differ_eagerly, how)
     assert results[0][:2] == results[1][:2]
     for kind, text, seconds in results:
         assert kind == "DesyncError"
@@ -71,9 +70,8 @@ def _ask_different_things(strategy: Any) -> str:
 
 
 @BOTH
-def test_objects_that_are_gathered_for_different_ends(communicator: str) -> None:
-    with WorkerPool(communicator, 2) as pool:
-        results = pool.run(_ask_different_things)
+def test_objects_that_are_gathered_for_different_ends(worker_pool: Any, communicator: str) -> None:
+    results = worker_pool(communicator, 2).run(_ask_different_things)
     for text in results:
         assert "rank 0: all_gather_object(assert_in_sync) at " in text
         assert "rank 1: all_gather_object(first_with) at " in text
