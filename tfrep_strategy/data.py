@@ -295,10 +295,10 @@ def _cut(
     if agreement.size == 1 or not tf.executing_eagerly():
         shards = dataset.map(cutting(dataset.element_spec, place), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
         return shards.prefetch(_STEPS_AHEAD)
-    cut = cut_low(dataset, place, first_batch)
-    if cut.reason and not cut.is_of_examples and agreement.rank == 0:
-        warnings.warn(f"Each process computes examples that others need: {cut.reason}.", stacklevel=2)
-    return cut.dataset.prefetch(_STEPS_AHEAD)
+    low = cut_low(dataset, place, first_batch)
+    if low.reason and not low.is_of_examples and agreement.rank == 0:
+        warnings.warn(f"Each process computes examples that others need: {low.reason}.", stacklevel=2)
+    return low.dataset.prefetch(_STEPS_AHEAD)
 
 
 def explain(dataset: tf.data.Dataset, replicas: LocalReplicas) -> str:
@@ -307,10 +307,10 @@ def explain(dataset: tf.data.Dataset, replicas: LocalReplicas) -> str:
         return "One process reads the data set and computes all of it."
     if dataset.options().experimental_distribute.auto_shard_policy in _OF_EACH:
         return "Each process reads a pipeline of its own."
-    cut = cut_low(dataset, Place(replicas.total, replicas.first, len(replicas.devices)), None)
-    own = ", ".join(cut.above) or "nothing"
+    low = cut_low(dataset, Place(replicas.total, replicas.first, len(replicas.devices)), None)
+    own = ", ".join(low.above) or "nothing"
     said = f"Each of {replicas.agreement.size} processes computes for its own examples only: {own}."
-    return f"{said} It computes the rest for all: {cut.reason}." if cut.reason else said
+    return f"{said} It computes the rest for all: {low.reason}." if low.reason else said
 
 
 def _cardinality(dataset: tf.data.Dataset) -> int:

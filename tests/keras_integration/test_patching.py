@@ -54,6 +54,7 @@ def test_the_tables_in_the_documentation_are_those_of_the_registry() -> None:
     written = re.search(r"<!-- generated -->\n\n(.*)\n<!-- end of what is generated -->", text, re.DOTALL)
     assert written is not None
     assert written[1] == markdown(keras_integration.describe()), "tfrep doctor --keras --markdown prints what belongs there"
+    assert f"There are {len(keras_integration.describe())}." in text
 
 
 _PROGRAM = """

@@ -31,16 +31,12 @@ class ModelPatches:
     )
 
     initialize_variable = patch(
+        "backend.tensorflow.core:Variable._initialize", "(self, value)",
+        why="replicas keep moving statistics of their own, until somebody reads their mean",
+    )
+    draw_variable = patch(
         "backend.tensorflow.core:Variable._initialize_with_initializer", "(self, initializer)",
         why="each part of a variable is made where it is",
-    )
-    map_synchronization = patch(
-        "backend.tensorflow.core:Variable._map_synchronization", "(self, synchronization)",
-        why="replicas keep moving statistics of their own until somebody reads them",
-    )
-    map_aggregation = patch(
-        "backend.tensorflow.core:Variable._map_aggregation", "(self, aggregation)",
-        why="these are read as their mean or sum",
     )
     add_to_variable = patch(
         "backend.common.variables:Variable.assign_add", "(self, value)",
@@ -123,10 +119,6 @@ class ModelPatches:
         "backend.tensorflow.nn:max_pool", "(inputs, pool_size, strides=None, padding='valid', data_format=None)",
         why="the same",
     )
-    average_pool = patch(
-        "backend.tensorflow.nn:average_pool", "(inputs, pool_size, strides=None, padding='valid', data_format=None)",
-        why="the same",
-    )
     unfold = patch(
         "backend.tensorflow.nn:unfold", "(input, kernel_size, dilation=1, padding=0, stride=1)", optional=True,
         why="the same",
@@ -163,11 +155,11 @@ class ModelPatches:
     )
     max = patch(
         "backend.tensorflow.numpy:max", "(x, axis=None, keepdims=False, initial=None)",
-        why="Keras asks for an element",
+        why="an eager tensor without elements is an error of Keras",
     )
     min = patch(
         "backend.tensorflow.numpy:min", "(x, axis=None, keepdims=False, initial=None)",
-        why="Keras asks for an element",
+        why="the same",
     )
 
     _files = Topic(

@@ -142,7 +142,7 @@ class TrainingPatches:
     )
     scale_loss_dynamically = patch(
         "optimizers.loss_scale_optimizer:LossScaleOptimizer.scale_loss", "(self, loss)",
-        why="the same, for an optimizer that wraps another",
+        why="the same: it does not call that of the optimizer inside",
     )
     apply = patch(
         "optimizers.base_optimizer:BaseOptimizer.apply", "(self, grads, trainable_variables=None)",
@@ -177,17 +177,9 @@ class TrainingPatches:
         "backend.tensorflow.optimizer:TFOptimizer._backend_update_step", "(self, grads, trainable_variables, learning_rate)",
         why="global gradients need no summing; a replica updates its part if the state is sharded",
     )
-    decay_weights = patch(
-        "backend.tensorflow.optimizer:TFOptimizer._apply_weight_decay", "(self, variables)",
-        why="each replica decays its own copy",
-    )
     accumulate_gradients = patch(
         "backend.tensorflow.optimizer:TFOptimizer._backend_increment_gradient_accumulators", "(self, grads, acc_grads)",
         why="each replica adds to its own part; workers add on the server",
-    )
-    overwrite_with_averages = patch(
-        "backend.tensorflow.optimizer:TFOptimizer._overwrite_model_variables_with_average_value", "(self, trainable_variables)",
-        why="each replica overwrites its own copy",
     )
     variable_key = patch(
         "backend.tensorflow.optimizer:TFOptimizer._var_key", "(self, variable)",

@@ -12,7 +12,6 @@ from tfrep_strategy.communicators.peers.checked import watched
 from tfrep_strategy.devices import full_name, replica_device, take_own_gpu
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.old_spellings import OF_MULTI_WORKER, refuses
-from tfrep_strategy.strategies import rank_data as ranks_read
 from tfrep_strategy.strategies.base import GradientAggregator, GradientTransformer, SynchronousStrategy
 from tfrep_strategy.strategies.checked_settings import CheckedSetting, one_of, or_none
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
@@ -107,7 +106,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
     communicator = CheckedSetting(fixed=True)
     compression = CheckedSetting(or_none(one_of(*DTYPES)))
     device = CheckedSetting(fixed=True)
-    rank_data = CheckedSetting(lambda name, kind: ranks_read.check_kind(kind))
+    rank_data = CheckedSetting(one_of("same", "unchecked", "own"))
 
     @property
     def rank(self) -> int:

@@ -128,6 +128,9 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         return super()._update(self._local_results(var)[0], fn, args, kwargs, group)
 
+    def _replica_ctx_update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        return self._update(var, fn, args, kwargs, group)  # Without a merge call, an update may be inside `tf.cond`.
+
     def _update_non_slot(self, colocate_with: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         def update(*args: Any, **kwargs: Any) -> Any:
             with UpdateContext(0):  # The id of the replica to read from. TensorFlow's method passes a device here.

@@ -11,18 +11,10 @@ import tensorflow as tf
 
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.data import ReplicaDataset
-from tfrep_strategy.errors import ConfigurationError, DesyncError, message
+from tfrep_strategy.errors import DesyncError
 from tfrep_strategy.fingerprints import Fingerprint, FirstBatch, difference
 
 _POLICIES = tf.data.experimental.AutoShardPolicy
-
-
-def check_kind(kind: str) -> str:
-    """Returns a value of `rank_data`; raises a ConfigurationError for an unknown one."""
-    kinds = ("same", "unchecked", "own")
-    if kind not in kinds:
-        raise ConfigurationError(message("Unknown rank_data.", hint=f"use one of {kinds}.", rank_data=kind))
-    return kind
 
 
 def compare(communicator: Communicator, given: Fingerprint) -> None:

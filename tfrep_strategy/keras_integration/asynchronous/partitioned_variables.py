@@ -142,7 +142,7 @@ _ELEMENTWISE = tuple(
 class Parts(KerasDriver):
     """What is done with variables in parts."""
 
-    def initialize_variable(self, original: Any, variable: Any, initializer: Any) -> None:
+    def draw_variable(self, original: Any, variable: Any, initializer: Any) -> None:
         """Tells a partitioner the shape and the dtype, and lets each part be initialised where it is."""
         if self.strategy.extended._variable_partitioner is None:
             return original(variable, initializer)

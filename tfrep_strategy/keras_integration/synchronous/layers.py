@@ -30,19 +30,23 @@ class Layers(SynchronousBase):
         variable._is_layer_state = True
         return variable
 
-    def map_synchronization(self, original: Any, variable: Any, synchronization: str) -> Any:
-        """Lets every replica keep moving statistics of its own between the moments when somebody reads them."""
-        if creates_partial_sums.value or _is_moving_state(variable):
-            return tf.VariableSynchronization.ON_READ
-        return original(variable, synchronization)
+    def initialize_variable(self, original: Any, variable: Any, value: Any) -> None:
+        """Lets every replica keep moving statistics of its own between the moments when somebody reads them.
 
-    def map_aggregation(self, original: Any, variable: Any, aggregation: str) -> Any:
-        """Reads moving statistics as their mean, and lets counters be counted on each replica alike."""
+        Such a variable reads as its mean, parts of a sum as the sum. A counter is counted on each replica alike.
+        """
+        told = variable._synchronization, variable._aggregation
         if creates_partial_sums.value:
-            return tf.VariableAggregation.SUM
-        if _is_moving_state(variable):
-            return tf.VariableAggregation.MEAN
-        return tf.VariableAggregation.NONE if aggregation == "only_first_replica" else original(variable, aggregation)
+            kept = "on_read", "sum"
+        elif _is_moving_state(variable):
+            kept = "on_read", "mean"
+        else:
+            kept = told[0], "none" if told[1] == "only_first_replica" else told[1]
+        variable._synchronization, variable._aggregation = kept
+        try:
+            original(variable, value)
+        finally:
+            variable._synchronization, variable._aggregation = told
 
     def next_seed(self, original: Any, generator: Any, ordered: bool = True) -> Any:
         """Gives each replica another seed, and replica 0 that of one device; the generator's state stays equal everywhere."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -32,19 +32,6 @@ _updated_variables: Setting[Sequence[Any]] = Setting(())
 
 _builds_inner = Setting(False)
 """Whether this thread builds an optimizer that another one wraps."""
-
-
-def _on_each_replica(name: str) -> Callable[..., Any]:
-    """Returns what does a step of an update as Keras's base class does it, and not its TensorFlow optimizer.
-
-    That one coordinates replicas. With global gradients there is nothing left to coordinate.
-    """
-    single_device = getattr(_BaseOptimizer, name)
-
-    def method(self: Any, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        return single_device(optimizer, *args, **kwargs)
-
-    return method
 
 
 class Updates(ShardedUpdates):
@@ -126,7 +113,9 @@ class Updates(ShardedUpdates):
         with _updated_variables.to(tuple(trainable_variables)):
             original(optimizer, grads, trainable_variables)
 
-    accumulate_gradients = _on_each_replica("_backend_increment_gradient_accumulators")
+    def accumulate_gradients(self, original: Any, optimizer: Any, grads: Any, acc_grads: Any) -> None:
+        """Adds to the accumulators as on one device: what a replica accumulates is a part of the sum."""
+        _BaseOptimizer._backend_increment_gradient_accumulators(optimizer, grads, acc_grads)
 
     def clip_gradients(self, original: Any, optimizer: Any, grads: Any) -> Any:
         """Makes accumulated gradients global, and transforms them, before anything looks at them: an update begins here."""
@@ -138,8 +127,6 @@ class Updates(ShardedUpdates):
             grads = strategy.extended.aggregate_gradients(list(grads), in_parts)
         with _applied_gradients.to("global"):
             return original(optimizer, strategy.extended.transform_gradients(list(grads), _updated_variables.value))
-
-    decay_weights = _on_each_replica("_apply_weight_decay")
 
     def update_variables(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
         """Updates all of each variable on each replica, or the replica's part if the optimizer's state is sharded."""
@@ -157,8 +144,6 @@ class Updates(ShardedUpdates):
             return finite
         every = self.strategy.extended.own_communicator().all_reduce([tf.cast(finite, tf.int32)], "min")
         return tf.cast(every[0], tf.bool)
-
-    overwrite_with_averages = _on_each_replica("_overwrite_model_variables_with_average_value")
 
     def _accumulates_locally(self, optimizer: Any) -> bool:
         """Whether replicas collect gradients of their own and talk only on the steps that update.
