@@ -38,7 +38,7 @@ def trained(folder: str) -> list[float]:
 
 def trained_with_own_files(strategy: Any, folder: str) -> tuple[list[float], str]:
     with strategy.scope():
-        return trained(f"{folder}/{strategy.rank}"), strategy.extended.explain(in_batches(folder))
+        return trained(f"{folder}/{strategy.rank}"), strategy.explain(in_batches(folder))
 
 
 def test_the_files_of_others_are_not_needed(worker_pool: Any, tmp_path: Path) -> None:
@@ -102,4 +102,4 @@ def test_one_process_computes_everything(policy: str) -> None:
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = getattr(tf.data.experimental.AutoShardPolicy, policy)
     strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
-    assert strategy.extended.explain(tf.data.Dataset.range(8).batch(4).with_options(options)).startswith("One process")
+    assert strategy.explain(tf.data.Dataset.range(8).batch(4).with_options(options)).startswith("One process")

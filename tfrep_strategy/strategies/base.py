@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfrep_strategy.batches import num_examples, pack, with_unknown_size
 from tfrep_strategy.communicators import Communicator
+from tfrep_strategy.data import explain
 from tfrep_strategy.errors import ConfigurationError, check_count, message
 from tfrep_strategy.keras_integration.protocol import Shards, in_step
 from tfrep_strategy.keras_integration.synchronous.driver import SynchronousDriver
@@ -143,6 +144,19 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
             >>> tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).new_group([1])
             ReplicaGroup([1])
         """
+
+    def explain(self, dataset: tf.data.Dataset) -> str:
+        """Says what a process computes of a data set: which operations for its own examples only, and what prevents more.
+
+        Args:
+            dataset: A data set of global batches, as `fit` gets it.
+
+        Example:
+            >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+            >>> strategy.explain(tf.data.Dataset.range(8).batch(4))
+            'One process reads the data set and computes all of it.'
+        """
+        return explain(dataset, self.extended.local_replicas(stop_together=False))
 
     def assert_in_sync(self, model_or_variables: Any, every: int | None = None) -> None:
         """Raises unless all replicas hold the same values, bit by bit. Every process must call it.

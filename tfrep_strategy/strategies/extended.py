@@ -98,19 +98,6 @@ class SynchronousExtended:
             self._agreements[stop_together] = self._agreement(stop_together)
         return data.LocalReplicas(self.first_local_replica, tuple(self.worker_devices), self._agreements[stop_together])
 
-    def explain(self, dataset: tf.data.Dataset) -> str:
-        """Says what a process computes of a data set: which operations for its own examples only, and what prevents more.
-
-        Args:
-            dataset: A data set of global batches, as `fit` gets it.
-
-        Example:
-            >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
-            >>> strategy.extended.explain(tf.data.Dataset.range(8).batch(4))
-            'One process reads the data set and computes all of it.'
-        """
-        return data.explain(dataset, self.local_replicas(stop_together=False))
-
     def value_of_first_replica(self, local: tf.Tensor) -> tf.Tensor:
         """Returns the value of replica 0, given the value of the first replica of this process."""
         return tf.identity(local)
