@@ -18,7 +18,7 @@ from tfrep_strategy.errors import ConfigurationError
 
 _SETTINGS = (Path(__file__).parents[2] / "docs" / "settings.md").read_text("utf-8")
 _CLASSES = (tfrep.MirroredStrategy, tfrep.MultiWorkerStrategy, tfrep.ParameterServerStrategy)
-_MOST_NAMES = 15
+_MOST_NAMES = 14
 
 SYNCHRONOUS = [
     ("bucket_bytes", 1 << 20, [0, -1, 1.5, "1", True]),

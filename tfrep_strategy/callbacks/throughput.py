@@ -112,7 +112,7 @@ class Throughput(keras.callbacks.Callback):
             and 0 < len(devices) < strategy.num_replicas_in_sync
             and all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in devices)
         )
-        if self.log_dir is not None and self._writer is None and getattr(strategy, "is_chief", True):
+        if self.log_dir is not None and self._writer is None and getattr(strategy.extended, "is_chief", True):
             self._writer = tf.summary.create_file_writer(os.path.join(self.log_dir, "throughput"))
         self._calls_before, self._compiles = self._function.calls, True
 

@@ -32,7 +32,6 @@ class KerasStrategy(Protocol):
     """A strategy whose replicas train in step, as the Keras integration sees it."""
 
     num_replicas_in_sync: int
-    is_chief: bool
     extended: KerasExtended
     bucket_bytes: int
     gradient_transformers: Sequence[Any]
@@ -45,6 +44,9 @@ class KerasStrategy(Protocol):
 
 class KerasExtended(Protocol):
     """The `extended` of such a strategy, which does what Keras's users need not see."""
+
+    is_chief: bool
+    """Whether this process writes files and draws progress bars."""
 
     collectives_in_branches: bool
     """Whether a replica may call collectives inside `tf.cond`, which needs one program per process."""

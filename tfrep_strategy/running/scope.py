@@ -74,7 +74,7 @@ def run_strategy_scope() -> Iterator[Any]:
             put(stack, owner, name, _warns_when_late(getattr(owner, name)))
         stack.enter_context(strategy.scope())
         yield strategy
-        if getattr(strategy, "is_chief", True):
+        if getattr(strategy.extended, "is_chief", True):
             say_without_fit()
 
 

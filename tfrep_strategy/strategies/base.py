@@ -68,11 +68,6 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
         for name, value in settings.items():
             setattr(self, name, value)
 
-    @property
-    def is_chief(self) -> bool:
-        """Whether this process is the chief, which writes files and draws progress bars."""
-        return self.extended.first_local_replica == 0
-
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica; see `tf.distribute.Strategy.run`.
 

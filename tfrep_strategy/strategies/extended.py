@@ -44,6 +44,11 @@ class SynchronousExtended:
         """The strategy."""
         return self._container_strategy()
 
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process is the chief, which writes files and draws progress bars. Users ask `tfrep.is_chief()`."""
+        return self.first_local_replica == 0
+
     def _init_state(self) -> None:
         # The key is the order of creation, which is the same on every process.
         self.replica_variables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

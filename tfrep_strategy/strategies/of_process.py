@@ -70,7 +70,7 @@ def is_chief_process() -> bool:
     """Returns whether this process is the chief: rank 0, or a single process."""
     strategy = process_strategy()
     if strategy is not None:
-        return strategy.is_chief
+        return strategy.extended.is_chief
     return coordinates_servers() or detect_environment().rank == 0
 
 

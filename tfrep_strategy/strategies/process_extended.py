@@ -198,7 +198,7 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         return tf.nest.map_structure(lambda value: gathered(value, self._communicator), outputs)
 
     def kept_outputs(self, outputs: Any) -> Any:
-        if self.strategy.is_chief or not self.predictions_on_chief_only:
+        if self.is_chief or not self.predictions_on_chief_only:
             return outputs
         return tf.nest.map_structure(without_rows, outputs)
 

@@ -53,7 +53,7 @@ class TracesOfRanks:
 
     def end(self) -> list[Report]:
         reports = self._strategy.extended.all_gather_object(self._trace.end())
-        return reports if self._strategy.is_chief else []
+        return reports if self._strategy.extended.is_chief else []
 
     def abandon(self) -> None:
         self._trace.end()

@@ -76,7 +76,7 @@ class Callbacks(backups.Backups, SynchronousBase):
         backup = backup_of_fit(strategy, callbacks, self.steps_of_fit) if add_history and self.is_fitting else []
         original(
             callback_list, [_Before(strategy, agreement), *callbacks, _After(strategy, agreement), *backup],
-            add_history=add_history, add_progbar=add_progbar and strategy.is_chief, model=model, **params,
+            add_history=add_history, add_progbar=add_progbar and strategy.extended.is_chief, model=model, **params,
         )  # fmt: skip
 
     def save_checkpoint(self, original: Any, callback: Any, epoch: int, batch: int | None, logs: Any) -> None:
@@ -120,7 +120,7 @@ class Callbacks(backups.Backups, SynchronousBase):
         optimizer = model.optimizer
         found = []
         with failing_together(strategy):
-            if strategy.is_chief:
+            if strategy.extended.is_chief:
                 found = backups.find(callback)
         restores = strategy.extended.broadcast_object(bool(found))
         if restores and model.built and optimizer is not None and not optimizer.built:
@@ -129,7 +129,7 @@ class Callbacks(backups.Backups, SynchronousBase):
         strategy.extended.synchronize_new_variables()
         batches = 0
         with failing_together(strategy), strategy.extended.acting_alone():
-            if strategy.is_chief:
+            if strategy.extended.is_chief:
                 batches = backups.restore(original, callback, logs, found)
         model._initial_epoch, batches = strategy.extended.broadcast_object((model._initial_epoch, batches))
         if restores:

@@ -78,7 +78,7 @@ class SynchronousDriver(
             with (
                 keeping_requests(),
                 run_backups.writes.waited_for(),
-                profiled(lambda: TracesOfRanks(self.strategy), self.strategy.is_chief) as self.profile,
+                profiled(lambda: TracesOfRanks(self.strategy), self.strategy.extended.is_chief) as self.profile,
             ):
                 return original(model, *args, **kwargs)
         finally:

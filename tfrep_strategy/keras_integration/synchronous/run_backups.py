@@ -191,7 +191,7 @@ class RunBackup(keras.callbacks.Callback):
         self._files.set_model(model)
         self._files.on_train_begin()
         (epochs, batches), extended.resumes_at = extended.resumes_at, (0, 0)
-        content = read_beside_weights(self._files._weights_path) if self._strategy.is_chief and self._was_restored() else None
+        content = read_beside_weights(self._files._weights_path) if extended.is_chief and self._was_restored() else None
         self._restored = extended.broadcast_object(content)
         if self._restored is not None:
             self._go_on(self._restored, epochs, batches)
@@ -228,7 +228,7 @@ class RunBackup(keras.callbacks.Callback):
         self.model._initial_epoch = None
 
     def _before_step(self, batches_done: int) -> None:
-        if self._strategy.is_chief:
+        if self._strategy.extended.is_chief:
             self._progress.note(Step(self._fit, self._epoch, batches_done))
         if self._steps_done >= self._steps_wanted:
             self._look(_Place(self._epoch, batches_done, self._epochs_read - 1), self._history())
@@ -290,11 +290,11 @@ class RunBackup(keras.callbacks.Callback):
 
     def _assign_metrics(self, values: Sequence[Any]) -> None:
         variables = self.model.metrics_variables
-        if self._strategy.is_chief and len(values) == len(variables):
+        if self._strategy.extended.is_chief and len(values) == len(variables):
             with self._strategy.extended.acting_alone():
                 for variable, value in zip(variables, values, strict=True):
                     variable.assign(value)
 
     def _say(self, text: str) -> None:
-        if self._strategy.is_chief:
+        if self._strategy.extended.is_chief:
             print(f"tfrep: {text}", file=sys.stderr, flush=True)
