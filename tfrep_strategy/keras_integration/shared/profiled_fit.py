@@ -21,7 +21,6 @@ from tfrep_strategy.profiles.times import STEP
 from tfrep_strategy.profiles.tracer import Trace
 from tfrep_strategy.profiles.wanted import TracedSteps, folder_of_environment, new_run_folder, steps_of_environment
 
-
 _NOT_TRACED = contextlib.nullcontext()
 
 
