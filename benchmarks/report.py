@@ -22,7 +22,7 @@ def ratio(samples: Samples, this: str, other: str) -> float:
     """Compares two variants round by round.
 
     Args:
-        samples: Seconds, by variant; the i-th of all were measured one after the other.
+        samples: Seconds, by variant; the i-th of all were measured one after the other. Some may have more than others.
         this: A variant.
         other: Another one.
 
@@ -33,7 +33,7 @@ def ratio(samples: Samples, this: str, other: str) -> float:
         >>> ratio({"a": [1.0, 2.0, 9.0], "b": [2.0, 4.0, 3.0]}, "a", "b")
         0.5
     """
-    return statistics.median(mine / theirs for mine, theirs in zip(samples[this], samples[other], strict=True))
+    return float(np.median(_ratios(samples, this, other)))
 
 
 def interval(samples: Samples, this: str, other: str) -> tuple[float, float]:
@@ -47,10 +47,15 @@ def interval(samples: Samples, this: str, other: str) -> tuple[float, float]:
     Returns:
         The 95 % bootstrap interval of the ratio (Efron, 1979): rounds are drawn anew 10,000 times.
     """
-    ratios = np.divide(samples[this], samples[other])
+    ratios = _ratios(samples, this, other)
     drawn = np.random.default_rng(0).choice(ratios, [10_000, len(ratios)])
     low, high = np.quantile(np.median(drawn, axis=1), [0.025, 0.975])
     return float(low), float(high)
+
+
+def _ratios(samples: Samples, this: str, other: str) -> np.ndarray:
+    rounds = min(len(samples[this]), len(samples[other]))
+    return np.divide(samples[this][:rounds], samples[other][:rounds])
 
 
 def summarize(samples: Samples, targets: Mapping[tuple[str, str], float]) -> dict[str, Any]:

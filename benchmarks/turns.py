@@ -29,7 +29,11 @@ def turns_parser(name: str, description: str | None, rounds: int) -> argparse.Ar
 
 
 def take_turns(
-    variants: Sequence[Variant], module: str, workloads: Mapping[str, Mapping[str, Any]], rounds: int
+    variants: Sequence[Variant],
+    module: str,
+    workloads: Mapping[str, Mapping[str, Any]],
+    rounds: int,
+    more_rounds: Mapping[str, Mapping[str, int]] | None = None,
 ) -> Iterator[tuple[str, dict[str, list[float]]]]:
     """Starts every variant once, then asks them one after the other, round after round.
 
@@ -38,6 +42,7 @@ def take_turns(
         module: What their processes run.
         workloads: Questions, by name.
         rounds: How many answers of each are kept; one more is asked for to warm up.
+        more_rounds: By workload and variant, how many are kept of those that need more.
 
     Yields:
         For each workload its name and, by variant, the answers: seconds.
@@ -45,7 +50,11 @@ def take_turns(
     # What ends the benchmark from outside must not leave stopped processes behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.ExitStack() as stack, Progress(transient=True) as progress:
-        task = progress.add_task("", total=len(variants) * (1 + len(workloads) * (rounds + 1)))
+        kept = {
+            name: {v.name: max(rounds, (more_rounds or {}).get(name, {}).get(v.name, 0)) for v in variants} for name in workloads
+        }
+        turns = sum(count + 1 for of_variants in kept.values() for count in of_variants.values())
+        task = progress.add_task("", total=len(variants) + turns)
         crews = []
         for variant in variants:
             progress.update(task, description=f"starting {variant.name}")
@@ -53,8 +62,11 @@ def take_turns(
             progress.advance(task)
         for name, question in workloads.items():
             samples: dict[str, list[float]] = {variant.name: [] for variant in variants}
-            for round_number in range(rounds + 1):
-                for crew in crews:
+            for round_number in range(max(kept[name].values(), default=-1) + 1):
+                # Back and forth, so that none always has its turn after the same one.
+                for crew in crews if round_number % 2 else reversed(crews):
+                    if round_number > kept[name][crew.variant.name]:
+                        continue
                     progress.update(task, description=f"{name}: {crew.variant.name}")
                     seconds = crew.ask(dict(question))
                     if round_number:
@@ -72,6 +84,7 @@ def compare(
     targets: Mapping[str, Mapping[tuple[str, str], float]],
     title: str,
     reference: str,
+    more_rounds: Mapping[str, Mapping[str, int]] | None = None,
 ) -> dict[str, Any]:
     """Measures variants in turns, prints a table for each workload, and writes JSON if asked to.
 
@@ -83,12 +96,13 @@ def compare(
         targets: For each workload the largest ratios that are wanted; see `summarize`.
         title: Of a table, with `{name}` for the workload.
         reference: Variant with which the others are compared.
+        more_rounds: See `take_turns`.
 
     Returns:
         What is written as JSON, by workload.
     """
     results = {}
-    for name, samples in take_turns(variants, module, workloads, chosen.rounds):
+    for name, samples in take_turns(variants, module, workloads, chosen.rounds, more_rounds):
         results[name] = summarize(samples, targets[name])
         show(title.format(name=name), results[name], reference, workloads[name].get("batch"))
     if chosen.json:

@@ -79,7 +79,7 @@ LANES = {
         "test_old_spellings.py::test_optimizers_and_callbacks_of_horovod",
         "test_old_spellings.py::test_parameter_servers_show_new_lines",
     ),
-    "loops": ("strategies/test_custom_loops.py", "test_replicator.py"),
+    "loops": ("strategies/test_custom_loops.py", "strategies/test_threads.py", "test_replicator.py"),
     "input": ("pipelines/test_shared_reading.py", "strategies/test_distributed_input.py", "test_data.py"),
     "callbacks": (
         "callbacks/",

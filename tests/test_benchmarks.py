@@ -76,6 +76,14 @@ def test_step(tmp_path):
     assert (tmp_path / "figures" / "steps.svg").is_file()
 
 
+def test_one_replica_has_more_turns_than_others(tmp_path):
+    arguments = ["--nets", "tiny", "--rounds", "1", "--pairs", "3", "--steps", "2", "--variants", "Keras", "1 replica (mirrored)"]
+    results, _ = _run(tmp_path, "step", *arguments)
+    samples = results["tiny"]["samples_ms"]
+    assert len(samples["Keras"]) == len(samples["ours, 1 replica (mirrored)"]) == 3
+    assert len(samples["Keras, XLA"]) == 1
+
+
 def test_calls(tmp_path):
     """What one replica adds to a step of plain Keras in Python and in the compiled step stays small."""
     results, text = _run(tmp_path, "calls")
@@ -84,7 +92,7 @@ def test_calls(tmp_path):
     assert keras["nodes"] > 50
     for name in ("MirroredStrategy, 1 replica", "MultiWorkerStrategy, 1 replica"):
         assert name in text
-        assert results[name]["python"] <= 1.07 * keras["python"]
+        assert results[name]["python"] <= keras["python"] + 10
         assert results[name]["nodes"] <= keras["nodes"] + 3
 
 

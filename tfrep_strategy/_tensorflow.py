@@ -141,7 +141,8 @@ _private("checkpoint.checkpoint_management", "update_checkpoint_state_internal")
 # The global seed that TensorFlow uses for an operation with its own seed if no global seed is set.
 NO_SEED = _private("framework.random_seed", "DEFAULT_GRAPH_SEED")
 
-# What the profiler writes.
+# The profiler: whether it runs, and what it writes.
+is_tracing = _private("profiler.trace", "enabled")
 XSpace = _private("profiler.protobuf.xplane_pb2", "XSpace", package="tensorflow.tsl")
 
 # Runtime.

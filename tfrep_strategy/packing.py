@@ -50,9 +50,14 @@ class Packed:
         for members, flat in zip(self._members, flats, strict=True):
             sizes = [_size(self._tensors[i]) for i in members]
             for i, piece in zip(members, [flat] if len(members) == 1 else tf.split(flat, sizes), strict=True):
-                shape = self._tensors[i].shape
-                result[i] = tf.ensure_shape(tf.reshape(piece, tf.shape(self._tensors[i])), shape)
+                result[i] = _of_shape(self._tensors[i], piece)
         return result
+
+
+def _of_shape(tensor: tf.Tensor, piece: tf.Tensor) -> tf.Tensor:
+    if tensor.shape.is_fully_defined():
+        return tf.reshape(piece, tensor.shape)
+    return tf.ensure_shape(tf.reshape(piece, tf.shape(tensor)), tensor.shape)
 
 
 def _size(tensor: tf.Tensor) -> Any:

@@ -36,7 +36,7 @@ from tfrep_strategy.strategies.logical_devices import LogicalDevices
 from tfrep_strategy.strategies.replica_context import DeviceReplicaContext
 from tfrep_strategy.validation import MOST_PROCESSES, checked
 
-_MINIMUM_THREADS = 16
+_THREADS_PER_REPLICA = 2
 
 
 def use_logical_cpus(n: int) -> list[str]:
@@ -57,7 +57,7 @@ def use_logical_cpus(n: int) -> list[str]:
     """
     check_count("At least one logical CPU is needed.", 1, MOST_PROCESSES, n=n)
     cpu = tf.config.list_physical_devices("CPU")[0]
-    _ensure_threads()
+    _ensure_threads(n)
     try:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * n)
     except RuntimeError as error:
@@ -73,12 +73,18 @@ def use_logical_cpus(n: int) -> list[str]:
     return [f"CPU:{i}" for i in range(n)]
 
 
-def _ensure_threads() -> None:
-    """Gives every replica a thread. Collectives within a process deadlock if they cannot all run at once."""
+def _ensure_threads(replicas: int) -> None:
+    """Gives every replica threads. Collectives within a process deadlock if they cannot all run at once.
+
+    Idle threads wake up all the same: more of them than are needed cost a tenth of a small step, and a single replica waits
+    for none.
+    """
+    if replicas == 1:
+        return
     if "TF_NUM_INTEROP_THREADS" in os.environ or tf.config.threading.get_inter_op_parallelism_threads():
         return
     if not runtime_has_started():
-        tf.config.threading.set_inter_op_parallelism_threads(max(_MINIMUM_THREADS, os.cpu_count() or 1))
+        tf.config.threading.set_inter_op_parallelism_threads(max(_THREADS_PER_REPLICA * replicas, os.cpu_count() or 1))
 
 
 class MirroredStrategy(SynchronousStrategy):
@@ -179,7 +185,7 @@ class MirroredStrategy(SynchronousStrategy):
 
 class _Extended(SynchronousExtended, MirroredExtended):
     def __init__(self, strategy: MirroredStrategy, logical_devices: LogicalDevices) -> None:
-        _ensure_threads()
+        _ensure_threads(len(logical_devices.of_replica))
         self.logical_devices = logical_devices
         MirroredStrategy._instances += 1
         strategy._collective_key_base = 1_000_000 * MirroredStrategy._instances

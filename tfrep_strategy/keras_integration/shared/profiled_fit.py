@@ -13,12 +13,15 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from tfrep_strategy._tensorflow import is_tracing
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
 from tfrep_strategy.profiles import requests
 from tfrep_strategy.profiles.summary import Report, show_summary, write_summary
 from tfrep_strategy.profiles.times import STEP
 from tfrep_strategy.profiles.tracer import Trace
 from tfrep_strategy.profiles.wanted import TracedSteps, folder_of_environment, new_run_folder, steps_of_environment
+
+_NOT_TRACED = contextlib.nullcontext()
 
 
 class Traces(Protocol):
@@ -118,9 +121,15 @@ class ProfiledFit:
         self._traces: Traces | None = None
         self._done = self._began = 0
 
+    def step(self, count: int) -> contextlib.AbstractContextManager[None]:
+        """Returns a context for each execution of `count` steps. Where nothing is traced, it costs next to nothing."""
+        if self._wanted is not None or is_tracing():
+            return self._marked(count)
+        self._done += count
+        return _NOT_TRACED
+
     @contextlib.contextmanager
-    def step(self, count: int) -> Iterator[None]:
-        """Is entered before, and left after, each execution of `count` steps."""
+    def _marked(self, count: int) -> Iterator[None]:
         if self._wanted is not None and self._traces is None and self._done >= self._wanted.first:
             self._began, self._traces = self._done, self._make_traces()
         with tf.profiler.experimental.Trace(STEP, step_num=self._done, _r=1):

@@ -74,8 +74,10 @@ class Callbacks(backups.Backups, SynchronousBase):
         callbacks = list(keras.tree.flatten(callbacks)) if callbacks else []
         agreement, callbacks = _agreed(strategy, callbacks)
         backup = backup_of_fit(strategy, callbacks, self.steps_of_fit) if add_history and self.is_fitting else []
+        if self.has_several:  # A single replica has nobody to wait for, and each callback is called twice in each step.
+            callbacks = [_Before(strategy, agreement), *callbacks, _After(strategy, agreement)]
         original(
-            callback_list, [_Before(strategy, agreement), *callbacks, _After(strategy, agreement), *backup],
+            callback_list, [*callbacks, *backup],
             add_history=add_history, add_progbar=add_progbar and strategy.extended.is_chief, model=model, **params,
         )  # fmt: skip
 

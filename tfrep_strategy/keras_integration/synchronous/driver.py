@@ -175,6 +175,8 @@ class SynchronousDriver(
         else:
             with _without_jit(model):
                 run = original(model, compiled_between_collectives(step_function))
+        if not self.has_several and not self.layers_not_seen:
+            return run  # There is nobody to keep in step with, and a call more would cost time in every step.
 
         extended = strategy.extended
 

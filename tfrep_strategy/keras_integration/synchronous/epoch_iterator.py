@@ -51,7 +51,7 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         self._common_batches = _batches_of_all(strategy, self._distributed_dataset, self._num_batches)
         self._num_batches = self._common_batches
         self._distributed_dataset = self._distributed_dataset.for_keras(self._common_batches is not None)
-        self.before_step: Callable[[int], None] = lambda batches_done: None
+        self.before_step: Callable[[int], None] | None = None
         """Is called before each step, when all callbacks have seen the one before."""
         self.around_step: Callable[[int], contextlib.AbstractContextManager[None]] = lambda steps: contextlib.nullcontext()
         """Is entered before each execution of so many steps, and left when all callbacks have seen them."""
@@ -72,7 +72,8 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
                 for _ in range(first, last + 1):
                     next(iterator)
             else:
-                self.before_step(first)
+                if self.before_step is not None:
+                    self.before_step(first)
                 with self.around_step(last - first + 1):
                     yield first, last, iterator
 

@@ -22,15 +22,23 @@ class Placement(Layers):
         with self._placed(layer):
             return super().add_weight(original, layer, *args, **kwargs)
 
+    @property
+    def layers_not_seen(self) -> set[str]:
+        """The names in `keras_layer_placement` that no layer has had, and that `warn_of_layers_not_seen` has not named."""
+        return set() if self._devices is None else self._devices.layers_not_seen
+
     def warn_of_layers_not_seen(self) -> None:
         """Warns, once, of names in `keras_layer_placement` that no layer has had by the end of a step."""
-        devices = getattr(self.strategy.extended, "logical_devices", None)
-        if devices is not None and devices.layers_not_seen:
-            names, devices.layers_not_seen = sorted(devices.layers_not_seen), set()
+        if self.layers_not_seen:
+            names, self._devices.layers_not_seen = sorted(self.layers_not_seen), set()
             warnings.warn(f"keras_layer_placement names layers that have not been called. Received: {names}", stacklevel=2)
 
+    @property
+    def _devices(self) -> Any:
+        return getattr(self.strategy.extended, "logical_devices", None)
+
     def _placed(self, layer: Any) -> contextlib.AbstractContextManager[Any]:
-        devices = getattr(self.strategy.extended, "logical_devices", None)
+        devices = self._devices
         if devices is None or not devices.layer_placement:
             return contextlib.nullcontext()
         return devices.for_layer(layer.name)

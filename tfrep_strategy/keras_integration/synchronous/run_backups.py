@@ -219,7 +219,7 @@ class RunBackup(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Backs up the end, so that a finished `fit` is not repeated."""
-        self._steps.before_step = lambda batches_done: None
+        self._steps.before_step = None
         if self._restored is not None:  # No epoch was left to do.
             self._restore_history(self._restored)
         else:
