@@ -7,6 +7,7 @@ import math
 import os
 import queue
 import secrets
+import signal
 import socket
 import sys
 import tempfile
@@ -34,6 +35,8 @@ _STORE_BYTES = 100 << 20
 _ON_THIS_MACHINE = "local"
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
 """A run tells nobody that it runs. Ray reads this when it is imported."""
+_OWN = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+"""Processes of a Ray of our own that is killed wait a minute for its servers, by default."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,7 @@ def ray_cluster(wanted: RayPlaces, size: int) -> Iterator[RayCluster]:
         ...     cluster.machines(events)
     """
     address = wanted.resolved_address
-    for name, value in (_QUIET | _new_token() if address == _ON_THIS_MACHINE else _QUIET).items():
+    for name, value in (_QUIET | _OWN | _new_token() if address == _ON_THIS_MACHINE else _QUIET).items():
         os.environ.setdefault(name, value)
     try:
         import ray
@@ -281,12 +284,19 @@ def _connect(ray: Any, address: str, options: dict[str, Any], is_over: threading
     with contextlib.suppress(queue.Empty):
         problem = done.get(timeout=None if is_own else _ANSWER_SECONDS)
         if problem is None:
+            _take_signals_back()
             return
         told = str(problem).strip() or type(problem).__name__
     hint = "check the address, and that the cluster has this Python and this Ray. If it was started with a token, set"
     hint += " RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH if the token is not in Ray's own file."
     what = f"Cannot connect to Ray ({told})."
     raise ConfigurationError(message(what, hint=hint, ray_address=address, ray=ray.__version__))
+
+
+def _take_signals_back() -> None:
+    """Gives the handlers of Python back to signals that Ray's native code has taken. It would end the launcher at once."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 class Stopped(Exception):  # noqa: N818
