@@ -35,8 +35,6 @@ _STORE_BYTES = 100 << 20
 _ON_THIS_MACHINE = "local"
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
 """A run tells nobody that it runs. Ray reads this when it is imported."""
-_OWN = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
-"""Processes of a Ray of our own that is killed wait a minute for its servers, by default."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +225,7 @@ def ray_cluster(wanted: RayPlaces, size: int) -> Iterator[RayCluster]:
         ...     cluster.machines(events)
     """
     address = wanted.resolved_address
-    for name, value in (_QUIET | _OWN | _new_token() if address == _ON_THIS_MACHINE else _QUIET).items():
+    for name, value in (_QUIET | _new_token() if address == _ON_THIS_MACHINE else _QUIET).items():
         os.environ.setdefault(name, value)
     try:
         import ray
