@@ -191,6 +191,7 @@ def ranks_of(word: str) -> list[psutil.Process]:
         (["--communicator", "mpi", "script.py"], "communicator='mpi'"),
         (["--hosts", "a", "script.py"], "hosts='a'"),
         (["--hosts", "a:0", "script.py"], "hosts='a:0'"),
+        (["--hosts", "[::1]:1,a:1", "script.py"], "give an IPv6 address a name in ~/.ssh/config."),
         (["--hosts", "a:2", "-n", "3", "script.py"], "num_replicas=3"),
         (["--export", "A", "script.py"], "export=('A',)"),
         (["--hosts", "no.such.host.invalid:2", "--export", "NO_SUCH_NAME", str(SCRIPTS / "speaks.py")], "export=['NO_SUCH_NAME']"),

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,16 +25,10 @@ from rich.table import Table
 from tfrep_strategy._version import __version__
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import TfrepError
+from tfrep_strategy.findings import Finding, about_tensorflow, sum_of_ranks, tried
 from tfrep_strategy.horovod_build import PROBE_SECONDS, status
-from tfrep_strategy.nvidia import (
-    Gpu,
-    driver_cuda,
-    driver_gpus,
-    find_nccl,
-    gpus_are_visible,
-    nccl_problem,
-    pairs_without_peer_access,
-)
+from tfrep_strategy.nvidia import driver_cuda, find_nccl, gpus_are_visible, nccl_problem
+from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.forked_ranks import ForkServers
 from tfrep_strategy.processes.identity import horovod_is_installed
 from tfrep_strategy.processes.ranks import Command, deferred_signals, run_ranks
@@ -44,7 +38,6 @@ from tfrep_strategy.running import Options
 from tfrep_strategy.running.forks import fork_servers, reason_against_forks
 from tfrep_strategy.running.function import results
 from tfrep_strategy.running.joining import warn_inside_a_run
-from tfrep_strategy.startup_log import quiet_start
 from tfrep_strategy.transports import choose_communicator, horovod_transports, installed_communicators
 
 SELF_TEST_SECONDS = 60.0
@@ -52,21 +45,6 @@ SELF_TEST_SECONDS = 60.0
 _SELF_TEST = Options(num_replicas=2, strategy="multi-worker", timeout=SELF_TEST_SECONDS)
 
 _IN_SHORT = {"tfrep_strategy", "Python", "TensorFlow", "Keras", "GPU", "GPUs"}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report.
-
-    Attributes:
-        name: The checked item.
-        value: The result.
-        ok: Whether the result is good; None if it is neither good nor bad.
-    """
-
-    name: str
-    value: str
-    ok: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +90,7 @@ def examine(*, self_test: bool = True) -> Report:
 
 @contextlib.contextmanager
 def _forking() -> Iterator[ForkServers | None]:
-    """Starts the process from which the ranks of all self-tests are forked; it imports TensorFlow while this process does."""
+    """Starts the process from which all that needs TensorFlow is forked, so that it is imported once."""
     with contextlib.ExitStack() as stack:
         with _output_to_stderr():
             servers = stack.enter_context(fork_servers(_SELF_TEST, shown=(__name__,)))
@@ -133,19 +111,27 @@ def _forked(servers: ForkServers, command: Sequence[str]) -> subprocess.Complete
     return subprocess.CompletedProcess(command, failure.exit_code if failure else 0, said, said)
 
 
+def _told_by_a_fork(servers: ForkServers) -> list[Finding]:
+    """Has a fork look at TensorFlow, so that this process need not import it."""
+    with tempfile.TemporaryDirectory() as name:
+        told = Path(name) / "findings"
+        done = _forked(servers, module_command("tfrep_strategy.findings", str(told)))
+        if done.returncode:
+            return [Finding("TensorFlow", f"exit code {done.returncode}: {done.stderr[-2000:].strip()}", ok=False)]
+        return [Finding(**each) for each in json.loads(told.read_text("utf-8"))]
+
+
 def _found(servers: ForkServers | None) -> list[Finding]:
-    with quiet_start():
-        of_tensorflow = [_tried("TensorFlow", _tensorflow), _tried("Keras", _keras), *_gpus(driver_gpus())]
     return [
         Finding("tfrep_strategy", __version__),
         Finding("Python", f"{platform.python_version()} on {platform.platform()}"),
-        *of_tensorflow,
+        *(about_tensorflow() if servers is None else _told_by_a_fork(servers)),
         _horovod(servers),
         _nccl(),
         _auto(),
-        _tried("Environment", lambda: detect_environment().describe()),
+        tried("Environment", lambda: detect_environment().describe()),
         _ports(problem_of_confining()),
-        _tried("Free ports", lambda: ", ".join(str(port) for port in free_ports(2)) + " on the loopback interface"),
+        tried("Free ports", lambda: ", ".join(str(port) for port in free_ports(2)) + " on the loopback interface"),
         _start(),
     ]
 
@@ -160,10 +146,8 @@ def in_short() -> str:
         >>> in_short().startswith(f"tfrep_strategy {tfrep.__version__}; Python 3.")
         True
     """
-    with quiet_start():
-        of_tensorflow = [_tried("TensorFlow", _tensorflow), _tried("Keras", _keras), *_gpus(driver_gpus())]
     horovod = importlib.metadata.version("horovod") if horovod_is_installed() else "none"
-    findings = [Finding("tfrep_strategy", __version__), Finding("Python", platform.python_version()), *of_tensorflow]
+    findings = [Finding("tfrep_strategy", __version__), Finding("Python", platform.python_version()), *about_tensorflow()]
     lines = [f"{each.name} {each.value}" for each in findings if each.name.partition(" ")[0] in _IN_SHORT]
     return "; ".join([*lines, f"Horovod {horovod}"])
 
@@ -234,59 +218,6 @@ def _output_to_stderr() -> Iterator[None]:
         os.close(saved)
 
 
-def _tried(name: str, find: Callable[[], str]) -> Finding:
-    try:
-        return Finding(name, find(), ok=True)
-    except Exception as error:  # A doctor reports every illness, whatever it is.
-        return Finding(name, f"{type(error).__name__}: {error}", ok=False)
-
-
-def _tensorflow() -> str:
-    import tensorflow as tf
-
-    return f"{tf.__version__}, {'built with CUDA' if tf.test.is_built_with_cuda() else 'built without CUDA'}"
-
-
-def _keras() -> str:
-    import keras
-
-    return f"{keras.__version__}, backend {keras.backend.backend()}"
-
-
-def _gpus(there: list[Gpu]) -> list[Finding]:
-    """Lists the GPUs, whether TensorFlow can use them, and how."""
-    if not there:
-        return [Finding("GPUs", "none"), Finding("XLA", _xla(False))]
-    import tensorflow as tf
-
-    seen = len(tf.config.get_visible_devices("GPU"))
-    hidden = not gpus_are_visible()
-    used = f"TensorFlow sees {seen}" + (f", CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}" if hidden else "")
-    if not (seen or hidden):
-        used += "; hint: pip install 'tensorflow[and-cuda]', or name the folders of CUDA's libraries in LD_LIBRARY_PATH"
-    apart = pairs_without_peer_access()
-    tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
-    return [
-        *(Finding(f"GPU {gpu.index}", gpu.describe().partition(": ")[2]) for gpu in there),
-        Finding("GPUs", used, ok=bool(seen or hidden)),
-        Finding("A process per GPU", _processes(seen)),
-        Finding("Peer access", f"not between {', '.join(map(str, apart))}" if apart else "between all GPUs"),
-        Finding("TF32", "on: float32 products have 10 bits" if tf32 else "off"),
-        Finding("XLA", _xla(bool(seen))),
-    ]
-
-
-def _processes(num_gpus: int) -> str:
-    from tfrep_strategy.devices import own_gpu
-
-    ranks = ", ".join(f"rank {i} takes GPU {own_gpu(num_gpus, i, num_gpus) or 0}" for i in range(num_gpus))
-    return f"`tfrep run -n {num_gpus}`: {ranks}" if num_gpus else "none"
-
-
-def _xla(on_gpus: bool) -> str:
-    return f'jit_compile="auto" is {"on where the model allows it" if on_gpus else "off: TensorFlow sees no GPU"}'
-
-
 def _horovod(servers: ForkServers | None) -> Finding:
     found = status() if servers is None else status(functools.partial(_forked, servers))
     return Finding(
@@ -324,22 +255,9 @@ def _self_test(communicator: str, servers: ForkServers | None) -> Finding:
     name = f"Self-test: {communicator}"
     start = time.monotonic()
     try:
-        call = cloudpickle.dumps((_sum_of_ranks, (), {}))
+        call = cloudpickle.dumps((sum_of_ranks, (), {}))
         sums = results(call, dataclasses.replace(_SELF_TEST, communicator=communicator), servers)
     except TfrepError as error:
         return Finding(name, str(error), ok=False)
     took = f"2 processes, all-reduce gave {sums}, {time.monotonic() - start:.1f} s"
     return Finding(name, took, ok=sums == [3.0, 3.0])
-
-
-def _sum_of_ranks() -> float:
-    """Sums rank + 1 over the ranks. It runs on every rank."""
-    import tensorflow as tf
-
-    strategy = tf.distribute.get_strategy()
-
-    def step() -> tf.Tensor:
-        context = tf.distribute.get_replica_context()
-        return context.all_reduce("SUM", tf.constant(detect_environment().rank + 1.0))
-
-    return float(strategy.experimental_local_results(strategy.run(step))[0])

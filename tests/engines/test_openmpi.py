@@ -30,9 +30,15 @@ COMMUNICATORS = [
 
 
 def mpirun(ranks: int, arguments: list[str], folder: Path, exit_code: int = 0, **own: str) -> tuple[str, str]:
-    """Runs a command on some ranks, which may share cores. Their meetings have a secret in the test's folder."""
-    start = ["mpirun", "--oversubscribe", "-np", str(ranks)]
-    return done([*start, *arguments], folder, exit_code, **AS_ROOT, XDG_CACHE_HOME=str(folder / "cache"), **own)
+    """Runs a command on some ranks, which may share cores. Their meetings have a secret in the test's folder.
+
+    Returns:
+        What the ranks wrote, one after the other (`mpirun` mixes their long lines), and what came through standard error.
+    """
+    start = ["mpirun", "--oversubscribe", "-np", str(ranks), "--output-filename", f"{folder / 'output'}:nojobid"]
+    _, said = done([*start, *arguments], folder, exit_code, **AS_ROOT, XDG_CACHE_HOME=str(folder / "cache"), **own)
+    files = [folder / "output" / f"rank.{rank}" / "stdout" for rank in range(ranks)]
+    return "".join(file.read_text("utf-8") for file in files), said
 
 
 @pytest.mark.parametrize("communicator", COMMUNICATORS)

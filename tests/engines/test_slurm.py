@@ -92,7 +92,7 @@ def test_a_job_that_is_warned_starts_again_and_ends_as_if_undisturbed(slurm: Clu
     job = slurm.ask("sbatch", "--parsable", f"--chdir={tmp_path}", f"--output={output}", str(body))
     text = finished(slurm, job, output, RESTART_SECONDS)
     check_fits(text, alone["fits"])
-    assert "asked to end (SIGTERM). A backup was made" in text
+    assert "asked to end. A backup was made" in text
     assert "The ranks ended with exit code 143." in text
     assert "fit goes on from its backup" in text
     assert "The ranks ended with exit code 0." in text

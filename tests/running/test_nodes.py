@@ -76,10 +76,11 @@ def check_ranks(ranks: dict[int, dict[str, str]], hosts: Sequence[str], port: in
     assert len({each["PYTHONHASHSEED"] for each in ranks.values()}) == 1
 
 
-def test_two_launchers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("host", ["localhost", "[::1]"])
+def test_two_launchers(host: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The machines may have different numbers of ranks."""
     (port,) = free_ports(1)
-    results, ranks = launch(tmp_path, options_of(f"localhost:{port}", (1, 2)))
+    results, ranks = launch(tmp_path, options_of(f"{host}:{port}", (1, 2)))
     assert results == ["ended well"] * 2
     assert capfd.readouterr().err == f"This machine has ranks 1 to 2 of 3. Their output is in {tmp_path / 'logs1'}\n"
     check_ranks(ranks, ["127.0.0.1"] * 3, port)

@@ -7,6 +7,7 @@ import math
 import os
 import queue
 import secrets
+import signal
 import socket
 import sys
 import tempfile
@@ -281,12 +282,19 @@ def _connect(ray: Any, address: str, options: dict[str, Any], is_over: threading
     with contextlib.suppress(queue.Empty):
         problem = done.get(timeout=None if is_own else _ANSWER_SECONDS)
         if problem is None:
+            _take_signals_back()
             return
         told = str(problem).strip() or type(problem).__name__
     hint = "check the address, and that the cluster has this Python and this Ray. If it was started with a token, set"
     hint += " RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH if the token is not in Ray's own file."
     what = f"Cannot connect to Ray ({told})."
     raise ConfigurationError(message(what, hint=hint, ray_address=address, ray=ray.__version__))
+
+
+def _take_signals_back() -> None:
+    """Gives the handlers of Python back to signals that Ray's native code has taken. It would end the launcher at once."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 class Stopped(Exception):  # noqa: N818

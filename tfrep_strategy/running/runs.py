@@ -192,7 +192,7 @@ class Options:
             raise ConfigurationError(
                 message(
                     "Cannot read the hosts.",
-                    hint='e.g. "host1:4,host2:4".',
+                    hint='e.g. "host1:4,host2:4"; give an IPv6 address a name in ~/.ssh/config.',
                     hosts=hosts,
                 )
             )
