@@ -13,7 +13,7 @@ from typing import Any
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.nvidia import mapped
 
-OWN_COMMUNICATORS = ("auto", "horovod", "tf", "mpi")
+OWN_COMMUNICATORS = ("auto", "horovod", "tf", "mpi", "shared_memory")
 """The names of this package's communicators."""
 
 ENTRY_POINTS = "tfrep_strategy.communicators"
