@@ -107,7 +107,7 @@ class Links:
             group.abort(reason)
 
     def close(self) -> None:
-        """Closes the sockets. The others still receive what was sent."""
+        """Closes the sockets of this group and of its subgroups."""
         for link in self._sockets.values():
             link.close()
         for group in list(self._groups):

@@ -22,6 +22,8 @@ from tfrep_strategy.communicators.shared_memory.links import LONGEST_MESSAGE, Li
 from tfrep_strategy.errors import ConfigurationError, PeerError, is_count, message
 
 _AGAIN_SECONDS, _LOOK_SECONDS = 0.02, 0.2
+_GRACE_SECONDS = 5.0
+"""How much longer the others wait than rank 0, which knows who is missing."""
 _BACKLOG = 4096
 """How many may have connected before they are looked at. All ranks may come at once."""
 _LONGEST_HELLO = 1 << 10
@@ -41,7 +43,7 @@ def meet(run: str, rank: int, size: int, memory_bytes: int, seconds: float) -> L
         ConfigurationError: Two processes have the same rank, or other processes think of another size, or have another version.
         PeerError: Not all ranks come in time.
     """
-    name = f"\0tfrep-{os.geteuid()}-{hashlib.sha256(run.encode()).hexdigest()[:32]}"
+    name = socket_name(run)
     deadline = time.monotonic() + seconds
     with contextlib.ExitStack() as stack:  # Closes what is open if anything fails.
         if rank:
@@ -50,6 +52,15 @@ def meet(run: str, rank: int, size: int, memory_bytes: int, seconds: float) -> L
             links = _receive(stack, name, size, memory_bytes, deadline)
         stack.pop_all()
         return links
+
+
+def socket_name(run: str) -> str:
+    """Returns the name of the socket on which rank 0 listens until all have come.
+
+    Args:
+        run: What tells the run from all others on this machine.
+    """
+    return f"\0tfrep-{os.geteuid()}-{hashlib.sha256(run.encode()).hexdigest()[:32]}"
 
 
 def _receive(stack: contextlib.ExitStack, name: str, size: int, memory_bytes: int, deadline: float) -> Links:
@@ -79,7 +90,7 @@ def _receive(stack: contextlib.ExitStack, name: str, size: int, memory_bytes: in
 def _join(stack: contextlib.ExitStack, name: str, rank: int, size: int, deadline: float) -> Links:
     """Connects to rank 0, and gets from it the memory and the ends of the other connections."""
     first = stack.enter_context(_connected(name, rank, deadline))
-    first.settimeout(max(deadline - time.monotonic(), _AGAIN_SECONDS))
+    first.settimeout(max(deadline - time.monotonic(), 0.0) + _GRACE_SECONDS)
     links: list[socket.socket | None] = [first]
     try:
         first.send(json.dumps({"rank": rank, "size": size, "version": __version__}).encode(), socket.MSG_NOSIGNAL)
@@ -141,6 +152,8 @@ def _all_ranks(server: socket.socket, size: int, deadline: float) -> dict[int, s
                     guest.setblocking(False)
                     if _is_own(guest):
                         selector.register(guest, selectors.EVENT_READ)
+                    else:
+                        guest.close()
                     continue
                 guest = cast(socket.socket, key.fileobj)
                 rank = _heard(guest, size, ranks)
@@ -162,9 +175,10 @@ def _heard(guest: socket.socket, size: int, taken: Container[int]) -> int | None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         said = json.loads(guest.recv(_LONGEST_HELLO))
         rank, own = said["rank"], {"size": size, "version": __version__}
-        if {name: said[name] for name in own} == own and is_count(rank, 1, size - 1) and rank not in taken:
+        same = {name: said[name] for name in own} == own
+        if same and is_count(rank, 1, size - 1) and rank not in taken:
             return rank
-        what = f"Another process is rank {rank}." if rank in taken else f"Rank 0 has {own}."
+        what = f"Another process is rank {rank}." if same and rank in taken else f"Rank 0 has {own}."
         refusal = message(what, hint="start each rank once, all with one launcher and one installation.", **said)
         guest.send(refusal.encode()[:LONGEST_MESSAGE], socket.MSG_NOSIGNAL)
     return None
