@@ -31,8 +31,9 @@ def make_communicator(name: str | Communicator, environment: Any, device: str | 
 
     Args:
         name: `"horovod"`, `"tf"`, `"mpi"`, `"shared_memory"`, `"auto"`, a name given to `register_communicator`, or a
-            `Communicator`, which is returned as it is. `"auto"` is TensorFlow's collectives if the environment can tell the address of every process, else
-            Horovod, which finds the processes itself, or MPI where `mpirun` started them and Horovod has no MPI.
+            `Communicator`, which is returned as it is. `"auto"` is TensorFlow's collectives if the environment can tell the
+            address of every process, else Horovod, which finds the processes itself, or MPI where `mpirun` started them and
+            Horovod has no MPI.
         environment: The `Environment` with rank, size and addresses.
         device: Device that TensorFlow's collectives run on. Default: chosen by the local rank.
 

@@ -26,6 +26,7 @@ from tfrep_strategy.communicators.shared_memory.memory import Memory, Row, align
 from tfrep_strategy.communicators.single import SingleCommunicator
 from tfrep_strategy.errors import ConfigurationError, DesyncError, message
 from tfrep_strategy.limits import meeting_seconds
+from tfrep_strategy.transports import SHARES_MEMORY
 
 _MOST_IN_MESSAGE = 1 << 13
 """Up to how many bytes travel with the message that begins a collective."""
@@ -212,6 +213,8 @@ class SharedMemoryCommunicator(HostCommunicator):
 
 def _all_linked(environment: Any) -> Links:
     """Connects all ranks of the run."""
+    if not SHARES_MEMORY:
+        raise ConfigurationError(message("Common memory needs Linux.", hint='use communicator="tf".', communicator="shared_memory"))
     if environment.local_size < environment.size:
         raise ConfigurationError(
             message(
