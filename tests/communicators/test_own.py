@@ -103,7 +103,8 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tfrep.auto_strategy.__wrapped__().communicator.name == "alone"
 
     for name in ("alone", "tf", "mpi", "shared_memory", "horovod", "auto"):
-        with pytest.raises(ConfigurationError, match=rf"(?s)of this name\. Received: name='{name}'\nHint: .* tf, mpi, shared_memory, alone"):
+        refusal = rf"(?s)of this name\. Received: name='{name}'\nHint: .* tf, mpi, shared_memory, alone"
+        with pytest.raises(ConfigurationError, match=refusal):
             tfrep.register_communicator(name, lambda environment: Alone(environment))
     for name in ("", " ", 3, None):
         with pytest.raises(ConfigurationError, match="must be text. Received: name="):
