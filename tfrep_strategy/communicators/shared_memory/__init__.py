@@ -20,8 +20,8 @@ from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.host import Arrays, HostCommunicator
 from tfrep_strategy.communicators.naming import structural_name
 from tfrep_strategy.communicators.peers.reports import Call, describe_difference, user_line
+from tfrep_strategy.communicators.shared_memory.gathering import meet
 from tfrep_strategy.communicators.shared_memory.links import LONGEST_MESSAGE, Links
-from tfrep_strategy.communicators.shared_memory.meeting import meet
 from tfrep_strategy.communicators.shared_memory.memory import Memory, Row, aligned_empty, reduce_in_order
 from tfrep_strategy.communicators.single import SingleCommunicator
 from tfrep_strategy.errors import ConfigurationError, DesyncError, message
@@ -81,7 +81,8 @@ class SharedMemoryCommunicator(HostCommunicator):
             return None
         if len(ranks) == 1:
             return SingleCommunicator()
-        links = self._links.subgroup(ranks, Memory.bytes_for(len(ranks)))
+        with self._one_at_a_time:
+            links = self._links.subgroup(ranks, Memory.bytes_for(len(ranks)))
         return SharedMemoryCommunicator(self, links, [self._ranks[rank] for rank in ranks])
 
     def abort(self, reason: str) -> None:
@@ -100,7 +101,13 @@ class SharedMemoryCommunicator(HostCommunicator):
         def talk_alone(arrays: Arrays) -> Arrays:
             with self._one_at_a_time:
                 self._running = running
-                return talk(arrays)
+                try:
+                    return talk(arrays)
+                except DesyncError:
+                    raise
+                except BaseException as error:  # Nobody may wait for what this rank does not send.
+                    self.abort(f"A collective has failed: {error!r}")
+                    raise
 
         return super()._call(kind, option, talk_alone, tensors)
 

@@ -10,7 +10,6 @@ import contextlib
 import mmap
 import os
 import socket
-import threading
 import weakref
 from collections.abc import Sequence
 
@@ -24,7 +23,8 @@ LONGEST_MESSAGE = 1 << 14
 class Links:
     """A socket to each other member of a group, and their common memory.
 
-    A member that waits sleeps in the kernel. It wakes when the other has sent a message, ends or is killed, and by `abort`.
+    A member that waits sleeps in the kernel. It wakes when the other has sent a message, ends or is killed, and by `abort`. One
+    thread at a time uses the links.
 
     Args:
         rank: The number of this member.
@@ -37,7 +37,6 @@ class Links:
         self._sockets = {other: each for other, each in enumerate(sockets) if each is not None}
         self.memory = mmap.mmap(memory, 0)
         os.close(memory)
-        self._lock = threading.Lock()
         self._aborted = ""
         self._groups: weakref.WeakSet[Links] = weakref.WeakSet()
         close_in_children(self, Links.close)
@@ -53,18 +52,17 @@ class Links:
         """
         sent = b"-" + message  # An empty message would look like the end of the connection.
         received = [sent] * self.size
-        with self._lock:
-            other = self.rank
-            try:
-                for other, link in self._sockets.items():  # noqa: B007
-                    link.send(sent, socket.MSG_NOSIGNAL)
-                for other, link in self._sockets.items():
-                    received[other] = link.recv(len(sent) + LONGEST_MESSAGE)
-                    if not received[other]:
-                        raise ConnectionResetError
-            except OSError:
-                self.abort(f"Rank {other} has ended its connection.")
-                raise PeerError(self._aborted) from None
+        other = self.rank
+        try:
+            for other, link in self._sockets.items():  # noqa: B007
+                link.send(sent, socket.MSG_NOSIGNAL)
+            for other, link in self._sockets.items():
+                received[other] = link.recv(len(sent) + LONGEST_MESSAGE)
+                if not received[other]:
+                    raise ConnectionResetError
+        except OSError:
+            self.abort(f"Rank {other} has ended its connection.")
+            raise PeerError(self._aborted) from None
         return [each[1:] for each in received]
 
     def subgroup(self, members: Sequence[int], memory_bytes: int) -> Links:
@@ -79,16 +77,15 @@ class Links:
         """
         memory = new_memory(memory_bytes) if self.rank == members[0] else -1
         sockets: list[socket.socket | None] = []
-        with self._lock:
-            for other in members:
-                if other == self.rank:
-                    sockets.append(None)
-                elif other > self.rank:
-                    sockets.append(_given(self._sockets[other], [memory] if self.rank == members[0] else []))
-                else:
-                    _, (end, *files) = take(self._sockets[other], 2)
-                    sockets.append(socket.socket(fileno=end))
-                    memory = files[0] if files else memory
+        for other in members:
+            if other == self.rank:
+                sockets.append(None)
+            elif other > self.rank:
+                sockets.append(_given(self._sockets[other], [memory] if self.rank == members[0] else []))
+            else:
+                _, (end, *files) = take(self._sockets[other], 2)
+                sockets.append(socket.socket(fileno=end))
+                memory = files[0] if files else memory
         group = Links(list(members).index(self.rank), sockets, memory)
         self._groups.add(group)
         return group
