@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tfrep_strategy.communicators.shared_memory import SharedMemoryCommunicator
-from tfrep_strategy.communicators.shared_memory.gathering import meet, socket_name
+from tfrep_strategy.communicators.shared_memory.greeting import meet, socket_name
 from tfrep_strategy.communicators.shared_memory.links import Links, new_memory
 from tfrep_strategy.communicators.shared_memory.memory import Memory, Row, aligned_empty, reduce_in_order
 from tfrep_strategy.errors import ConfigurationError, PeerError

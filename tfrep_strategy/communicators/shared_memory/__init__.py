@@ -20,7 +20,7 @@ from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.host import Arrays, HostCommunicator
 from tfrep_strategy.communicators.naming import structural_name
 from tfrep_strategy.communicators.peers.reports import Call, describe_difference, user_line
-from tfrep_strategy.communicators.shared_memory.gathering import meet
+from tfrep_strategy.communicators.shared_memory.greeting import meet
 from tfrep_strategy.communicators.shared_memory.links import LONGEST_MESSAGE, Links
 from tfrep_strategy.communicators.shared_memory.memory import Memory, Row, aligned_empty, reduce_in_order
 from tfrep_strategy.communicators.single import SingleCommunicator
