@@ -85,6 +85,7 @@ def _stock_ring() -> Callable[[Tensors], Tensors]:
 _transports: dict[str, Callable[[], Callable[[Tensors], Tensors]]] = {
     "ours, horovod": lambda: _ours("horovod"),
     "ours, tf": lambda: _ours("tf"),
+    "ours, shared memory": lambda: _ours("shared_memory"),
     "ours, horovod, bf16": lambda: _compressed("horovod"),
     "ours, tf, bf16": lambda: _compressed("tf"),
     "horovod": _bare_horovod,

@@ -16,7 +16,7 @@ from tfrep_strategy.processes.identity import horovod_is_installed
 PRIMITIVES = ("all_reduce sum", "all_reduce max", "all_gather", "broadcast", "reduce_scatter", "all_to_all",
               "map_gather", "map_reduce", "barrier")  # fmt: skip
 SIZES = {"1 MB": {"floats": 250_000, "times": 20}, "40 bytes": {"floats": 10, "times": 50}}
-PAIRS = [("ours, horovod", "Horovod, bare"), ("ours, tf", "TensorFlow, bare")]
+PAIRS = [("ours, horovod", "Horovod, bare"), ("ours, tf", "TensorFlow, bare"), ("ours, shared memory", "Horovod, bare")]
 
 
 def variants() -> list[Variant]:
@@ -30,6 +30,7 @@ def variants() -> list[Variant]:
         Variant("ours, horovod", {"transport": "ours", "communicator": "horovod"}, 2, "horovod"),
         Variant("TensorFlow, bare", {"transport": "tensorflow"}, 2),
         Variant("ours, tf", {"transport": "ours", "communicator": "tf"}, 2),
+        Variant("ours, shared memory", {"transport": "ours", "communicator": "shared_memory"}, 2),
     ]
     return [variant for variant in listed if variant.communicator == "tf" or horovod_is_installed()]
 

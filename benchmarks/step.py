@@ -40,7 +40,7 @@ _ROUNDS_OF_ONE = 40
 
 _PROCESSES = {
     (f"ours, 2 processes, {communicator}", peer): target
-    for communicator in ("horovod", "tf")
+    for communicator in ("horovod", "tf", "shared_memory")
     for peer, target in (("stock multi-worker (tf_keras)", 1 / 1.5), ("Horovod (tf_keras)", 1 / 1.1))
 }
 
@@ -54,6 +54,7 @@ TARGETS = {
         ("ours, mirrored", "stock mirrored"): 1.0,
         ("ours, 2 processes, horovod", "Horovod (tf_keras)"): 1.0,
         ("ours, 2 processes, tf", "Horovod (tf_keras)"): 1.0,
+        ("ours, 2 processes, shared_memory", "Horovod (tf_keras)"): 1.0,
     },
 }
 
@@ -80,7 +81,9 @@ def variants() -> list[Variant]:
     if horovod_is_installed():
         settings = {"strategy": "ours, horovod", "jit_compile": False}
         found.append(Variant("ours, 2 processes, horovod", settings, 2, "horovod"))
-    found.append(Variant("ours, 2 processes, tf", {"strategy": "ours, tf", "jit_compile": False}, 2))
+    for communicator in ("tf", "shared_memory"):
+        settings = {"strategy": f"ours, {communicator}", "jit_compile": False}
+        found.append(Variant(f"ours, 2 processes, {communicator}", settings, 2))
     if importlib.util.find_spec("tf_keras"):
         settings = {"strategy": "stock multi-worker", "jit_compile": False, "legacy_keras": True}
         found.append(Variant("stock multi-worker (tf_keras)", settings, 2, environ=legacy))

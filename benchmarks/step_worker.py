@@ -134,6 +134,7 @@ _strategies: dict[str, Callable[[], Any]] = {
     "ours, auto": lambda: _ours_multi_worker("auto"),
     "ours, horovod": lambda: _ours_multi_worker("horovod"),
     "ours, tf": lambda: _ours_multi_worker("tf"),
+    "ours, shared_memory": lambda: _ours_multi_worker("shared_memory"),
     "stock mirrored": _stock_mirrored,
     "stock multi-worker": _stock_multi_worker,
     "horovod": _horovod,

@@ -98,7 +98,7 @@ def run(
         ),
     ] = "auto",
     communicator: Annotated[
-        str, typer.Option(help="auto, horovod, tf, mpi (under mpirun) or the name of an installed transport.")
+        str, typer.Option(help="auto, horovod, tf, shared_memory (one machine), mpi (under mpirun) or an installed transport.")
     ] = "auto",
     hosts: Annotated[str | None, typer.Option(help="Machines to run on, through ssh: host1:4,host2:4.")] = None,
     export: Annotated[

@@ -38,7 +38,7 @@ from tfrep_strategy.running import Options
 from tfrep_strategy.running.forks import fork_servers, reason_against_forks
 from tfrep_strategy.running.function import results
 from tfrep_strategy.running.joining import warn_inside_a_run
-from tfrep_strategy.transports import choose_communicator, horovod_transports, installed_communicators
+from tfrep_strategy.transports import SHARES_MEMORY, choose_communicator, horovod_transports, installed_communicators
 
 SELF_TEST_SECONDS = 60.0
 """The time limit of a self-test. It takes a second or two once TensorFlow is imported."""
@@ -83,7 +83,8 @@ def examine(*, self_test: bool = True) -> Report:
             warn_inside_a_run("`tfrep doctor`")
             with _output_to_stderr(), _environment(environ):  # TensorFlow sets variables when it is imported.
                 # MPI connects only what mpirun starts.
-                tested = [name for name in installed_communicators() if name not in ("auto", "mpi")]
+                left_out = ["auto", "mpi", *([] if SHARES_MEMORY else ["shared_memory"])]
+                tested = [name for name in installed_communicators() if name not in left_out]
                 findings += [_self_test(name, servers) for name in tested if name != "horovod" or horovod_is_installed()]
     return Report(findings)
 

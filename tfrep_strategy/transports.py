@@ -13,8 +13,11 @@ from typing import Any
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.nvidia import mapped
 
-OWN_COMMUNICATORS = ("auto", "horovod", "tf", "mpi")
+OWN_COMMUNICATORS = ("auto", "horovod", "tf", "mpi", "shared_memory")
 """The names of this package's communicators."""
+
+SHARES_MEMORY = hasattr(os, "memfd_create")
+"""Whether processes of this machine can share memory that has no name: on Linux."""
 
 ENTRY_POINTS = "tfrep_strategy.communicators"
 """The group of entry points in which an installed package names its communicators."""

@@ -101,6 +101,10 @@ def test_horovod(worker_pool: Any) -> None:
     worker_pool("horovod", 2).run(in_processes)
 
 
+def test_shared_memory(worker_pool: Any) -> None:
+    worker_pool("shared_memory", 2).run(in_processes)
+
+
 def test_a_transport_of_ones_own(worker_pool: Any, tmp_path: Path) -> None:
     worker_pool("tf", 2).run(through_folder, str(Path(__file__).parent / "scripts"), str(tmp_path))
 

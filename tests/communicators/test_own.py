@@ -83,7 +83,7 @@ def test_an_installed_transport_has_a_name_in_every_process(tmp_path: Path) -> N
     code, text = run("--communicator", "tray", str(_SCRIPTS / "says_communicator.py"))
     assert code == 2
     assert "Unknown communicator. Received: communicator='tray'" in text
-    assert "use auto, horovod, tf, mpi, folder." in text
+    assert "use auto, horovod, tf, mpi, shared_memory, folder." in text
 
 
 class Alone(tfrep.communicators.SingleCommunicator):
@@ -102,8 +102,9 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFREP_STRATEGY", "multi-worker")
     assert tfrep.auto_strategy.__wrapped__().communicator.name == "alone"
 
-    for name in ("alone", "tf", "mpi", "horovod", "auto"):
-        with pytest.raises(ConfigurationError, match=rf"(?s)of this name\. Received: name='{name}'\nHint: .* tf, mpi, alone"):
+    for name in ("alone", "tf", "mpi", "shared_memory", "horovod", "auto"):
+        refusal = rf"(?s)of this name\. Received: name='{name}'\nHint: .* tf, mpi, shared_memory, alone"
+        with pytest.raises(ConfigurationError, match=refusal):
             tfrep.register_communicator(name, lambda environment: Alone(environment))
     for name in ("", " ", 3, None):
         with pytest.raises(ConfigurationError, match="must be text. Received: name="):
@@ -111,7 +112,7 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
     for factory in (Alone(_ALONE), "Alone", None):
         with pytest.raises(ConfigurationError, match="(?s)a class or a function.*Received: factory=.*Hint"):
             tfrep.register_communicator("other", factory)  # type: ignore[arg-type]
-    known = "auto, horovod, tf, mpi, alone"
+    known = "auto, horovod, tf, mpi, shared_memory, alone"
     for unknown in ("other", "", 5, None, Alone):
         with pytest.raises(ConfigurationError, match=f"(?s)^Unknown communicator. Received.*Hint: use {known}"):
             make_communicator(unknown, _ALONE)  # type: ignore[arg-type]

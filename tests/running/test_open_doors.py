@@ -26,12 +26,13 @@ TFREP = ["-m", "tfrep_strategy.cli"]
 KINDS = {
     "tf": [*TFREP, "run", "-n", "2", "--communicator", "tf", WAITS, "FOLDER"],
     "horovod": [*TFREP, "run", "-n", "2", "--communicator", "horovod", WAITS, "FOLDER"],
+    "shared_memory": [*TFREP, "run", "-n", "2", "--communicator", "shared_memory", WAITS, "FOLDER"],
     "launch": [WAITS, "FOLDER", "launch"],
     "servers": [*TFREP, "run", "--strategy", "parameter-server", "--workers", "1", "--servers", "1", WAITS, "FOLDER"],
 }
 READY = {"servers": 1}
 """How many processes train; two, if it is not said."""
-SERVERS = {"tf": 2, "horovod": 0, "launch": 2, "servers": 3}
+SERVERS = {"tf": 2, "horovod": 0, "shared_memory": 0, "launch": 2, "servers": 3}
 """How many servers listen on all interfaces, since TensorFlow knows nothing else."""
 
 
@@ -63,6 +64,7 @@ def machines(hosts: list[str]) -> Iterator[Machines]:  # noqa: F811
         ("tf", "root"),
         ("tf", "ordinary"),
         pytest.param("horovod", "ordinary", marks=needs_horovod),
+        ("shared_memory", "ordinary"),
         ("launch", "ordinary"),
         ("servers", "ordinary"),
     ],
@@ -84,6 +86,7 @@ def test_a_run_on_one_machine(kind: str, user: str, machines: Machines, hosts: l
     assert "sesame" not in str(told)  # Every user of a machine reads command lines.
     everywhere = [where for where in ports.values() if where.split()[1] in ("::", "0.0.0.0")]
     assert len(everywhere) == SERVERS[kind], ports
+    assert kind != "shared_memory" or not ports
 
 
 @pytest.mark.parametrize("communicator", ["tf", pytest.param("horovod", marks=needs_horovod)])

@@ -61,7 +61,7 @@ def interleaved(first: Any, communicator: str) -> dict[str, Any]:
     return {"passed": passed, "sums": sums, "weights": weights, "alone": alone}
 
 
-@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+@pytest.mark.parametrize("communicator", ["tf", "horovod", "shared_memory"])
 def test_steps_of_several_strategies_interleave(worker_pool: Any, communicator: str) -> None:
     for rank in worker_pool(communicator, 2).run(interleaved, communicator):
         assert rank["passed"] == 2.0
@@ -83,7 +83,7 @@ def forgotten_by_one_rank(first: Any, communicator: str, folder: str) -> list[An
     return [float(read), tfrep.broadcast_object(first.rank, root=1), float(first.run(lambda: tfrep.all_sum(1.0)))]
 
 
-@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+@pytest.mark.parametrize("communicator", ["tf", "horovod", "shared_memory"])
 def test_a_strategy_that_only_one_rank_has_forgotten(worker_pool: Any, communicator: str, tmp_path: Any) -> None:
     assert worker_pool(communicator, 2).run(forgotten_by_one_rank, communicator, str(tmp_path)) == [[3.0, 1, 2.0]] * 2
 

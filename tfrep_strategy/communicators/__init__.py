@@ -30,9 +30,10 @@ def make_communicator(name: str | Communicator, environment: Any, device: str | 
     """Makes a communicator by name, and checks that it connects the processes of the environment.
 
     Args:
-        name: `"horovod"`, `"tf"`, `"mpi"`, `"auto"`, a name given to `register_communicator`, or a `Communicator`, which is
-            returned as it is. `"auto"` is TensorFlow's collectives if the environment can tell the address of every process, else
-            Horovod, which finds the processes itself, or MPI where `mpirun` started them and Horovod has no MPI.
+        name: `"horovod"`, `"tf"`, `"mpi"`, `"shared_memory"`, `"auto"`, a name given to `register_communicator`, or a
+            `Communicator`, which is returned as it is. `"auto"` is TensorFlow's collectives if the environment can tell the
+            address of every process, else Horovod, which finds the processes itself, or MPI where `mpirun` started them and
+            Horovod has no MPI.
         environment: The `Environment` with rank, size and addresses.
         device: Device that TensorFlow's collectives run on. Default: chosen by the local rank.
 
@@ -53,7 +54,7 @@ def _named(name: str, environment: Any, device: str | None) -> Communicator:
         if not isinstance(name, str):
             raise unknown_communicator(name, [*communicator_names(), "or a tfrep.Communicator"])
         return _made_by(factory_of(name), name, environment)
-    if name not in ("tf", "mpi"):
+    if name not in ("tf", "mpi", "shared_memory"):
         is_auto = name == "auto"
         horovod = horovod_transports()
         choice = choose_communicator(
@@ -75,6 +76,10 @@ def _named(name: str, environment: Any, device: str | None) -> Communicator:
         from tfrep_strategy.communicators.mpi import MpiCommunicator
 
         return MpiCommunicator(environment)
+    if name == "shared_memory":
+        from tfrep_strategy.communicators.shared_memory import SharedMemoryCommunicator
+
+        return SharedMemoryCommunicator(environment)
     from tfrep_strategy.communicators.tf_collective import TensorFlowCommunicator
 
     return TensorFlowCommunicator(environment, device)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-import tensorflow as tf
 
-from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, outside_xla, uncarry
+from tfrep_strategy.communicators.base import Communicator
+from tfrep_strategy.communicators.host import Arrays, HostCommunicator
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
 from tfrep_strategy.limits import timeout_seconds
 
@@ -18,7 +17,7 @@ _SPIN_SECONDS, _SLEEP_SECONDS = 0.002, 0.0002
 """For how long a wait asks without a pause, and its pauses afterwards. Ranks may share cores."""
 
 
-class MpiCommunicator(Communicator):
+class MpiCommunicator(HostCommunicator):
     """Runs collectives over MPI, on the CPU. Tensors of a GPU are copied.
 
     Waits ask MPI again and again whether a collective has ended, and do not block in it. So `abort` can end them.
@@ -50,28 +49,6 @@ class MpiCommunicator(Communicator):
         self.local_rank, self.local_size = environment.local_rank, environment.local_size
         self._ops = {"sum": mpi.SUM, "mean": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX, "product": mpi.PROD}
 
-    def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
-        self.check_op(op)
-        tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
-        # MPI has no numbers of two bytes.
-        wide = [tf.cast(tensor, tf.float32) if tensor.dtype == tf.float16 else tensor for tensor in tensors]
-        reduced = self._call(functools.partial(self._reduce, op=op), [carry(tensor, op) for tensor in wide])
-        results = []
-        for tensor, carrier in zip(tensors, reduced, strict=True):
-            result = mean_of_sum(carrier, self.size) if op == "mean" else carrier
-            results.append(tf.ensure_shape(uncarry(result, tensor.dtype, op), tensor.shape))
-        return results
-
-    def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        tensor = tf.convert_to_tensor(tensor)
-        return tf.ensure_shape(self._call(self._gather, [tensor])[0], [None, *tensor.shape[1:]])
-
-    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
-        self.check_root(root)
-        tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
-        received = self._call(functools.partial(self._send, root=root), tensors)
-        return [tf.ensure_shape(result, tensor.shape) for result, tensor in zip(received, tensors, strict=True)]
-
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         ranks = self.check_group(ranks)
         if self.rank not in ranks:
@@ -82,16 +59,7 @@ class MpiCommunicator(Communicator):
     def abort(self, reason: str) -> None:
         MpiCommunicator._aborted = reason
 
-    def _call(self, talk: Callable[..., list[np.ndarray]], tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Adds an operation that talks to the other ranks. Those of a function run in program order, unused ones too."""
-        if not tensors:
-            return []
-        with outside_xla(), tf.device("CPU:0"):
-            dtypes = [tensor.dtype for tensor in tensors]
-            operation = lambda *arrays: talk([np.asarray(array, order="C") for array in arrays])  # noqa: E731
-            return tf.nest.flatten(tf.numpy_function(operation, tensors, dtypes))
-
-    def _reduce(self, arrays: list[np.ndarray], op: str) -> list[np.ndarray]:
+    def reduce_arrays(self, arrays: Arrays, op: str) -> Arrays:
         results = [np.empty_like(array) for array in arrays]
         pairs = list(zip(arrays, results, strict=True))
         if op in ("min", "max"):  # Which of 0.0 and -0.0 is the smaller one may depend on the order: one rank decides.
@@ -101,8 +69,7 @@ class MpiCommunicator(Communicator):
             self._finish([self._group.Iallreduce(*pair, self._ops[op]) for pair in pairs])
         return results
 
-    def _gather(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        (array,) = arrays
+    def gather_array(self, array: np.ndarray) -> np.ndarray:
         rows = np.empty(self.size, np.int64)
         self._finish([self._group.Iallgather(np.array([len(array)], np.int64), rows)])
         result = np.empty((rows.sum(), *array.shape[1:]), array.dtype)
@@ -112,9 +79,9 @@ class MpiCommunicator(Communicator):
                 self._finish([self._group.Iallgatherv([_bytes(array), len(array), row], [_bytes(result), rows, row])])
             finally:
                 row.Free()
-        return [result]
+        return result
 
-    def _send(self, arrays: list[np.ndarray], root: int) -> list[np.ndarray]:
+    def broadcast_arrays(self, arrays: Arrays, root: int) -> Arrays:
         results = [array.copy() for array in arrays]
         self._finish([self._group.Ibcast(_bytes(result), root) for result in results])
         return results

@@ -123,6 +123,11 @@ class Environment(ABC):
         return self._place.address if self._place else None
 
     @property
+    def run_name(self) -> str:
+        """What tells the ranks of this run from all other processes on this machine; empty if nothing does."""
+        return self.rendezvous or " ".join(self._addresses or ())
+
+    @property
     def can_tell_addresses(self) -> bool:
         """Whether `addresses` are known, or can be got by a meeting."""
         return self._addresses is not None or self._place is not None

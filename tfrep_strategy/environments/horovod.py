@@ -53,3 +53,8 @@ class HorovodEnvironment(Environment):
             local_rank=variable(Rank, "HOROVOD_LOCAL_RANK", default=rank),
             local_size=local_size,
         )
+
+    @property
+    def run_name(self) -> str:
+        """Where the ranks look each other up."""
+        return " ".join(os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}", "") for part in ("ADDR", "PORT")).strip()

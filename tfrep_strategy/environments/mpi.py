@@ -69,6 +69,11 @@ class MpiEnvironment(Environment):
             rendezvous=_rendezvous(one_machine=local_size == size) if size > 1 else None,
         )
 
+    @property
+    def run_name(self) -> str:
+        """The name of MPI's job."""
+        return os.environ.get("PMIX_NAMESPACE") or super().run_name
+
 
 def _rendezvous(one_machine: bool) -> str | None:
     if "MASTER_ADDR" in os.environ:

@@ -44,8 +44,8 @@ def resolve_communicator(name: str, size: int = 2) -> str:
     """Turns a user's choice into the communicator of a run.
 
     Args:
-        name: "auto", "horovod", "tf", "mpi" or the name of an installed transport. For "auto" `choose_communicator` decides, and a
-            warning names what would be faster.
+        name: "auto", "horovod", "tf", "mpi", "shared_memory" or the name of an installed transport. For "auto"
+            `choose_communicator` decides, and a warning names what would be faster.
         size: How many processes take part.
 
     Returns:

@@ -52,7 +52,7 @@ class Options:
             `auto_strategy()`, one process per replica if there are several, or one process that uses all its devices if
             neither `num_replicas` nor `hosts` is given. `None`: one process per replica, which is left to make its own
             strategy.
-        communicator: "auto", "horovod", "tf", "mpi" or the name of an installed transport.
+        communicator: "auto", "horovod", "tf", "mpi", "shared_memory" or the name of an installed transport.
         hosts: Machines and how many replicas each can take, as "host1:4,host2:4"; by default this machine. Others are reached
             through ssh.
         export: Names of environment variables that other hosts get, beside those of libraries.

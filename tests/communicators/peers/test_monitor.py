@@ -20,7 +20,7 @@ from tfrep_strategy.communicators.peers.monitor import PeerMonitor
 from tfrep_strategy.communicators.peers.reports import Call, Report
 from tfrep_strategy.rendezvous.connections import connect
 
-BOTH = pytest.mark.parametrize("communicator", ["tf", "horovod"])
+ALL = pytest.mark.parametrize("communicator", ["tf", "horovod", "shared_memory"])
 SUM = Call("all_reduce", "sum", (("float32", (3,)),), "train.py:7")
 
 
@@ -272,7 +272,7 @@ def _start_and_close(strategy: Any) -> Any:
     return during, len(_own_threads() - before), len(psutil.Process().net_connections()) - connections, heard
 
 
-@BOTH
+@ALL
 def test_goodbye_disturbs_nobody_and_leaves_nothing(worker_pool: Any, communicator: str) -> None:
     first, second = worker_pool(communicator, 2).run(_start_and_close)
     assert first[:3] == (2, 0, 0)  # The hub's thread and the monitor's; no connection is left.

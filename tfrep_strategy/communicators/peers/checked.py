@@ -52,6 +52,8 @@ class CheckedCommunicator(Communicator):
         self._group = group_of(range(inner.size) if group is None else group)
         if getattr(inner, "position", None) is not None:
             monitor.follow(self._group, inner.position)  # type: ignore[attr-defined]
+        if hasattr(inner, "on_refusal"):
+            inner.on_refusal = monitor.refuse_in_function
         if monitor.checks_every_call:
             # TensorFlow may run a Python function at any time; this resource keeps the reports in program order.
             self._order = Order(f"tfrep_checked_order_{'_'.join(map(str, self._group))}", "CPU:0")
@@ -131,7 +133,7 @@ class CheckedCommunicator(Communicator):
             try:
                 self.monitor.report(self._group, Call(kind, option, described, line))
             except DesyncError as error:  # TensorFlow replaces it by an error of its own.
-                self.monitor.refused_in_function = error
+                self.monitor.refuse_in_function(error)
                 raise
             return np.int32(0)
 

@@ -221,6 +221,10 @@ class PeerMonitor:
         if time.monotonic() - began > self._limit:
             raise self._given_up(time.monotonic() - began)
 
+    def refuse_in_function(self, error: Exception) -> None:
+        """Notes the error of a collective that was refused while a function ran: TensorFlow replaces it by one of its own."""
+        self.refused_in_function = error
+
     def follow(self, group: Sequence[int], position: Position) -> None:
         """Reports collectives in functions, once this rank has been in them for some time.
 

@@ -1,0 +1,88 @@
+"""A base for transports whose collectives are Python calls on arrays in the memory of the host."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, outside_xla, uncarry
+from tfrep_strategy.errors import DesyncError, PeerError
+
+Arrays = list[np.ndarray]
+
+
+class HostCommunicator(Communicator):
+    """Adds operations that call Python on the CPU. Tensors of a GPU are copied.
+
+    A subclass implements `reduce_arrays`, `gather_array` and `broadcast_arrays`, which get contiguous arrays and must not write
+    to them. Those of a function run in program order, unused ones too.
+    """
+
+    @abc.abstractmethod
+    def reduce_arrays(self, arrays: Arrays, op: str) -> Arrays:
+        """Reduces arrays over the ranks. They are of no dtype of one or two bytes. For "mean" it returns the sum."""
+
+    @abc.abstractmethod
+    def gather_array(self, array: np.ndarray) -> np.ndarray:
+        """Concatenates the ranks' arrays of any dtype along the first dimension, which may differ between ranks."""
+
+    @abc.abstractmethod
+    def broadcast_arrays(self, arrays: Arrays, root: int) -> Arrays:
+        """Returns the root's arrays of any dtype."""
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
+        self.check_op(op)
+        tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        # A sum in 16 bits would round after each addition.
+        wide = [tf.cast(tensor, tf.float32) if tensor.dtype == tf.float16 else tensor for tensor in tensors]
+        reduced = self._call("all_reduce", op, lambda arrays: self.reduce_arrays(arrays, op), [carry(t, op) for t in wide])
+        results = []
+        for tensor, carrier in zip(tensors, reduced, strict=True):
+            result = mean_of_sum(carrier, self.size) if op == "mean" else carrier
+            results.append(tf.ensure_shape(uncarry(result, tensor.dtype, op), tensor.shape))
+        return results
+
+    def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        tensor = tf.convert_to_tensor(tensor)
+        (gathered,) = self._call("all_gather", "", lambda arrays: [self.gather_array(*arrays)], [tensor])
+        return tf.ensure_shape(gathered, [None, *tensor.shape[1:]])
+
+    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
+        self.check_root(root)
+        tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        received = self._call("broadcast", f"root={root}", lambda arrays: self.broadcast_arrays(arrays, root), tensors)
+        return [tf.ensure_shape(result, tensor.shape) for result, tensor in zip(received, tensors, strict=True)]
+
+    def _call(
+        self, kind: str, option: str, talk: Callable[[Arrays], Arrays], tensors: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Adds an operation that talks to the other ranks.
+
+        Args:
+            kind: Name of the collective.
+            option: An argument of it that must be equal on all ranks.
+            talk: Gets the arrays of `tensors`, and returns as many of the same dtypes.
+            tensors: What is sent.
+        """
+        if not tensors:
+            return []
+        if tf.executing_eagerly():
+            try:
+                return [tf.convert_to_tensor(result) for result in talk([_array(tensor) for tensor in tensors])]
+            except DesyncError:
+                raise
+            except PeerError as error:  # The monitor knows which rank ended, and explains TensorFlow's errors.
+                raise tf.errors.UnavailableError(None, None, str(error)) from error
+        with outside_xla(), tf.device("CPU:0"):
+            dtypes = [tensor.dtype for tensor in tensors]
+            operation = lambda *arrays: talk([_array(array) for array in arrays])  # noqa: E731
+            return tf.nest.flatten(tf.numpy_function(operation, tensors, dtypes))
+
+
+def _array(value: Any) -> np.ndarray:
+    """Returns the elements, without a copy if they are in the memory of the host."""
+    return np.asarray(value, order="C")

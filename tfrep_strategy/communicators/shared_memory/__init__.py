@@ -1,0 +1,245 @@
+"""Collectives between the ranks of one machine through common memory. They need no port, no daemon and no other software.
+
+Each rank reduces its part of the elements over the memory of all ranks, in the order of ranks. So an element gets the same bits on
+all ranks, and wherever it stands in a bucket.
+"""
+
+from __future__ import annotations
+
+import collections
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfrep_strategy.communicators.base import Communicator
+from tfrep_strategy.communicators.host import Arrays, HostCommunicator
+from tfrep_strategy.communicators.naming import structural_name
+from tfrep_strategy.communicators.peers.reports import Call, describe_difference, user_line
+from tfrep_strategy.communicators.shared_memory.greeting import meet
+from tfrep_strategy.communicators.shared_memory.links import LONGEST_MESSAGE, Links
+from tfrep_strategy.communicators.shared_memory.memory import Memory, Row, aligned_empty, reduce_in_order
+from tfrep_strategy.communicators.single import SingleCommunicator
+from tfrep_strategy.errors import ConfigurationError, DesyncError, message
+from tfrep_strategy.limits import meeting_seconds
+from tfrep_strategy.transports import SHARES_MEMORY
+
+_MOST_IN_MESSAGE = 1 << 13
+"""Up to how many bytes travel with the message that begins a collective."""
+
+
+class _Running(NamedTuple):
+    """The collective that a rank is in: its kind, an argument, its place in the program, and the line of the user's code."""
+
+    kind: str
+    option: str
+    place: str
+    line: str
+
+
+class SharedMemoryCommunicator(HostCommunicator):
+    """Runs collectives between ranks of one machine, on the CPU. Tensors of a GPU are copied.
+
+    Args:
+        environment: Knows the rank, the size, and what tells this run from others on this machine.
+        links: The connections of a subgroup. Default: to all ranks, which meet.
+        ranks: The members of a subgroup, by their ranks among all.
+
+    Raises:
+        ConfigurationError: The ranks are on several machines, nothing tells which ranks belong together, the system is not Linux,
+            or two processes have one rank.
+        PeerError: Not all ranks come in time.
+    """
+
+    name = "shared_memory"
+    _made: ClassVar[collections.Counter[str]] = collections.Counter()
+    """How many communicators this process has made for each run."""
+
+    def __init__(self, environment: Any, links: Links | None = None, ranks: Sequence[int] = ()) -> None:
+        self.local_rank, self.local_size = environment.local_rank, environment.local_size
+        self._links = links or _all_linked(environment)
+        self.rank, self.size = self._links.rank, self._links.size
+        self._ranks = ranks or range(self.size)
+        self._label = f"group{'-'.join(map(str, ranks))}." if ranks else ""
+        self._memory = Memory(self.rank, self.size, self._links.memory, self._links.exchange)
+        self._one_at_a_time = threading.Lock()
+        self._running = _Running("", "", "", "")
+        self.on_refusal: Callable[[Exception], None] = lambda error: None
+
+    def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        tensors = [tf.convert_to_tensor(tensor), tf.cast(splits, tf.int32)]
+        rows, counts = self._call("all_to_all", "", lambda arrays: self._exchange_rows(*arrays), tensors)
+        return tf.ensure_shape(rows, [None, *tensors[0].shape[1:]]), tf.ensure_shape(counts, [self.size])
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        ranks = self.check_group(ranks)
+        if self.rank not in ranks:
+            return None
+        if len(ranks) == 1:
+            return SingleCommunicator()
+        with self._one_at_a_time:
+            links = self._links.subgroup(ranks, Memory.bytes_for(len(ranks)))
+        return SharedMemoryCommunicator(self, links, [self._ranks[rank] for rank in ranks])
+
+    def abort(self, reason: str) -> None:
+        self._links.abort(reason)
+
+    def close(self) -> None:
+        self._links.close()
+
+    def _call(
+        self, kind: str, option: str, talk: Callable[[Arrays], Arrays], tensors: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        place = structural_name(self._label + kind)
+        line = "" if tf.executing_eagerly() else user_line()
+        running = _Running(kind, option, place, line)
+
+        def talk_alone(arrays: Arrays) -> Arrays:
+            with self._one_at_a_time:
+                self._running = running
+                try:
+                    return talk(arrays)
+                except DesyncError:
+                    raise
+                except BaseException as error:  # Nobody may wait for what this rank does not send.
+                    self.abort(f"A collective has failed: {error!r}")
+                    raise
+
+        return super()._call(kind, option, talk_alone, tensors)
+
+    def reduce_arrays(self, arrays: Arrays, op: str) -> Arrays:
+        _, said = self._begin(arrays, [sum(array.nbytes for array in arrays)])
+        results: list[Any] = [None] * len(arrays)
+        if said is not None:
+            start = 0
+            for i, array in enumerate(arrays):
+                parts = [np.frombuffer(each, array.dtype, array.size, start).reshape(array.shape) for each in said]
+                results[i] = aligned_empty(array.shape, array.dtype)
+                reduce_in_order(parts, op, results[i])
+                start += array.nbytes
+            return results
+        by_dtype: dict[np.dtype, list[int]] = {}
+        for i, array in enumerate(arrays):
+            by_dtype.setdefault(array.dtype, []).append(i)
+        for members in by_dtype.values():
+            for i, result in zip(members, self._memory.reduce([arrays[i] for i in members], op), strict=True):
+                results[i] = result
+        return results
+
+    def gather_array(self, array: np.ndarray) -> np.ndarray:
+        received, rows = self._moved([array], [len(array)], free_rows=True)
+        return received.view(array.dtype).reshape(sum(rows), *array.shape[1:])
+
+    def broadcast_arrays(self, arrays: Arrays, root: int) -> Arrays:
+        size = sum(array.nbytes for array in arrays)
+        received, _ = self._moved(arrays, [size if self.rank == root else 0])
+        results, start = [], 0
+        for array in arrays:
+            results.append(received[start : start + array.nbytes].view(array.dtype).reshape(array.shape))
+            start += array.nbytes
+        return results
+
+    def _exchange_rows(self, array: np.ndarray, splits: np.ndarray) -> Arrays:
+        if splits.sum() != len(array):
+            raise ConfigurationError(message("The splits are not all rows.", rows=len(array), splits=splits.tolist()))
+        received, rows = self._moved([array], splits.tolist(), free_rows=True)
+        return [received.view(array.dtype).reshape(sum(rows), *array.shape[1:]), np.array(rows, np.int32)]
+
+    def _moved(self, arrays: Arrays, rows: list[int], free_rows: bool = False) -> tuple[np.ndarray, list[int]]:
+        """Gets bytes from each member.
+
+        Args:
+            arrays: What this member may send. All members have the same dtypes and shapes, but for free rows.
+            rows: How many rows, or bytes, it sends: one number for all receivers, or one for each.
+            free_rows: Whether there is one array, of any number of rows.
+
+        Returns:
+            The bytes that came, in the order of members, and how many rows came from each.
+        """
+        unit = arrays[0][:0].itemsize * int(np.prod(arrays[0].shape[1:], dtype=np.int64)) if free_rows else 1
+        table, said = self._begin(arrays, rows, unit, free_rows)
+        column = self.rank if len(rows) > 1 else 0
+        starts = [unit * sum(each[:column]) for each in table]
+        counts = [unit * each[column] for each in table]
+        received = aligned_empty([sum(counts)], np.dtype(np.uint8))
+        if said is None:
+            sizes = [unit * sum(each) for each in table]
+            source = Row([array.reshape(-1).view(np.uint8) for array in arrays] if sizes[self.rank] else [])
+            self._memory.move(source, sizes, starts, counts, received)
+        else:
+            parts = [each[start : start + count] for each, start, count in zip(said, starts, counts, strict=True)]
+            received[...] = np.frombuffer(b"".join(parts), np.uint8)
+        return received, [each[column] for each in table]
+
+    def _begin(
+        self, arrays: Arrays, numbers: list[int], unit: int = 1, free_rows: bool = False
+    ) -> tuple[list[list[int]], list[bytes] | None]:
+        """Begins a collective with a message to all members, which tells what this one does.
+
+        Args:
+            arrays: What it may send.
+            numbers: How much it sends, in parts.
+            unit: Of how many bytes.
+            free_rows: Whether the members may have different numbers of rows.
+
+        Returns:
+            The numbers of each member; and the bytes of each, if they are so few that they came with the message, else None.
+
+        Raises:
+            DesyncError: The members called different collectives. They can go on.
+            PeerError: A member has ended.
+        """
+        shapes = [(array.dtype.name, array.shape[free_rows:]) for array in arrays]
+        called = struct.pack("<I", zlib.crc32(repr((self._running[:3], shapes)).encode()))
+        head = struct.Struct(f"<4s{len(numbers)}q")
+        size = unit * sum(numbers)
+        data = b"".join([array.tobytes() for array in arrays]) if 0 < size <= _MOST_IN_MESSAGE else b""
+        said = self._links.exchange(head.pack(called, *numbers) + data)
+        if any(each[:4] != called for each in said):
+            self._refuse(arrays)
+        table = [list(head.unpack_from(each))[1:] for each in said]
+        is_small = max(unit * sum(each) for each in table) <= _MOST_IN_MESSAGE
+        return table, [each[head.size :] for each in said] if is_small else None
+
+    def _refuse(self, arrays: Arrays) -> None:
+        """Raises the same error on all members, none of which has sent more than the message that begins a collective."""
+        kind, option, place, line = self._running
+        tensors = tuple((array.dtype.name, array.shape) for array in arrays)
+        own = Call(kind, ", ".join(filter(None, [option, f"in {place}"])), tensors, line or user_line())
+        words = [each.decode(errors="replace") for each in self._links.exchange(str(own).encode()[: LONGEST_MESSAGE // 2])]
+        told = describe_difference("Ranks called different collectives.", list(zip(self._ranks, words, strict=True)))
+        error = DesyncError(told)
+        if line:  # TensorFlow replaces the errors of a function by errors of its own.
+            self.on_refusal(error)
+        raise error
+
+
+def _all_linked(environment: Any) -> Links:
+    """Connects all ranks of the run."""
+    if not SHARES_MEMORY:
+        raise ConfigurationError(message("Common memory needs Linux.", hint='use communicator="tf".', communicator="shared_memory"))
+    if environment.local_size < environment.size:
+        raise ConfigurationError(
+            message(
+                "The ranks are on several machines, which have no common memory.",
+                hint='use communicator="tf" or "horovod".',
+                size=environment.size,
+                local_size=environment.local_size,
+            )
+        )
+    if not environment.run_name:
+        raise ConfigurationError(
+            message(
+                f"{environment.name} does not tell which ranks belong together.",
+                hint="set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a number that no other run on this machine has.",
+                communicator="shared_memory",
+            )
+        )
+    made = SharedMemoryCommunicator._made
+    made[environment.run_name] += 1
+    run = f"{environment.run_name}/{made[environment.run_name]}"
+    return meet(run, environment.rank, environment.size, Memory.bytes_for(environment.size), meeting_seconds())

@@ -1,0 +1,154 @@
+"""What connects the ranks of one machine: a socket between any two of them, and memory that all have mapped.
+
+None of it has a name: sockets and memory go from process to process as open descriptors. So nothing is left of ranks that were
+killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import weakref
+from collections.abc import Sequence
+
+from tfrep_strategy.communicators.forking import close_in_children
+from tfrep_strategy.errors import PeerError
+
+LONGEST_MESSAGE = 1 << 14
+"""The longest message in bytes. A socket holds the two that a member may be ahead, so to send never waits."""
+
+
+class Links:
+    """A socket to each other member of a group, and their common memory.
+
+    A member that waits sleeps in the kernel. It wakes when the other has sent a message, ends or is killed, and by `abort`. One
+    thread at a time uses the links.
+
+    Args:
+        rank: The number of this member.
+        sockets: A socket to each member, which keeps messages apart; None at the own number. `close` closes them.
+        memory: Descriptor of the common memory. It is closed here.
+    """
+
+    def __init__(self, rank: int, sockets: Sequence[socket.socket | None], memory: int) -> None:
+        self.rank, self.size = rank, len(sockets)
+        self._sockets = {other: each for other, each in enumerate(sockets) if each is not None}
+        self.memory = mmap.mmap(memory, 0)
+        os.close(memory)
+        self._aborted = ""
+        self._groups: weakref.WeakSet[Links] = weakref.WeakSet()
+        close_in_children(self, Links.close)
+
+    def exchange(self, message: bytes = b"") -> list[bytes]:
+        """Sends a message to all members, and returns theirs, by rank. No member returns before all have called it.
+
+        Args:
+            message: Of `LONGEST_MESSAGE` bytes at most.
+
+        Raises:
+            PeerError: A member has ended, or `abort` was called.
+        """
+        sent = b"-" + message  # An empty message would look like the end of the connection.
+        received = [sent] * self.size
+        other = self.rank
+        try:
+            for other, link in self._sockets.items():  # noqa: B007
+                link.send(sent, socket.MSG_NOSIGNAL)
+            for other, link in self._sockets.items():
+                received[other] = link.recv(len(sent) + LONGEST_MESSAGE)
+                if not received[other]:
+                    raise ConnectionResetError
+        except OSError:
+            self.abort(f"Rank {other} has ended its connection.")
+            raise PeerError(self._aborted) from None
+        return [each[1:] for each in received]
+
+    def subgroup(self, members: Sequence[int], memory_bytes: int) -> Links:
+        """Connects some members by sockets and memory of their own. All of them must call it.
+
+        Args:
+            members: Their numbers, sorted.
+            memory_bytes: The size of their memory.
+
+        Raises:
+            PeerError: A member has ended.
+        """
+        memory = new_memory(memory_bytes) if self.rank == members[0] else -1
+        sockets: list[socket.socket | None] = []
+        for other in members:
+            if other == self.rank:
+                sockets.append(None)
+            elif other > self.rank:
+                sockets.append(_given(self._sockets[other], [memory] if self.rank == members[0] else []))
+            else:
+                _, (end, *files) = take(self._sockets[other], 2)
+                sockets.append(socket.socket(fileno=end))
+                memory = files[0] if files else memory
+        group = Links(list(members).index(self.rank), sockets, memory)
+        self._groups.add(group)
+        return group
+
+    def abort(self, reason: str) -> None:
+        """Ends the connections of this group and of its subgroups. All members that wait, or will, get a `PeerError`.
+
+        Args:
+            reason: The message of this member's errors.
+        """
+        self._aborted = self._aborted or reason
+        for link in self._sockets.values():
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+        for group in list(self._groups):
+            group.abort(reason)
+
+    def close(self) -> None:
+        """Closes the sockets of this group and of its subgroups."""
+        for link in self._sockets.values():
+            link.close()
+        for group in list(self._groups):
+            group.close()
+
+
+def new_memory(size: int) -> int:
+    """Makes memory without a name, which costs nothing until it is used.
+
+    Args:
+        size: In bytes.
+
+    Returns:
+        A descriptor.
+    """
+    descriptor = os.memfd_create("tfrep")
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def give(link: socket.socket, message: bytes, descriptors: Sequence[int]) -> None:
+    """Sends a message with open descriptors. They stay open here."""
+    socket.send_fds(link, [message], list(descriptors), socket.MSG_NOSIGNAL)
+
+
+def take(link: socket.socket, most: int) -> tuple[bytes, list[int]]:
+    """Receives a message with open descriptors.
+
+    Args:
+        link: A socket that keeps messages apart.
+        most: How many descriptors there may be.
+
+    Raises:
+        PeerError: The other end was closed.
+    """
+    message, descriptors, _, _ = socket.recv_fds(link, LONGEST_MESSAGE, most, socket.MSG_CMSG_CLOEXEC)
+    if not message:
+        raise PeerError("A rank has ended its connection while the ranks were being connected.")
+    return message, descriptors
+
+
+def _given(link: socket.socket, descriptors: Sequence[int]) -> socket.socket:
+    """Makes a pair of sockets, sends one, with other descriptors, and returns the other one."""
+    own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with others:
+        give(link, b"link", [others.fileno(), *descriptors])
+    return own

@@ -1,0 +1,155 @@
+"""Reductions and moves of arrays of any size through a common memory of fixed size."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+_CHUNK = 1 << 20
+"""How many bytes of a member are in the memory at once. Smaller chunks cost more waits, larger ones leave a core's cache."""
+_LINE = 64
+"""Bytes of a cache line, and the alignment with which TensorFlow takes an array without copying it."""
+
+_UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
+
+
+class Memory:
+    """The common memory, seen by one member. It has two places for a chunk of each member, and two for a chunk of the result.
+
+    Members write one chunk while they work on the chunk before it. So one wait for each chunk is enough.
+
+    Args:
+        rank: The number of this member.
+        size: How many members there are.
+        memory: The memory, of `Memory.bytes_for(size)` bytes.
+        wait: Returns when all members have called it.
+    """
+
+    def __init__(self, rank: int, size: int, memory: mmap.mmap, wait: Callable[[], Any]) -> None:
+        self._rank, self._size, self._wait = rank, size, wait
+        whole = np.frombuffer(memory, np.uint8)
+        self._inputs = whole[: 2 * size * _CHUNK].reshape(2, size, _CHUNK)
+        self._results = whole[2 * size * _CHUNK :].reshape(2, _CHUNK)
+
+    @staticmethod
+    def bytes_for(size: int) -> int:
+        """Returns how large the memory of a group is."""
+        return 2 * (size + 1) * _CHUNK
+
+    def reduce(self, arrays: Sequence[np.ndarray], op: str) -> list[np.ndarray]:
+        """Reduces arrays over the members, each element in the order of ranks. Each member does it for its part of a chunk.
+
+        Args:
+            arrays: Contiguous arrays of one dtype, of the same shapes on all members.
+            op: The reduction. For "mean" the result is the sum.
+
+        Returns:
+            The results, the same bits on all members.
+        """
+        dtype = arrays[0].dtype
+        results = [aligned_empty(array.shape, dtype) for array in arrays]
+        source, target = Row(arrays), Row(results)
+        inputs, reduced = self._inputs.view(dtype), self._results.view(dtype)
+        width = _CHUNK // dtype.itemsize
+        chunks = -(-source.size // width)
+        for turn in range(chunks + 2):
+            if turn < chunks:
+                source.read(turn * width, inputs[turn % 2, self._rank])
+            if 0 < turn <= chunks:
+                own = self._own_part(min(width, source.size - (turn - 1) * width), _LINE // dtype.itemsize)
+                reduce_in_order(inputs[1 - turn % 2, :, own], op, reduced[1 - turn % 2, own])
+            if turn > 1:
+                target.write((turn - 2) * width, reduced[turn % 2])
+            if turn <= chunks:
+                self._wait()
+        return results
+
+    def move(
+        self, source: Row, sizes: Sequence[int], starts: Sequence[int], counts: Sequence[int], target: np.ndarray
+    ) -> None:
+        """Copies a range of bytes from each member.
+
+        Args:
+            source: The bytes of this member.
+            sizes: How many bytes each member has.
+            starts: Where the range of each member begins.
+            counts: How many bytes each range has.
+            target: Where the ranges go, one after the other.
+        """
+        places = list(itertools.accumulate(counts, initial=0))
+        chunks = -(-max(sizes) // _CHUNK)
+        for turn in range(chunks + 1):
+            if turn < chunks:
+                source.read(turn * _CHUNK, self._inputs[turn % 2, self._rank])
+            if turn:
+                begin = (turn - 1) * _CHUNK
+                for member, (start, count) in enumerate(zip(starts, counts, strict=True)):
+                    first, last = max(start, begin), min(start + count, begin + _CHUNK)
+                    if first < last:
+                        place = places[member] + first - start
+                        part = self._inputs[1 - turn % 2, member, first - begin : last - begin]
+                        target[place : place + last - first] = part
+            if turn < chunks:
+                self._wait()
+
+    def _own_part(self, count: int, line: int) -> slice:
+        """Returns which elements of a chunk this member reduces: whole cache lines, so that no two members write to one."""
+        edges = [count * rank // self._size // line * line for rank in (self._rank, self._rank + 1)]
+        return slice(edges[0], count if self._rank + 1 == self._size else edges[1])
+
+
+class Row:
+    """Arrays of one dtype as if they were concatenated.
+
+    Args:
+        arrays: Contiguous arrays.
+
+    Attributes:
+        size: How many elements they have.
+    """
+
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        self._arrays = [array.reshape(-1) for array in arrays if array.size]
+        self._starts = list(itertools.accumulate((array.size for array in self._arrays), initial=0))
+        self.size = self._starts[-1]
+
+    def read(self, start: int, into: np.ndarray) -> None:
+        """Copies elements to another place, as many as it has room for and there are."""
+        for own, other in self._parts(start, into):
+            other[...] = own
+
+    def write(self, start: int, source: np.ndarray) -> None:
+        """Copies elements from another place, as many as it has and there is room for."""
+        for own, other in self._parts(start, source):
+            own[...] = other
+
+    def _parts(self, start: int, other: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        stop = min(start + len(other), self.size)
+        index = bisect.bisect_right(self._starts, start) - 1
+        at = start
+        while at < stop:
+            own = self._arrays[index][at - self._starts[index] : stop - self._starts[index]]
+            yield own, other[at - start : at - start + len(own)]
+            at, index = at + len(own), index + 1
+
+
+def reduce_in_order(parts: Sequence[np.ndarray] | np.ndarray, op: str, out: np.ndarray) -> None:
+    """Reduces arrays element by element, from the first to the last."""
+    ufunc = _UFUNCS[op]
+    with np.errstate(all="ignore"):  # An overflow is a result, as on one device.
+        ufunc(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            ufunc(out, part, out=out)
+
+
+def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Makes an array that TensorFlow takes without a copy."""
+    count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    memory = np.empty(count + _LINE, np.uint8)
+    start = -memory.ctypes.data % _LINE
+    return memory[start : start + count].view(dtype).reshape(shape)
