@@ -14,8 +14,9 @@ from typing import Any
 import psutil
 import pytest
 from needs import needs_horovod
+from networks import HOSTS, ip, on
 from test_joining import environ as quiet_environ
-from test_two_hosts import HOSTS, SCRIPTS, hosts, ip, on, pytestmark  # noqa: F401
+from test_two_hosts import SCRIPTS, hosts, pytestmark  # noqa: F401
 
 LIMIT = 150
 STRANGER = "10.77.0.9"
