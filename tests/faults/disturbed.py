@@ -69,11 +69,22 @@ class Run:
         command = [*(on(kind.hosts[number]) if kind.hosts else []), sys.executable, "-m", "tfrep_strategy.cli", "run"]
         command += [*kind.options, *kind.more[number], "--log-dir", str(self._folder / f"logs{number}")]
         command += ["--max-restarts", "1000", "--backup-dir", str(self.backups), str(SCRIPT)]
+        self.temporary(number).mkdir(exist_ok=True)
         own = {"TFREP_BACKUP_SECONDS": "0", "TFREP_TIMEOUT": "10", "TFREP_WARNING_SIGNAL": "USR1", "TFREP_GRACE": "15"}
+        own |= {"TMPDIR": str(self.temporary(number))} | self._variables
         with open(self._folder / "output", "a") as output, open(self._folder / "errors", "a") as errors:
             return subprocess.Popen(
-                command, cwd=self._folder, env=environ(**own, **self._variables), stdout=output, stderr=errors, stdin=subprocess.DEVNULL
+                command, cwd=self._folder, env=environ(**own), stdout=output, stderr=errors, stdin=subprocess.DEVNULL
             )
+
+    def temporary(self, number: int) -> Path:
+        """Returns the folder for temporary files of a launcher and its ranks."""
+        return self._folder / f"tmp{number}"
+
+    def left(self) -> list[Path]:
+        """Returns what is left of its temporary files and of its backups."""
+        temporary = (self.temporary(number) for number in range(len(self.launchers)))
+        return [path for folder in (self.backups, *temporary) for path in folder.iterdir()]
 
     def go_on(self) -> None:
         """Starts launchers again that have ended with a code that the last fault explains, as whatever has started them would."""

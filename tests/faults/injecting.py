@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -68,11 +69,13 @@ def kill_a_launcher(run: Run, rng: random.Random) -> Done:
 
 
 def kill_a_host(run: Run, rng: random.Random) -> Done:
-    """All of its processes at once, as when its power fails; the connections break at once, too."""
+    """All of its processes at once, as when its power fails. Temporary files are gone when it starts."""
     number = rng.randrange(len(run.launchers))
     for pid in pids_on(run.kind.hosts[number]):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    run.launchers[number].wait()
+    shutil.rmtree(run.temporary(number))
     return Done([run.launchers[number]], [*KILLED, LOST])
 
 

@@ -86,7 +86,7 @@ class Drawing:
         found = run.found()
         for name, values in expected.items():
             np.testing.assert_allclose(found[name], values, rtol=1e-4, atol=1e-6, err_msg=run.errors)
-        assert list(self._disk.iterdir()) == [], "nothing is left of backups"
+        assert run.left() == []
         self.table.compared = self.table.count
 
 
@@ -102,8 +102,8 @@ def try_all(drawing: Drawing, many: int, expected: dict[str, Any], capsys: pytes
         with capsys.disabled():
             seconds = time.monotonic() - began
             print(
-                f"\n{table.count} faults in {drawing.runs} runs (seed {SEED}, {seconds:.0f} seconds), of which {table.compared} are in"
-                f" runs that ended with one device's result:\n{table}",
+                f"\n{table.count} faults in {drawing.runs} runs (seed {SEED}, {seconds:.0f} seconds)."
+                f" {table.compared} of them are in runs that ended with one device's result:\n{table}",
                 flush=True,
             )
 
