@@ -87,6 +87,22 @@ def test_a_run_on_one_machine(kind: str, user: str, machines: Machines, hosts: l
     assert len(everywhere) == SERVERS[kind], ports
 
 
+def test_a_run_that_starts(machines: Machines, hosts: list[str], tmp_path: Path) -> None:  # noqa: F811
+    """A stranger who tries all ports all the time comes through none, not even while TensorFlow starts its servers."""
+    command = [str(tmp_path) if each == "FOLDER" else each for each in KINDS["tf"]]
+    seen: dict[int, str] = {}
+    with running([*on(hosts[0]), sys.executable, *command], tmp_path) as process:
+        deadline = time.monotonic() + LIMIT
+        while len(list(tmp_path.glob("ready*"))) < 2 and process.poll() is None and time.monotonic() < deadline:
+            ports, taken = machines.look(process.pid)
+            seen |= ports
+            assert not taken, ports
+        (tmp_path / "go").touch()
+        output = process.communicate(timeout=LIMIT)[0]
+    assert process.returncode == 0, output
+    assert len([where for where in seen.values() if where.split()[1] in ("::", "0.0.0.0")]) == SERVERS["tf"], seen
+
+
 @pytest.mark.parametrize("communicator", ["tf", pytest.param("horovod", marks=needs_horovod)])
 def test_a_run_on_two_machines(communicator: str, hosts: list[str], tmp_path: Path) -> None:  # noqa: F811
     """Nobody comes from another address, such as a second one of the second machine, which stands for a third."""
