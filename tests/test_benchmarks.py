@@ -31,13 +31,6 @@ def _run(tmp_path, module, *arguments):
     return json.loads(path.read_text("utf-8"))["results"], done.stdout
 
 
-def test_open_ports(tmp_path):
-    results, text = _run(tmp_path, "open_ports", "--runs", "1")
-    assert results["servers"] == 2
-    assert 0 <= results["median_ms"] <= results["longest_ms"]
-    assert "2 servers: open for" in text
-
-
 def test_startup(tmp_path):
     results, text = _run(tmp_path, "startup", "--rounds", "1", "--ranks", "2")
     assert set(results) == {"1 rank", "2 ranks, forked", "2 ranks, started anew"}

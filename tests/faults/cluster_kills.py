@@ -12,7 +12,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import psutil
-from injecting import START_SECONDS, environ
+from disturbed import environ
+from injecting import START_SECONDS
 
 SCRIPT = Path(__file__).resolve().parents[1] / "strategies" / "scripts" / "backed_up.py"
 ALL, COORDINATOR = "all servers and workers are killed", "the coordinator is killed"

@@ -3,140 +3,112 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import os
 import random
+import resource
+import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import psutil
+from disturbed import Run
+from networks import CABLE, cable_cut, on, pids_on
 
-from tfrep_strategy.processes.identity import inherited_environ
-
-SCRIPT = Path(__file__).with_name("scripts") / "trains_and_tells.py"
 START_SECONDS = 150.0
 """How long a run may take until it does what a fault is aimed at, or ends."""
-LIMIT, LIMIT_OF_DISKS = 20.0, 60.0
-"""Within how many seconds of a fault the ranks have ended. A full disk is noticed by the next backup."""
+LIMIT = 20.0
+"""Within how many seconds of a fault the ranks have ended, and a launcher that it ends."""
 AIMS = ("start-up", "steps", "backup", "evaluation", "end")
 ASKED = (-signal.SIGTERM, 128 + signal.SIGTERM)
+KILLED = (-signal.SIGKILL,)
+LOST = 1
+"""What a launcher ends with whose run has lost what it cannot do without."""
+_FILE_BYTES = 4096
+"""Less than a backup has."""
 
 
-class Run:
-    """One run of the script, which is started again by hand where its launcher ends.
+@dataclass(frozen=True)
+class Done:
+    """What a fault has done.
 
-    Args:
-        options: Of `tfrep run`.
-        folder: An empty folder, in which it works.
-        backups: The folder of its backups.
+    Attributes:
+        ended: The launchers that end.
+        codes: With which exit codes launchers may end, beside 0.
     """
 
-    def __init__(self, options: Sequence[str], folder: Path, backups: Path) -> None:
-        self.is_alone = "mirrored" in options
-        command = [sys.executable, "-m", "tfrep_strategy.cli", "run", *options, "--max-restarts", "1000"]
-        self._command = [*command, "--backup-dir", str(backups), str(SCRIPT)]
-        self._folder, self.backups = folder, backups
-        self.start()
-
-    def start(self) -> None:
-        """Starts it, or starts it again."""
-        own = {"TFREP_BACKUP_SECONDS": "0", "TFREP_TIMEOUT": "10", "TFREP_WARNING_SIGNAL": "USR1", "TFREP_GRACE": "15"}
-        with open(self._folder / "output", "a") as output, open(self._folder / "errors", "a") as errors:
-            self.launcher = subprocess.Popen(
-                self._command, cwd=self._folder, env=environ(**own), stdout=output, stderr=errors, stdin=subprocess.DEVNULL
-            )
-
-    def ranks(self) -> list[psutil.Process]:
-        """Returns the ranks that run now."""
-        found = []
-        with contextlib.suppress(psutil.Error):
-            for process in psutil.Process(self.launcher.pid).children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    if "tfrep_strategy.running.script" in " ".join(process.cmdline()):
-                        found.append(process)
-        return found
-
-    def does(self, aim: str) -> bool:
-        """Whether a rank does now what a fault is aimed at."""
-        if aim == "backup":
-            return any(self.backups.glob("fit-*/.tfrep-*"))
-        files = [self._folder / "told" / str(rank.pid) for rank in self.ranks()]
-        told = [file.read_text() if file.exists() else "start-up" for file in files]
-        return aim in told
-
-    @property
-    def errors(self) -> str:
-        """What it has said."""
-        return (self._folder / "errors").read_text()
-
-    def found(self) -> dict[str, Any]:
-        """Returns what it has learned."""
-        return found_in((self._folder / "output").read_text())
-
-    def end(self) -> None:
-        """Ends it, if a test has failed."""
-        self.launcher.terminate()
-        self.launcher.wait(LIMIT)
+    ended: Sequence[subprocess.Popen[bytes]] = ()
+    codes: Collection[int] = ()
 
 
-def environ(**own: str) -> dict[str, str]:
-    """The environment of a run."""
-    paths = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return inherited_environ() | {"PYTHONPATH": paths, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"} | own
-
-
-def found_in(output: str) -> dict[str, Any]:
-    """Returns what the script has printed last."""
-    return json.loads(output.rpartition("FOUND ")[2])
-
-
-# What may happen. Each function makes it happen, and returns the exit codes of the launcher if that is to end.
-
-Fault = Callable[[Run, random.Random], Sequence[int] | None]
-
-
-def kill_a_rank(run: Run, rng: random.Random) -> None:
+def kill_a_rank(run: Run, rng: random.Random) -> Done:
     rng.choice(run.ranks()).kill()
+    return Done()
 
 
-def stop_a_rank(run: Run, rng: random.Random) -> None:
+def kill_the_forks_parent(run: Run, rng: random.Random) -> Done:
+    rng.choice(run.fork_servers()).kill()
+    return Done()
+
+
+def stop_a_rank(run: Run, rng: random.Random) -> Done:
     rng.choice(run.ranks()).suspend()
+    return Done()
 
 
-def kill_the_launcher(run: Run, rng: random.Random) -> Sequence[int]:
-    run.launcher.kill()
-    return (-signal.SIGKILL,)
+def kill_a_launcher(run: Run, rng: random.Random) -> Done:
+    """If it is that of machine 0, the others end."""
+    launcher = rng.choice(run.launchers)
+    launcher.kill()
+    return Done([launcher], [*KILLED, LOST])
 
 
-def ask_the_launcher(run: Run, rng: random.Random) -> Sequence[int]:
-    run.launcher.send_signal(rng.choice([signal.SIGTERM, signal.SIGUSR1]))
-    return ASKED
+def kill_a_host(run: Run, rng: random.Random) -> Done:
+    """All of its processes at once, as when its power fails. Temporary files are gone when it starts."""
+    number = rng.randrange(len(run.launchers))
+    for pid in pids_on(run.kind.hosts[number]):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    run.launchers[number].wait()
+    shutil.rmtree(run.temporary(number))
+    return Done([run.launchers[number]], [*KILLED, LOST])
 
 
-def warn_all(run: Run, rng: random.Random) -> Sequence[int]:
+def ask_a_launcher(run: Run, rng: random.Random) -> Done:
+    launcher = rng.choice(run.launchers)
+    launcher.send_signal(rng.choice([signal.SIGTERM, signal.SIGUSR1]))
+    return Done([launcher], [*ASKED, LOST] if run.kind.hosts else ASKED)
+
+
+def warn_all(run: Run, rng: random.Random) -> Done:
     """A scheduler may send its signal to all processes."""
-    for process in [*run.ranks(), psutil.Process(run.launcher.pid)]:
+    for process in [*run.ranks(), *(psutil.Process(launcher.pid) for launcher in run.launchers)]:
         process.send_signal(signal.SIGUSR1)
-    return ASKED
+    return Done(run.launchers, ASKED)
 
 
-def fill_the_disk(run: Run, rng: random.Random) -> Sequence[int]:
+def fill_the_disk(run: Run, rng: random.Random) -> Done:
     """The next backup fails, if there is one."""
     with contextlib.suppress(OSError), open(run.backups / "filler", "wb") as filler:
         while True:
             filler.write(b"0" * 4096)
             filler.flush()
-    return (0, 1)
+    return Done(run.launchers, [1])
 
 
-def send_garbage(run: Run, rng: random.Random) -> None:
+def limit_files(run: Run, rng: random.Random) -> Done:
+    """The next backup fails, if there is one."""
+    for rank in run.ranks():
+        rank.rlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, resource.RLIM_INFINITY))
+    return Done(run.launchers, [1])
+
+
+def send_garbage(run: Run, rng: random.Random) -> Done:
     """Strangers connect to every port; some stay, and say nothing."""
     with contextlib.ExitStack() as stack:
         for rank in run.ranks():
@@ -147,18 +119,63 @@ def send_garbage(run: Run, rng: random.Random) -> None:
                             stranger = stack.enter_context(socket.create_connection(each.laddr, timeout=1.0))
                             stranger.sendall(content)
         time.sleep(1.0)
+    return Done()
 
+
+def cut_the_cable(run: Run, rng: random.Random) -> Done:
+    """Until the ranks of both machines have ended. Machine 1 ends, and comes again when it is mended."""
+    with cable_cut(rng.choice(run.kind.hosts)):
+        psutil.wait_procs(run.ranks(), _LIMITS["the cable is cut"])
+        if run.launchers[1].poll() is None:
+            run.launchers[1].wait(LIMIT)
+    return Done(codes=[LOST])
+
+
+def cut_the_cable_shortly(run: Run, rng: random.Random) -> Done:
+    with cable_cut(rng.choice(run.kind.hosts)):
+        time.sleep(rng.uniform(0.2, 3.0))
+    return Done()
+
+
+def slow_the_cable(run: Run, rng: random.Random) -> Done:
+    name = rng.choice(run.kind.hosts)
+    slow = ["rate", "64kbit", "burst", "2kb", "latency", "200ms"]  # What waits for longer is lost, and sent again.
+    subprocess.run([*on(name), "tc", "qdisc", "add", "dev", CABLE, "root", "tbf", *slow], check=True)
+    time.sleep(5.0)
+    subprocess.run([*on(name), "tc", "qdisc", "delete", "dev", CABLE, "root"], check=True)
+    return Done()
+
+
+Fault = Callable[[Run, random.Random], Done]
 
 ENDS_RANKS: dict[str, Fault] = {
     "a rank is killed": kill_a_rank,
     "a rank is stopped": stop_a_rank,
-    "the launcher is killed": kill_the_launcher,
-    "the launcher is asked to end": ask_the_launcher,
+    "a launcher is killed": kill_a_launcher,
+    "a launcher is asked to end": ask_a_launcher,
     "all processes are warned": warn_all,
+    "the process that forks ranks is killed": kill_the_forks_parent,
     "the disk is full": fill_the_disk,
+    "files have a limit": limit_files,
+    "a host is killed": kill_a_host,
+    "the cable is cut": cut_the_cable,
 }
-ENDS_NOBODY: dict[str, Fault] = {"strangers send garbage": send_garbage}
+ENDS_NOBODY: dict[str, Fault] = {
+    "strangers send garbage": send_garbage,
+    "the cable is cut for 3 seconds": cut_the_cable_shortly,
+    "the network is slow": slow_the_cable,
+}
 FAULTS = ENDS_RANKS | ENDS_NOBODY
+OF_HOSTS = ("a host is killed", "the cable is cut", "the cable is cut for 3 seconds", "the network is slow")
+ON_HOSTS = ("a rank is killed", "a rank is stopped", "a launcher is killed", "a launcher is asked to end", *OF_HOSTS)
+_LIMITS = {"the disk is full": 60.0, "files have a limit": 60.0, "the cable is cut": 60.0}
+"""Of faults that are noticed later than others: by the next backup, or when nothing has come for 17 seconds."""
+
+
+def drawn(names: Sequence[str], rng: random.Random) -> Iterator[tuple[str, str]]:
+    """Yields faults and what they are aimed at for ever, each pair once before one comes again."""
+    pairs = [(what, aim) for what in names for aim in AIMS]
+    return itertools.chain.from_iterable(rng.sample(each, len(each)) for each in itertools.repeat(pairs))
 
 
 class Table:
@@ -166,6 +183,7 @@ class Table:
 
     def __init__(self) -> None:
         self.seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+        self.compared = 0
 
     @property
     def count(self) -> int:
@@ -173,9 +191,12 @@ class Table:
         return sum(map(len, self.seconds.values()))
 
     def __str__(self) -> str:
-        lines = ["| what happens | aimed at | how many | another result | longest time |", "|---|---|---|---|---|"]
-        for (what, aim), seconds in sorted(self.seconds.items()):
-            lines.append(f"| {what} | {aim} | {len(seconds)} | 0 | {max(seconds):.1f} s |")
+        lines = [f"| what happens | {' | '.join(AIMS)} | longest time |", f"|---|{'---|' * len(AIMS)}---|"]
+        for what in FAULTS:
+            found = [self.seconds.get((what, aim), []) for aim in AIMS]
+            if any(found):
+                longest = f"{max(itertools.chain(*found)):.1f} s" if what in ENDS_RANKS else "nobody ends"
+                lines.append(f"| {what} | {' | '.join(str(len(each)) for each in found)} | {longest} |")
         return "\n".join(lines)
 
 
@@ -185,40 +206,49 @@ def inject(run: Run, what: str, aim: str, rng: random.Random, table: Table) -> b
     Returns:
         Whether the run is over: it has ended well. Where it has ended otherwise it is started again.
     """
-    if run.is_alone and what == "a rank is stopped":
-        return False  # Nobody waits for it.
-    deadline = time.monotonic() + START_SECONDS
-    while not run.does(aim):
-        if run.launcher.poll() is not None:
-            assert run.launcher.returncode == 0, f"{what}, {aim}: {run.errors[-3000:]}"
-            return True
-        assert time.monotonic() < deadline, f"{what}: no {aim} after {START_SECONDS} seconds. {run.errors[-3000:]}"
-        time.sleep(0.002)
-    time.sleep({"start-up": rng.uniform(0, 5), "backup": 0.0}.get(aim, rng.uniform(0, 0.2)))
-    began, ranks, launcher = time.monotonic(), run.ranks(), run.launcher
-    if not ranks or launcher.poll() is not None:
+    if run.kind.is_alone and what in ("a rank is stopped", "the process that forks ranks is killed"):
+        return False  # Nobody waits for it, and it is no fork.
+    if not _comes_to(run, aim, what):
+        return True
+    time.sleep({"start-up": rng.uniform(0, 3), "backup": 0.0}.get(aim, rng.uniform(0, 0.2)))
+    began, ranks = time.monotonic(), run.ranks()
+    if not ranks or any(launcher.poll() is not None for launcher in run.launchers):
         return False  # Too late; the next fault finds out.
     try:
-        codes = FAULTS[what](run, rng)
+        done = FAULTS[what](run, rng)
     except (psutil.NoSuchProcess, IndexError):  # There is no rank any more.
         return False
+    run.expect(done.codes)
     if what in ENDS_RANKS:
-        limit = LIMIT_OF_DISKS if what == "the disk is full" else LIMIT
-        _, alive = psutil.wait_procs(ranks, limit)
-        assert not alive, f"{what}, {aim}: {len(alive)} of {len(ranks)} ranks were there after {limit} s. {run.errors[-3000:]}"
+        limit = _LIMITS.get(what, LIMIT)
+        _, alive = psutil.wait_procs(ranks, max(0.0, began + limit - time.monotonic()))
+        assert not alive, f"{what}, {aim}: {len(alive)} of {len(ranks)} ranks were there after {limit} s. {run.errors}"
     table.seconds[what, aim].append(time.monotonic() - began)
-    if codes is None:
-        return False
-    code = launcher.wait(LIMIT)
+    for launcher in done.ended:
+        code = launcher.wait(LIMIT)
+        assert run.is_expected(code), f"{what}, {aim}: exit code {code}. {run.errors}"
     (run.backups / "filler").unlink(missing_ok=True)
-    # What comes too late ends nothing.
-    assert code in (*codes, 0), f"{what}, {aim}: exit code {code}. {run.errors[-3000:]}"
-    if code != 0:
-        run.start()
-    return code == 0
+    return run.is_over
+
+
+def _comes_to(run: Run, aim: str, what: str) -> bool:
+    """Waits until a run does something; returns False if it has ended well before."""
+    deadline = time.monotonic() + START_SECONDS
+    while not run.does(aim):
+        if run.is_over:
+            return False
+        run.go_on()
+        assert time.monotonic() < deadline, f"{what}: no {aim} after {START_SECONDS} seconds. {run.errors}"
+        time.sleep(0.002)
+    return True
 
 
 def finish(run: Run) -> None:
     """Waits until a run has ended well."""
-    code = run.launcher.wait(START_SECONDS)
-    assert code == 0, f"exit code {code}. {run.errors[-3000:]}"
+    deadline = time.monotonic() + START_SECONDS
+    while not run.is_over:
+        run.go_on()
+        assert time.monotonic() < deadline, f"no end after {START_SECONDS} seconds. {run.errors}"
+        time.sleep(0.05)
+
+

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import socket
 import warnings
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from tfrep_strategy.rendezvous.confinement import (
     problem_of_confining,
 )
 from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.rendezvous.shut_port import shut
 
 PATIENCE = 0.3
 """Seconds after which a connection has failed. The kernel answers at once, on a slow machine too."""
@@ -42,11 +44,22 @@ def server(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
 
 def comes(source: str, server: socket.socket) -> bool:
     """Whether somebody from an address of the loopback interface can connect."""
-    target = ("::1" if ":" in source else "127.0.0.1", server.getsockname()[1])
+    return reaches(source, server.getsockname()[1])
+
+
+def reaches(source: str, port: int) -> bool:
+    """Whether somebody from an address of the loopback interface can connect to a port."""
+    target = ("::1" if ":" in source else "127.0.0.1", port)
     with contextlib.suppress(OSError):
         socket.create_connection(target, PATIENCE, source_address=(source, 0)).close()
         return True
     return False
+
+
+def listening(port: int) -> socket.socket:
+    """What listens as TensorFlow does, if it is told to share its port."""
+    family, both = (socket.AF_INET6, True) if socket.has_dualstack_ipv6() else (socket.AF_INET, False)
+    return socket.create_server(("", port), family=family, dualstack_ipv6=both, reuse_port=True)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +130,31 @@ def test_this_machine_only(server: socket.socket) -> None:
     assert comes("127.0.0.1", server)
 
 
+def test_a_port_is_shut_before_the_server_is_confined() -> None:
+    (port,) = free_ports(1, "")
+    friends = [ipaddress.ip_network("127.0.0.2")]
+    with shut(port, friends) as descriptor:
+        assert descriptor is not None
+        assert not reaches("127.0.0.2", port)
+        with listening(port) as server:
+            server.setblocking(False)
+            assert [reaches("127.0.0.2", port) for _ in range(20)] == [True] * 20
+            assert [reaches("127.0.0.3", port) for _ in range(5)] == [False] * 5
+            for _ in range(20):
+                server.accept()[0].close()
+            with pytest.raises(BlockingIOError):
+                server.accept()
+    assert "TF_GRPC_REUSE_PORT" not in os.environ
+
+
+def test_a_port_that_is_in_use_is_not_shut() -> None:
+    (port,) = free_ports(1, "")
+    with listening(port), shut(port, []) as descriptor:
+        assert descriptor is None
+        assert "TF_GRPC_REUSE_PORT" not in os.environ
+        assert reaches("127.0.0.1", port)
+
+
 @pytest.mark.parametrize("is_told", [True, False])
 def test_what_listens_in_the_body_is_confined(is_told: bool) -> None:
     (port,) = free_ports(1, "")
@@ -124,10 +162,10 @@ def test_what_listens_in_the_body_is_confined(is_told: bool) -> None:
     with socket.create_server(("", 0)) as before, warnings.catch_warnings():
         warnings.simplefilter("error")
         with confined(here[0], here, port=port if is_told else None) as servers:
-            server = socket.create_server(("", port))
+            server = listening(port)
         with server:
             assert _devices(server, before) == [b"lo", b""]
-            assert list(servers.confined_at) == [port]
+            assert servers.are_confined
             assert comes("127.0.0.1", server)
 
 
@@ -135,7 +173,7 @@ def test_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFREP_TRUSTED_NETWORKS", "192.0.2.0/24")
     (port,) = free_ports(1, "")
     with confined("127.0.0.1:1", ["127.0.0.1:1", "198.51.100.7:1"], port=port):
-        server = socket.create_server(("", port))
+        server = listening(port)
     with server:
         assert _devices(server) == [b""]
         assert comes("127.0.0.1", server)
@@ -155,7 +193,7 @@ def test_whom_nobody_knows_is_not_shut_out(own: str, others: list[str], unknown:
     with pytest.warns(UserWarning, match=f"can read and write files as you: {problem}"), confined(
         own, [own, *others], port=port, unknown=unknown
     ):
-        server = socket.create_server(("", port))
+        server = listening(port)
     with server:
         assert comes("127.0.0.1", server)
 

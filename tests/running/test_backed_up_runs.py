@@ -90,6 +90,18 @@ def test_who_is_asked_to_end_makes_a_backup_first(who: str, number: int, undistu
     assert list((tmp_path / "backups").iterdir()) == []
 
 
+def test_a_backup_at_the_end_of_the_last_epoch(undisturbed: list[Any], tmp_path: Path) -> None:
+    """The fit has not ended, and has no epoch left. The next one reads the data in the order that comes after these epochs."""
+    run = [*RUN, *KINDS["mirrored"], "--backup-dir", "backups", SCRIPT]
+    last = undisturbed[0][0][-1]
+    _, said = ended([*run, json.dumps(["self", signal.SIGTERM, [[0, 0, last, "end"]]])], tmp_path, 128 + signal.SIGTERM)
+    assert f"asked to end. A backup was made: epoch {last + 1}, batch 0." in said
+    output, said = ended(run, tmp_path)
+    found = fits_in(output)
+    check([found[0][2:], found[1]], [undisturbed[0][2:], undisturbed[1]])
+    assert "this fit was finished before. It is not repeated." in said
+
+
 def test_a_slow_backup_has_the_grace_time(tmp_path: Path) -> None:
     """The launcher is warned, and waits for a backup that takes longer than ranks have by default."""
     run = [*RUN, *KINDS["tf"], "--backup-dir", "backups", str(SCRIPTS / "saves_slowly.py")]

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from networks import ADDRESS, ip, on
 from test_elastic_runs import wait_for
 from test_joining import SCRIPTS, environ, found_in
-from test_two_hosts import ADDRESS, hosts, ip, on, pytestmark, secret  # noqa: F401
+from test_two_hosts import hosts, pytestmark, secret  # noqa: F401
 
 from tfrep_strategy.progress import Progress, Step
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from needs import needs_horovod
 from test_joining import SCRIPTS, environ, found_in
 
 from tfrep_strategy.progress import Progress, Step
@@ -30,7 +31,7 @@ def wait_for(progress: Progress, step: Step, run: subprocess.Popen[str]) -> None
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("communicator", ["tf"])
+@pytest.mark.parametrize("communicator", ["tf", pytest.param("horovod", marks=needs_horovod)])
 def test_four_then_two_then_three_replicas(communicator: str, tmp_path: Path) -> None:
     backups = tmp_path / "backups"
     common = ["--nnodes", "1:2", "--rendezvous", f"localhost:{free_ports(1)[0]}", "--communicator", communicator]

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 from needs import needs_horovod
+from networks import HOSTS, cable_cut
 from test_joining import ROOT, environ, found_in
-from test_two_hosts import HOSTS, SCRIPTS, hosts  # noqa: F401
-from two_machines import Machine, cable_cut, know, machines_in, needs_machines
+from test_two_hosts import SCRIPTS, hosts  # noqa: F401
+from two_machines import Machine, know, machines_in, needs_machines
 
 pytestmark = needs_machines
 LIMIT = 150

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from networks import HOSTS, cable_cut
 from test_hosts import BOTH, LIMIT, ended, machines, start, wait_for  # noqa: F401
 from test_joining import SCRIPTS, environ, found_in
-from test_two_hosts import HOSTS, hosts  # noqa: F401
-from two_machines import Machine, cable_cut, needs_machines
+from test_two_hosts import hosts  # noqa: F401
+from two_machines import Machine, needs_machines
 
 from tfrep_strategy.progress import Progress, Step
 

@@ -14,8 +14,9 @@ from typing import Any
 import psutil
 import pytest
 from needs import needs_horovod
+from networks import HOSTS, ip, on
 from test_joining import environ as quiet_environ
-from test_two_hosts import HOSTS, SCRIPTS, hosts, ip, on, pytestmark  # noqa: F401
+from test_two_hosts import SCRIPTS, hosts, pytestmark  # noqa: F401
 
 LIMIT = 150
 STRANGER = "10.77.0.9"
@@ -87,6 +88,22 @@ def test_a_run_on_one_machine(kind: str, user: str, machines: Machines, hosts: l
     everywhere = [where for where in ports.values() if where.split()[1] in ("::", "0.0.0.0")]
     assert len(everywhere) == SERVERS[kind], ports
     assert kind != "shared_memory" or not ports
+
+
+def test_a_run_that_starts(machines: Machines, hosts: list[str], tmp_path: Path) -> None:  # noqa: F811
+    """A stranger who tries all ports all the time comes through none, not even while TensorFlow starts its servers."""
+    command = [str(tmp_path) if each == "FOLDER" else each for each in KINDS["tf"]]
+    seen: dict[int, str] = {}
+    with running([*on(hosts[0]), sys.executable, *command], tmp_path) as process:
+        deadline = time.monotonic() + LIMIT
+        while len(list(tmp_path.glob("ready*"))) < 2 and process.poll() is None and time.monotonic() < deadline:
+            ports, taken = machines.look(process.pid)
+            seen |= ports
+            assert not taken, ports
+        (tmp_path / "go").touch()
+        output = process.communicate(timeout=LIMIT)[0]
+    assert process.returncode == 0, output
+    assert len([where for where in seen.values() if where.split()[1] in ("::", "0.0.0.0")]) == SERVERS["tf"], seen
 
 
 @pytest.mark.parametrize("communicator", ["tf", pytest.param("horovod", marks=needs_horovod)])

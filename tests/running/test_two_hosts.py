@@ -1,55 +1,29 @@
-"""Two network namespaces, joined by a cable, stand for two machines. This needs root, and the command ip."""
+"""Launchers on two machines, for which network namespaces stand (`tests/networks.py`)."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from networks import ADDRESS, HOSTS, cable_cut, needs_networks, on, two_networks
 from test_joining import check_all, found_in, outputs_of
 from test_joining import environ as quiet_environ
 from test_nodes import check_ranks, launch, options_of
 
 LIMIT = 200
-HOSTS = ["10.77.0.1", "10.77.0.2"]
-ADDRESS = f"{HOSTS[0]}:29500"
 SCRIPTS = Path(__file__).with_name("scripts")
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root, and the command ip"
-)
+pytestmark = needs_networks
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[str]]:
     """The names of two network namespaces, which reach only each other."""
-    names = [f"tfrep-{uuid.uuid4().hex[:8]}" for _ in HOSTS]
-    made = [subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False) for name in names]
-    try:
-        if any(each.returncode for each in made):
-            pytest.skip(f"network namespaces cannot be made here: {made[0].stderr.decode()}")
-        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
-        for name, address in zip(names, HOSTS, strict=True):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
-            ip("-n", name, "link", "set", "cable", "up")
-            ip("-n", name, "link", "set", "lo", "up")
+    with two_networks() as names:
         yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True)
-
-
-def on(host: str) -> list[str]:
-    return ["ip", "netns", "exec", host]
 
 
 @pytest.fixture
@@ -74,12 +48,9 @@ def test_two_machines_that_say_that_they_are_the_first(hosts: list[str], secret:
 
 
 def test_a_cut_cable(hosts: list[str], secret: dict[str, str], tmp_path: Path) -> None:
-    ip("-n", hosts[0], "link", "set", "cable", "down")
-    limit = {"TFREP_RENDEZVOUS_TIMEOUT": "3"}
-    try:
+    with cable_cut(hosts[0]):
+        limit = {"TFREP_RENDEZVOUS_TIMEOUT": "3"}
         results, ranks = launch(tmp_path, options_of(ADDRESS, (1, 1)), [on(host) for host in hosts], **secret, **limit)
-    finally:
-        ip("-n", hosts[0], "link", "set", "cable", "up")
     assert "The nodes did not meet within 3 seconds. Node 1 has not come." in results[0]
     assert "The nodes did not meet within 3 seconds. Node 0 cannot be reached" in results[1]
     assert not ranks

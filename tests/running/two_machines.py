@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from test_two_hosts import HOSTS, ip, on
+from networks import HOSTS, on, pids_on
 
 COMMANDS = ("ip", "nsenter", "unshare", "ssh", "ssh-keygen", "/usr/sbin/sshd")
 MISSING = [command for command in COMMANDS if shutil.which(command) is None]
@@ -97,13 +97,11 @@ class Machine:
 
     def pids(self) -> set[int]:
         """Returns the processes on it, without its server's own."""
-        found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True).stdout
-        return {pid for pid in map(int, found.split()) if "sshd" not in _command_line(pid)}
+        return {pid for pid in pids_on(self.name) if "sshd" not in _command_line(pid)}
 
     def command_lines(self) -> list[str]:
         """Returns the command lines of all processes on it, which every user there can read."""
-        found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True).stdout
-        return [_command_line(int(pid)) for pid in found.split()]
+        return [_command_line(pid) for pid in pids_on(self.name)]
 
 
 @contextlib.contextmanager
@@ -149,20 +147,9 @@ def know(folder: Path, names: Sequence[str]) -> None:
 
 def end_all_on(name: str) -> None:
     """Ends all processes of a network namespace."""
-    found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout
-    for pid in found.split():
+    for pid in pids_on(name):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def cable_cut(name: str) -> Iterator[None]:
-    """Cuts the cable at a machine while the body runs."""
-    ip("-n", name, "link", "set", "cable", "down")
-    try:
-        yield
-    finally:
-        ip("-n", name, "link", "set", "cable", "up")
+            os.kill(pid, signal.SIGKILL)
 
 
 def _wait_for_server(machine: Machine) -> None:

@@ -47,8 +47,6 @@ class TensorFlowCommunicator(RingCommunicator):
     name = "tf"
     _connected: ClassVar[list[tuple[int, list[str]]]] = []
     """Rank and addresses of each communicator made so far."""
-    confined_at: ClassVar[dict[int, float]] = {}
-    """When the port of this process was confined (`time.monotonic()`)."""
 
     def __init__(self, environment: Any, device: str | None = None) -> None:
         if not environment.addresses:
@@ -136,9 +134,8 @@ class TensorFlowCommunicator(RingCommunicator):
 
     def _connect(self, addresses: list[str]) -> None:
         server = self._server(addresses)
-        with confined(addresses[self.rank], addresses, port=server.port, speaks=self.rank == 0) as servers:
+        with confined(addresses[self.rank], addresses, port=server.port, speaks=self.rank == 0):
             self._start(server, addresses)
-        TensorFlowCommunicator.confined_at = servers.confined_at
 
     def _start(self, server: Any, addresses: list[str]) -> None:
         """Starts the server in a thread and checks all addresses meanwhile, so that the error names a wrong address."""
@@ -155,10 +152,10 @@ class TensorFlowCommunicator(RingCommunicator):
         thread.start()
         deadline = time.monotonic() + _CONNECT_SECONDS
         missing = list(addresses)
-        while missing and time.monotonic() < deadline and not failure:
+        while missing and time.monotonic() < deadline and thread.is_alive():
             missing = [address for address in missing if not _answers(address)]
-            time.sleep(0.05)
-        if missing:
+            thread.join(0.05)
+        if missing and (failure or thread.is_alive()):
             raise PeerError(
                 message(
                     f"No process answers at the address of rank {addresses.index(missing[0])}.",

@@ -2,19 +2,18 @@
 
 TensorFlow can neither be told where to listen nor be given a socket. So its sockets are found among the descriptors of this process
 once they listen, and confined: to the loopback interface if all processes of the run have its addresses, else to the addresses of
-the run's machines. Connections that strangers made before are closed.
+the run's machines. Until then strangers are kept from a port that is known before (`shut_port.py`). From another, connections that
+they made before are closed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import ipaddress
 import os
 import socket
 import struct
 import threading
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,12 +23,12 @@ import psutil
 from tfrep_strategy.errors import message
 from tfrep_strategy.limits import trusted_networks
 from tfrep_strategy.rendezvous.connections import LOOPBACK, is_loopback
+from tfrep_strategy.rendezvous.packet_filter import attach
+from tfrep_strategy.rendezvous.shut_port import shut
 from tfrep_strategy.validation import Network
 
 _LOOK_SECONDS, _LATER_SECONDS = 0.001, 0.1
 """How often to look for servers, and for strangers who came before they were confined."""
-_ATTACH_FILTER = 26
-_LONGEST_PROGRAM = 4096
 _WAITING = 24
 """Where TCP_INFO of a socket that listens has the number of connections that it has not accepted."""
 _LOOPBACK = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
@@ -54,14 +53,7 @@ def confine(server: socket.socket, networks: Sequence[Network] | None = None) ->
             server.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
             return
         networks = _of_this_machine()
-    program = _program(networks)
-    length = len(program) // 8
-    if length > _LONGEST_PROGRAM:
-        raise OSError(f"too many addresses ({len(networks)})")
-    if not hasattr(socket, "SO_BINDTODEVICE"):
-        raise OSError("only Linux can confine a socket that listens")
-    code = ctypes.create_string_buffer(program, len(program))
-    server.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("@HP", length, ctypes.addressof(code)))
+    attach(server, networks)
 
 
 @contextlib.contextmanager
@@ -71,6 +63,7 @@ def confined(
     """Confines the TensorFlow servers that the body starts, while it runs and when it ends.
 
     TensorFlow holds Python's lock for most of the time that it needs to start a server, so the sockets may be confined only then.
+    Until then nobody but the run's machines comes through, if the port is given.
 
     Args:
         own: "host:port" of this process, as the others reach it.
@@ -95,13 +88,14 @@ def confined(
             servers.confine()
 
     thread = threading.Thread(target=watch, daemon=True, name="tfrep-confinement")
-    thread.start()
-    try:
-        yield servers
-    finally:
-        is_over.set()
-        thread.join()
-        servers.confine(is_last=True)
+    with servers.shut():
+        thread.start()
+        try:
+            yield servers
+        finally:
+            is_over.set()
+            thread.join()
+            servers.confine(is_last=True)
     if servers.problem and speaks:
         warnings.warn(
             message(
@@ -125,20 +119,28 @@ class Servers:
 
     Attributes:
         problem: Why the servers are not confined; None if they are.
-        confined_at: When each port was confined (`time.monotonic()`).
     """
 
     def __init__(self, own: str, addresses: Sequence[str], port: int | None, unknown: str = "") -> None:
         self._own, self._addresses, self._port, self._unknown = own, addresses, port, unknown
-        self._confined: set[Any] = set()
+        self._confined: dict[int, Any] = {}
+        self._shutter: int | None = None
         self._networks, self.problem = machines_of_run(own, addresses, unknown)
         self._before = {each.laddr for each in self._connections() if each.status == psutil.CONN_LISTEN}
-        self.confined_at: dict[int, float] = {}
 
     @property
     def are_confined(self) -> bool:
         """Whether a server was found and confined."""
         return bool(self._confined)
+
+    @contextlib.contextmanager
+    def shut(self) -> Iterator[None]:
+        """Keeps strangers from the port of the server while the body runs, if it is known."""
+        if self._port is None or self.problem:
+            yield
+            return
+        with shut(self._port, _of_this_machine() if self._networks is None else self._networks) as self._shutter:
+            yield
 
     def confine(self, *, is_last: bool = False) -> None:
         """Confines the servers that listen now, and closes the connections of strangers to them.
@@ -152,9 +154,8 @@ class Servers:
             return
         found = self._connections()
         for each in found:
-            if self._is_server(each) and each.laddr not in self._confined:
+            if self._is_server(each) and self._confined.get(each.fd) != each.laddr:
                 self._confine(each)
-                self.confined_at[each.laddr.port] = time.monotonic()
         if is_last and not (self._confined or self.problem):
             self.problem = "their sockets are not among the descriptors of this process"
         self._turn_out(found)
@@ -167,14 +168,14 @@ class Servers:
             return []
 
     def _is_server(self, connection: Any) -> bool:
-        if connection.status != psutil.CONN_LISTEN:
+        if connection.status != psutil.CONN_LISTEN or connection.fd == self._shutter:
             return False
         if self._port is not None:
             return connection.laddr.port == self._port
         return connection.laddr not in self._before and ipaddress.ip_address(connection.laddr.ip).is_unspecified
 
     def _confine(self, connection: Any) -> None:
-        self._confined.add(connection.laddr)
+        self._confined[connection.fd] = connection.laddr
         try:
             with _duplicate(connection) as server:
                 confine(server, self._networks)
@@ -197,7 +198,7 @@ class Servers:
                     stranger.shutdown(socket.SHUT_RDWR)
 
     def _is_stranger(self, connection: Any) -> bool:
-        if not connection.raddr or connection.laddr.port not in {each.port for each in self._confined}:
+        if not connection.raddr or connection.laddr.port not in {each.port for each in self._confined.values()}:
             return False
         return not _is_in(connection.raddr.ip, _of_this_machine() if self._networks is None else self._networks)
 
@@ -317,46 +318,3 @@ def _is_in(number: str, networks: Sequence[Network]) -> bool:
     address = ipaddress.ip_address(number.partition("%")[0])
     address = getattr(address, "ipv4_mapped", None) or address
     return any(address in network for network in networks)
-
-
-# A program of the Berkeley packet filter, which the kernel runs for each packet that comes to the socket.
-_LOAD, _LOAD_BYTE, _AND, _SHIFT_RIGHT, _IF_EQUAL, _GO, _RETURN = 0x20, 0x30, 0x54, 0x74, 0x15, 0x05, 0x06
-_HEADER = 0xFFF00000
-"""Where the header of the network layer begins."""
-_SOURCE = {4: 12, 6: 8}
-"""Where the header has the address of the sender."""
-_DROP, _TAKE = 0, 0xFFFFFFFF
-
-
-def _program(networks: Sequence[Network]) -> bytes:
-    """Returns the program that takes packets from these networks only."""
-    parts = {
-        version: b"".join(_check(each) for each in networks if each.version == version) + _instruction(_RETURN, _DROP)
-        for version in (4, 6)
-    }
-    return b"".join(
-        [
-            _instruction(_LOAD_BYTE, _HEADER),
-            _instruction(_SHIFT_RIGHT, 4),
-            _instruction(_IF_EQUAL, 4, otherwise=1),
-            _instruction(_GO, len(parts[6]) // 8),
-            parts[6],
-            parts[4],
-        ]
-    )
-
-
-def _check(network: Network) -> bytes:
-    """Returns the part of the program that takes packets from a network, and goes on with the others."""
-    packed, mask = network.network_address.packed, network.netmask.packed
-    words = len(packed) // 4
-    steps = []
-    for i, (wanted, counts) in enumerate(zip(struct.iter_unpack("!I", packed), struct.iter_unpack("!I", mask), strict=True)):
-        steps.append(_instruction(_LOAD, _HEADER + _SOURCE[network.version] + 4 * i))
-        steps.append(_instruction(_AND, counts[0]))
-        steps.append(_instruction(_IF_EQUAL, wanted[0], otherwise=3 * (words - i - 1) + 1))
-    return b"".join([*steps, _instruction(_RETURN, _TAKE)])
-
-
-def _instruction(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
-    return struct.pack("=HBBI", code, then, otherwise, value)

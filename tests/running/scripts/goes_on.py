@@ -1,7 +1,7 @@
 """Calls fit twice, and sends signals where it is told to. Rank 0 prints what it has learned.
 
 Arguments: who gets the signal ("self", "launcher", or how the name of a process above begins), its number, and for each start a
-list: the rank that sends it, the fit, the epoch and the batch before which it does.
+list: the rank that sends it, the fit, the epoch and the batch before which it does; "end" for the end of the epoch.
 """
 
 import json
@@ -46,6 +46,12 @@ class Watch(keras.callbacks.Callback):
         self.epochs.append(epoch)
 
     def on_train_batch_begin(self, batch, logs=None):
+        self.signal_at(batch)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.signal_at("end")
+
+    def signal_at(self, batch):
         if [rank, self.fit, self.epochs[-1], batch] == place:
             os.kill(receiver(), number)
 

@@ -274,7 +274,8 @@ class RunBackup(keras.callbacks.Callback):
     def _go_on(self, restored: dict[str, Any], epochs: int, batches: int) -> None:
         restore_states(self._callbacks, restored["callbacks"])
         self._epochs_read = restored["epochs_read"]
-        if restored["is_finished"]:
+        # A backup at the end of the last epoch may be the last one that was made.
+        if restored["is_finished"] or epochs >= self.params["epochs"]:
             self._steps.pass_over(self._epochs_read)
             self.model._initial_epoch = self.params["epochs"]
             self._say("this fit was finished before. It is not repeated.")
