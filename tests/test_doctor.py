@@ -15,6 +15,7 @@ import tfrep_strategy as tfrep
 from tfrep_strategy import cli, doctor, findings
 from tfrep_strategy.nvidia import Gpu
 from tfrep_strategy.processes.identity import horovod_is_installed
+from tfrep_strategy.transports import SHARES_MEMORY
 
 
 def values(report: doctor.Report) -> dict[str, doctor.Finding]:
@@ -31,7 +32,8 @@ def test_self_test_on_every_communicator_that_is_there():
     report = json.loads(done.stdout)
     assert report["healthy"] is True
     found = {finding["name"]: finding for finding in report["findings"] if finding["name"].startswith("Self-test")}
-    assert found.keys() == {"Self-test: tf"} | ({"Self-test: horovod"} if horovod_is_installed() else set())
+    wanted = {"tf": True, "shared_memory": SHARES_MEMORY, "horovod": horovod_is_installed()}
+    assert found.keys() == {f"Self-test: {name}" for name, is_there in wanted.items() if is_there}
     for finding in found.values():
         assert finding["ok"], finding["value"]
         assert "[3.0, 3.0]" in finding["value"]

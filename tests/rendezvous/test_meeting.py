@@ -193,7 +193,7 @@ def test_a_stranger_at_the_address(start: Start, address: str) -> None:
 
 
 def test_a_silent_stranger_at_the_address(start: Start, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tfrep_strategy.rendezvous.visiting._ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr("tfrep_strategy.rendezvous.visiting._ANSWER_SECONDS", 1)
     with socket.create_server(Place(address, 0, 2).target):
         check_refused([start(1)], "Another program listens at the rendezvous.")
         check_refused([start(0)], "Rank 0 cannot listen at the rendezvous (Address already in use).")

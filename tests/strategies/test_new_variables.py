@@ -23,10 +23,12 @@ def make(strategy: Any) -> tuple[list[tuple[str, int]], list[bool], int]:
     def value(shape: tuple[int, ...], rank: int) -> tf.Tensor:
         return tf.random.stateless_uniform(shape, [rank, len(shape)])
 
+    strategy.extended.synchronize_new_variables()  # Those of earlier tests.
     RingCommunicator._run = noted  # type: ignore[method-assign]
     try:
         with strategy.scope():
             made = [tf.Variable(value(shape, strategy.rank)) for shape in _SHAPES]
+        strategy.extended.synchronize_new_variables()  # An earlier test may have stayed in scope.
     finally:
         RingCommunicator._run = run  # type: ignore[method-assign]
     equal = [bool(tf.reduce_all(v == value(shape, 0))) for v, shape in zip(made, _SHAPES, strict=True)]

@@ -28,7 +28,7 @@ class PipelineIterator(OwnedIterator):
         dataset: What it reads.
 
     Example:
-        >>> next(PipelineIterator(tf.data.Dataset.range(3))).numpy()
+        >>> int(next(PipelineIterator(tf.data.Dataset.range(3))))
         0
     """
 
