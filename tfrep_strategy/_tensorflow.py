@@ -141,8 +141,7 @@ _private("checkpoint.checkpoint_management", "update_checkpoint_state_internal")
 # The global seed that TensorFlow uses for an operation with its own seed if no global seed is set.
 NO_SEED = _private("framework.random_seed", "DEFAULT_GRAPH_SEED")
 
-# The profiler: whether it runs, and what it writes.
-is_tracing = _private("profiler.trace", "enabled")
+# What the profiler writes.
 XSpace = _private("profiler.protobuf.xplane_pb2", "XSpace", package="tensorflow.tsl")
 
 # Runtime.

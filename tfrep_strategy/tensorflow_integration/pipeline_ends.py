@@ -37,7 +37,8 @@ class PipelineIterator(OwnedIterator):
         self._patience = -1.0 if caches_in_file(dataset) else PATIENCE_SECONDS
 
     def __del__(self) -> None:
-        end_pipeline(self, vars(self).get("_patience", -1.0))
+        if end_pipeline is not None:  # At its end, Python clears the names of modules.
+            end_pipeline(self, vars(self).get("_patience", -1.0))
 
 
 def end_pipeline(iterator: Any, patience: float = PATIENCE_SECONDS) -> None:

@@ -8,6 +8,7 @@ process would never end.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import threading
 import time
@@ -30,10 +31,12 @@ def end_pipelines() -> None:
         # `isinstance` would run the code of some objects.
         if issubclass(type(each), OwnedIterator) and (resource := vars(each).pop("_iterator_resource", None)) is not None:
             # A thread drops the last reference. If that blocks, the thread is abandoned.
-            threads.append(threading.Thread(target=[resource].clear, daemon=True, name="tfrep-pipeline-end"))
+            thread = threading.Thread(target=[resource].clear, daemon=True, name="tfrep-pipeline-end")
             del resource
-    for thread in threads:
-        thread.start()
+            with contextlib.suppress(RuntimeError):  # Python 3.12 starts no threads at its end: it is waited for here.
+                thread.start()
+                threads.append(thread)
+            del thread
     deadline = time.monotonic() + _LIMIT_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -13,15 +13,12 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import is_tracing
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
 from tfrep_strategy.profiles import requests
 from tfrep_strategy.profiles.summary import Report, show_summary, write_summary
 from tfrep_strategy.profiles.times import STEP
 from tfrep_strategy.profiles.tracer import Trace
 from tfrep_strategy.profiles.wanted import TracedSteps, folder_of_environment, new_run_folder, steps_of_environment
-
-_NOT_TRACED = contextlib.nullcontext()
 
 
 class Traces(Protocol):
@@ -122,20 +119,20 @@ class ProfiledFit:
         self._done = self._began = 0
 
     def step(self, count: int) -> contextlib.AbstractContextManager[None]:
-        """Returns a context for each execution of `count` steps. Where nothing is traced, it costs next to nothing."""
-        if self._wanted is not None or is_tracing():
-            return self._marked(count)
+        """Returns a context for each execution of `count` steps."""
+        return self._marked(count) if self._wanted is None else self._traced(self._wanted, count)
+
+    def _marked(self, count: int) -> contextlib.AbstractContextManager[None]:
         self._done += count
-        return _NOT_TRACED
+        return tf.profiler.experimental.Trace(STEP, step_num=self._done - count, _r=1)
 
     @contextlib.contextmanager
-    def _marked(self, count: int) -> Iterator[None]:
-        if self._wanted is not None and self._traces is None and self._done >= self._wanted.first:
+    def _traced(self, wanted: TracedSteps, count: int) -> Iterator[None]:
+        if self._traces is None and self._done >= wanted.first:
             self._began, self._traces = self._done, self._make_traces()
-        with tf.profiler.experimental.Trace(STEP, step_num=self._done, _r=1):
+        with self._marked(count):
             yield
-        self._done += count
-        if self._wanted is not None and self._done >= self._wanted.end:
+        if self._done >= wanted.end:
             self.end()
 
     def end(self) -> None:
