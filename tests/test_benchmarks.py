@@ -93,7 +93,7 @@ def test_all_reduce(tmp_path):
     results, text = _run(tmp_path, "all_reduce", "--rounds", "2", "--times", "2")
     assert set(results) == {"20 x 1 MB", "1 x 20 MB", "10 floats"}
     for summary in results.values():
-        assert len(summary["median_ms"]) == (6 if horovod_is_installed() else 3)
+        assert len(summary["median_ms"]) == (7 if horovod_is_installed() else 4)
         assert all(median > 0 for median in summary["median_ms"].values())
     assert ("times as long as" in text) == horovod_is_installed()
 
@@ -105,7 +105,7 @@ def test_collectives(tmp_path):
     assert set(results) == {"all_reduce max of 40 bytes", "barrier of 40 bytes"}
     for summary in results.values():
         assert {"ours, tf", "TensorFlow, bare"} <= set(summary["median_ms"])
-        assert len(summary["ratios"]) == (2 if horovod_is_installed() else 1)
+        assert len(summary["ratios"]) == (3 if horovod_is_installed() else 1)
         assert all(median > 0 for median in summary["median_ms"].values())
     assert "barrier of 40 bytes" in text
 
