@@ -29,16 +29,15 @@ def end_pipelines() -> None:
     threads = []
     for each in gc.get_objects():  # Includes unreachable objects. Collecting them here could wait forever.
         # `isinstance` would run the code of some objects.
-        if issubclass(type(each), OwnedIterator) and (resource := vars(each).pop("_iterator_resource", None)) is not None:
+        if type(each) is OwnedIterator and (resource := vars(each).pop("_iterator_resource", None)) is not None:
             # A thread drops the last reference. If that blocks, the thread is abandoned.
-            thread = threading.Thread(target=[resource].clear, daemon=True, name="tfrep-pipeline-end")
+            threads.append(threading.Thread(target=[resource].clear, daemon=True, name="tfrep-pipeline-end"))
             del resource
-            with contextlib.suppress(RuntimeError):  # Python 3.12 starts no threads at its end: it is waited for here.
-                thread.start()
-                threads.append(thread)
-            del thread
+    with contextlib.suppress(RuntimeError):  # Python 3.12 starts no threads at its end. Pipelines are dropped with them then.
+        for thread in threads:
+            thread.start()
     deadline = time.monotonic() + _LIMIT_SECONDS
-    for thread in threads:
+    for thread in filter(threading.Thread.is_alive, threads):
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
