@@ -13,9 +13,9 @@ import tensorflow as tf
 
 import tfrep_strategy as tfrep
 from tfrep_strategy import cli, doctor, findings
+from tfrep_strategy.common_memory import SHARES_MEMORY
 from tfrep_strategy.nvidia import Gpu
 from tfrep_strategy.processes.identity import horovod_is_installed
-from tfrep_strategy.transports import SHARES_MEMORY
 
 
 def values(report: doctor.Report) -> dict[str, doctor.Finding]:

@@ -23,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tfrep_strategy._version import __version__
+from tfrep_strategy.common_memory import SHARES_MEMORY, problem_of_sharing
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import TfrepError
 from tfrep_strategy.findings import Finding, about_tensorflow, sum_of_ranks, tried
@@ -38,7 +39,7 @@ from tfrep_strategy.running import Options
 from tfrep_strategy.running.forks import fork_servers, reason_against_forks
 from tfrep_strategy.running.function import results
 from tfrep_strategy.running.joining import warn_inside_a_run
-from tfrep_strategy.transports import SHARES_MEMORY, choose_communicator, horovod_transports, installed_communicators
+from tfrep_strategy.transports import choose_communicator, horovod_transports, installed_communicators
 
 SELF_TEST_SECONDS = 60.0
 """The time limit of a self-test. It takes a second or two once TensorFlow is imported."""
@@ -229,7 +230,12 @@ def _horovod(servers: ForkServers | None) -> Finding:
 
 
 def _auto() -> Finding:
-    choice = choose_communicator(horovod_transports(), gpus=gpus_are_visible(), open_because=problem_of_confining())
+    choice = choose_communicator(
+        horovod_transports(),
+        gpus=gpus_are_visible(),
+        open_because=problem_of_confining(),
+        apart_because=problem_of_sharing(2),
+    )
     return Finding('"auto"', choice.describe())
 
 

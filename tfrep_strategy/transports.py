@@ -16,9 +16,6 @@ from tfrep_strategy.nvidia import mapped
 OWN_COMMUNICATORS = ("auto", "horovod", "tf", "mpi", "shared_memory")
 """The names of this package's communicators."""
 
-SHARES_MEMORY = hasattr(os, "memfd_create")
-"""Whether processes of this machine can share memory that has no name: on Linux."""
-
 ENTRY_POINTS = "tfrep_strategy.communicators"
 """The group of entry points in which an installed package names its communicators."""
 
@@ -138,7 +135,7 @@ class Choice:
     """The chosen communicator, and the reason.
 
     Attributes:
-        communicator: "horovod", "tf" or "mpi".
+        communicator: "shared_memory", "horovod", "tf" or "mpi".
         reason: The reason, as a sentence.
         hint: How to get a faster communicator; empty if there is none.
     """
@@ -164,10 +161,12 @@ def choose_communicator(
     reachable: Collection[str] = ("horovod", "tf"),
     size: int = 2,
     open_because: str | None = None,
+    apart_because: str | None = "they may be on several machines",
 ) -> Choice:
     """Chooses the communicator for "auto", for `tfrep run`, the strategies and `tfrep doctor` alike.
 
-    On GPUs it chooses Horovod only with NCCL. Without NCCL, Horovod would send every gradient through the CPU.
+    On CPUs of one machine it chooses common memory, which is the fastest. On GPUs it chooses Horovod only with NCCL. Without NCCL,
+    Horovod would send every gradient through the CPU.
 
     Args:
         horovod: The transports in Horovod, from `horovod_transports`; None if Horovod is not installed.
@@ -177,6 +176,7 @@ def choose_communicator(
             no addresses, and Horovod has no MPI.
         size: How many processes take part.
         open_because: Why everybody could connect to TensorFlow's servers on this machine; None if it can confine them.
+        apart_because: Why the processes cannot talk through common memory; None if they can.
 
     Returns:
         The choice.
@@ -187,6 +187,8 @@ def choose_communicator(
     """
     if size == 1:
         return Choice("tf", "a single process talks to nobody.")
+    if apart_because is None and not gpus:
+        return Choice("shared_memory", "all processes are on this machine, and have no GPU.")
     if "mpi" in reachable:
         return Choice("mpi", "the processes were started by MPI, know no addresses, and mpi4py is installed.")
     slow = horovod is not None and gpus and "nccl" not in horovod
@@ -209,6 +211,16 @@ def choose_communicator(
     if slow:
         return Choice("tf", "there are GPUs, and the installed Horovod has no NCCL.", f"{install}.")
     return Choice("horovod", "Horovod has NCCL for the GPUs." if gpus else "Horovod is installed.")
+
+
+def no_common_memory(problem: str, communicator: str) -> str:
+    """Returns the line that tells why processes of one machine do not talk through common memory.
+
+    Example:
+        >>> no_common_memory("the system refuses it", "tf")
+        'Communicator "tf": common memory would be faster, but cannot be used: the system refuses it.'
+    """
+    return f'Communicator "{communicator}": common memory would be faster, but cannot be used: {problem}.'
 
 
 def horovod_transports() -> tuple[str, ...] | None:

@@ -17,9 +17,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tfrep_strategy.common_memory import bytes_for, new_memory
 from tfrep_strategy.communicators.shared_memory import SharedMemoryCommunicator
 from tfrep_strategy.communicators.shared_memory.greeting import meet, socket_name
-from tfrep_strategy.communicators.shared_memory.links import Links, new_memory
+from tfrep_strategy.communicators.shared_memory.links import Links
 from tfrep_strategy.communicators.shared_memory.memory import Memory, Row, aligned_empty, reduce_in_order
 from tfrep_strategy.errors import ConfigurationError, PeerError
 
@@ -35,7 +36,7 @@ def together(size: int, work: Callable[[Links], Any], run: str) -> list[Any]:
     """Calls `work` on each member at once."""
 
     def member(rank: int) -> Any:
-        links = meet(run, rank, size, Memory.bytes_for(size), LIMIT)
+        links = meet(run, rank, size, bytes_for(size), LIMIT)
         try:
             return work(links)
         finally:

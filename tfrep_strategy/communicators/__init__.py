@@ -21,6 +21,7 @@ from tfrep_strategy.transports import (
     horovod_transports,
     register_communicator,
     unknown_communicator,
+    wanted_communicator,
 )
 
 __all__ = ["REDUCE_OPS", "Communicator", "SingleCommunicator", "make_communicator", "register_communicator"]
@@ -31,9 +32,10 @@ def make_communicator(name: str | Communicator, environment: Any, device: str | 
 
     Args:
         name: `"horovod"`, `"tf"`, `"mpi"`, `"shared_memory"`, `"auto"`, a name given to `register_communicator`, or a
-            `Communicator`, which is returned as it is. `"auto"` is TensorFlow's collectives if the environment can tell the
-            address of every process, else Horovod, which finds the processes itself, or MPI where `mpirun` started them and
-            Horovod has no MPI.
+            `Communicator`, which is returned as it is. `"auto"` is what `TFREP_COMMUNICATOR` names, which `tfrep run` sets. Without
+            it, `"auto"` is TensorFlow's collectives if the environment can tell the address of every process, else Horovod,
+            which finds the processes itself, or MPI where `mpirun` started them and Horovod has no MPI. Processes that could
+            talk over TensorFlow's collectives, and find that they can all share memory and have no GPU, use common memory.
         environment: The `Environment` with rank, size and addresses.
         device: Device that TensorFlow's collectives run on. Default: chosen by the local rank.
 
@@ -50,16 +52,18 @@ def make_communicator(name: str | Communicator, environment: Any, device: str | 
 
 
 def _named(name: str, environment: Any, device: str | None) -> Communicator:
+    name = wanted_communicator() if name == "auto" else name
+    is_auto = name == "auto"
+    has_gpu = bool(tf.config.get_visible_devices("GPU"))
     if name not in OWN_COMMUNICATORS:
         if not isinstance(name, str):
             raise unknown_communicator(name, [*communicator_names(), "or a tfrep.Communicator"])
         return _made_by(factory_of(name), name, environment)
     if name not in ("tf", "mpi", "shared_memory"):
-        is_auto = name == "auto"
         horovod = horovod_transports()
         choice = choose_communicator(
             horovod,
-            gpus=bool(tf.config.get_visible_devices("GPU")),
+            gpus=has_gpu,
             reachable=_reachable(environment, horovod or ()) if is_auto else ("horovod",),
             size=environment.size if is_auto else 2,
         )
@@ -82,7 +86,12 @@ def _named(name: str, environment: Any, device: str | None) -> Communicator:
         return SharedMemoryCommunicator(environment)
     from tfrep_strategy.communicators.tf_collective import TensorFlowCommunicator
 
-    return TensorFlowCommunicator(environment, device)
+    connected = TensorFlowCommunicator(environment, device)
+    if not is_auto:
+        return connected
+    from tfrep_strategy.communicators.shared_memory.agreed import over_common_memory
+
+    return over_common_memory(connected, environment, has_gpu=has_gpu)
 
 
 def _reachable(environment: Any, horovod: Collection[str]) -> Collection[str]:

@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Iterator, Sequence
 
+from tfrep_strategy.common_memory import SHARES_MEMORY, problem_of_sharing
 from tfrep_strategy.environments import identity_variables
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.nvidia import gpus_are_visible
@@ -21,6 +22,7 @@ from tfrep_strategy.transports import (
     horovod_library,
     horovod_transports,
     installed_communicators,
+    no_common_memory,
 )
 
 RUN_VARIABLES = (
@@ -41,11 +43,11 @@ def horovod_is_installed() -> bool:
 
 
 def resolve_communicator(name: str, size: int = 2) -> str:
-    """Turns a user's choice into the communicator of a run.
+    """Turns a user's choice into the communicator of a run whose processes are all on this machine.
 
     Args:
         name: "auto", "horovod", "tf", "mpi", "shared_memory" or the name of an installed transport. For "auto"
-            `choose_communicator` decides, and a warning names what would be faster.
+            `choose_communicator` decides. A warning names what would be faster, and what keeps the processes from common memory.
         size: How many processes take part.
 
     Returns:
@@ -61,11 +63,14 @@ def resolve_communicator(name: str, size: int = 2) -> str:
     """
     check_communicator(name)
     if name == "auto":
+        gpus, apart = gpus_are_visible(), problem_of_sharing(size)
         choice = choose_communicator(
-            horovod_transports(), gpus=gpus_are_visible(), size=size, open_because=problem_of_confining()
+            horovod_transports(), gpus=gpus, size=size, open_because=problem_of_confining(), apart_because=apart
         )
         if choice.hint:
             warnings.warn(choice.describe(), stacklevel=2)
+        if apart and SHARES_MEMORY and not gpus and size > 1:
+            warnings.warn(no_common_memory(apart, choice.communicator), stacklevel=2)
         return choice.communicator
     if name == "mpi":
         raise ConfigurationError(
@@ -144,7 +149,8 @@ def identities(communicator: str, size: int) -> Iterator[list[dict[str, str]]]:
     """Gives the variables that tell each of some processes on this machine who it is, and serves them meanwhile.
 
     Args:
-        communicator: "horovod"; any other finds the addresses of all processes in `TF_CONFIG`.
+        communicator: "horovod" finds where the processes meet; any other finds the addresses of all in `TF_CONFIG`. A program over
+            common memory may use Horovod itself, and finds what "horovod" does if Horovod is installed.
         size: How many processes there will be.
 
     Yields:
@@ -155,7 +161,7 @@ def identities(communicator: str, size: int) -> Iterator[list[dict[str, str]]]:
         ...     sorted(variables[1])
         ['TF_CONFIG']
     """
-    if communicator == "horovod":
+    if communicator == "horovod" or (communicator == "shared_memory" and horovod_is_installed()):
         with on_this_machine(size) as variables:
             yield variables
     else:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfrep_strategy.common_memory import SHARES_MEMORY, bytes_for
 from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.host import Arrays, HostCommunicator
 from tfrep_strategy.communicators.naming import structural_name
@@ -26,7 +27,6 @@ from tfrep_strategy.communicators.shared_memory.memory import Memory, Row, align
 from tfrep_strategy.communicators.single import SingleCommunicator
 from tfrep_strategy.errors import ConfigurationError, DesyncError, message
 from tfrep_strategy.limits import meeting_seconds
-from tfrep_strategy.transports import SHARES_MEMORY
 
 _MOST_IN_MESSAGE = 1 << 13
 """Up to how many bytes travel with the message that begins a collective."""
@@ -48,6 +48,7 @@ class SharedMemoryCommunicator(HostCommunicator):
         environment: Knows the rank, the size, and what tells this run from others on this machine.
         links: The connections of a subgroup. Default: to all ranks, which meet.
         ranks: The members of a subgroup, by their ranks among all.
+        seconds: How long to wait for all ranks to meet. Default: from `meeting_seconds`.
 
     Raises:
         ConfigurationError: The ranks are on several machines, nothing tells which ranks belong together, the system is not Linux,
@@ -59,9 +60,11 @@ class SharedMemoryCommunicator(HostCommunicator):
     _made: ClassVar[collections.Counter[str]] = collections.Counter()
     """How many communicators this process has made for each run."""
 
-    def __init__(self, environment: Any, links: Links | None = None, ranks: Sequence[int] = ()) -> None:
+    def __init__(
+        self, environment: Any, links: Links | None = None, ranks: Sequence[int] = (), seconds: float | None = None
+    ) -> None:
         self.local_rank, self.local_size = environment.local_rank, environment.local_size
-        self._links = links or _all_linked(environment)
+        self._links = links or _all_linked(environment, meeting_seconds() if seconds is None else seconds)
         self.rank, self.size = self._links.rank, self._links.size
         self._ranks = ranks or range(self.size)
         self._label = f"group{'-'.join(map(str, ranks))}." if ranks else ""
@@ -82,7 +85,7 @@ class SharedMemoryCommunicator(HostCommunicator):
         if len(ranks) == 1:
             return SingleCommunicator()
         with self._one_at_a_time:
-            links = self._links.subgroup(ranks, Memory.bytes_for(len(ranks)))
+            links = self._links.subgroup(ranks, bytes_for(len(ranks)))
         return SharedMemoryCommunicator(self, links, [self._ranks[rank] for rank in ranks])
 
     def abort(self, reason: str) -> None:
@@ -218,7 +221,7 @@ class SharedMemoryCommunicator(HostCommunicator):
         raise error
 
 
-def _all_linked(environment: Any) -> Links:
+def _all_linked(environment: Any, seconds: float) -> Links:
     """Connects all ranks of the run."""
     if not SHARES_MEMORY:
         raise ConfigurationError(message("Common memory needs Linux.", hint='use communicator="tf".', communicator="shared_memory"))
@@ -242,4 +245,4 @@ def _all_linked(environment: Any) -> Links:
     made = SharedMemoryCommunicator._made
     made[environment.run_name] += 1
     run = f"{environment.run_name}/{made[environment.run_name]}"
-    return meet(run, environment.rank, environment.size, Memory.bytes_for(environment.size), meeting_seconds())
+    return meet(run, environment.rank, environment.size, bytes_for(environment.size), seconds)

@@ -18,7 +18,8 @@ from collections.abc import Container
 from typing import cast
 
 from tfrep_strategy._version import __version__
-from tfrep_strategy.communicators.shared_memory.links import LONGEST_MESSAGE, Links, give, new_memory, take
+from tfrep_strategy.common_memory import new_memory
+from tfrep_strategy.communicators.shared_memory.links import LONGEST_MESSAGE, Links, give, take
 from tfrep_strategy.errors import ConfigurationError, PeerError, is_count, message
 
 _AGAIN_SECONDS, _LOOK_SECONDS = 0.02, 0.2

@@ -13,6 +13,7 @@ import socket
 import weakref
 from collections.abc import Sequence
 
+from tfrep_strategy.common_memory import new_memory
 from tfrep_strategy.communicators.forking import close_in_children
 from tfrep_strategy.errors import PeerError
 
@@ -109,20 +110,6 @@ class Links:
             link.close()
         for group in list(self._groups):
             group.close()
-
-
-def new_memory(size: int) -> int:
-    """Makes memory without a name, which costs nothing until it is used.
-
-    Args:
-        size: In bytes.
-
-    Returns:
-        A descriptor.
-    """
-    descriptor = os.memfd_create("tfrep")
-    os.ftruncate(descriptor, size)
-    return descriptor
 
 
 def give(link: socket.socket, message: bytes, descriptors: Sequence[int]) -> None:

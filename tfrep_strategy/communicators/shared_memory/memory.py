@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-_CHUNK = 1 << 20
-"""How many bytes of a member are in the memory at once. Smaller chunks cost more waits, larger ones leave a core's cache."""
+from tfrep_strategy.common_memory import CHUNK_BYTES
+
 _LINE = 64
 """Bytes of a cache line, and the alignment with which TensorFlow takes an array without copying it."""
 
@@ -26,20 +26,15 @@ class Memory:
     Args:
         rank: The number of this member.
         size: How many members there are.
-        memory: The memory, of `Memory.bytes_for(size)` bytes.
+        memory: The memory, of `bytes_for(size)` bytes.
         wait: Returns when all members have called it.
     """
 
     def __init__(self, rank: int, size: int, memory: mmap.mmap, wait: Callable[[], Any]) -> None:
         self._rank, self._size, self._wait = rank, size, wait
         whole = np.frombuffer(memory, np.uint8)
-        self._inputs = whole[: 2 * size * _CHUNK].reshape(2, size, _CHUNK)
-        self._results = whole[2 * size * _CHUNK :].reshape(2, _CHUNK)
-
-    @staticmethod
-    def bytes_for(size: int) -> int:
-        """Returns how large the memory of a group is."""
-        return 2 * (size + 1) * _CHUNK
+        self._inputs = whole[: 2 * size * CHUNK_BYTES].reshape(2, size, CHUNK_BYTES)
+        self._results = whole[2 * size * CHUNK_BYTES :].reshape(2, CHUNK_BYTES)
 
     def reduce(self, arrays: Sequence[np.ndarray], op: str) -> list[np.ndarray]:
         """Reduces arrays over the members, each element in the order of ranks. Each member does it for its part of a chunk.
@@ -55,7 +50,7 @@ class Memory:
         results = [aligned_empty(array.shape, dtype) for array in arrays]
         source, target = Row(arrays), Row(results)
         inputs, reduced = self._inputs.view(dtype), self._results.view(dtype)
-        width = _CHUNK // dtype.itemsize
+        width = CHUNK_BYTES // dtype.itemsize
         chunks = -(-source.size // width)
         for turn in range(chunks + 2):
             if turn < chunks:
@@ -82,14 +77,14 @@ class Memory:
             target: Where the ranges go, one after the other.
         """
         places = list(itertools.accumulate(counts, initial=0))
-        chunks = -(-max(sizes) // _CHUNK)
+        chunks = -(-max(sizes) // CHUNK_BYTES)
         for turn in range(chunks + 1):
             if turn < chunks:
-                source.read(turn * _CHUNK, self._inputs[turn % 2, self._rank])
+                source.read(turn * CHUNK_BYTES, self._inputs[turn % 2, self._rank])
             if turn:
-                begin = (turn - 1) * _CHUNK
+                begin = (turn - 1) * CHUNK_BYTES
                 for member, (start, count) in enumerate(zip(starts, counts, strict=True)):
-                    first, last = max(start, begin), min(start + count, begin + _CHUNK)
+                    first, last = max(start, begin), min(start + count, begin + CHUNK_BYTES)
                     if first < last:
                         place = places[member] + first - start
                         part = self._inputs[1 - turn % 2, member, first - begin : last - begin]
