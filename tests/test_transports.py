@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 
@@ -43,6 +44,18 @@ def test_auto(horovod, gpus, reachable, expected, reason, hint):
     assert bool(hint) == bool(choice.hint)
 
 
+@pytest.mark.parametrize("horovod", [None, GLOO, NCCL])
+@pytest.mark.parametrize("reachable", [("horovod", "tf"), ("tf",), ("horovod",)])
+def test_auto_where_ranks_share_memory(horovod, reachable):
+    choice = choose_communicator(horovod, gpus=False, reachable=reachable, apart_because=None, open_because="another system")
+    assert (choice.communicator, choice.hint) == ("shared_memory", "")
+    assert choose_communicator(horovod, gpus=False, size=1, apart_because=None).communicator == "tf"
+    # On GPUs, and where they cannot, it is what it is elsewhere.
+    for gpus, apart in [(True, None), (True, "a limit"), (False, "a limit")]:
+        same = choose_communicator(horovod, gpus=gpus, reachable=reachable)
+        assert choose_communicator(horovod, gpus=gpus, reachable=reachable, apart_because=apart) == same
+
+
 @pytest.mark.parametrize("gpus", [True, False])
 def test_auto_where_servers_are_open_to_everybody(gpus):
     choice = choose_communicator(GLOO, gpus=gpus, open_because="another system")
@@ -55,17 +68,27 @@ def test_auto_where_servers_are_open_to_everybody(gpus):
 
 
 @pytest.mark.parametrize(
-    ("horovod", "gpus", "expected", "warned"),
-    [(GLOO, True, "tf", 1), (NCCL, True, "horovod", 0), (GLOO, False, "horovod", 0), (None, True, "tf", 0)],
+    ("horovod", "gpus", "apart", "expected", "warned"),
+    [
+        (GLOO, True, None, "tf", "no NCCL"),
+        (NCCL, True, None, "horovod", ""),
+        (None, True, None, "tf", ""),
+        (GLOO, True, "a limit", "tf", "no NCCL"),
+        (GLOO, False, None, "shared_memory", ""),
+        (None, False, None, "shared_memory", ""),
+        (GLOO, False, "a limit", "horovod", 'Communicator "horovod": common memory would be faster, .* be used: a limit'),
+        (None, False, "a limit", "tf", 'Communicator "tf": common memory would be faster, .* be used: a limit'),
+    ],
 )
-def test_a_launcher_says_why_it_passes_horovod_over(monkeypatch, horovod, gpus, expected, warned):
+def test_a_launcher_says_why_it_passes_others_over(monkeypatch, horovod, gpus, apart, expected, warned):
     monkeypatch.setattr(identity, "horovod_transports", lambda: horovod)
+    monkeypatch.setattr(identity, "problem_of_sharing", lambda size: apart)
     monkeypatch.setattr(identity, "gpus_are_visible", lambda: gpus)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert identity.resolve_communicator("auto") == expected
-    assert len(caught) == warned
-    assert all("no NCCL" in str(each.message) for each in caught)
+    assert len(caught) == bool(warned)
+    assert all(re.search(warned, str(each.message)) for each in caught)
 
 
 def test_what_horovods_library_has_is_what_horovod_says():

@@ -64,7 +64,7 @@ def test_the_program_of_the_readme(communicator: str, tmp_path: Path) -> None:
 def test_a_script_needs_no_launcher_of_ours(tmp_path: Path) -> None:
     """Ranks on one machine need neither mpi4py nor Horovod. A Horovod that was built with MPI would be used."""
     output, _ = mpirun(2, [sys.executable, JOINS], tmp_path)
-    check_ranks(found_in(output), "horovod" if HAS_HOROVOD else "tf")
+    check_ranks(found_in(output), "horovod" if HAS_HOROVOD else "shared_memory")
 
 
 def keep_the_contract() -> None:

@@ -26,7 +26,7 @@ def check_learned(own: dict[str, Any], alone: dict[str, Any]) -> None:
 def test_workers_of_ray_learn_what_one_device_learns(tmp_path: Path) -> None:
     output, _ = done([sys.executable, str(SCRIPTS / "in_ray.py")], tmp_path, RAY_USAGE_STATS_ENABLED="0")
     in_ray, alone = found_in(output)
-    assert (in_ray["ranks"], in_ray["communicator"]) == ([0, 1], "tf")
+    assert (in_ray["ranks"], in_ray["communicator"]) == ([0, 1], "shared_memory")
     assert alone["ranks"] == [0]
     check_learned(in_ray, alone)
 

@@ -52,7 +52,7 @@ def finished(slurm: Cluster, job: str, output: Path, seconds: float = 120.0) -> 
 
 def test_srun_starts_the_ranks(slurm: Cluster, tmp_path: Path) -> None:
     output, _ = done(["srun", "-n", "2", sys.executable, JOINS], tmp_path, **slurm.variables)
-    check_ranks(found_in(output), "tf")
+    check_ranks(found_in(output), "shared_memory")
 
 
 def test_ranks_of_srun_learn_what_one_device_learns(slurm: Cluster, one_device: list[Any], tmp_path: Path) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,9 @@ import tensorflow as tf
 from calling import command
 
 import tfrep_strategy as tfrep
+from tfrep_strategy.common_memory import SHARES_MEMORY
+from tfrep_strategy.nvidia import gpus_are_visible
+from tfrep_strategy.processes.identity import free_ports, horovod_is_installed, identities, inherited_environ
 from tfrep_strategy.processes.ranks import deferred_signals
 from tfrep_strategy.running.runs import Options, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
@@ -55,3 +62,57 @@ def test_a_program_that_nobody_launched(monkeypatch: pytest.MonkeyPatch) -> None
 def test_several_processes_are_the_replicas() -> None:
     assert Options(2).resolved_strategy == Options(hosts="a:2,b:2").resolved_strategy == "multi-worker"
     assert Options(2, strategy="mirrored").resolved_strategy == "mirrored"
+
+
+on_cpus = pytest.mark.skipif(not SHARES_MEMORY or gpus_are_visible(), reason="common memory is chosen on Linux, without GPUs")
+
+
+def made_by_the_program() -> list[Any]:
+    """Describes what a program gets that names no communicator, and one that names Horovod."""
+    names = ["auto", *(["horovod"] if horovod_is_installed() else [])]
+    strategies = [tfrep.MultiWorkerStrategy(name) for name in names]
+    sums = [float(strategy.communicator.all_reduce([tf.constant(1.0)])[0]) for strategy in strategies]
+    return [[strategy.communicator.name for strategy in strategies], sums]
+
+
+@on_cpus
+@pytest.mark.parametrize("fork", [True, False])
+def test_ranks_of_one_machine_use_common_memory(fork: bool) -> None:
+    found = tfrep.launch(made_by_the_program, strategy=None, timeout=120, fork=fork)
+    names = ["shared_memory", *(["horovod"] if horovod_is_installed() else [])]
+    assert found == [[names, [2.0] * len(names)]] * 2
+
+
+def test_what_a_run_names_is_what_its_program_gets() -> None:
+    for name in ("tf", "shared_memory"):
+        found = tfrep.launch(lambda: tfrep.MultiWorkerStrategy().communicator.name, strategy=None, communicator=name, timeout=120)
+        assert found == [name] * 2
+
+
+@contextlib.contextmanager
+def torchrun() -> Iterator[list[dict[str, str]]]:
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+    yield [{"RANK": rank, "LOCAL_RANK": rank} | place for rank in ("0", "1")]
+
+
+def says_what_it_uses(folder: str) -> None:
+    strategy = tfrep.MultiWorkerStrategy()
+    total = strategy.run(tf.function(lambda: tfrep.all_sum(1.0), jit_compile=True))
+    described = [*_described(strategy), float(total), type(strategy.extended.environment).__name__]
+    Path(folder, str(strategy.rank)).write_text(json.dumps(described), "utf-8")
+    tfrep.barrier()
+
+
+@on_cpus
+@pytest.mark.parametrize(("launcher", "kind"), [(lambda: identities("tf", 2), "TfConfig"), (torchrun, "Torchrun")])
+def test_ranks_of_other_launchers_move_to_common_memory(launcher: Any, kind: str, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for own in stack.enter_context(launcher()):
+            environ = inherited_environ() | {"CUDA_VISIBLE_DEVICES": ""} | own
+            processes.append(subprocess.Popen(command(says_what_it_uses, str(tmp_path)), env=environ))
+            stack.callback(processes[-1].wait)
+            stack.callback(processes[-1].kill)
+        assert [process.wait(120) for process in processes] == [0, 0]
+    expected = ["MultiWorkerStrategy", 2, "shared_memory", 2.0, f"{kind}Environment"]
+    assert [json.loads((tmp_path / rank).read_text("utf-8")) for rank in "01"] == [expected] * 2

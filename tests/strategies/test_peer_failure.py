@@ -15,9 +15,9 @@ from tfrep_strategy.processes.identity import horovod_is_installed, identities, 
 
 PROGRAM = Path(__file__).with_name("peer_programs.py")
 SURVIVORS_END_WITHIN = 30.0
-BOTH = pytest.mark.parametrize(
+EACH = pytest.mark.parametrize(
     "communicator",
-    ["tf", pytest.param("horovod", marks=pytest.mark.skipif(not horovod_is_installed(), reason="no Horovod"))],
+    ["tf", "shared_memory", "auto", pytest.param("horovod", marks=pytest.mark.skipif(not horovod_is_installed(), reason="no Horovod"))],
 )
 
 
@@ -55,7 +55,7 @@ def run_ranks(communicator: str, size: int, way: str, rank: int, folder: Path, p
     return Outcome(codes, seconds, output)
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize(
     ("way", "how", "code"),
     [
@@ -75,7 +75,7 @@ def test_survivors_name_the_rank(communicator: str, way: str, how: str, code: in
     assert "Hint: " in caught
 
 
-@BOTH
+@EACH
 def test_all_others_hear_of_rank_0(communicator: str, tmp_path: Path) -> None:
     outcome = run_ranks(communicator, 3, "kill", 0, tmp_path)
     assert outcome.codes[0] == -9
@@ -85,7 +85,7 @@ def test_all_others_hear_of_rank_0(communicator: str, tmp_path: Path) -> None:
         assert (tmp_path / f"caught{rank}").read_text().startswith("UnavailableError: Rank 0 ended ")
 
 
-@BOTH
+@EACH
 def test_the_first_to_end_is_named(communicator: str, tmp_path: Path) -> None:
     outcome = run_ranks(communicator, 3, "raise", 2, tmp_path)
     assert outcome.codes == [1, 1, 1]
@@ -95,7 +95,7 @@ def test_the_first_to_end_is_named(communicator: str, tmp_path: Path) -> None:
         assert "with ValueError: the data are spoiled." in caught
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize(
     ("way", "more"), [("kill-loop", ""), ("kill-stuck", "could not be aborted, so this process ends now.")]
 )
@@ -107,7 +107,7 @@ def test_loops_of_ones_own_and_calls_that_nothing_can_end(communicator: str, way
     assert more in outcome.output[0]
 
 
-@BOTH
+@EACH
 def test_a_rank_that_hangs_is_given_up(communicator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFREP_TIMEOUT", "5")
     outcome = run_ranks(communicator, 2, "hang", 1, tmp_path)
@@ -116,7 +116,7 @@ def test_a_rank_that_hangs_is_given_up(communicator: str, tmp_path: Path, monkey
     assert "Rank 1 has called no collective for " in outcome.output[1]
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("last", [0, 1])
 def test_ranks_that_end_at_different_times_end_well(communicator: str, last: int, tmp_path: Path) -> None:
     outcome = run_ranks(communicator, 2, "late", last, tmp_path)

@@ -149,8 +149,7 @@ def identities(communicator: str, size: int) -> Iterator[list[dict[str, str]]]:
     """Gives the variables that tell each of some processes on this machine who it is, and serves them meanwhile.
 
     Args:
-        communicator: "horovod" finds where the processes meet; any other finds the addresses of all in `TF_CONFIG`. A program over
-            common memory may use Horovod itself, and finds what "horovod" does if Horovod is installed.
+        communicator: "horovod"; any other finds the addresses of all processes in `TF_CONFIG`.
         size: How many processes there will be.
 
     Yields:
@@ -161,7 +160,7 @@ def identities(communicator: str, size: int) -> Iterator[list[dict[str, str]]]:
         ...     sorted(variables[1])
         ['TF_CONFIG']
     """
-    if communicator == "horovod" or (communicator == "shared_memory" and horovod_is_installed()):
+    if communicator == "horovod":
         with on_this_machine(size) as variables:
             yield variables
     else:

@@ -21,6 +21,7 @@ from tfrep_strategy.processes.forked_ranks import ForkServers
 from tfrep_strategy.processes.identity import (
     check_communicator,
     common_hash_seed,
+    horovod_is_installed,
     identities,
     inherited_environ,
     resolve_communicator,
@@ -356,7 +357,9 @@ def _commands(options: Options, arguments: Sequence[str], this: Round, more_envi
             if nodes:
                 identified = stack.enter_context(nodes.identities())
             else:
-                identified = stack.enter_context(identities(communicator, options.size))
+                # A program that names no communicator may call Horovod itself.
+                for_horovod = options.communicator == "auto" and communicator == "shared_memory" and horovod_is_installed()
+                identified = stack.enter_context(identities("horovod" if for_horovod else communicator, options.size))
         yield [Command(arguments, environ | variables) for variables in identified]
 
 

@@ -1,0 +1,99 @@
+"""How all ranks come to common memory, or none does."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tfrep_strategy.common_memory import MOST_SHARING, SHARES_MEMORY, problem_of_sharing
+from tfrep_strategy.communicators.shared_memory import SharedMemoryCommunicator, agreed
+from tfrep_strategy.communicators.shared_memory.greeting import socket_name
+
+pytestmark = pytest.mark.skipif(not SHARES_MEMORY, reason="common memory needs Linux")
+
+
+def chosen(strategy: Any, spoil: Callable[[Any], Any], has_gpu: list[bool]) -> tuple[str, float, list[str]]:
+    """Which communicator a rank gets if rank 1 has done something, a sum over it, and what it warns of."""
+    agreed._MEETING_SECONDS = 2.0
+    connected, environment = strategy.communicator, strategy.extended.environment
+    kept = spoil(environment) if strategy.rank == 1 else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = agreed.over_common_memory(connected, environment, has_gpu=has_gpu[strategy.rank])
+    if kept is not None:
+        kept()
+    total = float(tf.function(lambda: found.all_reduce([tf.constant(1.0 + strategy.rank)]))()[0])
+    told = found.all_gather_object(found.name)
+    assert told == [found.name] * 2
+    if found is not connected:
+        found.close()
+    return found.name, total, [str(each.message) for each in caught]
+
+
+def nothing(environment: Any) -> None:
+    pass
+
+
+def limit(environment: Any) -> Callable[[], None]:
+    """Lets this process make no file of the size of the memory."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def take_the_name(environment: Any) -> Callable[[], None]:
+    """Listens where rank 0 would, so that the ranks cannot meet."""
+    number = SharedMemoryCommunicator._made[environment.run_name] + 1
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.bind(socket_name(f"{environment.run_name}/{number}"))
+    server.listen()
+    return server.close
+
+
+CPUS = [False, False]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "has_gpu", "expected", "warned"),
+    [
+        (nothing, CPUS, "shared_memory", None),
+        (nothing, [False, True], "tf", None),
+        (limit, CPUS, "tf", "on rank 1, the system refuses it (File too large)."),
+        (take_the_name, CPUS, "tf", "on rank 0, Another process is rank 0 of this run"),
+    ],
+)
+def test_all_ranks_or_none(
+    worker_pool: Any, spoil: Callable[[Any], Any], has_gpu: list[bool], expected: str, warned: str | None
+) -> None:
+    found = worker_pool("tf", 2).run(chosen, spoil, has_gpu)
+    assert [each[:2] for each in found] == [(expected, 3.0)] * 2
+    assert not found[1][2]
+    assert len(found[0][2]) == (warned is not None)
+    for line in found[0][2]:
+        assert f'Communicator "tf": common memory would be faster, but cannot be used: {warned}' in line
+
+
+def test_limits_are_problems() -> None:
+    assert problem_of_sharing(2) is None
+    assert problem_of_sharing(MOST_SHARING) is None
+    assert "more than" in str(problem_of_sharing(MOST_SHARING + 1))
+    undo = limit(None)
+    try:
+        assert problem_of_sharing(2) == "the system refuses it (File too large)"
+    finally:
+        undo()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 5, before[1]))
+    try:
+        assert problem_of_sharing(MOST_SHARING) == "the system refuses it (Too many open files)"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
