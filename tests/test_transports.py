@@ -10,6 +10,7 @@ import pynvml
 import pytest
 
 from tfrep_strategy import horovod_build, nvidia, transports
+from tfrep_strategy.common_memory import MOST_SHARING
 from tfrep_strategy.nvidia import Nccl, driver_cuda, find_nccl, gpus_are_visible, nccl_problem
 from tfrep_strategy.processes import identity
 from tfrep_strategy.transports import choose_communicator, horovod_transports
@@ -50,6 +51,8 @@ def test_auto_where_ranks_share_memory(horovod, reachable):
     choice = choose_communicator(horovod, gpus=False, reachable=reachable, apart_because=None, open_because="another system")
     assert (choice.communicator, choice.hint) == ("shared_memory", "")
     assert choose_communicator(horovod, gpus=False, size=1, apart_because=None).communicator == "tf"
+    assert choose_communicator(None, gpus=False, size=MOST_SHARING, apart_because=None).communicator == "shared_memory"
+    assert choose_communicator(None, gpus=False, size=MOST_SHARING + 1, apart_because=None).communicator == "tf"
     # On GPUs, and where they cannot, it is what it is elsewhere.
     for gpus, apart in [(True, None), (True, "a limit"), (False, "a limit")]:
         same = choose_communicator(horovod, gpus=gpus, reachable=reachable)

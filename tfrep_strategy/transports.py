@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
+from tfrep_strategy.common_memory import MOST_SHARING
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.nvidia import mapped
 
@@ -165,8 +166,8 @@ def choose_communicator(
 ) -> Choice:
     """Chooses the communicator for "auto", for `tfrep run`, the strategies and `tfrep doctor` alike.
 
-    On CPUs of one machine it chooses common memory, which is the fastest. On GPUs it chooses Horovod only with NCCL. Without NCCL,
-    Horovod would send every gradient through the CPU.
+    On CPUs of one machine it chooses common memory, which is the fastest for up to `MOST_SHARING` processes. On GPUs it chooses
+    Horovod only with NCCL. Without NCCL, Horovod would send every gradient through the CPU.
 
     Args:
         horovod: The transports in Horovod, from `horovod_transports`; None if Horovod is not installed.
@@ -187,7 +188,7 @@ def choose_communicator(
     """
     if size == 1:
         return Choice("tf", "a single process talks to nobody.")
-    if apart_because is None and not gpus:
+    if apart_because is None and not gpus and size <= MOST_SHARING:
         return Choice("shared_memory", "all processes are on this machine, and have no GPU.")
     if "mpi" in reachable:
         return Choice("mpi", "the processes were started by MPI, know no addresses, and mpi4py is installed.")

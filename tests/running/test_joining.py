@@ -110,7 +110,7 @@ def test_tfrep_run_in_tasks_becomes_their_ranks(tasks: Callable[[], list[dict[st
     ]  # fmt: skip
     found = [each for output, _ in outputs_of(processes) for each in found_in(output)]
     assert all("hash" in each and each["argv"] == ["--epochs", "3"] for each in found)
-    check_all(found, "tf")
+    check_all(found, "shared_memory")
 
 
 def _train_alone(cases: str) -> None:

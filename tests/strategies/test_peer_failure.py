@@ -17,7 +17,12 @@ PROGRAM = Path(__file__).with_name("peer_programs.py")
 SURVIVORS_END_WITHIN = 30.0
 EACH = pytest.mark.parametrize(
     "communicator",
-    ["tf", "shared_memory", "auto", pytest.param("horovod", marks=pytest.mark.skipif(not horovod_is_installed(), reason="no Horovod"))],
+    [
+        "tf",
+        "shared_memory",
+        "auto",
+        pytest.param("horovod", marks=pytest.mark.skipif(not horovod_is_installed(), reason="no Horovod")),
+    ],
 )
 
 

@@ -9,7 +9,7 @@ import random
 import warnings
 from collections.abc import Iterator, Sequence
 
-from tfrep_strategy.common_memory import SHARES_MEMORY, problem_of_sharing
+from tfrep_strategy.common_memory import MOST_SHARING, SHARES_MEMORY, problem_of_sharing
 from tfrep_strategy.environments import identity_variables
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.nvidia import gpus_are_visible
@@ -69,7 +69,7 @@ def resolve_communicator(name: str, size: int = 2) -> str:
         )
         if choice.hint:
             warnings.warn(choice.describe(), stacklevel=2)
-        if apart and SHARES_MEMORY and not gpus and size > 1:
+        if apart and SHARES_MEMORY and not gpus and 1 < size <= MOST_SHARING:
             warnings.warn(no_common_memory(apart, choice.communicator), stacklevel=2)
         return choice.communicator
     if name == "mpi":

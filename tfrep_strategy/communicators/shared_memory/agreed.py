@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from tfrep_strategy.common_memory import SHARES_MEMORY, problem_of_sharing
+from tfrep_strategy.common_memory import MOST_SHARING, SHARES_MEMORY, problem_of_sharing
 from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.shared_memory import SharedMemoryCommunicator
 from tfrep_strategy.errors import TfrepError
@@ -28,7 +28,7 @@ def over_common_memory(connected: Communicator, environment: Any, *, has_gpu: bo
     Returns:
         A communicator over common memory on all ranks, or `connected` on all.
     """
-    stays = has_gpu or not SHARES_MEMORY or environment.local_size < environment.size
+    stays = has_gpu or not SHARES_MEMORY or environment.local_size < environment.size or environment.size > MOST_SHARING
     told = connected.all_gather_object((stays, None if stays else problem_of_sharing(environment.size)))
     if any(stays for stays, _ in told):
         return connected
