@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,19 +12,34 @@ from typing import Any
 
 import pytest
 from test_backed_up_runs import KINDS, RUN, SCRIPT, check, ended, fits_in
-from test_joining import LIMIT, SCRIPTS
-
-from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.processes.shared_folder import marked, shared_folder
-from tfrep_strategy.running.runs import Options
+from test_joining import LIMIT, SCRIPTS, environ
 
 pytest.importorskip("gcp_storage_emulator", reason="no server of a bucket")
 
+MARKS = """
+import subprocess, sys
+from tfrep_strategy.processes.shared_folder import marked, shared_folder
+with marked(shared_folder(sys.argv[1])) as mark:
+    for place in sys.argv[1:]:
+        print(subprocess.run([sys.executable, "-c", sys.stdin.read(), place, mark]).returncode, flush=True)
+"""
 LOOKS = """
 import sys
 from tfrep_strategy.processes.shared_folder import check_reached, shared_folder
 check_reached(shared_folder(sys.argv[1]), sys.argv[2], "host2")
 """
+LISTS = """
+import sys
+from tfrep_strategy.processes.shared_folder import shared_folder
+print(shared_folder(sys.argv[1]).has_backups())
+"""
+
+
+def said_by(program: str, *arguments: str, **own: str) -> tuple[str, str]:
+    """Runs a short program; returns what it wrote to standard output and error."""
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, env=environ(**own), capture_output=True, text=True, timeout=LIMIT)
+    return done.stdout, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +52,11 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
     try:
         assert server.stdout is not None
         port = server.stdout.readline().strip()
-        proxy = f"http://127.0.0.1:{port}"
-        yield {"https_proxy": proxy, "CURL_CA_BUNDLE": str(folder / "authority.pem"), "NO_GCE_CHECK": "true"}
+        proxy = {"https_proxy": f"http://127.0.0.1:{port}"}
+        yield proxy | {"TFREP_BACKUP_SECONDS": "1", "CURL_CA_BUNDLE": str(folder / "authority.pem"), "NO_GCE_CHECK": "true"}
     finally:
         server.terminate()
         server.communicate()
-
-
-@pytest.fixture
-def here(bucket: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process finds the bucket, too. Its helper for files keeps the variables with which it was started."""
-    for name, value in bucket.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")
@@ -58,41 +65,37 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return fits_in(ended([sys.executable, SCRIPT], tmp_path_factory.mktemp("alone"))[0])
 
 
-@pytest.mark.usefixtures("here")
 def test_a_killed_run_goes_on_from_a_bucket(bucket: dict[str, str], undisturbed: list[Any], tmp_path: Path) -> None:
     """It is killed inside an epoch of its second fit. Nothing is left of it, here or there, when it has ended well."""
-    run = [*RUN, *KINDS["tf"], "--max-restarts", "1", "--backup-dir", "gs://bucket/run", SCRIPT]
+    run = [*RUN, "-n", "2", "--communicator", "shared_memory", "--max-restarts", "1", "--backup-dir", "gs://bucket/run", SCRIPT]
     output, said = ended([*run, json.dumps(["self", signal.SIGKILL, [[1, 1, 1, 5]]])], tmp_path, **bucket)
     check(fits_in(output), undisturbed)
     assert "Each fit goes on from its last backup." in said
-    assert "this fit was finished before. It is not repeated." in said
-    assert "fit goes on from its backup: epoch 1, batch" in said
-    assert not shared_folder("gs://bucket/run").has_backups()
+    assert "fit goes on from its backup: epoch" in said
+    assert said_by(LISTS, "gs://bucket/run", **bucket)[0] == "False\n"
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("here")
 def test_a_later_start_goes_on_from_a_bucket(bucket: dict[str, str], undisturbed: list[Any], tmp_path: Path) -> None:
     """The run has ended with an error, and another start finds what it has left: without a number of restarts."""
     run = [*RUN, *KINDS["mirrored"], "--backup-dir", "gs://bucket/later", SCRIPT]
     ended([*run, json.dumps(["self", signal.SIGTERM, [[0, 0, 2, 3]]])], tmp_path, 128 + signal.SIGTERM, **bucket)
-    assert shared_folder("gs://bucket/later").has_backups()
+    assert said_by(LISTS, "gs://bucket/later", **bucket)[0] == "True\n"
     output, said = ended(run, tmp_path, **bucket)
     check(fits_in(output), undisturbed)
     assert "fit goes on from its backup: epoch 2" in said
 
 
-@pytest.mark.usefixtures("here")
-def test_each_machine_looks_for_the_mark_of_the_first(tmp_path: Path) -> None:
+def test_each_machine_looks_for_the_mark_of_the_first(bucket: dict[str, str]) -> None:
     """One that names another address is refused."""
-    with marked(shared_folder("gs://bucket/run")) as mark:
-        for place, code in (("gs://bucket/run", 0), ("gs://bucket/elsewhere", 1)):
-            command = [sys.executable, "-c", LOOKS, place, mark]
-            done = subprocess.run(command, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=LIMIT)
-            assert done.returncode == code, done.stderr
-    assert "host2 does not see in the folder for backups what machine 0 has written there" in done.stderr
+    program = MARKS.replace("sys.stdin.read()", repr(LOOKS))
+    codes, said = said_by(program, "gs://bucket/run", "gs://bucket/elsewhere", **bucket)
+    assert codes.split() == ["0", "1"]
+    assert "host2 does not see in the folder for backups what machine 0 has written there" in said
 
 
 def test_an_address_that_nobody_knows() -> None:
-    with pytest.raises(ConfigurationError, match="(?s)no file system for addresses that begin with nfs://.*gs, ram"):
-        Options(2, backup_dir="nfs://host/run")
+    made = "from tfrep_strategy.running.runs import Options; Options(2, backup_dir='nfs://host/run')"
+    _, said = said_by(made)
+    assert "ConfigurationError: TensorFlow has no file system for addresses that begin with nfs://." in said
+    assert "Hint: use one of file, gs, ram, name a folder" in said

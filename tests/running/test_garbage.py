@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import resource
 import socket
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -15,8 +17,8 @@ import pytest
 from needs import needs_horovod
 from test_open_doors import KINDS, LIMIT, READY, running, wait_for
 
-MANY = 150
-"""How many connections each port gets at once."""
+MANY = 1000
+"""How many connections each port gets at once, while the run starts and while it trains."""
 
 
 class Exploit:
@@ -54,6 +56,21 @@ def send(stack: contextlib.ExitStack, port: int, content: bytes) -> None:
         connection.sendall(content)
 
 
+def attack(stack: contextlib.ExitStack, port: int, contents: list[bytes]) -> None:
+    """Sends each content, and says nothing over many connections more."""
+    for content in [*contents, *[b""] * MANY]:
+        send(stack, port, content)
+
+
+@pytest.fixture(autouse=True)
+def _many_files() -> Iterator[None]:
+    """This process may have as many connections as it wants; those that it starts have the usual limit."""
+    own, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (own, most))
+
+
 @pytest.mark.parametrize("kind", ["tf", pytest.param("horovod", marks=needs_horovod), "servers"])
 def test_garbage_on_every_port(kind: str, tmp_path: Path) -> None:
     loaded, sent, starting = tmp_path / "loaded", garbage(tmp_path / "loaded"), set[int]()
@@ -63,17 +80,13 @@ def test_garbage_on_every_port(kind: str, tmp_path: Path) -> None:
         def is_ready() -> bool:
             for port in ports_of(process.pid) - starting if kind != "horovod" else ():
                 starting.add(port)
-                for content in sent:
-                    send(stack, port, content)
+                attack(stack, port, sent)
             return len(list(tmp_path.glob("ready*"))) == READY.get(kind, 2)
 
         wait_for(is_ready, process)
         ports = ports_of(process.pid)
         for port in ports:
-            for content in sent:
-                send(stack, port, content)
-            for _ in range(MANY):
-                send(stack, port, b"")
+            attack(stack, port, sent)
         (tmp_path / "go").touch()
         output = process.communicate(timeout=LIMIT)[0]
     assert process.returncode == 0, output

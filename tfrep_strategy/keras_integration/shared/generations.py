@@ -92,7 +92,7 @@ class Generations:
         with tempfile.TemporaryDirectory(prefix="tfrep-backup-") as folder, self._told("written"):
             new = Backup(*(os.path.join(folder, name) for name in self._names))
             yield new
-            before, kept_too = self._newest_first(), self.marked()[: kept - 1]
+            before, kept_too = self._newest_first(), self.marked()[: kept - 1] if kept > 1 else []
             place = f"{self._address}/generation-{max(self._numbers(), default=0) + 1:08d}"
             tf.io.gfile.makedirs(place)
             for path, remote in zip(new, self._backup(place), strict=True):
