@@ -15,7 +15,15 @@ from pathlib import Path
 import psutil
 import pytest
 from needs import needs_horovod
-from test_open_doors import KINDS, LIMIT, READY, running, wait_for
+from test_open_doors import KINDS, LIMIT, READY, TFREP, WAITS, running, wait_for
+
+from tfrep_strategy.rendezvous.connections import free_ports
+
+MEETING = [
+    *TFREP, "run", "--nnodes", "1:2", "--rendezvous", f"127.0.0.1:{free_ports(1)[0]}", "-n", "2",
+    "--communicator", "tf", "--backup-dir", "backups", WAITS, "FOLDER",
+]  # fmt: skip
+"""Its launcher waits for others as long as it runs."""
 
 MANY = 1000
 """How many connections each port gets at once, while the run starts and while it trains."""
@@ -62,20 +70,21 @@ def attack(stack: contextlib.ExitStack, port: int, contents: list[bytes]) -> Non
         send(stack, port, content)
 
 
-@pytest.fixture(autouse=True)
-def _many_files() -> Iterator[None]:
-    """This process may have as many connections as it wants; those that it starts have the usual limit."""
+@contextlib.contextmanager
+def many_files() -> Iterator[None]:
+    """This process may have as many connections as it wants; those that it has started keep their limit."""
     own, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (own, most))
 
 
-@pytest.mark.parametrize("kind", ["tf", pytest.param("horovod", marks=needs_horovod), "servers"])
+@pytest.mark.parametrize("kind", ["tf", pytest.param("horovod", marks=needs_horovod), "servers", "meeting"])
 def test_garbage_on_every_port(kind: str, tmp_path: Path) -> None:
     loaded, sent, starting = tmp_path / "loaded", garbage(tmp_path / "loaded"), set[int]()
-    command = [str(tmp_path) if each == "FOLDER" else each for each in KINDS[kind]]
+    command = [str(tmp_path) if each == "FOLDER" else each for each in KINDS.get(kind, MEETING)]
     with contextlib.ExitStack() as stack, running([sys.executable, *command], tmp_path) as process:
+        stack.enter_context(many_files())
 
         def is_ready() -> bool:
             for port in ports_of(process.pid) - starting if kind != "horovod" else ():
