@@ -145,7 +145,7 @@ def run(
         int, typer.Option(help="How often all is started again after a rank, a machine or a parameter server was lost.")
     ] = 0,
     backup_dir: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             help="Folder in which each fit is backed up, to go on from when the run is started again; with --max-restarts on one"
             " machine by default one beside the logs."

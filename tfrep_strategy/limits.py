@@ -71,6 +71,18 @@ def backup_dir() -> str:
     return os.environ.get("TFREP_BACKUP_DIR", "")
 
 
+def progress_dir() -> str:
+    """Returns the folder in which rank 0 notes its steps, which `tfrep run` sets by `TFREP_PROGRESS_DIR`.
+
+    By default it is that for backups.
+
+    Example:
+        >>> progress_dir() == backup_dir()
+        True
+    """
+    return os.environ.get("TFREP_PROGRESS_DIR", backup_dir())
+
+
 def backup_seconds() -> float | None:
     """Returns how many seconds lie between two backups of a run.
 

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import signal
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -184,6 +185,28 @@ def made_folder(name: str, wanted: str | os.PathLike[str]) -> Path:
         what = f"Cannot make the folder ({getattr(error, 'strerror', error)})."
         raise ConfigurationError(message(what, hint="name another one.", **{name: str(wanted)})) from None
     return folder
+
+
+def check_scheme(address: str, known: Collection[str]) -> None:
+    """Refuses an address of a folder for backups for which TensorFlow has no file system.
+
+    Args:
+        address: The address, or a path.
+        known: The schemes of TensorFlow's file systems.
+
+    Raises:
+        ConfigurationError: It has none.
+
+    Example:
+        >>> check_scheme("nfs://host/run", ["", "gs"])
+        Traceback (most recent call last):
+        tfrep_strategy.errors.ConfigurationError: TensorFlow has no file system for addresses that begin with nfs://. ...
+    """
+    scheme = address.partition("://")[0] if "://" in address else ""
+    if scheme not in known:
+        what = f"TensorFlow has no file system for addresses that begin with {scheme}://."
+        hint = f"use one of {', '.join(sorted(filter(None, known)))}, name a folder, or install what adds it to TensorFlow."
+        raise ConfigurationError(message(what, hint=hint, backup_dir=address))
 
 
 @functools.cache

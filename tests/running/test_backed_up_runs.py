@@ -17,7 +17,6 @@ from test_joining import LIMIT, SCRIPTS, environ, found_in
 
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.running.function import launch
-from tfrep_strategy.running.runs import Options
 
 SCRIPT = str(SCRIPTS / "goes_on.py")
 RUN = [sys.executable, "-m", "tfrep_strategy.cli", "run"]
@@ -120,8 +119,3 @@ def test_a_warning_signal_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> Non
         what = re.escape(f"write one of HUP, QUIT, URG, USR1, USR2, XCPU. Received: TFREP_WARNING_SIGNAL={name!r}")
         with pytest.raises(ConfigurationError, match=what):
             launch(int, num_replicas=2)
-
-
-def test_folders_that_cannot_be() -> None:
-    with pytest.raises(ConfigurationError, match="Backups need a folder.*backup_dir='gs://bucket/run'"):
-        Options(2, backup_dir="gs://bucket/run")

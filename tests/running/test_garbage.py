@@ -5,18 +5,28 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import resource
 import socket
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from needs import needs_horovod
-from test_open_doors import KINDS, LIMIT, READY, running, wait_for
+from test_open_doors import KINDS, LIMIT, READY, TFREP, WAITS, running, wait_for
 
-MANY = 150
-"""How many connections each port gets at once."""
+from tfrep_strategy.rendezvous.connections import free_ports
+
+MEETING = [
+    *TFREP, "run", "--nnodes", "1:2", "--rendezvous", f"127.0.0.1:{free_ports(1)[0]}", "-n", "2",
+    "--communicator", "tf", "--backup-dir", "backups", WAITS, "FOLDER",
+]  # fmt: skip
+"""Its launcher waits for others as long as it runs."""
+
+MANY = 1000
+"""How many connections each port gets at once, while the run starts and while it trains."""
 
 
 class Exploit:
@@ -54,26 +64,38 @@ def send(stack: contextlib.ExitStack, port: int, content: bytes) -> None:
         connection.sendall(content)
 
 
-@pytest.mark.parametrize("kind", ["tf", pytest.param("horovod", marks=needs_horovod), "servers"])
+def attack(stack: contextlib.ExitStack, port: int, contents: list[bytes]) -> None:
+    """Sends each content, and says nothing over many connections more."""
+    for content in [*contents, *[b""] * MANY]:
+        send(stack, port, content)
+
+
+@contextlib.contextmanager
+def many_files() -> Iterator[None]:
+    """This process may have as many connections as it wants; those that it has started keep their limit."""
+    own, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (own, most))
+
+
+@pytest.mark.parametrize("kind", ["tf", pytest.param("horovod", marks=needs_horovod), "servers", "meeting"])
 def test_garbage_on_every_port(kind: str, tmp_path: Path) -> None:
     loaded, sent, starting = tmp_path / "loaded", garbage(tmp_path / "loaded"), set[int]()
-    command = [str(tmp_path) if each == "FOLDER" else each for each in KINDS[kind]]
+    command = [str(tmp_path) if each == "FOLDER" else each for each in KINDS.get(kind, MEETING)]
     with contextlib.ExitStack() as stack, running([sys.executable, *command], tmp_path) as process:
+        stack.enter_context(many_files())
 
         def is_ready() -> bool:
             for port in ports_of(process.pid) - starting if kind != "horovod" else ():
                 starting.add(port)
-                for content in sent:
-                    send(stack, port, content)
+                attack(stack, port, sent)
             return len(list(tmp_path.glob("ready*"))) == READY.get(kind, 2)
 
         wait_for(is_ready, process)
         ports = ports_of(process.pid)
         for port in ports:
-            for content in sent:
-                send(stack, port, content)
-            for _ in range(MANY):
-                send(stack, port, b"")
+            attack(stack, port, sent)
         (tmp_path / "go").touch()
         output = process.communicate(timeout=LIMIT)[0]
     assert process.returncode == 0, output

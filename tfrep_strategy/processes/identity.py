@@ -26,7 +26,8 @@ from tfrep_strategy.transports import (
 )
 
 RUN_VARIABLES = (
-    "TFREP_STRATEGY", "TFREP_COMMUNICATOR", "TFREP_NUM_REPLICAS", "TFREP_BACKUP_DIR", "TFREP_PROFILE", "TFREP_PROFILE_DIR",
+    "TFREP_STRATEGY", "TFREP_COMMUNICATOR", "TFREP_NUM_REPLICAS", "TFREP_BACKUP_DIR", "TFREP_PROGRESS_DIR", "TFREP_PROFILE",
+    "TFREP_PROFILE_DIR",
 )  # fmt: skip
 """What a run tells its processes about the strategy that they are to make, its backups and its profile."""
 

@@ -16,9 +16,10 @@ from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.identity import RUN_VARIABLES, common_hash_seed
 from tfrep_strategy.processes.nodes import Node
+from tfrep_strategy.processes.shared_folder import shared_folder
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder
 from tfrep_strategy.running.runs import Options, make_log_dir
-from tfrep_strategy.validation import Rank, Size, made_folder, variable
+from tfrep_strategy.validation import Rank, Size, variable
 
 _HASH_SEED = "0"
 """All ranks have to hash alike, and those that another launcher has started cannot agree on a number."""
@@ -133,7 +134,7 @@ def join_outer_run(outer: Environment, options: Options, arguments: Sequence[str
         "TFREP_COMMUNICATOR": options.communicator,
     }
     if options.backup_dir is not None:
-        environ["TFREP_BACKUP_DIR"] = str(made_folder("backup_dir", options.backup_dir))
+        environ["TFREP_BACKUP_DIR"] = shared_folder(options.backup_dir).place
     environ |= profile_environ(options.profile, profile_folder(options.profile_dir, options.log_dir))
     log_dir = "" if options.log_dir is None else str(make_log_dir(options.log_dir))
     command = module_command("tfrep_strategy.running.script", "", log_dir, *arguments)

@@ -15,16 +15,15 @@ import sys
 import threading
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
 from tfrep_strategy.processes.nodes import Node, meet_nodes
 from tfrep_strategy.processes.ranks import Events, deferred_signals
-from tfrep_strategy.processes.shared_folder import check_reached, marked
+from tfrep_strategy.processes.shared_folder import check_reached, marked, shared_folder
 from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.running.hosts import ALL_ENDED_WELL
-from tfrep_strategy.running.rounds import Round, remove_backups, steps_noted
+from tfrep_strategy.running.rounds import Round, steps_noted
 from tfrep_strategy.running.runs import Options, RunFailed
 from tfrep_strategy.running.script import check_script, run_ranks_of_script
 
@@ -50,7 +49,7 @@ def main(given: dict[str, Any]) -> None:
         node = Node(rendezvous=answer["rendezvous"], **given["node"])
         options = Options(given["size"], node=node, **given["options"])
         listener = _Listener(pipe, given["patience"])
-        folder = Path(options.backup_dir) if options.backup_dir is not None else None
+        folder = shared_folder(options.backup_dir) if options.backup_dir is not None else None
         with contextlib.ExitStack() as stack:
             mark = stack.enter_context(marked(folder)) if folder and given["checks_folder"] and node.rank == 0 else None
             secret = bytes.fromhex(given["secret"])
@@ -68,7 +67,7 @@ def main(given: dict[str, Any]) -> None:
                 report = {"failure": asdict(failed.failure), "story": str(failed), "step": step}
             _tell(given["mark"], "report", report)
             if folder and node.rank == 0 and report is None and listener.all_ended_well():
-                remove_backups(folder)
+                folder.remove_backups()
     except TfrepError as error:
         kind = ConfigurationError if isinstance(error, ConfigurationError) else TfrepError
         _tell(given["mark"], "error", {"kind": kind.__name__, "text": str(error)})

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, message
@@ -20,6 +19,7 @@ from tfrep_strategy.processes.ranks import Events, Failure
 from tfrep_strategy.processes.ray_cluster import RayCluster, RayMachine, RayPlaces, Stopped, ray_cluster, wait
 from tfrep_strategy.processes.ray_process import LOST, RayProcess
 from tfrep_strategy.processes.remote import Remote
+from tfrep_strategy.processes.shared_folder import shared_folder
 from tfrep_strategy.rendezvous.connections import LOOPBACK
 from tfrep_strategy.running.hosts import LAUNCHER, Launchers, OnHost, say_what_is_awaited
 from tfrep_strategy.running.rounds import Losses, how_lost, no_backup_dir, where_it_goes_on
@@ -64,7 +64,7 @@ def run_on_ray(options: Options, places: RayPlaces, program: Sequence[str], even
                     raise
                 what = f"{how_lost(failed.failure)}." if failed.failure.was_lost else str(failed)
                 again = f"All ranks are started again ({restarts + 1} of {options.max_restarts})."
-                folder = None if options.backup_dir is None else Path(options.backup_dir)
+                folder = None if options.backup_dir is None else shared_folder(options.backup_dir)
                 print(f"tfrep: {what} {again} {where_it_goes_on(folder)}", file=sys.stderr)
                 over_at = failed.over_at
                 say_what_is_awaited(over_at)
@@ -161,7 +161,8 @@ def _folders_made(options: Options, cluster: RayCluster) -> Iterator[Options]:
     log_dir = make_log_dir(options.log_dir)
     is_left = False
     try:
-        yield replace(options, log_dir=log_dir, backup_dir=backup_dir_of(options, log_dir))
+        folder = backup_dir_of(options, log_dir)
+        yield replace(options, log_dir=log_dir, backup_dir=folder.place if folder else None)
     except RunFailed as failed:
         is_left = failed.was_lost or not failed.failure.stopped_by_signal
         raise

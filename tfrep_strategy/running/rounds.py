@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.processes.nodes import Nodes
 from tfrep_strategy.processes.ranks import Events, Failure
+from tfrep_strategy.processes.shared_folder import SharedFolder
 from tfrep_strategy.progress import Progress, Step
-
-_BACKUPS = "fit-*"
-"""The folders of the backups of each `fit`."""
 
 
 @dataclass
@@ -77,7 +73,7 @@ class Losses:
         return is_vain
 
 
-def rounds_here(events: Events, max_restarts: int, backup_dir: Path | None) -> Iterator[Round]:
+def rounds_here(events: Events, max_restarts: int, backup_dir: SharedFolder | None) -> Iterator[Round]:
     """Yields the rounds of a run on this machine: one more for each that lost a rank, as long as it may be restarted.
 
     Args:
@@ -137,33 +133,22 @@ def twice_at(step: Step | None) -> str:
     return f"The run was lost twice at the same step{place}. It is not started again."
 
 
-def steps_noted(backup_dir: Path | None) -> Progress | None:
+def steps_noted(backup_dir: SharedFolder | None) -> Progress | None:
     """Returns where rank 0 will note its steps; what it noted in an earlier round is removed."""
     if backup_dir is None:
         return None
-    progress = Progress(backup_dir)
+    progress = backup_dir.progress
     progress.clear()
     return progress
 
 
-def remove_backups(backup_dir: Path) -> None:
-    """Removes the backups of a run that has ended well.
-
-    Example:
-        >>> remove_backups(Path("backups"))
-    """
-    Progress(backup_dir).clear()
-    for folder in backup_dir.glob(_BACKUPS):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def where_it_goes_on(backup_dir: Path | None) -> str:
+def where_it_goes_on(backup_dir: SharedFolder | None) -> str:
     """Tells where the next round begins.
 
     Example:
         >>> where_it_goes_on(None)[:24]
         'No fit has a backup yet,'
     """
-    if backup_dir is not None and any(backup_dir.glob(_BACKUPS)):
+    if backup_dir is not None and backup_dir.has_backups():
         return "Each fit goes on from its last backup."
     return "No fit has a backup yet, so that the script begins anew, but for what it saves and restores itself."

@@ -31,11 +31,12 @@ from tfrep_strategy.processes.notes import clear_notes
 from tfrep_strategy.processes.output import lines_shown
 from tfrep_strategy.processes.ranks import Command, Events, Failure, Start, run_ranks, start_process
 from tfrep_strategy.processes.ray_cluster import RayPlaces
+from tfrep_strategy.processes.shared_folder import SharedFolder, is_address, require_file_system, shared_folder
 from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
 from tfrep_strategy.progress import Step
 from tfrep_strategy.running.failures import describe
-from tfrep_strategy.running.rounds import Round, no_backup_dir, remove_backups, rounds_here
+from tfrep_strategy.running.rounds import Round, no_backup_dir, rounds_here
 from tfrep_strategy.validation import MOST_PROCESSES, MOST_RANKS, check_fields, made_folder
 
 STRATEGIES = ("auto", "mirrored", "multi-worker")
@@ -64,7 +65,8 @@ class Options:
         prefix: Whether the output of all ranks is shown, each line with its rank, and not that of rank 0 alone.
         max_restarts: How often all ranks are started again after one, or a machine, was lost. Errors of the script end the run.
         backup_dir: Folder in which each `fit` of the script is backed up, to go on from there when the run is started again. By
-            default one beside the logs if the run may be restarted, else none. Several machines need one that all reach.
+            default one beside the logs if the run may be restarted, else none. Several machines need one that all reach. It may
+            be an address that TensorFlow can write to, such as "gs://bucket/run".
         profile: Steps of the first `fit` that all ranks trace: their number, or "20:30"; see `traced_steps`.
         profile_dir: Folder for traces; by default `profile` in `log_dir`, or `tfrep-profile` in the current folder.
         fork: Whether ranks are forked from one process that has imported TensorFlow; by default where that is safe, see
@@ -104,9 +106,8 @@ class Options:
             raise ConfigurationError(message("Unknown strategy.", hint=hint, strategy=self.strategy))
         check_communicator(self.communicator)
         check_count("A run cannot be restarted that often.", 0, max_restarts=self.max_restarts)
-        if self.backup_dir is not None and "://" in os.fspath(self.backup_dir):
-            hint = "name a folder of this machine, or one that is mounted."
-            raise ConfigurationError(message("Backups need a folder.", hint=hint, backup_dir=os.fspath(self.backup_dir)))
+        if self.backup_dir is not None and is_address(self.backup_dir):
+            require_file_system(os.fspath(self.backup_dir))
         if self.profile is not None:
             traced_steps(self.profile)
         if self.timeout is not None:
@@ -283,7 +284,7 @@ def run_to_end(
     profile_dir = profile_folder(options.profile_dir, options.log_dir)
     more_environ = profile_environ(options.profile, profile_dir)
     if backup_dir is not None:
-        more_environ["TFREP_BACKUP_DIR"] = str(backup_dir)
+        more_environ |= backup_dir.environ
     own_seed = common_hash_seed()
     last: Round | None = None
     with announced(log_dir, note_dir, profile_dir):
@@ -320,7 +321,7 @@ def run_to_end(
                 this.story = describe(this.failure, timeout=options.timeout, log_dir=log_dir)
     failure = last.failure if last else None
     if failure is None and backup_dir is not None and last and last.first_rank == 0 and not last.keeps_backups:
-        remove_backups(backup_dir)
+        backup_dir.remove_backups()
     if options.log_dir is None and (failure is None or failure.stopped_by_signal):
         shutil.rmtree(log_dir, ignore_errors=True)
     if last and failure is not None:
@@ -363,11 +364,11 @@ def _commands(options: Options, arguments: Sequence[str], this: Round, more_envi
         yield [Command(arguments, environ | variables) for variables in identified]
 
 
-def backup_dir_of(options: Options, log_dir: Path) -> Path | None:
+def backup_dir_of(options: Options, log_dir: Path) -> SharedFolder | None:
     """Makes the folder of the backups, if the run has any."""
     if options.backup_dir is not None:
-        return made_folder("backup_dir", options.backup_dir)
-    return made_folder("backup_dir", log_dir / "backups") if options.max_restarts else None
+        return shared_folder(options.backup_dir)
+    return SharedFolder(log_dir / "backups") if options.max_restarts else None
 
 
 def make_log_dir(wanted: str | os.PathLike[str] | None) -> Path:

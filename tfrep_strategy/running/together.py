@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
@@ -24,8 +23,7 @@ from tfrep_strategy.limits import grace_seconds, meeting_seconds
 from tfrep_strategy.processes.identity import common_hash_seed
 from tfrep_strategy.processes.nodes import Nodes, told_by
 from tfrep_strategy.processes.ranks import GRACE_SECONDS, Events, Failure
-from tfrep_strategy.processes.shared_folder import check_reached, marked
-from tfrep_strategy.progress import Progress
+from tfrep_strategy.processes.shared_folder import SharedFolder, check_reached, marked, shared_folder
 from tfrep_strategy.rendezvous.assembly import ANY, Assembly, Ended, Report, Verdict
 from tfrep_strategy.rendezvous.confinement import is_this_machine
 from tfrep_strategy.rendezvous.meeting import Met
@@ -60,14 +58,15 @@ def together(options: Options) -> Iterator[Launcher]:
         >>> with together(options) as launcher, deferred_signals() as events:  # doctest: +SKIP
         ...     run_ranks_of_script(["script", "train.py"], launcher.options, events, launcher.rounds(events))
     """
-    node, folder = options.node, options.backup_dir
+    node = options.node
     assert node is not None
-    assert folder is not None
+    assert options.backup_dir is not None
+    folder = shared_folder(options.backup_dir)
     key = shared_secret(node.place.one_machine)
     assembly = None
     if node.rank == 0 or (node.rank is None and is_this_machine(node.place.target[0])):
         seconds_to_end = grace_seconds(for_a_backup=True) + _END_SECONDS
-        judge = _Judge(options, Path(folder))
+        judge = _Judge(options, folder)
         try:
             assembly = Assembly(
                 replace(node.place, number=0), node.least, key,
@@ -81,7 +80,7 @@ def together(options: Options) -> Iterator[Launcher]:
             judge.forget_steps()
     with contextlib.ExitStack() as stack:
         mark = stack.enter_context(marked(folder)) if assembly else None
-        launcher = Launcher(options, mark, assembly)
+        launcher = Launcher(options, folder, mark, assembly)
         place = replace(node.place, number=0 if assembly else ANY if node.is_elastic else node.place.number)
         statement = Statement.of(place, launcher.told())
         if assembly is not None:
@@ -97,13 +96,15 @@ class Launcher:
 
     Args:
         options: What kind of run is wanted.
+        folder: For backups.
         mark: What this machine has left in the folder for backups, if it is machine 0.
         assembly: What it keeps, if it is machine 0.
     """
 
-    def __init__(self, options: Options, mark: str | None, assembly: Assembly | None) -> None:
+    def __init__(self, options: Options, folder: SharedFolder, mark: str | None, assembly: Assembly | None) -> None:
         assert options.node is not None
-        self.options, self._node, self._mark, self._assembly = options, options.node, mark, assembly
+        self.options, self._node, self._folder = options, options.node, folder
+        self._mark, self._assembly = mark, assembly
         self._visit: Visit | None = None
         self._last: Round | None = None
         self._hash_seed = common_hash_seed()
@@ -154,7 +155,7 @@ class Launcher:
                 yield from self._round(content)
             elif kind == "welcome":
                 if content["mark"]:
-                    check_reached(str(self.options.backup_dir), content["mark"], self._node.name)
+                    check_reached(self._folder, content["mark"], self._node.name)
                 self._seat.tell("ready", self.told())
             elif kind == "again":
                 print(f"tfrep: {content}", file=sys.stderr)
@@ -255,12 +256,12 @@ class _Judge:
         backup_dir: Its folder for backups.
     """
 
-    def __init__(self, options: Options, backup_dir: Path) -> None:
+    def __init__(self, options: Options, backup_dir: SharedFolder) -> None:
         assert options.node is not None
         self._is_elastic, self._max_restarts = options.node.is_elastic, options.max_restarts
         self._backup_dir = backup_dir
         self._restarts, self._losses = 0, Losses()
-        self._progress = Progress(backup_dir)
+        self._progress = backup_dir.progress
 
     def forget_steps(self) -> None:
         """Forgets the steps of an earlier run, and must not be called while another launcher is machine 0."""

@@ -2,6 +2,8 @@
 
 It has the two files of Keras, so that Keras can read it. The metadata holds the checksum of the weights. While a backup is written,
 the one before has the names that end in ".bkp". Whatever a kill leaves, one of the two metadata files finds its weights.
+
+At an address, where nothing can be renamed, backups are `Generations`.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from tfrep_strategy.errors import message
 from tfrep_strategy.keras_integration.driver import KerasDriver
 from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.shared.generations import Backup, Generations, read_metadata
 from tfrep_strategy.keras_integration.shared.model_files import is_local
 from tfrep_strategy.keras_integration.shared.whole_files import hidden_folder, synchronize, whole
 
@@ -28,14 +31,11 @@ _CHECKSUM, _BATCHES = "weights_sha256", "batches_done"
 
 
 class Backups(KerasDriver):
-    """Writes, restores and removes backups. A folder of another machine is left to Keras."""
+    """Writes, restores and removes backups."""
 
     def save_backup(self, original: Any, callback: Any) -> None:
         """Writes a backup, which replaces the one before when it is complete."""
-        if is_local(callback.backup_dir):
-            _save(callback, _metadata(callback), lambda path: callback.model.save_weights(path, overwrite=True))
-        else:
-            original(callback)
+        _save(callback, _metadata(callback), lambda path: callback.model.save_weights(path, overwrite=True))
 
     def restore_backup(self, original: Any, callback: Any, logs: Any = None) -> None:
         """Restores the newest backup that is whole."""
@@ -43,22 +43,28 @@ class Backups(KerasDriver):
 
     def remove_backup(self, original: Any, callback: Any, logs: Any = None) -> None:
         """Removes a backup, the metadata first: weights alone are no backup if this ends early."""
-        if is_local(callback.backup_dir) and callback.delete_checkpoint:
+        if callback.delete_checkpoint and not is_local(callback.backup_dir):
+            _generations(callback).unmark()
+        elif callback.delete_checkpoint:
             for path in (callback._prev_training_metadata_path, callback._training_metadata_path):
                 with contextlib.suppress(FileNotFoundError):
                     os.remove(path)
         original(callback, logs)
 
 
-class Backup(NamedTuple):
-    """The paths of a backup's weights and metadata."""
+def exists(callback: Any) -> bool:
+    """Whether there is anything to restore, whole or not; no checksum is computed.
 
-    weights: str
-    metadata: str
+    Args:
+        callback: A `BackupAndRestore`.
+    """
+    if is_local(callback.backup_dir):
+        return os.path.exists(callback._weights_path)
+    return bool(_generations(callback).marked())
 
 
 def find(callback: Any) -> list[Backup]:
-    """Finds the backups that are whole.
+    """Finds the backups that are whole. Those at an address have a marker, and `restore` looks at their checksums.
 
     A backup of plain Keras has no checksum, and counts as whole.
 
@@ -71,11 +77,15 @@ def find(callback: Any) -> list[Backup]:
     Raises:
         OSError: There were backups, and none is whole.
     """
+    if not is_local(callback.backup_dir):
+        generations = _generations(callback)
+        marked = generations.marked()
+        if not marked and generations.files():
+            _warn_of_interruption(callback)
+        return marked
     pairs = _pairs(callback)
     weights = [pair.weights for pair in pairs if _file_utils.exists(pair.weights)]
-    if not is_local(callback.backup_dir):
-        return pairs[:1] if weights else []
-    contents = [_content(pair.metadata) for pair in pairs]
+    contents = [read_metadata(pair.metadata) for pair in pairs]
     checksum = functools.cache(_checksum)
     found: dict[Backup, tuple[int, int]] = {}
     for pair, content in zip(pairs, contents, strict=True):
@@ -87,8 +97,7 @@ def find(callback: Any) -> list[Backup]:
         return sorted(found, key=lambda backup: found[backup], reverse=True)
     if contents != [None, None]:
         raise _none_is_whole(callback)
-    what = "A first backup was interrupted: there are weights, and no metadata. Training starts from the beginning."
-    warnings.warn(message(what, backup_dir=callback.backup_dir), stacklevel=2)
+    _warn_of_interruption(callback)
     return []
 
 
@@ -107,18 +116,16 @@ def restore(original: Any, callback: Any, logs: Any, found: list[Backup]) -> int
     Raises:
         OSError: None can be read.
     """
-    if not is_local(callback.backup_dir) or not callback.model.built:  # Keras refuses models that are not built.
-        original(callback, logs)
-        return _batches_done(callback) if found else 0
+    if not callback.model.built:
+        original(callback, logs)  # Keras refuses it.
     failure = None
     for backup in found:
-        _put_in_place(callback, backup)
         try:
-            callback._load_model()
+            with _in_place(callback, backup):
+                callback._load_model()
+                return _batches_done(callback)
         except OSError as error:
             failure = error
-        else:
-            return _batches_done(callback)
     if failure is not None:
         raise _none_is_whole(callback) from failure
     return 0
@@ -149,36 +156,70 @@ def _metadata(callback: Any) -> dict[str, int]:
 
 
 def _save(callback: Any, content: dict[str, int], write_weights: Callable[[str], None]) -> None:
+    if is_local(callback.backup_dir):
+        os.makedirs(callback.backup_dir, exist_ok=True)
+        with hidden_folder(callback.backup_dir) as unfinished:
+            new = Backup(*(os.path.join(unfinished, os.path.basename(path)) for path in _pairs(callback)[0]))
+            _write(new, content, write_weights)
+            _replace_current(callback, new, unfinished)
+    else:
+        with _generations(callback).added(2 if callback.double_checkpoint else 1) as new:
+            _write(new, content, write_weights)
+
+
+def _write(new: Backup, content: dict[str, int], write_weights: Callable[[str], None]) -> None:
+    write_weights(new.weights)
+    with whole(new.metadata) as path, open(path, "w", encoding="utf-8") as file:
+        json.dump(content | {_CHECKSUM: _checksum(new.weights)}, file)
+
+
+def _replace_current(callback: Any, new: Backup, unfinished: str) -> None:
+    """Gives a backup its names; each step leaves a whole one."""
     current, previous = _pairs(callback)
-    os.makedirs(callback.backup_dir, exist_ok=True)
-    with hidden_folder(callback.backup_dir) as unfinished:
-        new = Backup(*(os.path.join(unfinished, os.path.basename(path)) for path in current))
-        write_weights(new.weights)
-        with whole(new.metadata) as path, open(path, "w", encoding="utf-8") as file:
-            json.dump(content | {_CHECKSUM: _checksum(new.weights)}, file)
-        replaced = _content(current.metadata)
-        # Where both are equal, a save was interrupted, and the weights that belong to them may be those that are kept already.
-        if replaced and replaced != _content(previous.metadata) and os.path.exists(current.weights):
-            for path, kept in zip(current, previous, strict=True):
-                _give_name(path, kept, unfinished)
-            synchronize(callback.backup_dir)
-        for path, place in zip(new, current, strict=True):
-            os.replace(path, place)
+    replaced = read_metadata(current.metadata)
+    # Where both are equal, a save was interrupted, and the weights that belong to them may be those that are kept already.
+    if replaced and replaced != read_metadata(previous.metadata) and os.path.exists(current.weights):
+        for path, kept in zip(current, previous, strict=True):
+            _give_name(path, kept, unfinished)
         synchronize(callback.backup_dir)
+    for path, place in zip(new, current, strict=True):
+        os.replace(path, place)
+    synchronize(callback.backup_dir)
     if not callback.double_checkpoint:
         for path in reversed(previous):
             with contextlib.suppress(FileNotFoundError):
                 os.remove(path)
 
 
-def _put_in_place(callback: Any, backup: Backup) -> None:
-    """Gives a backup the names from which Keras reads; each step leaves a whole one."""
-    current, _ = _pairs(callback)
-    if backup != current:
-        with hidden_folder(callback.backup_dir) as unfinished:
-            for path, place in zip(backup, current, strict=True):
-                if path != place:
-                    _give_name(path, place, unfinished)
+@contextlib.contextmanager
+def _in_place(callback: Any, backup: Backup) -> Iterator[None]:
+    """Has a backup where Keras reads it.
+
+    Raises:
+        OSError: It comes from an address, and is not whole.
+    """
+    current = _pairs(callback)[0]
+    if is_local(callback.backup_dir):
+        if backup != current:
+            with hidden_folder(callback.backup_dir) as unfinished:
+                for path, place in zip(backup, current, strict=True):
+                    if path != place:  # Each step leaves a whole one.
+                        _give_name(path, place, unfinished)
+        yield
+        return
+    with _generations(callback).copied(backup) as copies:
+        if (read_metadata(copies.metadata) or {}).get(_CHECKSUM) not in (None, _checksum(copies.weights)):
+            raise OSError(message("These weights are not those of the metadata.", weights=backup.weights))
+        callback._weights_path, callback._training_metadata_path = copies
+        try:
+            yield
+        finally:
+            callback._weights_path, callback._training_metadata_path = current
+
+
+def _generations(callback: Any) -> Generations:
+    names = Backup(*(os.path.basename(path) for path in _pairs(callback)[0]))
+    return Generations(os.fspath(callback.backup_dir), names)
 
 
 def _give_name(path: str, name: str, folder: str) -> None:
@@ -200,21 +241,9 @@ def _pairs(callback: Any) -> list[Backup]:
     ]
 
 
-def _content(metadata: str) -> dict[str, Any] | None:
-    """Reads metadata: None where there is no file, an empty dictionary where it is not complete."""
-    if not _file_utils.exists(metadata):
-        return None
-    try:
-        with _file_utils.File(metadata, "r") as file:
-            content = json.loads(file.read())
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) and isinstance(content.get("epoch"), int) else {}
-
-
 def _batches_done(callback: Any) -> int:
     """Returns how many batches of the interrupted epoch the restored backup has seen; Keras starts that epoch again."""
-    content = _content(callback._training_metadata_path) or {}
+    content = read_metadata(callback._training_metadata_path) or {}
     return content.get(_BATCHES, 0 if callback.save_freq == "epoch" else content.get("batch", -1) + 1)
 
 
@@ -222,11 +251,17 @@ def _checksum(path: str) -> str:
     return _file_utils.hash_file(path, "sha256", _BLOCK)
 
 
+def _warn_of_interruption(callback: Any) -> None:
+    what = "A first backup was interrupted: there are weights, and no metadata. Training starts from the beginning."
+    warnings.warn(message(what, backup_dir=callback.backup_dir), stacklevel=3)
+
+
 def _none_is_whole(callback: Any) -> OSError:
-    found = {}
-    for pair in _pairs(callback):
-        for path in pair:
-            if os.path.exists(path):
-                found[os.path.basename(path)] = f"{os.path.getsize(path)} bytes"
+    if is_local(callback.backup_dir):
+        paths = [path for pair in _pairs(callback) for path in pair if os.path.exists(path)]
+        sizes = {os.path.basename(path): os.path.getsize(path) for path in paths}
+    else:
+        sizes = _generations(callback).files()
+    found = {name: f"{size} bytes" for name, size in sizes.items()}
     hint = "put back files that are whole, or remove the folder to train from the beginning."
     return OSError(message("No backup in this folder is whole.", hint, backup_dir=callback.backup_dir, found=found))

@@ -19,7 +19,7 @@ import keras
 
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.shared.background import BackgroundWrites
-from tfrep_strategy.keras_integration.shared.backups import prepared
+from tfrep_strategy.keras_integration.shared.backups import exists, prepared
 from tfrep_strategy.keras_integration.shared.callback_states import (
     read_beside_weights,
     restore_states,
@@ -30,7 +30,7 @@ from tfrep_strategy.keras_integration.shared.declared_callback import DeclaredCa
 from tfrep_strategy.keras_integration.shared.model_files import weights_in_memory
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
 from tfrep_strategy.keras_integration.synchronous.saving import failing_together, written_once
-from tfrep_strategy.limits import backup_dir, backup_seconds
+from tfrep_strategy.limits import backup_dir, backup_seconds, progress_dir
 from tfrep_strategy.preemption import answer_requests_to_end, end_as_asked, is_asked_to_end
 from tfrep_strategy.progress import Progress, Step
 
@@ -136,8 +136,15 @@ class _Pace:
 class _Files(keras.callbacks.BackupAndRestore):
     """Reads and writes weights, and beside them what belongs to this `fit`."""
 
+    restored: dict[str, Any] | None = None
+    """What was beside the weights that were restored."""
+
     def __init__(self, folder: str) -> None:
         super().__init__(folder, save_freq=1, delete_checkpoint=False)
+
+    def _load_model(self) -> None:
+        super()._load_model()
+        self.restored = read_beside_weights(self._weights_path)
 
     def start_to_save(self, epoch: int, batches_done: int, content: dict[str, Any]) -> None:
         """Copies what belongs to a backup, and starts to write it.
@@ -170,12 +177,12 @@ class RunBackup(keras.callbacks.Callback):
         super().__init__()
         self._strategy, self._callbacks, self._steps = strategy, callbacks, steps
         self._files = _Files(folder)
-        self._progress, self._fit = Progress(Path(folder).parent), int(folder.rpartition("-")[2])
+        self._progress, self._fit = Progress(Path(progress_dir())), int(folder.rpartition("-")[2])
         self._epoch = self._epochs_read = 0
         self._steps_done, self._steps_wanted = 0, 1
         self._restored: dict[str, Any] | None = None
         self._pace: _Pace | None = None
-        if strategy.extended.broadcast_object(os.path.exists(self._files._weights_path)):
+        if strategy.extended.broadcast_object(strategy.extended.is_chief and exists(self._files)):
             for callback in callbacks:
                 if isinstance(callback, keras.callbacks.CSVLogger):
                     callback.append = True  # Its rows go on.
@@ -191,8 +198,7 @@ class RunBackup(keras.callbacks.Callback):
         self._files.set_model(model)
         self._files.on_train_begin()
         (epochs, batches), extended.resumes_at = extended.resumes_at, (0, 0)
-        content = read_beside_weights(self._files._weights_path) if extended.is_chief and self._was_restored() else None
-        self._restored = extended.broadcast_object(content)
+        self._restored = extended.broadcast_object(self._files.restored)
         if self._restored is not None:
             self._go_on(self._restored, epochs, batches)
         self._steps.before_step = self._before_step
@@ -282,9 +288,6 @@ class RunBackup(keras.callbacks.Callback):
         else:
             self._strategy.extended.resumes_at = self._epochs_read, batches
             self._say(f"fit goes on from its backup: epoch {epochs}, batch {batches}.")
-
-    def _was_restored(self) -> bool:
-        return os.path.exists(self._files._weights_path) and self.model._initial_epoch is not None
 
     def _restore_history(self, restored: dict[str, Any]) -> None:
         self.model.history.epoch, self.model.history.history = restored["epochs"], restored["history"]

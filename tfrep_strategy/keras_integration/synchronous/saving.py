@@ -12,7 +12,7 @@ from tfrep_strategy.errors import PeerError
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.settings import Setting
-from tfrep_strategy.keras_integration.shared.model_files import ModelFiles, is_in_old_format
+from tfrep_strategy.keras_integration.shared.model_files import ModelFiles, is_in_old_format, is_local
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 
 _legacy_metadata = keras_internal("legacy.saving.saving_utils", "model_metadata")
@@ -96,7 +96,8 @@ def written_once(strategy: KerasStrategy, filepath: Any) -> Iterator[bool]:
     strategy.extended.synchronize_new_variables()
     strategy.extended.merge_replica_state()
     is_path = isinstance(filepath, (str, os.PathLike))  # Else a file of this process.
-    is_first = strategy.extended.first_with([os.path.abspath(os.fspath(filepath)) if is_path else None])[0]
+    place = os.path.abspath(os.fspath(filepath)) if is_local(filepath) else os.fspath(filepath) if is_path else None
+    is_first = strategy.extended.first_with([place])[0]
     strategy.extended.collect_parts(reads=is_first or not is_path)
     # Keras makes an optimizer of its own when it first saves, to see which attributes every optimizer has.
     with failing_together(strategy), is_coordinated.to(True), strategy.extended.acting_alone():
