@@ -28,6 +28,7 @@ _MEASURED = {
     "memory_mb": "memory then, MB",
     "epoch_mb": "after an epoch, MB",
     "predictions_mb": "predictions held, MB",
+    "predict_left_mb": "... left without them, MB",
     "predict_peak_mb": "predict's peak, MB",
 }
 

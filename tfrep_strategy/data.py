@@ -38,6 +38,8 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         self._pipelines = tuple(pipelines)
         self._reading = reading
         self.cardinality = cardinality
+        self.without_note: Callable[[], tf.data.Dataset] | None = None
+        """Makes the data set of the first pipeline again, but does not record the first batch."""
         self.first_batch: FirstBatch | None = None
         """Compares the first batch between the processes, if each reads the whole data."""
         self.is_of_one_replica = False
@@ -46,8 +48,16 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         """How many steps one batch of the original data set makes; None if that is not known."""
 
     def __iter__(self) -> Iterator[Any]:
+        self.note_no_more()
         iterators = tuple(pipeline.start() for pipeline in self._pipelines)
         return ReplicaIterator(iterators, self._reading, self.first_batch)
+
+    def note_no_more(self) -> None:
+        """Leaves out the operation that records the first batch, if that has been compared: an iterator then starts faster."""
+        is_over = self.first_batch is not None and self.first_batch.is_compared
+        if is_over and self.without_note is not None and tf.executing_eagerly():
+            make, self.without_note = self.without_note, None
+            self._pipelines = (self._pipelines[0]._replace(dataset=make()),)
 
     @property
     def element_spec(self) -> Any:
@@ -89,6 +99,7 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         Args:
             length_is_known: Whether Keras's loops run the same number of steps on every process.
         """
+        self.note_no_more()
         first = self._pipelines[0]
         reads_whole = self.is_of_one_replica or isinstance(first.dataset.element_spec, Shards)
         agreement = None if reads_whole and length_is_known else self._reading.agreement
@@ -167,7 +178,9 @@ def distribute(
         own = ReplicaDataset([pipeline], Reading(devices, agreement), int(tf.data.UNKNOWN_CARDINALITY))
         own.steps_per_batch = replicas.total if policy == _POLICIES.OFF else None
         return own
-    shards = _cut(dataset, Place(replicas.total, replicas.first, count), agreement, options, first_batch)
+    place = Place(replicas.total, replicas.first, count)
+    reads_ahead = _reads_ahead(dataset, options)
+    shards = _cut(dataset, place, agreement, reads_ahead, first_batch)
     if buffer and count > 1:
         # Each part is an element of its own; TensorFlow's iterator sends the elements to the devices in turn.
         shards = in_turn(shards, lambda step: [Shards((part,), step.total) for part in step.parts])
@@ -175,6 +188,8 @@ def distribute(
     pipeline = Pipeline(shards, host_of(devices[0]), devices if buffer else (), buffer)
     distributed = ReplicaDataset([pipeline], Reading(devices, agreement if may_end_anywhere else None), cardinality)
     distributed.first_batch = first_batch
+    if first_batch is not None and reads_ahead and tf.executing_eagerly():
+        distributed.without_note = lambda: cut_low(dataset, place, None).dataset.prefetch(_STEPS_AHEAD)
     distributed.is_of_one_replica = replicas.total == 1
     return distributed
 
@@ -274,18 +289,22 @@ def _destinations(
     return devices, 1 if options is None else options.experimental_per_replica_buffer_size
 
 
+def _reads_ahead(dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None) -> bool:
+    no_buffer = options is not None and options.experimental_per_replica_buffer_size == 0
+    return not no_buffer and dataset.options().experimental_optimization.inject_prefetch is not False
+
+
 def _cut(
     dataset: tf.data.Dataset,
     place: Place,
     agreement: Agreement,
-    options: tf.distribute.InputOptions | None,
+    reads_ahead: bool,
     first_batch: FirstBatch | None,
 ) -> tf.data.Dataset:
-    """Cuts batches in the background, unless the options forbid reading ahead."""
+    """Cuts batches, in the background if it may read ahead."""
     if place.total == 1:  # To cut nothing off would cost as much as a step of a tiny net.
         return dataset
-    no_buffer = options is not None and options.experimental_per_replica_buffer_size == 0
-    if no_buffer or dataset.options().experimental_optimization.inject_prefetch is False:
+    if not reads_ahead:
         # By default TensorFlow would run the map ahead and keep its results.
         at_once = tf.data.Options()
         at_once.experimental_optimization.map_parallelization = False

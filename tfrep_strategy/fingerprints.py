@@ -258,6 +258,11 @@ class FirstBatch:
         with tf.control_dependencies([done]):
             return tf.identity(number)
 
+    @property
+    def is_compared(self) -> bool:
+        """Whether the ranks have compared it, so that it need not be recorded any more."""
+        return self._compare is None
+
     def check(self) -> None:
         """Compares the recorded batches of the ranks on the first call. All ranks must call it.
 

@@ -103,3 +103,24 @@ def test_one_process_computes_everything(policy: str) -> None:
     options.experimental_distribute.auto_shard_policy = getattr(tf.data.experimental.AutoShardPolicy, policy)
     strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
     assert strategy.explain(tf.data.Dataset.range(8).batch(4).with_options(options)).startswith("One process")
+
+
+def operations_of_epochs(strategy: Any) -> list[set[str]]:
+    """Reads three epochs; returns the operations that call Python or make an iterator's functions large, before each."""
+    data = tf.data.Dataset.range(_ROWS).map(lambda v: v * 2).shuffle(5, seed=1).map(lambda v: v + 1).batch(_BATCH)
+    distributed = strategy.experimental_distribute_dataset(data)
+    found = []
+    for _ in range(3):
+        rows = [int(row) for batch in distributed for row in batch]
+        graph = tf.compat.v1.GraphDef.FromString(distributed._pipelines[0].dataset._as_serialized_graph().numpy())
+        found.append(({node.op for f in graph.library.function for node in f.node_def} & {"EagerPyFunc", "PyFunc"}, rows))
+    return found
+
+
+def test_the_first_batch_is_noted_in_the_first_epoch_only(worker_pool: Any) -> None:
+    whole = tf.data.Dataset.range(_ROWS).map(lambda v: v * 2).shuffle(5, seed=1).map(lambda v: v + 1).batch(_BATCH)
+    epochs = [[[int(row) for row in batch] for batch in whole] for _ in range(3)]
+    for rank, found in enumerate(worker_pool("tf", 2).run(operations_of_epochs)):
+        assert [bool(operations) for operations, _ in found] == [True, False, False]
+        for batches, (_, rows) in zip(epochs, found, strict=True):
+            assert rows == [int(row) for batch in batches for row in np.array_split(batch, 2)[rank]]

@@ -27,6 +27,7 @@ from tfrep_strategy.batches import as_element, bounds, shard, take_rows
 from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.pipelines.functions import first_stateful_operation, operation_that_mixes_rows
+from tfrep_strategy.pipelines.own_batches import Batches, Lifted, Map, own_batches
 
 _BATCHES = (kinds.Batch, kinds.ParallelBatch)
 _BATCH = "batch"
@@ -176,10 +177,13 @@ class _Cutter:
         source, run = (below, cut_and_mapped) if picks else (self.batches(below), mapped)
         return source.map(run, num_parallel_calls=_parallel_calls(dataset), deterministic=_order(dataset))
 
-    def _batched(self, dataset: Any, lifted: _Lifted) -> tf.data.Dataset:
+    def _batched(self, dataset: Any, lifted: Lifted) -> tf.data.Dataset:
         """Takes the own examples of each batch before they are mapped."""
         total, first, count = self._place
         size, drops = int(dataset._batch_size), bool(dataset._drop_remainder)
+        number_of_rows = int(lifted.source.cardinality())
+        if self._first_batch is None and count == 1 and size >= total and number_of_rows != tf.data.UNKNOWN_CARDINALITY:
+            return own_batches(lifted, Batches(number_of_rows, size, drops), self._place)
 
         # To start an iterator costs for every operation in a function, in every epoch.
         parts_of_all = np.arange(first, first + count + 1)
@@ -218,69 +222,43 @@ class _Cutter:
         return whole.map(parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
-class _Map(NamedTuple):
-    """A map of single examples.
-
-    Attributes:
-        name: Its name, for explanations.
-        function: From an element to an element.
-        parallel_calls: How many run at once; None if one after the other.
-    """
-
-    name: str
-    function: Callable[[Any], Any]
-    parallel_calls: int | None
-
-
-class _Lifted(NamedTuple):
-    """A data set, taken apart.
-
-    Attributes:
-        source: The data set without some of its maps.
-        maps: These maps. `source`, mapped by them in order, has the elements of the data set.
-    """
-
-    source: tf.data.Dataset
-    maps: tuple[_Map, ...] = ()
-
-
 class _Examples:
     """Takes maps out of a data set of single examples: they may come last, since what is above them does not look at examples."""
 
     def __init__(self) -> None:
         self.reason = ""
 
-    def lift(self, dataset: Any) -> _Lifted:
+    def lift(self, dataset: Any) -> Lifted:
         """Returns the data set without the maps that can be made last, and these maps."""
         if isinstance(dataset, _MAPS):
             stateful = first_stateful_operation(dataset._map_func.function)
             if stateful is None:
                 below = self.lift(dataset._input_dataset)
-                return _Lifted(below.source, (*below.maps, _Map(_name(dataset), _function(dataset), _parallel_calls(dataset))))
+                return Lifted(below.source, (*below.maps, Map(_name(dataset), _function(dataset), _parallel_calls(dataset))))
             self.reason = self.reason or f"the results of `{_name(dataset)}` may depend on the order of its calls ({stateful})"
         elif isinstance(dataset, (kinds.Options, kinds.Prefetch)):
             below = self.lift(dataset._input_dataset)
-            return below if below.maps else _Lifted(dataset)
+            return below if below.maps else Lifted(dataset)
         elif isinstance(dataset, _COUNTING):
             below = self.lift(dataset._input_dataset)
-            return _Lifted(_again(dataset, below.source), below.maps) if below.maps else _Lifted(dataset)
+            return Lifted(_again(dataset, below.source), below.maps) if below.maps else Lifted(dataset)
         elif isinstance(dataset, kinds.Zip):
             return self._lift_each(dataset)
         elif isinstance(dataset, kinds.Shuffle):
             below = self.lift(dataset._input_dataset)
             if below.maps and not dataset._reshuffle_each_iteration:
-                return _Lifted(_shuffled_alike(dataset, below.source), below.maps)
+                return Lifted(_shuffled_alike(dataset, below.source), below.maps)
             if below.maps:  # The shuffle's state, which belongs to this object, goes on from one epoch to the next.
                 self.reason = self.reason or f"`shuffle` comes after `{below.maps[-1].name}`; write `shuffle` before `map`"
         elif _has_maps(dataset):
             self.reason = self.reason or f"`{_kind(dataset)}` comes after `map`"
-        return _Lifted(dataset)
+        return Lifted(dataset)
 
-    def _lift_each(self, dataset: Any) -> _Lifted:
+    def _lift_each(self, dataset: Any) -> Lifted:
         each = [self.lift(part) for part in dataset._inputs()]
         maps = [m for lifted in each for m in lifted.maps]
         if not maps:
-            return _Lifted(dataset)
+            return Lifted(dataset)
 
         def mapped(elements: Any) -> Any:
             mapped_ones = []
@@ -291,9 +269,9 @@ class _Examples:
             return tf.nest.pack_sequence_as(dataset._datasets, mapped_ones)
 
         parallel = [m.parallel_calls for m in maps if m.parallel_calls is not None]
-        together = _Map(" and ".join(m.name for m in maps), mapped, parallel[0] if parallel else None)
+        together = Map(" and ".join(m.name for m in maps), mapped, parallel[0] if parallel else None)
         source = tf.data.Dataset.zip(tf.nest.pack_sequence_as(dataset._datasets, [lifted.source for lifted in each]))
-        return _Lifted(source, (together,))
+        return Lifted(source, (together,))
 
 
 _COUNTING = (kinds.Take, kinds.Skip, kinds.Repeat)

@@ -46,11 +46,10 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
                 super().__init__(distribute_strategy=strategy, **kwargs)
         finally:
             strategy.extended.notes_first_batch = True
-        self.part_spec = self._distributed_dataset.part_spec
-        self._first_batch = self._distributed_dataset.first_batch
+        self._of_replicas = self._distributed_dataset
+        self.part_spec = self._of_replicas.part_spec
         self._common_batches = _batches_of_all(strategy, self._distributed_dataset, self._num_batches)
         self._num_batches = self._common_batches
-        self._distributed_dataset = self._distributed_dataset.for_keras(self._common_batches is not None)
         self.before_step: Callable[[int], None] | None = None
         """Is called before each step, when all callbacks have seen the one before."""
         self.around_step: Callable[[int], contextlib.AbstractContextManager[None]] = lambda steps: contextlib.nullcontext()
@@ -65,7 +64,8 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         """Passes over what an interrupted run has trained on already, so that the order of the data goes on."""
         strategy = self._distribute_strategy
         (epochs, batches), strategy.extended.resumes_at = strategy.extended.resumes_at, (0, 0)
-        strategy.extended.first_batch = self._first_batch
+        strategy.extended.first_batch = self._of_replicas.first_batch
+        self._distributed_dataset = self._of_replicas.for_keras(self._common_batches is not None)
         self.pass_over(epochs)
         for first, last, iterator in super()._enumerate_iterator():
             if last < batches:
