@@ -7,11 +7,12 @@ import os
 import shutil
 import subprocess
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 HOSTS = ["10.77.0.1", "10.77.0.2"]
+HOSTS_6 = ["fd00:77::1", "fd00:77::2"]
 ADDRESS = f"{HOSTS[0]}:29500"
 CABLE = "cable"
 
@@ -21,16 +22,23 @@ needs_networks = pytest.mark.skipif(
 
 
 @contextlib.contextmanager
-def two_networks() -> Iterator[list[str]]:
-    """Yields the names of two network namespaces, which reach only each other."""
-    names = [f"tfrep-{uuid.uuid4().hex[:8]}" for _ in HOSTS]
+def two_networks(addresses: Sequence[str] = HOSTS) -> Iterator[list[str]]:
+    """Yields the names of two network namespaces, which reach only each other.
+
+    Args:
+        addresses: Of the two.
+    """
+    names = [f"tfrep-{uuid.uuid4().hex[:8]}" for _ in addresses]
     made = [subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False) for name in names]
     try:
         if any(each.returncode for each in made):
             pytest.skip(f"network namespaces cannot be made here: {made[0].stderr.decode()}")
         ip("link", "add", CABLE, "netns", names[0], "type", "veth", "peer", "name", CABLE, "netns", names[1])
-        for name, address in zip(names, HOSTS, strict=True):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", CABLE)
+        for name, address in zip(names, addresses, strict=True):
+            if ":" in address:  # It stays while the cable is cut.
+                subprocess.run([*on(name), "sysctl", "-qw", "net.ipv6.conf.all.keep_addr_on_down=1"], check=True)
+            # An IPv6 address is used at once, without a look for another host that has it.
+            ip("-n", name, "address", "add", *([f"{address}/64", "nodad"] if ":" in address else [f"{address}/24"]), "dev", CABLE)
             ip("-n", name, "link", "set", CABLE, "up")
             ip("-n", name, "link", "set", "lo", "up")
         yield names

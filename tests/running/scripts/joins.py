@@ -9,6 +9,7 @@ import numpy as np
 
 import tfrep_strategy as tfrep
 
+keras.utils.set_random_seed(0)
 chief = tfrep.is_chief()
 strategy = tfrep.MultiWorkerStrategy()
 assert chief == tfrep.is_chief() == (strategy.rank == 0)
