@@ -22,6 +22,8 @@ from tfrep_strategy.processes.ranks import deferred_signals
 from tfrep_strategy.running.runs import Options, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
 
+LIMIT = 240
+
 
 def _described(strategy: Any) -> list[Any]:
     of_processes = isinstance(strategy, tfrep.MultiWorkerStrategy)
@@ -77,14 +79,14 @@ def made_by_the_program() -> list[Any]:
 @on_cpus
 @pytest.mark.parametrize("fork", [True, False])
 def test_ranks_of_one_machine_use_common_memory(fork: bool) -> None:
-    found = tfrep.launch(made_by_the_program, strategy=None, timeout=120, fork=fork)
+    found = tfrep.launch(made_by_the_program, strategy=None, timeout=LIMIT, fork=fork)
     names = ["shared_memory", *(["horovod"] if horovod_is_installed() else [])]
     assert found == [[names, [2.0] * len(names)]] * 2
 
 
 def test_what_a_run_names_is_what_its_program_gets() -> None:
     for name in ("tf", "shared_memory"):
-        found = tfrep.launch(lambda: tfrep.MultiWorkerStrategy().communicator.name, strategy=None, communicator=name, timeout=120)
+        found = tfrep.launch(lambda: tfrep.MultiWorkerStrategy().communicator.name, strategy=None, communicator=name, timeout=LIMIT)
         assert found == [name] * 2
 
 
@@ -112,6 +114,6 @@ def test_ranks_of_other_launchers_move_to_common_memory(launcher: Any, kind: str
             processes.append(subprocess.Popen(command(says_what_it_uses, str(tmp_path)), env=environ))
             stack.callback(processes[-1].wait)
             stack.callback(processes[-1].kill)
-        assert [process.wait(120) for process in processes] == [0, 0]
+        assert [process.wait(LIMIT) for process in processes] == [0, 0]
     expected = ["MultiWorkerStrategy", 2, "shared_memory", 2.0, f"{kind}Environment"]
     assert [json.loads((tmp_path / rank).read_text("utf-8")) for rank in "01"] == [expected] * 2
