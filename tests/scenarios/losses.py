@@ -137,6 +137,37 @@ def loss_circle_in_a_custom_loop() -> dict[str, Any]:
     return results
 
 
+def _root_mean_square(y: Any, p: Any) -> Any:
+    return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y - p)))
+
+
+def _sum_of_squares(y: Any, p: Any) -> Any:
+    return keras.ops.sum(keras.ops.square(y - p)) / 16.0
+
+
+def _overlap(y: Any, p: Any) -> Any:
+    shared = keras.ops.sum(y * keras.ops.sigmoid(p))
+    return 1.0 - (2.0 * shared + 1.0) / (keras.ops.sum(y) + keras.ops.sum(keras.ops.sigmoid(p)) + 1.0)
+
+
+def _contrast(y: Any, p: Any) -> Any:
+    """The loss of each row: to tell it from all others of the batch."""
+    rows = keras.ops.arange(keras.ops.shape(p)[0])
+    return _L.sparse_categorical_crossentropy(rows, keras.ops.matmul(p, keras.ops.transpose(p)), from_logits=True)
+
+
+@scenario
+def losses_that_users_write() -> dict[str, Any]:
+    """Functions that reduce rows in their own ways, with a last batch of one row: one replica has none of it."""
+    x, y = regression(33)
+    results = {}
+    for loss in (_root_mean_square, _sum_of_squares, _overlap, _contrast):
+        model = dense()
+        model.compile(_O.SGD(0.05), loss, metrics=[loss])
+        results[loss.__name__] = trained(model, x, (y > 0).astype("float32"))
+    return results
+
+
 @scenario
 def class_weight() -> dict[str, Any]:
     model = dense(out=3, activation="softmax")

@@ -39,6 +39,41 @@ def categorical_metrics() -> dict[str, Any]:
     return trained(model, x, np.arange(60) % 5, batch_size=20)
 
 
+class Reported(keras.metrics.Metric):
+    """State that is no sum over rows: a maximum, the mean of what batches have as their median, and a count of batches."""
+
+    def __init__(self, name: str = "reported") -> None:
+        super().__init__(name=name)
+        self.worst, self.spread, self.batches = (self.add_variable((), "zeros", name=n) for n in ("worst", "spread", "batches"))
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        error = keras.ops.abs(y_true - y_pred)
+        self.worst.assign(keras.ops.maximum(self.worst, keras.ops.max(error)))
+        self.spread.assign_add(keras.ops.std(error))
+        self.batches.assign_add(1.0)
+
+    def result(self) -> dict[str, Any]:
+        return {"worst": self.worst.value, "spread": self.spread / self.batches, "batches": self.batches.value}
+
+
+def _root_mean_square(y: Any, p: Any) -> Any:
+    return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y - p)))
+
+
+def _largest(y: Any, p: Any) -> Any:
+    return keras.ops.max(keras.ops.abs(y - p))
+
+
+@scenario
+def metrics_that_are_no_sums() -> dict[str, Any]:
+    """Metrics that users write, with a last batch of one row: one replica has none of it."""
+    model = dense()
+    metrics = [Reported(), _root_mean_square, _largest, "mae"]
+    model.compile(_O.SGD(0.05), "mse", metrics=metrics, weighted_metrics=[Reported("weighted")])
+    x, y = regression(33)
+    return trained(model, x, y, sample_weight=np.linspace(0.5, 2.0, 33).astype("float32"))
+
+
 @scenario
 def callbacks_that_decide() -> dict[str, Any]:
     C = keras.callbacks

@@ -208,7 +208,7 @@ class TrainingPatches:
 
     compute_loss = patch(
         "losses.loss:Loss.__call__", "(self, y_true, y_pred, sample_weight=None)",
-        why="a loss that mixes rows (Dice, Tversky, Circle) sees those of all replicas",
+        why="a loss that mixes rows (Dice, Tversky, Circle, some that users write) sees those of all replicas",
     )
     scale_for_replicas = patch(
         "losses.loss:scale_loss_for_distribution", "(value)",
@@ -236,11 +236,11 @@ class TrainingPatches:
     )
     update_metric = patch(
         "metrics.metric:Metric.update_state", "(self, *args, **kwargs)", in_subclasses=True,
-        why="what a worker counts is added on the server at once",
+        why="a metric that is no sum over rows sees those of all replicas; what a worker counts is added on the server at once",
     )
     add_metric_variable = patch(
         "metrics.metric:Metric.add_variable", "(self, shape, initializer, dtype=None, aggregation='sum', name=None)",
-        why="finds the metrics whose state is on servers",
+        why="finds the metrics of users, and those whose state is on servers",
     )
 
     # fmt: on

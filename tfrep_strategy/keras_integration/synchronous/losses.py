@@ -12,9 +12,19 @@ from typing import Any
 import keras
 from keras import ops
 
+from tfrep_strategy.keras_integration.driver import KerasDriver
+from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
-from tfrep_strategy.keras_integration.synchronous.whole_batch import loss_of_whole_batch, mixes_rows, sees_whole_batch
+from tfrep_strategy.keras_integration.synchronous.own_functions import loss_needs_all_rows, metric_needs_all_rows
+from tfrep_strategy.keras_integration.synchronous.whole_batch import (
+    loss_of_whole_batch,
+    mixes_rows,
+    sees_whole_batch,
+    update_with_whole_batch,
+)
+
+in_stateless_scope: Any = keras_internal("backend.common.stateless_scope", "in_stateless_scope")
 
 
 class Losses(SynchronousBase):
@@ -22,7 +32,7 @@ class Losses(SynchronousBase):
 
     def compute_loss(self, original: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Computes a loss that mixes rows from the rows of all replicas; others from this replica's own."""
-        if not self.in_replica or not self.has_several or not mixes_rows(loss):
+        if not self._sees_part or not (mixes_rows(loss) or _is_own_and_mixes_rows(loss, y_true, y_pred)):
             return original(loss, y_true, y_pred, sample_weight)
         return loss_of_whole_batch(self.strategy, original, loss, y_true, y_pred, sample_weight)
 
@@ -69,12 +79,25 @@ class Losses(SynchronousBase):
     def update_mean(self, original: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:
         """Weighs a scalar without a weight, such as the loss of a custom step, by the replica's share of the batch."""
         step = current_step()
-        if step is not None and not keras.ops.shape(values):
+        if step is not None and not sees_whole_batch.value and not keras.ops.shape(values):
             # The mean over no examples is no number, which a weight of zero would not remove.
             (values,) = step.share.silenced([values])
             if sample_weight is None:
                 sample_weight = step.share.as_weight(metric.dtype)
         return original(metric, values, sample_weight=sample_weight)
+
+    def add_metric_variable(self, original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
+        """Finds the metrics of users, whose updates may need the whole batch."""
+        KerasDriver.update_metric.install_in(type(metric))
+        return original(metric, *args, **kwargs)
+
+    def update_metric(self, original: Any, metric: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Updates a metric that is no sum over the rows, such as a maximum, on one replica with the rows of all."""
+        if current_step() is None or not self._sees_part or in_stateless_scope():
+            return original(metric, *args, **kwargs)
+        if not metric_needs_all_rows(metric, original, args, kwargs):
+            return original(metric, *args, **kwargs)
+        return update_with_whole_batch(self.strategy, original, metric, args, kwargs)
 
     @property
     def _sees_part(self) -> bool:
@@ -85,3 +108,8 @@ class Losses(SynchronousBase):
     def _divides_by_replicas(self) -> bool:
         """Whether losses are divided by the number of replicas: in a custom loop, whose gradients are summed."""
         return current_step() is None and not sees_whole_batch.value and self.in_replica
+
+
+def _is_own_and_mixes_rows(loss: Any, y_true: Any, y_pred: Any) -> bool:
+    """Whether a loss that a user has written needs all rows. In a custom loop its value is what TensorFlow's conventions make it."""
+    return current_step() is not None and loss_needs_all_rows(loss, y_true, y_pred)

@@ -61,6 +61,28 @@ def loss_of_whole_batch(
     return value if current_step() is not None else value / strategy.num_replicas_in_sync
 
 
+def update_with_whole_batch(strategy: KerasStrategy, update: Any, metric: Any, args: Any, kwargs: Any) -> None:
+    """Updates the state of a metric, which reads as the sum over the replicas, on the first replica alone.
+
+    Args:
+        strategy: The strategy in scope.
+        update: Keras's or the user's own `update_state`.
+        metric: The metric.
+        args: What this replica gives to it.
+        kwargs: What this replica gives to it by name.
+    """
+    own = keras.tree.map_structure(lambda v: v if v is None else keras.ops.convert_to_tensor(v), (args, kwargs))
+    dtypes = keras.tree.map_structure(lambda v: v if v is None else v.dtype, own)
+    sent = keras.tree.map_structure(lambda v: tf.cast(v, tf.int32) if v is not None and v.dtype == tf.bool else v, own)
+    rows = tf.shape(keras.tree.flatten(own)[0])[0]
+    replica: Any = tf.distribute.get_replica_context().replica_id_in_sync_group
+    everyone, _ = _rows_of_all(strategy, sent, rows)
+    if int(tf.get_static_value(replica)) == 0:
+        args, kwargs = keras.tree.map_structure(lambda v, dtype: v if v is None else tf.cast(v, dtype), everyone, dtypes)
+        with sees_whole_batch.to(True):
+            update(metric, *args, **kwargs)
+
+
 def _rows_of_all(strategy: KerasStrategy, nest: Any, rows: tf.Tensor) -> tuple[Any, tf.Tensor]:
     """Concatenates a nest of tensors over the replicas; scalars are kept.
 

@@ -1,0 +1,91 @@
+"""Which losses and metrics of users are tried to need the rows of all replicas, and which are believed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from tfrep_strategy.keras_integration.synchronous.own_functions import loss_needs_all_rows, metric_needs_all_rows
+
+ROWS = tf.constant(np.linspace(0.0, 1.0, 12).reshape(6, 2), tf.float32)
+
+
+def _of_labels(y: Any, p: Any) -> Any:
+    return ops.mean(keras.losses.sparse_categorical_crossentropy(ops.cast(y[:, 0], "int32"), p))
+
+
+LINEAR = {
+    "mean": lambda y, p: ops.mean(ops.square(y - p)),
+    "rows": lambda y, p: ops.sum(ops.square(y - p), axis=-1),
+    "labels": _of_labels,
+    "no number": lambda y, p: ops.mean(ops.log(-1.0 - y)),
+    "refuses": lambda y, p: ops.reshape(p, (6, 2))[0, 0],
+}
+OTHERS = {
+    "root": lambda y, p: ops.sqrt(ops.mean(ops.square(y - p))),
+    "sum": lambda y, p: ops.sum(ops.square(y - p)),
+    "largest": lambda y, p: ops.max(y - p),
+    "each row with all": lambda y, p: ops.sum(ops.matmul(p, ops.transpose(p)), axis=-1),
+}
+
+
+@pytest.mark.parametrize(("name", "needs"), [(n, False) for n in LINEAR] + [(n, True) for n in OTHERS])
+def test_functions(name: str, needs: bool) -> None:
+    function = (LINEAR | OTHERS)[name]
+    assert loss_needs_all_rows(keras.losses.Loss(name=name), ROWS, ROWS) is False  # It cannot be called.
+    compiled = keras.src.losses.losses.LossFunctionWrapper(function)
+    assert loss_needs_all_rows(compiled, ROWS, ROWS) is needs
+    metric = keras.metrics.MeanMetricWrapper(function)
+    update = type(metric).update_state
+    assert metric_needs_all_rows(metric, getattr(update, "__wrapped__", update), (ROWS, ROWS), {}) is needs
+
+
+class _Total(keras.metrics.Metric):
+    def __init__(self, adds: Any) -> None:
+        super().__init__()
+        self.adds, self.total = adds, self.add_variable((), "zeros")
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+        self.total.assign(self.adds(self.total, y))
+
+    def result(self) -> Any:
+        return self.total.value
+
+
+@pytest.mark.parametrize(
+    ("needs", "adds"),
+    [
+        (False, lambda total, y: total + ops.sum(y)),
+        (True, lambda total, y: total + ops.mean(y)),
+        (True, lambda total, y: total + 1.0),
+        (True, lambda total, y: ops.maximum(total, ops.max(y))),
+        (True, lambda total, y: ops.sum(y)),
+        (True, lambda total, y: 0.9 * total + ops.sum(y)),
+    ],
+)
+def test_metrics(needs: bool, adds: Any) -> None:
+    metric = _Total(adds)
+    metric.update_state(ROWS, ROWS)
+    before = float(metric.result())
+    assert metric_needs_all_rows(metric, _Total.update_state, (ROWS, ROWS), {"sample_weight": None}) is needs
+    assert float(metric.result()) == before
+
+
+@pytest.mark.parametrize("given", [tf.constant(1.0), tf.constant(["a", "b"]), tf.ragged.constant([[1.0], []]), 2.0])
+def test_what_has_no_rows_to_put_together_is_believed(given: Any) -> None:
+    metric = _Total(lambda total, y: total + 1.0)
+    assert not metric_needs_all_rows(metric, _Total.update_state, (given, ROWS), {})
+
+
+def test_drawing_random_numbers_does_not_go_on() -> None:
+    seeds = keras.random.SeedGenerator(5)
+    before = keras.ops.convert_to_numpy(seeds.state).tolist()
+    drawn = keras.src.losses.losses.LossFunctionWrapper(lambda y, p: ops.mean(keras.random.uniform(ops.shape(p), seed=seeds) * p))
+    assert loss_needs_all_rows(drawn, ROWS, ROWS)
+    assert keras.ops.convert_to_numpy(seeds.state).tolist() == before
