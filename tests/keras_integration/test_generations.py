@@ -127,9 +127,9 @@ def test_nothing_that_is_whole_is_an_error(address: str, program: Program) -> No
 def test_a_backup_of_plain_keras_goes_on(address: str, program: Program, undisturbed: list[bytes]) -> None:
     keras.utils.set_random_seed(3)
     plain = make_model()
-    fit(plain, 2, _BACKUP(address, delete_checkpoint=False))
+    fit(plain, 1, _BACKUP(address, delete_checkpoint=False))  # TensorFlow's memory appends to a file that it is to overwrite.
     assert sorted(tf.io.gfile.listdir(address)) == ["latest.weights.h5", "training_metadata.json"]
-    assert fit(program.start(), 4, _BACKUP(address, delete_checkpoint=False)).epoch == [2, 3]
+    assert fit(program.start(), 4, _BACKUP(address, delete_checkpoint=False)).epoch == [1, 2, 3]
     assert all(name.startswith("generation-") for name in tf.io.gfile.listdir(address))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def test_a_later_start_goes_on_from_a_bucket(bucket: dict[str, str], undisturbed
     assert said_by(LISTS, "gs://bucket/later", **bucket)[0] == "True\n"
     output, said = ended(run, tmp_path, **bucket)
     check(fits_in(output), undisturbed)
-    assert "fit goes on from its backup: epoch 2" in said
+    assert re.search("fit goes on from its backup: epoch [23]", said)
 
 
 def test_each_machine_looks_for_the_mark_of_the_first(bucket: dict[str, str]) -> None:
