@@ -104,9 +104,9 @@ def test_hosts_that_have_ipv6_only(first: int, tmp_path: Path) -> None:
     """Their names lead to their addresses; the launchers and ranks meet there."""
     with two_networks(HOSTS_6) as names, machines_in(names, tmp_path, HOSTS_6) as made:
         where = f"{names[first]}:1,{names[1 - first]}:1"
-        command = [*made[0].enter, sys.executable, "-m", "tfrep_strategy.cli", "run", "--hosts", where, "--prefix", PROGRAM, "tells"]
+        run = [sys.executable, "-m", "tfrep_strategy.cli", "run", "--hosts", where, "--prefix", PROGRAM, "tells"]
         done = subprocess.run(
-            command, env=environ(**made[0].variables, MY_TOKEN=SECRET), capture_output=True, text=True, timeout=LIMIT, check=False
+            [*made[0].enter, *run], env=environ(**made[0].variables, MY_TOKEN=SECRET), capture_output=True, text=True, timeout=LIMIT, check=False
         )
         assert done.returncode == 0, done.stderr
         found = found_in(done.stdout)
