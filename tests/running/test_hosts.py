@@ -106,8 +106,9 @@ def test_hosts_that_have_ipv6_only(first: int, tmp_path: Path) -> None:
         where = f"{names[first]}:1,{names[1 - first]}:1"
         run = [sys.executable, "-m", "tfrep_strategy.cli", "run", "--hosts", where, "--prefix", PROGRAM, "tells"]
         done = subprocess.run(
-            [*made[0].enter, *run], env=environ(**made[0].variables, MY_TOKEN=SECRET), capture_output=True, text=True, timeout=LIMIT, check=False
-        )
+            [*made[0].enter, *run], env=environ(**made[0].variables, MY_TOKEN=SECRET),
+            capture_output=True, text=True, timeout=LIMIT, check=False,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
         found = found_in(done.stdout)
         assert [each["ranks"] for each in found] == [[0, 1]] * 2
