@@ -35,10 +35,9 @@ def two_networks(addresses: Sequence[str] = HOSTS) -> Iterator[list[str]]:
             pytest.skip(f"network namespaces cannot be made here: {made[0].stderr.decode()}")
         ip("link", "add", CABLE, "netns", names[0], "type", "veth", "peer", "name", CABLE, "netns", names[1])
         for name, address in zip(names, addresses, strict=True):
-            if ":" in address:  # It stays while the cable is cut.
-                subprocess.run([*on(name), "sysctl", "-qw", "net.ipv6.conf.all.keep_addr_on_down=1"], check=True)
-            # An IPv6 address is used at once, without a look for another host that has it.
-            ip("-n", name, "address", "add", *([f"{address}/64", "nodad"] if ":" in address else [f"{address}/24"]), "dev", CABLE)
+            # An IPv6 address can be used at once, without a search for another host that has it.
+            prefix = ["64", "nodad"] if ":" in address else ["24"]
+            ip("-n", name, "address", "add", f"{address}/{prefix[0]}", "dev", CABLE, *prefix[1:])
             ip("-n", name, "link", "set", CABLE, "up")
             ip("-n", name, "link", "set", "lo", "up")
         yield names

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from needs import needs_horovod
-from networks import HOSTS, cable_cut
+from networks import HOSTS, HOSTS_6, cable_cut, two_networks
 from test_joining import ROOT, environ, found_in
 from test_two_hosts import SCRIPTS, hosts  # noqa: F401
 from two_machines import Machine, know, machines_in, needs_machines
@@ -97,6 +97,22 @@ def test_ranks_are_those_of_one_run(communicator: str, first: str, start: Callab
         assert each["token"] == SECRET
     assert [each["other"] for each in found].count(None) == (2 if first == "here" else 1)  # It was not exported.
     assert sorted(re.findall(r"^\[(\d)\] FOUND", output, re.MULTILINE)) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_hosts_that_have_ipv6_only(first: int, tmp_path: Path) -> None:
+    """Their names lead to their addresses; the launchers and ranks meet there."""
+    with two_networks(HOSTS_6) as names, machines_in(names, tmp_path, HOSTS_6) as made:
+        where = f"{names[first]}:1,{names[1 - first]}:1"
+        run = [sys.executable, "-m", "tfrep_strategy.cli", "run", "--hosts", where, "--prefix", PROGRAM, "tells"]
+        done = subprocess.run(
+            [*made[0].enter, *run], env=environ(**made[0].variables, MY_TOKEN=SECRET),
+            capture_output=True, text=True, timeout=LIMIT, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found = found_in(done.stdout)
+        assert [each["ranks"] for each in found] == [[0, 1]] * 2
+        assert sorted(each["hosts"] for each in found) == [[names[first], names[1 - first]]] * 2
 
 
 def test_a_rank_on_the_other_host_fails(start: Callable) -> None:

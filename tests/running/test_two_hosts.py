@@ -11,7 +11,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 import pytest
-from networks import HOSTS, HOSTS_6, cable_cut, needs_networks, on, two_networks
+from networks import ADDRESS, HOSTS, HOSTS_6, cable_cut, needs_networks, on, two_networks
 from test_joining import check_all, found_in, outputs_of
 from test_joining import environ as quiet_environ
 from test_nodes import check_ranks, launch, options_of
@@ -22,8 +22,8 @@ SCRIPTS = Path(__file__).with_name("scripts")
 pytestmark = needs_networks
 
 
-class Hosts(NamedTuple):
-    """Two network namespaces, which reach only each other."""
+class Network(NamedTuple):
+    """Two hosts, and their addresses."""
 
     names: list[str]
     addresses: list[str]
@@ -42,10 +42,18 @@ class Hosts(NamedTuple):
         return [on(name) for name in self.names]
 
 
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[str]]:
+    """The names of two network namespaces, which reach only each other."""
+    with two_networks() as names:
+        yield names
+
+
 @pytest.fixture(scope="module", params=[HOSTS, HOSTS_6], ids=["IPv4", "IPv6"])
-def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
+def network(request: pytest.FixtureRequest) -> Iterator[Network]:
+    """Two network namespaces that have addresses of one kind only."""
     with two_networks(request.param) as names:
-        yield Hosts(names, request.param)
+        yield Network(names, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -67,24 +75,24 @@ def secret(tmp_path: Path) -> dict[str, str]:
     return {"TFREP_SECRET_FILE": str(file)}
 
 
-def test_launchers_on_two_hosts(hosts: Hosts, secret: dict[str, str], tmp_path: Path) -> None:
-    results, ranks = launch(tmp_path, options_of(hosts.rendezvous, (2, 1)), hosts.prefixes, **secret)
+def test_launchers_on_two_hosts(network: Network, secret: dict[str, str], tmp_path: Path) -> None:
+    results, ranks = launch(tmp_path, options_of(network.rendezvous, (2, 1)), network.prefixes, **secret)
     assert results == ["ended well"] * 2
-    first, second = hosts.in_urls
+    first, second = network.in_urls
     check_ranks(ranks, [first, first, second], 29500)
 
 
-def test_two_machines_that_say_that_they_are_the_first(hosts: Hosts, secret: dict[str, str], tmp_path: Path) -> None:
-    twice = [options_of(hosts.rendezvous, (1, 1))[0]] * 2
-    results, ranks = launch(tmp_path, twice, hosts.prefixes, **secret)
+def test_two_machines_that_say_that_they_are_the_first(hosts: list[str], secret: dict[str, str], tmp_path: Path) -> None:
+    twice = [options_of(ADDRESS, (1, 1))[0]] * 2
+    results, ranks = launch(tmp_path, twice, [on(host) for host in hosts], **secret)
     assert all("Two processes say that they are node 0: " in each for each in results), results
     assert not ranks
 
 
-def test_a_cut_cable(hosts: Hosts, secret: dict[str, str], tmp_path: Path) -> None:
-    with cable_cut(hosts.names[0]):
+def test_a_cut_cable(hosts: list[str], secret: dict[str, str], tmp_path: Path) -> None:
+    with cable_cut(hosts[0]):
         limit = {"TFREP_RENDEZVOUS_TIMEOUT": "3"}
-        results, ranks = launch(tmp_path, options_of(hosts.rendezvous, (1, 1)), hosts.prefixes, **secret, **limit)
+        results, ranks = launch(tmp_path, options_of(ADDRESS, (1, 1)), [on(host) for host in hosts], **secret, **limit)
     assert "The nodes did not meet within 3 seconds. Node 1 has not come." in results[0]
     assert "The nodes did not meet within 3 seconds. Node 0 cannot be reached" in results[1]
     assert not ranks
@@ -92,15 +100,15 @@ def test_a_cut_cable(hosts: Hosts, secret: dict[str, str], tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", ["nodes", "torchrun"])
 def test_training_on_two_hosts(
-    kind: str, hosts: Hosts, secret: dict[str, str], loss_of_one_device: list[float], tmp_path: Path
+    kind: str, network: Network, secret: dict[str, str], loss_of_one_device: list[float], tmp_path: Path
 ) -> None:
     processes = []
-    for rank, host in enumerate(hosts.names):
+    for rank, host in enumerate(network.names):
         own, arguments = quiet_environ(**secret), []
         if kind == "torchrun":
-            own |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": "29500"}
+            own |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": network.addresses[0], "MASTER_PORT": "29500"}
         else:
-            arguments = ["--nnodes", "2", "--node-rank", str(rank), "--rendezvous", hosts.rendezvous]
+            arguments = ["--nnodes", "2", "--node-rank", str(rank), "--rendezvous", network.rendezvous]
             arguments += ["--log-dir", str(tmp_path / "logs")]
         command = [sys.executable, "-m", "tfrep_strategy.cli", "run", *arguments, str(SCRIPTS / "joins.py")]
         processes.append(

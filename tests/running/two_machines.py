@@ -64,6 +64,11 @@ Host *
     GlobalKnownHostsFile /dev/null
 """
 
+_SSH_HOST = """
+Host {name}
+    HostName {address}
+"""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -105,12 +110,13 @@ class Machine:
 
 
 @contextlib.contextmanager
-def machines_in(names: Sequence[str], folder: Path) -> Iterator[list[Machine]]:
+def machines_in(names: Sequence[str], folder: Path, addresses: Sequence[str] = HOSTS) -> Iterator[list[Machine]]:
     """Makes machines of two network namespaces, and ends all that runs on them.
 
     Args:
-        names: Of the namespaces, which a cable joins.
+        names: Of the namespaces, which a cable joins. ssh knows the machines by these, too.
         folder: An empty folder.
+        addresses: Of the two.
     """
     mount = ["unshare", "--mount", "--uts", "mount", "-t", "tmpfs", "tmpfs", "/run"]
     probe = subprocess.run(mount, capture_output=True, check=False)
@@ -119,11 +125,12 @@ def machines_in(names: Sequence[str], folder: Path) -> Iterator[list[Machine]]:
     (folder / "own").mkdir()
     for key in (*(f"{name}_key" for name in names), "user_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
-    (folder / "ssh_config").write_text(_SSH.format(folder=folder))
-    know(folder, names)
+    named = [_SSH_HOST.format(name=name, address=address) for name, address in zip(names, addresses, strict=True)]
+    (folder / "ssh_config").write_text("".join([*named, _SSH.format(folder=folder)]))
+    know(folder, names, addresses)
     with contextlib.ExitStack() as stack:
         machines = []
-        for name, address in zip(names, HOSTS, strict=True):
+        for name, address in zip(names, addresses, strict=True):
             config = folder / f"{name}_sshd"
             config.write_text(_SSHD.format(address=address, folder=folder, name=name))
             start = _START.format(name=name, address=address, own=folder / "own", config=config)
@@ -138,10 +145,10 @@ def machines_in(names: Sequence[str], folder: Path) -> Iterator[list[Machine]]:
         yield machines
 
 
-def know(folder: Path, names: Sequence[str]) -> None:
+def know(folder: Path, names: Sequence[str], addresses: Sequence[str] = HOSTS) -> None:
     """Writes the keys of the machines where ssh looks for them."""
     keys = [" ".join((folder / f"{name}_key.pub").read_text().split()[:2]) for name in names]
-    lines = [f"{address} {key}\n" for address, key in zip(HOSTS, keys, strict=True)]
+    lines = [f"{address} {key}\n" for address, key in zip(addresses, keys, strict=True)]
     (folder / "known_hosts").write_text("".join(lines))
 
 

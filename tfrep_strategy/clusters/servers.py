@@ -22,6 +22,7 @@ from typing import Any
 from tfrep_strategy.clusters.cluster import wait_until_reachable
 from tfrep_strategy.profiles.requests import answer_requests
 from tfrep_strategy.rendezvous.confinement import confined
+from tfrep_strategy.rendezvous.lost_machines import watch_connections
 from tfrep_strategy.startup_log import quiet_start
 
 _PR_SET_PDEATHSIG = 1
@@ -119,6 +120,7 @@ def run_server(cluster: dict[str, Any], job: str, index: int, *, coordinator_tim
     with confined(own, everybody, port=int(own.rpartition(":")[2]), unknown=unknown):
         server = tf.distribute.Server(spec, job, index, protocol="grpc", config=config, start=False)
     server.start()  # It obeys nobody before.
+    watch_connections(server, everybody)
     if coordinator_timeout is not None:
         threading.Thread(target=_end_with, args=(cluster["chief"][0], coordinator_timeout), daemon=True).start()
     server.join()

@@ -79,15 +79,27 @@ def connection_of(peer: socket.socket, seconds: int) -> Connection:
     """Turns a connected socket into a connection for Python objects. Reads give up after some seconds."""
     peer.settimeout(None)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # A machine that disappears without closing its connections is noticed after 5 + 4 * 3 seconds, also while it owes an
-    # answer to what was sent.
-    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 17_000)):
-        if hasattr(socket, name):
-            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    notice_loss(peer)
     connection = Connection(peer.detach())
     set_patience(connection, seconds)
     return connection
+
+
+def notice_loss(peer: socket.socket) -> None:
+    """Has the system close a connection after 17 seconds if the other machine disappears without closing it.
+
+    Args:
+        peer: A connected socket.
+
+    Example:
+        >>> with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as peer:
+        ...     notice_loss(peer)
+    """
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # 5 + 4 * 3 seconds, also while the other owes an answer to what was sent.
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 17_000)):
+        if hasattr(socket, name):
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def prove(connection: Connection, key: bytes, *, listens: bool) -> None:

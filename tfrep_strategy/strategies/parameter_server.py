@@ -26,6 +26,7 @@ from tfrep_strategy.keras_integration.asynchronous.driver import AsynchronousDri
 from tfrep_strategy.keras_integration.asynchronous.partitioned_variables import PartInitializer, PartitionedVariable
 from tfrep_strategy.old_spellings import OF_PARAMETER_SERVERS, OF_STRATEGIES, ShowsNewNames, refuses
 from tfrep_strategy.rendezvous.confinement import confined
+from tfrep_strategy.rendezvous.lost_machines import watch_connections
 from tfrep_strategy.strategies.checked_settings import CheckedSetting, flag, function, or_none, positive, seconds
 from tfrep_strategy.strategies.graph_mode import refuse_graph_mode
 from tfrep_strategy.strategies.step_runner import StepRunner
@@ -124,6 +125,7 @@ class ParameterServerStrategy(ShowsNewNames, tf.distribute.ParameterServerStrate
         tf.distribute.Strategy.__init__(self, _Extended(self, resolver, variable_partitioner))
         self.extended.keras_driver = AsynchronousDriver(self)
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self)
+        watch_connections(self, [*self._jobs["worker"], *self._jobs["ps"]])
         self.extended.step_runner = StepRunner(self)
 
     variable_partitioner = CheckedSetting(or_none(function), fixed=True)
