@@ -111,5 +111,5 @@ class Losses(SynchronousBase):
 
 
 def _is_own_and_mixes_rows(loss: Any, y_true: Any, y_pred: Any) -> bool:
-    """Whether a loss that a user has written needs all rows. In a custom loop its value is what TensorFlow's conventions make it."""
+    """Whether a loss that a user has written needs all rows. In a custom loop its value is what TensorFlow makes of it."""
     return current_step() is not None and loss_needs_all_rows(loss, y_true, y_pred)

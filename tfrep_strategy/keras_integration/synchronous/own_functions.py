@@ -1,12 +1,13 @@
 """Losses and metrics that users write: whether what they say of a batch follows from what they say of its parts.
 
-It does for nearly all of them. The others, such as the root of a mean or a maximum, need the rows of all replicas. Which they are is
-tried on made-up rows, once for each of them. One that cannot be tried is believed.
+It does for nearly all of them. The others, such as the root of a mean or a maximum, need the rows of all replicas. To find out,
+each is tried once, on made-up rows. One that cannot be tried is believed.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -71,11 +72,8 @@ def _tried(user: Any, what: str, try_it: Callable[[], bool]) -> bool:
     if what not in answers:
         answers[what] = False  # First: an update may call that of its base class.
         # What is traced here, and under which strategy, does not hold in another thread.
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            try:
-                answers[what] = thread.submit(try_it).result()
-            except Exception:  # Whatever a stranger's code does not like about made-up numbers.
-                pass
+        with concurrent.futures.ThreadPoolExecutor(1) as thread, contextlib.suppress(Exception):
+            answers[what] = thread.submit(try_it).result()  # A user's code need not like made-up numbers.
     return answers[what]
 
 
