@@ -138,6 +138,10 @@ run_write_callbacks = _private("checkpoint.checkpoint", "_execute_callbacks")
 _checkpoint_management = _private("checkpoint.checkpoint", "checkpoint_management")
 _private("checkpoint.checkpoint_management", "update_checkpoint_state_internal")
 
+# The connection of a coordinator to its cluster.
+_eager_runtime = _private("eager.remote", "pywrap_tfe")
+_private("pywrap_tfe", "TF_PickUnusedPortOrDie")
+
 # The global seed that TensorFlow uses for an operation with its own seed if no global seed is set.
 NO_SEED = _private("framework.random_seed", "DEFAULT_GRAPH_SEED")
 
@@ -216,6 +220,17 @@ def traced_function(graph: Any) -> Any:
             return _unwrap(frame.f_locals["python_func"])[1]
         frame = frame.f_back
     return None
+
+
+@contextlib.contextmanager
+def next_port(port: int) -> Iterator[None]:
+    """Has TensorFlow take this port where it would look for a free one."""
+    pick = _eager_runtime.TF_PickUnusedPortOrDie
+    _eager_runtime.TF_PickUnusedPortOrDie = lambda: port
+    try:
+        yield
+    finally:
+        _eager_runtime.TF_PickUnusedPortOrDie = pick
 
 
 @contextlib.contextmanager

@@ -90,22 +90,23 @@ def test_a_run_on_one_machine(kind: str, user: str, machines: Machines, hosts: l
     assert kind != "shared_memory" or not ports
 
 
-def test_a_run_that_starts(machines: Machines, hosts: list[str], tmp_path: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize("kind", ["tf", "servers"])
+def test_a_run_that_starts(kind: str, machines: Machines, hosts: list[str], tmp_path: Path) -> None:  # noqa: F811
     """A stranger who tries all ports all the time comes through none, not even while TensorFlow starts its servers."""
-    command = [str(tmp_path) if each == "FOLDER" else each for each in KINDS["tf"]]
+    command = [str(tmp_path) if each == "FOLDER" else each for each in KINDS[kind]]
     seen: dict[int, str] = {}
     with running([*on(hosts[0]), sys.executable, *command], tmp_path) as process:
         deadline = time.monotonic() + LIMIT
         all_listen = False
         while not all_listen and process.poll() is None and time.monotonic() < deadline:
-            all_listen = len(list(tmp_path.glob("ready*"))) == 2
+            all_listen = len(list(tmp_path.glob("ready*"))) == READY.get(kind, 2)
             ports, taken = machines.look(process.pid)
             seen |= ports
             assert not taken, ports
         (tmp_path / "go").touch()
         output = process.communicate(timeout=LIMIT)[0]
     assert process.returncode == 0, output
-    assert len([where for where in seen.values() if where.split()[1] in ("::", "0.0.0.0")]) == SERVERS["tf"], seen
+    assert len([where for where in seen.values() if where.split()[1] in ("::", "0.0.0.0")]) == SERVERS[kind], seen
 
 
 @pytest.mark.parametrize("communicator", ["tf", pytest.param("horovod", marks=needs_horovod)])

@@ -117,7 +117,7 @@ def run_server(cluster: dict[str, Any], job: str, index: int, *, coordinator_tim
     own = spec.task_address(job, index)
     everybody = [address for each in spec.jobs for address in spec.job_tasks(each)]
     unknown = "" if "chief" in spec.jobs else "the coordinator"
-    with confined(own, everybody, port=int(own.rpartition(":")[2]), unknown=unknown):
+    with confined(own, everybody, unknown=unknown):
         server = tf.distribute.Server(spec, job, index, protocol="grpc", config=config, start=False)
     server.start()  # It obeys nobody before.
     watch_connections(server, everybody)

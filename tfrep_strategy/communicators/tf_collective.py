@@ -134,7 +134,7 @@ class TensorFlowCommunicator(RingCommunicator):
 
     def _connect(self, addresses: list[str]) -> None:
         server = self._server(addresses)
-        with confined(addresses[self.rank], addresses, port=server.port, speaks=self.rank == 0):
+        with confined(addresses[self.rank], addresses, speaks=self.rank == 0):
             self._start(server, addresses)
 
     def _start(self, server: Any, addresses: list[str]) -> None:

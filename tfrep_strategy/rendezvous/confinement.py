@@ -2,8 +2,7 @@
 
 TensorFlow can neither be told where to listen nor be given a socket. So its sockets are found among the descriptors of this process
 once they listen, and confined: to the loopback interface if all processes of the run have its addresses, else to the addresses of
-the run's machines. Until then strangers are kept from a port that is known before (`shut_port.py`). From another, connections that
-they made before are closed.
+the run's machines. Until then strangers are kept from their ports (`shut_port.py`).
 """
 
 from __future__ import annotations
@@ -58,17 +57,16 @@ def confine(server: socket.socket, networks: Sequence[Network] | None = None) ->
 
 @contextlib.contextmanager
 def confined(
-    own: str, addresses: Sequence[str], *, port: int | None = None, unknown: str = "", speaks: bool = True
+    own: str, addresses: Sequence[str], *, unknown: str = "", speaks: bool = True
 ) -> Iterator[Servers]:
-    """Confines the TensorFlow servers that the body starts, while it runs and when it ends.
+    """Confines the TensorFlow server that the body starts, while it runs and when it ends.
 
     TensorFlow holds Python's lock for most of the time that it needs to start a server, so the sockets may be confined only then.
-    Until then nobody but the run's machines comes through, if the port is given.
+    Until then nobody but the run's machines comes through.
 
     Args:
-        own: "host:port" of this process, as the others reach it.
+        own: "host:port" of this process, as the others reach it. Its server listens at that port.
         addresses: Those of all processes of the run.
-        port: The port of the server. None: every port on which the body begins to listen on all interfaces.
         unknown: Who else takes part, at an address that is not known.
         speaks: Whether to warn if they cannot be confined.
 
@@ -76,11 +74,13 @@ def confined(
         The servers.
 
     Example:
-        >>> with confined("127.0.0.1:2222", ["127.0.0.1:2222", "127.0.0.1:2223"]):
-        ...     server = socket.create_server(("", 0))
+        >>> from tfrep_strategy.rendezvous.connections import free_ports
+        >>> port, other = free_ports(2)
+        >>> with confined(f"127.0.0.1:{port}", [f"127.0.0.1:{port}", f"127.0.0.1:{other}"]):
+        ...     server = socket.create_server(("", port), reuse_port=True)
         >>> server.close()
     """
-    servers = Servers(own, addresses, port, unknown)
+    servers = Servers(own, addresses, unknown)
     is_over = threading.Event()
 
     def watch() -> None:
@@ -114,19 +114,18 @@ class Servers:
     Args:
         own: "host:port" of this process.
         addresses: Those of all processes of the run.
-        port: The port of the server; None for all that begin to listen.
         unknown: Who else takes part.
 
     Attributes:
         problem: Why the servers are not confined; None if they are.
     """
 
-    def __init__(self, own: str, addresses: Sequence[str], port: int | None, unknown: str = "") -> None:
-        self._own, self._addresses, self._port, self._unknown = own, addresses, port, unknown
+    def __init__(self, own: str, addresses: Sequence[str], unknown: str = "") -> None:
+        self._own, self._addresses, self._unknown = own, addresses, unknown
+        self._port = int(own.rpartition(":")[2])
         self._confined: dict[int, Any] = {}
         self._shutter: int | None = None
         self._networks, self.problem = machines_of_run(own, addresses, unknown)
-        self._before = {each.laddr for each in self._connections() if each.status == psutil.CONN_LISTEN}
 
     @property
     def are_confined(self) -> bool:
@@ -135,8 +134,8 @@ class Servers:
 
     @contextlib.contextmanager
     def shut(self) -> Iterator[None]:
-        """Keeps strangers from the port of the server while the body runs, if it is known."""
-        if self._port is None or self.problem:
+        """Keeps strangers from the port of the server while the body runs."""
+        if self.problem:
             yield
             return
         with shut(self._port, _of_this_machine() if self._networks is None else self._networks) as self._shutter:
@@ -168,11 +167,8 @@ class Servers:
             return []
 
     def _is_server(self, connection: Any) -> bool:
-        if connection.status != psutil.CONN_LISTEN or connection.fd == self._shutter:
-            return False
-        if self._port is not None:
-            return connection.laddr.port == self._port
-        return connection.laddr not in self._before and ipaddress.ip_address(connection.laddr.ip).is_unspecified
+        listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == self._port
+        return listens and connection.fd != self._shutter
 
     def _confine(self, connection: Any) -> None:
         self._confined[connection.fd] = connection.laddr

@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import CachingVariable, ParameterServerExtended, ShardedVariable
+from tfrep_strategy._tensorflow import CachingVariable, ParameterServerExtended, ShardedVariable, next_port
 from tfrep_strategy.batches import pack, shard
 from tfrep_strategy.clusters.cluster import wait_until_reachable
 from tfrep_strategy.clusters.servers import run_server
@@ -26,6 +26,7 @@ from tfrep_strategy.keras_integration.asynchronous.driver import AsynchronousDri
 from tfrep_strategy.keras_integration.asynchronous.partitioned_variables import PartInitializer, PartitionedVariable
 from tfrep_strategy.old_spellings import OF_PARAMETER_SERVERS, OF_STRATEGIES, ShowsNewNames, refuses
 from tfrep_strategy.rendezvous.confinement import confined
+from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.rendezvous.lost_machines import watch_connections
 from tfrep_strategy.strategies.checked_settings import CheckedSetting, flag, function, or_none, positive, seconds
 from tfrep_strategy.strategies.graph_mode import refuse_graph_mode
@@ -117,9 +118,9 @@ class ParameterServerStrategy(ShowsNewNames, tf.distribute.ParameterServerStrate
         self.replicas_to_aggregate = (replicas_to_aggregate or num_workers) if sync else None
         self._refuse_unreachable(connect_timeout)
         # Without an address of its own, the coordinator serves itself only.
-        own = self._jobs.get("chief", ["localhost:0"])
+        own = self._jobs.get("chief") or [f"localhost:{free_ports(1, host='')[0]}"]
         tasks = [address for job in self._jobs.values() for address in job] if "chief" in self._jobs else own
-        with confined(own[0], tasks):
+        with next_port(int(own[0].rpartition(":")[2])), confined(own[0], tasks):
             super().__init__(resolver, variable_partitioner)
         # TensorFlow's class makes its own `extended`. The second call replaces it with ours.
         tf.distribute.Strategy.__init__(self, _Extended(self, resolver, variable_partitioner))
