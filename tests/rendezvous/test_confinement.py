@@ -155,13 +155,12 @@ def test_a_port_that_is_in_use_is_not_shut() -> None:
         assert reaches("127.0.0.1", port)
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_what_listens_in_the_body_is_confined(is_told: bool) -> None:
+def test_what_listens_in_the_body_is_confined() -> None:
     (port,) = free_ports(1, "")
     here = [f"127.0.0.1:{port}", "127.0.0.1:1"]
     with socket.create_server(("", 0)) as before, warnings.catch_warnings():
         warnings.simplefilter("error")
-        with confined(here[0], here, port=port if is_told else None) as servers:
+        with confined(here[0], here) as servers:
             server = listening(port)
         with server:
             assert _devices(server, before) == [b"lo", b""]
@@ -172,7 +171,7 @@ def test_what_listens_in_the_body_is_confined(is_told: bool) -> None:
 def test_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFREP_TRUSTED_NETWORKS", "192.0.2.0/24")
     (port,) = free_ports(1, "")
-    with confined("127.0.0.1:1", ["127.0.0.1:1", "198.51.100.7:1"], port=port):
+    with confined(f"127.0.0.1:{port}", [f"127.0.0.1:{port}", "198.51.100.7:1"]):
         server = listening(port)
     with server:
         assert _devices(server) == [b""]
@@ -183,15 +182,15 @@ def test_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("own", "others", "unknown", "problem"),
     [
-        ("192.0.2.1:1", [], "", "192.0.2.1 is not an address of this machine"),
-        ("127.0.0.1:1", ["no.such.machine.invalid:1"], "", "the address of no.such.machine.invalid is not known"),
-        ("127.0.0.1:1", ["198.51.100.7:1"], "the coordinator", "the address of the coordinator is not known"),
+        ("192.0.2.1", [], "", "192.0.2.1 is not an address of this machine"),
+        ("127.0.0.1", ["no.such.machine.invalid:1"], "", "the address of no.such.machine.invalid is not known"),
+        ("127.0.0.1", ["198.51.100.7:1"], "the coordinator", "the address of the coordinator is not known"),
     ],
 )
 def test_whom_nobody_knows_is_not_shut_out(own: str, others: list[str], unknown: str, problem: str) -> None:
     (port,) = free_ports(1, "")
     with pytest.warns(UserWarning, match=f"can read and write files as you: {problem}"), confined(
-        own, [own, *others], port=port, unknown=unknown
+        f"{own}:{port}", [f"{own}:{port}", *others], unknown=unknown
     ):
         server = listening(port)
     with server:
