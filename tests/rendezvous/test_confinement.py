@@ -205,7 +205,7 @@ def test_who_came_before_is_turned_out(is_accepted: bool, monkeypatch: pytest.Mo
     (port,) = free_ports(1, "")
     with contextlib.ExitStack() as stack:
         sources = ["127.0.0.1", *["127.0.0.2"] * is_accepted]
-        servers = Servers("127.0.0.1:1", [], port)
+        servers = Servers(f"127.0.0.1:{port}", [])
         server = stack.enter_context(socket.create_server(("", port)))
         server.setblocking(False)
         came = {}
@@ -226,7 +226,7 @@ def test_who_came_before_is_turned_out(is_accepted: bool, monkeypatch: pytest.Mo
 
 def test_a_server_that_is_not_found() -> None:
     (port,) = free_ports(1, "")
-    with pytest.warns(UserWarning, match="not among the descriptors"), confined("127.0.0.1:1", [], port=port):
+    with pytest.warns(UserWarning, match="not among the descriptors"), confined(f"127.0.0.1:{port}", []):
         pass
 
 
