@@ -162,4 +162,6 @@ def test_the_command_of_the_pods_makes_a_run(kind: str, tmp_path: Path) -> None:
             pod.kill()
             pod.wait()
     assert [pod.returncode for pod in started] == [0, 0], [error[-3000:] for _, error in outputs]
-    check_ranks([each for output, _ in outputs for each in found_in(output)], "tf")
+    # The pods of the test are on one machine, which a run with a rendezvous does not ask for.
+    communicator = "shared_memory" if kind == "tf_job" else "tf"
+    check_ranks([each for output, _ in outputs for each in found_in(output)], communicator)
