@@ -117,7 +117,7 @@ def test_strangers_come_first() -> None:
 
 def test_another_program_has_the_address_of_this_process() -> None:
     with socket.create_server((LOOPBACK, 0)) as program:
-        addresses = [program.getsockname()[1], *free_ports(1)]
+        addresses = [f"{LOOPBACK}:{program.getsockname()[1]}", *free_addresses(1)]
         with started(0, addresses) as process:
             told, _ = said(process)
     assert told["kind"] == "ConfigurationError"

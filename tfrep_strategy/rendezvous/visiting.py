@@ -122,7 +122,7 @@ class Visit:
         return ConfigurationError(
             message(
                 "Another program listens at the rendezvous.",
-                hint="use another port, the same for all processes.",
+                hint="use another port, the same for all processes. It may be an earlier run that has not ended.",
                 rendezvous=self.place.address,
             )
         )
