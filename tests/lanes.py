@@ -44,6 +44,11 @@ LANES = {
     ),
     "faults": (
         "communicators/peers/test_monitor.py",
+        "communicators/test_tf_collective.py::test_a_process_comes_late",
+        "communicators/test_tf_collective.py::test_a_rank_ends",
+        "communicators/test_tf_collective.py::test_another_program",
+        "communicators/test_tf_collective.py::test_the_address_of_another_rank",
+        "communicators/test_tf_collective.py::test_the_limit_of_a_meeting[1",
         "faults/",
         "keras_integration/test_first_use.py",
         "keras_integration/test_kills.py",

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pathlib
 import subprocess
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -122,3 +123,33 @@ def test_what_is_marked_for_xla() -> None:
     assert marks("Sin") == marks("Square") == [True, True]
     assert sorted(marks("AddN"), key=str) == [False, None]
     np.testing.assert_allclose(run(), 2 * (2 * np.sin(1)) ** 2, rtol=1e-6)
+
+
+def _of_all_rows() -> tuple[list[float], list[np.ndarray]]:
+    """The loss is of the rows of all replicas, and a layer has the gradient of `tf.pad`: a slice at a place that is no constant."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "sigmoid"), Padded()])
+    model.compile(keras.optimizers.SGD(0.1), keras.losses.Dice(axis=None), jit_compile=True)
+    x = np.random.default_rng(1).standard_normal((18, 4), "float32")
+    history = model.fit(x, (x[:, :3] > 0).astype("float32"), batch_size=9, epochs=2, shuffle=False, verbose=0).history
+    return history["loss"], model.get_weights()
+
+
+class Padded(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        count = tf.shape(x)[0]
+        return tf.pad(x, [[0, count], [0, 0]])[:count]
+
+
+def _of_all_rows_on_ranks(strategy: Any) -> tuple[list[float], list[np.ndarray]]:
+    with strategy.scope():
+        return _of_all_rows()
+
+
+@pytest.mark.timeout(200)
+def test_slices_on_two_processes(worker_pool: Callable[[str, int], Any]) -> None:
+    expected_losses, expected = _of_all_rows()
+    for losses, weights in worker_pool("tf", 2).run(_of_all_rows_on_ranks):
+        np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+        for value, wanted in zip(weights, expected, strict=True):
+            np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tfrep_strategy.errors import ConfigurationError, PeerError
+from tfrep_strategy.rendezvous.confinement import confine, problem_of_confining
 from tfrep_strategy.rendezvous.connections import connection_of, free_ports, prove
 from tfrep_strategy.rendezvous.meeting import Met, meet
 from tfrep_strategy.rendezvous.secret import shared_secret
@@ -165,6 +167,21 @@ def test_another_secret_is_named_when_the_time_is_over(start: Start) -> None:
     named = r"Rank 1 has not come. A process at 127.0.0.1 has another secret \(TFREP_SECRET_FILE\)\."
     with pytest.raises(PeerError, match=named):
         host.result(LIMIT)
+
+
+@pytest.mark.skipif(problem_of_confining() is not None, reason=f"sockets are open here: {problem_of_confining()}")
+def test_a_guard_keeps_strangers_away(start: Start, address: str) -> None:
+    place = Place(address, 0, 2, one_machine=True)
+
+    def guard(server: socket.socket) -> None:
+        confine(server, [ipaddress.ip_network("127.0.0.1")])
+
+    with ThreadPoolExecutor(1) as thread:
+        host = thread.submit(meet, place, {}, secret=SECRET, seconds=LIMIT, guard=guard)
+        until_listening(*place.target)
+        with pytest.raises(TimeoutError):
+            socket.create_connection(place.target, 0.3, source_address=("127.0.0.2", 0))
+        assert len(start(1).result(LIMIT)) == len(host.result(LIMIT)) == 2
 
 
 def test_strangers_at_the_door(start: Start, address: str, monkeypatch: pytest.MonkeyPatch) -> None:

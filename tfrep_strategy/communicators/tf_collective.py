@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import socket
-import threading
-import time
 import warnings
 from typing import Any, ClassVar
 
@@ -17,9 +15,12 @@ from tfrep_strategy.communicators.ring import RingCommunicator, group_key
 from tfrep_strategy.devices import full_name, replica_device
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
 from tfrep_strategy.limits import timeout_seconds
+from tfrep_strategy.rendezvous.addresses import meet_at
 from tfrep_strategy.rendezvous.confinement import confined
+from tfrep_strategy.rendezvous.connections import CONNECT_SECONDS
 
-_CONNECT_SECONDS = 25
+_REGISTER_SECONDS = 25
+"""How long TensorFlow may take to connect ranks that have met."""
 _HEARTBEAT_SECONDS = 20.0
 _LONGEST_HEARTBEAT_SECONDS = 30 * 86400.0
 """Stands for no limit."""
@@ -39,9 +40,9 @@ class TensorFlowCommunicator(RingCommunicator):
             the CPU.
 
     Raises:
-        ConfigurationError: The environment knows no addresses, its addresses have changed, another program listens on the
-            address of this process, or there is no such device.
-        PeerError: Not all ranks come to the rendezvous, or the address of a rank does not answer within 25 seconds.
+        ConfigurationError: The environment knows no addresses, its addresses have changed or differ from those of rank 0, another
+            program listens on the address of this process or of rank 0, or there is no such device.
+        PeerError: Not all ranks meet in time, or the address of a rank does not answer.
     """
 
     name = "tf"
@@ -60,7 +61,8 @@ class TensorFlowCommunicator(RingCommunicator):
             )
         self.rank, self.size = environment.rank, environment.size
         self.local_rank, self.local_size = environment.local_rank, environment.local_size
-        self._connect_once(list(environment.addresses))
+        # Who has no rendezvous knows the addresses from the start, and has not met the others.
+        self._connect_once(list(environment.addresses), None if environment.rendezvous else environment.name)
         name = f"strategy{len(self._connected)}/" if len(self._connected) > 1 else ""
         device = full_name(device or replica_device(self.local_rank))
         super().__init__(self.rank, self.size, device, group_key(name), name, position=Position())
@@ -94,12 +96,14 @@ class TensorFlowCommunicator(RingCommunicator):
             service_leader=leader,
             coordinated_jobs=[CoordinatedJob(name="worker", num_tasks=self.size)],
             heartbeat_timeout_in_ms=round(1000 * self._heartbeat_seconds()),
-            cluster_register_timeout_in_ms=1000 * _CONNECT_SECONDS,
+            cluster_register_timeout_in_ms=1000 * _REGISTER_SECONDS,
         )
-        self._check_own_port(addresses[self.rank])
+        config = context().config
+        # Otherwise rank 0 waits for ever, and holds Python's lock, if another rank has ended since they met.
+        config.experimental.coordination_config.cluster_register_with_barrier = True
         return ServerDef(
             cluster=tf.train.ClusterSpec({"worker": addresses}).as_cluster_def(),
-            default_session_config=context().config,
+            default_session_config=config,
             job_name="worker",
             task_index=self.rank,
             protocol="grpc",
@@ -117,10 +121,10 @@ class TensorFlowCommunicator(RingCommunicator):
                     message("This process cannot listen on its own address.", hint=str(error), address=address)
                 ) from error
 
-    def _connect_once(self, addresses: list[str]) -> None:
+    def _connect_once(self, addresses: list[str], source: str | None) -> None:
         own = self.rank, addresses
         if not self._connected:
-            self._connect(addresses)
+            self._connect(addresses, source)
         elif self._connected[0] != own:
             raise ConfigurationError(
                 message(
@@ -132,48 +136,39 @@ class TensorFlowCommunicator(RingCommunicator):
             )
         self._connected.append(own)
 
-    def _connect(self, addresses: list[str]) -> None:
+    def _connect(self, addresses: list[str], source: str | None) -> None:
+        self._check_own_port(addresses[self.rank])
+        if source is not None:
+            meet_at(addresses, self.rank, source)
+            self._check_own_port(addresses[self.rank])  # Another program may have come meanwhile.
         server = self._server(addresses)
         with confined(addresses[self.rank], addresses, speaks=self.rank == 0):
-            self._start(server, addresses)
+            self._start(server)
+            self._check_next(addresses)
 
-    def _start(self, server: Any, addresses: list[str]) -> None:
-        """Starts the server in a thread and checks all addresses meanwhile, so that the error names a wrong address."""
-        failure: list[BaseException] = []
-
-        def start() -> None:
-            try:
-                context().enable_collective_ops(server)
-                context().ensure_initialized()
-            except BaseException as error:
-                failure.append(error)
-
-        thread = threading.Thread(target=start, daemon=True, name="tfrep-collectives")
-        thread.start()
-        deadline = time.monotonic() + _CONNECT_SECONDS
-        missing = list(addresses)
-        while missing and time.monotonic() < deadline and thread.is_alive():
-            missing = [address for address in missing if not _answers(address)]
-            thread.join(0.05)
-        if missing and (failure or thread.is_alive()):
+    def _start(self, server: Any) -> None:
+        try:
+            context().enable_collective_ops(server)
+            context().ensure_initialized()
+        except tf.errors.OpError as error:
             raise PeerError(
                 message(
-                    f"No process answers at the address of rank {addresses.index(missing[0])}.",
-                    hint="check that it was started, that TF_CONFIG is the same everywhere, and whom it takes (docs/security.md).",
-                    address=missing[0],
+                    f"TensorFlow's runtime could not connect the {self.size} processes.",
+                    hint=f"look for the reason in the output of the other ranks; the limit is {_REGISTER_SECONDS} seconds.",
                 )
-            )
-        thread.join(_CONNECT_SECONDS)
-        if failure or thread.is_alive():
+            ) from error
+
+    def _check_next(self, addresses: list[str]) -> None:
+        """Checks the address of the next rank, so that all addresses are checked once. All servers listen."""
+        rank = (self.rank + 1) % self.size
+        host, _, port = addresses[rank].rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+        except OSError as error:
             raise PeerError(
-                f"TensorFlow's runtime could not connect the {self.size} processes within {_CONNECT_SECONDS} seconds."
-            ) from (failure[0] if failure else None)
-
-
-def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=1):
-            return True
-    except OSError:
-        return False
+                message(
+                    f"No process answers at the address of rank {rank} ({error}).",
+                    hint="check that the address is right everywhere, and whom it takes (docs/security.md).",
+                    address=addresses[rank],
+                )
+            ) from error

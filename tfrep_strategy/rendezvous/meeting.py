@@ -11,8 +11,9 @@ import functools
 import json
 import logging
 import selectors
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -49,7 +50,14 @@ class Met:
     told: dict[str, Any]
 
 
-def meet(place: Place, told: Mapping[str, Any], *, secret: bytes | None = None, seconds: float | None = None) -> list[Met]:
+def meet(
+    place: Place,
+    told: Mapping[str, Any],
+    *,
+    secret: bytes | None = None,
+    seconds: float | None = None,
+    guard: Callable[[socket.socket], None] | None = None,
+) -> list[Met]:
     """Meets the other processes. Every one must call it.
 
     Args:
@@ -57,6 +65,7 @@ def meet(place: Place, told: Mapping[str, Any], *, secret: bytes | None = None, 
         told: What the others should know of this one: what JSON can hold.
         secret: Default: from `shared_secret`.
         seconds: How long to wait for all of them. Default: from `meeting_seconds`.
+        guard: Process 0 calls it with the socket at which it listens. It may keep strangers away.
 
     Returns:
         All processes, in the order of their numbers.
@@ -75,7 +84,7 @@ def meet(place: Place, told: Mapping[str, Any], *, secret: bytes | None = None, 
         return [Met(LOOPBACK, dict(told))]
     key = secret or shared_secret(place.one_machine)
     visit = _Visit(place, Statement.of(place, told), key, meeting_seconds() if seconds is None else seconds)
-    return _Host(visit).receive() if place.number == 0 else visit.until_all_have_come()
+    return _Host(visit, guard).receive() if place.number == 0 else visit.until_all_have_come()
 
 
 class _Visit(Visit):
@@ -109,8 +118,8 @@ class _Visit(Visit):
 class _Host:
     """The part of process 0, to which the others come."""
 
-    def __init__(self, visit: _Visit) -> None:
-        self._visit, self._place, self._own = visit, visit.place, visit.own
+    def __init__(self, visit: _Visit, guard: Callable[[socket.socket], None] | None) -> None:
+        self._visit, self._place, self._own, self._guard = visit, visit.place, visit.own, guard
         self._here: dict[Connection, Statement] = {}
         self._selector = selectors.DefaultSelector()
         self._own_host = LOOPBACK
@@ -123,6 +132,8 @@ class _Host:
         except OSError as error:
             self._look_for_another_host()
             raise unusable(self._place, error) from None
+        if self._guard:
+            self._guard(server)
         hear = functools.partial(Connection.recv_bytes, maxlength=_LONGEST_STATEMENT)
         self._reception = Reception(server, self._visit.key, _GREETING_SECONDS, lambda each: Statement.from_json(hear(each)))
         with contextlib.closing(self._reception):
@@ -160,7 +171,8 @@ class _Host:
         if guest.said is None:  # Anybody may come and say anything. The others are still waited for.
             if guest.address not in self._strangers:
                 self._strangers[guest.address] = None
-                _log.warning("At %s, a process at %s has another secret, and is not let in.", self._place.address, guest.address)
+                what = "At %s, a process at %s has another %s, and is not let in."
+                _log.warning(what, self._place.address, guest.address, self._place.shared)
             return
         if is_loopback(self._own_host):
             self._own_host = guest.reached
@@ -171,7 +183,7 @@ class _Host:
         now = time.monotonic()
         problem = f"{self._place.named(missing)} {'has' if len(missing) == 1 else 'have'} not come"
         if self._strangers:
-            problem += f". A process at {next(iter(self._strangers))} has another secret (TFREP_SECRET_FILE)"
+            problem += f". A process at {next(iter(self._strangers))} has another {self._place.shared} ({self._place.setting})"
         if now > self._visit.deadline:
             raise given_up(self._place, self._visit.seconds, problem)
         if now > self._next_line:

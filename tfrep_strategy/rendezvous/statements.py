@@ -30,6 +30,8 @@ class Place:
         count: How many processes there are.
         one_machine: Whether all are on this machine. They then meet on its loopback interface.
         noun: What the processes are, for messages.
+        shared: What the processes must share to be let in, for messages.
+        setting: Where the user sets that.
 
     Raises:
         ConfigurationError: The address cannot be read.
@@ -44,6 +46,8 @@ class Place:
     count: int
     one_machine: bool = False
     noun: str = "rank"
+    shared: str = "secret"
+    setting: str = "TFREP_SECRET_FILE"
 
     def __post_init__(self) -> None:
         checked(Address, "rendezvous", self.address, hint="give the address at which the processes can meet.")

@@ -106,8 +106,8 @@ class Visit:
         except AuthenticationError:
             raise ConfigurationError(
                 message(
-                    f"The secret of this process is not that of {self.place.named([0]).lower()}.",
-                    hint="use one secret everywhere (TFREP_SECRET_FILE), and an address of its own for each run.",
+                    f"The {self.place.shared} of this process is not that of {self.place.named([0]).lower()}.",
+                    hint=f"use one {self.place.shared} everywhere ({self.place.setting}), and an address of its own for each run.",
                     rendezvous=self.place.address,
                 )
             ) from None
@@ -122,7 +122,7 @@ class Visit:
         return ConfigurationError(
             message(
                 "Another program listens at the rendezvous.",
-                hint="use another port, the same for all processes.",
+                hint="use another port, the same for all processes. It may be an earlier run that has not ended.",
                 rendezvous=self.place.address,
             )
         )

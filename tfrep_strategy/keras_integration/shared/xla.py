@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import xla_cpu_kernel_names, xla_gpu_kernel_names
+from tfrep_strategy.devices import full_name
 
 # What replicas say to each other is not meant to be compiled. The others only pass values on.
 _NOT_MEANT = ("Collective", "Horovod", "Nccl", "ScopedAllocator", "Placeholder", "_Arg", "_Retval")
@@ -63,7 +64,7 @@ def _compiled_for_all_replicas(graph: Any) -> Iterator[None]:
     """
     scope = _scopes.setdefault(graph, _Scope())
     if not scope.num_inside:
-        scope.stack.enter_context(tf.xla.experimental.jit_scope())
+        scope.stack.enter_context(tf.xla.experimental.jit_scope(_is_compiled if _has_cluster() else True))
     scope.num_inside += 1
     try:
         yield
@@ -71,6 +72,19 @@ def _compiled_for_all_replicas(graph: Any) -> Iterator[None]:
         scope.num_inside -= 1
         if not scope.num_inside:
             scope.stack.close()
+
+
+def _is_compiled(node: Any) -> bool:
+    """Says whether XLA compiles an operation where ranks are tasks of TensorFlow's cluster.
+
+    For `tf.slice` at a place that is no constant, as in the gradient of `tf.pad`, TensorFlow adds constants on /job:localhost.
+    It then refuses to compile them together with the others, which are on /job:worker.
+    """
+    return node.op != "Slice"
+
+
+def _has_cluster() -> bool:
+    return not full_name("CPU:0").startswith("/job:localhost")
 
 
 class SplitPrediction:
