@@ -57,12 +57,12 @@ def clipped(gradients: Any) -> Any:
     return [tf.clip_by_norm(gradient, 0.1) for gradient in gradients]
 
 
-def trained(kind: type[Net], take: Callable[..., Any], optimizer: Any) -> list[np.ndarray]:
+def trained(kind: type[Net], take: Callable[..., Any], optimizer: Any, **settings: Any) -> list[np.ndarray]:
     keras.utils.set_random_seed(3)
     x = np.random.RandomState(0).randn(ROWS, 3).astype("float32")
     model = kind(take)
     model(x[:1])
-    model.compile(optimizer(), "mse")
+    model.compile(optimizer(), "mse", **settings)
     model.fit(x, x.sum(1, keepdims=True), batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
     return model.get_weights()
 
@@ -111,6 +111,15 @@ def test_sharded_state(take: Any) -> None:
     expected = trained(Net, take, adam)
     with mirrored(3, shard_optimizer_state=True).scope():
         found = trained(Net, take, adam)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"run_eagerly": True}, {"steps_per_execution": 2}, {"jit_compile": True}])
+def test_ways_to_run(settings: Any) -> None:
+    expected = trained(Net, clipped, sgd, **settings)
+    with mirrored(3).scope():
+        found = trained(Net, clipped, sgd, **settings)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
