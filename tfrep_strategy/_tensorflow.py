@@ -69,6 +69,9 @@ in_replica_update_context = _private("distribute.values_util", "in_replica_updat
 # The graph that holds the scopes that are open outside functions.
 default_graph_stack = _private("framework.ops", "_default_graph_stack")
 
+# Whether a gradient tape of this thread records.
+tape_is_recording = _private("eager.record", "could_possibly_record")
+
 # Graphs of branches and loop bodies.
 BranchGraph = _private("ops.control_flow_v2_func_graphs", "ControlFlowFuncGraph")
 

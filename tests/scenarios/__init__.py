@@ -1,7 +1,17 @@
 """Small Keras programs, each of which must give under a strategy what it gives on one device: `S:name` in docs/exactness.md."""
 
 # Each registers what it has.
-from scenarios import composed_models, layer_kinds, losses, models, optimizers, own_steps, reports, running  # noqa: F401
+from scenarios import (  # noqa: F401
+    composed_models,
+    layer_kinds,
+    losses,
+    models,
+    optimizers,
+    own_gradients,
+    own_steps,
+    reports,
+    running,
+)
 from scenarios.base import SCENARIOS, dense, regression, run
 
 __all__ = ["SCENARIOS", "dense", "regression", "run"]

@@ -50,6 +50,7 @@ def test_two_mirrored_replicas(name: str) -> None:
 # What depends on how a batch is cut, and the three that the promise names.
 PROMISED = ["sgd_momentum", "adam", "cnn_synchronized_batch_normalization"]
 CUT = ["masked_sequence", "loss_mean_with_sample_weight", "all_reduce_in_call", "on_batch", "fewer_rows_than_replicas"]
+CUT += ["clipped_by_global_norm", "clipped_and_accumulated", "learning_to_learn", "scaled_losses_of_ones_own", "updated_by_hand"]
 
 
 @pytest.mark.parametrize(("name", "num_replicas"), [(n, r) for n in PROMISED for r in (1, 3, 4)] + [(n, 3) for n in CUT])

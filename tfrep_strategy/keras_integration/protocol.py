@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
@@ -161,11 +161,52 @@ class Step:
         self.share = share
         self.scaled_losses: collections.Counter[int] = collections.Counter()
         """By the id of an optimizer: how many losses whose gradients it will get were multiplied by the share."""
+        self.is_own = False
+        """Whether a step function of the user's own runs, in which tapes give global gradients."""
+        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        # By the id of a tensor, and with the tensor: an id is given again when its tensor has gone.
+        self._optimizers: dict[int, tuple[Any, int]] = {}
+        self._global_gradients: dict[int, Any] = {}
 
     @property
     def loss_is_scaled(self) -> bool:
         """Whether the loss that gradients are taken of now was multiplied by the share."""
         return any(self.scaled_losses.values())
+
+    @property
+    def is_in_branch(self) -> bool:
+        """Whether the caller is in a branch, a loop or a function of its own inside the step."""
+        return not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self._graph
+
+    def note_scaled_loss(self, loss: tf.Tensor, optimizer: Any) -> None:
+        """Records a loss that was multiplied by the share, and the optimizer that will get its gradients."""
+        self.scaled_losses[id(optimizer)] += 1
+        self._optimizers[id(loss)] = loss, id(optimizer)
+
+    @contextlib.contextmanager
+    def taking_global(self, target: Any) -> Iterator[None]:
+        """Opens a block that takes gradients of a target. They become global, so that their optimizer has to weigh them."""
+        if not self.was_scaled(target):
+            yield
+            return
+        _, optimizer = self._optimizers[id(tf.nest.flatten(target)[0])]
+        before = self.scaled_losses[optimizer]
+        self.scaled_losses[optimizer] = max(before, 1)  # A persistent tape may take them once more.
+        yield
+        self.scaled_losses[optimizer] = max(before - 1, 0)
+
+    def was_scaled(self, target: Any) -> bool:
+        """Whether a target, a tensor or a nest of them, is a loss that was multiplied by the share."""
+        return all(id(tensor) in self._optimizers for tensor in tf.nest.flatten(target))
+
+    def note_global(self, gradients: Sequence[Any]) -> None:
+        """Records gradients that are the same on all replicas."""
+        self._global_gradients.update((id(gradient), gradient) for gradient in gradients if gradient is not None)
+
+    def are_global(self, gradients: Sequence[Any]) -> bool:
+        """Whether gradients are among those that were recorded."""
+        given = [gradient for gradient in gradients if gradient is not None]
+        return bool(given) and all(id(gradient) in self._global_gradients for gradient in given)
 
     def send_back(
         self, send: Callable[[list[tf.Tensor]], list[tf.Tensor]], gradients: Sequence[tf.Tensor]

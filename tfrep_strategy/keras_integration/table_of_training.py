@@ -198,6 +198,11 @@ class TrainingPatches:
         "optimizers.base_optimizer:BaseOptimizer.minimize",
         why="scripts that were written for Keras 2 call it", adds=minimize.minimize,
     )
+    take_gradient = patch(
+        "backend.tensorflow.trainer:tf.GradientTape.gradient",
+        "(self, target, sources, output_gradients=None, unconnected_gradients=<UnconnectedGradients.NONE: 'none'>)",
+        why="a `train_step` of the user's own gets the gradient of the global batch, before it clips, logs or uses it",
+    )
 
     _reductions = Topic(
         "Losses and metrics",

@@ -27,6 +27,7 @@ from tfrep_strategy.keras_integration.synchronous.optimizer import Updates
 from tfrep_strategy.keras_integration.synchronous.placement import Placement
 from tfrep_strategy.keras_integration.synchronous.saving import Saving
 from tfrep_strategy.keras_integration.synchronous.stateful_rnn import StatefulLayers
+from tfrep_strategy.keras_integration.synchronous.tapes import Tapes, with_global_gradients
 from tfrep_strategy.keras_integration.synchronous.thread_state import Seeds
 from tfrep_strategy.preemption import keeping_requests
 
@@ -35,7 +36,7 @@ _STEPS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
 
 class SynchronousDriver(
-    Updates, Losses, Logs, StatefulLayers, Placement, Layers, Seeds, EmptyParts, Callbacks, Saving
+    Updates, Tapes, Losses, Logs, StatefulLayers, Placement, Layers, Seeds, EmptyParts, Callbacks, Saving
 ):
     """Trains a model on all replicas of a strategy as on one device.
 
@@ -169,6 +170,8 @@ class SynchronousDriver(
         """Makes a train or test function that also takes whole batches, as `train_on_batch` gives them."""
         strategy = self.strategy
         if self.has_several:
+            if getattr(step_function, "__func__", None) not in (_Trainer.train_step, _Trainer.test_step):
+                step_function = with_global_gradients(step_function)
             step_function = with_global_logs(model, strategy, step_function)
         if strategy.extended.compiles_whole_steps or not model.jit_compile:
             run = original(model, step_function)

@@ -72,8 +72,9 @@ class Updates(ShardedUpdates):
         loss = original(optimizer, loss)
         if step is None:
             return loss
-        step.scaled_losses[id(optimizer)] += 1
-        return step.share.weigh(loss)
+        scaled = step.share.weigh(loss)
+        step.note_scaled_loss(scaled, optimizer)
+        return scaled
 
     scale_loss_dynamically = scale_loss
 
@@ -91,12 +92,16 @@ class Updates(ShardedUpdates):
             own = _weighed(optimizer, [dense(g) for g in grads])  # Keras collects in dense variables.
             with _applied_gradients.to("local"):
                 return original(optimizer, own, trainable_variables)
+        grads, step = list(grads), current_step()
+        if step is not None and step.are_global(grads):
+            with _applied_gradients.to("global"):
+                return original(optimizer, grads, trainable_variables)
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         in_parts = not inner.gradient_accumulation_steps and self.takes_parts(
             inner, grads, trainable_variables or optimizer._trainable_variables
         )
         with _applied_gradients.to("parts" if in_parts else "global"):
-            own = _weighed(optimizer, list(grads))
+            own = _weighed(optimizer, grads)
             return original(optimizer, strategy.extended.aggregate_gradients(own, in_parts), trainable_variables)
 
     apply_several = apply

@@ -1,0 +1,157 @@
+"""Steps of one's own that do with gradients, before `apply`, what is not linear, or do without `apply`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from scenarios.base import dense, regression, scenario
+
+_O = keras.optimizers
+
+
+class Stepping(keras.Model):
+    """Runs a step that is a function of the model, the rows and their targets."""
+
+    def __init__(self, step: Callable[..., dict[str, Any]]) -> None:
+        super().__init__()
+        self.net, self.step = dense(), step
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.net(x, training=training)
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        return self.step(self, *batch)
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        return tf.reduce_mean(tf.square(tf.cast(self(x, training=True), tf.float32) - y))
+
+    def gradients(self, x: Any, y: Any) -> tuple[Any, list[Any]]:
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(x, y)
+        return loss, tape.gradient(loss, self.trainable_variables)
+
+
+def fitted(step: Callable[..., dict[str, Any]], rows: int = 37, optimizer: Any = None, **settings: Any) -> dict[str, Any]:
+    x, y = regression(rows)
+    model = Stepping(step)
+    model(x[:1])
+    model.compile(optimizer or _O.SGD(0.1), **settings)
+    history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    return {"weights": model.get_weights(), "history": history.history}
+
+
+def _clipped_by_global_norm(model: Any, x: Any, y: Any) -> dict[str, Any]:
+    loss, gradients = model.gradients(x, y)
+    gradients, norm = tf.clip_by_global_norm(gradients, 0.5)
+    model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    return {"loss": loss, "norm": norm}
+
+
+@scenario
+def clipped_by_global_norm() -> dict[str, Any]:
+    """The last batch has one row, so that most replicas have none."""
+    return fitted(_clipped_by_global_norm, rows=33)
+
+
+@scenario
+def clipped_and_accumulated() -> dict[str, Any]:
+    return fitted(_clipped_by_global_norm, rows=64, optimizer=_O.SGD(0.1, gradient_accumulation_steps=2))
+
+
+@scenario
+def sharpness_aware_minimization() -> dict[str, Any]:
+    def step(model: Any, x: Any, y: Any) -> dict[str, Any]:
+        loss, gradients = model.gradients(x, y)
+        norm = tf.linalg.global_norm(gradients)
+        moves = [0.05 * gradient / (norm + 1e-12) for gradient in gradients]
+        for variable, move in zip(model.trainable_variables, moves, strict=True):
+            variable.assign_add(move)
+        _, gradients = model.gradients(x, y)
+        for variable, move in zip(model.trainable_variables, moves, strict=True):
+            variable.assign_sub(move)
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return {"loss": loss, "norm": norm}
+
+    return fitted(step)
+
+
+@scenario
+def updated_by_hand() -> dict[str, Any]:
+    def step(model: Any, x: Any, y: Any) -> dict[str, Any]:
+        loss, gradients = model.gradients(x, y)
+        for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+            variable.assign_sub(0.1 * tf.sign(gradient) * tf.sqrt(tf.abs(gradient)))
+        return {"loss": loss}
+
+    return fitted(step, rows=33)
+
+
+@scenario
+def learning_to_learn() -> dict[str, Any]:
+    """The step of MAML: a gradient of the loss after a step of gradient descent."""
+
+    def step(model: Any, x: Any, y: Any) -> dict[str, Any]:
+        variables = model.trainable_variables
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = model.loss_of(x, y)
+            gradients = inner.gradient(loss, variables)
+            w = [variable - 0.1 * gradient for variable, gradient in zip(variables, gradients, strict=True)]
+            later = tf.reduce_mean(tf.square(tf.tanh(x @ w[0] + w[1]) @ w[2] + w[3] - y))
+        model.optimizer.apply(outer.gradient(later, variables), variables)
+        return {"loss": loss, "later": later}
+
+    return fitted(step)
+
+
+@scenario
+def scaled_losses_of_ones_own() -> dict[str, Any]:
+    """`scale_loss`, and then gradients as they are, or clipped."""
+
+    def step(model: Any, x: Any, y: Any, clip: float | None = None) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss = model.loss_of(x, y)
+            scaled = model.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, model.trainable_variables)
+        if clip is not None:
+            gradients = [tf.clip_by_norm(gradient, clip) for gradient in gradients]
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return {"loss": loss}
+
+    return {
+        "fixed, clipped": fitted(functools.partial(step, clip=2.4), rows=33, optimizer=_O.SGD(0.1, loss_scale_factor=8.0)),
+        "dynamic": fitted(step, rows=33, optimizer=_O.LossScaleOptimizer(_O.SGD(0.1), initial_scale=64.0)),
+        "dynamic, clipped": fitted(
+            functools.partial(step, clip=19.2), rows=33, optimizer=_O.LossScaleOptimizer(_O.SGD(0.1), initial_scale=64.0)
+        ),
+    }
+
+
+@scenario
+def several_gradients_of_one_tape() -> dict[str, Any]:
+    """A persistent tape; sources that are variables and rows; a sum over parts of the batch; a gradient within a branch."""
+
+    def step(model: Any, x: Any, y: Any) -> dict[str, Any]:
+        variables = model.trainable_variables
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            loss = model.loss_of(x, y)
+            rows = tf.reduce_sum(tf.square(model(x, training=True) - y))
+        first, by_name = tape.gradient(loss, variables[:2]), tape.gradient(loss, {"w": variables[2], "b": variables[3]})
+        of_rows = tape.gradient(rows, x)
+        gradients = [*first, by_name["w"], by_name["b"]]
+        model.optimizer.apply(gradients, variables)
+
+        def of_branch() -> list[Any]:
+            return model.gradients(x, y)[1]
+
+        halves = tf.cond(tf.constant(True), of_branch, lambda: [tf.zeros(v.shape) for v in variables])
+        model.optimizer.apply([0.5 * gradient for gradient in halves], variables)
+        return {"loss": loss, "of_rows": tf.reduce_mean(tf.square(of_rows)), "norm": tf.linalg.global_norm(gradients)}
+
+    return fitted(step)

@@ -1,0 +1,64 @@
+"""Gradients that a step of the user's own takes with a tape: those of the global batch, whatever the step does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import tape_is_recording
+from tfrep_strategy.gradients import dense
+from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
+
+
+class Tapes(SynchronousBase):
+    """What tapes do inside a step."""
+
+    def take_gradient(self, original: Any, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        """Makes the gradients of variables global, so that a norm, a clip or an update by hand is that of one device.
+
+        Others are as TensorFlow gives them: the gradient of a tensor belongs to the rows of this replica, and in a branch
+        replicas may not meet. What a user has made of a scaled loss is not known to have the share or not.
+        """
+        step, flat = current_step(), tf.nest.flatten(sources)
+        if step is None or not (step.is_own and self.has_several and self.in_replica) or step.is_in_branch:
+            return original(tape, target, sources, *args, **kwargs)
+        positions = [i for i, source in enumerate(flat) if isinstance(source, (tf.Variable, keras.Variable))]
+        was_scaled = step.was_scaled(target)
+        if not positions or step.loss_is_scaled and not was_scaled:
+            return original(tape, target, sources, *args, **kwargs)
+        with step.taking_global(target):
+            gradients = tf.nest.flatten(original(tape, target, sources, *args, **kwargs))
+            own = [gradients[i] for i in positions]
+            own = step.share.silenced_gradients(own) if was_scaled else [step.share.weigh(gradient) for gradient in own]
+            summed = self._summed(own)
+        step.note_global(summed)
+        for i, gradient in zip(positions, summed, strict=True):
+            gradients[i] = gradient
+        return tf.nest.pack_sequence_as(sources, gradients)
+
+    def _summed(self, own: Sequence[Any]) -> list[Any]:
+        """Sums gradients as `apply` does; where a tape records, such as that of an outer loop, gradients flow through the sum."""
+        if not tape_is_recording():
+            return self.strategy.extended.aggregate_gradients(own)
+        summed = list(own)
+        given = [i for i, gradient in enumerate(own) if gradient is not None]
+        context: Any = tf.distribute.get_replica_context()
+        for i, total in zip(given, context.all_reduce("sum", [dense(own[i]) for i in given]), strict=True):
+            summed[i] = total
+        return summed
+
+
+def with_global_gradients(step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wraps a step function of the user's own, so that tapes give it global gradients."""
+
+    def step(batch: Any) -> Any:
+        current = current_step()
+        if current is not None:
+            current.is_own = True
+        return step_function(batch)
+
+    return step
