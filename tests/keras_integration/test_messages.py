@@ -62,10 +62,10 @@ def counting(counts: _Counts) -> Iterator[None]:
         ProcessExtended.summed_at_once, CheckedCommunicator.all_gather_object = summed, objects  # type: ignore[method-assign]
 
 
-def fit(strategy: Any, callbacks: list[Any], batch_size: int, epochs: int = 1) -> Any:
+def fit(strategy: Any, callbacks: list[Any], batch_size: int, epochs: int = 1, synchronized: bool = False) -> Any:
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        layers = [keras.layers.BatchNormalization() for _ in range(LAYERS)]
+        layers = [keras.layers.BatchNormalization(synchronized=synchronized) for _ in range(LAYERS)]
         model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
         model.compile("adam", "mse", metrics=["mae", "mape"])
     x = np.random.RandomState(0).rand(ROWS, 4).astype("float32")
@@ -112,13 +112,13 @@ def test_what_callbacks_cost(worker_pool: Any, tmp_path: Any) -> None:
 
 def stopped(strategy: Any) -> tuple[int, dict[int, float]]:
     alone, sees = StopsAlone(strategy.rank), SeesBatches()
-    fit(strategy, [alone, sees], ROWS // 4)
+    fit(strategy, [alone, sees], ROWS // 4, synchronized=True)
     return alone.batches, sees.seen
 
 
 def test_a_wish_to_stop_ends_the_same_batch_everywhere(worker_pool: Any) -> None:
     one = SeesBatches()
-    fit(tf.distribute.get_strategy(), [one], ROWS // 4)
+    fit(tf.distribute.get_strategy(), [one], ROWS // 4, synchronized=True)
     for batches, seen in worker_pool("tf", 2).run(stopped):
         assert batches == 2
         assert list(seen) == [0, 1]
