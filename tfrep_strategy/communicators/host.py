@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, outside_xla, uncarry
+from tfrep_strategy.communicators.order import Order
 from tfrep_strategy.errors import DesyncError, PeerError
 
 Arrays = list[np.ndarray]
@@ -80,7 +81,13 @@ class HostCommunicator(Communicator):
         with outside_xla(), tf.device("CPU:0"):
             dtypes = [tensor.dtype for tensor in tensors]
             operation = lambda *arrays: talk([_array(array) for array in arrays])  # noqa: E731
-            return tf.nest.flatten(tf.numpy_function(operation, tensors, dtypes))
+            # TensorFlow keeps calls of Python in program order, but not a branch or a loop that has some and uses variables.
+            order = Order.of("CPU:0")
+            with tf.control_dependencies([order.mark()]):
+                results = tf.nest.flatten(tf.numpy_function(operation, tensors, dtypes))
+            with tf.control_dependencies(results):
+                order.mark()
+            return results
 
 
 def _array(value: Any) -> np.ndarray:
