@@ -23,6 +23,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
 import tfrep_strategy as tfrep
+from tfrep_strategy.common_memory import problem_of_sharing
 from tfrep_strategy.digits import load_digits
 from tfrep_strategy.errors import check_count
 from tfrep_strategy.examples.plots import draw_bars, draw_curves
@@ -99,7 +100,7 @@ def variants() -> list[Variant]:
         >>> [variant.name for variant in variants()][:2]
         ['one device', 'mirrored, 2 replicas']
     """
-    communicators = ["horovod"] * horovod_is_installed() + ["tf"]
+    communicators = [*["shared_memory"] * (problem_of_sharing(2) is None), *["horovod"] * horovod_is_installed(), "tf"]
     return [
         Variant(ONE_DEVICE, "none"),
         Variant("mirrored, 2 replicas", "mirrored"),
