@@ -12,20 +12,9 @@ from typing import Any
 import keras
 import pytest
 from file_states import hidden, states_while
-from small_training import Program, fit, make_model, mirrored, state
+from small_training import Program, fit, make_model, state
 
 _TWO: dict[str, Any] = {"double_checkpoint": True, "delete_checkpoint": False}
-
-
-@pytest.fixture(scope="module")
-def program() -> Program:
-    return Program(mirrored())
-
-
-@pytest.fixture(scope="module")
-def undisturbed(program: Program) -> list[bytes]:
-    fit(program.start())
-    return state(program.model)
 
 
 def _resumed(program: Program, folder: Path, **settings: Any) -> tuple[list[bytes], list[int]]:

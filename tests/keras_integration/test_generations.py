@@ -10,23 +10,12 @@ from typing import Any
 import keras
 import pytest
 import tensorflow as tf
-from small_training import Program, fit, make_model, mirrored, state
+from small_training import Program, fit, make_model, state
 
 from tfrep_strategy.errors import ConfigurationError
 
 _BACKUP = keras.callbacks.BackupAndRestore
 _CHANGES = ("makedirs", "copy", "remove", "rmtree")
-
-
-@pytest.fixture(scope="module")
-def program() -> Program:
-    return Program(mirrored())
-
-
-@pytest.fixture(scope="module")
-def undisturbed(program: Program) -> list[bytes]:
-    fit(program.start())
-    return state(program.model)
 
 
 @pytest.fixture

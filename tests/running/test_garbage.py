@@ -20,7 +20,7 @@ from test_open_doors import KINDS, LIMIT, READY, TFREP, WAITS, running, wait_for
 from tfrep_strategy.rendezvous.connections import free_ports
 
 MEETING = [
-    *TFREP, "run", "--nnodes", "1:2", "--rendezvous", f"127.0.0.1:{free_ports(1)[0]}", "-n", "2",
+    *TFREP, "run", "--nnodes", "1:2", "--rendezvous", "MEETING_PLACE", "-n", "2",
     "--communicator", "tf", "--backup-dir", "backups", WAITS, "FOLDER",
 ]  # fmt: skip
 """Its launcher waits for others as long as it runs."""
@@ -59,7 +59,7 @@ def ports_of(pid: int) -> set[int]:
 
 def send(stack: contextlib.ExitStack, port: int, content: bytes) -> None:
     """Leaves the connection open, as one half of whoever sends garbage does."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(ConnectionError, TimeoutError):  # Of the other side, and no limit of this one.
         connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=1.0))
         connection.sendall(content)
 
@@ -75,14 +75,17 @@ def many_files() -> Iterator[None]:
     """This process may have as many connections as it wants; those that it has started keep their limit."""
     own, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (own, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (own, most))
 
 
 @pytest.mark.parametrize("kind", ["tf", pytest.param("horovod", marks=needs_horovod), "servers", "meeting"])
 def test_garbage_on_every_port(kind: str, tmp_path: Path) -> None:
     loaded, sent, starting = tmp_path / "loaded", garbage(tmp_path / "loaded"), set[int]()
-    command = [str(tmp_path) if each == "FOLDER" else each for each in KINDS.get(kind, MEETING)]
+    places = {"FOLDER": str(tmp_path), "MEETING_PLACE": f"127.0.0.1:{free_ports(1)[0]}"}
+    command = [places.get(each, each) for each in KINDS.get(kind, MEETING)]
     with contextlib.ExitStack() as stack, running([sys.executable, *command], tmp_path) as process:
         stack.enter_context(many_files())
 
