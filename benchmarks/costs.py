@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tfrep_strategy.common_memory import CHUNK_BYTES, MOST_IN_MESSAGE
+
 RESNET50_PARAMETERS = 25_600_000
 _PIECE_BYTES = 64
 """TensorFlow's ring cuts what travels into as many pieces as there are processes, none shorter than this."""
@@ -28,6 +30,9 @@ class Primitive:
         parts: How many times the bytes that a process brings it sends in all, in units of `(n - 1) / n`.
         grows: Whether each process sends all that it brings `n - 1` times, as a gather does.
         in_pieces: Whether only pieces travel, so that few processes have something to send where little is sent.
+        copied: How many times the bytes that a process brings it copies, however many processes there are.
+        filled: How often all wait for each other until the common memory is filled for the last time, beyond once for each filling;
+            None without common memory.
     """
 
     rounds: int = 0
@@ -35,15 +40,17 @@ class Primitive:
     parts: float = 1
     grows: bool = False
     in_pieces: bool = False
+    copied: float = 0
+    filled: int | None = None
 
-    def waits(self, n: int) -> int:
+    def waits(self, n: int, size: float) -> int:
         """Returns how many messages follow each other.
 
         Example:
-            >>> Primitive(rounds=2).waits(8), Primitive(exchanges=1).waits(8)
+            >>> Primitive(rounds=2).waits(8, 4), Primitive(exchanges=1).waits(8, 4)
             (14, 1)
         """
-        return self.rounds * (n - 1) + self.exchanges
+        return self.rounds * (n - 1) + self._all_exchanges(size)
 
     def messages(self, n: int, size: float, cores: int) -> float:
         """Returns how many messages a core works on while one process sends all of its own.
@@ -53,19 +60,25 @@ class Primitive:
             28.0
         """
         senders = min(n, math.ceil(size / _PIECE_BYTES)) if self.in_pieces else n
-        return (self.rounds + self.exchanges) * (n - 1) * max(1.0, senders / cores)
+        return (self.rounds + self._all_exchanges(size)) * (n - 1) * max(1.0, senders / cores)
 
     def sent(self, n: int, size: float) -> float:
-        """Returns how many bytes a process sends.
+        """Returns how many bytes a process sends or copies.
 
         Example:
             >>> Primitive(rounds=2, parts=2).sent(4, 1000.0)
             1500.0
         """
-        return self.parts * (n - 1) * size / (1 if self.grows else n)
+        return self.parts * (n - 1) * size / (1 if self.grows else n) + self.copied * size
+
+    def _all_exchanges(self, size: float) -> int:
+        if self.filled is None or size <= MOST_IN_MESSAGE:
+            return self.exchanges
+        return self.exchanges + math.ceil(size / CHUNK_BYTES) + self.filled
 
 
 _RING = Primitive(rounds=2, parts=2, in_pieces=True)
+_SUMMED = Primitive(exchanges=1, parts=0, copied=3, filled=1)
 PRIMITIVES = {
     "tf": {
         "all_reduce sum": _RING,
@@ -83,6 +96,15 @@ PRIMITIVES = {
         "reduce_scatter": Primitive(rounds=2, parts=2),
         "all_to_all": Primitive(rounds=2),
         "barrier": Primitive(rounds=2, parts=2),
+    },
+    # What is too long for the first message is written to common memory, in fillings. A reduction also writes its result there.
+    "shared_memory": {
+        "all_reduce sum": _SUMMED,
+        "all_gather": Primitive(exchanges=1, copied=2, grows=True, filled=0),
+        "broadcast": Primitive(exchanges=1, parts=0, copied=1, filled=0),
+        "reduce_scatter": _SUMMED,
+        "all_to_all": Primitive(exchanges=1, parts=0, copied=2, filled=0),
+        "barrier": _SUMMED,
     },
 }
 """By communicator."""
@@ -118,7 +140,7 @@ class Costs:
 
 def _features(primitive: Primitive, n: int, size: float, cores: int) -> list[float]:
     load = max(1.0, n / cores)
-    return [1.0, primitive.waits(n), primitive.messages(n, size, cores), primitive.sent(n, size) * load]
+    return [1.0, primitive.waits(n, size), primitive.messages(n, size, cores), primitive.sent(n, size) * load]
 
 
 def fit(primitive: Primitive, measured: Mapping[tuple[int, float], float], cores: int) -> Costs:

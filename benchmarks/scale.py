@@ -23,6 +23,7 @@ from benchmarks.costs import PRIMITIVES, Primitive, fit, line, predicted_all_red
 from benchmarks.crews import Crew, Variant
 from benchmarks.report import write_json
 from benchmarks.speed_page import write_page
+from tfrep_strategy.common_memory import SHARES_MEMORY
 from tfrep_strategy.processes.identity import horovod_is_installed
 
 FLOATS = {24: 30, 30_000: 15, 120_000: 8, 480_000: 4}
@@ -37,7 +38,7 @@ def measure(
     """Measures collectives of one transport with several numbers of processes, fits their costs, and tries the fit.
 
     Args:
-        communicator: "tf" or "horovod".
+        communicator: "tf", "horovod" or "shared_memory".
         primitives: Which.
         processes: The numbers of processes. The costs of the last are predicted from the others.
         rounds: How often each number of processes gets its turn; the median counts.
@@ -128,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     Returns:
         What is written as JSON.
     """
-    installed = ["tf", *(["horovod"] if horovod_is_installed() else [])]
+    installed = ["tf", *(["horovod"] if horovod_is_installed() else []), *(["shared_memory"] if SHARES_MEMORY else [])]
     parser = argparse.ArgumentParser("python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--rounds", type=int, default=4, help="how often each number of processes gets its turn")
     parser.add_argument("--communicators", nargs="+", choices=installed, default=installed, metavar="NAME")

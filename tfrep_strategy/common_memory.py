@@ -10,6 +10,9 @@ import socket
 CHUNK_BYTES = 1 << 20
 """How many bytes of a member are in the memory at once. Smaller chunks cost more waits, larger ones leave a core's cache."""
 
+MOST_IN_MESSAGE = 1 << 13
+"""Up to how many bytes of a member need no memory: they travel with the message that begins a collective."""
+
 SHARES_MEMORY = hasattr(os, "memfd_create")
 """Whether processes of this machine can share memory that has no name: on Linux."""
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.common_memory import SHARES_MEMORY, bytes_for
+from tfrep_strategy.common_memory import MOST_IN_MESSAGE, SHARES_MEMORY, bytes_for
 from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.host import Arrays, HostCommunicator
 from tfrep_strategy.communicators.naming import structural_name
@@ -27,10 +27,6 @@ from tfrep_strategy.communicators.shared_memory.memory import Memory, Row, align
 from tfrep_strategy.communicators.single import SingleCommunicator
 from tfrep_strategy.errors import ConfigurationError, DesyncError, message
 from tfrep_strategy.limits import meeting_seconds
-
-_MOST_IN_MESSAGE = 1 << 13
-"""Up to how many bytes travel with the message that begins a collective."""
-
 
 class _Running(NamedTuple):
     """The collective that a rank is in: its kind, an argument, its place in the program, and the line of the user's code."""
@@ -200,12 +196,12 @@ class SharedMemoryCommunicator(HostCommunicator):
         called = struct.pack("<I", zlib.crc32(repr((self._running[:3], shapes)).encode()))
         head = struct.Struct(f"<4s{len(numbers)}q")
         size = unit * sum(numbers)
-        data = b"".join([array.tobytes() for array in arrays]) if 0 < size <= _MOST_IN_MESSAGE else b""
+        data = b"".join([array.tobytes() for array in arrays]) if 0 < size <= MOST_IN_MESSAGE else b""
         said = self._links.exchange(head.pack(called, *numbers) + data)
         if any(each[:4] != called for each in said):
             self._refuse(arrays)
         table = [list(head.unpack_from(each))[1:] for each in said]
-        is_small = max(unit * sum(each) for each in table) <= _MOST_IN_MESSAGE
+        is_small = max(unit * sum(each) for each in table) <= MOST_IN_MESSAGE
         return table, [each[head.size :] for each in said] if is_small else None
 
     def _refuse(self, arrays: Arrays) -> None:
