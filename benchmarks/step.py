@@ -16,6 +16,8 @@ from benchmarks.turns import compare, turns_parser
 from tfrep_strategy.processes.identity import horovod_is_installed
 
 REFERENCE = "Keras"
+ALONE = "2 processes, each alone (Keras)"
+"""What two processes could do at best: each trains on its part of the batches, and never talks."""
 
 # Filters of convolutions with strides of 2, and widths of dense layers; 0.01, 0.6, 5.1 and 0.07 million parameters.
 NETS: dict[str, dict[str, Any]] = {
@@ -55,6 +57,7 @@ TARGETS = {
         ("ours, 2 processes, horovod", "Horovod (tf_keras)"): 1.0,
         ("ours, 2 processes, tf", "Horovod (tf_keras)"): 1.0,
         ("ours, 2 processes, shared_memory", "Horovod (tf_keras)"): 1.0,
+        ("ours, 2 processes, shared_memory", ALONE): 1 / 0.95,
     },
 }
 
@@ -78,6 +81,7 @@ def variants() -> list[Variant]:
         Variant("stock mirrored", {"strategy": "stock mirrored", "jit_compile": False}, environ=threads),
         Variant("ours, mirrored", {"strategy": "ours, mirrored", "jit_compile": False}),
     ]
+    found.append(Variant(ALONE, {"strategy": "none", "jit_compile": False, "own_part_of": 2}, 2))
     if horovod_is_installed():
         settings = {"strategy": "ours, horovod", "jit_compile": False}
         found.append(Variant("ours, 2 processes, horovod", settings, 2, "horovod"))

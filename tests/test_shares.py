@@ -99,13 +99,14 @@ def test_an_empty_share_silences_what_is_not_finite_and_every_type_stays() -> No
     assert float(Share.equal(3).weigh(tf.constant(100.0, tf.bfloat16))) == 33.25
 
 
-def test_all_small_gradients_are_silenced_at_once() -> None:
+def test_the_small_gradients_of_a_bucket_are_silenced_at_once() -> None:
     rows = tf.IndexedSlices(tf.constant([[1.0, 2.0]]), tf.constant([3]), tf.constant([4, 2]))
     gradients = [tf.fill([3], np.nan), None, rows, tf.ones([2000]), *[tf.ones([2, 2]) for _ in range(20)]]
+    buckets = [list(range(13, 24)), list(range(4, 13)), [0, 3]]
     for share, kept in zip(shares_of([0, 1]), (0.0, 1.0), strict=True):
-        step = tf.function(lambda own=share: own.silenced_gradients(gradients)).get_concrete_function()
+        step = tf.function(lambda own=share: own.silenced_gradients(gradients, buckets)).get_concrete_function()
         found = step()
-        assert [op.type for op in step.graph.get_operations()].count("SelectV2") == 1
+        assert [op.type for op in step.graph.get_operations()].count("SelectV2") == 3
         np.testing.assert_array_equal(found[0], np.full([3], np.nan) if kept else np.zeros([3]))
         assert found[1] is None
         np.testing.assert_array_equal(found[2].values, rows.values)

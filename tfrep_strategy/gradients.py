@@ -40,8 +40,7 @@ def aggregate(
         ([2.0], None)
     """
     result: list[Gradient] = [None] * len(gradients)
-    tensors = [i for i, g in enumerate(gradients) if g is not None and not isinstance(g, tf.IndexedSlices)]
-    for bucket in buckets(tensors, [gradients[i] for i in tensors], bucket_bytes):
+    for bucket in dense_buckets(gradients, bucket_bytes):
         for i, gradient in zip(bucket, all_reduce([gradients[i] for i in bucket]), strict=True):
             result[i] = gradient
     for i, gradient in enumerate(gradients):
@@ -134,6 +133,12 @@ def transformed(
             )
         )
     return result
+
+
+def dense_buckets(gradients: Sequence[Gradient], bucket_bytes: int) -> Iterator[list[int]]:
+    """Groups the dense ones among gradients as `buckets` does, and yields lists of their indices."""
+    indices = [i for i, gradient in enumerate(gradients) if gradient is not None and not isinstance(gradient, tf.IndexedSlices)]
+    return buckets(indices, [gradients[i] for i in indices], bucket_bytes)
 
 
 def buckets(indices: Sequence[int], tensors: Sequence[tf.Tensor], bucket_bytes: int) -> Iterator[list[int]]:

@@ -11,7 +11,7 @@ The rule holds for all that is linear in means over examples: losses, gradients,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -126,7 +126,7 @@ class Share:
         has_examples = self.value > 0
         return [tf.where(has_examples, value, tf.zeros_like(value)) for value in values]
 
-    def silenced_gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+    def silenced_gradients(self, gradients: Sequence[Gradient], buckets: Iterable[Sequence[int]]) -> list[Gradient]:
         """Sets small gradients of a replica without examples to zero, where not they were weighed but the loss.
 
         Gradients that flow through the empty batch are zero already. Only parameters used after the mean (a learned loss weight,
@@ -134,16 +134,14 @@ class Share:
 
         Args:
             gradients: This replica's gradients.
+            buckets: The indices of the dense ones that will be sent together. Those of a bucket do not wait for others.
         """
-
-        def is_small(gradient: Gradient) -> bool:
-            return isinstance(gradient, tf.Tensor) and (gradient.shape.num_elements() or _SMALL + 1) <= _SMALL
-
         result = list(gradients)
-        small = [i for i, gradient in enumerate(gradients) if is_small(gradient)]
-        packed = Packed([gradients[i] for i in small])  # A net has hundreds, and on a GPU each operation launches a kernel.
-        for i, gradient in zip(small, packed.unpack(self.silenced(packed.flats)), strict=True):
-            result[i] = gradient
+        for bucket in buckets:
+            small = [i for i in bucket if (gradients[i].shape.num_elements() or _SMALL + 1) <= _SMALL]
+            packed = Packed([gradients[i] for i in small])  # A net has hundreds, and on a GPU each operation launches a kernel.
+            for i, gradient in zip(small, packed.unpack(self.silenced(packed.flats)), strict=True):
+                result[i] = gradient
         return result
 
 

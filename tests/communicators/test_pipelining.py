@@ -67,3 +67,54 @@ def test_order_of_collectives(communicator: str, worker_pool: Any) -> None:
         np.testing.assert_array_equal(found, [[(2 * i + 1) * 12 + (2 * i + 3) * 11 for i in range(40)]] * 2)
     for found in pool.run(a_later_bucket_ends_first):
         assert found == [3.0, 3.0]
+
+
+def gradients_that_wait_for_a_sum(strategy: Any, compression: str | None) -> list[np.ndarray]:
+    """Trains a step. The gradient of the first layer waits until that of the last one is summed over the ranks."""
+    import keras
+
+    last_is_summed = threading.Event()
+
+    def wait(gradient: np.ndarray) -> np.ndarray:
+        return np.float32(last_is_summed.wait(_PATIENCE)) * gradient
+
+    def note(gradient: np.ndarray) -> np.ndarray:
+        last_is_summed.set()
+        return gradient
+
+    def called(function: Any, gradient: tf.Tensor) -> tf.Tensor:
+        # A stateful operation would wait for those before it in the program.
+        return tf.ensure_shape(tf.numpy_function(function, [gradient], tf.float32, stateful=False), gradient.shape)
+
+    @tf.custom_gradient
+    def waiting(x: tf.Tensor) -> Any:
+        return tf.identity(x), lambda gradient: called(wait, gradient)
+
+    class Noting(keras.optimizers.SGD):
+        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+            super().update_step(called(note, gradient) if "last" in variable.path else gradient, variable, learning_rate)
+
+    with strategy.scope():
+        layers = [
+            keras.layers.Dense(3, kernel_initializer="ones", name="first"),
+            keras.layers.Lambda(waiting, output_shape=(3,)),
+            keras.layers.Dense(1, kernel_initializer="ones", name="last", use_bias=False),
+        ]
+        model = keras.Sequential([keras.Input((2,)), *layers])
+        model.compile(Noting(0.5), loss=lambda y, prediction: prediction, jit_compile=False)
+    usual, strategy.bucket_bytes = strategy.bucket_bytes, 4  # Each gradient is a bucket.
+    strategy.compression = compression
+    model.fit(np.array([[1.0, 2.0], [3.0, 4.0]], "float32"), np.zeros((2, 1)), batch_size=2, verbose=0)
+    strategy.bucket_bytes, strategy.compression = usual, None
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("compression", [None, "bf16"])
+@pytest.mark.parametrize("communicator", ["horovod", "tf", "shared_memory"])
+def test_a_sum_overlaps_the_backward_pass(communicator: str, compression: str | None, worker_pool: Any) -> None:
+    pool = worker_pool(communicator, 2)
+    for kernel, bias, last in pool.run(gradients_that_wait_for_a_sum, compression):
+        # The gradients are the mean inputs of each layer.
+        np.testing.assert_allclose(kernel, [[0.0] * 3, [-0.5] * 3])
+        np.testing.assert_allclose(bias, [-0.5] * 3)
+        np.testing.assert_allclose(last, [[-1.5]] * 3)

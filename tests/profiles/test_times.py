@@ -97,6 +97,14 @@ def test_what_lies_partly_in_the_trace(tmp_path: Path) -> None:
     assert milliseconds(told(space, tmp_path)) == (20, 30, 10, 40)
 
 
+def test_collectives_that_are_calls_of_python(tmp_path: Path) -> None:
+    space, host = made()
+    host.add("tf_Compute", "while/body/call/tfrep_collective_1:PyFunc", 20, 50)
+    host.add("tf_Compute/2", "mul:MatMul", 30, 40)
+    host.add("tf_Compute", "users:PyFunc", 60, 80)
+    assert milliseconds(told(space, tmp_path)) == (30, 20, 0, 50)
+
+
 @pytest.mark.parametrize(
     ("thread", "event"),
     [

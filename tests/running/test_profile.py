@@ -27,16 +27,20 @@ SCRIPT = str(SCRIPTS / "learns.py")
 KINDS = {
     "tf": ["-n", "2", "--communicator", "tf"],
     "horovod": ["-n", "2", "--communicator", "horovod"],
+    "shared_memory": ["-n", "2", "--communicator", "shared_memory"],
     "mirrored": ["-n", "2", "--strategy", "mirrored"],
     "servers": ["--strategy", "parameter-server"],
 }
 PROCESSES = {
     "tf": ["rank0", "rank1"],
     "horovod": ["rank0", "rank1"],
+    "shared_memory": ["rank0", "rank1"],
     "mirrored": ["rank0"],
     "servers": ["coordinator", "ps0", "worker0", "worker1"],
 }
-each_kind = pytest.mark.parametrize("kind", ["tf", pytest.param("horovod", marks=needs_horovod), "mirrored", "servers"])
+each_kind = pytest.mark.parametrize(
+    "kind", ["tf", pytest.param("horovod", marks=needs_horovod), "shared_memory", "mirrored", "servers"]
+)
 
 
 def ended(*arguments: str, folder: Path, exit_code: int = 0) -> tuple[str, str]:
@@ -109,14 +113,14 @@ def test_all_processes_trace_the_same_steps(kind: str, tmp_path: Path) -> None:
         assert steps_in(trace) == (list(range(10, 20)) if trains else [])
         assert re.search(rf"^{who} +{10 if trains else '-'} ", said, re.MULTILINE)
         assert reports[who]["compute"] > 0 or who == "coordinator"
-    if kind in ("tf", "horovod"):
+    if PROCESSES[kind] == ["rank0", "rank1"]:
         assert min(report["collectives"] for report in reports.values()) > 0
     if kind != "servers":  # Workers of parameter servers take steps in another order each time.
         alone, _ = ended("run", *KINDS[kind], SCRIPT, "4", "0", folder=tmp_path)
         assert learnt(output) == learnt(alone)
 
 
-@pytest.mark.parametrize("kind", ["tf", pytest.param("horovod", marks=needs_horovod)])
+@pytest.mark.parametrize("kind", ["tf", pytest.param("horovod", marks=needs_horovod), "shared_memory"])
 def test_who_waits_for_a_slow_rank(kind: str, tmp_path: Path) -> None:
     ended("run", *KINDS[kind], "--profile", "9:14", "--log-dir", "logs", SCRIPT, "2", "0", "rank1", folder=tmp_path)
     reports = reports_in(tmp_path / "logs" / "profile")

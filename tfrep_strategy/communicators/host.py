@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, outside_xla, uncarry
 from tfrep_strategy.communicators.order import Order
 from tfrep_strategy.errors import DesyncError, PeerError
+from tfrep_strategy.profiles.times import HOST_COLLECTIVE
 
 Arrays = list[np.ndarray]
 
@@ -84,7 +85,7 @@ class HostCommunicator(Communicator):
             # TensorFlow keeps calls of Python in program order, but not a branch or a loop that has some and uses variables.
             order = Order.of("CPU:0")
             with tf.control_dependencies([order.mark()]):
-                results = tf.nest.flatten(tf.numpy_function(operation, tensors, dtypes))
+                results = tf.nest.flatten(tf.numpy_function(operation, tensors, dtypes, name=HOST_COLLECTIVE))
             with tf.control_dependencies(results):
                 order.mark()
             return results

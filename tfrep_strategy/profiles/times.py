@@ -23,9 +23,12 @@ WINDOW = "tfrep_profile"
 STEP = "train"
 """The event of a step of a `fit`. TensorBoard's profiler knows it by its number."""
 
+HOST_COLLECTIVE = "tfrep_collective"
+"""How the names of operations begin that are collectives, and calls of Python to TensorFlow."""
+
 _START, _DONE = "ExecutorState::ProcessAsync::Start", "ExecutorState::ProcessAsync::Done"
-_OPERATION = re.compile(r"(?:[^:]+:|EagerLocalExecute: )([A-Za-z_]\w*)")
-"""An operation of a function, or an eager one."""
+_OPERATION = re.compile(r"(?:(?:[^:]+/)?([^:/]+):|EagerLocalExecute: )([A-Za-z_]\w*)")
+"""An operation of a function, with its name there, or an eager one."""
 _XLA = "CpuExecutable::Execute"
 _INSTRUCTION = "hlo_op"
 """What an event of XLA's own says. In TensorFlow 2.19 the program as a whole has no event."""
@@ -140,9 +143,9 @@ def _kind_of_event(name: str) -> int | None:
     if name.startswith(_XLA):
         return _COMPUTE
     operation = _OPERATION.fullmatch(name)
-    if operation is None or operation_definition(operation[1]) is None:
+    if operation is None or operation_definition(operation[2]) is None:
         return None
-    return _kind(operation[1])
+    return _COLLECTIVE if (operation[1] or "").startswith(HOST_COLLECTIVE) else _kind(operation[2])
 
 
 def _kind(operation_type: str) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.gradients import dense
+from tfrep_strategy.gradients import dense, dense_buckets
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
@@ -89,7 +89,7 @@ class Updates(ShardedUpdates):
             with _applied_gradients.to("global"):
                 return original(optimizer, strategy.extended.mean_over_processes(list(grads)), trainable_variables)
         if self._accumulates_locally(optimizer):
-            own = _weighed(optimizer, [dense(g) for g in grads])  # Keras collects in dense variables.
+            own = self._weighed(optimizer, [dense(g) for g in grads])  # Keras collects in dense variables.
             with _applied_gradients.to("local"):
                 return original(optimizer, own, trainable_variables)
         grads, step = list(grads), current_step()
@@ -101,7 +101,7 @@ class Updates(ShardedUpdates):
             inner, grads, trainable_variables or optimizer._trainable_variables
         )
         with _applied_gradients.to("parts" if in_parts else "global"):
-            own = _weighed(optimizer, grads)
+            own = self._weighed(optimizer, grads)
             return original(optimizer, strategy.extended.aggregate_gradients(own, in_parts), trainable_variables)
 
     apply_several = apply
@@ -157,13 +157,12 @@ class Updates(ShardedUpdates):
         """
         return bool(optimizer.gradient_accumulation_steps) and self.strategy.extended.collectives_in_branches
 
-
-def _weighed(optimizer: Any, grads: list[Any]) -> list[Any]:
-    """Weighs the gradients by the replica's share, unless their loss was weighed."""
-    step = current_step()
-    if step is None:
-        return grads
-    if not step.scaled_losses[id(optimizer)]:
-        return [step.share.weigh(g) for g in grads]
-    step.scaled_losses[id(optimizer)] -= 1
-    return step.share.silenced_gradients(grads)
+    def _weighed(self, optimizer: Any, grads: list[Any]) -> list[Any]:
+        """Weighs the gradients by the replica's share, unless their loss was weighed."""
+        step = current_step()
+        if step is None:
+            return grads
+        if not step.scaled_losses[id(optimizer)]:
+            return [step.share.weigh(g) for g in grads]
+        step.scaled_losses[id(optimizer)] -= 1
+        return step.share.silenced_gradients(grads, dense_buckets(grads, self.strategy.bucket_bytes))

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import tape_is_recording
-from tfrep_strategy.gradients import dense
+from tfrep_strategy.gradients import dense, dense_buckets
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 
@@ -33,7 +33,10 @@ class Tapes(SynchronousBase):
         with step.taking_global(target):
             gradients = tf.nest.flatten(original(tape, target, sources, *args, **kwargs))
             own = [gradients[i] for i in positions]
-            own = step.share.silenced_gradients(own) if was_scaled else [step.share.weigh(gradient) for gradient in own]
+            if was_scaled:
+                own = step.share.silenced_gradients(own, dense_buckets(own, self.strategy.bucket_bytes))
+            else:
+                own = [step.share.weigh(gradient) for gradient in own]
             summed = self._summed(own)
         step.note_global(summed)
         for i, gradient in zip(positions, summed, strict=True):
