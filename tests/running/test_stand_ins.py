@@ -97,3 +97,25 @@ def test_names_keep_their_meaning(run):
     assert isinstance(None, stand_in | None)
     assert stand_in.__name__ == "OneDeviceStrategy"
     assert tf.distribute.get_strategy() is run
+
+
+def test_a_strategy_of_the_run_takes_settings(run):
+    def double(gradients):
+        return [2.0 * gradient for gradient in gradients]
+
+    made = tfrep.MultiWorkerStrategy(
+        "horovod", bucket_bytes=1 << 10, gradient_transformers=[double], shard_optimizer_state=True, compression="bf16"
+    )
+    assert made is run
+    assert (run.bucket_bytes, run.compression, run.shard_optimizer_state) == (1 << 10, "bf16", True)
+    assert run.gradient_transformers == [double]
+    assert run.communicator.name != "horovod"  # The launcher has chosen.
+    assert tfrep.MirroredStrategy(["GPU:7"], densify_sparse_gradients=True) is run
+    assert run.densify_sparse_gradients
+    assert run.compression == "bf16"
+    with pytest.raises(ConfigurationError, match="bucket_bytes must be a positive number of bytes"):
+        tfrep.MultiWorkerStrategy(bucket_bytes=0)
+    with pytest.warns(UserWarning, match="MultiWorkerStrategy, which has no setting devices_per_replica"):
+        tfrep.MirroredStrategy(devices_per_replica=2)
+    with pytest.raises(TypeError, match="bucket_byte"):
+        tfrep.MultiWorkerStrategy(bucket_byte=1 << 10)

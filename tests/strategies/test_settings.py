@@ -15,6 +15,7 @@ from calling import command
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
+from tfrep_strategy.strategies.checked_settings import take_settings
 
 _SETTINGS = (Path(__file__).parents[2] / "docs" / "settings.md").read_text("utf-8")
 _CLASSES = (tfrep.MirroredStrategy, tfrep.MultiWorkerStrategy, tfrep.ParameterServerStrategy)
@@ -129,3 +130,11 @@ def test_the_table_has_every_setting(kind: type) -> None:
         written = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
         assert default.strip() == repr(written).replace("'", '"'), parameter.name
         assert settable == ("no" if parameter.name in FIXED | {"cluster_resolver"} else "yes"), parameter.name
+
+
+def test_what_a_strategy_is_built_on_is_not_taken_later():
+    strategy = tfrep.MirroredStrategy(["CPU:0"])
+    take_settings(strategy, tfrep.MirroredStrategy, (["CPU:1"],), {"devices_per_replica": 1, "check_sync_every": 3})
+    assert (strategy.devices, strategy.check_sync_every) == (["CPU:0"], 3)
+    with pytest.raises(ConfigurationError, match="The run has made its strategy, and devices_per_replica cannot change"):
+        take_settings(strategy, tfrep.MirroredStrategy, (), {"devices_per_replica": 2})

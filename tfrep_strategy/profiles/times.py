@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,11 +32,11 @@ _OPERATION = re.compile(r"(?:(?:[^:]+/)?([^:/]+):|EagerLocalExecute: )([A-Za-z_]
 _XLA = "CpuExecutable::Execute"
 _INSTRUCTION = "hlo_op"
 """What an event of XLA's own says. In TensorFlow 2.19 the program as a whole has no event."""
-_COMPUTE, _COLLECTIVE, _INPUT, _TRANSFER = range(4)
+COMPUTE, COLLECTIVE, _INPUT, _TRANSFER = range(4)
 """In the order in which a moment is given to them."""
 _FAR = 2**62
 _KINDS = (
-    (re.compile(r"Collective|_?Nccl|Horovod"), _COLLECTIVE),
+    (re.compile(r"Collective|_?Nccl|Horovod"), COLLECTIVE),
     (re.compile(r"(MultiDevice)?IteratorGetNext"), _INPUT),
     (re.compile(r"_(Host)?(Send|Recv)"), _TRANSFER),
 )
@@ -45,6 +45,14 @@ _BACKGROUND = "tf_data"
 
 _Span = tuple[int, int]
 """From when to when, in picoseconds."""
+
+
+class Operation(NamedTuple):
+    """What the host did: the kind, the name, and from when to when in picoseconds."""
+
+    kind: int
+    name: str
+    span: _Span
 
 
 def times_of(file: Path, who: str) -> Report:
@@ -66,14 +74,14 @@ def times_of(file: Path, who: str) -> Report:
             for kind, span in _kernels(plane):
                 spans[kind].append(span)
         else:
-            steps += len(_named(plane, STEP))
-            windows += _named(plane, WINDOW)
-            for kind, span in _operations(plane):
+            steps += len(spans_named(plane, STEP))
+            windows += spans_named(plane, WINDOW)
+            for operation in operations(plane):
                 # An operation of a GPU has ended for the host when its kernels are queued.
-                if kind != _COMPUTE or not gpus:
-                    spans[kind].append(span)
+                if operation.kind != COMPUTE or not gpus:
+                    spans[operation.kind].append(operation.span)
     begin, end = windows[0]
-    covered = [_length(sum((spans[kind] for kind in range(last + 1)), []), begin, end) for last in range(_TRANSFER + 1)]
+    covered = [length(sum((spans[kind] for kind in range(last + 1)), []), begin, end) for last in range(_TRANSFER + 1)]
     compute, collectives, waits, transfers = np.diff([0.0, *covered]).tolist()
     traced = (end - begin) / 1e12
     return Report(who, traced, compute, collectives + transfers, waits, traced - covered[-1], steps)
@@ -88,21 +96,26 @@ def _events(plane: Any) -> Iterator[tuple[str, Any, _Span]]:
             yield line.name, event, (begin, begin + event.duration_ps)
 
 
-def _named(plane: Any, name: str) -> list[_Span]:
+def spans_named(plane: Any, name: str) -> list[_Span]:
+    """Returns from when to when each event of a name lasts, in picoseconds."""
     keys = {key for key, data in plane.event_metadata.items() if data.name == name}
     return [span for _, event, span in _events(plane) if event.metadata_id in keys]
 
 
 def _kernels(plane: Any) -> Iterator[tuple[int, _Span]]:
     """Yields the kind and the time of what the streams of a GPU do. Its other lines repeat that in other words."""
-    kinds = {key: _COLLECTIVE if "nccl" in data.name.lower() else _COMPUTE for key, data in plane.event_metadata.items()}
+    kinds = {key: COLLECTIVE if "nccl" in data.name.lower() else COMPUTE for key, data in plane.event_metadata.items()}
     for line, event, span in _events(plane):
         if line.startswith("Stream"):
             yield kinds[event.metadata_id], span
 
 
-def _operations(plane: Any) -> Iterator[tuple[int, _Span]]:
-    """Yields the kind and the time of each operation that the host runs."""
+def operations(plane: Any) -> Iterator[Operation]:
+    """Yields each operation that the host runs.
+
+    Args:
+        plane: Of an `XSpace`: what TensorFlow's profiler has noted of the host.
+    """
     names = {key: data.name for key, data in plane.event_metadata.items()}
     stats = {key: data.name for key, data in plane.stat_metadata.items()}
     instructions = {key for key, name in stats.items() if name == _INSTRUCTION}
@@ -115,9 +128,9 @@ def _operations(plane: Any) -> Iterator[tuple[int, _Span]]:
         name = names[event.metadata_id]
         if event.metadata_id in kinds:
             if not line.startswith(_BACKGROUND):
-                yield kinds[event.metadata_id], (begin, end)
+                yield Operation(kinds[event.metadata_id], name, (begin, end))
         elif any(stat.metadata_id in instructions for stat in event.stats):
-            yield _COMPUTE, (begin, end)
+            yield Operation(COMPUTE, name, (begin, end))
         elif name in (_START, _DONE):
             found = _stats(event, stats)
             number = found["_p" if name == _START else "_c"]
@@ -125,8 +138,8 @@ def _operations(plane: Any) -> Iterator[tuple[int, _Span]]:
             types[number] = found["kernel_type"]
     for number, operation_type in types.items():
         kind = _kind(operation_type)
-        if kind != _COMPUTE:  # What a function calls counts, and not the call.
-            yield kind, (starts.get(number, 0), ends.get(number, _FAR))
+        if kind != COMPUTE:  # What a function calls counts, and not the call.
+            yield Operation(kind, operation_type, (starts.get(number, 0), ends.get(number, _FAR)))
 
 
 def _stats(event: Any, names: dict[int, str]) -> dict[str, Any]:
@@ -141,19 +154,19 @@ def _stats(event: Any, names: dict[int, str]) -> dict[str, Any]:
 def _kind_of_event(name: str) -> int | None:
     """Returns the kind of an operation's own event; None of other events."""
     if name.startswith(_XLA):
-        return _COMPUTE
+        return COMPUTE
     operation = _OPERATION.fullmatch(name)
     if operation is None or operation_definition(operation[2]) is None:
         return None
-    return _COLLECTIVE if (operation[1] or "").startswith(HOST_COLLECTIVE) else _kind(operation[2])
+    return COLLECTIVE if (operation[1] or "").startswith(HOST_COLLECTIVE) else _kind(operation[2])
 
 
 def _kind(operation_type: str) -> int:
-    return next((kind for pattern, kind in _KINDS if pattern.match(operation_type)), _COMPUTE)
+    return next((kind for pattern, kind in _KINDS if pattern.match(operation_type)), COMPUTE)
 
 
-def _length(spans: list[_Span], begin: int, end: int) -> float:
-    """Returns for how many seconds at least one span lasts, between two times."""
+def length(spans: list[_Span], begin: int, end: int) -> float:
+    """Returns for how many seconds at least one span lasts, between two times in picoseconds."""
     if not spans:
         return 0.0
     ordered = np.array(spans, np.int64).clip(begin, end)

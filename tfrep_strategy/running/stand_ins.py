@@ -13,26 +13,38 @@ import tfrep_strategy.replicator.loop
 import tfrep_strategy.replicator.on_workers
 from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.strategies.checked_settings import take_settings
 
 
-def _table(strategy: Any) -> list[tuple[Sequence[Any], str, Callable[[], Any]]]:
+def _table(strategy: Any) -> list[tuple[Sequence[Any], str, Callable[..., Any]]]:
     """Lists where a name stands, the name, and what is done in place of making it. Some modules lack some names."""
+
+    def given(*args: Any, **kwargs: Any) -> Any:
+        return strategy
+
+    def given_settings_of(name: str) -> Callable[..., Any]:
+        made = getattr(tfrep_strategy, name)
+
+        def configured(*args: Any, **kwargs: Any) -> Any:
+            take_settings(strategy, made, args, kwargs)
+            return strategy
+
+        return configured
+
     apis = (tf.distribute, tf.compat.v1.distribute, tf.compat.v2.distribute)
     stock = [module for api in apis for module in (api, api.experimental)]
     # The package itself, where scripts find its names, and what makes a strategy for them.
     replicator = tfrep_strategy.replicator
     ours = [tfrep_strategy, replicator.loop, replicator.kinds, replicator.on_workers]
     return [
-        (stock, "MirroredStrategy", lambda: strategy),
-        (stock, "MultiWorkerMirroredStrategy", lambda: strategy),
-        (stock, "OneDeviceStrategy", lambda: strategy),
-        (stock, "CentralStorageStrategy", lambda: strategy),
-        (stock, "ParameterServerStrategy", lambda: strategy),
+        (stock, "MirroredStrategy", given),
+        (stock, "MultiWorkerMirroredStrategy", given),
+        (stock, "OneDeviceStrategy", given),
+        (stock, "CentralStorageStrategy", given),
+        (stock, "ParameterServerStrategy", given),
         (stock, "TPUStrategy", _refuse_tpu),  # A script comes here when it has found a TPU, which the run would leave idle.
-        (ours, "MirroredStrategy", lambda: strategy),
-        (ours, "MultiWorkerStrategy", lambda: strategy),
-        (ours, "ParameterServerStrategy", lambda: strategy),
-        (ours, "auto_strategy", lambda: strategy),
+        (ours, "auto_strategy", given),
+        *((ours, name, given_settings_of(name)) for name in ("MirroredStrategy", "MultiWorkerStrategy", "ParameterServerStrategy")),
     ]
 
 
@@ -71,15 +83,15 @@ def put(stack: contextlib.ExitStack, owner: Any, name: str, replacement: Any) ->
     setattr(owner, name, replacement)
 
 
-def _stand_in(stock: Any, give: Callable[[], Any]) -> Any:
+def _stand_in(stock: Any, give: Callable[..., Any]) -> Any:
     if not isinstance(stock, type):
-        return lambda *args, **kwargs: give()
+        return give
 
     class Meta(type(stock)):  # type: ignore[misc]
         """Of the stand-in alone, and not of what a script derives from it, is what differs from any other class."""
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            return give() if cls is stand_in else super().__call__(*args, **kwargs)
+            return give(*args, **kwargs) if cls is stand_in else super().__call__(*args, **kwargs)
 
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, stock) if cls is stand_in else super().__instancecheck__(instance)
@@ -92,7 +104,7 @@ def _stand_in(stock: Any, give: Callable[[], Any]) -> Any:
     return stand_in
 
 
-def _refuse_tpu() -> Any:
+def _refuse_tpu(*args: Any, **kwargs: Any) -> Any:
     raise ConfigurationError(
         message(
             f"A run of tfrep trains on CPUs and GPUs, and {user_line()} makes a TPUStrategy.",

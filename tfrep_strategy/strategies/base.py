@@ -56,7 +56,7 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
     gradient_transformers = CheckedSetting(functions)
     gradient_aggregator = CheckedSetting(or_none(function))
     check_sync_every = CheckedSetting(or_none(positive("steps")))
-    shard_optimizer_state = CheckedSetting(flag, fixed=True)
+    shard_optimizer_state = CheckedSetting(flag, fixed=True, at_first=True)
 
     def __init__(self, extended: Any) -> None:
         super().__init__(extended)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,8 @@ class CheckedSetting:
     Args:
         check: Takes the name and a value. Returns the value to keep, or raises a ConfigurationError.
         fixed: Whether it is set once, because the strategy is built on it.
+        of_run: Whether a run decides it, such as the devices, and not the script in the run.
+        at_first: Whether `take` may set it although it is fixed, because nothing looks at it before a model is built.
 
     Example:
         >>> strategy = tfrep.MirroredStrategy(["CPU:0"], bucket_bytes=1 << 20)
@@ -24,8 +28,15 @@ class CheckedSetting:
         Hint: use a whole number, 1 or more.
     """
 
-    def __init__(self, check: Callable[[str, Any], Any] = lambda name, value: value, *, fixed: bool = False) -> None:
-        self._check, self._fixed = check, fixed
+    def __init__(
+        self,
+        check: Callable[[str, Any], Any] = lambda name, value: value,
+        *,
+        fixed: bool = False,
+        of_run: bool = False,
+        at_first: bool = False,
+    ) -> None:
+        self._check, self._fixed, self.of_run, self._at_first = check, fixed, of_run, at_first
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -47,6 +58,50 @@ class CheckedSetting:
                 )
             )
         vars(strategy)[self._name] = self._check(self._name, value)
+
+    def take(self, strategy: Any, value: Any) -> None:
+        """Sets it on the strategy of a run, which is made before the script asks for one."""
+        value = self._check(self._name, value)
+        if self._fixed and not self._at_first and value != getattr(strategy, self._name):
+            raise ConfigurationError(
+                message(
+                    f"The run has made its strategy, and {self._name} cannot change any more.",
+                    hint="leave it out, or run the script by python.",
+                    **{self._name: value},
+                )
+            )
+        vars(strategy)[self._name] = value
+
+
+def take_settings(strategy: Any, made: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Gives the strategy of a run the settings with which a script would make one.
+
+    What the run decides, such as devices and the communicator, stays as it is.
+
+    Args:
+        strategy: The run's.
+        made: The class that the script calls.
+        args: With what.
+        kwargs: With what else.
+
+    Raises:
+        ConfigurationError: A setting has a bad value, or cannot change any more.
+        TypeError: The class has no such argument.
+    """
+    signature = inspect.signature(made)
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        asked = inspect.getattr_static(made, name, None)
+        if value is signature.parameters[name].default or not isinstance(asked, CheckedSetting) or asked.of_run:
+            continue
+        setting = inspect.getattr_static(type(strategy), name, None)
+        if isinstance(setting, CheckedSetting):
+            setting.take(strategy, value)
+        else:
+            warnings.warn(
+                f"The strategy of this run is a {type(strategy).__name__}, which has no setting {name}.\n"
+                f"Hint: choose another one by `tfrep run --strategy`. Received: {name}={value!r}",
+                stacklevel=4,
+            )
 
 
 def positive(unit: str) -> Callable[[str, Any], int]:

@@ -153,7 +153,7 @@ class MirroredStrategy(SynchronousStrategy):
         self.devices = [name.removeprefix("/device:") for name in names]
         super().__init__(_Extended(self, LogicalDevices(names, devices_per_replica, self.keras_layer_placement)))
 
-    devices = CheckedSetting(fixed=True)
+    devices = CheckedSetting(fixed=True, of_run=True)
     devices_per_replica = CheckedSetting(positive("devices"), fixed=True)
     keras_layer_placement = CheckedSetting(mapping, fixed=True)
 

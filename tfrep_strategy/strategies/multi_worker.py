@@ -105,9 +105,9 @@ class MultiWorkerStrategy(SynchronousStrategy):
         cache_in_own_files(self.communicator.rank, self.communicator.size)
         remember(self)
 
-    communicator = CheckedSetting(fixed=True)
+    communicator = CheckedSetting(fixed=True, of_run=True)
     compression = CheckedSetting(or_none(one_of(*DTYPES)))
-    device = CheckedSetting(fixed=True)
+    device = CheckedSetting(fixed=True, of_run=True)
     rank_data = CheckedSetting(one_of("same", "unchecked", "own"))
 
     @property

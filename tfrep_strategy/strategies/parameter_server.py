@@ -134,8 +134,8 @@ class ParameterServerStrategy(ShowsNewNames, tf.distribute.ParameterServerStrate
     sync = CheckedSetting(flag, fixed=True)
     replicas_to_aggregate = CheckedSetting(fixed=True)
     worker_timeout = CheckedSetting(seconds)
-    connect_timeout = CheckedSetting(seconds, fixed=True)
-    coordinator_timeout = CheckedSetting(seconds, fixed=True)
+    connect_timeout = CheckedSetting(seconds, fixed=True, of_run=True)
+    coordinator_timeout = CheckedSetting(seconds, fixed=True, of_run=True)
 
     @property
     def num_workers(self) -> int:

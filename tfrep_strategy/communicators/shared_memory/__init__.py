@@ -28,6 +28,7 @@ from tfrep_strategy.communicators.single import SingleCommunicator
 from tfrep_strategy.errors import ConfigurationError, DesyncError, message
 from tfrep_strategy.limits import meeting_seconds
 
+
 class _Running(NamedTuple):
     """The collective that a rank is in: its kind, an argument, its place in the program, and the line of the user's code."""
 
