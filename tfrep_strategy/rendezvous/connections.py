@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import random
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
 
 import psutil
 
@@ -19,6 +21,10 @@ CONNECT_SECONDS = 10.0
 GREETING_SECONDS = 60
 """How long the hub may take to greet a rank. All ranks of a run come at once, and rank 0 may be busy."""
 _AGAIN_SECONDS = 0.2
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT = 10_000
+"""Below are ports that many services are known by."""
+
 LOOPBACK = "127.0.0.1"
 
 
@@ -146,14 +152,14 @@ def is_number(host: str) -> bool:
 
 
 def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
-    """Finds ports that nobody listens on.
+    """Finds ports that nobody listens on. On Linux, the system gives them to no program that asks for any port.
 
     Args:
         count: How many are needed.
         host: The interface; an empty string for all. Default: loopback.
 
     Returns:
-        The ports, all different. Another program may take one before it is used; that cannot be ruled out.
+        The ports, all different. A program that asks for just this port may take one before it is used; that cannot be ruled out.
 
     Raises:
         ConfigurationError: This machine, or the limits of this process, do not allow that many.
@@ -162,15 +168,34 @@ def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
         >>> len(set(free_ports(3)))
         3
     """
+    chosen = _chosen_ports(2 * count + 100)
     with contextlib.ExitStack() as stack:
         try:
             sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
             for each in sockets:
-                each.bind((host, 0))
+                _bind_to_first_free(each, host, chosen)
         except OSError as error:
             hint = "use fewer processes, or allow more open files (`ulimit -n`)."
             raise ConfigurationError(message(f"There are no free ports ({error.strerror}).", hint=hint, count=count)) from None
         return [each.getsockname()[1] for each in sockets]
+
+
+def _chosen_ports(most: int) -> Iterator[int]:
+    """Yields some ports below those that Linux gives to connections, and to who asks for any port. They are in no order."""
+    try:
+        lowest_given = int(_GIVEN_PORTS.read_text("ascii").split()[0])
+    except (OSError, ValueError):
+        lowest_given = 0
+    below = range(_LOWEST_PORT, lowest_given)
+    yield from random.SystemRandom().sample(below, min(most, len(below)))  # The script's own generator stays as it is.
+
+
+def _bind_to_first_free(listener: socket.socket, host: str, chosen: Iterator[int]) -> None:
+    for port in chosen:
+        with contextlib.suppress(OSError):
+            listener.bind((host, port))
+            return
+    listener.bind((host, 0))
 
 
 def set_patience(connection: Connection, seconds: int) -> None:
