@@ -30,9 +30,6 @@ class Primitive:
         parts: How many times the bytes that a process brings it sends in all, in units of `(n - 1) / n`.
         grows: Whether each process sends all that it brings `n - 1` times, as a gather does.
         in_pieces: Whether only pieces travel, so that few processes have something to send where little is sent.
-        copied: How many times the bytes that a process brings it copies, however many processes there are.
-        filled: How often all wait for each other until the common memory is filled for the last time, beyond once for each filling;
-            None without common memory.
     """
 
     rounds: int = 0
@@ -40,17 +37,15 @@ class Primitive:
     parts: float = 1
     grows: bool = False
     in_pieces: bool = False
-    copied: float = 0
-    filled: int | None = None
 
-    def waits(self, n: int, size: float) -> int:
+    def waits(self, n: int) -> int:
         """Returns how many messages follow each other.
 
         Example:
-            >>> Primitive(rounds=2).waits(8, 4), Primitive(exchanges=1).waits(8, 4)
+            >>> Primitive(rounds=2).waits(8), Primitive(exchanges=1).waits(8)
             (14, 1)
         """
-        return self.rounds * (n - 1) + self._all_exchanges(size)
+        return self.rounds * (n - 1) + self.exchanges
 
     def messages(self, n: int, size: float, cores: int) -> float:
         """Returns how many messages a core works on while one process sends all of its own.
@@ -60,26 +55,61 @@ class Primitive:
             28.0
         """
         senders = min(n, math.ceil(size / _PIECE_BYTES)) if self.in_pieces else n
-        return (self.rounds + self._all_exchanges(size)) * (n - 1) * max(1.0, senders / cores)
+        return (self.rounds + self.exchanges) * (n - 1) * max(1.0, senders / cores)
 
     def sent(self, n: int, size: float) -> float:
-        """Returns how many bytes a process sends or copies.
+        """Returns how many bytes a process sends.
 
         Example:
             >>> Primitive(rounds=2, parts=2).sent(4, 1000.0)
             1500.0
         """
-        return self.parts * (n - 1) * size / (1 if self.grows else n) + self.copied * size
+        return self.parts * (n - 1) * size / (1 if self.grows else n)
 
-    def _all_exchanges(self, size: float) -> int:
-        if self.filled is None or size <= MOST_IN_MESSAGE:
-            return self.exchanges
-        return self.exchanges + math.ceil(size / CHUNK_BYTES) + self.filled
+    def features(self, n: int, size: float, cores: int) -> list[float]:
+        """Returns what `Costs` are the costs of: calls, waits, messages and bytes, as many as a core has to do with."""
+        return [1.0, self.waits(n), self.messages(n, size, cores), self.sent(n, size) * _load(n, cores)]
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """What `n` processes do that bring `size` bytes each to common memory.
+
+    All of it is work of Python, which the processes of a machine share the cores for. Each greets all others once. What is too long
+    for the greeting is written to the memory, one filling after the other, and all wait for each other after each.
+
+    Attributes:
+        copied: How many times the bytes that it brings a process copies.
+        grows: Whether each also copies all that the others bring.
+        reduces: Whether the result goes through the memory, too.
+    """
+
+    copied: float
+    grows: bool = False
+    reduces: bool = False
+
+    def fillings(self, size: float) -> int:
+        """Returns how often all wait for each other.
+
+        Example:
+            >>> InMemory(3, reduces=True).fillings(3 << 20), InMemory(2).fillings(100)
+            (4, 0)
+        """
+        return 0 if size <= MOST_IN_MESSAGE else math.ceil(size / CHUNK_BYTES) + self.reduces
+
+    def features(self, n: int, size: float, cores: int) -> list[float]:
+        """Returns what `Costs` are the costs of: calls, waits, messages and bytes, as many as a core has to do with."""
+        copied = (self.copied + (n - 1) * self.grows) * size
+        return [_load(n, cores) * each for each in (1.0, self.fillings(size), n - 1, copied)]
+
+
+def _load(n: int, cores: int) -> float:
+    return max(1.0, n / cores)
 
 
 _RING = Primitive(rounds=2, parts=2, in_pieces=True)
-_SUMMED = Primitive(exchanges=1, parts=0, copied=3, filled=1)
-PRIMITIVES = {
+_SUMMED = InMemory(copied=3, reduces=True)
+PRIMITIVES: dict[str, dict[str, Primitive | InMemory]] = {
     "tf": {
         "all_reduce sum": _RING,
         "all_gather": Primitive(rounds=2, grows=True),  # The shapes are gathered first.
@@ -97,13 +127,12 @@ PRIMITIVES = {
         "all_to_all": Primitive(rounds=2),
         "barrier": Primitive(rounds=2, parts=2),
     },
-    # What is too long for the first message is written to common memory, in fillings. A reduction also writes its result there.
     "shared_memory": {
         "all_reduce sum": _SUMMED,
-        "all_gather": Primitive(exchanges=1, copied=2, grows=True, filled=0),
-        "broadcast": Primitive(exchanges=1, parts=0, copied=1, filled=0),
+        "all_gather": InMemory(copied=2, grows=True),
+        "broadcast": InMemory(copied=1),
         "reduce_scatter": _SUMMED,
-        "all_to_all": Primitive(exchanges=1, parts=0, copied=2, filled=0),
+        "all_to_all": InMemory(copied=2),
         "barrier": _SUMMED,
     },
 }
@@ -126,7 +155,7 @@ class Costs:
     message_s: float = 0.0
     byte_s: float = 0.0
 
-    def seconds(self, primitive: Primitive, n: int, size: float, cores: int) -> float:
+    def seconds(self, primitive: Primitive | InMemory, n: int, size: float, cores: int) -> float:
         """Predicts how long a call takes.
 
         Args:
@@ -135,15 +164,10 @@ class Costs:
             size: How many bytes each brings.
             cores: Of the machine.
         """
-        return float(np.dot([self.call_s, self.wait_s, self.message_s, self.byte_s], _features(primitive, n, size, cores)))
+        return float(np.dot([self.call_s, self.wait_s, self.message_s, self.byte_s], primitive.features(n, size, cores)))
 
 
-def _features(primitive: Primitive, n: int, size: float, cores: int) -> list[float]:
-    load = max(1.0, n / cores)
-    return [1.0, primitive.waits(n, size), primitive.messages(n, size, cores), primitive.sent(n, size) * load]
-
-
-def fit(primitive: Primitive, measured: Mapping[tuple[int, float], float], cores: int) -> Costs:
+def fit(primitive: Primitive | InMemory, measured: Mapping[tuple[int, float], float], cores: int) -> Costs:
     """Fits the costs of a primitive, with the same weight for each number of processes and size.
 
     Args:
@@ -160,7 +184,7 @@ def fit(primitive: Primitive, measured: Mapping[tuple[int, float], float], cores
         >>> round(fit(ring, points, 2).seconds(ring, 8, 1e6, 2) / made.seconds(ring, 8, 1e6, 2), 6)
         1.0
     """
-    rows = np.array([_features(primitive, n, size, cores) for n, size in measured])
+    rows = np.array([primitive.features(n, size, cores) for n, size in measured])
     seconds = np.array(list(measured.values()))
     return Costs(*_least_squares(rows / seconds[:, None], np.ones_like(seconds)))
 

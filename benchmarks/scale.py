@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import control_plane
-from benchmarks.costs import PRIMITIVES, Primitive, fit, line, predicted_all_reduces
+from benchmarks.costs import PRIMITIVES, InMemory, Primitive, fit, line, predicted_all_reduces
 from benchmarks.crews import Crew, Variant
 from benchmarks.report import write_json
 from benchmarks.speed_page import write_page
@@ -67,7 +67,7 @@ def measure(
     return {name: _tried(PRIMITIVES[communicator][name], each, processes[-1]) for name, each in of_each.items()}
 
 
-def _tried(primitive: Primitive, samples: dict[tuple[int, int], list[float]], last: int) -> dict[str, Any]:
+def _tried(primitive: Primitive | InMemory, samples: dict[tuple[int, int], list[float]], last: int) -> dict[str, Any]:
     cores = os.cpu_count() or 1
     medians = {(n, 4.0 * count): statistics.median(seconds) for (n, count), seconds in samples.items()}
     fitted = fit(primitive, {key: seconds for key, seconds in medians.items() if key[0] != last}, cores)
