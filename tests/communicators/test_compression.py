@@ -35,7 +35,7 @@ def as_sent(value: np.ndarray, kind: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
-@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+@pytest.mark.parametrize("communicator", ["tf", "horovod", "shared_memory"])
 def test_sums_are_of_float32(communicator: str, kind: str, worker_pool: Any) -> None:
     own = [[as_sent(value, kind) for value in drawn(rank)] for rank in range(2)]
     expected = [as_sent(first + second, kind) for first, second in zip(*own, strict=True)]
@@ -108,7 +108,7 @@ def trained_in_scope(strategy: Any, compression: str) -> list[np.ndarray]:
         return trained(compression)
 
 
-@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+@pytest.mark.parametrize("communicator", ["tf", "horovod", "shared_memory"])
 def test_training_is_near_that_of_one_device(communicator: str, worker_pool: Any) -> None:
     expected = trained(None)
     for found in worker_pool(communicator, 2).run(trained_in_scope, "bf16"):

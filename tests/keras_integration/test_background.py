@@ -97,7 +97,7 @@ def _without_space(strategy: Any, folder: str) -> dict[str, Any]:
         del os.environ["TFREP_BACKUP_DIR"], os.environ["TFREP_BACKUP_SECONDS"]
 
 
-@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+@pytest.mark.parametrize("communicator", ["tf", "horovod", "shared_memory"])
 def test_a_backup_that_cannot_be_written_is_the_same_error_on_all_ranks(
     communicator: str, tmp_path: Path, worker_pool: Any
 ) -> None:

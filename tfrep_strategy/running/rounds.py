@@ -151,4 +151,5 @@ def where_it_goes_on(backup_dir: SharedFolder | None) -> str:
     """
     if backup_dir is not None and backup_dir.has_backups():
         return "Each fit goes on from its last backup."
-    return "No fit has a backup yet, so that the script begins anew, but for what it saves and restores itself."
+    what = "No fit has a backup yet, so that the script begins anew, but for what it saves and restores itself."
+    return f"{what}\nHint: calls of fit are backed up. In a loop of your own save with tf.train.CheckpointManager, and restore what it has at first."
