@@ -78,7 +78,8 @@ def machines(hosts: list[str]) -> Iterator[Machines]:  # noqa: F811
 def test_a_run_on_one_machine(kind: str, user: str, machines: Machines, hosts: list[str], tmp_path: Path) -> None:  # noqa: F811
     command = [str(tmp_path) if each == "FOLDER" else each for each in KINDS[kind]]
     prefix = on(hosts[0]) + (ORDINARY if user == "ordinary" else [])
-    with running([*prefix, sys.executable, *command], tmp_path, MY_TOKEN="sesame") as process:
+    own = {"MY_TOKEN": "sesame", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    with running([*prefix, sys.executable, *command], tmp_path, **own) as process:
         wait_for(lambda: len(list(tmp_path.glob("ready*"))) == READY.get(kind, 2), process)
         ports, taken = machines.look(process.pid)
         started = psutil.Process(process.pid).children(recursive=True)

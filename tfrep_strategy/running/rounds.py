@@ -152,4 +152,4 @@ def where_it_goes_on(backup_dir: SharedFolder | None) -> str:
     if backup_dir is not None and backup_dir.has_backups():
         return "Each fit goes on from its last backup."
     what = "No fit has a backup yet, so that the script begins anew, but for what it saves and restores itself."
-    return f"{what}\nHint: calls of fit are backed up. In a loop of your own save with tf.train.CheckpointManager, and restore what it has at first."
+    return f"{what}\nHint: call fit, or save in your own loop with tf.train.CheckpointManager, and begin with what it has saved."

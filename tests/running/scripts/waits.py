@@ -1,6 +1,6 @@
 """Trains a step on each rank, says so in a folder, and waits until the folder has a file `go`: `waits.py FOLDER [HOW]`.
 
-How: "launch" two ranks, be a "launcher" of two ranks that knows nothing of this package, or train on a "cluster" that this process starts.
+How: "launch" two ranks, be a "launcher" that knows nothing of this package, or train on a "cluster" that this process starts.
 """
 
 import os
