@@ -21,6 +21,8 @@ from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.forking import close_in_children
 from tfrep_strategy.communicators.peers.ended import Ended, PeerLostError, lost
 from tfrep_strategy.communicators.peers.hub import Hub, state_seconds
+from tfrep_strategy.communicators.peers.neighbour import LOOK_SECONDS as NEIGHBOUR_SECONDS
+from tfrep_strategy.communicators.peers.neighbour import Neighbour, own_seat
 from tfrep_strategy.communicators.peers.reports import Call, Report
 from tfrep_strategy.communicators.position import Position, Stay
 from tfrep_strategy.errors import DesyncError, PeerError, message
@@ -62,6 +64,7 @@ class PeerMonitor:
         communicator: The communicator whose collectives are aborted when they would wait forever.
         hub: The hub on rank 0; None on other ranks.
         checks_every_call: Whether ranks compare collectives in functions, too, before they run.
+        neighbour: Another rank at which this one looks from outside.
 
     Attributes:
         ended: The ranks that have ended, in the order in which they ended.
@@ -69,13 +72,19 @@ class PeerMonitor:
     """
 
     def __init__(
-        self, connection: Connection, communicator: Communicator, hub: Hub | None, checks_every_call: bool
+        self,
+        connection: Connection,
+        communicator: Communicator,
+        hub: Hub | None,
+        checks_every_call: bool,
+        neighbour: Neighbour | None = None,
     ) -> None:
         self.rank, self.size, self.checks_every_call = communicator.rank, communicator.size, checks_every_call
         self.ended: list[Ended] = []
         self._desync: str | None = None
         self._hang: str | None = None
         self._connection, self._hub, self._abort = connection, hub, communicator.abort
+        self._neighbour = neighbour
         self._news = threading.Condition()
         self._sending = threading.Lock()
         self._numbers: collections.Counter[Sequence[int]] = collections.Counter()
@@ -125,10 +134,11 @@ class PeerMonitor:
         if communicator.rank == 0:
             addresses = [LOOPBACK, host] if host else [LOOPBACK]
         connection = connect(addresses, port, key, communicator.rank)
-        answers = communicator.all_gather_object((connection is not None, is_debugging()))
-        unreachable = [rank for rank, (reached, _) in enumerate(answers) if not reached]
+        answers = communicator.all_gather_object((connection is not None, is_debugging(), own_seat()))
+        unreachable = [rank for rank, (reached, _, _) in enumerate(answers) if not reached]
         if connection is not None and not unreachable:
-            return cls(connection, communicator, hub, any(debugs for _, debugs in answers))
+            neighbour = Neighbour.of(communicator.rank, [seat for _, _, seat in answers])
+            return cls(connection, communicator, hub, any(debugs for _, debugs, _ in answers), neighbour)
         if connection is not None:
             connection.close()
         if hub is not None:
@@ -258,9 +268,12 @@ class PeerMonitor:
             while True:
                 try:
                     pause = _TICK_SECONDS if self.ended else state_seconds(self._limit)
+                    pause = min(pause, NEIGHBOUR_SECONDS) if self._neighbour else pause
                     if not self._connection.poll(min(pause, _LOOK_SECONDS) if self._followed else pause):
                         self._tell_state()
                         self._look()
+                        if self._neighbour:
+                            self._neighbour.end_if_stopped(self._send)
                         self._consider_abort()
                         continue
                     news = self._connection.recv()
