@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+
 import psutil
 
 from tfrep_strategy.limits import timeout_seconds
+
+LOOK_SECONDS = 1.0
+"""How often to look."""
 
 _STOPPED_SECONDS = 15.0
 """How long a rank may be stopped. Horovod's own limit is 30 seconds, TensorFlow's between machines 20; after those, others fail."""
@@ -59,3 +65,38 @@ class StopTimer:
         is_stopped = status == psutil.STATUS_STOPPED and self._switches == before
         self.seconds = self.seconds + passed if is_stopped else 0.0
         return self.seconds
+
+
+class OtherProcess:
+    """A process of this machine for which nobody should wait if it is stopped.
+
+    Args:
+        pid: Its number.
+
+    Raises:
+        ConfigurationError: `TFREP_TIMEOUT` is no number of seconds.
+        psutil.Error: It has ended.
+
+    Example:
+        >>> OtherProcess(os.getpid()).look()
+        0.0
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._process, self._most = psutil.Process(pid), longest_stop()
+        self._timer, self._last = StopTimer(self._process), time.monotonic()
+
+    def look(self) -> float:
+        """Looks once. Returns for how many seconds it is stopped if that is too long, else 0."""
+        now = time.monotonic()
+        # If this process was itself held up, it cannot know how the other one was meanwhile.
+        passed, self._last = min(now - self._last, 2 * LOOK_SECONDS), now
+        with contextlib.suppress(psutil.Error):  # It has ended.
+            seconds = self._timer.look(self._process.status(), passed)
+            return seconds if seconds > self._most else 0.0
+        return 0.0
+
+    def kill(self) -> None:
+        """Kills it. A process that is stopped does nothing on other signals."""
+        with contextlib.suppress(psutil.Error):
+            self._process.kill()

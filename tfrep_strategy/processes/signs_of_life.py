@@ -19,12 +19,9 @@ from pathlib import Path
 import psutil
 
 from tfrep_strategy.limits import longest_silence
-from tfrep_strategy.stopped import StopTimer, longest_stop
+from tfrep_strategy.stopped import LOOK_SECONDS, StopTimer, longest_stop
 
 _log = logging.getLogger(__name__)
-
-LOOK_SECONDS = 1.0
-"""How often a launcher should look."""
 
 _SIGN_SECONDS = 1.0
 _WARNED_SECONDS = 60.0

@@ -21,13 +21,13 @@ from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.forking import close_in_children
 from tfrep_strategy.communicators.peers.ended import Ended, PeerLostError, lost
 from tfrep_strategy.communicators.peers.hub import Hub, state_seconds
-from tfrep_strategy.communicators.peers.neighbour import LOOK_SECONDS as NEIGHBOUR_SECONDS
 from tfrep_strategy.communicators.peers.neighbour import Neighbour, own_seat
 from tfrep_strategy.communicators.peers.reports import Call, Report
 from tfrep_strategy.communicators.position import Position, Stay
 from tfrep_strategy.errors import DesyncError, PeerError, message
 from tfrep_strategy.limits import is_debugging, timeout_seconds
 from tfrep_strategy.rendezvous.connections import LOOPBACK, connect, is_number, own_hosts
+from tfrep_strategy.stopped import LOOK_SECONDS
 
 _log = logging.getLogger(__name__)
 
@@ -268,7 +268,7 @@ class PeerMonitor:
             while True:
                 try:
                     pause = _TICK_SECONDS if self.ended else state_seconds(self._limit)
-                    pause = min(pause, NEIGHBOUR_SECONDS) if self._neighbour else pause
+                    pause = min(pause, LOOK_SECONDS) if self._neighbour else pause
                     if not self._connection.poll(min(pause, _LOOK_SECONDS) if self._followed else pause):
                         self._tell_state()
                         self._look()

@@ -7,20 +7,15 @@ import hashlib
 import logging
 import math
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
-from tfrep_strategy.stopped import StopTimer, longest_stop
+from tfrep_strategy.stopped import OtherProcess, longest_stop
 
 _log = logging.getLogger(__name__)
-
-LOOK_SECONDS = 1.0
-"""How often to look."""
-
 
 class Seat(NamedTuple):
     """Where a rank is.
@@ -43,7 +38,7 @@ def own_seat() -> Seat:
     """
     with contextlib.suppress(OSError):  # Not Linux.
         machine = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8") + os.readlink("/proc/self/ns/pid")
-        return Seat(int.from_bytes(hashlib.sha256(machine.encode()).digest()[:6]), os.getpid())
+        return Seat(int.from_bytes(hashlib.sha256(machine.encode()).digest()[:6], "big"), os.getpid())
     return Seat(0, os.getpid())
 
 
@@ -62,10 +57,7 @@ class Neighbour:
     """
 
     def __init__(self, rank: int, pid: int) -> None:
-        self._rank = rank
-        self._process = psutil.Process(pid)
-        self._stop, self._most = StopTimer(self._process), longest_stop()
-        self._last = time.monotonic()
+        self._rank, self._process = rank, OtherProcess(pid)
 
     @classmethod
     def of(cls, rank: int, seats: Sequence[Seat]) -> Neighbour | None:
@@ -88,17 +80,13 @@ class Neighbour:
         return None
 
     def end_if_stopped(self, tell: Callable[[Any], None]) -> None:
-        """Looks once. If its time is over, kills it: all would wait for it, and it does nothing on other signals.
+        """Looks once. If it is stopped for too long, kills it: all would wait for it.
 
         Args:
             tell: Sends something to the hub. If that is in the rank itself, nobody can be told why it ends.
         """
-        now = time.monotonic()
-        # If this process was itself held up, it cannot know how the other one was meanwhile.
-        passed, self._last = min(now - self._last, 2 * LOOK_SECONDS), now
-        with contextlib.suppress(psutil.Error):  # It has ended.
-            seconds = self._stop.look(self._process.status(), passed)
-            if seconds > self._most:
-                _log.error("Rank %d is stopped (state T), for %.0f seconds by now, and is ended.", self._rank, seconds)
-                tell(("stopped", self._rank, seconds))
-                self._process.kill()
+        seconds = self._process.look()
+        if seconds:
+            _log.error("Rank %d is stopped (state T), for %.0f seconds by now, and is ended.", self._rank, seconds)
+            tell(("stopped", self._rank, seconds))
+            self._process.kill()
