@@ -139,7 +139,7 @@ LANES = {
         "examples/test_folders.py::test_retinas_take_some_learning",
         "examples/test_pretrained.py::test_the_weights_of_a_file",
     ),
-    "profiles": ("communicators/test_overlap.py", "profiles/test_requests.py", "running/test_profile.py"),
+    "profiles": ("profiles/test_requests.py", "running/test_profile.py"),
     "drawn": (
         "pipelines/test_own_part.py::test_drawn_pipelines[400",
         "strategies/test_property.py",

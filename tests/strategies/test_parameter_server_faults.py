@@ -176,36 +176,6 @@ def test_the_command(tmp_path: Path, victim: str) -> None:
         assert process.returncode == (-signal.SIGKILL if victim == "launcher" else 130)
 
 
-@pytest.mark.parametrize("victim", ["worker0", "ps0", "coordinator"])
-def test_who_is_stopped_is_ended(tmp_path: Path, victim: str) -> None:
-    """A worker is started again; with a server, or the coordinator, the cluster is."""
-    arguments = ["run", "--strategy", "parameter-server", "--workers", "2", "--servers", "1", "--max-restarts", "1"]
-    command = [sys.executable, "-m", "tfrep_strategy.cli", *arguments, str(_SCRIPTS / "backed_up.py")]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=environ_in(tmp_path) | {"TFREP_TIMEOUT": "10"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-    try:
-        assert process.stdout.readline() == "epoch 0\n"
-        family = psutil.Process(process.pid).children(recursive=True)
-        if victim == "coordinator":
-            stopped = _found(family, "running.script")
-        else:
-            tasks = _found(family, "clusters.servers").children()
-            stopped = next(task for task in tasks if f"{victim}.log" in os.readlink(f"/proc/{task.pid}/fd/1"))
-        stopped.suspend()
-        stopped.wait(20)
-        out, err = process.communicate(timeout=150)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 0, err[-3000:]
-    assert out.splitlines()[-1] == "ParameterServerStrategy 1500 True"
-    assert "is stopped (state T), for " in err
-    assert ("the cluster is started again" in err) == (victim != "worker0")
-    assert not left_behind(tmp_path)
-
-
 @pytest.mark.parametrize("victim", ["a server", "all servers and workers"])
 def test_who_dies_while_the_cluster_starts(tmp_path: Path, victim: str) -> None:
     arguments = ["run", "--strategy", "parameter-server", "--workers", "1", "--servers", "1", "--max-restarts", "1"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import shutil
 import signal
@@ -17,16 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tfrep_strategy.errors import PeerError, check_count, message
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.rendezvous.connections import free_ports
-from tfrep_strategy.stopped import LOOK_SECONDS, OtherProcess
 from tfrep_strategy.validation import MOST_PROCESSES
-
-_log = logging.getLogger(__name__)
 
 START_SECONDS = 60.0
 """How long the servers may take to start."""
@@ -64,7 +58,7 @@ class LocalCluster:
         self._on_end = on_end
         self._is_over = False
         self._pids: dict[str, int] = {}
-        self._changed, self._stopping = threading.Condition(), threading.Event()
+        self._changed = threading.Condition()
         environ = inherited_environ() | {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
         self._process = subprocess.Popen(
             module_command("tfrep_strategy.clusters.servers", json.dumps(self.spec), str(self.log_dir), str(self.folder)),
@@ -77,8 +71,6 @@ class LocalCluster:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
-        self._watcher.start()
         try:
             for job, tasks in self.spec.items():
                 for index in range(len(tasks)):
@@ -133,7 +125,6 @@ class LocalCluster:
 
     def stop(self) -> None:
         """Ends all tasks, and returns when they are gone."""
-        self._stopping.set()
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # type: ignore[union-attr]
         try:
@@ -142,7 +133,6 @@ class LocalCluster:
             self._process.kill()
             self._process.wait()
         self._reader.join(5)
-        self._watcher.join(5)
         self._process.stdout.close()  # type: ignore[union-attr]
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -161,18 +151,6 @@ class LocalCluster:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-
-
-    def _watch(self) -> None:
-        """Ends tasks that are stopped, for which others would wait for ever."""
-        seen: dict[tuple[str, int], OtherProcess] = {}
-        while not self._stopping.wait(LOOK_SECONDS):
-            for task in list(self._pids.items()):
-                with contextlib.suppress(psutil.Error):  # It has ended.
-                    process = seen[task] = seen.get(task) or OtherProcess(task[1])
-                    if seconds := process.look():
-                        _log.error("Task %s is stopped (state T), for %.0f seconds by now, and is ended.", task[0], seconds)
-                        process.kill()
 
 
 def check_counts(**counts: Any) -> None:

@@ -18,12 +18,16 @@ from pathlib import Path
 
 import psutil
 
-from tfrep_strategy.limits import longest_silence
-from tfrep_strategy.stopped import LOOK_SECONDS, StopTimer, longest_stop
+from tfrep_strategy.limits import longest_silence, timeout_seconds
 
 _log = logging.getLogger(__name__)
 
+LOOK_SECONDS = 1.0
+"""How often a launcher should look."""
+
 _SIGN_SECONDS = 1.0
+_STOPPED_SECONDS = 15.0
+"""How long a rank may be stopped. Horovod's own limit is 30 seconds, TensorFlow's between machines 20; after those, others fail."""
 _WARNED_SECONDS = 60.0
 
 
@@ -79,10 +83,10 @@ class Patience:
             >>> Patience.of_environment()
             Patience(stopped=15.0, warned=60.0, silent=1800.0)
         """
-        stopped, silent = longest_stop(), longest_silence()
-        if stopped == math.inf:
+        limit, silent = timeout_seconds(), longest_silence()
+        if limit == math.inf:
             return cls(math.inf, math.inf, math.inf)
-        return cls(stopped, min(_WARNED_SECONDS, silent / 2), silent)
+        return cls(min(_STOPPED_SECONDS, limit / 2), min(_WARNED_SECONDS, silent / 2), silent)
 
 
 @dataclass(frozen=True)
@@ -148,8 +152,8 @@ class _Rank:
 
     def __init__(self, rank: int, process: psutil.Process, path: Path) -> None:
         self._rank, self._process, self._path = rank, process, path
-        self._stop = StopTimer(process)
-        self._silent = self._cpu = 0.0
+        self._stopped = self._silent = self._cpu = 0.0
+        self._switches = 0
         self._sign: int | None = None
         self._is_named = False
 
@@ -161,8 +165,12 @@ class _Rank:
             patience: How long to bear with it.
         """
         status = self._process.status() if self._process.is_running() else psutil.STATUS_ZOMBIE
-        if self._stop.look(status, passed) > patience.stopped:
-            return f"is stopped (state T), for {self._stop.seconds:.0f} seconds by now"
+        # What has run since the last look was not stopped all the time.
+        before, self._switches = self._switches, sum(self._process.num_ctx_switches())
+        is_stopped = status == psutil.STATUS_STOPPED and self._switches == before
+        self._stopped = self._stopped + passed if is_stopped else 0.0
+        if self._stopped > patience.stopped:
+            return f"is stopped (state T), for {self._stopped:.0f} seconds by now"
         if self._gives_signs() or status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE):
             return ""
         self._silent += passed

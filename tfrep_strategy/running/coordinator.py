@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import sys
 import threading
@@ -19,12 +18,10 @@ from tfrep_strategy.processes.announced import announced
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.processes.ranks import Command, Failure, deferred_signals, run_ranks
-from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
 from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.running.joining import refuse_inside_a_run
 from tfrep_strategy.running.runs import make_log_dir
-from tfrep_strategy.stopped import longest_stop
 from tfrep_strategy.validation import check_fields
 
 SERVER_LOST = 75
@@ -98,7 +95,6 @@ def run_coordinator(
     log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
     profile_dir = profile_folder(options.profile_dir, options.log_dir)
     of_profile = profile_environ(options.profile, profile_dir)
-    patience = Patience(longest_stop(), math.inf, math.inf)
     with deferred_signals() as events:
         for attempt in range(options.max_restarts + 1):
             try:
@@ -114,7 +110,7 @@ def run_coordinator(
                     of_script = ["tfrep_strategy.running.script", str(notes), "", kind, target, *arguments]
                     command = Command(module_command(*of_script), environ)
                     with announced(log_dir or notes, notes, profile_dir):
-                        failure = run_ranks([command], events, log_dir=notes, note_dir=notes, patience=patience)
+                        failure = run_ranks([command], events, log_dir=notes, note_dir=notes)
                     if not (failure is not None and cluster.explains(failure)) or attempt == options.max_restarts:
                         return failure
             except PeerError as error:  # A server was lost before the script began.

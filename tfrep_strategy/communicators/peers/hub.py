@@ -135,9 +135,6 @@ class Hub:
             self._note(rank, said)
         elif said[0] == "state":
             self._weigh(connection, *said[1:])
-        elif said[0] == "stopped":
-            _, stopped, seconds = said
-            self._tell_hang(stopped, seconds, "been stopped (state T)")
         else:
             _, lost, error = said
             del self._ranks[connection]

@@ -21,13 +21,11 @@ from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.forking import close_in_children
 from tfrep_strategy.communicators.peers.ended import Ended, PeerLostError, lost
 from tfrep_strategy.communicators.peers.hub import Hub, state_seconds
-from tfrep_strategy.communicators.peers.neighbour import Neighbour, own_seat
 from tfrep_strategy.communicators.peers.reports import Call, Report
 from tfrep_strategy.communicators.position import Position, Stay
 from tfrep_strategy.errors import DesyncError, PeerError, message
 from tfrep_strategy.limits import is_debugging, timeout_seconds
 from tfrep_strategy.rendezvous.connections import LOOPBACK, connect, is_number, own_hosts
-from tfrep_strategy.stopped import LOOK_SECONDS
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +62,6 @@ class PeerMonitor:
         communicator: The communicator whose collectives are aborted when they would wait forever.
         hub: The hub on rank 0; None on other ranks.
         checks_every_call: Whether ranks compare collectives in functions, too, before they run.
-        neighbour: Another rank at which this one looks from outside.
 
     Attributes:
         ended: The ranks that have ended, in the order in which they ended.
@@ -72,19 +69,13 @@ class PeerMonitor:
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        communicator: Communicator,
-        hub: Hub | None,
-        checks_every_call: bool,
-        neighbour: Neighbour | None = None,
+        self, connection: Connection, communicator: Communicator, hub: Hub | None, checks_every_call: bool
     ) -> None:
         self.rank, self.size, self.checks_every_call = communicator.rank, communicator.size, checks_every_call
         self.ended: list[Ended] = []
         self._desync: str | None = None
         self._hang: str | None = None
         self._connection, self._hub, self._abort = connection, hub, communicator.abort
-        self._neighbour = neighbour
         self._news = threading.Condition()
         self._sending = threading.Lock()
         self._numbers: collections.Counter[Sequence[int]] = collections.Counter()
@@ -134,11 +125,10 @@ class PeerMonitor:
         if communicator.rank == 0:
             addresses = [LOOPBACK, host] if host else [LOOPBACK]
         connection = connect(addresses, port, key, communicator.rank)
-        answers = communicator.all_gather_object((connection is not None, is_debugging(), own_seat()))
-        unreachable = [rank for rank, (reached, _, _) in enumerate(answers) if not reached]
+        answers = communicator.all_gather_object((connection is not None, is_debugging()))
+        unreachable = [rank for rank, (reached, _) in enumerate(answers) if not reached]
         if connection is not None and not unreachable:
-            neighbour = Neighbour.of(communicator.rank, [seat for _, _, seat in answers])
-            return cls(connection, communicator, hub, any(debugs for _, debugs, _ in answers), neighbour)
+            return cls(connection, communicator, hub, any(debugs for _, debugs in answers))
         if connection is not None:
             connection.close()
         if hub is not None:
@@ -268,12 +258,9 @@ class PeerMonitor:
             while True:
                 try:
                     pause = _TICK_SECONDS if self.ended else state_seconds(self._limit)
-                    pause = min(pause, LOOK_SECONDS) if self._neighbour else pause
                     if not self._connection.poll(min(pause, _LOOK_SECONDS) if self._followed else pause):
                         self._tell_state()
                         self._look()
-                        if self._neighbour:
-                            self._neighbour.end_if_stopped(self._send)
                         self._consider_abort()
                         continue
                     news = self._connection.recv()
