@@ -30,7 +30,9 @@ def _run(tmp_path, module, *arguments):
     assert not [
         p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("TFREP_TEST") == str(tmp_path)
     ]
-    return json.loads(path.read_text("utf-8"))["results"], done.stdout
+    written = json.loads(path.read_text("utf-8"))
+    assert written["machine"].keys() >= {"cores", "processor", "load_1min", "commit", "tensorflow", "keras"}
+    return written["results"], done.stdout
 
 
 def test_startup(tmp_path):
