@@ -40,7 +40,7 @@ KINDS = {
 }
 READY = {"servers": 1, "cluster": 1}
 """How many processes train; two, if it is not said."""
-SERVERS = {"tf": 2, "launch": 2, "another launcher": 2, "servers": 3, "cluster": 2, "elastic": 2}
+SERVERS = {"tf": 2, "launch": 2, "another launcher": 2, "servers": 3, "cluster": 3, "elastic": 2}
 """How many servers listen on all interfaces, since TensorFlow knows nothing else."""
 
 
