@@ -86,7 +86,9 @@ def _without_space(strategy: Any, folder: str) -> dict[str, Any]:
         with strategy.scope():
             model = make_model(1000)
         limits = Limits(rank=0)
-        with pytest.raises(OSError, match="nothing was written.*Received: path=.*latest.weights.h5") as error:
+        # A backup may be under way when the limit comes.
+        text = "(nothing was written|What was there is as it was).*Received: path=.*latest.weights.h5"
+        with pytest.raises(OSError, match=text) as error:
             fit(model, 4, limits)
         limit_files(resource.RLIM_INFINITY)
         found = {"error": (error.value.errno, str(error.value)), "epochs": limits.epochs, "weights": state(model)}

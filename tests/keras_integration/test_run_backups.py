@@ -116,9 +116,9 @@ def test_a_fit_waits_a_fiftieth_of_its_time(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(run_backups._Pace, "last_saved", 0.0)  # The first is due at once.
         costs.clear()
         began = time.monotonic()
-        model.fit(x, x[:, :1], batch_size=16, epochs=10_000, verbose=0, callbacks=[Stops(5.0)])
+        model.fit(x, x[:, :1], batch_size=16, epochs=10_000, verbose=0, callbacks=[Stops(8.0)])
         seconds = time.monotonic() - began
-    assert len(costs) >= 4
+    assert len(costs) >= 3
     assert min(costs) > 0
     assert sum(costs[:-2]) < 0.02 * seconds
 
