@@ -21,9 +21,9 @@ _SIZES = (2, 4, 8)
 _MOST = 1.15
 
 
-def variants() -> list[Variant]:
-    """Lists what is measured: one device, and processes under `MultiWorkerStrategy`."""
-    several = [Variant(f"{size} processes", {"distributed": True}, size) for size in _SIZES]
+def variants(sizes: Sequence[int]) -> list[Variant]:
+    """Lists what is measured: one device, and numbers of processes under `MultiWorkerStrategy`."""
+    several = [Variant(f"{size} processes", {"distributed": True}, size) for size in sizes]
     return [Variant(REFERENCE, {"distributed": False}), *several]
 
 
@@ -48,16 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = turns_parser("input", __doc__, rounds=5)
     parser.add_argument("--images", type=int, default=512, help="how many files there are")
     parser.add_argument("--pixels", type=int, default=384, help="height and width of an image")
+    parser.add_argument("--processes", type=int, nargs="+", default=list(_SIZES), help="how many processes there are")
     chosen = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="tfrep-images-") as folder:
         write_images(Path(folder), chosen.images, chosen.pixels)
         name = f"{chosen.images} JPEG files"
         return compare(
-            variants(),
+            variants(chosen.processes),
             "benchmarks.input_worker",
             {name: {"folder": folder}},
             chosen,
-            targets={name: {(f"{size} processes", REFERENCE): _MOST for size in _SIZES}},
+            targets={name: {(f"{size} processes", REFERENCE): _MOST for size in chosen.processes}},
             title="CPU time of an epoch over {name}, all processes together",
             reference=REFERENCE,
         )

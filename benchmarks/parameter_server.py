@@ -14,9 +14,9 @@ import os
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
+from benchmarks.report import write_json
 from tfrep_strategy.clusters.cluster import LocalCluster
 
 _LIMIT_SECONDS = 300
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", help="where to write the result")
     options = parser.parse_args()
     variants = [("ours", 1), ("ours", 2), ("ours, fed", 2)]
     if importlib.util.find_spec("tf_keras"):
@@ -99,8 +99,7 @@ def main() -> None:
         ratio = medians["ours, 2 workers"] / medians["tf_keras, 2 workers"]
         print(f"ours against tf_keras, 2 workers: {ratio:.2f} times as fast")
     if options.json:
-        summary = {"samples": samples, "medians": medians}
-        options.json.write_text(json.dumps({"results": summary}, indent=1), "utf-8")
+        write_json(options.json, {"samples": samples, "medians": medians})
 
 
 if __name__ == "__main__":

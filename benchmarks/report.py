@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -117,16 +119,27 @@ def machine() -> dict[str, Any]:
     """Says what the numbers were measured on, and how busy it was.
 
     Returns:
-        Python, processor count, the load average of the last minute, and the commit; "changed" if files differ from it.
+        Versions, the processor and its cores, the load average of the last minute, and the commit; "changed" if files differ
+        from it.
     """
     status = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("tensorflow", "keras")},
         "machine": platform.machine(),
+        "processor": _processor(),
         "cores": os.cpu_count(),
         "load_1min": os.getloadavg()[0],
         "commit": _git("rev-parse", "--short", "HEAD") + (", changed" if status else ""),
     }
+
+
+def _processor() -> str:
+    """Returns what the processor is called; nothing where that is not known."""
+    with contextlib.suppress(OSError):  # Not Linux.
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
+    return ""
 
 
 def _git(*arguments: str) -> str:

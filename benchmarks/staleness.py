@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-from pathlib import Path
 from typing import Any
 
 from benchmarks.parameter_server import run_coordinator
+from benchmarks.report import write_json
 from benchmarks.staleness_worker import MODES
 
 
@@ -24,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--modes", nargs="*", choices=list(MODES), default=list(MODES))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", help="where to write the result")
     options = parser.parse_args()
     results: dict[str, list[dict[str, Any]]] = {mode: [] for mode in options.modes}
     for seed in range(options.seeds):
@@ -36,7 +35,7 @@ def main() -> None:
         accuracy = statistics.mean(run["accuracy"] for run in runs)
         print(f"{mode:24s} {runs[0]['updates']:8d} {early:14.4f} {late:15.4f} {accuracy:14.4f}")
     if options.json:
-        options.json.write_text(json.dumps({"results": results}, indent=1), "utf-8")
+        write_json(options.json, results)
 
 
 if __name__ == "__main__":

@@ -140,7 +140,11 @@ LANES = {
         "examples/test_pretrained.py::test_the_weights_of_a_file",
     ),
     "profiles": ("profiles/test_requests.py", "running/test_profile.py"),
-    "drawn": ("strategies/test_property.py", "test_validation.py::test_any_setting_is_taken_or_refused[many-"),
+    "drawn": (
+        "pipelines/test_own_part.py::test_drawn_pipelines[400",
+        "strategies/test_property.py",
+        "test_validation.py::test_any_setting_is_taken_or_refused[many-",
+    ),
     "scenarios": (),
     "versions": (),
 }

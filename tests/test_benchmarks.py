@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +30,9 @@ def _run(tmp_path, module, *arguments):
     assert not [
         p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("TFREP_TEST") == str(tmp_path)
     ]
-    return json.loads(path.read_text("utf-8"))["results"], done.stdout
+    written = json.loads(path.read_text("utf-8"))
+    assert written["machine"].keys() >= {"cores", "processor", "load_1min", "commit", "tensorflow", "keras"}
+    return written["results"], done.stdout
 
 
 def test_startup(tmp_path):
@@ -75,6 +79,24 @@ def test_one_replica_has_more_turns_than_others(tmp_path):
     samples = results["tiny"]["samples_ms"]
     assert len(samples["Keras"]) == len(samples["ours, 1 replica (mirrored)"]) == 3
     assert len(samples["Keras, XLA"]) == 1
+
+
+def test_input(tmp_path):
+    results, text = _run(
+        tmp_path, "input", "--rounds", "2", "--images", "40", "--pixels", "64", "--processes", "2"
+    )  # fmt: skip
+    summary = results["40 JPEG files"]
+    assert summary["samples_ms"].keys() == {"one device", "2 processes"}
+    assert all(len(samples) == 2 and min(samples) > 0 for samples in summary["samples_ms"].values())
+    [line] = summary["ratios"]
+    assert (line["this"], line["other"], line["target"]) == ("2 processes", "one device", 1.15)
+    assert "2 processes takes" in text
+
+
+def test_throughput():
+    from benchmarks.throughput import added_seconds
+
+    assert 0 < added_seconds(repeats=5) < 0.01
 
 
 def test_calls(tmp_path):
@@ -147,6 +169,18 @@ def test_memory(tmp_path):
     [[alone], [chief, other]] = results.values()
     assert (alone["predicted_rows"], chief["predicted_rows"], other["predicted_rows"]) == (9000, 9000, 0)
     assert "predictions held" in text
+
+
+@pytest.mark.parametrize(("module", "page", "measured"), [("speed_page", "speed", "scale"), ("step_page", "benchmarks", "step")])
+def test_pages_say_what_was_measured(module, page, measured, tmp_path):
+    """What is written into a page comes from the results beside it, which say where and of what they are."""
+    results = _REPOSITORY / "benchmarks" / "results" / f"{measured}.json"
+    assert json.loads(results.read_text("utf-8"))["machine"].keys() >= {"cores", "commit", "load_1min"}
+    committed = _REPOSITORY / "docs" / f"{page}.md"
+    copy = tmp_path / committed.name
+    shutil.copy(committed, copy)
+    importlib.import_module(f"benchmarks.{module}").write_page(copy, results)
+    assert copy.read_text("utf-8") == committed.read_text("utf-8")
 
 
 def test_costs_are_found_again():

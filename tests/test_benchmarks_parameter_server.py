@@ -17,7 +17,9 @@ def _run(path: Path, module: str, *arguments: str) -> tuple[dict[str, Any], str]
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, "--json", str(path)]
     done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(path.read_text("utf-8"))["results"], done.stdout
+    written = json.loads(path.read_text("utf-8"))
+    assert written["machine"].keys() >= {"cores", "processor", "load_1min", "commit", "tensorflow", "keras"}
+    return written["results"], done.stdout
 
 
 def test_steps_per_second(tmp_path: Path) -> None:

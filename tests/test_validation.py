@@ -1,6 +1,6 @@
 """Settings from outside, drawn by Hypothesis: each is taken, or refused with a message, in time.
 
-In the short lane each reader gets a hundred draws, in the lane `drawn` two thousand, which makes 12,000. The draws are the same in
+In the short lane each reader gets a hundred draws, in the lane `drawn` two thousand, which makes 14,000. The draws are the same in
 every run, unless TFREP_RANDOM_DRAWS=1 asks for new ones.
 """
 

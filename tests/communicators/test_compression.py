@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.communicators.compression import compressed_gather, compressed_sum
+from tfrep_strategy.digits import load_digits
 
 _HALVES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16}
 _FLOATS = 2_000_000
@@ -35,7 +36,7 @@ def as_sent(value: np.ndarray, kind: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
-@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+@pytest.mark.parametrize("communicator", ["tf", "horovod", "shared_memory"])
 def test_sums_are_of_float32(communicator: str, kind: str, worker_pool: Any) -> None:
     own = [[as_sent(value, kind) for value in drawn(rank)] for rank in range(2)]
     expected = [as_sent(first + second, kind) for first, second in zip(*own, strict=True)]
@@ -108,13 +109,41 @@ def trained_in_scope(strategy: Any, compression: str) -> list[np.ndarray]:
         return trained(compression)
 
 
-@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+@pytest.mark.parametrize("communicator", ["tf", "horovod", "shared_memory"])
 def test_training_is_near_that_of_one_device(communicator: str, worker_pool: Any) -> None:
     expected = trained(None)
     for found in worker_pool(communicator, 2).run(trained_in_scope, "bf16"):
         assert any(np.any(a != b) for a, b in zip(found, expected, strict=True))
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_allclose(a, b, atol=2e-3)
+
+
+def of_digits() -> float:
+    """Returns how many of the test's digits a small net knows that has trained for ten epochs."""
+    train, test = load_digits()
+    keras.utils.set_random_seed(3)
+    hidden = [keras.layers.Flatten(), keras.layers.Dense(64, "relu")]
+    model = keras.Sequential([keras.Input((8, 8, 1)), *hidden, keras.layers.Dense(10, "softmax")])
+    model.compile(keras.optimizers.Adam(0.005), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    model.fit(*train, batch_size=64, epochs=10, verbose=0)
+    accuracy: float = model.evaluate(*test, verbose=0)[1]
+    return accuracy
+
+
+def of_digits_in_scope(strategy: Any) -> list[float]:
+    found = []
+    for strategy.compression in (None, "bf16", "fp16"):
+        with strategy.scope():
+            found.append(of_digits())
+    strategy.compression = None
+    return found
+
+
+def test_as_many_digits_are_known(worker_pool: Any) -> None:
+    plain, *compressed = worker_pool("tf", 2).run(of_digits_in_scope)[0]
+    print(f"\nOf the digits: float32 {plain:.4f}, bf16 {compressed[0]:.4f}, fp16 {compressed[1]:.4f}")
+    assert plain == pytest.approx(of_digits(), abs=0.01)
+    assert compressed == pytest.approx([plain] * 2, abs=0.01)
 
 
 def test_one_replica_rounds_nothing() -> None:

@@ -148,6 +148,17 @@ def with_a_process(run: str) -> Iterator[tuple[Links, int]]:
         os.waitpid(other, 0)
 
 
+def test_nothing_is_left_of_ranks_that_were_killed() -> None:
+    """The system frees what has no name with the last process that has it open. It is in no folder, such as `/dev/shm`."""
+    memory = new_memory(4096)
+    try:
+        assert os.readlink(f"/proc/self/fd/{memory}") == "/memfd:tfrep (deleted)"
+        assert os.fstat(memory).st_nlink == 0
+    finally:
+        os.close(memory)
+    assert socket_name(name_of(with_a_process)).startswith("\0")
+
+
 def test_a_killed_rank_is_noticed_at_once() -> None:
     with with_a_process(name_of(test_a_killed_rank_is_noticed_at_once)) as (links, other):
         began = time.monotonic()

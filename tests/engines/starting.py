@@ -78,7 +78,7 @@ def check_what_was_learned(output: str, alone: list[Any]) -> None:
     (found,) = found_in(output)
     for own, expected in zip(found["fits"], alone, strict=True):
         for values, wanted in zip(own[2:], expected[2:], strict=True):
-            np.testing.assert_allclose(values, wanted, rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(values, wanted, rtol=1e-5, atol=1e-5)
 
 
 def check_fits(output: str, alone: list[Any]) -> None:
@@ -86,4 +86,4 @@ def check_fits(output: str, alone: list[Any]) -> None:
     (found,) = found_in(output)
     for own, expected in zip(found["fits"], alone, strict=True):
         for values, wanted in zip(own, expected, strict=True):
-            np.testing.assert_allclose(values, wanted, rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(values, wanted, rtol=1e-5, atol=1e-5)

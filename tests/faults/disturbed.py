@@ -60,7 +60,7 @@ class Run:
     """
 
     def __init__(self, kind: Kind, folder: Path, backups: Path, variables: dict[str, str]) -> None:
-        self.kind, self.backups, self.codes = kind, backups, frozenset[int]()
+        self.kind, self.backups, self.codes, self._in_vain = kind, backups, frozenset[int](), 0
         self._folder, self._variables = folder, variables
         self.launchers = [self._start(number) for number in range(len(kind.more))]
 
@@ -95,11 +95,17 @@ class Run:
 
     def expect(self, codes: Collection[int]) -> None:
         """Lets launchers end with these exit codes from now on, beside 0."""
-        self.codes = frozenset(codes)
+        self.codes, self._in_vain = frozenset(codes), self._times_in_vain()
+
+    def _times_in_vain(self) -> int:
+        return (self._folder / "errors").read_text().count("twice at the same step")
 
     def is_expected(self, code: int) -> bool:
-        """Whether the last fault explains the exit code of a launcher. What comes too late ends nothing."""
-        return code in self.codes or code == 0
+        """Whether the last fault explains the exit code of a launcher. What comes too late ends nothing.
+
+        Two faults that are drawn for one step look like a step that fails, and such a run is not started again.
+        """
+        return code in self.codes or code == 0 or self._times_in_vain() > self._in_vain
 
     @property
     def is_over(self) -> bool:

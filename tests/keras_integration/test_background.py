@@ -86,7 +86,9 @@ def _without_space(strategy: Any, folder: str) -> dict[str, Any]:
         with strategy.scope():
             model = make_model(1000)
         limits = Limits(rank=0)
-        with pytest.raises(OSError, match="nothing was written.*Received: path=.*latest.weights.h5") as error:
+        # A backup may be under way when the limit comes.
+        text = "(nothing was written|What was there is as it was).*Received: path=.*latest.weights.h5"
+        with pytest.raises(OSError, match=text) as error:
             fit(model, 4, limits)
         limit_files(resource.RLIM_INFINITY)
         found = {"error": (error.value.errno, str(error.value)), "epochs": limits.epochs, "weights": state(model)}
@@ -97,7 +99,7 @@ def _without_space(strategy: Any, folder: str) -> dict[str, Any]:
         del os.environ["TFREP_BACKUP_DIR"], os.environ["TFREP_BACKUP_SECONDS"]
 
 
-@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+@pytest.mark.parametrize("communicator", ["tf", "horovod", "shared_memory"])
 def test_a_backup_that_cannot_be_written_is_the_same_error_on_all_ranks(
     communicator: str, tmp_path: Path, worker_pool: Any
 ) -> None:

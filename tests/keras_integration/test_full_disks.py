@@ -150,7 +150,7 @@ def _with_a_full_disk_in_between(strategy: Any, path: str) -> dict[str, Any]:
     return {"errors": checkpoint.errors, "best": best, "weights": state(model)}
 
 
-@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+@pytest.mark.parametrize("communicator", ["tf", "horovod", "shared_memory"])
 def test_a_full_disk_is_the_same_error_on_all_ranks_and_training_goes_on(
     communicator: str, tmp_path: Path, worker_pool: Any
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,43 @@ def test_backups_take_a_fiftieth_of_the_time(monkeypatch: pytest.MonkeyPatch) ->
     assert not pace.is_due()
     monkeypatch.setattr(run_backups._Pace, "last_saved", run_backups._Pace.last_saved - 1000)
     assert pace.is_due()
+
+
+class Stops(keras.callbacks.Callback):
+    """Stops training after some seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._end = time.monotonic() + seconds
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.stop_training = time.monotonic() > self._end
+
+
+def test_a_fit_waits_a_fiftieth_of_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time until the next backup pays for each; the last one, at the end of the fit, has none after it."""
+    monkeypatch.setenv("TFREP_BACKUP_DIR", str(tmp_path))
+    monkeypatch.delenv("TFREP_BACKUP_SECONDS", raising=False)
+    costs, note_cost = list[float](), run_backups._Pace.note_cost
+
+    def note(pace: Any, seconds: float) -> None:
+        costs.append(seconds)
+        note_cost(pace, seconds)
+
+    monkeypatch.setattr(run_backups._Pace, "note_cost", note)
+    with tfrep.MirroredStrategy(["CPU:0"]).scope():
+        model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(1000), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        x = np.ones((64, 100), "float32")
+        model.fit(x, x[:, :1], batch_size=16, verbose=0)
+        monkeypatch.setattr(run_backups._Pace, "last_saved", 0.0)  # The first is due at once.
+        costs.clear()
+        began = time.monotonic()
+        model.fit(x, x[:, :1], batch_size=16, epochs=10_000, verbose=0, callbacks=[Stops(8.0)])
+        seconds = time.monotonic() - began
+    assert len(costs) >= 3
+    assert min(costs) > 0
+    assert sum(costs[:-2]) < 0.02 * seconds
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])

@@ -33,8 +33,9 @@ def test_two_mirrored_replicas(name: str) -> None:
     same(found, on_one_device(name))
 
 
-def test_two_processes(worker_pool: Any) -> None:
-    for found in worker_pool("tf", 2).run(in_scope, "accumulation"):
+@pytest.mark.parametrize("communicator", ["tf", "shared_memory"])
+def test_two_processes(communicator: str, worker_pool: Any) -> None:
+    for found in worker_pool(communicator, 2).run(in_scope, "accumulation"):
         same(found, on_one_device("accumulation"))
 
 

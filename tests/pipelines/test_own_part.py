@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,26 @@ PIPELINES: dict[str, tuple[Callable[[], tf.data.Dataset], tuple[str, ...], str]]
         (),
         "`filter` comes after `map`",
     ),
+    "interleave before map": (
+        lambda: numbers().shuffle(9, seed=1).interleave(lambda v: Dataset.from_tensors(v).repeat(2), 3).map(halves).batch(4),
+        ("batch", "map(halves)"),
+        "",
+    ),
+    "flat_map after map": (
+        lambda: numbers().map(halves).flat_map(lambda v: Dataset.from_tensors(v).repeat(2)).batch(4),
+        (),
+        "`flat_map` comes after `map`",
+    ),
+    "interleave after map": (
+        lambda: numbers().map(halves).interleave(lambda v: Dataset.from_tensors(v).repeat(2), 3, num_parallel_calls=2).batch(4),
+        (),
+        "`interleave` comes after `map`",
+    ),
+    "interleave that maps": (
+        lambda: numbers().shuffle(9, seed=1).interleave(lambda v: Dataset.from_tensors(v).map(halves).repeat(2), 3).batch(4),
+        (),
+        "`interleave` maps in its function; write `map` after it",
+    ),
     "cache after map": (lambda: numbers().map(halves).cache().batch(4), (), "`cache` comes after `map`"),
     "cache after batch": (lambda: numbers().map(halves).batch(4).cache(), (), "`cache` comes after `batch`"),
     "random numbers": (
@@ -197,17 +218,23 @@ def test_the_first_batch_is_noted_where_it_is_cut(changed: int) -> None:
     assert names == [f"row {row} of the first batch" for row in range(4)]
 
 
+_OF_EXAMPLES = ["map", "parallel", "shuffle", "repeat", "take", "zip", "cache", "interleave"]
+
+
 @st.composite
 def pipelines(draw: Any) -> Callable[[], tf.data.Dataset]:
     """Draws a pipeline, as a function that makes it."""
     size = draw(st.integers(1, 20))
-    of_examples = draw(st.lists(st.sampled_from(["map", "parallel", "shuffle", "repeat", "take", "zip", "cache"]), max_size=4))
+    of_examples = draw(st.lists(st.sampled_from(_OF_EXAMPLES), max_size=4))
     batch = draw(st.integers(1, 7)), draw(st.booleans())
     of_batches = draw(st.lists(st.sampled_from(["map", "repeat", "take", "prefetch"]), max_size=2))
     seed = draw(st.integers(0, 9))
 
     def scaled(*values: tf.Tensor) -> Any:
         return tuple(value * 2 for value in values) if len(values) > 1 else values[0] * 2
+
+    def together(*values: tf.Tensor) -> Any:
+        return values if len(values) > 1 else values[0]
 
     apply: dict[str, Callable[[Any], tf.data.Dataset]] = {
         "map": lambda data: data.map(scaled),
@@ -217,6 +244,7 @@ def pipelines(draw: Any) -> Callable[[], tf.data.Dataset]:
         "take": lambda data: data.take(13),
         "zip": lambda data: data if isinstance(data.element_spec, tuple) else Dataset.zip((data, Dataset.range(100).map(scaled))),
         "cache": lambda data: data.cache(),
+        "interleave": lambda data: data.interleave(lambda *each: Dataset.from_tensors(each).map(together).repeat(2), 3),
         "prefetch": lambda data: data.prefetch(1),
     }
 
@@ -232,7 +260,20 @@ def pipelines(draw: Any) -> Callable[[], tf.data.Dataset]:
     return make
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(make=pipelines(), size=st.integers(1, 5), rank=st.integers(0, 4))
-def test_drawn_pipelines(make: Callable[[], tf.data.Dataset], size: int, rank: int) -> None:
-    assert_parts_equal(make, Place(size, rank % size, 1))
+@pytest.mark.parametrize("draws", [40, 400])
+def test_drawn_pipelines(draws: int) -> None:
+    """The lane `drawn` has the many."""
+
+    @settings(
+        max_examples=draws,
+        deadline=None,
+        derandomize=not os.environ.get("TFREP_RANDOM_DRAWS"),
+        print_blob=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(make=pipelines(), size=st.integers(1, 5), rank=st.integers(0, 4))
+    def run(make: Callable[[], tf.data.Dataset], size: int, rank: int) -> None:
+        assert_parts_equal(make, Place(size, rank % size, 1))
+
+    run()

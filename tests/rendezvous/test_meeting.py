@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tfrep_strategy.errors import ConfigurationError, PeerError
+from tfrep_strategy.rendezvous import visiting
 from tfrep_strategy.rendezvous.confinement import confine, problem_of_confining
 from tfrep_strategy.rendezvous.connections import connection_of, free_ports, prove
 from tfrep_strategy.rendezvous.meeting import Met, meet
@@ -24,6 +25,8 @@ from tfrep_strategy.rendezvous.secret import shared_secret
 from tfrep_strategy.rendezvous.statements import Place, Statement
 
 LIMIT = 60
+SOON = 30
+"""Seconds in which a mistake is told."""
 SECRET = b"s" * 32
 Meeting = Future[list[Met]]
 Start = Callable[..., Meeting]
@@ -104,7 +107,7 @@ def until_listening(host: str, port: int) -> None:
 
 def check_refused(meetings: list[Meeting], named: str) -> None:
     for each in meetings:
-        error = each.exception(LIMIT)
+        error = each.exception(SOON)
         assert isinstance(error, ConfigurationError), error
         assert named in str(error)
         assert "Hint: " in str(error)
@@ -210,6 +213,7 @@ def test_a_stranger_at_the_address(start: Start, address: str) -> None:
 
 
 def test_a_silent_stranger_at_the_address(start: Start, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert visiting._ANSWER_SECONDS * visiting._SILENCES < SOON
     monkeypatch.setattr("tfrep_strategy.rendezvous.visiting._ANSWER_SECONDS", 1)
     with socket.create_server(Place(address, 0, 2).target):
         check_refused([start(1)], "Another program listens at the rendezvous.")
@@ -237,6 +241,7 @@ def test_nobody_listens(address: str, monkeypatch: pytest.MonkeyPatch, caplog: p
 def test_lines_say_who_is_awaited(
     start: Start, address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    assert visiting.LINE_SECONDS == 10.0
     for module in ("meeting", "visiting"):
         monkeypatch.setattr(f"tfrep_strategy.rendezvous.{module}.LINE_SECONDS", 0.3)
     waiting, pause = [start(0, 3), start(2, 3)], threading.Event()

@@ -23,6 +23,7 @@ RUN = [sys.executable, "-m", "tfrep_strategy.cli", "run"]
 KINDS = {
     "tf": ["-n", "2", "--communicator", "tf"],
     "horovod": ["-n", "2", "--communicator", "horovod"],
+    "shared_memory": ["-n", "2", "--communicator", "shared_memory"],
     "mirrored": ["-n", "2", "--strategy", "mirrored"],
 }
 
@@ -50,7 +51,7 @@ def check(found: list[Any], expected: list[Any]) -> None:
     """Weights, history, the learning rate, and what callbacks remember are those of one device."""
     for own, alone in zip(found, expected, strict=True):
         for values, wanted in zip(own, alone, strict=True):
-            np.testing.assert_allclose(values, wanted, rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(values, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

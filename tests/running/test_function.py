@@ -211,7 +211,7 @@ def stop_while_others_wait(folder: Path) -> None:
     step()
 
 
-@both
+@pytest.mark.parametrize("communicator", [pytest.param("horovod", marks=needs_horovod), "tf", "shared_memory"])
 def test_a_stopped_rank_is_named_and_ended_soon(communicator, monkeypatch, temporary_files, tmp_path):
     monkeypatch.setenv("TFREP_TIMEOUT", "10")
     with pytest.raises(PeerError, match=r"Rank 1 is stopped \(state T\), for \d+ seconds by now; all ranks were ended\."):

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +27,8 @@ from tfrep_strategy.running.joining import for_this_pod
 ROOT = str(Path(tfrep.__file__).parents[1])
 SCRIPTS = Path(__file__).with_name("scripts")
 LIMIT = 60
+SOON = 30
+"""Seconds in which a mistake is told."""
 NEEDED = ["--nnodes", "2", "--node-rank", "1", "--rendezvous", "localhost:1"]
 
 
@@ -34,6 +37,7 @@ def launch(
     options: Sequence[Mapping[str, Any]],
     prefixes: Sequence[Sequence[str]] = ((), ()),
     failing: int | None = None,
+    seconds: float = LIMIT,
     **variables: str,
 ) -> tuple[list[Any], dict[int, dict[str, str]]]:
     """Starts a launcher for each of some options, and returns what came of each, and the variables of each rank."""
@@ -49,7 +53,8 @@ def launch(
             stack.enter_context(launcher)
             stack.callback(launcher.terminate)
             launchers.append(launcher)
-        outputs = [launcher.communicate(timeout=LIMIT)[0] for launcher in launchers]
+        deadline = time.monotonic() + seconds
+        outputs = [launcher.communicate(timeout=deadline - time.monotonic())[0] for launcher in launchers]
     results = [json.loads(output.partition("FOUND ")[2].splitlines()[0]) for output in outputs]
     shown = [output.partition("FOUND ")[0] for output in outputs]
     texts = dict(enumerate(text for text in shown if text))  # Rank 0 writes to the terminal of its launcher.
@@ -97,7 +102,7 @@ def test_a_rank_of_the_second_machine_fails(tmp_path: Path) -> None:
 def test_launchers_that_do_not_fit(tmp_path: Path) -> None:
     differing = options_of(f"localhost:{free_ports(1)[0]}", (1, 1))
     differing[1]["node"]["count"] = 3
-    results, ranks = launch(tmp_path, differing)
+    results, ranks = launch(tmp_path, differing, seconds=SOON)
     assert all("Node 1 says that there are 3 nodes, and node 0 that there are 2." in each for each in results), results
     assert not ranks
 
@@ -109,14 +114,14 @@ def test_launchers_with_different_communicators(tmp_path: Path, monkeypatch: pyt
         meetings = [threads.submit(meet_nodes, Node(rank, 2, address), 1, name) for rank, name in enumerate(("tf", "mine"))]
         for each in meetings:
             with pytest.raises(ConfigurationError, match=r"(?s)different communicators.*\['tf', 'mine'\].*Hint: name one"):
-                each.result(LIMIT)
+                each.result(SOON)
 
 
 def test_several_machines_need_a_secret(tmp_path: Path) -> None:
     own = {name: value for name, value in os.environ.items() if name != "TFREP_SECRET_FILE"}
     done = subprocess.run(
         [sys.executable, "-m", "tfrep_strategy.cli", "run", *NEEDED[:4], "--rendezvous", "host:1", __file__],
-        env=own | {"PYTHONPATH": ROOT}, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, check=False,
+        env=own | {"PYTHONPATH": ROOT}, cwd=tmp_path, capture_output=True, text=True, timeout=SOON, check=False,
     )  # fmt: skip
     assert done.returncode == 2
     assert "Processes on several machines need a secret to meet." in done.stderr

@@ -25,15 +25,22 @@ ORDINARY = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
 WAITS = str(SCRIPTS / "waits.py")
 TFREP = ["-m", "tfrep_strategy.cli"]
 KINDS = {
+    "auto": [*TFREP, "run", "-n", "2", WAITS, "FOLDER"],
     "tf": [*TFREP, "run", "-n", "2", "--communicator", "tf", WAITS, "FOLDER"],
     "horovod": [*TFREP, "run", "-n", "2", "--communicator", "horovod", WAITS, "FOLDER"],
     "shared_memory": [*TFREP, "run", "-n", "2", "--communicator", "shared_memory", WAITS, "FOLDER"],
     "launch": [WAITS, "FOLDER", "launch"],
+    "another launcher": [WAITS, "FOLDER", "launcher"],
     "servers": [*TFREP, "run", "--strategy", "parameter-server", "--workers", "1", "--servers", "1", WAITS, "FOLDER"],
+    "cluster": [WAITS, "FOLDER", "cluster"],
+    "elastic": [
+        *(*TFREP, "run", "--nnodes", "1:2", "--rendezvous", "localhost:29500", "-n", "2", "--backup-dir", "backups"),
+        *("--communicator", "tf", WAITS, "FOLDER"),
+    ],
 }
-READY = {"servers": 1}
+READY = {"servers": 1, "cluster": 1}
 """How many processes train; two, if it is not said."""
-SERVERS = {"tf": 2, "horovod": 0, "shared_memory": 0, "launch": 2, "servers": 3}
+SERVERS = {"tf": 2, "launch": 2, "another launcher": 2, "servers": 3, "cluster": 3, "elastic": 2}
 """How many servers listen on all interfaces, since TensorFlow knows nothing else."""
 
 
@@ -65,15 +72,14 @@ def machines(hosts: list[str]) -> Iterator[Machines]:  # noqa: F811
         ("tf", "root"),
         ("tf", "ordinary"),
         pytest.param("horovod", "ordinary", marks=needs_horovod),
-        ("shared_memory", "ordinary"),
-        ("launch", "ordinary"),
-        ("servers", "ordinary"),
+        *((kind, "ordinary") for kind in ("auto", "shared_memory", "launch", "another launcher", "servers", "cluster", "elastic")),
     ],
 )
 def test_a_run_on_one_machine(kind: str, user: str, machines: Machines, hosts: list[str], tmp_path: Path) -> None:  # noqa: F811
     command = [str(tmp_path) if each == "FOLDER" else each for each in KINDS[kind]]
     prefix = on(hosts[0]) + (ORDINARY if user == "ordinary" else [])
-    with running([*prefix, sys.executable, *command], tmp_path, MY_TOKEN="sesame") as process:
+    own = {"MY_TOKEN": "sesame", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    with running([*prefix, sys.executable, *command], tmp_path, **own) as process:
         wait_for(lambda: len(list(tmp_path.glob("ready*"))) == READY.get(kind, 2), process)
         ports, taken = machines.look(process.pid)
         started = psutil.Process(process.pid).children(recursive=True)
@@ -84,9 +90,9 @@ def test_a_run_on_one_machine(kind: str, user: str, machines: Machines, hosts: l
     assert "Whoever reaches the ports" not in output
     assert not taken, ports
     assert len(told) >= 2
-    assert "sesame" not in str(told)  # Every user of a machine reads command lines.
+    assert "sesame" not in str(told) + output  # Every user of a machine reads command lines.
     everywhere = [where for where in ports.values() if where.split()[1] in ("::", "0.0.0.0")]
-    assert len(everywhere) == SERVERS[kind], ports
+    assert len(everywhere) == SERVERS.get(kind, 0), ports
     assert kind != "shared_memory" or not ports
 
 

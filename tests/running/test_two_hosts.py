@@ -14,7 +14,7 @@ import pytest
 from networks import ADDRESS, HOSTS, HOSTS_6, cable_cut, needs_networks, on, two_networks
 from test_joining import check_all, found_in, outputs_of
 from test_joining import environ as quiet_environ
-from test_nodes import check_ranks, launch, options_of
+from test_nodes import SOON, check_ranks, launch, options_of
 
 LIMIT = 200
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -84,7 +84,7 @@ def test_launchers_on_two_hosts(network: Network, secret: dict[str, str], tmp_pa
 
 def test_two_machines_that_say_that_they_are_the_first(hosts: list[str], secret: dict[str, str], tmp_path: Path) -> None:
     twice = [options_of(ADDRESS, (1, 1))[0]] * 2
-    results, ranks = launch(tmp_path, twice, [on(host) for host in hosts], **secret)
+    results, ranks = launch(tmp_path, twice, [on(host) for host in hosts], seconds=SOON, **secret)
     assert all("Two processes say that they are node 0: " in each for each in results), results
     assert not ranks
 

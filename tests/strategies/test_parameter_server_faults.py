@@ -170,7 +170,7 @@ def test_the_command(tmp_path: Path, victim: str) -> None:
     assert not left_behind(tmp_path)
     if victim in ("server", "coordinator"):
         assert process.returncode == 0, err[-3000:]
-        assert out.splitlines()[-1] == "ParameterServerStrategy 1200 True"
+        assert out.splitlines()[-1] == "ParameterServerStrategy 1500 True"
         assert "the cluster is started again (1 of 1 left)" in err
     else:
         assert process.returncode == (-signal.SIGKILL if victim == "launcher" else 130)

@@ -32,7 +32,7 @@ SYNCHRONOUS = [
 OF_CLASS: dict[type, list[tuple[str, Any, list[Any]]]] = {
     tfrep.MirroredStrategy: [
         *SYNCHRONOUS,
-        ("devices", ["CPU:1", "CPU:0"], [["CPU:9"], [], ["CPU:0", "CPU:0"]]),
+        ("devices", ["CPU:1", "CPU:0"], [["CPU:9"], [], ["CPU:0", "CPU:0"], [0, 1], "CPU:0"]),
         ("devices_per_replica", 2, [0, 3, "2", 1.0]),
         ("keras_layer_placement", {"dense": 0}, [["dense"], {"dense": 1}]),
     ],

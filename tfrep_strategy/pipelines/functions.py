@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -31,13 +31,28 @@ def first_stateful_operation(function: Any) -> str | None:
     Returns:
         The kind of the first such operation in it, or in a function that it calls; None if there is none.
     """
-    definition = function.graph.as_graph_def()
-    nodes = [*definition.node, *(node for inner in definition.library.function for node in inner.node_def)]
-    for node in nodes:
+    for node in _nodes(function):
         known = operation_definition(node.op)  # None: a function, which the library has.
         if known is not None and known.is_stateful and node.op not in _READS_ONLY:
             return str(node.op)
     return None
+
+
+def makes_maps(function: Any) -> bool:
+    """Returns whether a function of `flat_map` or `interleave` maps elements itself.
+
+    Args:
+        function: A concrete function.
+    """
+    return any(node.op.startswith(("MapDataset", "ParallelMapDataset")) for node in _nodes(function))
+
+
+def _nodes(function: Any) -> Iterator[Any]:
+    """Yields the operations of a function, and of those that it calls."""
+    definition = function.graph.as_graph_def()
+    yield from definition.node
+    for inner in definition.library.function:
+        yield from inner.node_def
 
 
 # Operations that compute every element of the result from the elements at the same place, exactly as for a single row. Others,

@@ -9,6 +9,7 @@ of one device; what lies above it is computed for the own examples only.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from tfrep_strategy._tensorflow import dataset_kinds as kinds
 from tfrep_strategy.batches import as_element, bounds, shard, take_rows
 from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
-from tfrep_strategy.pipelines.functions import first_stateful_operation, operation_that_mixes_rows
+from tfrep_strategy.pipelines.functions import first_stateful_operation, makes_maps, operation_that_mixes_rows
 from tfrep_strategy.pipelines.own_batches import Batches, Lifted, Map, own_batches
 
 _BATCHES = (kinds.Batch, kinds.ParallelBatch)
@@ -250,6 +251,8 @@ class _Examples:
                 return Lifted(_shuffled_alike(dataset, below.source), below.maps)
             if below.maps:  # The shuffle's state, which belongs to this object, goes on from one epoch to the next.
                 self.reason = self.reason or f"`shuffle` comes after `{below.maps[-1].name}`; write `shuffle` before `map`"
+        elif _makes_maps(dataset):
+            self.reason = self.reason or f"`{_kind(dataset)}` maps in its function; write `map` after it"
         elif _has_maps(dataset):
             self.reason = self.reason or f"`{_kind(dataset)}` comes after `map`"
         return Lifted(dataset)
@@ -338,6 +341,11 @@ def _has_maps(dataset: tf.data.Dataset) -> bool:
     return any(isinstance(part, _MAPS) for part in parts_of_dataset(dataset))
 
 
+def _makes_maps(dataset: Any) -> bool:
+    """Returns whether the function of an operation makes data sets that map their elements."""
+    return hasattr(dataset, "_map_func") and makes_maps(dataset._map_func.function)
+
+
 def _parallel_calls(dataset: Any) -> int | None:
     return int(dataset._num_parallel_calls) if isinstance(dataset, kinds.ParallelMap) else None
 
@@ -347,7 +355,8 @@ def _order(dataset: Any) -> bool | None:
 
 
 def _kind(dataset: Any) -> str:
-    return type(dataset).__name__.strip("_").removesuffix("Dataset").removesuffix("V2").lower()
+    name = type(dataset).__name__.strip("_").removesuffix("Dataset").removesuffix("V2").removeprefix("Parallel")
+    return re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 def _name(dataset: Any) -> str:

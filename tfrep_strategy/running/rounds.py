@@ -151,4 +151,5 @@ def where_it_goes_on(backup_dir: SharedFolder | None) -> str:
     """
     if backup_dir is not None and backup_dir.has_backups():
         return "Each fit goes on from its last backup."
-    return "No fit has a backup yet, so that the script begins anew, but for what it saves and restores itself."
+    what = "No fit has a backup yet, so that the script begins anew, but for what it saves and restores itself."
+    return f"{what}\nHint: call fit, or save in your own loop with tf.train.CheckpointManager, and begin with what it has saved."
