@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
-from tfrep_strategy.horovod_source import ADDED, CHANGES, change_source
+from tfrep_strategy.horovod_source import ADDED, CHANGES, MARK, change_source
 from tfrep_strategy.nvidia import driver_cuda, find_nccl, nccl_problem, newer_major
 from tfrep_strategy.validation import made_folder
 
@@ -74,14 +74,17 @@ class HorovodStatus:
             The text.
 
         Example:
-            >>> HorovodStatus("0.28.1", ("gloo",)).describe()
-            'Horovod 0.28.1, built with gloo'
+            >>> HorovodStatus("0.28.1+tfrep", ("gloo",)).describe()
+            'Horovod 0.28.1+tfrep, built with gloo'
         """
         if self.version is None:
             return f"Horovod: {self.problem}"
         if self.problem:
             return f"Horovod {self.version} does not work: {self.problem}"
-        return f"Horovod {self.version}, built with {', '.join(self.built_in)}"
+        described = f"Horovod {self.version}, built with {', '.join(self.built_in)}"
+        if self.version.endswith(MARK):
+            return described
+        return f"{described}\nIts ranks take strangers for ranks while a run starts. `tfrep horovod install` builds one that does not."
 
 
 def run_python(command: Sequence[str]) -> subprocess.CompletedProcess[str]:

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from tfrep_strategy.errors import TfrepError, message
 
+MARK = "+tfrep"
+"""How the version of a Horovod ends that was built from the changed source."""
+
 _GPU_STREAM = """#endif // TENSORFLOW_VERSION >= 2011000000
 namespace stream_executor {
 namespace gpu {
@@ -135,8 +138,7 @@ ADDED = {f"{_TCP}/door.h": Path(__file__).with_name("horovod_door.h").read_text(
 """New files, and what they contain."""
 
 CHANGES = {
-    # Marks what is built from the changed source.
-    "horovod/__init__.py": {"__version__ = '0.28.1'": "__version__ = '0.28.1+tfrep'"},
+    "horovod/__init__.py": {"__version__ = '0.28.1'": f"__version__ = '0.28.1{MARK}'"},
     "horovod/tensorflow/CMakeLists.txt": {
         # Removes optional XLA operations. Current TensorFlow lacks their headers, and no other file refers to them.
         'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n': "",
