@@ -82,9 +82,9 @@ class HorovodStatus:
         if self.problem:
             return f"Horovod {self.version} does not work: {self.problem}"
         described = f"Horovod {self.version}, built with {', '.join(self.built_in)}"
-        if self.version.endswith(MARK):
-            return described
-        return f"{described}\nIts ranks take strangers for ranks while a run starts. `tfrep horovod install` builds one that does not."
+        if not self.version.endswith(MARK):
+            described += "\nIts ranks take strangers for ranks while a run starts. `tfrep horovod install` builds one that does not."
+        return described
 
 
 def run_python(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
