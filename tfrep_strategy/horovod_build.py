@@ -83,7 +83,7 @@ class HorovodStatus:
             return f"Horovod {self.version} does not work: {self.problem}"
         described = f"Horovod {self.version}, built with {', '.join(self.built_in)}"
         if not self.version.endswith(MARK):
-            described += "\nIts ranks take strangers for ranks while a run starts. `tfrep horovod install` builds one that does not."
+            described += "\nIts ranks take strangers for ranks while they start. `tfrep horovod install` builds one that does not."
         return described
 
 
