@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from tfrep_strategy.horovod_source import MARK
 from tfrep_strategy.processes.identity import horovod_is_installed
+from tfrep_strategy.rendezvous.horovod_server import horovod_version
 
 needs_horovod = pytest.mark.skipif(not horovod_is_installed(), reason="Horovod is not installed")
+
+needs_closed_horovod = pytest.mark.skipif(
+    not horovod_is_installed() or not horovod_version().endswith(MARK),
+    reason="Horovod is not installed, or not by `tfrep horovod install`",
+)
+"""A Horovod whose ranks take no strangers."""

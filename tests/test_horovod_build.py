@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfrep_strategy import horovod_build, nvidia
 from tfrep_strategy.errors import ConfigurationError, TfrepError
 from tfrep_strategy.horovod_build import HorovodStatus, build_wheel, first_error, install_wheel, status
-from tfrep_strategy.horovod_source import CHANGES
+from tfrep_strategy.horovod_source import ADDED, CHANGES
 
 CPYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
@@ -71,6 +71,15 @@ def test_other_flags_and_another_tensorflow_make_another_wheel(source, tmp_path,
 def test_the_cache_can_be_named_by_a_variable(source, tmp_path, monkeypatch):
     monkeypatch.setenv("TFREP_CACHE_DIR", str(tmp_path / "named"))
     assert build_wheel().is_relative_to(tmp_path / "named")
+
+
+def test_other_changes_of_the_source_make_another_wheel(source, tmp_path, monkeypatch):
+    before = build_wheel(cache_dir=tmp_path)
+    (name,) = ADDED
+    monkeypatch.setitem(ADDED, name, "other")
+    added = build_wheel(cache_dir=tmp_path)
+    monkeypatch.setitem(CHANGES, "setup.py", {"old": "new"})
+    assert len({before, added, build_wheel(cache_dir=tmp_path)}) == 3
 
 
 def test_two_at_once_build_once(source, tmp_path):
@@ -135,6 +144,8 @@ def test_the_source_is_changed(released, tmp_path):
     assert "distutils" not in texts["horovod/runner/js_run.py"]
     assert texts["horovod/tensorflow/mpi_ops.cc"].count("AsGpuStreamValue(Stream* stream)") == 1
     assert "platform_specific_handle().stream" in texts["horovod/tensorflow/mpi_ops.cc"]
+    assert "door_->admit()" in texts["third_party/gloo/gloo/transport/tcp/pair.cc"]
+    assert all((source / name).read_text() == text for name, text in ADDED.items())
 
 
 def test_another_source_is_refused(released, tmp_path):
@@ -315,5 +326,6 @@ def test_status_of_an_nccl_that_is_missing_or_of_another_cuda(no_cuda, tmp_path,
 
 
 def test_describe():
-    assert HorovodStatus("0.28.1", ("gloo", "mpi")).describe() == "Horovod 0.28.1, built with gloo, mpi"
+    assert HorovodStatus("0.28.1+tfrep", ("gloo", "mpi")).describe() == "Horovod 0.28.1+tfrep, built with gloo, mpi"
+    assert "take strangers for ranks" in HorovodStatus("0.28.1", ("gloo", "mpi")).describe()
     assert "does not work: broken" in HorovodStatus("0.28.1", (), "broken").describe()

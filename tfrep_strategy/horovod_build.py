@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
-from tfrep_strategy.horovod_source import CHANGES, change_source
+from tfrep_strategy.horovod_source import ADDED, CHANGES, MARK, change_source
 from tfrep_strategy.nvidia import driver_cuda, find_nccl, nccl_problem, newer_major
 from tfrep_strategy.validation import made_folder
 
@@ -74,14 +74,17 @@ class HorovodStatus:
             The text.
 
         Example:
-            >>> HorovodStatus("0.28.1", ("gloo",)).describe()
-            'Horovod 0.28.1, built with gloo'
+            >>> HorovodStatus("0.28.1+tfrep", ("gloo",)).describe()
+            'Horovod 0.28.1+tfrep, built with gloo'
         """
         if self.version is None:
             return f"Horovod: {self.problem}"
         if self.problem:
             return f"Horovod {self.version} does not work: {self.problem}"
-        return f"Horovod {self.version}, built with {', '.join(self.built_in)}"
+        described = f"Horovod {self.version}, built with {', '.join(self.built_in)}"
+        if not self.version.endswith(MARK):
+            described += "\nIts ranks take strangers for ranks while they start. `tfrep horovod install` builds one that does not."
+        return described
 
 
 def run_python(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -207,7 +210,7 @@ def _key(extras: Sequence[str]) -> str:
         cuda, nccl = _find_cuda(), find_nccl()
         built_in += [f"cuda{cuda and cuda.version}", f"nccl{nccl and nccl.version}"]
         built_in += [f"sm{os.environ[_CUDA_ARCHITECTURES]}"] if _CUDA_ARCHITECTURES in os.environ else []
-    changes = hashlib.sha256(json.dumps(CHANGES).encode()).hexdigest()[:8]
+    changes = hashlib.sha256(json.dumps([CHANGES, ADDED]).encode()).hexdigest()[:8]
     return f"horovod-{HOROVOD_VERSION}-tensorflow-{tf.__version__}-{python}-{'-'.join([*built_in, changes])}"
 
 

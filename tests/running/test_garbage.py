@@ -1,22 +1,22 @@
-"""Strangers on this machine send garbage to every port of a run that is starting, and of one that trains. It ends well."""
+"""Strangers send garbage to every port of a run that is starting, and of one that trains. It ends well."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import pickle
-import resource
-import socket
-import struct
+import json
+import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from needs import needs_horovod
-from test_open_doors import KINDS, LIMIT, READY, TFREP, WAITS, running, wait_for
+from needs import needs_closed_horovod
+from networks import HOSTS, ip, needs_networks, on
+from strangers import attack, flood, garbage, many_files
+from test_open_doors import KINDS, LIMIT, READY, STRANGER, TFREP, WAITS, named, running, wait_for
+from test_two_hosts import SCRIPTS, hosts  # noqa: F401
 
+from tfrep_strategy.processes.gloo import on_this_machine
 from tfrep_strategy.rendezvous.connections import free_ports
 
 MEETING = [
@@ -24,27 +24,6 @@ MEETING = [
     "--communicator", "tf", "--backup-dir", "backups", WAITS, "FOLDER",
 ]  # fmt: skip
 """Its launcher waits for others as long as it runs."""
-
-MANY = 1000
-"""How many connections each port gets at once, while the run starts and while it trains."""
-
-
-class Exploit:
-    """Its pickle makes a file where it is loaded."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def __reduce__(self) -> tuple[object, tuple[str, str]]:
-        return open, (str(self._file), "w")
-
-
-def garbage(file: Path) -> list[bytes]:
-    exploit = pickle.dumps(Exploit(file))
-    put = f"PUT /global/0 HTTP/1.1\r\nContent-Length: {len(exploit)}\r\n\r\n".encode() + exploit
-    framed = [struct.pack("!i", len(each)) + each for each in (b"x" * 16, b"#CHALLENGE#" + b"x" * 20, exploit)]
-    http2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + os.urandom(100)
-    return [b"", os.urandom(1000), b"GET / HTTP/1.1\r\n\r\n", put, exploit, http2, b"\xff" * 100, *framed]
 
 
 def ports_of(pid: int) -> set[int]:
@@ -57,31 +36,7 @@ def ports_of(pid: int) -> set[int]:
     return found
 
 
-def send(stack: contextlib.ExitStack, port: int, content: bytes) -> None:
-    """Leaves the connection open, as one half of whoever sends garbage does."""
-    with contextlib.suppress(ConnectionError, TimeoutError):  # Of the other side, and no limit of this one.
-        connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=1.0))
-        connection.sendall(content)
-
-
-def attack(stack: contextlib.ExitStack, port: int, contents: list[bytes]) -> None:
-    """Sends each content, and says nothing over many connections more."""
-    for content in [*contents, *[b""] * MANY]:
-        send(stack, port, content)
-
-
-@contextlib.contextmanager
-def many_files() -> Iterator[None]:
-    """This process may have as many connections as it wants; those that it has started keep their limit."""
-    own, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (own, most))
-
-
-@pytest.mark.parametrize("kind", ["tf", pytest.param("horovod", marks=needs_horovod), "servers", "meeting"])
+@pytest.mark.parametrize("kind", ["tf", pytest.param("horovod", marks=needs_closed_horovod), "servers", "meeting"])
 def test_garbage_on_every_port(kind: str, tmp_path: Path) -> None:
     loaded, sent, starting = tmp_path / "loaded", garbage(tmp_path / "loaded"), set[int]()
     places = {"FOLDER": str(tmp_path), "MEETING_PLACE": f"127.0.0.1:{free_ports(1)[0]}"}
@@ -90,7 +45,7 @@ def test_garbage_on_every_port(kind: str, tmp_path: Path) -> None:
         stack.enter_context(many_files())
 
         def is_ready() -> bool:
-            for port in ports_of(process.pid) - starting if kind != "horovod" else ():
+            for port in ports_of(process.pid) - starting:
                 starting.add(port)
                 attack(stack, port, sent)
             return len(list(tmp_path.glob("ready*"))) == READY.get(kind, 2)
@@ -104,3 +59,67 @@ def test_garbage_on_every_port(kind: str, tmp_path: Path) -> None:
     assert process.returncode == 0, output
     assert ports
     assert not loaded.exists()
+
+
+@needs_closed_horovod
+def test_strangers_before_a_rank_of_horovod(tmp_path: Path) -> None:
+    """They connect to each pair that still waits for its peer, with garbage and without a word, and do not stop."""
+    size, sent = 4, garbage(tmp_path / "loaded")
+    with contextlib.ExitStack() as stack:
+        variables = stack.enter_context(on_this_machine(size))
+        ranks = []
+
+        def start(rank: int) -> subprocess.Popen[str]:
+            own = variables[rank] | {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(LIMIT)}
+            ranks.append(stack.enter_context(running([sys.executable, str(SCRIPTS / "adds.py")], tmp_path, **own)))
+            return ranks[-1]
+
+        for rank in range(size - 1):
+            start(rank)
+        for each in ranks:
+            wait_for(lambda pid=each.pid: len(ports_of(pid)) == 1, each)  # That for the last rank.
+        ports = {int(variables[0]["HOROVOD_GLOO_RENDEZVOUS_PORT"]), *(port for each in ranks for port in ports_of(each.pid))}
+        stack.enter_context(many_files())
+        assert len(ports) == size
+        for port in ports:
+            attack(stack, port, sent)
+        with flood(ports):
+            start(size - 1)
+            outputs = [each.communicate(timeout=LIMIT)[0] for each in ranks]
+    assert [each.returncode for each in ranks] == [0] * size, outputs
+    assert all("SUM 6 " in output for output in outputs), outputs
+    assert not (tmp_path / "loaded").exists()
+
+
+@needs_networks
+def test_strangers_on_another_machine(hosts: list[str], tmp_path: Path) -> None:  # noqa: F811
+    """They send garbage to the port of rank 0, from the address of rank 1 and from another, while ranks meet."""
+    (port,) = free_ports(1)
+    addresses = [f"{host}:{port}" for host in HOSTS]
+    ip("-n", hosts[1], "address", "replace", f"{STRANGER}/24", "dev", "cable")
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank, host in enumerate(hosts):
+            task = json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}})
+            command = [*named(host, HOSTS[rank], tmp_path), sys.executable, *TFREP, "run", WAITS, str(tmp_path)]
+            processes.append(stack.enter_context(running(command, tmp_path, TF_CONFIG=task)))
+            if rank == 0:
+                wait_for(lambda: port in ports_on(hosts[0]), processes[0])
+                strangers = [*on(hosts[1]), sys.executable, str(Path(__file__).with_name("strangers.py"))]
+                strangers += [str(tmp_path / "loaded"), HOSTS[0], str(port), HOSTS[1], STRANGER]
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+                attackers = stack.enter_context(subprocess.Popen(strangers, **pipes))  # type: ignore[call-overload]
+                assert attackers.stdout.readline() == b"done\n"
+        wait_for(lambda: len(list(tmp_path.glob("ready*"))) == 2, processes[0])
+        (tmp_path / "go").touch()
+        outputs = [process.communicate(timeout=LIMIT)[0] for process in processes]
+        attackers.stdin.close()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert not (tmp_path / "loaded").exists()
+
+
+def ports_on(host: str) -> set[int]:
+    """Returns the ports on which programs in a network namespace listen."""
+    listed = subprocess.run([*on(host), "cat", "/proc/net/tcp", "/proc/net/tcp6"], capture_output=True, text=True, check=True)
+    rows = [line.split() for line in listed.stdout.splitlines()]
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import needs_horovod
 from typer.testing import CliRunner
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.cli import app
 from tfrep_strategy.errors import ConfigurationError
+from tfrep_strategy.processes import nodes
 from tfrep_strategy.processes.nodes import Node, meet_nodes
 from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.running import Options
@@ -115,6 +117,20 @@ def test_launchers_with_different_communicators(tmp_path: Path, monkeypatch: pyt
         for each in meetings:
             with pytest.raises(ConfigurationError, match=r"(?s)different communicators.*\['tf', 'mine'\].*Hint: name one"):
                 each.result(SOON)
+
+
+@needs_horovod
+def test_launchers_with_different_versions_of_horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    versions = iter(["0.28.1", "0.28.1+tfrep"])
+    monkeypatch.setattr(nodes, "horovod_version", lambda: next(versions))
+    address = f"localhost:{free_ports(1)[0]}"
+    with ThreadPoolExecutor(2) as threads:
+        meetings = [threads.submit(meet_nodes, Node(rank, 2, address), 1, "horovod") for rank in range(2)]
+        for each in meetings:
+            met = each.result(LIMIT)
+            with pytest.raises(ConfigurationError, match="different versions of Horovod"), met.identities():
+                pass
 
 
 def test_several_machines_need_a_secret(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from tfrep_strategy.communicators.forking import sockets_closed_in_children
 from tfrep_strategy.communicators.naming import structural_name
 from tfrep_strategy.communicators.order import Order
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.rendezvous.connections import LOOPBACK
+from tfrep_strategy.rendezvous.horovod_server import SECRET, horovod_server, new_secret
 
 _TAKES_GROUPS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
@@ -86,16 +88,16 @@ class HorovodCommunicator(Communicator):
         start: it removes them reliably only if no rank is ahead of another.
         """
         os.environ[_TAKES_GROUPS] = "1"
-        port = 0
+        port, secret = 0, ""
         if self.rank == 0:
-            from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
-
+            secret = new_secret()
             with sockets_closed_in_children():
-                server = RendezvousHTTPServer(("127.0.0.1", 0), RendezvousHandler, False)
+                server = horovod_server(LOOPBACK, 0, secret)
             threading.Thread(target=server.serve_forever, daemon=True, name="tfrep-rendezvous").start()
-            port = server.server_address[1]
-        port = self.broadcast_object(port)
-        os.environ.update(HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1", HOROVOD_GLOO_RENDEZVOUS_PORT=str(port))
+            port = server.server_port
+        port, secret = self.broadcast_object((port, secret))
+        where = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": LOOPBACK, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port)}
+        os.environ.update(where | {SECRET: secret})
         self._hvd.shutdown()
         self._start()
 

@@ -33,6 +33,7 @@ class HorovodEnvironment(Environment):
         "HOROVOD_HOSTNAME",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR",
         "HOROVOD_GLOO_RENDEZVOUS_PORT",
+        "HOROVOD_GLOO_RENDEZVOUS_SECRET",
         "HOROVOD_GLOO_IFACE",
         "HOROVOD_CONTROLLER",
         "HOROVOD_CPU_OPERATIONS",

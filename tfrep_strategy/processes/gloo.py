@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
+import functools
 import socket
 import threading
 from collections import Counter
@@ -15,6 +15,7 @@ import psutil
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.rendezvous.confinement import confine
 from tfrep_strategy.rendezvous.connections import LOOPBACK, is_loopback
+from tfrep_strategy.rendezvous.horovod_server import SECRET, horovod_server, new_secret
 from tfrep_strategy.validation import Network
 
 
@@ -44,7 +45,7 @@ def slots_of(hosts: Sequence[str]) -> list[Any]:
     ]
 
 
-def variables_of(slots: Sequence[Any], address: str, port: int, interface: str) -> list[dict[str, str]]:
+def variables_of(slots: Sequence[Any], address: str, port: int, interface: str, secret: str) -> list[dict[str, str]]:
     """Returns the environment variables of some ranks of one machine.
 
     Args:
@@ -52,20 +53,23 @@ def variables_of(slots: Sequence[Any], address: str, port: int, interface: str) 
         address: Where the rendezvous is.
         port: Its port.
         interface: Through which interface of the machine its ranks talk.
+        secret: What the rendezvous wants to be shown.
 
     Example:
-        >>> [variables] = variables_of(slots_of(["localhost"]), "127.0.0.1", 2222, "lo")
+        >>> [variables] = variables_of(slots_of(["localhost"]), "127.0.0.1", 2222, "lo", "sesame")
         >>> variables["HOROVOD_GLOO_IFACE"]
         'lo'
     """
     from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
 
-    common = create_run_env_vars(address, [interface], str(port))
+    common = {**create_run_env_vars(address, [interface], str(port)), SECRET: secret}
     return [{**common, **create_slot_env_vars(slot)} for slot in slots]
 
 
 @contextlib.contextmanager
-def served(slots: Sequence[Any], address: str, port: int, networks: Sequence[Network] | None) -> Iterator[int]:
+def served(
+    slots: Sequence[Any], address: str, port: int, networks: Sequence[Network] | None, secret: str
+) -> Iterator[int]:
     """Serves the rendezvous while the body runs.
 
     Args:
@@ -73,6 +77,7 @@ def served(slots: Sequence[Any], address: str, port: int, networks: Sequence[Net
         address: Where to listen; if it is none of this machine's, on all interfaces.
         port: The port; 0 for a free one.
         networks: Whose addresses may connect. None: this machine only.
+        secret: What each request has to show; anybody is heard if it is empty.
 
     Yields:
         The port.
@@ -81,28 +86,12 @@ def served(slots: Sequence[Any], address: str, port: int, networks: Sequence[Net
         ConfigurationError: It cannot listen.
 
     Example:
-        >>> with served(slots_of(["localhost"]), "127.0.0.1", 0, None) as port:
+        >>> with served(slots_of(["localhost"]), "127.0.0.1", 0, None, "sesame") as port:
         ...     socket.create_connection(("127.0.0.1", port)).close()
     """
-    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
-
-    class Server(RendezvousHTTPServer):  # type: ignore[misc]
-        def server_bind(self) -> None:
-            try:
-                super().server_bind()
-            except OSError as error:
-                if error.errno != errno.EADDRNOTAVAIL:
-                    raise
-                self.server_address = ("", port)
-                super().server_bind()
-
-        def server_activate(self) -> None:
-            if not is_loopback(address):
-                confine(self.socket, networks)
-            super().server_activate()
-
+    guard = None if is_loopback(address) else functools.partial(confine, networks=networks)
     try:
-        server = Server((address, port), RendezvousHandler, 0)
+        server = horovod_server(address, port, secret, guard)
     except OSError as error:
         raise ConfigurationError(
             message(
@@ -161,5 +150,6 @@ def on_this_machine(size: int) -> Iterator[list[dict[str, str]]]:
         '1'
     """
     slots = slots_of(["localhost"] * size)
-    with served(slots, LOOPBACK, 0, None) as port:
-        yield variables_of(slots, LOOPBACK, port, interface_of(LOOPBACK))
+    secret = new_secret()
+    with served(slots, LOOPBACK, 0, None, secret) as port:
+        yield variables_of(slots, LOOPBACK, port, interface_of(LOOPBACK), secret)

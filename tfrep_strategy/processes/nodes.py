@@ -14,6 +14,7 @@ from tfrep_strategy.processes.identity import common_hash_seed, tf_config
 from tfrep_strategy.rendezvous.addresses import with_port
 from tfrep_strategy.rendezvous.confinement import machines_of_run
 from tfrep_strategy.rendezvous.connections import LOOPBACK, free_ports, is_loopback
+from tfrep_strategy.rendezvous.horovod_server import horovod_version, new_secret
 from tfrep_strategy.rendezvous.meeting import Met, meet
 from tfrep_strategy.rendezvous.statements import Place
 from tfrep_strategy.validation import MOST_RANKS, Address, Numbers, checked
@@ -156,7 +157,7 @@ class Nodes:
             One dictionary per rank.
 
         Raises:
-            ConfigurationError: Horovod's rendezvous cannot listen, or cannot be confined.
+            ConfigurationError: Horovod's rendezvous cannot listen, or cannot be confined. The machines have different Horovods.
         """
         first, last = self.first_rank, self.first_rank + self._counts[self.own.place.number]
         if self.communicator == "horovod":
@@ -168,8 +169,17 @@ class Nodes:
 
     @contextlib.contextmanager
     def _horovod_identities(self, ranks: slice) -> Iterator[list[dict[str, str]]]:
+        versions = [each.told["horovod"] for each in self.met]
+        if len(set(versions)) > 1:
+            raise ConfigurationError(
+                message(
+                    "The machines of the run have different versions of Horovod.",
+                    hint="run `tfrep horovod install` on each.",
+                    versions=versions,
+                )
+            )
         slots = slots_of([each.host for each in self.met for _ in each.told["ports"]])
-        host, port = self.met[0].host, self.met[0].told["rendezvous_port"]
+        host, port, secret = self.met[0].host, self.met[0].told["rendezvous_port"], self.met[0].told["rendezvous_secret"]
         own = self.met[self.own.place.number].host
         interface = os.environ.get("HOROVOD_GLOO_IFACE") or interface_of(own)
         with contextlib.ExitStack() as stack:
@@ -183,8 +193,8 @@ class Nodes:
                             hosts=[each.host for each in self.met],
                         )
                     )
-                stack.enter_context(served(slots, host, port, networks))
-            yield variables_of(slots[ranks], host, port, interface)
+                stack.enter_context(served(slots, host, port, networks, secret))
+            yield variables_of(slots[ranks], host, port, interface, secret)
 
     @property
     def _counts(self) -> list[int]:
@@ -243,7 +253,10 @@ def told_by(node: Node, size: int, communicator: str, hash_seed: str, mark: str 
         2
     """
     *ports, rendezvous_port = free_ports(size + 1, LOOPBACK if node.place.one_machine else "")
-    return {
+    told = {
         "size": size, "ports": ports, "rendezvous_port": rendezvous_port, "communicator": communicator,
         "hash_seed": hash_seed, "mark": mark,
     }  # fmt: skip
+    if communicator == "horovod":
+        told |= {"rendezvous_secret": new_secret(), "horovod": horovod_version()}
+    return told
