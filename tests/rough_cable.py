@@ -1,4 +1,4 @@
-"""A cable that delays packets and loses some, between two network namespaces. The kernel needs no `netem`: packets pass through here.
+"""A cable between two network namespaces that delays packets and loses some. Packets pass through here; `netem` is not needed.
 
 Each namespace gets a TUN device, which hands packets to this process, and a route to the other's address through that device.
 """

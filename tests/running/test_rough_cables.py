@@ -49,12 +49,15 @@ def test_packets_are_delayed_and_lost(addresses: list[str]) -> None:
     def sends(number: int, what: str) -> list[str]:
         return [*on(names[number]), sys.executable, "-S", str(SCRIPTS / "sends.py"), what, addresses[0]]
 
-    with two_networks(addresses) as names, rough_cable(names, addresses, seconds=0.05, loss=0.1) as cable:
-        with subprocess.Popen(sends(0, "listens"), stdout=subprocess.PIPE, text=True) as listening:
-            assert listening.stdout is not None
-            assert listening.stdout.readline() == "ready\n"
-            called = subprocess.run(sends(1, "calls"), capture_output=True, text=True, check=True)
-            assert listening.communicate(timeout=LIMIT)[0] == "200000\n"
+    with (
+        two_networks(addresses) as names,
+        rough_cable(names, addresses, seconds=0.05, loss=0.1) as cable,
+        subprocess.Popen(sends(0, "listens"), stdout=subprocess.PIPE, text=True) as listening,
+    ):
+        assert listening.stdout is not None
+        assert listening.stdout.readline() == "ready\n"
+        called = subprocess.run(sends(1, "calls"), capture_output=True, text=True, check=True, timeout=LIMIT)
+        assert listening.communicate(timeout=LIMIT)[0] == "200000\n"
     assert float(called.stdout) > 0.1
     assert cable.lost > 0.02 * cable.carried > 0
 
@@ -99,7 +102,7 @@ def test_a_cable_that_is_out_for_some_seconds(
     backups = tmp_path / "backups"
     with rough_cable([machine.name for machine in machines]) as cable:
         options = ["--hosts", BOTH, "--max-restarts", "1", "--backup-dir", str(backups)]
-        run = start(*options, PROGRAM, "2", "0.3", TFREP_BACKUP_SECONDS="0")
+        run = start(*options, PROGRAM, "2", "0.3", TFREP_BACKUP_SECONDS="600")
         progress = Progress(backups)
         wait_for(lambda: (progress.read() or Step(0, 0, 0)) >= Step(0, 0, 3) or run.poll() is not None, LIMIT)
         before, cable.loss = cable.carried, 1.0
@@ -115,7 +118,7 @@ def test_an_elastic_run_goes_on_when_the_cable_was_out(
     hosts: list[str], secret: dict[str, str], weights: list[float], tmp_path: Path  # noqa: F811
 ) -> None:
     backups = tmp_path / "backups"
-    own = environ(**secret, TFREP_BACKUP_SECONDS="0", TMPDIR=str(tmp_path))
+    own = environ(**secret, TFREP_BACKUP_SECONDS="600", TMPDIR=str(tmp_path))
     processes = []
     with rough_cable(hosts) as cable:
         for number, host in enumerate(hosts):

@@ -1,4 +1,4 @@
-"""Measures a cable: `sends.py listens ADDRESS` tells how many bytes have come, `sends.py calls ADDRESS` how many seconds a call took."""
+"""Measures a cable: `sends.py listens ADDRESS` tells how many bytes came, `sends.py calls ADDRESS` how many seconds a call took."""
 
 import socket
 import sys
