@@ -28,6 +28,7 @@ LANES = {
         "processes/test_ranks.py",
         "processes/test_signs_of_life.py",
         "running/test_auto.py",
+        "running/test_bad_meetings.py",
         "running/test_forks.py",
         "running/test_function.py",
         "running/test_joining.py",
@@ -40,6 +41,7 @@ LANES = {
         "running/test_hosts.py",
         "running/test_lost_hosts.py",
         "running/test_open_doors.py",
+        "running/test_rough_cables.py",
         "running/test_two_hosts.py",
     ),
     "faults": (

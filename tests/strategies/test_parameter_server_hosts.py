@@ -14,6 +14,7 @@ import pytest
 from calling import command
 from networks import HOSTS, HOSTS_6, cable_cut, needs_networks, on, two_networks
 from parameter_server_support import data, dense_model, environ_in
+from rough_cable import rough_cable
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.rendezvous.addresses import with_port
@@ -81,6 +82,12 @@ def _found(coordinator: subprocess.Popen[str], folder: Path) -> dict[str, object
     return found
 
 
+def _check(found: dict[str, object], epochs: int) -> None:
+    assert found["steps"] == 20 * epochs
+    for own, expected in zip(found["weights"], _learned(epochs).get_weights(), strict=True):  # type: ignore[call-overload]
+        np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("addresses", [HOSTS, HOSTS_6], ids=["IPv4", "IPv6"])
 def test_a_worker_on_another_host_learns_what_one_device_learns(addresses: Sequence[str], tmp_path: Path) -> None:
     with (
@@ -89,9 +96,16 @@ def test_a_worker_on_another_host_learns_what_one_device_learns(addresses: Seque
     ):
         found = _found(tasks[0], tmp_path)
         assert all(task.poll() is None for task in tasks[1:])
-    assert found["steps"] == 20 * EPOCHS
-    for own, expected in zip(found["weights"], _learned(EPOCHS).get_weights(), strict=True):  # type: ignore[call-overload]
-        np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-6)
+    _check(found, EPOCHS)
+
+
+def test_a_worker_behind_a_cable_that_loses_packets(tmp_path: Path) -> None:
+    jobs = {"chief": [0], "ps": [0], "worker": [1]}
+    with two_networks() as names, rough_cable(names) as cable, _tasks(names, HOSTS, jobs, 1, tmp_path) as tasks:
+        found = _found(tasks[0], tmp_path)
+        assert all(task.poll() is None for task in tasks[1:])
+    _check(found, 1)
+    assert cable.lost > 10
 
 
 def test_a_worker_behind_a_cut_cable_is_done_without(tmp_path: Path) -> None:

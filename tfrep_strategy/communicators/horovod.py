@@ -27,6 +27,7 @@ from tfrep_strategy.communicators.forking import sockets_closed_in_children
 from tfrep_strategy.communicators.naming import structural_name
 from tfrep_strategy.communicators.order import Order
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.packing import Packed
 from tfrep_strategy.rendezvous.connections import LOOPBACK
 from tfrep_strategy.rendezvous.horovod_server import SECRET, horovod_server, new_secret
 
@@ -143,11 +144,10 @@ class HorovodCommunicator(Communicator):
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         self.check_root(root)
         root = self._process_set.ranks[root] if self._process_set.ranks else root
-        received = []
-        for tensor in map(tf.convert_to_tensor, tensors):
-            value = self._call("broadcast", _carry_bytes(tensor), root_rank=root)
-            received.append(tf.ensure_shape(uncarry_moved(value, tensor.dtype), tensor.shape))
-        return received
+        tensors = [tf.convert_to_tensor(t) for t in tensors]
+        packed = Packed([_carry_bytes(t) for t in tensors])  # Horovod's ranks talk about each broadcast before it begins.
+        received = packed.unpack([self._call("broadcast", flat, root_rank=root) for flat in packed.flats])
+        return [tf.ensure_shape(uncarry_moved(value, t.dtype), t.shape) for value, t in zip(received, tensors, strict=True)]
 
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         tensor = tf.convert_to_tensor(tensor)

@@ -21,7 +21,8 @@ from tfrep_strategy.rendezvous.connections import CONNECT_SECONDS
 
 _REGISTER_SECONDS = 25
 """How long TensorFlow may take to connect ranks that have met."""
-_HEARTBEAT_SECONDS = 20.0
+_HEARTBEAT_SECONDS = 40.0
+"""TensorFlow waits for the answer to a heartbeat for half of this time, and a connection may be dead for 17 seconds."""
 _LONGEST_HEARTBEAT_SECONDS = 30 * 86400.0
 """Stands for no limit."""
 

@@ -29,7 +29,7 @@ from tfrep_strategy.rendezvous.visiting import LINE_SECONDS, given_up
 _log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.1
-_GREETING_SECONDS = 3
+_GREETING_SECONDS = 10
 _LINGER_SECONDS = 3.0
 _LAST_CALL_SECONDS = 3.0
 """How long nobody may have come before a round begins without its full number, or ends for those who have come."""

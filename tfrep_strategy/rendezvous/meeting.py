@@ -29,7 +29,7 @@ from tfrep_strategy.rendezvous.visiting import LINE_SECONDS, Visit, given_up
 
 _log = logging.getLogger(__name__)
 
-_GREETING_SECONDS = 3
+_GREETING_SECONDS = 10
 """How long process 0 waits for the proof and the statement of a process that has connected."""
 _LINGER_SECONDS = 10.0
 """How long process 0 tells an error to processes that come late."""

@@ -62,7 +62,7 @@ class Visit:
                 if silences == _SILENCES:
                     raise self._stranger() from None
             except (OSError, EOFError) as error:
-                problem, silences = f"{self.place.named([0])} cannot be reached ({error or 'it hung up'})", 0
+                problem, silences = f"{self.place.named([0])} cannot be reached ({str(error) or 'it hung up'})", 0
             now = time.monotonic()
             if now > self.deadline:
                 raise given_up(self.place, self.seconds, problem)

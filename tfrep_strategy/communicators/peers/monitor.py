@@ -368,7 +368,7 @@ class PeerMonitor:
         return self._given_up(waited)
 
     def _given_up(self, waited: float) -> PeerError:
-        hint = "TFREP_DEBUG=1 shows which rank does not call it; TFREP_TIMEOUT sets the limit."
+        hint = "TFREP_DEBUG=1 shows which rank does not call it; TFREP_TIMEOUT sets the limit. A slow network needs more."
         what = "A collective was given up, since not all ranks have called it."
         silence = time.monotonic() - self._answered
         silent = {0: silence} if silence > 3 * state_seconds(self._limit) else self._silent
