@@ -112,10 +112,10 @@ def test_a_killed_rank_goes_on_from_its_backup(one_device: list[Any], tmp_path: 
     check_what_was_learned(output, one_device)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.usefixtures("no_notes_left")
-def test_everything_ends_with_the_launcher(number: int, tmp_path: Path) -> None:
-    launcher = subprocess.Popen([*ON_RAY, TELLS, "waits", str(tmp_path)], env=environ(), cwd=tmp_path, stderr=subprocess.DEVNULL)
+@contextlib.contextmanager
+def waiting_run(tmp_path: Path) -> Iterator[tuple[psutil.Popen, list[psutil.Process]]]:
+    """Gives the launcher of a run on a Ray of its own, and all processes of the run; its ranks wait."""
+    launcher = psutil.Popen([*ON_RAY, TELLS, "waits", str(tmp_path)], env=environ(), cwd=tmp_path, stderr=subprocess.DEVNULL)
     try:
         pids = tmp_path / "pids"
         deadline = time.monotonic() + 100
@@ -123,17 +123,66 @@ def test_everything_ends_with_the_launcher(number: int, tmp_path: Path) -> None:
             assert launcher.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        started = psutil.Process(launcher.pid).children(recursive=True)
+        started = launcher.children(recursive=True)
         assert {each.pid for each in started} >= set(json.loads(pids.read_text()))
-        assert "raylet" in {each.name() for each in started}
-        agents = [each for each in started if each.name() in _AGENTS]
-        launcher.send_signal(number)
-        assert launcher.wait(_END_SECONDS) in (-number, 128 + number)
-        assert not psutil.wait_procs(set(started).difference(agents), _END_SECONDS)[1]
-        assert not psutil.wait_procs(agents, _AGENTS_END_SECONDS)[1]
+        yield launcher, started
     finally:
         launcher.kill()
         launcher.wait()
+
+
+def check_end(launcher: psutil.Popen, started: list[psutil.Process], number: int) -> None:
+    agents = [each for each in started if each.name() in _AGENTS]
+    launcher.send_signal(number)
+    assert launcher.wait(_END_SECONDS) in (-number, 128 + number)
+    assert not psutil.wait_procs(set(started).difference(agents), _END_SECONDS)[1]
+    assert not psutil.wait_procs(agents, _AGENTS_END_SECONDS)[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.usefixtures("no_notes_left")
+def test_everything_ends_with_the_launcher(number: int, tmp_path: Path) -> None:
+    with waiting_run(tmp_path) as (launcher, started):
+        assert "raylet" in {each.name() for each in started}
+        check_end(launcher, started, number)
+
+
+_CONNECTS = """
+import sys, ray
+from ray.exceptions import RayError
+try:
+    ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+    print("ran", ray.get(ray.remote(lambda: "a task").remote()))
+except Exception as error:
+    print("refused", type(error).__name__, error)
+"""
+
+
+def connects(address: str, **variables: str) -> str:
+    """Returns what becomes of a program that connects to a Ray and has it run something."""
+    command = [sys.executable, "-c", _CONNECTS, address]
+    quiet = {name: value for name, value in environ(RAY_USAGE_STATS_ENABLED="0").items() if "RAY_AUTH" not in name}
+    done = subprocess.run(command, env=quiet | variables, capture_output=True, text=True, timeout=100, check=False)
+    return done.stdout or done.stderr
+
+
+@pytest.mark.usefixtures("no_notes_left")
+def test_who_has_not_the_token_of_an_own_ray_is_refused(tmp_path: Path) -> None:
+    """It listens on all interfaces. Only who has the token runs something there."""
+    with waiting_run(tmp_path) as (launcher, started):
+        [server] = [each for each in started if each.name() == "gcs_server"]
+        token = server.environ()["RAY_AUTH_TOKEN"]
+        assert len(token) == 64
+        assert not any(token in " ".join(each.cmdline()) for each in [launcher, *started])
+        ports = {each.laddr.port for each in server.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+        address = next(word for each in started for word in each.cmdline() if word.startswith("--gcs-address=")).partition("=")[2]
+        assert int(address.rpartition(":")[2]) in ports
+        for stranger in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}):
+            said = connects(address, **stranger)
+            assert "ran" not in said.split(), said
+            assert "uthentica" in said, said
+        assert connects(address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token) == "ran a task\n"
+        check_end(launcher, started, signal.SIGTERM)
 
 
 def test_addresses_without_a_cluster(tmp_path: Path) -> None:
