@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -16,9 +17,10 @@ from typing import Any
 import keras
 import psutil
 import pytest
-from parameter_server_support import data, dense_model, environ_in, left_behind, run
+from parameter_server_support import data, dense_model, environ_in, left_behind, run, start
 
 import tfrep_strategy as tfrep
+from tfrep_strategy.rendezvous.connections import free_ports
 
 BACKED_UP = Path(__file__).with_name("scripts") / "backed_up.py"
 ENDS_WITHIN = 20.0
@@ -129,6 +131,38 @@ def test_a_server_is_stopped(tmp_path: Path) -> None:
     err = run(_a_server_is_stopped, folder=tmp_path, status=75)
     assert "Parameter server 1 is stopped (state T), for " in err
     assert "tfrep: A parameter server is gone" in err
+
+
+def _task() -> None:
+    strategy = tfrep.ParameterServerStrategy(connect_timeout=100)
+    with strategy.scope():
+        model = dense_model()
+    stop = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epoch or open("trains", "w").close())
+    model.fit(X, Y, batch_size=10, epochs=8, verbose=0, callbacks=[stop])
+    print("steps", int(model.optimizer.iterations), flush=True)
+
+
+def test_a_worker_that_tf_config_describes_is_stopped(tmp_path: Path) -> None:
+    chief, server, *workers = (f"127.0.0.1:{port}" for port in free_ports(4))
+    cluster = {"chief": [chief], "ps": [server], "worker": workers}
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for number, (job, index) in enumerate([("chief", 0), ("ps", 0), ("worker", 0), ("worker", 1)]):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            config = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+            processes.append(start(_task, folder=folder, TF_CONFIG=config))
+            stack.callback(processes[-1].communicate)
+            stack.callback(processes[-1].kill)
+        coordinator, worker = processes[0], processes[3]
+        while not (tmp_path / "0" / "trains").exists():
+            assert coordinator.poll() is None
+            time.sleep(0.05)
+        worker.send_signal(signal.SIGSTOP)
+        assert worker.wait(ENDS_WITHIN) == -signal.SIGKILL
+        assert "tfrep: Worker 1 is stopped (state T), for " in worker.communicate()[1]
+        out, err = coordinator.communicate(timeout=150)
+        assert (coordinator.returncode, out) == (0, "steps 1600\n"), err[-3000:]
 
 
 def _a_debugger_stops_a_worker() -> None:

@@ -27,7 +27,8 @@ from tfrep_strategy.rendezvous.lost_machines import watch_connections
 from tfrep_strategy.startup_log import quiet_start
 
 _PR_SET_PDEATHSIG = 1
-_NAMES = {"worker": "Worker {}", "ps": "Parameter server {}"}
+NAMES = {"worker": "Worker {}", "ps": "Parameter server {}"}
+"""What the tasks of a job are called in messages."""
 
 
 def main(arguments: list[str], own_path: list[str]) -> None:
@@ -64,11 +65,11 @@ def main(arguments: list[str], own_path: list[str]) -> None:
 
     def watch(job: str) -> None:
         """Kills a server that is stopped or silent. For the others it is then as any that is killed."""
-        look = Watch(_signs(folder, job), patience, _NAMES[job]).look
+        look = Watch(_signs(folder, job), patience, NAMES[job]).look
         while True:
             time.sleep(LOOK_SECONDS)
             if frozen := look({index: pid for (of, index), pid in list(servers.items()) if of == job}):
-                answer(frozen=_NAMES[job].format(frozen.rank), seen=frozen.seen)
+                answer(frozen=NAMES[job].format(frozen.rank), seen=frozen.seen)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(servers[job, frozen.rank], signal.SIGKILL)
 

@@ -51,7 +51,7 @@ class Watcher:
         with its:
             self._process = subprocess.Popen(
                 module_command(__name__, json.dumps(about)),
-                stdin=its,
+                stdin=its.fileno(),
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # What stops all processes of a terminal does not stop it.
             )
