@@ -31,9 +31,10 @@ EACH = pytest.mark.parametrize(
 
 
 class Outcome(NamedTuple):
-    """What became of the ranks: exit codes, seconds from the end of the first to that of the last, and their output."""
+    """What became of the ranks: exit codes, when the first ended, seconds from then to the end of the last, and their output."""
 
     codes: list[int]
+    end: float
     seconds: float
     output: list[str]
 
@@ -75,11 +76,12 @@ def run_ranks(
             time.sleep(0.05)
         codes = [process.poll() for process in processes]
     ended = folder / "end"
-    seconds = time.time() - float(ended.read_text()) if ended.exists() else 0.0
+    now = time.time()
+    end = float(ended.read_text()) if ended.exists() else now
     ended.unlink(missing_ok=True)
     output = [log.read_text("utf-8", "replace") for log in logs]
     assert None not in codes, f"Still running: {codes}\n" + "\n".join(text[-3000:] for text in output)
-    return Outcome(codes, seconds, output)
+    return Outcome(codes, end, now - end, output)
 
 
 @EACH
@@ -145,10 +147,12 @@ def test_a_rank_that_hangs_is_given_up(communicator: str, tmp_path: Path, monkey
 
 def check_stopped(outcome: Outcome, rank: int, folder: Path) -> None:
     assert outcome.codes == [-9 if each == rank else 1 for each in range(3)]
-    assert outcome.seconds < STOPPED_ENDS_WITHIN
+    # Rank 0 of TensorFlow's collectives, which has been told, may need ten seconds more to end.
+    assert outcome.seconds < SURVIVORS_END_WITHIN
     seen = r"is stopped \(state T\), for \d+ seconds by now"
     assert re.search(rf"^tfrep: Rank {rank} {seen}, and is killed by its watcher\.$", outcome.output[rank], re.MULTILINE)
     for other in {0, 1, 2} - {rank}:
+        assert (folder / f"caught{other}").stat().st_mtime - outcome.end < STOPPED_ENDS_WITHIN
         caught = (folder / f"caught{other}").read_text()
         assert re.match(rf"UnavailableError: Rank {rank} ended [\d.]+ seconds ago, killed by its watcher: it {seen}\.", caught)
 
