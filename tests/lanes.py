@@ -27,6 +27,7 @@ LANES = {
         "processes/test_forked_ranks.py",
         "processes/test_ranks.py",
         "processes/test_signs_of_life.py",
+        "processes/test_watcher.py",
         "running/test_auto.py",
         "running/test_bad_meetings.py",
         "running/test_forks.py",

@@ -112,9 +112,9 @@ def test_a_killed_rank_goes_on_from_its_backup(one_device: list[Any], tmp_path: 
     check_what_was_learned(output, one_device)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.usefixtures("no_notes_left")
-def test_everything_ends_with_the_launcher(number: int, tmp_path: Path) -> None:
+@contextlib.contextmanager
+def waiting_run(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
+    """Gives the launcher of a run on a Ray of its own, and all processes of the run; its ranks wait."""
     launcher = subprocess.Popen([*ON_RAY, TELLS, "waits", str(tmp_path)], env=environ(), cwd=tmp_path, stderr=subprocess.DEVNULL)
     try:
         pids = tmp_path / "pids"
@@ -125,15 +125,69 @@ def test_everything_ends_with_the_launcher(number: int, tmp_path: Path) -> None:
             time.sleep(0.2)
         started = psutil.Process(launcher.pid).children(recursive=True)
         assert {each.pid for each in started} >= set(json.loads(pids.read_text()))
-        assert "raylet" in {each.name() for each in started}
-        agents = [each for each in started if each.name() in _AGENTS]
-        launcher.send_signal(number)
-        assert launcher.wait(_END_SECONDS) in (-number, 128 + number)
-        assert not psutil.wait_procs(set(started).difference(agents), _END_SECONDS)[1]
-        assert not psutil.wait_procs(agents, _AGENTS_END_SECONDS)[1]
+        yield launcher, started
     finally:
         launcher.kill()
         launcher.wait()
+
+
+def check_end(launcher: subprocess.Popen[bytes], started: list[psutil.Process], number: int) -> None:
+    agents = [each for each in started if each.name() in _AGENTS]
+    launcher.send_signal(number)
+    assert launcher.wait(_END_SECONDS) in (-number, 128 + number)
+    assert not psutil.wait_procs(set(started).difference(agents), _END_SECONDS)[1]
+    assert not psutil.wait_procs(agents, _AGENTS_END_SECONDS)[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.usefixtures("no_notes_left")
+def test_everything_ends_with_the_launcher(number: int, tmp_path: Path) -> None:
+    with waiting_run(tmp_path) as (launcher, started):
+        assert "raylet" in {each.name() for each in started}
+        check_end(launcher, started, number)
+
+
+_CONNECTS = """
+import sys, ray
+from ray.exceptions import RayError
+try:
+    ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+    print("ran", ray.get(ray.remote(lambda: "a task").options(num_cpus=0).remote()))
+except Exception as error:
+    print("refused", type(error).__name__, error)
+"""
+
+
+def connect(address: str, *tokens: str) -> list[str]:
+    """Returns what becomes of programs that connect to a Ray at once, each with its token, and have it run something."""
+    command = [sys.executable, "-c", _CONNECTS, address]
+    quiet = {name: value for name, value in environ(RAY_USAGE_STATS_ENABLED="0").items() if "RAY_AUTH" not in name}
+    with contextlib.ExitStack() as stack:
+        started = []
+        for token in tokens:
+            own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {}
+            started.append(subprocess.Popen(command, env=quiet | own, stdout=subprocess.PIPE, text=True))
+            stack.callback(started[-1].wait)
+            stack.callback(started[-1].kill)
+        return [each.communicate(timeout=90)[0] for each in started]
+
+
+@pytest.mark.usefixtures("no_notes_left")
+def test_who_has_not_the_token_of_an_own_ray_is_refused(tmp_path: Path) -> None:
+    """It listens on all interfaces. Only who has the token runs something there."""
+    with waiting_run(tmp_path) as (launcher, started):
+        [server] = [each for each in started if each.name() == "gcs_server"]
+        token = server.environ()["RAY_AUTH_TOKEN"]
+        assert len(token) == 64
+        assert not any(token in " ".join(each.cmdline()) for each in [psutil.Process(launcher.pid), *started])
+        ports = {each.laddr.port for each in server.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+        address = next(word for each in started for word in each.cmdline() if word.startswith("--gcs-address=")).partition("=")[2]
+        assert int(address.rpartition(":")[2]) in ports
+        own, without, wrong = connect(address, token, "", secrets.token_hex(32))
+        assert own == "ran a task\n"
+        assert without.startswith("refused "), without
+        assert wrong.startswith("refused "), wrong
+        check_end(launcher, started, signal.SIGTERM)
 
 
 def test_addresses_without_a_cluster(tmp_path: Path) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from tfrep_strategy.processes.identity import horovod_is_installed, identities, inherited_environ
+from tfrep_strategy.rendezvous.connections import free_ports
 
 PROGRAM = Path(__file__).with_name("peer_programs.py")
 SURVIVORS_END_WITHIN = 30.0
+STOPPED_ENDS_WITHIN = 20.0
 EACH = pytest.mark.parametrize(
     "communicator",
     [
@@ -27,24 +31,43 @@ EACH = pytest.mark.parametrize(
 
 
 class Outcome(NamedTuple):
-    """What became of the ranks: exit codes, seconds from the end of the first to that of the last, and their output."""
+    """What became of the ranks: exit codes, when the first ended, seconds from then to the end of the last, and their output."""
 
     codes: list[int]
+    end: float
     seconds: float
     output: list[str]
 
 
-def run_ranks(communicator: str, size: int, way: str, rank: int, folder: Path, program: Path = PROGRAM) -> Outcome:
-    """Runs a program on `size` ranks, and kills what has not ended after a minute and a half."""
+def run_ranks(
+    communicator: str,
+    size: int,
+    way: str,
+    rank: int,
+    folder: Path,
+    program: Path = PROGRAM,
+    own: Sequence[dict[str, str]] | None = None,
+) -> Outcome:
+    """Runs a program on `size` ranks, and kills what has not ended after a minute and a half.
+
+    Args:
+        communicator: What they talk through.
+        size: How many there are.
+        way: How a rank ends.
+        rank: Which.
+        folder: For what the ranks leave.
+        program: The program.
+        own: The variables of each rank. Default: those that the package gives to ranks of the communicator.
+    """
     environ = inherited_environ() | {"TF_CPP_MIN_LOG_LEVEL": "0", "CUDA_VISIBLE_DEVICES": ""}
     environ["PYTHONPATH"] = ":".join(filter(None, sys.path))
     command = [sys.executable, str(program), communicator, way, str(rank), str(folder)]
     logs = [folder / f"log{each}" for each in range(size)]
     with contextlib.ExitStack() as stack:
         processes = []
-        for own, log in zip(stack.enter_context(identities(communicator, size)), logs, strict=True):
+        for variables, log in zip(own or stack.enter_context(identities(communicator, size)), logs, strict=True):
             file = stack.enter_context(open(log, "wb"))
-            process = subprocess.Popen(command, env=environ | own, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+            process = subprocess.Popen(command, env=environ | variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
             stack.callback(process.wait)
             stack.callback(process.kill)
             processes.append(process)
@@ -53,11 +76,12 @@ def run_ranks(communicator: str, size: int, way: str, rank: int, folder: Path, p
             time.sleep(0.05)
         codes = [process.poll() for process in processes]
     ended = folder / "end"
-    seconds = time.time() - float(ended.read_text()) if ended.exists() else 0.0
+    now = time.time()
+    end = float(ended.read_text()) if ended.exists() else now
     ended.unlink(missing_ok=True)
     output = [log.read_text("utf-8", "replace") for log in logs]
     assert None not in codes, f"Still running: {codes}\n" + "\n".join(text[-3000:] for text in output)
-    return Outcome(codes, seconds, output)
+    return Outcome(codes, end, now - end, output)
 
 
 @EACH
@@ -119,6 +143,37 @@ def test_a_rank_that_hangs_is_given_up(communicator: str, tmp_path: Path, monkey
     assert outcome.codes == [1, 1]
     assert "Rank 1 has called no collective for " in (tmp_path / "caught0").read_text()
     assert "Rank 1 has called no collective for " in outcome.output[1]
+
+
+def check_stopped(outcome: Outcome, rank: int, folder: Path) -> None:
+    assert outcome.codes == [-9 if each == rank else 1 for each in range(3)]
+    # Rank 0 of TensorFlow's collectives, which has been told, may need ten seconds more to end.
+    assert outcome.seconds < SURVIVORS_END_WITHIN
+    seen = r"is stopped \(state T\), for \d+ seconds by now"
+    assert re.search(rf"^tfrep: Rank {rank} {seen}, and is killed by its watcher\.$", outcome.output[rank], re.MULTILINE)
+    for other in {0, 1, 2} - {rank}:
+        assert (folder / f"caught{other}").stat().st_mtime - outcome.end < STOPPED_ENDS_WITHIN
+        caught = (folder / f"caught{other}").read_text()
+        assert re.match(rf"UnavailableError: Rank {rank} ended [\d.]+ seconds ago, killed by its watcher: it {seen}\.", caught)
+
+
+@EACH
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_named_and_ended(
+    communicator: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TFREP_TIMEOUT", "10")
+    check_stopped(run_ranks(communicator, 3, "stop", rank, tmp_path), rank, tmp_path)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_of_torchrun_is_named_and_ended(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its variables. Each rank is alone on its machine, as far as they tell."""
+    monkeypatch.setenv("TFREP_TIMEOUT", "10")
+    [port] = free_ports(1)
+    alike = {"WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    own = [alike | {"RANK": str(each), "TORCHELASTIC_RUN_ID": "stopped"} for each in range(3)]
+    check_stopped(run_ranks("tf", 3, "stop", rank, tmp_path, own=own), rank, tmp_path)
 
 
 @EACH

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import logging
 import os
 import shutil
 import signal
@@ -19,23 +21,32 @@ from typing import Any
 from tfrep_strategy.errors import PeerError, check_count, message
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.identity import inherited_environ
+from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.validation import MOST_PROCESSES
 
+_log = logging.getLogger(__name__)
+
 START_SECONDS = 60.0
 """How long the servers may take to start."""
+_FROZEN_HINT = "find out who has stopped it, or what it was doing; TFREP_TIMEOUT=0 has others wait, as under a debugger."
 
 
 class LocalCluster:
     """The servers and workers of a cluster, each a process that listens on a port of its own.
 
-    They end with `stop`, and also when this process ends in any other way. Make one with `local_cluster`.
+    They end with `stop`, and also when this process ends in any other way. One that is stopped or silent is killed, as a launcher
+    would do with a rank. Make one with `local_cluster`.
 
     Args:
         workers: How many workers.
         servers: How many parameter servers.
         on_end: Called with the job, the index and the exit code of a task that ended.
         log_dir: Where logs are kept; by default in `folder`.
+
+    Raises:
+        ConfigurationError: `TFREP_TIMEOUT` or `TFREP_SILENCE_TIMEOUT` is no number of seconds.
+        PeerError: The processes do not start.
 
     Attributes:
         spec: Addresses by job, as `tf.train.ClusterSpec` takes them.
@@ -50,6 +61,7 @@ class LocalCluster:
         on_end: Callable[[str, int, int], None] | None = None,
         log_dir: Path | None = None,
     ) -> None:
+        patience = dataclasses.astuple(Patience.of_environment())
         ports = free_ports(workers + servers)
         addresses = [f"127.0.0.1:{port}" for port in ports]
         self.spec: dict[str, list[str]] = {"worker": addresses[:workers], "ps": addresses[workers:]}
@@ -59,9 +71,10 @@ class LocalCluster:
         self._is_over = False
         self._pids: dict[str, int] = {}
         self._changed = threading.Condition()
+        of_holder = [json.dumps(self.spec), str(self.log_dir), str(self.folder), json.dumps(patience)]
         environ = inherited_environ() | {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
         self._process = subprocess.Popen(
-            module_command("tfrep_strategy.clusters.servers", json.dumps(self.spec), str(self.log_dir), str(self.folder)),
+            module_command("tfrep_strategy.clusters.servers", *of_holder),
             env=environ,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -142,6 +155,8 @@ class LocalCluster:
             with self._changed:
                 if "started" in event:
                     self._pids[event["started"]] = event["pid"]
+                elif "frozen" in event:
+                    _log.warning("%s %s, and is killed.\nHint: %s", event["frozen"], event["seen"], _FROZEN_HINT)
                 elif self._pids.get(event["ended"]) == event["pid"]:
                     del self._pids[event["ended"]]
                 self._changed.notify_all()

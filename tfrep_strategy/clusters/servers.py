@@ -1,4 +1,4 @@
-"""The process that holds the servers of a local cluster: it starts them, restarts them, and ends them.
+"""The process that holds the servers of a local cluster: it starts them, restarts them, watches them, and ends them.
 
 TensorFlow is imported once, before anything of it is initialised, and every server is a fork, so that a worker is back
 within a fraction of a second. The process reads its orders from a pipe; when that ends, since whoever gave the orders has
@@ -20,23 +20,28 @@ from pathlib import Path
 from typing import Any
 
 from tfrep_strategy.clusters.cluster import wait_until_reachable
+from tfrep_strategy.processes.signs_of_life import LOOK_SECONDS, Patience, Watch, start_signs
 from tfrep_strategy.profiles.requests import answer_requests
 from tfrep_strategy.rendezvous.confinement import confined
 from tfrep_strategy.rendezvous.lost_machines import watch_connections
 from tfrep_strategy.startup_log import quiet_start
 
 _PR_SET_PDEATHSIG = 1
+NAMES = {"worker": "Worker {}", "ps": "Parameter server {}"}
+"""What the tasks of a job are called in messages."""
 
 
 def main(arguments: list[str], own_path: list[str]) -> None:
     """Is the whole life of the process.
 
     Args:
-        arguments: The cluster as JSON, the folder of the servers' logs, and the one that goes with the cluster.
+        arguments: The cluster as JSON, the folder of the servers' logs, the one that goes with the cluster, and the patience with
+            servers as JSON.
         own_path: Unused.
     """
     del own_path
     cluster, log_dir, folder = json.loads(arguments[0]), Path(arguments[1]), arguments[2]
+    patience = Patience(*json.loads(arguments[3]))
     orders = os.fdopen(os.dup(0), "r")
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     with open(os.devnull) as nothing:
@@ -47,17 +52,30 @@ def main(arguments: list[str], own_path: list[str]) -> None:
     with quiet_start():
         import tensorflow  # noqa: F401  (what the forks share)
 
-    servers: dict[str, int] = {}
+    servers: dict[tuple[str, int], int] = {}
     lock = threading.Lock()
 
     def answer(**content: Any) -> None:
         with lock:
             print(json.dumps(content), file=answers)
 
-    def watch(name: str, pid: int) -> None:
+    def wait(name: str, pid: int) -> None:
         _, status = os.waitpid(pid, 0)
         answer(ended=name, pid=pid, code=os.waitstatus_to_exitcode(status))
 
+    def watch(job: str) -> None:
+        """Kills a server that is stopped or silent. For the others it is then as any that is killed."""
+        look = Watch(_signs(folder, job), patience, NAMES[job]).look
+        while True:
+            time.sleep(LOOK_SECONDS)
+            if frozen := look({index: pid for (of, index), pid in list(servers.items()) if of == job}):
+                answer(frozen=NAMES[job].format(frozen.rank), seen=frozen.seen)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(servers[job, frozen.rank], signal.SIGKILL)
+
+    for job in cluster:
+        _signs(folder, job).mkdir()
+        threading.Thread(target=watch, args=(job,), daemon=True).start()
     parent = os.getpid()
     try:
         for line in orders:
@@ -68,8 +86,8 @@ def main(arguments: list[str], own_path: list[str]) -> None:
                 for stream in (orders, answers):
                     os.close(stream.fileno())
                 _serve(cluster, job, index, log_dir / f"{name}.log", Path(folder), parent)
-            servers[name] = pid
-            threading.Thread(target=watch, args=(name, pid), daemon=True).start()
+            servers[job, index] = pid
+            threading.Thread(target=wait, args=(name, pid), daemon=True).start()
             answer(started=name, pid=pid)
     finally:
         for pid in servers.values():
@@ -89,12 +107,18 @@ def _serve(cluster: dict[str, list[str]], job: str, index: int, log: Path, folde
         with open(log, "ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+        start_signs(_signs(folder, job), index)
         answer_requests(folder, f"{job}{index}")
         run_server(cluster, job, index)
         code = 0
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def _signs(folder: str | Path, job: str) -> Path:
+    """Returns where the servers of a job give signs of life."""
+    return Path(folder, f"signs-{job}")
 
 
 def run_server(cluster: dict[str, Any], job: str, index: int, *, coordinator_timeout: float | None = None) -> None:

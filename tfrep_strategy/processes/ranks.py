@@ -221,6 +221,7 @@ def run_ranks(
     first_rank: int = 0,
     again: bool = False,
     patience: Patience | None = None,
+    name: str = "Rank {}",
     grace: float = GRACE_SECONDS,
     start: Start = start_process,
     temporary: Sequence[Path] = (),
@@ -240,6 +241,7 @@ def run_ranks(
         first_rank: The rank of the first command. Ranks on other machines are run by other launchers.
         again: Whether the run was started before. Its logs go on then.
         patience: How long a rank may be stopped or silent; by default nobody looks.
+        name: What a rank is called in warnings, with its number for `{}`.
         grace: How many seconds ranks may take to end when a signal to this process ends the run.
         start: How a rank is started.
         temporary: Folders that are removed if this process is killed. Else whoever made them removes them.
@@ -253,7 +255,7 @@ def run_ranks(
         True
     """
     deadline = None if timeout is None else time.monotonic() + timeout
-    run = _Run(events, note_dir, start, None if patience is None else Watch(note_dir, patience))
+    run = _Run(events, note_dir, start, None if patience is None else Watch(note_dir, patience, name))
     stop_with: int = signal.SIGTERM
     seconds_to_end = GRACE_SECONDS
     with _guard(temporary) as watch_group:

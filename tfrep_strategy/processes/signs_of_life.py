@@ -1,4 +1,6 @@
-"""Signs of life: each rank gives one every second, and its launcher, a process outside, sees who is stopped and who is silent.
+"""Signs of life: each rank gives one every second, and a process outside, its launcher, sees who is stopped and who is silent.
+
+Where no launcher of this package has started a rank, its watcher does this (`watcher.py`).
 
 A rank cannot tell that it is stopped, nor that native code keeps Python's lock from its threads. The others only see that it
 does not come.
@@ -30,6 +32,8 @@ _STOPPED_SECONDS = 15.0
 """How long a rank may be stopped. Horovod's own limit is 30 seconds, TensorFlow's between machines 20; after those, others fail."""
 _WARNED_SECONDS = 60.0
 
+_is_watched = threading.Event()
+
 
 def give_signs(folder: Path | None, rank: int) -> None:
     """Gives a sign of life every second, in a thread, for as long as this process can run Python code.
@@ -41,8 +45,31 @@ def give_signs(folder: Path | None, rank: int) -> None:
     Example:
         >>> give_signs(None, rank=1)
     """
-    if folder is None or not folder.is_dir():
-        return
+    if folder is not None and folder.is_dir():
+        _is_watched.set()
+        start_signs(folder, rank)
+
+
+def is_watched() -> bool:
+    """Returns whether this process gives signs of life to a launcher.
+
+    Example:
+        >>> is_watched()
+        False
+    """
+    return _is_watched.is_set()
+
+
+def start_signs(folder: Path, rank: int) -> None:
+    """Gives signs of life as `give_signs` does, until the folder is gone.
+
+    Args:
+        folder: Where a process outside looks.
+        rank: Who gives them.
+
+    Example:
+        >>> start_signs(Path(), rank=1)
+    """
     path = _path(folder, rank)
     with contextlib.suppress(OSError):  # A full disk. The launcher expects no signs then.
         # The file stays open until this process becomes another program (`os.exec`), which will give no signs.
@@ -52,7 +79,7 @@ def give_signs(folder: Path | None, rank: int) -> None:
 
 
 def _give_signs(path: Path) -> None:
-    with contextlib.suppress(OSError):  # The launcher has ended, and removed its folder.
+    with contextlib.suppress(OSError):  # Who has looked has ended, and removed the folder.
         while True:
             os.utime(path)
             time.sleep(_SIGN_SECONDS)
@@ -60,7 +87,7 @@ def _give_signs(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a launcher bears with a rank; `math.inf`: for ever.
+    """How long others bear with a rank; `math.inf`: for ever.
 
     Attributes:
         stopped: Seconds for which a rank may be stopped.
@@ -108,6 +135,7 @@ class Watch:
     Args:
         folder: Where the ranks give their signs.
         patience: How long to bear with them.
+        name: What a rank is called, with its number for `{}`.
 
     Example:
         >>> watch = Watch(Path(), Patience.of_environment())
@@ -115,8 +143,8 @@ class Watch:
         True
     """
 
-    def __init__(self, folder: Path, patience: Patience) -> None:
-        self._folder, self._patience = folder, patience
+    def __init__(self, folder: Path, patience: Patience, name: str = "Rank {}") -> None:
+        self._folder, self._patience, self._name = folder, patience, name
         self._ranks: dict[tuple[int, int], _Rank] = {}
         self._last = time.monotonic()
 
@@ -136,7 +164,7 @@ class Watch:
         for rank, pid in {**pids, **self._signed()}.items():
             with contextlib.suppress(psutil.Error, OSError):  # It has ended.
                 if (rank, pid) not in self._ranks:
-                    self._ranks[rank, pid] = _Rank(rank, psutil.Process(pid), _path(self._folder, rank))
+                    self._ranks[rank, pid] = _Rank(self._name.format(rank), psutil.Process(pid), _path(self._folder, rank))
                 seen = self._ranks[rank, pid].look(passed, self._patience)
                 if seen:
                     return Frozen(rank, seen)
@@ -150,8 +178,8 @@ class Watch:
 class _Rank:
     """What was seen of a rank."""
 
-    def __init__(self, rank: int, process: psutil.Process, path: Path) -> None:
-        self._rank, self._process, self._path = rank, process, path
+    def __init__(self, name: str, process: psutil.Process, path: Path) -> None:
+        self._name, self._process, self._path = name, process, path
         self._stopped = self._silent = self._cpu = 0.0
         self._switches = 0
         self._sign: int | None = None
@@ -183,8 +211,8 @@ class _Rank:
             self._is_named = True
             end = "" if patience.silent == math.inf else f" It is ended after {patience.silent:g} seconds."
             _log.warning(
-                "Rank %d %s (state: %s). Native code may hold Python's lock.%s\nHint: TFREP_SILENCE_TIMEOUT sets the limit.",
-                self._rank, seen, status, end)  # fmt: skip
+                "%s %s (state: %s). Native code may hold Python's lock.%s\nHint: TFREP_SILENCE_TIMEOUT sets the limit.",
+                self._name, seen, status, end)  # fmt: skip
         return ""
 
     def _gives_signs(self) -> bool:

@@ -198,6 +198,13 @@ def _bind_to_first_free(listener: socket.socket, host: str, chosen: Iterator[int
     listener.bind((host, 0))
 
 
+def hang_up(connection: Connection) -> None:
+    """Ends a connection and closes it. The other end notices this even if another process has the same connection open."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as own:
+        own.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
 def set_patience(connection: Connection, seconds: int) -> None:
     """Sets how many seconds a read from a connection may take; 0 for no limit."""
     with socket.socket(fileno=os.dup(connection.fileno())) as own:

@@ -18,6 +18,7 @@ from tfrep_strategy.processes.announced import announced
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.processes.ranks import Command, Failure, deferred_signals, run_ranks
+from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
 from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.running.joining import refuse_inside_a_run
@@ -79,7 +80,8 @@ def run_coordinator(
         None if the script ended well, else how it failed the last time. No process is left.
 
     Raises:
-        ConfigurationError: There is no such script, or another launcher has started this process as one of several.
+        ConfigurationError: There is no such script, another launcher has started this process as one of several, or
+            `TFREP_TIMEOUT` is no number of seconds.
 
     Example:
         >>> size = Path("train.py").write_text("print('The script runs here.')")
@@ -95,6 +97,7 @@ def run_coordinator(
     log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
     profile_dir = profile_folder(options.profile_dir, options.log_dir)
     of_profile = profile_environ(options.profile, profile_dir)
+    patience = Patience.of_environment()
     with deferred_signals() as events:
         for attempt in range(options.max_restarts + 1):
             try:
@@ -110,7 +113,12 @@ def run_coordinator(
                     of_script = ["tfrep_strategy.running.script", str(notes), "", kind, target, *arguments]
                     command = Command(module_command(*of_script), environ)
                     with announced(log_dir or notes, notes, profile_dir):
-                        failure = run_ranks([command], events, log_dir=notes, note_dir=notes)
+                        failure = run_ranks(
+                            [command], events, log_dir=notes, note_dir=notes, patience=patience, name="The coordinator"
+                        )
+                    if failure is not None and failure.frozen:
+                        what = f"The coordinator {failure.frozen}, and was ended."
+                        print(f"tfrep: {what} TFREP_TIMEOUT=0 has others wait, as under a debugger.", file=sys.stderr)
                     if not (failure is not None and cluster.explains(failure)) or attempt == options.max_restarts:
                         return failure
             except PeerError as error:  # A server was lost before the script began.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from tfrep_strategy.communicators.peers.checked import watched
 from tfrep_strategy.devices import full_name, replica_device, take_own_gpu
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.old_spellings import OF_MULTI_WORKER, refuses
+from tfrep_strategy.processes.watcher import start_watcher
 from tfrep_strategy.strategies.base import GradientAggregator, GradientTransformer, SynchronousStrategy
 from tfrep_strategy.strategies.checked_settings import CheckedSetting, one_of, or_none
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
@@ -92,7 +94,8 @@ class MultiWorkerStrategy(SynchronousStrategy):
         if device is None:
             place = communicator if isinstance(communicator, Communicator) else environment
             take_own_gpu(place.local_rank, place.local_size)
-        self.communicator = watched(make_communicator(communicator, environment, device), environment.hosts)
+        watch = functools.partial(start_watcher, "Rank {}")
+        self.communicator = watched(make_communicator(communicator, environment, device), environment.hosts, watch)
         name = full_name(device or replica_device(self.communicator.local_rank))
         self.device = name.rpartition("device:")[2]
         if bucket_bytes is None:

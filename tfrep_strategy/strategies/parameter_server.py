@@ -11,6 +11,7 @@ import functools
 import itertools
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,12 +20,14 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import CachingVariable, ParameterServerExtended, ShardedVariable, next_port
 from tfrep_strategy.batches import pack, shard
 from tfrep_strategy.clusters.cluster import wait_until_reachable
-from tfrep_strategy.clusters.servers import run_server
+from tfrep_strategy.clusters.resolver import LocalClusterResolver
+from tfrep_strategy.clusters.servers import NAMES, run_server
 from tfrep_strategy.environments import SlurmEnvironment, TfConfigEnvironment
 from tfrep_strategy.errors import ConfigurationError, PeerError, check_count, message, shortened
 from tfrep_strategy.keras_integration.asynchronous.driver import AsynchronousDriver
 from tfrep_strategy.keras_integration.asynchronous.partitioned_variables import PartInitializer, PartitionedVariable
 from tfrep_strategy.old_spellings import OF_PARAMETER_SERVERS, OF_STRATEGIES, ShowsNewNames, refuses
+from tfrep_strategy.processes.watcher import start_watcher
 from tfrep_strategy.rendezvous.confinement import confined
 from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.rendezvous.lost_machines import watch_connections
@@ -97,6 +100,7 @@ class ParameterServerStrategy(ShowsNewNames, tf.distribute.ParameterServerStrate
         resolver = _without_evaluator(resolver)
         self.worker_timeout, self.connect_timeout, self.coordinator_timeout = worker_timeout, connect_timeout, coordinator_timeout
         if resolver.task_type in ("worker", "ps"):
+            self._have_watched(NAMES[resolver.task_type], resolver.task_id)
             timeout = self.coordinator_timeout if getattr(resolver, "from_slurm", False) else None
             cluster = resolver.cluster_spec().as_dict()
             run_server(cluster, resolver.task_type, resolver.task_id, coordinator_timeout=timeout)
@@ -117,6 +121,8 @@ class ParameterServerStrategy(ShowsNewNames, tf.distribute.ParameterServerStrate
             )
         self.replicas_to_aggregate = (replicas_to_aggregate or num_workers) if sync else None
         self._refuse_unreachable(connect_timeout)
+        if not isinstance(resolver, LocalClusterResolver):  # Else nobody waits for this program.
+            self._have_watched("The coordinator", 0)
         # Without an address of its own, the coordinator serves itself only.
         own = self._jobs.get("chief") or [f"localhost:{free_ports(1, host='')[0]}"]
         tasks = [address for job in self._jobs.values() for address in job] if "chief" in self._jobs else own
@@ -150,6 +156,12 @@ class ParameterServerStrategy(ShowsNewNames, tf.distribute.ParameterServerStrate
         """Returns the addresses of the parameter servers that cannot be reached now."""
         servers = {address: address for address in self._jobs["ps"]}
         return wait_until_reachable(servers, 1.0)
+
+    def _have_watched(self, name: str, number: int) -> None:
+        """Has a process look at this one as long as the strategy lives, unless a launcher does."""
+        watcher = start_watcher(name, number)
+        if watcher is not None:
+            weakref.finalize(self, watcher.close)
 
     def _refuse_unreachable(self, limit: float) -> None:
         tasks = {f"{job} {i}": self._jobs[job][i] for job in ("worker", "ps") for i in range(len(self._jobs[job]))}

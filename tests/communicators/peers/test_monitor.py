@@ -72,6 +72,15 @@ def test_all_hear_that_the_first_rank_ended() -> None:
             receive(second)
 
 
+def test_all_hear_why_a_watcher_kills_its_rank() -> None:
+    """The connection is open in both processes."""
+    with star(3) as (first, second, third), Connection(os.dup(second.fileno())) as lent:
+        lent.send(("frozen", 1, "is stopped"))
+        assert receive(first) == receive(third) == ("ended", [(1, True, "is stopped")])
+        with pytest.raises(EOFError):
+            receive(second)
+
+
 def test_it_listens_where_the_others_come() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # Sends nothing; it chooses the interface to the world.

@@ -144,15 +144,18 @@ class CheckedCommunicator(Communicator):
             return [tf.identity(tensor) for tensor in tensors]
 
 
-def watched(communicator: Communicator, hosts: Sequence[str] = ()) -> Communicator:
+def watched(
+    communicator: Communicator, hosts: Sequence[str] = (), watch: Callable[[int], Any] = lambda rank: None
+) -> Communicator:
     """Connects the monitors of all ranks, so that no rank waits for one that has ended.
 
     Args:
         communicator: The communicator of all ranks. Every rank must call this.
         hosts: The machine of each rank, as far as known.
+        watch: Starts the watcher of this rank, if it needs one; see `processes/watcher.py`.
 
     Returns:
         A checked communicator around it. The communicator itself if it has one rank or the ranks cannot be connected.
     """
-    monitor = PeerMonitor.start(communicator, hosts) if communicator.size > 1 else None
+    monitor = PeerMonitor.start(communicator, hosts, watch=watch) if communicator.size > 1 else None
     return communicator if monitor is None else CheckedCommunicator(communicator, monitor)

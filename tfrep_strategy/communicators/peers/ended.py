@@ -26,7 +26,7 @@ class Ended:
     Args:
         rank: The rank.
         lost: Whether its connection broke without a goodbye: the process was killed, or called `os._exit`.
-        error: The error that ended it, if one did.
+        error: The error that ended it, if one did. If it is lost: what its watcher saw of it before it killed it.
     """
 
     def __init__(self, rank: int, lost: bool, error: str | None) -> None:
@@ -41,7 +41,9 @@ class Ended:
     @property
     def how(self) -> str:
         """The reason, worded to follow "ended"."""
-        return " without a word" if self.lost else f" with {self.error}" if self.error else ""
+        if self.lost:
+            return f", killed by its watcher: it {self.error}" if self.error else " without a word"
+        return f" with {self.error}" if self.error else ""
 
     def __str__(self) -> str:
         return f"Rank {self.rank} ended {time.monotonic() - self.when:.1f} seconds ago{self.how.rstrip('.')}."
@@ -51,6 +53,8 @@ def lost(ended: Ended) -> PeerLostError:
     """Makes the error of a process that cannot go on without a rank that has ended."""
     hint = f"look for the reason in the output of rank {ended.rank}"
     hint += "; the system may have killed it because memory ran out." if ended.lost else "."
+    if ended.lost and ended.error:
+        hint = "find out who has stopped it, or what it was doing; TFREP_TIMEOUT=0 lets ranks wait, as under a debugger."
     if not ended.failed:
         hint = "every rank has to call the same collectives; its program ended before that of the others."
     return PeerLostError(message(f"{ended} No collective can finish without it.", hint=hint))

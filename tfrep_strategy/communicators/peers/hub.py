@@ -8,14 +8,14 @@ import secrets
 import selectors
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from tfrep_strategy.communicators.forking import close_in_children
 from tfrep_strategy.communicators.peers.reports import Report, describe_difference, some_of
 from tfrep_strategy.limits import longest_silence, timeout_seconds
-from tfrep_strategy.rendezvous.connections import CONNECT_SECONDS, GREETING_SECONDS, set_patience
+from tfrep_strategy.rendezvous.connections import CONNECT_SECONDS, GREETING_SECONDS, hang_up, set_patience
 from tfrep_strategy.rendezvous.listening import listen
 from tfrep_strategy.rendezvous.reception import Reception
 
@@ -47,14 +47,22 @@ class Hub:
         loopback: Whether all of them are on this machine.
         silence_seconds: How long a rank may keep others waiting in a collective before it is reported.
         host: Address of this machine, as the other ranks reach it. Default: not known; it then listens on all interfaces.
+        lend: Called with each rank's connection. The watcher of this process says there why it kills it.
 
     Attributes:
         port: The port that it listens on until all ranks have connected.
         key: Shared secret of the ranks.
     """
 
-    def __init__(self, size: int, loopback: bool, silence_seconds: float, host: str = "") -> None:
-        self._size, self._silence = size, silence_seconds
+    def __init__(
+        self,
+        size: int,
+        loopback: bool,
+        silence_seconds: float,
+        host: str = "",
+        lend: Callable[[Connection], None] = lambda connection: None,
+    ) -> None:
+        self._size, self._silence, self._lend = size, silence_seconds, lend
         self.key = secrets.token_bytes(32)
         self._server, _ = listen(host, 0, one_machine=loopback)
         self.port: int = self._server.getsockname()[1]
@@ -92,7 +100,7 @@ class Hub:
         finally:
             self._selector.close()
             for connection in self._ranks:
-                connection.close()
+                hang_up(connection)
 
     def _accept(self) -> None:
         deadline = time.monotonic() + CONNECT_SECONDS + GREETING_SECONDS
@@ -103,6 +111,7 @@ class Hub:
                         set_patience(guest.connection, 0)
                         self._ranks[guest.connection] = guest.said
                         self._selector.register(guest.connection, selectors.EVENT_READ)
+                        self._lend(guest.connection)
 
     def _serve(self) -> None:
         self._heard = dict.fromkeys(self._ranks.values(), time.monotonic())
@@ -136,13 +145,15 @@ class Hub:
         elif said[0] == "state":
             self._weigh(connection, *said[1:])
         else:
+            if said[0] == "frozen":  # The rank's watcher says so, and kills it.
+                said = "ended", True, said[2]
             _, lost, error = said
             del self._ranks[connection]
             self._ended.add(rank)
             self._failed |= {rank} if lost or error is not None else set()
             self._goodbyes.append((rank, lost, error))
             self._selector.unregister(connection)
-            connection.close()
+            hang_up(connection)
 
     def _tell(self, news: Any, group: Sequence[int] | None = None) -> None:
         data = pickle.dumps(news)

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,12 +20,13 @@ import tensorflow as tf
 from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.forking import close_in_children
 from tfrep_strategy.communicators.peers.ended import Ended, PeerLostError, lost
+from tfrep_strategy.communicators.peers.followed import Followed
 from tfrep_strategy.communicators.peers.hub import Hub, state_seconds
 from tfrep_strategy.communicators.peers.reports import Call, Report
-from tfrep_strategy.communicators.position import Position, Stay
+from tfrep_strategy.communicators.position import Position
 from tfrep_strategy.errors import DesyncError, PeerError, message
 from tfrep_strategy.limits import is_debugging, timeout_seconds
-from tfrep_strategy.rendezvous.connections import LOOPBACK, connect, is_number, own_hosts
+from tfrep_strategy.rendezvous.connections import LOOPBACK, connect, hang_up, is_number, own_hosts
 
 _log = logging.getLogger(__name__)
 
@@ -34,8 +35,8 @@ _LEFT_SECONDS = 5.0
 """How long a call may go on after a rank ended without an error; the data that it sent may still be on its way."""
 _NEWS_SECONDS = 2.0
 _TICK_SECONDS = 0.1
-_LOOK_SECONDS, _LOOKS = 0.7, 3
-"""How often a rank looks at its position, and after how many looks in the same collective it reports it."""
+_LOOK_SECONDS = 0.7
+"""How often a rank looks at its position."""
 _END_SECONDS = 5.0
 _SILENCE_SECONDS = 25.0
 _ABORTS, _ABORT_SECONDS = 3, 4.0
@@ -62,6 +63,7 @@ class PeerMonitor:
         communicator: The communicator whose collectives are aborted when they would wait forever.
         hub: The hub on rank 0; None on other ranks.
         checks_every_call: Whether ranks compare collectives in functions, too, before they run.
+        watcher: Looks at this process from outside; ends with the monitor.
 
     Attributes:
         ended: The ranks that have ended, in the order in which they ended.
@@ -69,13 +71,18 @@ class PeerMonitor:
     """
 
     def __init__(
-        self, connection: Connection, communicator: Communicator, hub: Hub | None, checks_every_call: bool
+        self,
+        connection: Connection,
+        communicator: Communicator,
+        hub: Hub | None,
+        checks_every_call: bool,
+        watcher: Any = None,
     ) -> None:
         self.rank, self.size, self.checks_every_call = communicator.rank, communicator.size, checks_every_call
         self.ended: list[Ended] = []
         self._desync: str | None = None
         self._hang: str | None = None
-        self._connection, self._hub, self._abort = connection, hub, communicator.abort
+        self._connection, self._hub, self._abort, self._watcher = connection, hub, communicator.abort, watcher
         self._news = threading.Condition()
         self._sending = threading.Lock()
         self._numbers: collections.Counter[Sequence[int]] = collections.Counter()
@@ -87,7 +94,7 @@ class PeerMonitor:
         self._limit = timeout_seconds()
         self._silent: dict[int, float] = {}
         self._answered = time.monotonic()
-        self._followed: list[_Followed] = []
+        self._followed: list[Followed] = []
         self._call_ids = itertools.count()
         self._aborting: threading.Thread | None = None
         self._closing = False
@@ -98,7 +105,11 @@ class PeerMonitor:
 
     @classmethod
     def start(
-        cls, communicator: Communicator, hosts: Sequence[str] = (), silence_seconds: float = _SILENCE_SECONDS
+        cls,
+        communicator: Communicator,
+        hosts: Sequence[str] = (),
+        silence_seconds: float = _SILENCE_SECONDS,
+        watch: Callable[[int], Any] = lambda rank: None,
     ) -> PeerMonitor | None:
         """Connects all ranks. Every rank must call it.
 
@@ -106,6 +117,7 @@ class PeerMonitor:
             communicator: Sends the hub's address and the key to all ranks.
             hosts: The machine of each rank, as far as known.
             silence_seconds: With `TFREP_DEBUG=1`, how long a rank may keep others waiting in a collective.
+            watch: Starts the watcher of this rank, if it needs one; see `processes/watcher.py`.
 
         Returns:
             The monitor; None, with a warning, if some rank cannot reach rank 0.
@@ -119,7 +131,9 @@ class PeerMonitor:
         loopback = communicator.local_size == communicator.size
         # A name may mean another address to the others.
         host = hosts[0].strip("[]") if hosts and is_number(hosts[0]) else ""
-        hub = Hub(communicator.size, loopback, silence_seconds, host) if communicator.rank == 0 else None
+        watcher = watch(communicator.rank)
+        lend = watcher.lend if watcher else lambda connection: None
+        hub = Hub(communicator.size, loopback, silence_seconds, host, lend) if communicator.rank == 0 else None
         own = (own_hosts(loopback, hosts), hub.port, hub.key) if hub else None
         addresses, port, key = communicator.broadcast_object(own)
         if communicator.rank == 0:
@@ -128,7 +142,11 @@ class PeerMonitor:
         answers = communicator.all_gather_object((connection is not None, is_debugging()))
         unreachable = [rank for rank, (reached, _) in enumerate(answers) if not reached]
         if connection is not None and not unreachable:
-            return cls(connection, communicator, hub, any(debugs for _, debugs in answers))
+            if hub is None:
+                lend(connection)
+            return cls(connection, communicator, hub, any(debugs for _, debugs in answers), watcher)
+        if watcher:
+            watcher.close()
         if connection is not None:
             connection.close()
         if hub is not None:
@@ -235,7 +253,7 @@ class PeerMonitor:
             position: The position of this rank. All ranks of the group follow theirs, in the same order.
         """
         number = sum(each.group == group for each in self._followed)
-        self._followed.append(_Followed(group, number, position))
+        self._followed.append(Followed(group, number, position))
 
     def close(self) -> None:
         """Tells the other ranks that this one ends. Only ranks that still need it get an error."""
@@ -250,11 +268,14 @@ class PeerMonitor:
             self._hub.join()
         if self._aborting is not None:
             self._aborting.join(_END_SECONDS)
+        if self._watcher is not None:
+            self._watcher.close()
 
     # Used by the monitor's thread.
 
     def _listen(self) -> None:
-        with self._connection:
+        with contextlib.ExitStack() as stack:
+            stack.callback(hang_up, self._connection)
             while True:
                 try:
                     pause = _TICK_SECONDS if self.ended else state_seconds(self._limit)
@@ -293,6 +314,8 @@ class PeerMonitor:
                                  hint="find out what it is doing; TFREP_TIMEOUT sets the limit.")  # fmt: skip
             _log.error(self._hang)
             self._start_abort(self._hang)
+        elif kind == "frozen":  # The watcher of rank 0 says so, and kills it.
+            self._hear("ended", [(what[0], True, what[1])])
         elif kind == "ended":
             is_first = not any(each.failed for each in self.ended)
             ended = [Ended(*each) for each in what[0]]
@@ -384,20 +407,6 @@ class PeerMonitor:
         self._closing = True
         atexit.unregister(self.close)
         self._connection.close()
-
-
-class _Followed:
-    """A position that the monitor looks at from time to time."""
-
-    def __init__(self, group: Sequence[int], number: int, position: Position) -> None:
-        self.group, self._number, self._position = group, number, position
-        self._looks: dict[Stay, int] = {}
-
-    def look(self) -> list[Report]:
-        """Returns a report of each collective that the rank has been in for some time; each once."""
-        self._looks = {stay: self._looks.get(stay, 0) + 1 for stay in self._position.read()}
-        stuck = [stay for stay, looks in self._looks.items() if looks == _LOOKS]
-        return [Report(self.group, (self._number, stay.place, stay.times), stay.call, False) for stay in stuck]
 
 
 def _one_line(error: BaseException) -> str:
