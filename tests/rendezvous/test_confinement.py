@@ -22,7 +22,7 @@ from tfrep_strategy.rendezvous.confinement import (
     machines_of_run,
     problem_of_confining,
 )
-from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.rendezvous.connections import free_ports, held_ports
 from tfrep_strategy.rendezvous.shut_port import shut
 
 PATIENCE = 0.3
@@ -153,6 +153,21 @@ def test_a_port_that_is_in_use_is_not_shut() -> None:
         assert descriptor is None
         assert "TF_GRPC_REUSE_PORT" not in os.environ
         assert reaches("127.0.0.1", port)
+
+
+def test_a_port_is_held_for_those_who_know_it() -> None:
+    """As for a rank that starts seconds later: programs that take any port, to listen or to connect from, do not get it."""
+    with held_ports(3) as ports:
+        for port in ports:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+        with socket.create_server(("", ports[0])), contextlib.closing(listening(ports[1])) as server, socket.socket() as client:
+            client.connect(("127.0.0.1", ports[1]))
+            assert server.accept()[1][1] == client.getsockname()[1]
+        with shut(ports[2], []) as descriptor, listening(ports[2]):
+            assert descriptor is not None
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", ports[2]))
 
 
 def test_what_listens_in_the_body_is_confined() -> None:

@@ -22,7 +22,7 @@ from tfrep_strategy.errors import PeerError, check_count, message
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.processes.signs_of_life import Patience
-from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.rendezvous.connections import held_ports
 from tfrep_strategy.validation import MOST_PROCESSES
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,8 @@ class LocalCluster:
         log_dir: Path | None = None,
     ) -> None:
         patience = dataclasses.astuple(Patience.of_environment())
-        ports = free_ports(workers + servers)
+        self._held = contextlib.ExitStack()
+        ports = self._held.enter_context(held_ports(workers + servers))
         addresses = [f"127.0.0.1:{port}" for port in ports]
         self.spec: dict[str, list[str]] = {"worker": addresses[:workers], "ps": addresses[workers:]}
         self.folder = Path(tempfile.mkdtemp(prefix="tfrep-cluster-"))
@@ -147,6 +148,7 @@ class LocalCluster:
             self._process.wait()
         self._reader.join(5)
         self._process.stdout.close()  # type: ignore[union-attr]
+        self._held.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _read(self) -> None:

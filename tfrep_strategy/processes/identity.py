@@ -15,7 +15,7 @@ from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.nvidia import gpus_are_visible
 from tfrep_strategy.processes.gloo import on_this_machine
 from tfrep_strategy.rendezvous.confinement import problem_of_confining
-from tfrep_strategy.rendezvous.connections import LOOPBACK, free_ports
+from tfrep_strategy.rendezvous.connections import LOOPBACK, held_ports
 from tfrep_strategy.transports import (
     OWN_COMMUNICATORS,
     choose_communicator,
@@ -165,8 +165,9 @@ def identities(communicator: str, size: int) -> Iterator[list[dict[str, str]]]:
         with on_this_machine(size) as variables:
             yield variables
     else:
-        addresses = [f"{LOOPBACK}:{port}" for port in free_ports(size)]
-        yield [tf_config(addresses, rank) for rank in range(size)]
+        with held_ports(size) as ports:
+            addresses = [f"{LOOPBACK}:{port}" for port in ports]
+            yield [tf_config(addresses, rank) for rank in range(size)]
 
 
 def tf_config(addresses: Sequence[str], rank: int) -> dict[str, str]:

@@ -168,16 +168,42 @@ def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
         >>> len(set(free_ports(3)))
         3
     """
+    with held_ports(count, host) as ports:
+        return ports
+
+
+@contextlib.contextmanager
+def held_ports(count: int, host: str = LOOPBACK) -> Iterator[list[int]]:
+    """Finds ports that nobody listens on, and keeps them from programs that want any port, for themselves or to connect from.
+
+    Who knows a port, and shares it (`SO_REUSEADDR`, as all servers here do), can listen there.
+
+    Args:
+        count: How many are needed.
+        host: The interface; an empty string for all. Default: loopback.
+
+    Yields:
+        The ports, all different.
+
+    Raises:
+        ConfigurationError: This machine, or the limits of this process, do not allow that many.
+
+    Example:
+        >>> with held_ports(1) as ports, socket.create_server(("127.0.0.1", ports[0])) as server:
+        ...     server.getsockname()[1] == ports[0]
+        True
+    """
     chosen = _chosen_ports(2 * count + 100)
     with contextlib.ExitStack() as stack:
         try:
             sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
             for each in sockets:
                 _bind_to_first_free(each, host, chosen)
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # Afterwards: nobody else had it.
         except OSError as error:
             hint = "use fewer processes, or allow more open files (`ulimit -n`)."
             raise ConfigurationError(message(f"There are no free ports ({error.strerror}).", hint=hint, count=count)) from None
-        return [each.getsockname()[1] for each in sockets]
+        yield [each.getsockname()[1] for each in sockets]
 
 
 def _chosen_ports(most: int) -> Iterator[int]:
