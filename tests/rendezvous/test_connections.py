@@ -20,6 +20,9 @@ def test_picked_ports_are_not_given_away() -> None:
     assert random.getstate() == state
     assert len(set(found)) == 50
     assert not [port for port in found if lowest <= port <= highest]
+    for port in found:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
 
 
 def test_ports_that_are_taken_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
