@@ -146,7 +146,7 @@ def _are_scalars(update: Any, args: Any, kwargs: Any) -> bool:
     step, given = current_step(), keras.tree.flatten((args, kwargs))
     if step is None or step.is_in_branch or is_of_keras(update) or not given:
         return False
-    return all(tf.is_tensor(value) and value.dtype.is_floating and value.shape.rank == 0 for value in given)
+    return all(tf.is_symbolic_tensor(value) and value.dtype.is_floating and value.shape.rank == 0 for value in given)
 
 
 def _is_own_and_mixes_rows(loss: Any, compute: Any, y_true: Any, y_pred: Any) -> bool:
