@@ -14,7 +14,7 @@ from scenarios.base import dense, init, regression, scenario, trained
 _O = keras.optimizers
 
 
-class _SumOfActivities(layers.Layer):
+class SumOfActivities(layers.Layer):
     def call(self, x: Any) -> Any:
         self.add_loss(0.002 * ops.sum(ops.square(x)))
         return x
@@ -23,12 +23,12 @@ class _SumOfActivities(layers.Layer):
 @scenario
 def sums_over_rows_in_a_layer() -> dict[str, Any]:
     hidden = layers.Dense(8, "tanh", kernel_initializer=init(1), kernel_regularizer="l2")
-    model = keras.Sequential([keras.Input((4,)), hidden, _SumOfActivities(), layers.Dense(1, kernel_initializer=init(2))])
+    model = keras.Sequential([keras.Input((4,)), hidden, SumOfActivities(), layers.Dense(1, kernel_initializer=init(2))])
     model.compile(_O.SGD(0.05), "mse")
     return trained(model, *regression(33))
 
 
-class _Sums(keras.Model):
+class Sums(keras.Model):
     """Adds up the errors of the rows, and a mean."""
 
     scales = False
@@ -54,7 +54,7 @@ class _Sums(keras.Model):
         return {"loss": loss, "errors": self.errors.result(), "rows": self.rows.result()}
 
 
-class _ScaledSums(_Sums):
+class ScaledSums(Sums):
     scales = True
 
 
@@ -62,7 +62,7 @@ class _ScaledSums(_Sums):
 def sums_over_rows_in_a_step() -> dict[str, Any]:
     x, y = regression(33)
     results = {}
-    for kind in (_Sums, _ScaledSums):
+    for kind in (Sums, ScaledSums):
         model = kind()
         model.compile(_O.SGD(0.05, clipnorm=0.5))
         history = model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0).history
@@ -147,7 +147,7 @@ class _MeanOfBatches(keras.metrics.Metric):
         return self.total / self.batches
 
 
-class _Measured(keras.Model):
+class Measured(keras.Model):
     """Overrides `compute_metrics` as Keras's documentation does, where a result is read before its update."""
 
     def __init__(self) -> None:
@@ -167,12 +167,12 @@ class _Measured(keras.Model):
 
 @scenario
 def metrics_of_metrics_and_of_scalars() -> dict[str, Any]:
-    model = _Measured()
+    model = Measured()
     model.compile(_O.SGD(0.05), "mse", metrics=["mae", _Largest()])
     return trained(model, *regression(33))
 
 
-class _Centred(layers.Layer):
+class Centred(layers.Layer):
     """Subtracts a moving average of its own."""
 
     def build(self, shape: Any) -> None:
@@ -187,7 +187,7 @@ class _Centred(layers.Layer):
 @scenario
 def moving_averages_of_no_rows() -> dict[str, Any]:
     """Each replica has an average of its own; the mean over no rows is not to spoil it."""
-    model = keras.Sequential([keras.Input((4,)), _Centred(), layers.Dense(1, kernel_initializer=init(1))])
+    model = keras.Sequential([keras.Input((4,)), Centred(), layers.Dense(1, kernel_initializer=init(1))])
     model.compile(_O.SGD(0.05), "mse")
     result = trained(model, *regression(33))
     return {"is_finite": [bool(np.all(np.isfinite(w))) for w in model.get_weights()], "losses": len(result["history"]["loss"])}
