@@ -253,11 +253,7 @@ class TrainingPatches:
     )
     make_metric = patch(
         "metrics.metric:Metric.__init__", "(self, dtype=None, name=None)",
-        why="finds the metrics of users, with variables or with other metrics inside",
-    )
-    add_metric_variable = patch(
-        "metrics.metric:Metric.add_variable", "(self, shape, initializer, dtype=None, aggregation='sum', name=None)",
-        why="finds the metrics whose state is on servers",
+        why="finds the metrics of users, with variables or with other metrics inside, and those whose state is on servers",
     )
 
     # fmt: on

@@ -107,7 +107,8 @@ class Losses(SynchronousBase):
 
     def make_loss(self, original: Any, loss: Any, *args: Any, **kwargs: Any) -> None:
         """Finds the losses of users that do all of it themselves."""
-        KerasDriver.compute_loss.install_in(type(loss))
+        if not is_of_keras(type(loss)):
+            KerasDriver.compute_loss.install_in(type(loss))
         original(loss, *args, **kwargs)
 
     def update_metric(self, original: Any, metric: Any, /, *args: Any, **kwargs: Any) -> Any:
