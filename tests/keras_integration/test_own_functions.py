@@ -26,7 +26,27 @@ LINEAR = {
     "no number": lambda y, p: ops.mean(ops.log(-1.0 - y)),
     "refuses": lambda y, p: ops.reshape(p, (6, 2))[0, 0],
 }
+def _mean_of_unmasked(mask: Any) -> Any:
+    def loss(y: Any, p: Any) -> Any:
+        counts = ops.cast(mask(y), "float32")
+        return ops.sum(counts * ops.square(ops.nan_to_num(y) - p)) / (ops.sum(counts) + 1e-6)
+
+    return loss
+
+
+def _nearest_of_another_label(y: Any, z: Any) -> Any:
+    distances = ops.sum(ops.square(z[:, None] - z[None]), axis=-1)
+    same = ops.equal(y[:, :1], ops.transpose(y[:, :1]))
+    return ops.mean(ops.sum(distances * ops.cast(same, "float32"), axis=1))
+
+
 OTHERS = {
+    "mean where not 0": _mean_of_unmasked(lambda y: y != 0),
+    "mean where not -1": _mean_of_unmasked(lambda y: y != -1),
+    "mean where not 255": _mean_of_unmasked(lambda y: y != 255),
+    "mean where not -100": _mean_of_unmasked(lambda y: y != -100),
+    "mean where known": _mean_of_unmasked(lambda y: ops.logical_not(ops.isnan(y))),
+    "labels compared": _nearest_of_another_label,
     "root": lambda y, p: ops.sqrt(ops.mean(ops.square(y - p))),
     "sum": lambda y, p: ops.sum(ops.square(y - p)),
     "largest": lambda y, p: ops.max(y - p),
@@ -37,12 +57,23 @@ OTHERS = {
 @pytest.mark.parametrize(("name", "needs"), [(n, False) for n in LINEAR] + [(n, True) for n in OTHERS])
 def test_functions(name: str, needs: bool) -> None:
     function = (LINEAR | OTHERS)[name]
-    assert loss_needs_all_rows(keras.losses.Loss(name=name), ROWS, ROWS) is False  # It cannot be called.
+    compute = keras.losses.Loss.__call__
+    assert loss_needs_all_rows(keras.losses.Loss(name=name), compute, ROWS, ROWS) is False  # It cannot be called.
     compiled = keras.src.losses.losses.LossFunctionWrapper(function)
-    assert loss_needs_all_rows(compiled, ROWS, ROWS) is needs
+    assert loss_needs_all_rows(compiled, compute, ROWS, ROWS) is needs
+    assert loss_needs_all_rows(keras.losses.Loss(), lambda loss, y, p: function(y, p), ROWS, ROWS) is needs
     metric = keras.metrics.MeanMetricWrapper(function)
     update = type(metric).update_state
     assert metric_needs_all_rows(metric, getattr(update, "__wrapped__", update), (ROWS, ROWS), {}) is needs
+
+
+def test_a_loss_of_keras_with_a_call_of_ones_own_is_tried() -> None:
+    class Root(keras.losses.MeanSquaredError):
+        def call(self, y: Any, p: Any) -> Any:
+            return ops.sqrt(ops.mean(ops.square(y - p)))
+
+    assert loss_needs_all_rows(Root(), keras.losses.Loss.__call__, ROWS, ROWS)
+    assert not loss_needs_all_rows(keras.losses.MeanSquaredError(), keras.losses.Loss.__call__, ROWS, ROWS)
 
 
 class _Total(keras.metrics.Metric):
@@ -87,5 +118,5 @@ def test_drawing_random_numbers_does_not_go_on() -> None:
     seeds = keras.random.SeedGenerator(5)
     before = keras.ops.convert_to_numpy(seeds.state).tolist()
     drawn = keras.src.losses.losses.LossFunctionWrapper(lambda y, p: ops.mean(keras.random.uniform(ops.shape(p), seed=seeds) * p))
-    assert loss_needs_all_rows(drawn, ROWS, ROWS)
+    assert loss_needs_all_rows(drawn, keras.losses.Loss.__call__, ROWS, ROWS)
     assert keras.ops.convert_to_numpy(seeds.state).tolist() == before

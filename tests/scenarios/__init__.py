@@ -8,6 +8,7 @@ from scenarios import (  # noqa: F401
     models,
     optimizers,
     own_gradients,
+    own_reductions,
     own_steps,
     reports,
     running,

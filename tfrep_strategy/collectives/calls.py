@@ -99,7 +99,10 @@ def flow_of(group: ReplicaGroup | None) -> Flow:
         communicator = strategy.extended.communicator_of(replica)
     else:
         communicator = ContextCommunicator(context)
-    return Flow(communicator, current_step())
+    step = current_step()
+    if step is not None:
+        step.gathers = True
+    return Flow(communicator, step)
 
 
 def outside_step() -> bool:

@@ -163,6 +163,8 @@ class Step:
         """By the id of an optimizer: how many losses whose gradients it will get were multiplied by the share."""
         self.is_own = False
         """Whether a step function of the user's own runs, in which tapes give global gradients."""
+        self.gathers = False
+        """Whether the step has asked for rows of other replicas, so that a sum over rows may be that of the global batch."""
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         # By the id of a tensor, and with the tensor: an id is given again when its tensor has gone.
         self._optimizers: dict[int, tuple[Any, int]] = {}

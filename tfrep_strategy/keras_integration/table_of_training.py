@@ -215,6 +215,14 @@ class TrainingPatches:
         "losses.loss:Loss.__call__", "(self, y_true, y_pred, sample_weight=None)",
         why="a loss that mixes rows (Dice, Tversky, Circle, some that users write) sees those of all replicas",
     )
+    add_loss = patch(
+        "layers.layer:Layer.add_loss", "(self, loss)",
+        why="a sum over the rows of a replica counts whole, and not with its share",
+    )
+    make_loss = patch(
+        "losses.loss:Loss.__init__", "(self, name=None, reduction='sum_over_batch_size', dtype=None)",
+        why="finds the losses of users that have a `__call__` of their own",
+    )
     scale_for_replicas = patch(
         "losses.loss:scale_loss_for_distribution", "(value)",
         why="a step that Keras drives weighs gradients, not losses",
@@ -243,9 +251,9 @@ class TrainingPatches:
         "metrics.metric:Metric.update_state", "(self, *args, **kwargs)", in_subclasses=True,
         why="a metric that is no sum over rows sees those of all replicas; what a worker counts is added on the server at once",
     )
-    add_metric_variable = patch(
-        "metrics.metric:Metric.add_variable", "(self, shape, initializer, dtype=None, aggregation='sum', name=None)",
-        why="finds the metrics of users, and those whose state is on servers",
+    make_metric = patch(
+        "metrics.metric:Metric.__init__", "(self, dtype=None, name=None)",
+        why="finds the metrics of users, with variables or with other metrics inside, and those whose state is on servers",
     )
 
     # fmt: on

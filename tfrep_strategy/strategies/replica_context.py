@@ -35,6 +35,13 @@ class _WeighedGradient:
         return tf.nest.pack_sequence_as(value, tf.nest.flatten(reduce(*map(tf.convert_to_tensor, flat))))
 
 
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        step = current_step()
+        if step is not None:
+            step.gathers = True
+        return super().all_gather(value, axis, options)  # type: ignore[misc]
+
+
 class ProcessReplicaContext(_WeighedGradient, ReplicaContext):
     """The context of the one replica of a process."""
 

@@ -16,6 +16,8 @@ from tfrep_strategy._tensorflow import (
     in_replica_update_context,
     sync_on_read_context,
 )
+from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.synchronous.layers import knows_no_rows
 
 _REDUCED = (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
 _creation_order = itertools.count()
@@ -86,6 +88,8 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         outside = tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy()
+        if not outside:
+            value = self._unless_without_rows(value)
         if not outside or in_replica_update_context() or self.aggregation not in _REDUCED:
             return super().assign(value, use_locking=use_locking, name=name, read_value=read_value)
         if self.aggregation == tf.VariableAggregation.MEAN:  # All copies get the value, so they need not be read together.
@@ -99,6 +103,13 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
             with tf.device(variable.device):
                 assigned.append(variable.assign(value if first + i == 0 else tf.zeros_like(value)))
         return assigned[0]
+
+    def _unless_without_rows(self, value: Any) -> Any:
+        """Keeps what a replica without examples has of a moving average: the mean over no rows is no number, for good."""
+        step = current_step()
+        if step is None or knows_no_rows.value or self.aggregation != tf.VariableAggregation.MEAN:
+            return value
+        return tf.where(step.share.value > 0, tf.cast(value, self.dtype), self.read_value())
 
     def spread_initial_value(self) -> None:
         """Keeps the initial value of a `SUM` variable on the first replica only, so that it counts once."""

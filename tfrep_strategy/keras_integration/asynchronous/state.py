@@ -94,12 +94,10 @@ class SharedState(KerasDriver):
         offset = offset * _GOLDEN % 2**31
         return seed + tf.cast(tf.stack([offset, tf.zeros_like(offset)]), seed.dtype)
 
-    def add_metric_variable(self, original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
+    def make_metric(self, original: Any, metric: Any, *args: Any, **kwargs: Any) -> None:
         """Makes the updates of a metric exact in custom loops too."""
-        variable = original(metric, *args, **kwargs)
-        if is_on_servers(variable):
-            make_exact(metric)
-        return variable
+        make_exact(metric)
+        original(metric, *args, **kwargs)
 
     def update_metric(self, original: Any, metric: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Has the state of a metric be a sum, on workers too, which is added to atomically on the servers."""

@@ -16,6 +16,9 @@ _GOLDEN = 0x9E3779B9
 creates_partial_sums = Setting(False)
 """Whether replicas hold parts of the variables that are made, which read as the sum outside replicas."""
 
+knows_no_rows = Setting(False)
+"""Whether what assigns moving statistics now does so rightly on a replica without examples."""
+
 _creates_layer_state = Setting(False)
 """Whether the variables that are made are state of a layer, as opposed to state of an optimizer."""
 
@@ -63,6 +66,10 @@ class Layers(SynchronousBase):
 
         Where all replicas have as many examples, which is nearly always, that launches nothing on an accelerator.
         """
+        with knows_no_rows.to(True):
+            return self._normalize(original, layer, inputs, training, mask)
+
+    def _normalize(self, original: Any, layer: Any, inputs: Any, training: Any, mask: Any) -> Any:
         step = current_step()
         if not training or not layer.trainable or step is None or not _is_weighed(layer):
             return original(layer, inputs, training=training, mask=mask)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -12,15 +12,21 @@ from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
+from tfrep_strategy.keras_integration.synchronous.batch_sums import part_of_global
 
 _StatelessScope = keras_internal("backend.common.stateless_scope", "StatelessScope")
 
-Place = tuple[Any, int]
-"""A metric, and which of the numbers of its result."""
+
+class _Result:
+    """What a step has asked a metric for: the metric, and its state at that moment, since the step may go on to update it."""
+
+    def __init__(self, metric: Any) -> None:
+        self.metric = metric
+        self.state = [tf.convert_to_tensor(variable.value) for variable in metric.variables]
 
 
-_results: Setting[dict[int, tuple[tf.Tensor, Place]] | None] = Setting(None)
-"""The results of metrics that this replica's thread has asked for in the step that it traces."""
+_results: Setting[dict[int, tuple[tf.Tensor, _Result, int]] | None] = Setting(None)
+"""The numbers that metrics have told in the step that this replica's thread traces: their results, and the place in these."""
 
 
 class Logs(SynchronousBase):
@@ -36,9 +42,10 @@ class Logs(SynchronousBase):
         """Notes which tensors are results of a metric."""
         value = original(metric, *args, **kwargs)
         if _results.value is not None:
+            result = _Result(metric)
             for index, tensor in enumerate(tf.nest.flatten(value)):
                 # The tensor is kept, so that no other one gets its id.
-                _results.value[id(tensor)] = tensor, (metric, index)
+                _results.value[id(tensor)] = tensor, result, index
         return value
 
 
@@ -47,25 +54,28 @@ def with_global_logs(model: Any, strategy: KerasStrategy, step_function: Callabl
 
     Where the logs are exactly the metrics, nothing is done: Keras reads these over all replicas when somebody asks. Else a
     result of a metric is computed from its state on all replicas, and another floating value, such as a bare loss, is the
-    mean over the examples of the global batch.
+    mean over the examples of the global batch, or the sum.
     """
     for metric in model.metrics:
         KerasDriver.metric_result.install_in(type(metric))
 
     def step_with_global_logs(batch: Any) -> Any:
-        places: dict[int, tuple[tf.Tensor, Place]] = {}
-        with _results.to(places):
+        told: dict[int, tuple[tf.Tensor, _Result, int]] = {}
+        with _results.to(told):
             logs = step_function(batch)
         if isinstance(logs, dict) and set(logs) == set(model.get_metrics_result()):
             return logs
         flat = tf.nest.flatten(logs)
-        noted = [places[id(value)][1] if id(value) in places else None for value in flat]
-        metrics = list({id(place[0]): place[0] for place in noted if place is not None}.values())
-        results = _global_results(strategy, metrics)
-        means = iter(_global_means(strategy, [v for v, place in zip(flat, noted, strict=True) if place is None]))
-        return tf.nest.pack_sequence_as(
-            logs, [next(means) if place is None else results[id(place[0])][place[1]] for place in noted]
-        )
+        results = _global_results(strategy, dict.fromkeys(told[id(value)][1] for value in flat if id(value) in told))
+        means = iter(_global_means(strategy, [value for value in flat if id(value) not in told]))
+
+        def whole(value: Any) -> tf.Tensor:
+            if id(value) not in told:
+                return next(means)
+            _, result, index = told[id(value)]
+            return results[result][index]
+
+        return tf.nest.pack_sequence_as(logs, [whole(value) for value in flat])
 
     return step_with_global_logs
 
@@ -73,14 +83,18 @@ def with_global_logs(model: Any, strategy: KerasStrategy, step_function: Callabl
 def _global_means(strategy: KerasStrategy, values: list[Any]) -> list[tf.Tensor]:
     step: Any = current_step()
     tensors = [tf.convert_to_tensor(value) for value in values]
-    weighed = [step.share.weigh(t) for t in tensors if t.dtype.is_floating]
+    weighed = [part_of_global(step, t) for t in tensors if t.dtype.is_floating]
     summed = iter(strategy.extended.sum_over_replicas(weighed))
     return [next(summed) if t.dtype.is_floating else t for t in tensors]
 
 
-def _global_results(strategy: KerasStrategy, metrics: list[Any]) -> dict[int, list[tf.Tensor]]:
+def _global_results(strategy: KerasStrategy, results: Iterable[_Result]) -> dict[_Result, list[tf.Tensor]]:
     """Computes, on every replica, the results of metrics from the sums of their states."""
-    variables = [variable for metric in metrics for variable in metric.variables]
-    summed = strategy.extended.sum_over_replicas([tf.convert_to_tensor(variable.value) for variable in variables])
-    with _StatelessScope(state_mapping=list(zip(variables, summed, strict=True))):
-        return {id(metric): tf.nest.flatten(metric.result()) for metric in metrics}
+    ordered = list(results)
+    summed = iter(strategy.extended.sum_over_replicas([value for result in ordered for value in result.state]))
+    numbers = {}
+    for result in ordered:
+        state = [(variable, next(summed)) for variable in result.metric.variables]
+        with _StatelessScope(state_mapping=state):
+            numbers[result] = tf.nest.flatten(result.metric.result())
+    return numbers

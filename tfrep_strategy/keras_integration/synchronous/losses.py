@@ -10,14 +10,21 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras import ops
 
 from tfrep_strategy.keras_integration.driver import KerasDriver
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
-from tfrep_strategy.keras_integration.synchronous.own_functions import loss_needs_all_rows, metric_needs_all_rows
+from tfrep_strategy.keras_integration.synchronous.batch_sums import as_mean, part_of_global
+from tfrep_strategy.keras_integration.synchronous.own_functions import (
+    is_of_keras,
+    loss_needs_all_rows,
+    metric_needs_all_rows,
+)
 from tfrep_strategy.keras_integration.synchronous.whole_batch import (
+    is_first_replica,
     loss_of_whole_batch,
     mixes_rows,
     sees_whole_batch,
@@ -32,7 +39,7 @@ class Losses(SynchronousBase):
 
     def compute_loss(self, original: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Computes a loss that mixes rows from the rows of all replicas; others from this replica's own."""
-        if not self._sees_part or not (mixes_rows(loss) or _is_own_and_mixes_rows(loss, y_true, y_pred)):
+        if not self._sees_part or not (mixes_rows(loss) or _is_own_and_mixes_rows(loss, original, y_true, y_pred)):
             return original(loss, y_true, y_pred, sample_weight)
         return loss_of_whole_batch(self.strategy, original, loss, y_true, y_pred, sample_weight)
 
@@ -81,23 +88,48 @@ class Losses(SynchronousBase):
         step = current_step()
         if step is not None and not sees_whole_batch.value and not keras.ops.shape(values):
             # The mean over no examples is no number, which a weight of zero would not remove.
-            (values,) = step.share.silenced([values])
+            (values,) = step.share.silenced([as_mean(step, ops.cast(values, metric.dtype))])
             if sample_weight is None:
                 sample_weight = step.share.as_weight(metric.dtype)
         return original(metric, values, sample_weight=sample_weight)
 
-    def add_metric_variable(self, original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
+    def add_loss(self, original: Any, layer: Any, loss: Any) -> None:
+        """Lets a loss that a layer sums over rows be weighed as others are, which are means."""
+        step = current_step()
+        if step is not None and self._sees_part:
+            loss = keras.tree.map_structure(lambda value: as_mean(step, value), loss)
+        original(layer, loss)
+
+    def make_metric(self, original: Any, metric: Any, *args: Any, **kwargs: Any) -> None:
         """Finds the metrics of users, whose updates may need the whole batch."""
         KerasDriver.update_metric.install_in(type(metric))
-        return original(metric, *args, **kwargs)
+        original(metric, *args, **kwargs)
+
+    def make_loss(self, original: Any, loss: Any, *args: Any, **kwargs: Any) -> None:
+        """Finds the losses of users that do all of it themselves."""
+        if not is_of_keras(type(loss)):
+            KerasDriver.compute_loss.install_in(type(loss))
+        original(loss, *args, **kwargs)
 
     def update_metric(self, original: Any, metric: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Updates a metric that is no sum over the rows, such as a maximum, on one replica with the rows of all."""
         if current_step() is None or not self._sees_part or in_stateless_scope():
             return original(metric, *args, **kwargs)
+        if _are_scalars(original, args, kwargs):
+            return self._update_with_scalars(original, metric, args, kwargs)
         if not metric_needs_all_rows(metric, original, args, kwargs):
             return original(metric, *args, **kwargs)
         return update_with_whole_batch(self.strategy, original, metric, args, kwargs)
+
+    def _update_with_scalars(self, original: Any, metric: Any, args: Any, kwargs: Any) -> Any:
+        """Updates a metric of the user's own with scalars of the global batch, on the first replica alone."""
+        step: Any = current_step()
+        flat = [ops.convert_to_tensor(value) for value in keras.tree.flatten((args, kwargs))]
+        summed = self.strategy.extended.sum_over_replicas([part_of_global(step, value) for value in flat])
+        args, kwargs = keras.tree.pack_sequence_as((args, kwargs), summed)
+        if is_first_replica():
+            with sees_whole_batch.to(True):
+                original(metric, *args, **kwargs)
 
     @property
     def _sees_part(self) -> bool:
@@ -110,6 +142,14 @@ class Losses(SynchronousBase):
         return current_step() is None and not sees_whole_batch.value and self.in_replica
 
 
-def _is_own_and_mixes_rows(loss: Any, y_true: Any, y_pred: Any) -> bool:
+def _are_scalars(update: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a user's update, outside branches, gets losses and the like, and nothing that has rows."""
+    step, given = current_step(), keras.tree.flatten((args, kwargs))
+    if step is None or step.is_in_branch or is_of_keras(update) or not given:
+        return False
+    return all(tf.is_symbolic_tensor(value) and value.dtype.is_floating and value.shape.rank == 0 for value in given)
+
+
+def _is_own_and_mixes_rows(loss: Any, compute: Any, y_true: Any, y_pred: Any) -> bool:
     """Whether a loss that a user has written needs all rows. In a custom loop its value is what TensorFlow makes of it."""
-    return current_step() is not None and loss_needs_all_rows(loss, y_true, y_pred)
+    return current_step() is not None and loss_needs_all_rows(loss, compute, y_true, y_pred)

@@ -13,6 +13,7 @@ from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
+from tfrep_strategy.keras_integration.synchronous.batch_sums import part_of_global
 from tfrep_strategy.keras_integration.synchronous.layers import creates_partial_sums
 from tfrep_strategy.keras_integration.synchronous.sharded_updates import ShardedUpdates
 
@@ -69,10 +70,9 @@ class Updates(ShardedUpdates):
         the gradients need no multiplication of their own.
         """
         step = current_step()
-        loss = original(optimizer, loss)
         if step is None:
-            return loss
-        scaled = step.share.weigh(loss)
+            return original(optimizer, loss)
+        scaled = original(optimizer, part_of_global(step, loss))
         step.note_scaled_loss(scaled, optimizer)
         return scaled
 

@@ -1,7 +1,7 @@
 """Losses and metrics that users write: whether what they say of a batch follows from what they say of its parts.
 
-It does for nearly all of them. The others, such as the root of a mean or a maximum, need the rows of all replicas. To find out,
-each is tried once, on made-up rows. One that cannot be tried is believed.
+It does for nearly all of them. The others, such as the root of a mean, a maximum, or a mean over the targets that are not masked,
+need the rows of all replicas. To find out, each is tried once, on batches of made-up rows. One that cannot be tried is believed.
 """
 
 from __future__ import annotations
@@ -22,20 +22,32 @@ _StatelessScope: Any = keras_internal("backend.common.stateless_scope", "Statele
 _MeanMetricWrapper: Any = keras_internal("metrics.reduction_metrics", "MeanMetricWrapper")
 _ROWS, _FIRST = 4, 1
 _TOLERANCE = 2e-5
+_MARKS = (None, 0, -1, 255, -100, float("nan"))
+"""With what programs mark targets that do not count. Zeros are labels, too, and rows of one label belong together."""
+
+_MARKED = 0.8, 0.2, 0.6, 0.4
+"""How much of each made-up row is marked: more of some than of others, so that the rows that count differ between the parts."""
+
 _answers: Any = weakref.WeakKeyDictionary()
 
 
-def loss_needs_all_rows(loss: Any, y_true: Any, y_pred: Any) -> bool:
+def loss_needs_all_rows(loss: Any, compute: Callable[..., Any], y_true: Any, y_pred: Any) -> bool:
     """Whether the value of a loss on a batch is neither the mean nor the rows of its values on the parts.
 
     Args:
         loss: A `keras.losses.Loss`.
+        compute: Its `__call__`, as a function of the loss, targets and predictions.
         y_true: Targets, a tensor or a nest of them.
         y_pred: Predictions.
     """
-    if _is_of_keras(getattr(loss, "fn", type(loss))) or not _are_rows(y_true, y_pred):
+    calls_itself = not is_of_keras(compute)
+    called = compute if calls_itself else type(loss).call
+    if is_of_keras(called):
+        called = getattr(loss, "fn", called)
+    if is_of_keras(called) or not _are_rows(y_true, y_pred):
         return False
-    return _tried(loss, "call", lambda: not _is_mean_or_rows(loss.call, (y_true, y_pred)))
+    function = (lambda *batch: compute(loss, *batch)) if calls_itself else loss.call
+    return _tried(loss, compute.__qualname__, lambda mark: not _is_mean_or_rows(function, (y_true, y_pred), mark))
 
 
 def metric_needs_all_rows(metric: Any, update: Callable[..., Any], args: Any, kwargs: Any) -> bool:
@@ -47,12 +59,14 @@ def metric_needs_all_rows(metric: Any, update: Callable[..., Any], args: Any, kw
         args: The arguments of the update.
         kwargs: Its keyword arguments.
     """
-    if isinstance(metric, _MeanMetricWrapper) and _is_of_keras(update):
+    if isinstance(metric, _MeanMetricWrapper) and is_of_keras(update):
         fn = metric._fn
-        return not _is_of_keras(fn) and _are_rows(args, kwargs) and _tried(metric, "fn", lambda: not _is_mean_or_rows(fn, args[:2]))
-    if _is_of_keras(update) or not _are_rows(args, kwargs):
+        if is_of_keras(fn) or not _are_rows(args, kwargs):
+            return False
+        return _tried(metric, "fn", lambda mark: not _is_mean_or_rows(fn, args[:2], mark))
+    if is_of_keras(update) or not _are_rows(args, kwargs):
         return False
-    return _tried(metric, update.__qualname__, lambda: not _is_sum(metric, update, (args, kwargs)))
+    return _tried(metric, update.__qualname__, lambda mark: not _is_sum(metric, update, (args, kwargs), mark))
 
 
 def _are_rows(args: Any, kwargs: Any) -> bool:
@@ -63,36 +77,43 @@ def _are_rows(args: Any, kwargs: Any) -> bool:
     )
 
 
-def _is_of_keras(function: Any) -> bool:
+def is_of_keras(function: Any) -> bool:
+    """Whether Keras defines a function or a class."""
     return str(getattr(function, "__module__", "")).startswith("keras.")
 
 
-def _tried(user: Any, what: str, try_it: Callable[[], bool]) -> bool:
+def _tried(user: Any, what: str, try_it: Callable[[Any], bool]) -> bool:
     answers = _answers.setdefault(user, {})
     if what not in answers:
         answers[what] = False  # First: an update may call that of its base class.
         # What is traced here, and under which strategy, does not hold in another thread.
-        with concurrent.futures.ThreadPoolExecutor(1) as thread, contextlib.suppress(Exception):
-            answers[what] = thread.submit(try_it).result()  # A user's code need not like made-up numbers.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            answers[what] = any(thread.submit(_without_errors, try_it, mark).result() for mark in _MARKS)
     return answers[what]
 
 
-def _is_mean_or_rows(function: Callable[..., Any], batch: Any) -> bool:
+def _without_errors(try_it: Callable[[Any], bool], mark: Any) -> bool:
+    with contextlib.suppress(Exception):  # A user's code need not like made-up numbers.
+        return try_it(mark)
+    return False
+
+
+def _is_mean_or_rows(function: Callable[..., Any], batch: Any, mark: Any) -> bool:
     with _StatelessScope():  # What is drawn at random here is not drawn.
-        whole, first, rest = (keras.ops.convert_to_numpy(function(*part)) for part in _whole_and_parts(batch))
+        whole, first, rest = (keras.ops.convert_to_numpy(function(*part)) for part in _whole_and_parts(batch, mark))
     if whole.ndim:
         return len(whole) != _ROWS or _is_close(whole, np.concatenate([first, rest]))
     return _is_close(whole, (_FIRST * first + (_ROWS - _FIRST) * rest) / _ROWS)
 
 
-def _is_sum(metric: Any, update: Callable[..., Any], batch: Any) -> bool:
+def _is_sum(metric: Any, update: Callable[..., Any], batch: Any, mark: Any) -> bool:
     def added(part: Any, starts: list[Any]) -> list[np.ndarray]:
         with _StatelessScope(state_mapping=list(zip(metric.variables, starts, strict=True))) as scope:
             update(metric, *part[0], **part[1])
             ends = [scope.get_current_value(variable) for variable in metric.variables]
         return [np.asarray(end, "float64") - np.asarray(start, "float64") for end, start in zip(ends, starts, strict=True)]
 
-    whole, first, rest = _whole_and_parts(batch)
+    whole, first, rest = _whole_and_parts(batch, mark)
     zeros = [tf.zeros(variable.shape, variable.dtype) for variable in metric.variables]
     moved = [zero + tf.cast(2, zero.dtype) for zero in zeros]
     sums = [a + b for a, b in zip(added(first, zeros), added(rest, zeros), strict=True)]
@@ -104,16 +125,29 @@ def _is_close(one: Any, other: Any) -> bool:
     return np.allclose(one, other, rtol=0.0, atol=_TOLERANCE * scale, equal_nan=True)
 
 
-def _whole_and_parts(batch: Any) -> list[Any]:
-    """Makes up rows that are unlike each other, of numbers between 0 and 1, or of ones where they have to be whole; cuts them."""
-    random = np.random.RandomState(0)
+def _whole_and_parts(batch: Any, mark: Any) -> list[Any]:
+    """Makes up rows that are unlike each other, of numbers between 0 and 1, or of ones where they have to be whole; cuts them.
+
+    Half of what may be probabilities of classes say that it is class 1, as targets that have to be whole do.
+
+    Args:
+        batch: A nest, of which the first tensor holds targets.
+        mark: What stands for some of the targets, or None.
+    """
+    random, are_targets = np.random.RandomState(0), iter([True])
 
     def made_up(value: Any) -> Any:
         if not tf.is_tensor(value):
             return value
         shape = [_ROWS, *(2 if size is None else size for size in value.shape[1:])]
         sizes = np.linspace(0.1, 1.0, _ROWS).reshape([_ROWS] + [1] * (len(shape) - 1))
-        return tf.cast(tf.constant(random.uniform(size=shape) * sizes if value.dtype.is_floating else np.ones(shape)), value.dtype)
+        made = random.uniform(size=shape) * sizes if value.dtype.is_floating else np.ones(shape)
+        if next(are_targets, False):
+            if mark is not None:
+                made[np.random.RandomState(3).uniform(size=shape) < np.reshape(_MARKED, sizes.shape)] = mark
+        elif value.dtype.is_floating and len(shape) > 1 and shape[-1] > 1:
+            made[..., 1][np.random.RandomState(2).uniform(size=shape[:-1]) < 0.5] = 0.9
+        return tf.cast(tf.constant(made), value.dtype)
 
     whole = keras.tree.map_structure(made_up, batch)
     parts = [

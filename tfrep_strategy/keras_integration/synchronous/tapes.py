@@ -12,6 +12,7 @@ from tfrep_strategy._tensorflow import tape_is_recording
 from tfrep_strategy.gradients import dense, dense_buckets
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
+from tfrep_strategy.keras_integration.synchronous.batch_sums import sums_and_means
 
 
 class Tapes(SynchronousBase):
@@ -30,10 +31,14 @@ class Tapes(SynchronousBase):
         was_scaled = step.was_scaled(target)
         if not positions or step.loss_is_scaled and not was_scaled:
             return original(tape, target, sources, *args, **kwargs)
+        sums, means = ([], []) if was_scaled or args or kwargs else sums_and_means(step, target)
+        if sums:  # Whose gradients count whole, those of means with the share.
+            target, weights = [*sums, *means], [tf.ones_like(value) for value in sums]
+            kwargs = {"output_gradients": weights + [tf.cast(step.share.value, value.dtype) for value in means]}
         with step.taking_global(target):
             gradients = tf.nest.flatten(original(tape, target, sources, *args, **kwargs))
             own = [gradients[i] for i in positions]
-            if was_scaled:
+            if was_scaled or sums:
                 own = step.share.silenced_gradients(own, dense_buckets(own, self.strategy.bucket_bytes))
             else:
                 own = [step.share.weigh(gradient) for gradient in own]

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_step
 from tfrep_strategy.keras_integration.settings import Setting
+from tfrep_strategy.keras_integration.synchronous.batch_sums import note_global
 
 _mask = keras_internal("backend.common.masking")
 _FUNCTIONS = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
@@ -48,17 +49,17 @@ def loss_of_whole_batch(
     """
     mask = _mask.get_keras_mask(y_pred)
     own = {"y_true": y_true, "y_pred": y_pred, "sample_weight": sample_weight, "mask": mask}
-    own = keras.tree.map_structure(lambda t: t if t is None else keras.ops.convert_to_tensor(t, loss.dtype), own)
+    own = keras.tree.map_structure(lambda t: t if t is None else keras.ops.convert_to_tensor(t), own)
     rows = tf.shape(keras.tree.flatten(own["y_pred"])[0])[0]
     everyone, first = _rows_of_all(strategy, own, rows)
     if mask is not None:
-        _mask.set_keras_mask(everyone["y_pred"], everyone["mask"] > 0)
+        _mask.set_keras_mask(everyone["y_pred"], everyone["mask"])
     with sees_whole_batch.to(True):
         value = compute(loss, everyone["y_true"], everyone["y_pred"], everyone["sample_weight"])
     if len(value.shape):
         return value[first : first + rows]
     # In a step that Keras drives, the mean over the replicas counts; in another one their sum.
-    return value if current_step() is not None else value / strategy.num_replicas_in_sync
+    return note_global(value) if current_step() is not None else value / strategy.num_replicas_in_sync
 
 
 def update_with_whole_batch(strategy: KerasStrategy, update: Any, metric: Any, args: Any, kwargs: Any) -> None:
@@ -72,15 +73,17 @@ def update_with_whole_batch(strategy: KerasStrategy, update: Any, metric: Any, a
         kwargs: What this replica gives to it by name.
     """
     own = keras.tree.map_structure(lambda v: v if v is None else keras.ops.convert_to_tensor(v), (args, kwargs))
-    dtypes = keras.tree.map_structure(lambda v: v if v is None else v.dtype, own)
-    sent = keras.tree.map_structure(lambda v: tf.cast(v, tf.int32) if v is not None and v.dtype == tf.bool else v, own)
     rows = tf.shape(keras.tree.flatten(own)[0])[0]
-    replica: Any = tf.distribute.get_replica_context().replica_id_in_sync_group
-    everyone, _ = _rows_of_all(strategy, sent, rows)
-    if int(tf.get_static_value(replica)) == 0:
-        args, kwargs = keras.tree.map_structure(lambda v, dtype: v if v is None else tf.cast(v, dtype), everyone, dtypes)
+    (args, kwargs), _ = _rows_of_all(strategy, own, rows)
+    if is_first_replica():
         with sees_whole_batch.to(True):
             update(metric, *args, **kwargs)
+
+
+def is_first_replica() -> bool:
+    """Whether the calling replica is replica 0, which keeps the state of what is not a sum."""
+    replica: Any = tf.distribute.get_replica_context().replica_id_in_sync_group
+    return int(tf.get_static_value(replica)) == 0
 
 
 def _rows_of_all(strategy: KerasStrategy, nest: Any, rows: tf.Tensor) -> tuple[Any, tf.Tensor]:
@@ -97,8 +100,9 @@ def _rows_of_all(strategy: KerasStrategy, nest: Any, rows: tf.Tensor) -> tuple[A
         if tensor is None or not len(tensor.shape):
             return tensor
         # A sum, through which gradients find back to the replica that they belong to.
-        placed = tf.pad(tensor, [[first, behind]] + [[0, 0]] * (len(tensor.shape) - 1))
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, placed)
+        sent = tensor if tensor.dtype.size > 1 else tf.cast(tensor, tf.int32)
+        placed = tf.pad(sent, [[first, behind]] + [[0, 0]] * (len(tensor.shape) - 1))
+        return tf.cast(context.all_reduce(tf.distribute.ReduceOp.SUM, placed), tensor.dtype)
 
     return keras.tree.map_structure(of_all, nest), first
 

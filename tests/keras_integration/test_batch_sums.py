@@ -1,0 +1,102 @@
+"""Which scalars of a step are taken for sums over the rows of a batch, and which for means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from tfrep_strategy.keras_integration.protocol import Step
+from tfrep_strategy.keras_integration.synchronous.batch_sums import as_mean, note_global, part_of_global
+from tfrep_strategy.shares import Share
+
+ROWS = np.random.RandomState(0).randn(6, 4, 2).astype("float32")
+NO_STRATEGY: Any = None
+
+
+def _pairs(x: Any) -> Any:
+    """Rows of which some do not count."""
+    return tf.boolean_mask(x, x[:, 0, 0] > 0)
+
+
+SUMS: dict[str, Callable[[Any], Any]] = {
+    "ops.sum": lambda x: ops.sum(ops.square(x)),
+    "tf.reduce_sum": tf.reduce_sum,
+    "by axes": lambda x: ops.sum(ops.sum(ops.sum(x, axis=0), axis=0), axis=-1),
+    "of means of rows": lambda x: ops.sum(ops.mean(x, axis=(1, 2))),
+    "mean of sums": lambda x: ops.mean(ops.sum(x, axis=0)),
+    "flat": lambda x: ops.sum(ops.reshape(x, (-1,))),
+    "scaled": lambda x: -0.1 * tf.reduce_sum(x) / 64.0,
+    "of a fixed batch": lambda x: tf.nn.compute_average_loss(ops.sum(x, axis=(1, 2)), global_batch_size=6),
+    "two": lambda x: sum([ops.sum(x), ops.sum(ops.abs(x))]),
+    "in half precision": lambda x: ops.cast(ops.sum(x), "float32"),
+    "l2": lambda x: tf.nn.l2_loss(x),
+    "chosen rows": lambda x: ops.sum(_pairs(x)),
+    "count": lambda x: ops.cast(ops.shape(x)[0], "float32"),
+    "size": lambda x: tf.cast(tf.size(x), tf.float32),
+    "hinge": lambda x: ops.maximum(ops.sum(x**2), 0.0),
+}
+MEANS: dict[str, Callable[[Any], Any]] = {
+    "ops.mean": lambda x: ops.mean(ops.square(x)),
+    "sum over the count": lambda x: ops.sum(x) / ops.cast(ops.shape(x)[0], "float32"),
+    "sum over the size": lambda x: tf.reduce_sum(x) / tf.cast(tf.size(x), tf.float32),
+    "rows over the count": lambda x: tf.reduce_sum(x / tf.cast(tf.shape(x)[0], tf.float32)),
+    "count with epsilon": lambda x: ops.sum(x) / (ops.cast(ops.shape(x)[0], "float32") + 1e-7),
+    "bounded count": lambda x: ops.sum(x) / ops.maximum(ops.cast(ops.shape(x)[0], "float32"), 1.0),
+    "a loss of Keras": lambda x: keras.losses.MeanSquaredError()(x, 0.5 * x),
+    "sums of means": lambda x: ops.sum([ops.mean(x), ops.mean(x**2)]),
+    "of no rows": lambda x: ops.sum(ops.square(ops.ones((3, 2)))),
+    "moments": lambda x: ops.sum(ops.mean(x, axis=0)),
+}
+
+
+def _values_of_two_replicas(function: Callable[[Any], Any], shared: Callable[[Step, Any], Any]) -> float:
+    """Computes what two replicas with 4 and 2 of the 6 rows make of a scalar together."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4, 2])])
+    def replica(x: Any) -> Any:
+        count = tf.cast(tf.shape(x)[0], tf.int64)
+        step = Step(NO_STRATEGY, Share.of_batch(count, tf.constant(6, tf.int64), 2))
+        return shared(step, function(x))
+
+    return float(replica(ROWS[:4]) + replica(ROWS[4:]))
+
+
+@pytest.mark.parametrize("name", [*SUMS, *MEANS])
+def test_what_the_replicas_add_up_to_is_the_value_of_one_device(name: str) -> None:
+    function = (SUMS | MEANS)[name]
+    wanted = float(function(tf.constant(ROWS)))
+    assert _values_of_two_replicas(function, part_of_global) == pytest.approx(wanted, rel=1e-5)
+    assert _values_of_two_replicas(function, lambda step, v: step.share.weigh(as_mean(step, v))) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_sum_and_a_mean_are_taken_apart() -> None:
+    def function(x: Any) -> Any:
+        return ops.sum(x**2) + (3.0 * ops.mean(x) + ops.sum(ops.ones(2))) + 0.1 * tf.reduce_sum(x)
+
+    wanted = float(function(tf.constant(ROWS)))
+    assert _values_of_two_replicas(function, part_of_global) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("product", [lambda x: ops.sum(x) * ops.sum(x**2), lambda x: ops.sqrt(ops.sum(x**2))])
+def test_what_is_neither_counts_as_a_mean(product: Callable[[Any], Any]) -> None:
+    wanted = (4 * float(product(tf.constant(ROWS[:4]))) + 2 * float(product(tf.constant(ROWS[4:])))) / 6
+    assert _values_of_two_replicas(product, part_of_global) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_what_was_computed_from_all_rows_counts_as_a_mean() -> None:
+    def of_all(x: Any) -> Any:
+        del x
+        return note_global(tf.reduce_sum(tf.ones([tf.random.uniform([], 5, 6, tf.int32), 2])))
+
+    def after_a_gather(step: Step, value: Any) -> Any:
+        step.gathers = True
+        return part_of_global(step, value)
+
+    assert _values_of_two_replicas(of_all, part_of_global) == pytest.approx(10.0)
+    assert _values_of_two_replicas(lambda x: ops.sum(ops.ones_like(x)), after_a_gather) == pytest.approx((4 * 32 + 2 * 16) / 6)

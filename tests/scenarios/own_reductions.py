@@ -1,0 +1,193 @@
+"""Losses, metrics and state that users reduce over rows in their own ways, with a last batch of which one replica has no row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from scenarios.base import dense, init, regression, scenario, trained
+
+_O = keras.optimizers
+
+
+class SumOfActivities(layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.002 * ops.sum(ops.square(x)))
+        return x
+
+
+@scenario
+def sums_over_rows_in_a_layer() -> dict[str, Any]:
+    hidden = layers.Dense(8, "tanh", kernel_initializer=init(1), kernel_regularizer="l2")
+    model = keras.Sequential([keras.Input((4,)), hidden, SumOfActivities(), layers.Dense(1, kernel_initializer=init(2))])
+    model.compile(_O.SGD(0.05), "mse")
+    return trained(model, *regression(33))
+
+
+class Sums(keras.Model):
+    """Adds up the errors of the rows, and a mean."""
+
+    scales = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = dense()
+        self.errors, self.rows = keras.metrics.Mean(name="errors"), keras.metrics.Mean(name="rows")
+
+    def call(self, x: Any) -> Any:
+        return self.net(x)
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            prediction = self(x)
+            error = tf.reduce_sum(tf.square(prediction - y))
+            loss = error / 16.0 + 0.1 * ops.mean(ops.abs(prediction))
+            loss = self.optimizer.scale_loss(loss) if self.scales else loss
+        self.optimizer.apply(tape.gradient(loss, self.net.trainable_variables), self.net.trainable_variables)
+        self.errors.update_state(error)
+        self.rows.update_state(ops.shape(x)[0])
+        return {"loss": loss, "errors": self.errors.result(), "rows": self.rows.result()}
+
+
+class ScaledSums(Sums):
+    scales = True
+
+
+@scenario
+def sums_over_rows_in_a_step() -> dict[str, Any]:
+    x, y = regression(33)
+    results = {}
+    for kind in (Sums, ScaledSums):
+        model = kind()
+        model.compile(_O.SGD(0.05, clipnorm=0.5))
+        history = model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0).history
+        results[kind.__name__] = {**history, "weights": model.get_weights()}
+    return results
+
+
+def _of_unmasked(y: Any, p: Any) -> Any:
+    """The loss of TensorFlow's tutorial on transformers: 0 is padding."""
+    losses = keras.losses.sparse_categorical_crossentropy(y, p, from_logits=True)
+    counts = ops.cast(y != 0, losses.dtype)
+    return ops.sum(losses * counts) / ops.sum(counts)
+
+
+def _accuracy_of_unmasked(y: Any, p: Any) -> Any:
+    counts = ops.cast(y != 0, "float32")
+    match = ops.cast(ops.equal(ops.cast(y, "int64"), ops.cast(ops.argmax(p, axis=-1), "int64")), "float32")
+    return ops.sum(match * counts) / ops.sum(counts)
+
+
+class _SameLabels(keras.losses.Loss):
+    """Supervised contrast as on keras.io: a loss with a `__call__` of its own."""
+
+    def __call__(self, labels: Any, features: Any, sample_weight: Any = None) -> Any:
+        del sample_weight
+        features = features / ops.sqrt(ops.sum(ops.square(features), axis=1, keepdims=True) + 1e-6)
+        labels = ops.reshape(labels, (-1, 1))
+        same = ops.cast(ops.equal(labels, ops.transpose(labels)), "float32")
+        same = same / ops.sum(same, axis=1, keepdims=True)
+        return ops.mean(ops.sum(-same * ops.log_softmax(features @ ops.transpose(features)), axis=1))
+
+
+@scenario
+def losses_of_some_rows() -> dict[str, Any]:
+    """Where rows or pairs of rows do not all count."""
+    rng = np.random.RandomState(0)
+    x = rng.randint(1, 9, (33, 6))
+    y = x * (np.arange(6) < rng.randint(1, 7, (33, 1)))
+    tagger = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Embedding(9, 5, embeddings_initializer=init(1)),
+            layers.Dense(9, kernel_initializer=init(2)),
+        ]
+    )
+    tagger.compile(_O.Adam(0.02), _of_unmasked, metrics=[_accuracy_of_unmasked])
+    encoder = dense(out=3)
+    encoder.compile(_O.SGD(0.05), _SameLabels())
+    return {
+        "masked": trained(tagger, x, y),
+        "contrast": trained(encoder, regression(33)[0], (np.arange(33) % 3).astype("float32")),
+    }
+
+
+class _Largest(keras.metrics.Metric):
+    """Keeps nothing but another metric."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.mean = keras.metrics.Mean(name="mean")
+
+    def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+        self.mean.update_state(ops.max(ops.abs(y - p)))
+
+    def result(self) -> Any:
+        return self.mean.result()
+
+
+class _MeanOfBatches(keras.metrics.Metric):
+    """Gets a number per batch."""
+
+    def __init__(self) -> None:
+        super().__init__(name="of_batches")
+        self.total = self.add_variable((), "zeros", name="total")
+        self.batches = self.add_variable((), "zeros", name="batches")
+
+    def update_state(self, value: Any) -> None:
+        self.total.assign_add(value)
+        self.batches.assign_add(1.0)
+
+    def result(self) -> Any:
+        return self.total / self.batches
+
+
+class Measured(keras.Model):
+    """Overrides `compute_metrics` as Keras's documentation does, where a result is read before its update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = dense()
+        self.largest, self.of_batches = _Largest(), _MeanOfBatches()
+
+    def call(self, x: Any) -> Any:
+        return self.net(x)
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
+        results = super().compute_metrics(x, y, y_pred, sample_weight)
+        self.largest.update_state(y, y_pred)
+        self.of_batches.update_state(ops.mean(ops.square(y - y_pred)))
+        return results | {"now": self.largest.result(), "mean_square": self.of_batches.result()}
+
+
+@scenario
+def metrics_of_metrics_and_of_scalars() -> dict[str, Any]:
+    model = Measured()
+    model.compile(_O.SGD(0.05), "mse", metrics=["mae", _Largest()])
+    return trained(model, *regression(33))
+
+
+class Centred(layers.Layer):
+    """Subtracts a moving average of its own."""
+
+    def build(self, shape: Any) -> None:
+        self.average = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="average")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.average.assign(0.9 * self.average + 0.1 * ops.mean(x, axis=0))
+        return x - self.average
+
+
+@scenario
+def moving_averages_of_no_rows() -> dict[str, Any]:
+    """Each replica has an average of its own; the mean over no rows is not to spoil it."""
+    model = keras.Sequential([keras.Input((4,)), Centred(), layers.Dense(1, kernel_initializer=init(1))])
+    model.compile(_O.SGD(0.05), "mse")
+    result = trained(model, *regression(33))
+    return {"is_finite": [bool(np.all(np.isfinite(w))) for w in model.get_weights()], "losses": len(result["history"]["loss"])}

@@ -1,0 +1,143 @@
+"""Scalars that are sums over the rows of a batch, such as `ops.sum(errors)` in a step or a layer of the user's own.
+
+A replica's value of a mean over rows counts with its share; its value of a sum counts whole. The graph of the step tells which of
+the two a scalar is. Going through it once, we note by which power of the number of rows each tensor grows: a sum by 1, a mean by 0,
+a count by 1, and a quotient by the difference. What the graph does not tell is taken for a mean, and so is all of an eager step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfrep_strategy.keras_integration.protocol import Step
+
+_SHAPE = "shape"
+_SMALL = 1e-3
+_AS_FIRST_INPUT = {
+    "Abs", "Cast", "ExpandDims", "Identity", "Max", "Mean", "Min", "Neg", "Reshape", "Squeeze", "StopGradient", "Transpose",
+}  # fmt: skip
+_AS_ALL_INPUTS = {"Add", "AddN", "AddV2", "ConcatV2", "Maximum", "Minimum", "Pack", "SelectV2", "Sub"}
+_PRODUCTS = {"Mul": 1, "MulNoNan": 1, "Div": -1, "DivNoNan": -1, "RealDiv": -1}
+_graphs: weakref.WeakKeyDictionary[Any, _Growth] = weakref.WeakKeyDictionary()
+
+
+def part_of_global(step: Step, value: tf.Tensor) -> tf.Tensor:
+    """Returns what this replica adds to a scalar of the global batch: a sum as it is, a mean times the share."""
+    sums, means = sums_and_means(step, value)
+    return tf.add_n([*sums, *map(step.share.weigh, means)]) if sums else step.share.weigh(value)
+
+
+def as_mean(step: Step, value: tf.Tensor) -> tf.Tensor:
+    """Returns a scalar that the share can weigh, whatever the given one is."""
+    sums, _ = sums_and_means(step, value)
+    return step.share.unweigh(part_of_global(step, value)) if sums else value
+
+
+def sums_and_means(step: Step, value: Any) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Takes a scalar apart into addends that are sums over rows, and others."""
+    if step.gathers or not tf.is_symbolic_tensor(value) or value.shape.rank != 0 or not value.dtype.is_floating:
+        return [], [value]
+    grows = _graphs.setdefault(value.graph, _Growth())
+    grows.told[step.share.value.name] = 1
+    grows.follow(value.graph)
+    left, sums, means = [value], [], []
+    while left:
+        tensor = left.pop()
+        if grows[tensor] == 1:
+            sums.append(tensor)
+        elif grows[tensor] is None and tensor.op.type in ("Add", "AddV2", "AddN"):
+            left += tensor.op.inputs
+        else:
+            means.append(tensor)
+    return sums, means
+
+
+def note_global(value: tf.Tensor) -> tf.Tensor:
+    """Notes that a tensor was computed from the rows of all replicas, and is the same on each."""
+    if tf.is_symbolic_tensor(value):
+        _graphs.setdefault(value.graph, _Growth()).told[value.name] = 0
+    return value
+
+
+class _Growth:
+    """By which power of the number of rows the tensors of a graph grow; None where nobody knows."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, int] = {}
+        """By the names of tensors: what the graph need not tell."""
+        self._found: dict[str, Any] = {}
+        self._followed = 0
+
+    def __getitem__(self, tensor: tf.Tensor) -> Any:
+        return self.told.get(tensor.name, self._found.get(tensor.name, 0))
+
+    def follow(self, graph: Any) -> None:
+        """Goes through the operations that were added to the graph since the last call."""
+        operations = graph.get_operations()
+        for operation in operations[self._followed :]:
+            power = self._of(operation)
+            if power != 0:
+                self._found.update((output.name, power) for output in operation.outputs)
+        self._followed = len(operations)
+
+    def _of(self, operation: Any) -> Any:
+        kind, inputs = operation.type, list(operation.inputs)
+        powers = [self[tensor] for tensor in inputs]
+        if kind == "Shape":
+            return _SHAPE if _has_rows(inputs[0]) else 0
+        if not any(power != 0 for power in powers) and kind not in ("Sum", "L2Loss", "Size"):
+            return 0
+        if kind == "Size":
+            return int(_has_rows(inputs[0]))
+        if kind in ("Sum", "L2Loss"):
+            return _plus(powers[0], int(_has_rows(inputs[0]) and (kind == "L2Loss" or _reduces_rows(inputs))))
+        if kind == "Prod":
+            return 1 if powers[0] == _SHAPE else self._of_product_of(inputs[0])
+        if powers[0] == _SHAPE and kind == "StridedSlice":
+            is_first = np.array_equal(tf.get_static_value(inputs[1]), [0])
+            return (1 if is_first else 0) if operation.get_attr("shrink_axis_mask") else _SHAPE
+        if kind in _AS_FIRST_INPUT:
+            return powers[0]
+        if kind in _PRODUCTS:
+            return _plus(powers[0], powers[1], _PRODUCTS[kind])
+        if kind in _AS_ALL_INPUTS:
+            bounds = kind in ("ConcatV2", "Maximum", "Minimum", "SelectV2")
+            counted = {p for p, t in zip(powers, inputs, strict=True) if not _is_negligible(t, bounds)}
+            return counted.pop() if len(counted) == 1 else None
+        # Sizes of what an operation makes say nothing of its values.
+        is_size = [t.dtype.is_integer and not operation.outputs[0].dtype.is_integer for t in inputs] if operation.outputs else []
+        return None if any(p != 0 and not size for p, size in zip(powers, is_size, strict=False)) else 0
+
+    def _of_product_of(self, tensor: tf.Tensor) -> Any:
+        while tensor.op.type in ("Cast", "Identity"):
+            tensor = tensor.op.inputs[0]
+        if tensor.op.type != "Pack":
+            return None
+        return sum(powers) if None not in (powers := [self[t] for t in tensor.op.inputs]) else None
+
+
+def _plus(one: Any, other: Any, sign: int = 1) -> Any:
+    return one + sign * other if isinstance(one, int) and isinstance(other, int) else None
+
+
+def _is_negligible(tensor: tf.Tensor, bounds: bool) -> bool:
+    """Whether it is a condition, a bound, or a constant such as that by which nobody divides by zero."""
+    if tensor.dtype == tf.bool or bounds and tensor.op.type == "Const":
+        return True
+    constant = tf.get_static_value(tensor)
+    return constant is not None and bool(np.all(np.abs(constant) <= _SMALL))
+
+
+def _has_rows(tensor: tf.Tensor) -> bool:
+    """Whether the first dimension is that of the batch, which is the one that is not known."""
+    return bool(tensor.shape.rank) and tensor.shape[0] is None
+
+
+def _reduces_rows(inputs: Sequence[tf.Tensor]) -> bool:
+    axes = tf.get_static_value(inputs[1])
+    return axes is None or any(axis in (0, -inputs[0].shape.rank) for axis in axes.reshape(-1).tolist())
