@@ -155,3 +155,23 @@ def test_a_bad_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFREP_SILENCE_TIMEOUT", "long")
     with pytest.raises(ConfigurationError, match="TFREP_SILENCE_TIMEOUT='long'"):
         start_watcher("Rank {}", 1)
+
+
+def test_a_process_has_one_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TFREP_TIMEOUT", raising=False)
+    before = set(psutil.Process().children())
+    first, second = start_watcher("Rank {}", 3), start_watcher("Rank {}", 3)
+    assert first is not None
+    assert first is second
+    (process,) = set(psutil.Process().children()) - before
+    first.close()
+    assert process.is_running()
+    pid = os.fork()
+    if not pid:  # What a fork does with it does not end it.
+        first.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert process.is_running()
+    assert process.status() != psutil.STATUS_ZOMBIE
+    first.close()
+    assert not process.is_running()

@@ -19,6 +19,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,7 +33,7 @@ _SEND_SECONDS = 2
 
 
 class Watcher:
-    """Has a process look at this one from outside, until `close` or the end of this process.
+    """Has a process look at this one from outside, until all who asked for it have called `close`, or this process ends.
 
     Args:
         name: What this process is called in messages, with its number for `{}`.
@@ -43,6 +44,7 @@ class Watcher:
     """
 
     def __init__(self, name: str, number: int) -> None:
+        self.users, self._pid = 1, os.getpid()
         self._folder = tempfile.mkdtemp(prefix="tfrep-watcher-")
         start_signs(Path(self._folder), number)
         self._own, its = socket.socketpair()
@@ -66,15 +68,39 @@ class Watcher:
             socket.send_fds(self._own, [b"."], [connection.fileno()])
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends it, if nobody else of this process has asked for it."""
+        if os.getpid() != self._pid:  # A fork, which others watch, or nobody.
+            return
+        with _lock:
+            self.users -= 1
+            if self.users:
+                return
+            for key in [key for key, each in _of_this_process.items() if each is self]:
+                del _of_this_process[key]
         self._process.kill()
         self._process.wait()
         self._own.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+_lock = threading.Lock()
+_of_this_process: dict[tuple[str, int], Watcher] = {}
+
+
+def _forget() -> None:
+    """In a fork: the watchers of the parent look at the parent."""
+    global _lock
+    _lock = threading.Lock()
+    _of_this_process.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 def start_watcher(name: str, number: int) -> Watcher | None:
     """Starts a watcher, unless a launcher of this package looks at this process, or `TFREP_TIMEOUT=0` lets others wait.
+
+    The strategies of a process have one watcher together.
 
     Args:
         name: What this process is called in messages, with its number for `{}`.
@@ -94,7 +120,12 @@ def start_watcher(name: str, number: int) -> Watcher | None:
     if is_watched() or Patience.of_environment().stopped == math.inf:
         return None
     try:
-        return Watcher(name, number)
+        with _lock:
+            if (name, number) in _of_this_process:
+                _of_this_process[name, number].users += 1
+            else:
+                _of_this_process[name, number] = Watcher(name, number)
+            return _of_this_process[name, number]
     except OSError as error:
         _log.warning("Nobody watches this process (%s). If it is stopped, others notice it late.", error)
         return None
