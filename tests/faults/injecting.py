@@ -123,11 +123,12 @@ def send_garbage(run: Run, rng: random.Random) -> Done:
 
 
 def cut_the_cable(run: Run, rng: random.Random) -> Done:
-    """Until the ranks of both machines have ended. Machine 1 ends, and comes again when it is mended."""
+    """Until the ranks of both machines have ended. Machine 1 ends if it takes part, and comes again when the cable is mended."""
     deadline = time.monotonic() + _LIMITS["the cable is cut"]
+    takes_part = bool(run.ranks_of(1))  # Else it waits for the others, and goes on with that.
     with cable_cut(rng.choice(run.kind.hosts)):
         psutil.wait_procs(run.ranks(), _LIMITS["the cable is cut"])
-        if run.launchers[1].poll() is None:
+        if takes_part and run.launchers[1].poll() is None:
             run.launchers[1].wait(max(0.1, deadline - time.monotonic()))
     return Done(codes=[LOST])
 
