@@ -10,6 +10,7 @@ import psutil
 from needs import needs_horovod
 
 from tfrep_strategy.processes.identity import identities, inherited_environ
+from tfrep_strategy.rendezvous.horovod_server import SECRET
 
 
 def test_tf_config():
@@ -28,7 +29,8 @@ def test_horovod_meets_on_loopback_only():
         port = int(variables[0]["HOROVOD_GLOO_RENDEZVOUS_PORT"])
         listening = {each.laddr.ip for each in psutil.Process().net_connections("inet") if each.laddr.port == port}
         assert listening == {"127.0.0.1"}
-        put = urllib.request.Request(f"http://127.0.0.1:{port}/scope/key", data=b"value", method="PUT")
+        shown = {"Authorization": f"Bearer {variables[0][SECRET]}"}
+        put = urllib.request.Request(f"http://127.0.0.1:{port}/scope/key", data=b"value", headers=shown, method="PUT")
         urllib.request.urlopen(put, timeout=5).close()
     with socket.socket() as probe:
         probe.settimeout(2)
