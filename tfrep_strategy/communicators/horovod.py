@@ -145,8 +145,13 @@ class HorovodCommunicator(Communicator):
         self.check_root(root)
         root = self._process_set.ranks[root] if self._process_set.ranks else root
         tensors = [tf.convert_to_tensor(t) for t in tensors]
-        packed = Packed([_carry_bytes(t) for t in tensors])  # Horovod's ranks talk about each broadcast before it begins.
-        received = packed.unpack([self._call("broadcast", flat, root_rank=root) for flat in packed.flats])
+        carried = [_carry_bytes(t) for t in tensors]
+        if tf.executing_eagerly():
+            # The monitor has compared the shapes. Horovod's ranks would talk about each broadcast before it begins.
+            packed = Packed(carried)
+            received = packed.unpack([self._call("broadcast", flat, root_rank=root) for flat in packed.flats])
+        else:
+            received = [self._call("broadcast", each, root_rank=root) for each in carried]
         return [tf.ensure_shape(uncarry_moved(value, t.dtype), t.shape) for value, t in zip(received, tensors, strict=True)]
 
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
