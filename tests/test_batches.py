@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfrep_strategy.batches import any_size, empty_batch, num_examples
+from tfrep_strategy.batches import any_size, empty_batch, has_open_sizes, num_examples, open_sizes, with_open_sizes
 
 
 @pytest.mark.parametrize(("value", "expected"), [(tf.zeros([3, 2]), 3), (tf.zeros([0]), 0), (tf.constant(5), 1)])
@@ -40,3 +41,30 @@ def test_what_is_no_batch_has_an_empty_one() -> None:
     scalar, nothing = empty_batch((tf.TensorSpec([], tf.int64), tf.OptionalSpec(tf.TensorSpec([]))))
     assert int(scalar) == 0
     assert not nothing.has_value()
+
+
+def test_an_empty_batch_gets_the_sizes_of_another() -> None:
+    batch = {
+        "dense": tf.zeros([2, 5, 3]),
+        "words": tf.fill([2, 4], "word"),
+        "sparse": tf.sparse.from_dense(tf.ones([2, 6])),
+        "ragged": tf.RaggedTensor.from_row_lengths(tf.zeros([3, 7]), [1, 2]),
+        "number": tf.constant(1),
+    }
+    spec = {
+        "dense": tf.TensorSpec([2, None, 3]),
+        "words": tf.TensorSpec([None, None], tf.string),
+        "sparse": tf.SparseTensorSpec([None, None]),
+        "ragged": tf.RaggedTensorSpec([None, None, None], ragged_rank=1),
+        "number": tf.TensorSpec([], tf.int32),
+    }
+    assert has_open_sizes(spec)
+    found = with_open_sizes(spec, empty_batch(spec), open_sizes(spec, batch))
+    assert found["dense"].shape == [0, 5, 3]
+    assert found["words"].shape == [0, 4]
+    assert found["sparse"].dense_shape.numpy().tolist() == [0, 6]
+    assert found["ragged"].flat_values.shape == [0, 7]
+    same = with_open_sizes(spec, batch, open_sizes(spec, batch))
+    for leaf, other in zip(*(tf.nest.flatten(each, expand_composites=True) for each in (same, batch)), strict=True):
+        np.testing.assert_array_equal(leaf, other)
+    assert not has_open_sizes(tf.nest.map_structure(tf.type_spec_from_value, batch) | {"ragged": tf.RaggedTensorSpec([2, None, 7])})

@@ -69,6 +69,28 @@ def test_a_rank_whose_data_has_ended_takes_part_with_empty_batches(worker_pool: 
     assert second == [[0, 1], [2, 3], [], []]
 
 
+def sequences_short_on_one_rank(strategy: Any) -> tuple[list[Any], list[float]]:
+    def sequences(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        rows = tf.data.Dataset.range(8 if context.input_pipeline_id == 0 else 4)
+        return rows.map(lambda row: (tf.zeros([row % 3 + 3, 2]), 1.0)).padded_batch(2)
+
+    shapes = [images.shape.as_list() for images, _ in strategy.distribute_datasets_from_function(sequences)]
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((None, 2)), keras.layers.Conv1D(3, 3), keras.layers.LSTM(1)])
+        model.compile("sgd", "mse")
+    history = model.fit(strategy.distribute_datasets_from_function(sequences), epochs=2, verbose=0)
+    return shapes, history.history["loss"]
+
+
+@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+def test_empty_batches_are_as_long_as_those_of_others(communicator: str, worker_pool: Any) -> None:
+    (first, losses), (second, same_losses) = worker_pool(communicator, 2).run(sequences_short_on_one_rank)
+    assert first == [[2, 4, 2], [2, 5, 2], [2, 5, 2], [2, 4, 2]]
+    assert second == [[2, 4, 2], [2, 5, 2], [0, 5, 2], [0, 4, 2]]
+    assert losses == same_losses
+    assert np.isfinite(losses).all()
+
+
 def different_orders(strategy: Any) -> str:
     shuffled = tf.data.Dataset.range(8).shuffle(8, seed=strategy.rank).batch(4)
     try:

@@ -25,22 +25,26 @@ class Agreement:
         self.rank, self.size, self.stop_together = rank, size, stop_together
         self._sum = sum_over_processes
 
-    def next_step(self, has_batch: tf.Tensor, own: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def next_step(
+        self, has_batch: tf.Tensor, own: tf.Tensor, open_sizes: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Agrees on the next step of processes that each read their own data.
 
         Args:
             has_batch: bool scalar, whether this process has read a batch for the step. A batch may be empty.
             own: int64 scalar, the number of examples in that batch.
+            open_sizes: Sizes of the batch in other dimensions, as an int64 vector; zeros if there is no batch.
 
         Returns:
-            The number of examples of all processes (int64 scalar), and whether there is a step (bool scalar).
+            The number of examples of all processes (int64 scalar), whether there is a step (bool scalar), and the largest of
+            the open sizes.
         """
         if self.size == 1:
-            return own, has_batch
-        sizes = self._gather(tf.where(has_batch, own, -1))
-        there = sizes >= 0
+            return own, has_batch, open_sizes
+        told = self._gather(tf.concat([[tf.where(has_batch, own, -1)], open_sizes], 0))
+        there = told[:, 0] >= 0
         goes_on = self._all_have(there) if self.stop_together else tf.reduce_any(there)
-        return tf.reduce_sum(tf.maximum(sizes, 0)), goes_on
+        return tf.reduce_sum(tf.maximum(told[:, 0], 0)), goes_on, tf.reduce_max(told[:, 1:], 0)
 
     def all_read(self, has_batch: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
         """Returns whether all processes have read the next batch of data that each of them reads whole.
@@ -55,14 +59,16 @@ class Agreement:
         Raises:
             tf.errors.InvalidArgumentError: The processes have read batches of different sizes. Raised when it runs.
         """
-        sizes = self._gather(tf.where(has_batch, own, -1))
+        sizes = self._gather(tf.where(has_batch, own, -1)[tf.newaxis])[:, 0]
         one_size = tf.reduce_all((sizes == tf.reduce_max(sizes)) | (sizes < 0))
         said = "The ranks read different batches: all have to read the same data. Received: examples of each rank="
         with tf.control_dependencies([tf.debugging.Assert(one_size, [said, sizes], summarize=-1)]):
             return self._all_have(sizes >= 0)
 
     def _gather(self, own: tf.Tensor) -> tf.Tensor:
-        return self._sum(tf.one_hot(self.rank, self.size, on_value=own, off_value=tf.constant(0, tf.int64)))
+        """Returns the vectors of all ranks, one in each row."""
+        rows = tf.one_hot(self.rank, self.size, dtype=tf.int64)[:, tf.newaxis] * own
+        return tf.reshape(self._sum(tf.reshape(rows, [-1])), [self.size, -1])
 
     @staticmethod
     def _all_have(has_data: tf.Tensor) -> tf.Tensor:

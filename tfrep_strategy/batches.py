@@ -159,7 +159,7 @@ def empty_batch(spec: Any) -> Any:
         if isinstance(leaf, tf.SparseTensorSpec):
             shape = [0] + [d or 0 for d in leaf.shape[1:]]
             return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], leaf.dtype), shape)
-        if isinstance(leaf, tf.RaggedTensorSpec) and leaf.ragged_rank:
+        if _ragged_rank(leaf):
             values = tf.zeros([0] + [d or 0 for d in leaf.shape[1 + leaf.ragged_rank :]], leaf.dtype)
             return tf.RaggedTensor.from_nested_row_splits(
                 values, [tf.zeros([1], leaf.row_splits_dtype)] * leaf.ragged_rank, validate=False
@@ -169,6 +169,60 @@ def empty_batch(spec: Any) -> Any:
         return tf.zeros([0] + [d or 0 for d in leaf.shape[1:]] if leaf.shape.rank else [0], leaf.dtype)
 
     return tf.nest.map_structure(empty_leaf, spec)
+
+
+def has_open_sizes(spec: Any) -> bool:
+    """Returns whether a specification leaves a dimension open beside the first: a length of sequences, the size of images."""
+    return any(_open_dimensions(leaf) for leaf in tf.nest.flatten(spec))
+
+
+def open_sizes(spec: Any, batch: Any) -> tf.Tensor:
+    """Returns the sizes that a batch has in the dimensions that its specification leaves open, as an int64 vector."""
+    leaves = zip(tf.nest.flatten(batch), tf.nest.flatten(spec), strict=True)
+    sizes = [_shape(leaf)[i] for leaf, kind in leaves for i in _open_dimensions(kind)]
+    return tf.stack(sizes) if sizes else tf.zeros([0], tf.int64)
+
+
+def with_open_sizes(spec: Any, batch: Any, sizes: tf.Tensor) -> Any:
+    """Gives a batch sizes in the dimensions that its specification leaves open; other ones only if it has no examples.
+
+    Args:
+        spec: A nest as `empty_batch` takes it.
+        batch: A batch of this kind.
+        sizes: What `open_sizes` returns for a batch with these sizes.
+    """
+    left = iter(tf.unstack(sizes, len([i for leaf in tf.nest.flatten(spec) for i in _open_dimensions(leaf)])))
+
+    def resized(leaf: Any, kind: Any) -> Any:
+        opened = _open_dimensions(kind)
+        if not opened:
+            return leaf
+        known = kind.shape[_ragged_rank(kind) + 1 :]
+        given = [_shape(leaf)[0], *(next(left) if size is None else size for size in known)]
+        shape = tf.stack([tf.cast(size, tf.int64) for size in given])
+        if isinstance(leaf, tf.SparseTensor):
+            return tf.SparseTensor(leaf.indices, leaf.values, shape)
+        return leaf.with_flat_values(tf.reshape(leaf.flat_values, shape)) if _ragged_rank(kind) else tf.reshape(leaf, shape)
+
+    return tf.nest.map_structure(resized, batch, spec)
+
+
+def _open_dimensions(leaf: Any) -> list[int]:
+    """Returns which dimensions of a tensor, or of the flat values of a ragged one, are of unknown size, without the first."""
+    if isinstance(leaf, tf.OptionalSpec) or leaf.dtype == tf.variant or leaf.shape.rank is None:
+        return []
+    return [i for i, size in enumerate(leaf.shape[_ragged_rank(leaf) :]) if i and size is None]
+
+
+def _ragged_rank(leaf: Any) -> int:
+    return leaf.ragged_rank if isinstance(leaf, tf.RaggedTensorSpec) else 0
+
+
+def _shape(leaf: Any) -> Any:
+    """Returns the shape of a tensor, or of the flat values of a ragged one, as an int64 vector."""
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape
+    return tf.shape(leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else leaf, out_type=tf.int64)
 
 
 def any_size(spec: Any) -> Any:

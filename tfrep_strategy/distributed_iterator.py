@@ -11,7 +11,15 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import OwnedMultiDeviceIterator, PerReplicaSpec, enumerate_registry, zip_registry
 from tfrep_strategy.agreement import Agreement
-from tfrep_strategy.batches import any_size, empty_batch, num_examples, pack
+from tfrep_strategy.batches import (
+    any_size,
+    empty_batch,
+    has_open_sizes,
+    num_examples,
+    open_sizes,
+    pack,
+    with_open_sizes,
+)
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
@@ -173,8 +181,13 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         if isinstance(elements[0], Shards):
             shards = self._joined(elements)
             return shards, agreement.all_read(tf.reduce_all(there), shards.total)
+        specs = [optional.element_spec for optional, _ in optionals]
         own = [tf.where(has, num_examples(part), 0) for has, part in zip(there, elements, strict=True)]
-        total, goes_on = agreement.next_step(tf.reduce_any(there), tf.add_n(own))
+        sizes = list(map(open_sizes, specs, elements))
+        total, goes_on, others = agreement.next_step(tf.reduce_any(there), tf.add_n(own), tf.reduce_max(sizes, 0))
+        if has_open_sizes(specs):
+            sizes = [tf.where(has, own_sizes, others) for has, own_sizes in zip(there, sizes, strict=True)]
+            elements = list(map(with_open_sizes, specs, elements, sizes))
         return Shards(tuple(elements), total), goes_on
 
     def _read(self, read: Callable[[Any], Any]) -> list[tuple[Any, str | None]]:

@@ -65,6 +65,11 @@ def doubles_first(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return x * 2, y
 
 
+@tf.autograph.experimental.do_not_convert
+def of_open_length(value: tf.Tensor) -> tf.Tensor:
+    return tf.fill([value * 0 + 3], value)
+
+
 def of_keras(**options: Any) -> tf.data.Dataset:
     """The pipeline that `fit` makes of arrays."""
     tf.random.set_seed(1)
@@ -86,6 +91,11 @@ PIPELINES: dict[str, tuple[Callable[[], tf.data.Dataset], tuple[str, ...], str]]
         "",
     ),
     "a last batch of three rows": (lambda: Dataset.range(23).map(halves, 2).batch(10), ("batch", "map(halves)"), ""),
+    "a last batch of one row, of an open length": (
+        lambda: numbers().map(of_open_length).batch(11),
+        ("batch", "map(of_open_length)"),
+        "",
+    ),
     "no rows": (lambda: numbers().skip(23).map(halves).batch(4), ("batch", "map(halves)"), ""),
     "no end": (lambda: numbers().repeat().map(halves).batch(5).take(7), ("batch", "map(halves)"), ""),
     "counted": (lambda: numbers().map(halves).repeat(2).skip(3).batch(4).repeat(2).take(9), ("batch", "map(halves)"), ""),

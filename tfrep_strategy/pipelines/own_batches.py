@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfrep_strategy.batches import as_element, bounds, empty_batch
+from tfrep_strategy.batches import as_element, bounds, empty_batch, has_open_sizes
 from tfrep_strategy.keras_integration.protocol import Shards
 
 
@@ -74,12 +74,25 @@ class Batches(NamedTuple):
         return values if not rest or self.drops else values.concatenate(tf.data.Dataset.from_tensors(value(rest)))
 
 
+def are_known(batches: Batches, place: Any, spec: Any) -> bool:
+    """Returns whether `own_batches` can read these batches.
+
+    Args:
+        batches: Which rows make a batch.
+        place: The replicas of this process.
+        spec: The specification of a batch. A part without rows needs the sizes of all other dimensions.
+    """
+    if place.local > 1 or batches.size < place.total or batches.rows == tf.data.UNKNOWN_CARDINALITY:
+        return False
+    return not (_last_part_is_empty(batches, place) and has_open_sizes(spec))
+
+
 def own_batches(lifted: Lifted, batches: Batches, place: Any) -> tf.data.Dataset:
     """Takes the own rows of each batch, and maps them.
 
     Args:
         lifted: The rows of all batches, and their maps.
-        batches: Which rows make a batch. A full batch has a row for this process.
+        batches: Which rows make a batch; `are_known` says yes to them.
         place: The replica of this process.
 
     Returns:

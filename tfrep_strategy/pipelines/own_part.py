@@ -28,7 +28,7 @@ from tfrep_strategy.batches import as_element, bounds, shard, take_rows
 from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.pipelines.functions import first_stateful_operation, makes_maps, operation_that_mixes_rows
-from tfrep_strategy.pipelines.own_batches import Batches, Lifted, Map, own_batches
+from tfrep_strategy.pipelines.own_batches import Batches, Lifted, Map, are_known, own_batches
 
 _BATCHES = (kinds.Batch, kinds.ParallelBatch)
 _BATCH = "batch"
@@ -182,9 +182,9 @@ class _Cutter:
         """Takes the own examples of each batch before they are mapped."""
         total, first, count = self._place
         size, drops = int(dataset._batch_size), bool(dataset._drop_remainder)
-        number_of_rows = int(lifted.source.cardinality())
-        if self._first_batch is None and count == 1 and size >= total and number_of_rows != tf.data.UNKNOWN_CARDINALITY:
-            return own_batches(lifted, Batches(number_of_rows, size, drops), self._place)
+        known = Batches(int(lifted.source.cardinality()), size, drops)
+        if self._first_batch is None and are_known(known, self._place, dataset.element_spec):
+            return own_batches(lifted, known, self._place)
 
         # To start an iterator costs for every operation in a function, in every epoch.
         parts_of_all = np.arange(first, first + count + 1)

@@ -175,7 +175,8 @@ def make_input(strategy: tf.distribute.Strategy, mode: InputReplicationMode, inp
 
         def batches() -> Shards:
             parts = process.take(mode, made)
-            total, _ = agreement.next_step(tf.constant(True), tf.add_n([num_examples(part) for part in parts]))
+            rows = tf.add_n([num_examples(part) for part in parts])
+            total, *_ = agreement.next_step(tf.constant(True), rows, tf.zeros([0], tf.int64))
             return Shards(parts, total)
 
         return batches
