@@ -63,8 +63,11 @@ def cut(batch: Any, num_parts: int, index: int) -> Any:
 
 
 def take_rows(batch: Any, start: Any, stop: Any) -> Any:
-    """Returns the rows from `start` to before `stop` of a nest of dense, sparse or ragged tensors, all of which have them."""
-    return tf.nest.map_structure(lambda leaf: _rows(leaf, start, stop), batch)
+    """Returns the rows from `start` to before `stop` of a nest of dense, sparse or ragged tensors, all of which have them.
+
+    A None leaf is kept.
+    """
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else _rows(leaf, start, stop), batch)
 
 
 def _num_rows(leaf: Any) -> Any:
@@ -154,10 +157,12 @@ def empty_batch(spec: Any) -> Any:
     """
 
     def empty_leaf(leaf: Any) -> Any:
+        if is_none(leaf):
+            return None
         if isinstance(leaf, tf.OptionalSpec):  # Keras's `None` in a pipeline.
             return tf.experimental.Optional.empty(leaf._element_spec)
         if isinstance(leaf, tf.SparseTensorSpec):
-            shape = [0] + [d or 0 for d in leaf.shape[1:]]
+            shape = [0] + [d or 0 for d in leaf.shape[1:]] if leaf.shape.rank else [0]
             return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], leaf.dtype), shape)
         if _ragged_rank(leaf):
             values = tf.zeros([0] + [d or 0 for d in leaf.shape[1 + leaf.ragged_rank :]], leaf.dtype)
@@ -172,8 +177,8 @@ def empty_batch(spec: Any) -> Any:
 
 
 def has_open_sizes(spec: Any) -> bool:
-    """Returns whether a specification leaves a dimension open beside the first: a length of sequences, the size of images."""
-    return any(_open_dimensions(leaf) for leaf in tf.nest.flatten(spec))
+    """Returns whether a specification leaves a dimension open beside the first, or their number: the length of sequences, say."""
+    return any(_open_dimensions(leaf) or _has_open_rank(leaf) for leaf in tf.nest.flatten(spec))
 
 
 def open_sizes(spec: Any, batch: Any) -> tf.Tensor:
@@ -209,9 +214,18 @@ def with_open_sizes(spec: Any, batch: Any, sizes: tf.Tensor) -> Any:
 
 def _open_dimensions(leaf: Any) -> list[int]:
     """Returns which dimensions of a tensor, or of the flat values of a ragged one, are of unknown size, without the first."""
-    if isinstance(leaf, tf.OptionalSpec) or leaf.dtype == tf.variant or leaf.shape.rank is None:
+    if is_none(leaf) or isinstance(leaf, tf.OptionalSpec) or leaf.dtype == tf.variant or leaf.shape.rank is None:
         return []
     return [i for i, size in enumerate(leaf.shape[_ragged_rank(leaf) :]) if i and size is None]
+
+
+def _has_open_rank(leaf: Any) -> bool:
+    return not is_none(leaf) and not isinstance(leaf, tf.OptionalSpec) and leaf.shape.rank is None
+
+
+def is_none(spec: Any) -> bool:
+    """Returns whether a specification is that of None."""
+    return spec == tf.type_spec_from_value(None)
 
 
 def _ragged_rank(leaf: Any) -> int:
@@ -229,7 +243,7 @@ def any_size(spec: Any) -> Any:
     """Returns a specification of batches with any number of examples, given one with a fixed number."""
 
     def any_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, tf.OptionalSpec) or not leaf.shape.rank:
+        if is_none(leaf) or isinstance(leaf, tf.OptionalSpec) or not leaf.shape.rank:
             return leaf
         shape = [None, *leaf.shape[1:]]
         if isinstance(leaf, tf.RaggedTensorSpec):

@@ -204,19 +204,22 @@ class FirstBatch:
     def __init__(self, compare: Callable[[Fingerprint], None]) -> None:
         self._compare: Callable[[Fingerprint], None] | None = compare
         self._noted: dict[str, Any] = {}
+        self._number = 0
 
     def noted(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns a data set with the same elements that records its first batch. The batch is not read a second time."""
         names: list[str] = []
+        self._number += 1
+        batch_name = "the first batch" if self._number == 1 else f"the first batch of data set {self._number}"
 
         def note(*leaves: Any) -> np.bool_:
             if self._compare is not None:
-                self._noted = dict(zip(names, leaves, strict=True))
+                self._noted |= zip(names, leaves, strict=True)
             return np.bool_(True)
 
         @tf.autograph.experimental.do_not_convert
         def passed_on(index: tf.Tensor, batch: Any) -> Any:
-            leaves = [leaf for path in _leaves(batch, "the first batch") for leaf in _tensors(*path)]
+            leaves = [leaf for path in _leaves(batch, batch_name) for leaf in _tensors(*path)]
             names[:] = [name for name, _ in leaves]
             tensors = [tensor for _, tensor in leaves]
             tf.cond(index == 0, lambda: tf.numpy_function(note, tensors, tf.bool), lambda: tf.constant(False))

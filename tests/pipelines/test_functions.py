@@ -17,11 +17,18 @@ _WEIGHTS = tf.constant([0.1, 0.2, 0.3, 0.4, 0.5])
 _GENERATOR = tf.random.Generator.from_seed(1)
 _MATRIX = tf.reshape(tf.range(18.0), [6, 3])
 
+
+def with_a_fixed_size(value: tf.Tensor) -> tf.Tensor:
+    value.set_shape([6, 3])
+    return value * 2.0
+
+
 BY_ROWS: list[tuple[Callable[..., Any], Any]] = [
     (lambda v: v / 255.0, _MATRIX),
     (lambda v: tf.clip_by_value(v, 1.0, 9.0) - _CONSTANT, _MATRIX),
     (lambda v: tf.where(v > 4.0, v, tf.zeros_like(v)), _MATRIX),
     (lambda v: (v[..., 0], v[:, 1:], v[..., tf.newaxis]), _MATRIX),
+    (lambda v: (v[..., 1:, :], v[..., tf.newaxis, ::-1]), _MATRIX[..., tf.newaxis]),
     (lambda v: tf.transpose(tf.reshape(v, [-1, 3, 1]), [0, 2, 1]), _MATRIX),
     (lambda v: tf.concat([v, v * 2.0], -1), _MATRIX),
     (lambda v: tf.stack([v, v], 1), _MATRIX),
@@ -37,6 +44,12 @@ MIXED: list[tuple[Callable[..., Any], Any]] = [
     (lambda v: v[::-1], _MATRIX),
     (lambda v: v[1:], _MATRIX),
     (lambda v: v[0], _MATRIX),
+    (lambda v: v[..., ::-1, :], _MATRIX),
+    (lambda v: v[..., :2], _WEIGHTS),
+    (lambda v: v[..., 1:, tf.newaxis], _WEIGHTS),
+    (lambda v: tf.ensure_shape(v, [6, 3]) * 2.0, _MATRIX),
+    (with_a_fixed_size, _MATRIX),
+    (lambda v: 1.0, _MATRIX),
     (lambda v: tf.transpose(v), _MATRIX),
     (lambda v: tf.reshape(v, [-1, 9]), _MATRIX),
     (lambda v: tf.reshape(v, [-1]), _MATRIX),
@@ -75,7 +88,7 @@ def test_what_mixes_rows_or_may_round_otherwise_is_named(function: Any, value: t
 
 
 def test_arguments_that_every_step_gets_alike() -> None:
-    signature = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([6, 3])]
+    signature = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, 3])]
     picks = tf.function(lambda indices, data: tf.gather(data, indices), signature).get_concrete_function()
     assert operation_that_mixes_rows(picks, [True, False]) is None
     assert operation_that_mixes_rows(picks, [False, True]) == "GatherV2"

@@ -70,6 +70,73 @@ def of_open_length(value: tf.Tensor) -> tf.Tensor:
     return tf.fill([value * 0 + 3], value)
 
 
+@tf.autograph.experimental.do_not_convert
+def of_open_rank(value: tf.Tensor) -> tf.Tensor:
+    return tf.io.parse_tensor(tf.io.serialize_tensor(tf.fill([2, 3], value)), tf.int64)
+
+
+@tf.autograph.experimental.do_not_convert
+def sparse_of_open_size(value: tf.Tensor) -> tf.SparseTensor:
+    return tf.sparse.from_dense(tf.range(value % 5 + 1))
+
+
+@tf.autograph.experimental.do_not_convert
+def beside_nothing(value: tf.Tensor) -> tuple[tf.Tensor, None]:
+    return value * 2, None
+
+
+@tf.autograph.experimental.do_not_convert
+def draws_beside_nothing(value: tf.Tensor) -> tuple[tf.Tensor, None]:
+    return draws(value), None
+
+
+@tf.autograph.experimental.do_not_convert
+def still_beside_nothing(value: tf.Tensor, _: None) -> tuple[tf.Tensor, None]:
+    return value * 2, None
+
+
+@tf.autograph.experimental.do_not_convert
+def divides_by_size(batch: tf.Tensor) -> tf.Tensor:
+    return batch / tf.cast(tf.shape(batch)[0], tf.float32)
+
+
+@tf.autograph.experimental.do_not_convert
+def expects_a_size(batch: tf.Tensor) -> tf.Tensor:
+    if batch.shape[0] != 4:
+        raise ValueError
+    return batch * 2
+
+
+@tf.autograph.experimental.do_not_convert
+def draws_in_python(batch: tf.Tensor) -> tf.Tensor:
+    return batch * int(np.random.randint(1 << 30))
+
+
+def scaled_in_a_loop(drop_remainder: bool) -> tf.data.Dataset:
+    data = numbers().map(halves).batch(4, drop_remainder=drop_remainder)
+    for scale in (2.0, 3.0):
+        data = data.map(lambda batch: batch * scale)  # noqa: B023 Both functions were traced with their own scale.
+    return data
+
+
+def counted_by_a_table() -> tf.data.Dataset:
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, -1)
+
+    @tf.autograph.experimental.do_not_convert
+    def inserted(value: tf.Tensor) -> tf.Tensor:
+        table.insert(value, value * 2)
+        return value
+
+    def looked_up(value: tf.Tensor) -> tf.Tensor:
+        return table.lookup(value + 1)
+
+    return numbers().map(inserted).map(tf.autograph.experimental.do_not_convert(looked_up)).batch(4)
+
+
+def beside_a_constant(data: tf.data.Dataset, constant: Any) -> tf.data.Dataset:
+    return Dataset.zip((data, Dataset.from_tensors(constant).repeat()))
+
+
 def of_keras(**options: Any) -> tf.data.Dataset:
     """The pipeline that `fit` makes of arrays."""
     tf.random.set_seed(1)
@@ -94,6 +161,68 @@ PIPELINES: dict[str, tuple[Callable[[], tf.data.Dataset], tuple[str, ...], str]]
     "a last batch of one row, of an open length": (
         lambda: numbers().map(of_open_length).batch(11),
         ("batch", "map(of_open_length)"),
+        "",
+    ),
+    "a last batch of one row, of an open number of dimensions": (
+        lambda: numbers().map(of_open_rank).batch(11),
+        ("batch", "map(of_open_rank)"),
+        "",
+    ),
+    "sparse examples of open sizes": (
+        lambda: numbers().map(sparse_of_open_size).batch(5),
+        (),
+        "the size of a batch of sparse examples is that of its largest",
+    ),
+    "None": (lambda: numbers().map(beside_nothing).batch(11), ("batch", "map(beside_nothing)"), ""),
+    "None in what is drawn": (
+        lambda: numbers().map(draws_beside_nothing).map(still_beside_nothing).batch(4),
+        (),
+        "the results of `map(draws_beside_nothing)` may depend on the order of its calls (RandomUniform)",
+    ),
+    "tensors of different numbers of rows": (
+        lambda: Dataset.from_tensors((_X, _X[:1])).map(lambda x, row: x + row),
+        (),
+        "",
+    ),
+    "a function of the batch's size": (
+        lambda: numbers().map(halves).batch(4, drop_remainder=True).map(divides_by_size),
+        (),
+        "`map(divides_by_size)` gets whole batches, and may mix their rows or draw numbers (it knows the size of its batches)",
+    ),
+    "a function of one size": (
+        lambda: numbers().map(halves).batch(4, drop_remainder=True).map(expects_a_size),
+        (),
+        "`map(expects_a_size)` gets whole batches, and may mix their rows or draw numbers (it knows the size of its batches)",
+    ),
+    "a function of no size": (
+        lambda: numbers().map(halves).batch(4, drop_remainder=True).map(doubles),
+        ("map(doubles)", "batch", "map(halves)"),
+        "",
+    ),
+    "a variable of Python's": (lambda: scaled_in_a_loop(False), ("map", "map", "batch", "map(halves)"), ""),
+    "a variable of Python's, and one size": (
+        lambda: scaled_in_a_loop(True),
+        ("map",),
+        "`map` gets whole batches, and may mix their rows or draw numbers (it knows the size of its batches)",
+    ),
+    "a table that is changed": (
+        counted_by_a_table,
+        (),
+        "the results of `map(looked_up)` may depend on the order of its calls (LookupTableInsertV2)",
+    ),
+    "beside a constant": (
+        lambda: beside_a_constant(numbers().map(halves).batch(4, drop_remainder=True), tf.range(4)),
+        ("batch", "map(halves)"),
+        "",
+    ),
+    "behind numbers": (
+        lambda: Dataset.zip((Dataset.range(9), numbers().map(halves).batch(4))),
+        ("batch", "map(halves)"),
+        "",
+    ),
+    "with a constant": (
+        lambda: beside_a_constant(numbers().map(halves).batch(4), 2.0).map(lambda batch, constant: batch * constant),
+        ("map", "batch", "map(halves)"),
         "",
     ),
     "no rows": (lambda: numbers().skip(23).map(halves).batch(4), ("batch", "map(halves)"), ""),
@@ -228,7 +357,16 @@ def test_the_first_batch_is_noted_where_it_is_cut(changed: int) -> None:
     assert names == [f"row {row} of the first batch" for row in range(4)]
 
 
-_OF_EXAMPLES = ["map", "parallel", "shuffle", "repeat", "take", "zip", "cache", "interleave"]
+_OF_EXAMPLES = ["map", "late", "parallel", "shuffle", "repeat", "take", "zip", "cache", "interleave"]
+_OF_BATCHES: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+    "doubled": doubles,
+    "divided": lambda batch: batch // tf.cast(tf.shape(batch)[0], batch.dtype),
+    "divided by what Python knows": lambda batch: batch // (batch.shape[0] or 3),
+    "drawn": draws_in_python,
+    "without the last": lambda batch: batch - batch[-1:],
+    "reversed": lambda batch: batch[..., ::-1],
+    "paired": lambda batch: tf.stack([batch, batch], -1),
+}
 
 
 @st.composite
@@ -237,28 +375,37 @@ def pipelines(draw: Any) -> Callable[[], tf.data.Dataset]:
     size = draw(st.integers(1, 20))
     of_examples = draw(st.lists(st.sampled_from(_OF_EXAMPLES), max_size=4))
     batch = draw(st.integers(1, 7)), draw(st.booleans())
-    of_batches = draw(st.lists(st.sampled_from(["map", "repeat", "take", "prefetch"]), max_size=2))
+    of_batches = draw(st.lists(st.sampled_from(["late", "repeat", "take", "prefetch", "constant", *_OF_BATCHES]), max_size=2))
     seed = draw(st.integers(0, 9))
 
-    def scaled(*values: tf.Tensor) -> Any:
-        return tuple(value * 2 for value in values) if len(values) > 1 else values[0] * 2
+    def on_each(function: Callable[[tf.Tensor], tf.Tensor]) -> Any:
+        return lambda *values: tuple(map(function, values)) if len(values) > 1 else function(values[0])
 
     def together(*values: tf.Tensor) -> Any:
         return values if len(values) > 1 else values[0]
 
+    def late(data: tf.data.Dataset) -> tf.data.Dataset:
+        for scale in (2, 3):
+            data = data.map(on_each(lambda value: value * scale))  # noqa: B023 Both functions were traced with their own scale.
+        return data
+
     apply: dict[str, Callable[[Any], tf.data.Dataset]] = {
-        "map": lambda data: data.map(scaled),
-        "parallel": lambda data: data.map(scaled, 2),
+        "map": lambda data: data.map(on_each(doubles)),
+        "late": late,
+        "parallel": lambda data: data.map(on_each(doubles), 2),
         "shuffle": lambda data: data.shuffle(5, seed=seed),
         "repeat": lambda data: data.repeat(2),
         "take": lambda data: data.take(13),
-        "zip": lambda data: data if isinstance(data.element_spec, tuple) else Dataset.zip((data, Dataset.range(100).map(scaled))),
+        "zip": lambda data: data if isinstance(data.element_spec, tuple) else Dataset.zip((data, Dataset.range(100).map(doubles))),
         "cache": lambda data: data.cache(),
         "interleave": lambda data: data.interleave(lambda *each: Dataset.from_tensors(each).map(together).repeat(2), 3),
         "prefetch": lambda data: data.prefetch(1),
+        "constant": lambda data: data if isinstance(data.element_spec, tuple) else beside_a_constant(data, tf.range(batch[0])),
+        **{name: lambda data, function=function: data.map(on_each(function)) for name, function in _OF_BATCHES.items()},
     }
 
     def make() -> tf.data.Dataset:
+        np.random.seed(seed)
         data = Dataset.range(size)
         for name in of_examples:
             data = apply[name](data)

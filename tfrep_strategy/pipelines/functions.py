@@ -38,6 +38,41 @@ def first_stateful_operation(function: Any) -> str | None:
     return None
 
 
+def resources(function: Any) -> set[int]:
+    """Returns the variables, tables and generators that a function uses, as ids that hold while the function exists.
+
+    Args:
+        function: A concrete function.
+    """
+    return {id(tensor) for tensor in function.captured_inputs if tensor.dtype == tf.resource}
+
+
+def are_alike(function: Any, other: Any) -> bool:
+    """Returns whether two functions do the same, but for the sizes of what they are given.
+
+    Args:
+        function: A concrete function.
+        other: The same Python function, traced for other sizes.
+
+    Returns:
+        False as well if that is not known: if they call functions.
+    """
+    first, second = (each.graph.as_graph_def() for each in (function, other))
+    if first.library.function or second.library.function or len(first.node) != len(second.node):
+        return False
+    captured = zip(function.captured_inputs, other.captured_inputs, strict=False)
+    return all(map(_is_alike, first.node, second.node)) and all(own is its for own, its in captured)
+
+
+def _is_alike(node: Any, other: Any) -> bool:
+    if (node.op, list(node.input)) != (other.op, list(other.input)) or set(node.attr) != set(other.attr):
+        return False
+    return all(value == other.attr[name] for name, value in node.attr.items() if name not in _SIZES)
+
+
+_SIZES = frozenset({"shape", "_output_shapes"})
+
+
 def makes_maps(function: Any) -> bool:
     """Returns whether a function of `flat_map` or `interleave` maps elements itself.
 
@@ -72,12 +107,12 @@ def operation_that_mixes_rows(function: Any, are_rows: Sequence[bool]) -> str | 
     """Follows the rows of a batch through a function.
 
     Args:
-        function: A concrete function of dense tensors.
+        function: A concrete function of dense tensors, traced for any number of rows.
         are_rows: Whether each argument has the batch as its first dimension. What else it gets is the same for all batches.
 
     Returns:
         None if each result has a row for each row of the batch that is computed from that row alone, to the last bit; scalars
-        may depend on nothing in the batch. Otherwise the kind of the first operation of which that is not known.
+        may depend on nothing in the batch. Otherwise the kind of the first operation of which that is not known, or why.
     """
     graph = function.graph
     known = {tensor.ref(): rows for tensor, rows in zip(graph.inputs, are_rows, strict=False)}
@@ -87,6 +122,10 @@ def operation_that_mixes_rows(function: Any, are_rows: Sequence[bool]) -> str | 
             return str(operation.type)
         for tensor in operation.outputs:
             known.setdefault(tensor.ref(), bool(from_rows))
+            if known[tensor.ref()] and tensor.shape.rank and tensor.shape[0] is not None:
+                return "a fixed number of rows"
+    if not any(known[tensor.ref()] for tensor in graph.outputs):
+        return "no result has rows"
     for tensor in graph.outputs:
         if not known[tensor.ref()] and tensor.shape.rank != 0:
             return "a result that is the same for all rows"
@@ -169,10 +208,14 @@ def _stacks_rows(operation: Any, from_rows: Sequence[tf.Tensor]) -> bool:
 
 
 def _slices_within_rows(operation: Any, from_rows: Sequence[tf.Tensor]) -> bool:
-    masks = {name: operation.get_attr(f"{name}_mask") & 1 for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
+    masks = {name: operation.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
     strides = _constant(operation.inputs[3])
-    takes_all = masks["ellipsis"] or (masks["begin"] and masks["end"] and strides is not None and int(strides[0]) == 1)
-    return _is_input(operation, 0, from_rows) and bool(takes_all) and not masks["new_axis"] and not masks["shrink_axis"]
+    if strides is None or not _is_input(operation, 0, from_rows) or (masks["new_axis"] | masks["shrink_axis"]) & 1:
+        return False
+    if masks["ellipsis"] & 1:  # It stands for the dimensions that the others leave, of which the rows have to be one.
+        others = [i for i in range(1, len(strides)) if not masks["new_axis"] >> i & 1]
+        return len(others) < from_rows[0].shape.rank
+    return bool(masks["begin"] & masks["end"] & 1) and int(strides[0]) == 1
 
 
 def _looks_up(operation: Any, from_rows: Sequence[tf.Tensor]) -> bool:

@@ -17,17 +17,17 @@ import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import (
-    converted_by_autograph,
     dataset_from_tensors,
     dataset_to_tensors,
     parts_of_dataset,
     use_random_seed,
 )
 from tfrep_strategy._tensorflow import dataset_kinds as kinds
-from tfrep_strategy.batches import as_element, bounds, shard, take_rows
+from tfrep_strategy.batches import as_element, bounds, is_none, shard, take_rows
 from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
-from tfrep_strategy.pipelines.functions import first_stateful_operation, makes_maps, operation_that_mixes_rows
+from tfrep_strategy.pipelines.batch_maps import changed_below, has_rows, is_same_in_every_step, of_any_size
+from tfrep_strategy.pipelines.functions import first_stateful_operation, makes_maps
 from tfrep_strategy.pipelines.own_batches import Batches, Lifted, Map, are_known, own_batches
 
 _BATCHES = (kinds.Batch, kinds.ParallelBatch)
@@ -106,19 +106,23 @@ class _Cutter:
             return self.batches(dataset._input_dataset)
         if isinstance(dataset, (kinds.Prefetch, *_COUNTING)):
             return _again(dataset, self.batches(dataset._input_dataset))
-        if isinstance(dataset, kinds.Zip) and not all(map(_is_same_in_every_step, dataset._inputs())):
+        if isinstance(dataset, kinds.Zip) and not all(map(is_same_in_every_step, dataset._inputs())):
             return self._zipped(dataset)
         if isinstance(dataset, _MAPS):
-            mixing = first_stateful_operation(dataset._map_func.function) or _mixes_rows(dataset)
+            of_rows, mixing = of_any_size(dataset)
             if mixing is None:
                 self.above.append(_name(dataset))
-                return self._mapped(dataset)
+                return self._mapped(dataset, _function(of_rows))
             self._say(dataset, f"`{_name(dataset)}` gets whole batches, and may mix their rows or draw numbers ({mixing})")
         elif isinstance(dataset, _BATCHES):
             examples = _Examples()
             lifted = examples.lift(dataset._input_dataset)
             self.reason = self.reason or examples.reason
-            if lifted.maps:
+            if lifted.maps and _is_as_large_as_its_largest(dataset):
+                self._say(dataset, "the size of a batch of sparse examples is that of its largest")
+            elif lifted.maps and any(map(is_none, tf.nest.flatten(lifted.source.element_spec))):
+                self._say(dataset, "TensorFlow makes no windows of examples with None")
+            elif lifted.maps:
                 self.above += [_BATCH, *(each.name for each in reversed(lifted.maps))]
                 return self._batched(dataset, lifted)
         else:
@@ -127,24 +131,35 @@ class _Cutter:
 
     def _say(self, dataset: tf.data.Dataset, reason: str) -> None:
         """Notes why a data set is computed as a whole, if that costs something: if it maps single examples."""
-        batches = [part for part in parts_of_dataset(dataset) if isinstance(part, _BATCHES)]
-        if any(map(_has_maps, batches)):
-            self.reason = reason
+        if _has_maps_of_examples(dataset):
+            self.reason = self.reason or reason
 
     def _here(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Cuts whole batches."""
-        noted = dataset if self._first_batch is None else self._first_batch.noted(dataset)
-        return noted.map(cutting(dataset.element_spec, self._place), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        """Cuts whole batches, the first of which is noted."""
+        return self._cut(dataset if self._first_batch is None else self._first_batch.noted(dataset))
 
-    def _zipped(self, dataset: Any) -> tf.data.Dataset:
-        """Cuts each of several data sets that are read side by side, but not what every step gets alike."""
-        cut = [each if _is_same_in_every_step(each) else self.batches(each) for each in dataset._inputs()]
+    def _cut(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        cut = cutting(dataset.element_spec, self._place)
+        return dataset.map(cut, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+
+    def _zipped(self, dataset: Any, for_rows: bool = False) -> tf.data.Dataset:
+        """Cuts each of several data sets that are read side by side.
+
+        Args:
+            dataset: A data set that zips others.
+            for_rows: Whether the result is for a map of rows, which takes what every step gets alike as it is.
+        """
+
+        def cut(each: Any) -> tf.data.Dataset:
+            if is_same_in_every_step(each):
+                return each if for_rows else self._cut(each)
+            return self.batches(each)
 
         @tf.autograph.experimental.do_not_convert
         def joined(*elements: Any) -> Shards:
             return self._joined(dataset, elements)
 
-        return tf.data.Dataset.zip(tuple(cut)).map(joined)
+        return tf.data.Dataset.zip(tuple(map(cut, dataset._inputs()))).map(joined)
 
     def _joined(self, dataset: Any, elements: Sequence[Any]) -> Shards:
         """Puts the elements of data sets that are read side by side together. `Shards` are cut, others are for all parts."""
@@ -153,29 +168,37 @@ class _Cutter:
             own = [element.parts[i] if isinstance(element, Shards) else element for element in elements]
             return tf.nest.pack_sequence_as(dataset._datasets, own)
 
-        total = next(element.total for element in elements if isinstance(element, Shards))
-        return Shards(tuple(map(part, range(self._place.local))), total)
+        cut = [(element, each) for element, each in zip(elements, dataset._inputs(), strict=True) if isinstance(element, Shards)]
+        counted = next((element for element, each in cut if has_rows(each)), cut[0][0])
+        return Shards(tuple(map(part, range(self._place.local))), counted.total)
 
-    def _mapped(self, dataset: Any) -> tf.data.Dataset:
-        """Maps the parts instead of the batches."""
+    def _mapped(self, dataset: Any, function: Callable[[Any], Any]) -> tf.data.Dataset:
+        """Maps the parts instead of the batches.
+
+        Args:
+            dataset: A data set that maps batches.
+            function: What it does with any number of rows.
+        """
         below = dataset._input_dataset
-        spec = below.element_spec
-        function = converted_by_autograph(dataset._map_func._func)  # Traced anew, since parts have other sizes than batches.
-        picks = self._first_batch is None and isinstance(below, kinds.Zip) and any(map(_is_same_in_every_step, below._inputs()))
+        is_zipped = isinstance(below, kinds.Zip)
+        picks = self._first_batch is None and is_zipped and any(map(is_same_in_every_step, below._inputs()))
 
         @tf.autograph.experimental.do_not_convert
         def mapped(shards: Shards) -> Shards:
-            return Shards(tuple(function(*(part if type(spec) is tuple else (part,))) for part in shards.parts), shards.total)
+            return Shards(tuple(map(function, shards.parts)), shards.total)
 
         @tf.autograph.experimental.do_not_convert
         def cut_and_mapped(*components: Any) -> Shards:
-            elements = tf.__internal__.nest.flatten_up_to(below._datasets, as_element(spec, components))
+            elements = tf.__internal__.nest.flatten_up_to(below._datasets, as_element(below.element_spec, components))
             pairs = zip(elements, below._inputs(), strict=True)
-            cut = [element if _is_same_in_every_step(each) else shard(element, *self._place) for element, each in pairs]
+            cut = [element if is_same_in_every_step(each) else shard(element, *self._place) for element, each in pairs]
             return mapped(self._joined(below, cut))
 
         # Keras picks the rows of arrays by batches of indices. One operation costs an epoch less than three.
-        source, run = (below, cut_and_mapped) if picks else (self.batches(below), mapped)
+        if picks and not _has_maps_of_examples(below):
+            source, run = below, cut_and_mapped
+        else:
+            source, run = self._zipped(below, for_rows=True) if is_zipped else self.batches(below), mapped
         return source.map(run, num_parallel_calls=_parallel_calls(dataset), deterministic=_order(dataset))
 
     def _batched(self, dataset: Any, lifted: Lifted) -> tf.data.Dataset:
@@ -232,7 +255,7 @@ class _Examples:
     def lift(self, dataset: Any) -> Lifted:
         """Returns the data set without the maps that can be made last, and these maps."""
         if isinstance(dataset, _MAPS):
-            stateful = first_stateful_operation(dataset._map_func.function)
+            stateful = first_stateful_operation(dataset._map_func.function) or changed_below(dataset)
             if stateful is None:
                 below = self.lift(dataset._input_dataset)
                 return Lifted(below.source, (*below.maps, Map(_name(dataset), _function(dataset), _parallel_calls(dataset))))
@@ -315,26 +338,18 @@ def _beside(function: Callable[[Any], Any]) -> Callable[..., Any]:
     return mapped
 
 
-def _mixes_rows(dataset: Any) -> str | None:
-    """Returns an operation of a map of batches of which it is not known that it treats each row by itself."""
-    below = dataset._input_dataset
-    leaves: list[bool] = []
-    for part in below._inputs() if isinstance(below, kinds.Zip) else [below]:
-        is_cut = not _is_same_in_every_step(part)
-        leaves += [is_cut and leaf.shape.rank != 0 for leaf in tf.nest.flatten(part.element_spec)]
-    for spec in tf.nest.flatten((below.element_spec, dataset.element_spec)):
-        if not isinstance(spec, tf.TensorSpec) or spec.dtype == tf.variant or spec.shape.rank is None:
-            return "sparse or ragged values, or an unknown number of dimensions"
-    return operation_that_mixes_rows(dataset._map_func.function, leaves)
-
-
-def _is_same_in_every_step(dataset: Any) -> bool:
-    """Returns whether a data set repeats one element without an end."""
-    return isinstance(dataset, kinds.Repeat) and isinstance(dataset._input_dataset, kinds.Tensor)
+def _is_as_large_as_its_largest(dataset: Any) -> bool:
+    """Returns whether the size of a batch depends on all of its examples: that of sparse ones of unlike sizes."""
+    specs = tf.nest.flatten(dataset._input_dataset.element_spec)
+    return any(isinstance(leaf, tf.SparseTensorSpec) and not leaf.shape.is_fully_defined() for leaf in specs)
 
 
 def _always(value: tf.Tensor) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors(value).repeat()
+
+
+def _has_maps_of_examples(dataset: tf.data.Dataset) -> bool:
+    return any(_has_maps(part) for part in parts_of_dataset(dataset) if isinstance(part, _BATCHES))
 
 
 def _has_maps(dataset: tf.data.Dataset) -> bool:

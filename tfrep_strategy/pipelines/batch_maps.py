@@ -1,0 +1,84 @@
+"""Whether a map of batches may run on a part of their rows, and how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import dataset_kinds as kinds
+from tfrep_strategy._tensorflow import parts_of_dataset
+from tfrep_strategy.batches import any_size
+from tfrep_strategy.pipelines.functions import are_alike, first_stateful_operation, operation_that_mixes_rows, resources
+
+
+def of_any_size(dataset: Any) -> tuple[Any, str | None]:
+    """Returns a map of batches as it runs on a part of their rows, or why it has to get whole batches.
+
+    Args:
+        dataset: A data set that maps batches. What a zipped one repeats without an end is no batch: each part gets it whole.
+
+    Returns:
+        The same map, traced for any number of rows, and None; or None, and an operation that may mix rows or another reason.
+    """
+    function, below = dataset._map_func.function, _side_by_side(dataset._input_dataset)
+    found = first_stateful_operation(function) or changed_below(dataset)
+    if found is not None:
+        return None, found
+    for spec in tf.nest.flatten((dataset._input_dataset.element_spec, dataset.element_spec)):
+        if not isinstance(spec, tf.TensorSpec) or spec.dtype == tf.variant or spec.shape.rank is None:
+            return None, "sparse or ragged values, or an unknown number of dimensions"
+    unsized = dataset if all(map(_has_any_size, below)) else _unsized(dataset, below)
+    if unsized is None:
+        return None, "it knows the size of its batches"
+    given = [(leaf, leaf.shape.rank != 0 and not is_same_in_every_step(part)) for part in below for leaf in _leaves(part)]
+    if len({leaf.shape[0] for leaf, is_cut in given if is_cut} - {None}) > 1:
+        return None, "tensors of different numbers of rows"
+    mixing = operation_that_mixes_rows(unsized._map_func.function, [is_cut for _, is_cut in given])
+    return (unsized, None) if mixing is None else (None, mixing)
+
+
+def _unsized(dataset: Any, below: list[Any]) -> Any:
+    """Returns a map of batches that all have one size, traced for any size; None if that would be another function."""
+
+    def unsized(part: Any) -> Any:
+        variant = tf.data.experimental.to_variant(part)
+        return part if _has_any_size(part) else tf.data.experimental.from_variant(variant, any_size(part.element_spec))
+
+    parts, zipped = list(map(unsized, below)), dataset._input_dataset
+    source = tf.data.Dataset.zip(tf.nest.pack_sequence_as(zipped._datasets, parts)) if isinstance(zipped, kinds.Zip) else parts[0]
+    try:
+        again = source.map(dataset._map_func._func)
+    except Exception:  # Of the user's function, which may raise anything when it does not get the size that it expects.
+        return None
+    return again if are_alike(dataset._map_func.function, again._map_func.function) else None
+
+
+def _has_any_size(dataset: Any) -> bool:
+    return is_same_in_every_step(dataset) or dataset.element_spec == any_size(dataset.element_spec)
+
+
+def _side_by_side(dataset: Any) -> list[Any]:
+    return list(dataset._inputs()) if isinstance(dataset, kinds.Zip) else [dataset]
+
+
+def _leaves(dataset: Any) -> list[Any]:
+    return tf.nest.flatten(dataset.element_spec)
+
+
+def changed_below(dataset: Any) -> str | None:
+    """Returns an operation below a map that changes what the map reads: how far it is ahead must not depend on the cut."""
+    used = resources(dataset._map_func.function)
+    below = [each.function for part in parts_of_dataset(dataset._input_dataset) for each in part._functions()] if used else []
+    return next((found for each in below if used & resources(each) and (found := first_stateful_operation(each))), None)
+
+
+def has_rows(dataset: tf.data.Dataset) -> bool:
+    """Returns whether the batches of a data set have a tensor that is no scalar."""
+    shapes = [getattr(leaf, "shape", None) for leaf in _leaves(dataset)]
+    return any(shape is not None and shape.rank != 0 for shape in shapes)
+
+
+def is_same_in_every_step(dataset: Any) -> bool:
+    """Returns whether a data set repeats one element without an end."""
+    return isinstance(dataset, kinds.Repeat) and isinstance(dataset._input_dataset, kinds.Tensor)
