@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ import tensorflow as tf
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.keras_integration.shared.callback_states import (
+    OF_KERAS,
     read_beside_weights,
     restore_states,
     states_of,
@@ -29,6 +31,18 @@ class Remembers(keras.callbacks.Callback):
     def __init__(self, seen: Any) -> None:
         super().__init__()
         self.seen, self.file = seen, object()
+
+
+class Asks(keras.callbacks.Callback):
+    """Asks this process to end after some batches."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__()
+        self._left = itertools.count(1 - batches)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if next(self._left) == 0:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def test_what_callbacks_remember_travels_in_the_file_of_the_weights(tmp_path: Path) -> None:
@@ -53,6 +67,53 @@ def test_what_callbacks_remember_travels_in_the_file_of_the_weights(tmp_path: Pa
     assert (anew[0].best, anew[0].wait, anew[0].monitor) == (0.25, 2, "loss")
     for found, expected in zip(anew[0].best_weights, stop.best_weights, strict=True):
         np.testing.assert_array_equal(found, expected, strict=True)
+
+
+_REMEMBER_NOTHING = (
+    "BackupAndRestore", "CSVLogger", "History", "LambdaCallback", "LearningRateScheduler", "ProgbarLogger", "RemoteMonitor",
+    "TensorBoard", "TerminateOnNaN",
+)  # fmt: skip
+"""Those of Keras's callbacks that decide without a memory, or whose memory is restored otherwise: files, and the history."""
+
+
+def test_each_callback_of_keras_is_known() -> None:
+    exported = {kind for kind in vars(keras.callbacks).values() if isinstance(kind, type)}
+    known = {*OF_KERAS, *(getattr(keras.callbacks, name) for name in _REMEMBER_NOTHING)}
+    assert exported - {keras.callbacks.Callback, keras.callbacks.CallbackList} == known
+
+
+def test_a_threshold_of_keras_has_its_sign_after_a_restart() -> None:
+    stop, anew = (keras.callbacks.EarlyStopping("loss", min_delta=0.5) for _ in range(2))
+    stop._set_monitor_op()
+    restore_states([anew], states_of([stop]))
+    anew._set_monitor_op()
+    assert anew.min_delta == stop.min_delta == -0.5
+
+
+@pytest.mark.parametrize("batches", [3, 4])
+def test_weights_that_were_swapped_at_the_end_of_an_epoch(
+    batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is asked to end inside an epoch, and after one."""
+    monkeypatch.setenv("TFREP_BACKUP_SECONDS", "0")
+    x = np.random.default_rng(0).normal(size=(8, 2)).astype("float32")
+
+    def trained(ends_after: int) -> list[Any]:
+        monkeypatch.setattr(run_backups, "_fits", itertools.count())
+        monkeypatch.setattr(run_backups, "_places_taken", set())
+        keras.utils.set_random_seed(1)
+        with tfrep.MirroredStrategy(["CPU:0"]).scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5), "mse")
+            callbacks = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True), Asks(ends_after)]
+            model.fit(x, x[:, :1], batch_size=4, epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
+        return model.get_weights()
+
+    undisturbed = trained(100)
+    monkeypatch.setenv("TFREP_BACKUP_DIR", str(tmp_path))
+    with pytest.raises(SystemExit):
+        trained(batches)
+    np.testing.assert_allclose(trained(100)[0], undisturbed[0], rtol=1e-6)
 
 
 def test_a_file_of_weights_alone(tmp_path: Path) -> None:
