@@ -135,7 +135,7 @@ def test_backups_take_a_fiftieth_of_the_time(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(run_backups._Pace, "last_saved", run_backups._Pace.last_saved - 2 * cost)
         assert pace.is_due()
     written = threading.Event()
-    run_backups.writes.start(lambda: assert_true(written.wait(60)))
+    run_backups.writes.start("It", lambda: assert_true(written.wait(60)))
     assert not pace.is_due(), "training would wait for the disk"
     monkeypatch.setenv("TFREP_BACKUP_SECONDS", "1")
     assert pace.is_due(), "the user wants it"

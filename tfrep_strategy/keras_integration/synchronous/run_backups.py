@@ -143,7 +143,7 @@ class _Look(NamedTuple):
 
     Attributes:
         is_asked_to_end: Whether it was asked to end.
-        saves: Whether a backup is due, or the last one could not be written, which all ranks are to hear of. Rank 0 decides.
+        saves: Whether a backup is due. Rank 0 decides.
         steps: After how many steps they look again. Rank 0 decides.
     """
 
@@ -166,6 +166,9 @@ class _Place(NamedTuple):
     batches: int
     epochs_read: int
     is_finished: bool = False
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}, batch {self.batches}"
 
 
 class _Pace:
@@ -230,7 +233,8 @@ class _Files(keras.callbacks.BackupAndRestore):
         weights = weights_in_memory(self.model)
         write_beside_weights(weights, content)
         self._current_epoch, self._last_batch_seen = place.epoch, place.batches - 1
-        writes.start(prepared(self, weights, {_FIT: fit, _IS_FINISHED: place.is_finished}))
+        what = f"The backup of fit {fit['number']}, {place}"
+        writes.start(what, prepared(self, weights, {_FIT: fit, _IS_FINISHED: place.is_finished}))
 
 
 class RunBackup(keras.callbacks.Callback):
@@ -320,7 +324,7 @@ class RunBackup(keras.callbacks.Callback):
         """Asks all ranks whether one was asked to end, and rank 0 whether a backup is due."""
         if self._pace is None:
             return
-        own = _Look(is_asked_to_end(), writes.has_failed or self._pace.is_due(), self._pace.steps_until_next(self._steps_done))
+        own = _Look(is_asked_to_end(), self._pace.is_due(), self._pace.steps_until_next(self._steps_done))
         looks = self._strategy.extended.all_gather_object(own)
         self._steps_done, self._steps_wanted = 0, looks[0].steps
         ends = any(look.is_asked_to_end for look in looks)
@@ -329,8 +333,8 @@ class RunBackup(keras.callbacks.Callback):
             self._save(place, history)
             self._pace.note_cost(time.monotonic() - started)
         if ends:
-            self._wait()
-            _say(self._strategy, f"asked to end. A backup was made: epoch {place.epoch}, batch {place.batches}.")
+            is_written = self._wait()
+            _say(self._strategy, f"asked to end. {f'A backup was made: {place}' if is_written else 'The backup was not written'}.")
             end_as_asked()
 
     def _save(self, place: _Place, history: dict[str, Any]) -> None:
@@ -345,10 +349,9 @@ class RunBackup(keras.callbacks.Callback):
             if is_written_here:
                 self._files.start_to_save(place, content, self._fit)
 
-    def _wait(self) -> None:
-        """Returns on all ranks when the last backup is written."""
-        with failing_together(self._strategy):
-            writes.wait()
+    def _wait(self) -> bool:
+        """Returns on all ranks when the last backup is written, or could not be: whether it is."""
+        return self._strategy.extended.all_gather_object(writes.wait())[0]
 
     def _history(self) -> dict[str, Any]:
         return {"epochs": self.model.history.epoch, "history": self.model.history.history}
