@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds, message
-from tfrep_strategy.limits import grace_seconds
+from tfrep_strategy.limits import backup_seconds, grace_seconds
 from tfrep_strategy.processes.announced import announced
 from tfrep_strategy.processes.forked_ranks import ForkServers
 from tfrep_strategy.processes.identity import (
@@ -73,7 +73,7 @@ class Options:
             `reason_against_forks`.
 
     Raises:
-        ConfigurationError: An option cannot be used, alone or beside the others.
+        ConfigurationError: An option cannot be used, alone or beside the others, or `TFREP_BACKUP_SECONDS` is no number.
 
     Example:
         >>> Options(num_replicas=2).size
@@ -112,6 +112,7 @@ class Options:
             traced_steps(self.profile)
         if self.timeout is not None:
             check_seconds(timeout=self.timeout)
+        backup_seconds()  # Ranks read it in the middle of the script.
         if self.hosts is not None:
             self._check_hosts(self.hosts)
         elif self.export and self.ray is None:
