@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import threading
 import time
@@ -114,6 +115,50 @@ def test_weights_that_were_swapped_at_the_end_of_an_epoch(
     with pytest.raises(SystemExit):
         trained(batches)
     np.testing.assert_allclose(trained(100)[0], undisturbed[0], rtol=1e-6)
+
+
+class Dies(keras.callbacks.Callback):
+    """Has no backup made after some place, and ends training two epochs later."""
+
+    def __init__(self, epoch: int, batch: int) -> None:
+        super().__init__()
+        self._place = epoch, batch
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+        if epoch == self._place[0] + 2:
+            raise KeyError
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if (self._epoch, batch) == self._place:
+            os.environ["TFREP_BACKUP_SECONDS"] = "1000"
+
+
+@pytest.mark.parametrize("place", [(0, 1), (1, 1)])
+def test_rows_of_a_csv_file_are_those_of_the_undisturbed_run(
+    place: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TFREP_BACKUP_SECONDS", "0")
+    monkeypatch.chdir(tmp_path)
+    x = np.random.default_rng(0).normal(size=(8, 2)).astype("float32")
+
+    def rows(*callbacks: Any) -> str:
+        monkeypatch.setattr(run_backups, "_fits", itertools.count())
+        monkeypatch.setattr(run_backups, "_places_taken", set())
+        keras.utils.set_random_seed(1)
+        with tfrep.MirroredStrategy(["CPU:0"]).scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            logger = keras.callbacks.CSVLogger("log.csv")
+            model.fit(x, x[:, :1], batch_size=4, epochs=4, shuffle=False, verbose=0, callbacks=[logger, *callbacks])
+        return Path("log.csv").read_text()
+
+    undisturbed = rows()
+    monkeypatch.setenv("TFREP_BACKUP_DIR", "backups")
+    with pytest.raises(KeyError):
+        rows(Dies(*place))
+    assert len(Path("log.csv").read_text().splitlines()) == place[0] + 3
+    assert rows() == undisturbed
 
 
 def test_a_file_of_weights_alone(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tfrep_strategy.keras_integration.shared.callback_states import (
     states_of,
     write_beside_weights,
 )
+from tfrep_strategy.keras_integration.shared.csv_files import cut_to, lengths_of
 from tfrep_strategy.keras_integration.shared.declared_callback import DeclaredCallback
 from tfrep_strategy.keras_integration.shared.model_files import weights_in_memory
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
@@ -343,6 +344,7 @@ class RunBackup(keras.callbacks.Callback):
             "is_finished": place.is_finished,
             "epochs_read": place.epochs_read,
             "callbacks": states_of(self._callbacks),
+            "csv_lengths": lengths_of(self._callbacks),
             "metrics": [keras.ops.convert_to_numpy(variable) for variable in metrics],
         }
         with written_once(self._strategy, self._files.backup_dir) as is_written_here:
@@ -366,6 +368,7 @@ class RunBackup(keras.callbacks.Callback):
             _say(self._strategy, "this fit was finished before. It is not repeated.")
         else:
             self._strategy.extended.resumes_at = self._epochs_read, batches
+            cut_to(restored["csv_lengths"], self._callbacks)  # A later `fit` may have written over the file of a finished one.
             _say(self._strategy, f"fit goes on from its backup: epoch {epochs}, batch {batches}.")
 
     def _restore_history(self, restored: dict[str, Any]) -> None:
