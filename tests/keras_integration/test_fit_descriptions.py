@@ -22,7 +22,8 @@ Y = X.sum(1, keepdims=True)
 
 
 def make(rate: float = 0.01, loss: Any = "mse", activation: str = "relu") -> keras.Model:
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation=activation), keras.layers.Dense(1)])
+    hidden = [keras.layers.Dense(3, activation=activation), keras.layers.Dropout(0.5)]
+    model = keras.Sequential([keras.Input((4,)), *hidden, keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(rate), loss, metrics=["mae"])
     return model
 

@@ -349,6 +349,7 @@ class RunBackup(keras.callbacks.Callback):
         }
         with written_once(self._strategy, self._files.backup_dir) as is_written_here:
             if is_written_here:
+                content["seeds"] = list(map(keras.ops.convert_to_numpy, self._seeds()))
                 self._files.start_to_save(place, content, self._fit)
 
     def _wait(self) -> bool:
@@ -360,6 +361,8 @@ class RunBackup(keras.callbacks.Callback):
 
     def _go_on(self, restored: dict[str, Any], epochs: int, batches: int) -> None:
         restore_states(self._callbacks, restored["callbacks"])
+        for variable, value in zip(self._seeds(), restored["seeds"], strict=False):  # A layer may make its own later.
+            variable.assign(value)
         self._epochs_read = restored["epochs_read"]
         # A backup at the end of the last epoch may be the last one that was made.
         if restored[_IS_FINISHED] or epochs >= self.params["epochs"]:
@@ -370,6 +373,11 @@ class RunBackup(keras.callbacks.Callback):
             self._strategy.extended.resumes_at = self._epochs_read, batches
             cut_to(restored["csv_lengths"], self._callbacks)  # A later `fit` may have written over the file of a finished one.
             _say(self._strategy, f"fit goes on from its backup: epoch {epochs}, batch {batches}.")
+
+    def _seeds(self) -> list[Any]:
+        """Returns the state of layers that draw random numbers, which is equal on all replicas. Files of weights are without it."""
+        others = {id(variable) for variable in self.model.weights + self.model.metrics_variables}
+        return [variable for variable in self.model.variables if id(variable) not in others]
 
     def _restore_history(self, restored: dict[str, Any]) -> None:
         self.model.history.epoch, self.model.history.history = restored["epochs"], restored["history"]
