@@ -93,19 +93,20 @@ def warn_all(run: Run, rng: random.Random) -> Done:
 
 
 def fill_the_disk(run: Run, rng: random.Random) -> Done:
-    """The next backup fails, if there is one."""
+    """Backups fail for a while."""
     with contextlib.suppress(OSError), open(run.backups / "filler", "wb") as filler:
         while True:
             filler.write(b"0" * 4096)
             filler.flush()
-    return Done(run.launchers, [1])
+    time.sleep(2.0)
+    return Done()
 
 
 def limit_files(run: Run, rng: random.Random) -> Done:
-    """The next backup fails, if there is one."""
+    """All backups of these ranks fail."""
     for rank in run.ranks():
         rank.rlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, resource.RLIM_INFINITY))
-    return Done(run.launchers, [1])
+    return Done()
 
 
 def send_garbage(run: Run, rng: random.Random) -> Done:
@@ -157,12 +158,12 @@ ENDS_RANKS: dict[str, Fault] = {
     "a launcher is asked to end": ask_a_launcher,
     "all processes are warned": warn_all,
     "the process that forks ranks is killed": kill_the_forks_parent,
-    "the disk is full": fill_the_disk,
-    "files have a limit": limit_files,
     "a host is killed": kill_a_host,
     "the cable is cut": cut_the_cable,
 }
 ENDS_NOBODY: dict[str, Fault] = {
+    "the disk is full": fill_the_disk,
+    "files have a limit": limit_files,
     "strangers send garbage": send_garbage,
     "the cable is cut for 3 seconds": cut_the_cable_shortly,
     "the network is slow": slow_the_cable,
@@ -170,8 +171,8 @@ ENDS_NOBODY: dict[str, Fault] = {
 FAULTS = ENDS_RANKS | ENDS_NOBODY
 OF_HOSTS = ("a host is killed", "the cable is cut", "the cable is cut for 3 seconds", "the network is slow")
 ON_HOSTS = ("a rank is killed", "a rank is stopped", "a launcher is killed", "a launcher is asked to end", *OF_HOSTS)
-_LIMITS = {"the disk is full": 60.0, "files have a limit": 60.0, "the cable is cut": 60.0}
-"""Of faults that are noticed later than others: by the next backup, or when nothing has come for 17 seconds."""
+_LIMITS = {"the cable is cut": 60.0}
+"""Of faults that are noticed later than others: when nothing has come for 17 seconds."""
 
 
 def drawn(names: Sequence[str], rng: random.Random) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import signal
 import threading
 import time
@@ -15,6 +17,7 @@ import tensorflow as tf
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.keras_integration.shared.callback_states import (
+    OF_KERAS,
     read_beside_weights,
     restore_states,
     states_of,
@@ -29,6 +32,18 @@ class Remembers(keras.callbacks.Callback):
     def __init__(self, seen: Any) -> None:
         super().__init__()
         self.seen, self.file = seen, object()
+
+
+class Asks(keras.callbacks.Callback):
+    """Asks this process to end after some batches."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__()
+        self._left = itertools.count(1 - batches)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if next(self._left) == 0:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def test_what_callbacks_remember_travels_in_the_file_of_the_weights(tmp_path: Path) -> None:
@@ -55,6 +70,97 @@ def test_what_callbacks_remember_travels_in_the_file_of_the_weights(tmp_path: Pa
         np.testing.assert_array_equal(found, expected, strict=True)
 
 
+_REMEMBER_NOTHING = (
+    "BackupAndRestore", "CSVLogger", "History", "LambdaCallback", "LearningRateScheduler", "ProgbarLogger", "RemoteMonitor",
+    "TensorBoard", "TerminateOnNaN",
+)  # fmt: skip
+"""Those of Keras's callbacks that decide without a memory, or whose memory is restored otherwise: files, and the history."""
+
+
+def test_each_callback_of_keras_is_known() -> None:
+    exported = {kind for kind in vars(keras.callbacks).values() if isinstance(kind, type)}
+    known = {*OF_KERAS, *(getattr(keras.callbacks, name) for name in _REMEMBER_NOTHING)}
+    assert exported - {keras.callbacks.Callback, keras.callbacks.CallbackList} == known
+
+
+def test_a_threshold_of_keras_has_its_sign_after_a_restart() -> None:
+    stop, anew = (keras.callbacks.EarlyStopping("loss", min_delta=0.5) for _ in range(2))
+    stop._set_monitor_op()
+    restore_states([anew], states_of([stop]))
+    anew._set_monitor_op()
+    assert anew.min_delta == stop.min_delta == -0.5
+
+
+@pytest.mark.parametrize("batches", [3, 4])
+def test_weights_that_were_swapped_at_the_end_of_an_epoch(
+    batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is asked to end inside an epoch, and after one."""
+    monkeypatch.setenv("TFREP_BACKUP_SECONDS", "0")
+    x = np.random.default_rng(0).normal(size=(8, 2)).astype("float32")
+
+    def trained(ends_after: int) -> list[Any]:
+        monkeypatch.setattr(run_backups, "_fits", itertools.count())
+        monkeypatch.setattr(run_backups, "_places_taken", set())
+        keras.utils.set_random_seed(1)
+        with tfrep.MirroredStrategy(["CPU:0"]).scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5), "mse")
+            callbacks = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True), Asks(ends_after)]
+            model.fit(x, x[:, :1], batch_size=4, epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
+        return model.get_weights()
+
+    undisturbed = trained(100)
+    monkeypatch.setenv("TFREP_BACKUP_DIR", str(tmp_path))
+    with pytest.raises(SystemExit):
+        trained(batches)
+    np.testing.assert_allclose(trained(100)[0], undisturbed[0], rtol=1e-6)
+
+
+class Dies(keras.callbacks.Callback):
+    """Has no backup made after some place, and ends training two epochs later."""
+
+    def __init__(self, epoch: int, batch: int) -> None:
+        super().__init__()
+        self._place = epoch, batch
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+        if epoch == self._place[0] + 2:
+            raise KeyError
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if (self._epoch, batch) == self._place:
+            os.environ["TFREP_BACKUP_SECONDS"] = "1000"
+
+
+@pytest.mark.parametrize("place", [(0, 1), (1, 1)])
+def test_rows_of_a_csv_file_are_those_of_the_undisturbed_run(
+    place: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TFREP_BACKUP_SECONDS", "0")
+    monkeypatch.chdir(tmp_path)
+    x = np.random.default_rng(0).normal(size=(8, 2)).astype("float32")
+
+    def rows(*callbacks: Any) -> str:
+        monkeypatch.setattr(run_backups, "_fits", itertools.count())
+        monkeypatch.setattr(run_backups, "_places_taken", set())
+        keras.utils.set_random_seed(1)
+        with tfrep.MirroredStrategy(["CPU:0"]).scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            logger = keras.callbacks.CSVLogger("log.csv")
+            model.fit(x, x[:, :1], batch_size=4, epochs=4, shuffle=False, verbose=0, callbacks=[logger, *callbacks])
+        return Path("log.csv").read_text()
+
+    undisturbed = rows()
+    monkeypatch.setenv("TFREP_BACKUP_DIR", "backups")
+    with pytest.raises(KeyError):
+        rows(Dies(*place))
+    assert len(Path("log.csv").read_text().splitlines()) == place[0] + 3
+    assert rows() == undisturbed
+
+
 def test_a_file_of_weights_alone(tmp_path: Path) -> None:
     path = str(tmp_path / "own.weights.h5")
     keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)]).save_weights(path)
@@ -74,7 +180,7 @@ def test_backups_take_a_fiftieth_of_the_time(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(run_backups._Pace, "last_saved", run_backups._Pace.last_saved - 2 * cost)
         assert pace.is_due()
     written = threading.Event()
-    run_backups.writes.start(lambda: assert_true(written.wait(60)))
+    run_backups.writes.start("It", lambda: assert_true(written.wait(60)))
     assert not pace.is_due(), "training would wait for the disk"
     monkeypatch.setenv("TFREP_BACKUP_SECONDS", "1")
     assert pace.is_due(), "the user wants it"

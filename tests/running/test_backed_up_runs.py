@@ -120,3 +120,10 @@ def test_a_warning_signal_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> Non
         what = re.escape(f"write one of HUP, QUIT, URG, USR1, USR2, XCPU. Received: TFREP_WARNING_SIGNAL={name!r}")
         with pytest.raises(ConfigurationError, match=what):
             launch(int, num_replicas=2)
+
+
+def test_a_time_between_backups_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before a rank is started."""
+    monkeypatch.setenv("TFREP_BACKUP_SECONDS", "abc")
+    with pytest.raises(ConfigurationError, match="TFREP_BACKUP_SECONDS='abc'"):
+        launch(int, num_replicas=2)

@@ -99,3 +99,13 @@ def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
 def test_numbers_that_cannot_be() -> None:
     with pytest.raises(ConfigurationError, match="max_restarts=-1"):
         Options(2, max_restarts=-1)
+
+
+def test_backups_of_an_earlier_run_are_used_where_they_were_asked_for(tmp_path: Path) -> None:
+    """The folder beside the logs begins empty; what else stands there stays."""
+    seen = "import os; raise SystemExit(len(os.listdir(os.environ['TFREP_BACKUP_DIR'])))"
+    backups = tmp_path / "logs" / "backups"
+    (backups / "fit-0").mkdir(parents=True)
+    (backups / "own").touch()
+    assert run(seen, tmp_path, max_restarts=1) == 1
+    assert [path.name for path in backups.iterdir()] == ["own"]

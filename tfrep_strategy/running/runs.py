@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds, message
-from tfrep_strategy.limits import grace_seconds
+from tfrep_strategy.limits import backup_seconds, grace_seconds
 from tfrep_strategy.processes.announced import announced
 from tfrep_strategy.processes.forked_ranks import ForkServers
 from tfrep_strategy.processes.identity import (
@@ -65,15 +65,15 @@ class Options:
         prefix: Whether the output of all ranks is shown, each line with its rank, and not that of rank 0 alone.
         max_restarts: How often all ranks are started again after one, or a machine, was lost. Errors of the script end the run.
         backup_dir: Folder in which each `fit` of the script is backed up, to go on from there when the run is started again. By
-            default one beside the logs if the run may be restarted, else none. Several machines need one that all reach. It may
-            be an address that TensorFlow can write to, such as "gs://bucket/run".
+            default one beside the logs, which begins empty, if the run may be restarted, else none. Several machines need one that
+            all reach. It may be an address that TensorFlow can write to, such as "gs://bucket/run".
         profile: Steps of the first `fit` that all ranks trace: their number, or "20:30"; see `traced_steps`.
         profile_dir: Folder for traces; by default `profile` in `log_dir`, or `tfrep-profile` in the current folder.
         fork: Whether ranks are forked from one process that has imported TensorFlow; by default where that is safe, see
             `reason_against_forks`.
 
     Raises:
-        ConfigurationError: An option cannot be used, alone or beside the others.
+        ConfigurationError: An option cannot be used, alone or beside the others, or `TFREP_BACKUP_SECONDS` is no number.
 
     Example:
         >>> Options(num_replicas=2).size
@@ -112,6 +112,7 @@ class Options:
             traced_steps(self.profile)
         if self.timeout is not None:
             check_seconds(timeout=self.timeout)
+        backup_seconds()  # Ranks read it in the middle of the script.
         if self.hosts is not None:
             self._check_hosts(self.hosts)
         elif self.export and self.ray is None:
@@ -368,7 +369,11 @@ def backup_dir_of(options: Options, log_dir: Path) -> SharedFolder | None:
     """Makes the folder of the backups, if the run has any."""
     if options.backup_dir is not None:
         return shared_folder(options.backup_dir)
-    return SharedFolder(log_dir / "backups") if options.max_restarts else None
+    if not options.max_restarts:
+        return None
+    folder = SharedFolder(log_dir / "backups")
+    folder.remove_backups()  # Of an earlier run, which nobody has asked to continue.
+    return folder
 
 
 def make_log_dir(wanted: str | os.PathLike[str] | None) -> Path:

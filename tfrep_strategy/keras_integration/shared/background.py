@@ -1,4 +1,4 @@
-"""Files that are written while training goes on: one after the other, from copies."""
+"""Files that are written while training goes on: one after the other, from copies. Training does not depend on them."""
 
 from __future__ import annotations
 
@@ -9,55 +9,53 @@ from concurrent import futures
 
 
 class BackgroundWrites:
-    """Writes on a thread, one thing at a time. Python waits for it before it ends."""
+    """Writes on a thread, one thing at a time. Python waits for it before it ends.
+
+    What cannot be written is told to the user, once for each kind of failure until something is written again.
+    """
 
     def __init__(self) -> None:
-        self._last: futures.Future[None] | None = None
+        self._last: futures.Future[bool] | None = None
+        self._told = set[tuple[type, int | None]]()
 
     @property
     def is_writing(self) -> bool:
         """Whether something is being written."""
         return self._last is not None and not self._last.done()
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether `wait` would raise without waiting."""
-        return self._last is not None and self._last.done() and self._last.exception() is not None
-
-    def start(self, write: Callable[[], None]) -> None:
-        """Starts to write.
+    def start(self, what: str, write: Callable[[], None]) -> None:
+        """Starts to write, when what was started before is over.
 
         Args:
-            write: Writes from a copy that nobody changes.
-
-        Raises:
-            Exception: What was written before could not be written. Nothing is started then.
+            what: Its name, for the user.
+            write: Writes from a copy that nobody changes. If it fails, what was there is as it was.
         """
         self.wait()
         executor = futures.ThreadPoolExecutor(1, "tfrep-write")
-        self._last = executor.submit(write)
+        self._last = executor.submit(self._try, what, write)
         executor.shutdown(wait=False)  # Its thread ends with the file.
 
-    def wait(self) -> None:
-        """Returns when all is written.
-
-        Raises:
-            Exception: Something could not be written. It is raised once.
-        """
-        if self._last is not None:
-            futures.wait([self._last])  # An interrupt here leaves it to be waited for.
-            last, self._last = self._last, None
-            last.result()
+    def wait(self) -> bool:
+        """Returns when all is written: whether what was started last was."""
+        return self._last is None or self._last.result()
 
     @contextlib.contextmanager
     def waited_for(self) -> Iterator[None]:
-        """Waits after the block, also if it raises. A failure of the write is then only told."""
+        """Waits after the block, also if it raises."""
         try:
             yield
-        except BaseException:
-            try:
-                self.wait()
-            except Exception as error:
-                print(f"tfrep: the last backup could not be written: {error}", file=sys.stderr, flush=True)
-            raise
-        self.wait()
+        finally:
+            self.wait()
+
+    def _try(self, what: str, write: Callable[[], None]) -> bool:
+        try:
+            write()
+        except Exception as error:
+            kind = type(error), getattr(error, "errno", None)
+            if kind not in self._told:
+                self._told.add(kind)
+                text = f"{what} was not written: {error}\nAn older one is as it was. Training goes on, and the next one is tried."
+                print(f"tfrep: {text}", file=sys.stderr, flush=True)
+            return False
+        self._told.clear()
+        return True

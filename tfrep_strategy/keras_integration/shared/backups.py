@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tfrep_strategy.errors import message
@@ -61,6 +61,19 @@ def exists(callback: Any) -> bool:
     if is_local(callback.backup_dir):
         return os.path.exists(callback._weights_path)
     return bool(_generations(callback).marked())
+
+
+def newest_metadata(callback: Any) -> dict[str, Any]:
+    """Reads what belongs to the newest weights; no checksum is computed.
+
+    Args:
+        callback: A `BackupAndRestore`.
+
+    Returns:
+        The metadata; an empty dictionary where there is none that is complete.
+    """
+    found = _pairs(callback) if is_local(callback.backup_dir) else _generations(callback).marked()
+    return next((content for backup in found if (content := read_metadata(backup.metadata))), {})
 
 
 def find(callback: Any) -> list[Backup]:
@@ -131,14 +144,15 @@ def restore(original: Any, callback: Any, logs: Any, found: list[Backup]) -> int
     return 0
 
 
-def prepared(callback: Any, weights: io.BytesIO) -> Callable[[], None]:
+def prepared(callback: Any, weights: io.BytesIO, more: Mapping[str, Any]) -> Callable[[], None]:
     """Returns what writes a backup of what now holds. It may run on any thread, while training goes on.
 
     Args:
         callback: A `BackupAndRestore`.
         weights: The content of the file of weights, a copy.
+        more: What is added to the metadata.
     """
-    content = _metadata(callback)
+    content = {**more, **_metadata(callback)}
 
     def write_weights(path: str) -> None:
         data = weights.getbuffer()
@@ -155,7 +169,7 @@ def _metadata(callback: Any) -> dict[str, int]:
     return {"epoch": callback._current_epoch, "batch": batch, _BATCHES: done}
 
 
-def _save(callback: Any, content: dict[str, int], write_weights: Callable[[str], None]) -> None:
+def _save(callback: Any, content: dict[str, Any], write_weights: Callable[[str], None]) -> None:
     if is_local(callback.backup_dir):
         os.makedirs(callback.backup_dir, exist_ok=True)
         with hidden_folder(callback.backup_dir) as unfinished:
@@ -167,7 +181,7 @@ def _save(callback: Any, content: dict[str, int], write_weights: Callable[[str],
             _write(new, content, write_weights)
 
 
-def _write(new: Backup, content: dict[str, int], write_weights: Callable[[str], None]) -> None:
+def _write(new: Backup, content: dict[str, Any], write_weights: Callable[[str], None]) -> None:
     write_weights(new.weights)
     with whole(new.metadata) as path, open(path, "w", encoding="utf-8") as file:
         json.dump(content | {_CHECKSUM: _checksum(new.weights)}, file)

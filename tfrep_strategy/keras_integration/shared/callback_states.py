@@ -13,7 +13,13 @@ import h5py
 import keras
 import numpy as np
 
-_OF_KERAS = (keras.callbacks.EarlyStopping, keras.callbacks.ModelCheckpoint, keras.callbacks.ReduceLROnPlateau)
+OF_KERAS = (
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.SwapEMAWeights,
+    *([keras.callbacks.OrbaxCheckpoint] if hasattr(keras.callbacks, "OrbaxCheckpoint") else ()),  # Keras has it since 3.13.
+)
 """Those of Keras's callbacks whose decisions depend on what they remember. What others remember belongs to the process."""
 
 _GROUP = "tfrep_run"
@@ -30,7 +36,7 @@ def states_of(callbacks: Sequence[Any]) -> dict[str, dict[str, Any]]:
         The attributes, by the class of the callback, and its number among those of that class.
     """
     return {
-        name: {key: value for key, value in vars(callback).items() if key not in ("params", "_params") and _is_plain(value)}
+        name: {key: value for key, value in vars(callback).items() if _is_state(callback, key) and _is_plain(value)}
         for name, callback in _named(callbacks)
     }
 
@@ -95,9 +101,14 @@ def _named(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
         name = f"{kind.__module__}.{kind.__qualname__}"
         seen[name] += 1
         first_of_keras = next(base for base in kind.__mro__ if base.__module__.startswith("keras."))
-        if first_of_keras in (keras.callbacks.Callback, *_OF_KERAS):
+        if first_of_keras in (keras.callbacks.Callback, *OF_KERAS):
             named.append((f"{name} {seen[name]}", callback))
     return named
+
+
+def _is_state(callback: Any, key: str) -> bool:
+    # Those of Keras that compare change the sign of `min_delta` in their first epoch, and would do so again.
+    return key not in ("params", "_params") and not (key == "min_delta" and hasattr(callback, "monitor_op"))
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,9 +1,9 @@
-"""Rows of a `CSVLogger` are whole: a run that goes on begins after the last whole one."""
+"""Rows of a `CSVLogger` are whole: a run that goes on begins after the last whole one, and after the last of its backup."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO
 
 import keras
@@ -26,6 +26,30 @@ def beginning_whole(callbacks: Iterable[Any]) -> list[keras.callbacks.Callback]:
     return [_BeginsWhole(callback) for callback in callbacks if isinstance(callback, keras.callbacks.CSVLogger)]
 
 
+def lengths_of(callbacks: Iterable[Any]) -> dict[str, int]:
+    """Returns how long the files of `CSVLogger`s are, by their paths; those of this machine, while they are open."""
+    return {logger.filename: os.path.getsize(logger.filename) for logger in _with_files(callbacks)}
+
+
+def cut_to(lengths: Mapping[str, int], callbacks: Iterable[Any]) -> None:
+    """Removes rows that were written later, from files that are open to be continued.
+
+    Args:
+        lengths: From `lengths_of`.
+        callbacks: Those of a `fit` that goes on.
+    """
+    for logger in _with_files(callbacks):
+        length = lengths.get(logger.filename)
+        if length is not None and length < os.path.getsize(logger.filename):
+            os.truncate(logger.filename, length)
+            logger.append_header = length == 0
+
+
+def _with_files(callbacks: Iterable[Any]) -> list[keras.callbacks.CSVLogger]:
+    loggers = [callback for callback in callbacks if isinstance(callback, keras.callbacks.CSVLogger)]
+    return [logger for logger in loggers if is_local(logger.filename) and os.path.isfile(logger.filename)]
+
+
 class _BeginsWhole(keras.callbacks.Callback):
     """Removes the piece of a row with which a full disk, or a kill, has ended a file that is to be continued."""
 
@@ -34,9 +58,8 @@ class _BeginsWhole(keras.callbacks.Callback):
         self._logger = logger
 
     def on_train_begin(self, logs: Any = None) -> None:
-        path = self._logger.filename
-        if self._logger.append and is_local(path) and os.path.isfile(path):
-            with open(path, "rb+") as file:
+        if self._logger.append and _with_files([self._logger]):
+            with open(self._logger.filename, "rb+") as file:
                 _cut_unfinished_line(file)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -59,10 +59,12 @@ class Callbacks(backups.Backups, SynchronousBase):
 
     Attributes:
         is_fitting: Whether `fit` is running.
+        given_to_fit: Its arguments.
         steps_of_fit: What it iterates over.
     """
 
     is_fitting = False
+    given_to_fit: Mapping[str, Any] = {}
     steps_of_fit: StepsOfReplicas | None = None
 
     def init_callbacks(
@@ -73,7 +75,9 @@ class Callbacks(backups.Backups, SynchronousBase):
         strategy = self.strategy
         callbacks = list(keras.tree.flatten(callbacks)) if callbacks else []
         agreement, callbacks = _agreed(strategy, callbacks)
-        backup = backup_of_fit(strategy, callbacks, self.steps_of_fit) if add_history and self.is_fitting else []
+        backup = []
+        if add_history and self.is_fitting:
+            backup = backup_of_fit(strategy, model, self.given_to_fit, callbacks, self.steps_of_fit)
         if self.has_several:  # A single replica has nobody to wait for, and each callback is called twice in each step.
             callbacks = [_Before(strategy, agreement), *callbacks, _After(strategy, agreement)]
         original(

@@ -74,7 +74,7 @@ class SynchronousDriver(
         given = _given(original, model, args, kwargs)
         old_objects.refuse_old_callbacks(given.get("callbacks"))
         self.strategy.extended.given_beside = {"validation_data": given.get("validation_data")}
-        self.is_fitting = True
+        self.is_fitting, self.given_to_fit = True, given
         try:
             with (
                 keeping_requests(),
@@ -84,7 +84,7 @@ class SynchronousDriver(
                 return original(model, *args, **kwargs)
         finally:
             self.strategy.extended.given_beside = {}
-            self.is_fitting, self.steps_of_fit = False, None
+            self.is_fitting, self.given_to_fit, self.steps_of_fit = False, {}, None
 
     def evaluate(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Merges state that results depend on."""

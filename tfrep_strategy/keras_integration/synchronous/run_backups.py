@@ -9,26 +9,30 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
+import tensorflow as tf
 
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.shared.background import BackgroundWrites
-from tfrep_strategy.keras_integration.shared.backups import exists, prepared
+from tfrep_strategy.keras_integration.shared.backups import exists, newest_metadata, prepared
 from tfrep_strategy.keras_integration.shared.callback_states import (
     read_beside_weights,
     restore_states,
     states_of,
     write_beside_weights,
 )
+from tfrep_strategy.keras_integration.shared.csv_files import cut_to, lengths_of
 from tfrep_strategy.keras_integration.shared.declared_callback import DeclaredCallback
 from tfrep_strategy.keras_integration.shared.model_files import weights_in_memory
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
+from tfrep_strategy.keras_integration.synchronous.fit_descriptions import description, differences, is_backup_of
 from tfrep_strategy.keras_integration.synchronous.saving import failing_together, written_once
 from tfrep_strategy.limits import backup_dir, backup_seconds, progress_dir
 from tfrep_strategy.preemption import answer_requests_to_end, end_as_asked, is_asked_to_end
@@ -39,19 +43,31 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 _BYTES_PER_SECOND, _LEAST_COST = 300e6, 0.1
 """For how long training is taken to wait for a first backup, before one was made."""
 
+_NAME = "fit-"
+"""How the name of the folder of each `fit` begins."""
+
+_FIT, _IS_FINISHED = "fit", "is_finished"
+"""In the metadata: to which `fit` a backup belongs, and whether nothing is left to do."""
+
 _fits = itertools.count()
+_places_taken = set[str]()
+"""The folders of the `fit`s of this process."""
 
 writes = BackgroundWrites()
 """Of all `fit`s of this process."""
 
 
-def backup_of_fit(strategy: KerasStrategy, callbacks: Sequence[Any], steps: StepsOfReplicas | None) -> list[RunBackup]:
+def backup_of_fit(
+    strategy: KerasStrategy, model: Any, given: Mapping[str, Any], callbacks: Sequence[Any], steps: StepsOfReplicas | None
+) -> list[RunBackup]:
     """Returns the callback that backs up a `fit` of a run, if the run is to be backed up and the program does not do so itself.
 
     Every process has to call it, for each `fit`.
 
     Args:
         strategy: The strategy of the model.
+        model: The model.
+        given: The arguments of `fit`, by name.
         callbacks: Those that the program gives.
         steps: What the `fit` iterates over.
     """
@@ -63,7 +79,64 @@ def backup_of_fit(strategy: KerasStrategy, callbacks: Sequence[Any], steps: Step
     )
     if not folder or steps is None or any(strategy.extended.all_gather_object(has_own)):
         return []
-    return [RunBackup(strategy, os.path.join(folder, f"fit-{number}"), callbacks, steps)]
+    strategy.extended.synchronize_new_variables()
+    strategy.extended.merge_replica_state()
+    own: dict[str, Any] = {}
+    place, text = "", ""
+    with failing_together(strategy), strategy.extended.acting_alone():
+        if strategy.extended.is_chief:
+            own = description(number, model, given, steps.num_batches, callbacks)
+            place, text = _place_of(own, folder)
+    place, text = strategy.extended.broadcast_object((place, text))
+    if text:
+        _say(strategy, text)
+    return [RunBackup(strategy, place, own, callbacks, steps)]
+
+
+def _place_of(own: dict[str, Any], folder: str) -> tuple[str, str]:
+    """Finds the backup of a `fit`; each is that of one `fit` of this process.
+
+    Args:
+        own: Describes the `fit`.
+        folder: In which there are those of all `fit`s.
+
+    Returns:
+        Where it is, or will be, and what the user is to hear.
+    """
+    places = {number: os.path.join(folder, f"{_NAME}{number}") for number in _numbers(folder)}
+    found = {place: newest_metadata(_Files(place)) for place in places.values() if place not in _places_taken}
+    of_call = [place for place, content in found.items() if content.get(_FIT, own)["number"] == own["number"]]
+    text = ""
+    for place in [*of_call, *found]:
+        content = found[place]
+        if not content and place == places.get(own["number"]):
+            break  # It was interrupted or damaged, which `RunBackup` finds out.
+        if _FIT in content and is_backup_of(own, content[_FIT], content[_IS_FINISHED]):
+            break
+    else:
+        if of_call and _FIT in found[of_call[0]]:
+            differ = " and ".join(differences(own, found[of_call[0]][_FIT]))
+            text = f"fit {own['number']} begins anew: its backup is of another fit ({differ} differ)."
+        taken = {*places.values(), *_places_taken}
+        free = (os.path.join(folder, f"{_NAME}{number}") for number in itertools.count(own["number"]))
+        place = next(place for place in free if place not in taken)
+    _places_taken.add(place)
+    return place, text
+
+
+def _numbers(folder: str) -> list[int]:
+    """Returns the numbers of the backups in a folder; folders are listed with a slash by some file systems."""
+    try:
+        names = tf.io.gfile.listdir(folder)
+    except tf.errors.NotFoundError:
+        return []
+    found = (re.fullmatch(rf"{_NAME}(\d+)/?", name) for name in names)
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _say(strategy: KerasStrategy, text: str) -> None:
+    if strategy.extended.is_chief:
+        print(f"tfrep: {text}", file=sys.stderr, flush=True)
 
 
 class _Look(NamedTuple):
@@ -71,7 +144,7 @@ class _Look(NamedTuple):
 
     Attributes:
         is_asked_to_end: Whether it was asked to end.
-        saves: Whether a backup is due, or the last one could not be written, which all ranks are to hear of. Rank 0 decides.
+        saves: Whether a backup is due. Rank 0 decides.
         steps: After how many steps they look again. Rank 0 decides.
     """
 
@@ -94,6 +167,9 @@ class _Place(NamedTuple):
     batches: int
     epochs_read: int
     is_finished: bool = False
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}, batch {self.batches}"
 
 
 class _Pace:
@@ -146,19 +222,20 @@ class _Files(keras.callbacks.BackupAndRestore):
         super()._load_model()
         self.restored = read_beside_weights(self._weights_path)
 
-    def start_to_save(self, epoch: int, batches_done: int, content: dict[str, Any]) -> None:
+    def start_to_save(self, place: _Place, content: dict[str, Any], fit: dict[str, Any]) -> None:
         """Copies what belongs to a backup, and starts to write it.
 
         Args:
-            epoch: The epoch in which training goes on.
-            batches_done: How many of its batches are done.
+            place: How far the `fit` is.
             content: What is written beside the weights.
+            fit: Describes the `fit`.
         """
         writes.wait()  # There is one copy at a time.
         weights = weights_in_memory(self.model)
         write_beside_weights(weights, content)
-        self._current_epoch, self._last_batch_seen = epoch, batches_done - 1
-        writes.start(prepared(self, weights))
+        self._current_epoch, self._last_batch_seen = place.epoch, place.batches - 1
+        what = f"The backup of fit {fit['number']}, {place}"
+        writes.start(what, prepared(self, weights, {_FIT: fit, _IS_FINISHED: place.is_finished}))
 
 
 class RunBackup(keras.callbacks.Callback):
@@ -167,17 +244,20 @@ class RunBackup(keras.callbacks.Callback):
     Args:
         strategy: The strategy of the model.
         folder: The folder of this `fit`.
+        fit: Describes it, on rank 0.
         callbacks: The program's, whose states belong to a backup.
         steps: What the `fit` iterates over.
     """
 
     async_safe = True  # It looks at no batch.
 
-    def __init__(self, strategy: KerasStrategy, folder: str, callbacks: Sequence[Any], steps: StepsOfReplicas) -> None:
+    def __init__(
+        self, strategy: KerasStrategy, folder: str, fit: dict[str, Any], callbacks: Sequence[Any], steps: StepsOfReplicas
+    ) -> None:
         super().__init__()
         self._strategy, self._callbacks, self._steps = strategy, callbacks, steps
         self._files = _Files(folder)
-        self._progress, self._fit = Progress(Path(progress_dir())), int(folder.rpartition("-")[2])
+        self._fit, self._progress = fit, Progress(Path(progress_dir()))
         self._epoch = self._epochs_read = 0
         self._steps_done, self._steps_wanted = 0, 1
         self._restored: dict[str, Any] | None = None
@@ -191,7 +271,8 @@ class RunBackup(keras.callbacks.Callback):
         """Restores what was backed up, when the other callbacks have begun anew."""
         model, extended = self.model, self._strategy.extended
         if not model.built:
-            self._say("the model is not built before fit, so that this fit has no backup. Call the model on a batch first.")
+            what = "the model is not built before fit, so that this fit has no backup."
+            _say(self._strategy, f"{what} Call the model on a batch first.")
             return
         self._pace = _Pace(model)
         model._initial_epoch = None  # It may be that of an earlier fit.
@@ -235,7 +316,7 @@ class RunBackup(keras.callbacks.Callback):
 
     def _before_step(self, batches_done: int) -> None:
         if self._strategy.extended.is_chief:
-            self._progress.note(Step(self._fit, self._epoch, batches_done))
+            self._progress.note(Step(self._fit["number"], self._epoch, batches_done))
         if self._steps_done >= self._steps_wanted:
             self._look(_Place(self._epoch, batches_done, self._epochs_read - 1), self._history())
         self._steps_done += 1
@@ -244,7 +325,7 @@ class RunBackup(keras.callbacks.Callback):
         """Asks all ranks whether one was asked to end, and rank 0 whether a backup is due."""
         if self._pace is None:
             return
-        own = _Look(is_asked_to_end(), writes.has_failed or self._pace.is_due(), self._pace.steps_until_next(self._steps_done))
+        own = _Look(is_asked_to_end(), self._pace.is_due(), self._pace.steps_until_next(self._steps_done))
         looks = self._strategy.extended.all_gather_object(own)
         self._steps_done, self._steps_wanted = 0, looks[0].steps
         ends = any(look.is_asked_to_end for look in looks)
@@ -253,8 +334,8 @@ class RunBackup(keras.callbacks.Callback):
             self._save(place, history)
             self._pace.note_cost(time.monotonic() - started)
         if ends:
-            self._wait()
-            self._say(f"asked to end. A backup was made: epoch {place.epoch}, batch {place.batches}.")
+            is_written = self._wait()
+            _say(self._strategy, f"asked to end. {f'A backup was made: {place}' if is_written else 'The backup was not written'}.")
             end_as_asked()
 
     def _save(self, place: _Place, history: dict[str, Any]) -> None:
@@ -263,31 +344,40 @@ class RunBackup(keras.callbacks.Callback):
             "is_finished": place.is_finished,
             "epochs_read": place.epochs_read,
             "callbacks": states_of(self._callbacks),
+            "csv_lengths": lengths_of(self._callbacks),
             "metrics": [keras.ops.convert_to_numpy(variable) for variable in metrics],
         }
         with written_once(self._strategy, self._files.backup_dir) as is_written_here:
             if is_written_here:
-                self._files.start_to_save(place.epoch, place.batches, content)
+                content["seeds"] = list(map(keras.ops.convert_to_numpy, self._seeds()))
+                self._files.start_to_save(place, content, self._fit)
 
-    def _wait(self) -> None:
-        """Returns on all ranks when the last backup is written."""
-        with failing_together(self._strategy):
-            writes.wait()
+    def _wait(self) -> bool:
+        """Returns on all ranks when the last backup is written, or could not be: whether it is."""
+        return self._strategy.extended.all_gather_object(writes.wait())[0]
 
     def _history(self) -> dict[str, Any]:
         return {"epochs": self.model.history.epoch, "history": self.model.history.history}
 
     def _go_on(self, restored: dict[str, Any], epochs: int, batches: int) -> None:
         restore_states(self._callbacks, restored["callbacks"])
+        for variable, value in zip(self._seeds(), restored["seeds"], strict=False):  # A layer may make its own later.
+            variable.assign(value)
         self._epochs_read = restored["epochs_read"]
         # A backup at the end of the last epoch may be the last one that was made.
-        if restored["is_finished"] or epochs >= self.params["epochs"]:
+        if restored[_IS_FINISHED] or epochs >= self.params["epochs"]:
             self._steps.pass_over(self._epochs_read)
             self.model._initial_epoch = self.params["epochs"]
-            self._say("this fit was finished before. It is not repeated.")
+            _say(self._strategy, "this fit was finished before. It is not repeated.")
         else:
             self._strategy.extended.resumes_at = self._epochs_read, batches
-            self._say(f"fit goes on from its backup: epoch {epochs}, batch {batches}.")
+            cut_to(restored["csv_lengths"], self._callbacks)  # A later `fit` may have written over the file of a finished one.
+            _say(self._strategy, f"fit goes on from its backup: epoch {epochs}, batch {batches}.")
+
+    def _seeds(self) -> list[Any]:
+        """Returns the state of layers that draw random numbers, which is equal on all replicas. Files of weights are without it."""
+        others = {id(variable) for variable in self.model.weights + self.model.metrics_variables}
+        return [variable for variable in self.model.variables if id(variable) not in others]
 
     def _restore_history(self, restored: dict[str, Any]) -> None:
         self.model.history.epoch, self.model.history.history = restored["epochs"], restored["history"]
@@ -298,7 +388,3 @@ class RunBackup(keras.callbacks.Callback):
             with self._strategy.extended.acting_alone():
                 for variable, value in zip(variables, values, strict=True):
                     variable.assign(value)
-
-    def _say(self, text: str) -> None:
-        if self._strategy.extended.is_chief:
-            print(f"tfrep: {text}", file=sys.stderr, flush=True)
