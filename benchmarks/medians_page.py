@@ -1,4 +1,4 @@
-"""Writes the medians of a benchmark into a page: `python -m benchmarks.medians_page docs/collectives.md benchmarks/results/collectives.json`."""
+"""Writes the medians of a benchmark into a page: `python -m benchmarks.medians_page docs/collectives.md RESULTS.json`."""
 
 from __future__ import annotations
 

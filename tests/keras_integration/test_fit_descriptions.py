@@ -261,6 +261,12 @@ def test_functions_differ_in_their_numbers() -> None:
     assert differences(scheduled(0.5), scheduled(0.6)) == ["callbacks"]
 
 
+def test_a_function_may_use_what_is_assigned_later() -> None:
+    schedule = C.LearningRateScheduler(lambda epoch: later)
+    assert described(callbacks=[schedule])["settings"]["callbacks"]
+    later = 0.5
+
+
 def test_names_that_keras_numbers_and_roundings_are_no_difference() -> None:
     keras.utils.set_random_seed(1)
     assert differences(described(), described(x=X * (1 + 1e-7))) == []

@@ -135,9 +135,15 @@ def _config(value: Any) -> Any:
 
 def _of_function(function: types.FunctionType) -> list[Any]:
     """Returns the numbers and texts that a function works with, beside its name."""
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    values = [*function.__code__.co_consts, *(function.__defaults__ or ()), *cells]
+    values = [*function.__code__.co_consts, *(function.__defaults__ or ()), *map(_content, function.__closure__ or ())]
     return [_name(function), [value for value in values if isinstance(value, (bool, int, float, str))]]
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # Nothing has been assigned yet.
+        return None
 
 
 def _steering(callback: Any) -> list[Any]:
