@@ -33,7 +33,8 @@ from tfrep_strategy.rendezvous.connections import free_ports
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in identity_variables() | {"SLURM_JOB_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEPID"}:
+    of_slurm = {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEPID", "SLURM_PTY_PORT", "SLURM_TASK_PID"}
+    for name in identity_variables() | of_slurm:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -96,7 +97,11 @@ PLACES = [
     (SLURM, SlurmEnvironment, 5, 10, 1, 4),
     ({**SLURM, "SLURM_PROCID": 9}, SlurmEnvironment, 9, 10, 1, 2),
     ({"SLURM_PROCID": 1, "SLURM_NTASKS": 2}, SlurmEnvironment, 1, 2, 1, 2),
-    ({"SLURM_PROCID": 0, "SLURM_NTASKS": 4, "SLURM_JOB_NAME": "bash"}, SingleEnvironment, 0, 1, 0, 1),
+    # The step in which salloc runs a shell.
+    ({**SLURM, "SLURM_PROCID": 0, "SLURM_STEP_ID": 4294967290}, SingleEnvironment, 0, 1, 0, 1),
+    # Slurm gives these names to jobs of srun bash and of salloc. Their tasks are ranks.
+    ({**SLURM, "SLURM_JOB_NAME": "bash"}, SlurmEnvironment, 5, 10, 1, 4),
+    ({**SLURM, "SLURM_JOB_NAME": "interactive"}, SlurmEnvironment, 5, 10, 1, 4),
     # A batch script is one process, which Slurm numbers 0 of all tasks that it might start.
     ({"SLURM_PROCID": 0, "SLURM_NTASKS": 4, "SLURM_JOB_ID": 1}, SingleEnvironment, 0, 1, 0, 1),
     ({"SLURM_PROCID": 0, "SLURM_NTASKS": 4, "SLURM_JOB_ID": 1, "SLURM_STEP_ID": 0}, SlurmEnvironment, 0, 4, 0, 4),
@@ -302,6 +307,23 @@ def test_slurm_addresses_agree_between_ranks_and_differ_between_jobs(monkeypatch
     assert first == addresses(SLURM_PROCID=0, SLURM_LOCALID=0)
     assert not set(first) & set(addresses(SLURM_JOB_ID=43 + 4))
     assert not set(first) & set(addresses(SLURM_JOB_ID=42, SLURM_STEP_ID=1))
+
+
+SHELLS = [
+    # variables, whether standard input is a terminal, whether this is a process of a shell
+    ({"SLURM_PTY_PORT": 40000, "SLURM_PROCID": 0}, True, True),
+    ({"SLURM_PTY_PORT": 40000, "SLURM_PROCID": 0}, False, False),
+    ({"SLURM_PTY_PORT": 40000, "SLURM_PROCID": 0, "SLURM_TASK_PID": os.getpid()}, True, False),
+    ({"SLURM_PTY_PORT": 40000, "SLURM_PROCID": 1}, True, False),
+    ({"SLURM_PROCID": 0}, True, False),
+]
+
+
+@pytest.mark.parametrize(("variables", "has_terminal", "in_shell"), SHELLS)
+def test_a_shell_of_srun_is_one_process(monkeypatch, variables, has_terminal, in_shell):
+    monkeypatch.setattr(os, "isatty", lambda file: has_terminal)
+    set_variables(monkeypatch, {**SLURM, "SLURM_STEP_ID": 0, **variables})
+    assert detect_environment().size == (1 if in_shell else 10)
 
 
 def test_slurm_cyclic(monkeypatch):

@@ -16,6 +16,9 @@ from tfrep_strategy.validation import MOST_RANKS, Rank, Size, variable
 # ports that Linux assigns by itself (32768 and up).
 _FIRST_PORT, _PORTS = 10_000, 20_000
 
+_INTERACTIVE_STEP = "4294967290"
+"""Number of the step in which Slurm runs the shell of `salloc`."""
+
 _LONGEST_NAME = 253
 _NUMBER = r"[0-9]{1,12}"
 _RANGE = rf"{_NUMBER}(?:-{_NUMBER})?"
@@ -52,8 +55,8 @@ class SlurmEnvironment(Environment):
     @classmethod
     def detect(cls) -> bool:
         """Returns whether `srun` started this process. An interactive shell and the script of a batch job do not count."""
-        interactive = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
-        return "SLURM_PROCID" in os.environ and "SLURM_NTASKS" in os.environ and not interactive and not _is_batch_script()
+        described = "SLURM_PROCID" in os.environ and "SLURM_NTASKS" in os.environ
+        return described and not _in_shell() and not _is_batch_script()
 
     def __init__(self) -> None:
         rank, size = variable(Rank, "SLURM_PROCID"), variable(Size, "SLURM_NTASKS")
@@ -173,6 +176,18 @@ def _spread(nodes: list[str], counts: list[int], *, cyclic: bool) -> Iterator[st
     places = [(turn, index) for index, count in enumerate(counts) for turn in range(count)]
     for _, index in sorted(places) if cyclic else places:
         yield nodes[index]
+
+
+def _in_shell() -> bool:
+    """Returns whether this process belongs to a shell that `salloc` or `srun --pty` has started for a user.
+
+    Tasks that `srun` starts from that shell inherit `SLURM_PTY_PORT`, but their standard input is no terminal.
+    """
+    if os.environ.get("SLURM_STEP_ID") == _INTERACTIVE_STEP:
+        return True
+    is_task = os.environ.get("SLURM_TASK_PID") == str(os.getpid())  # As with `srun --pty -n 2 python train.py`.
+    has_terminal = "SLURM_PTY_PORT" in os.environ and os.environ["SLURM_PROCID"] == "0" and os.isatty(0)
+    return has_terminal and not is_task
 
 
 def _is_batch_script() -> bool:
