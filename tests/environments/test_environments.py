@@ -295,18 +295,34 @@ def test_expand_counts(text, counts):
     assert expand_counts(text) == counts
 
 
-def test_slurm_addresses_agree_between_ranks_and_differ_between_jobs(monkeypatch):
-    def addresses(**variables: object) -> list[str]:
-        set_variables(monkeypatch, {**SLURM, **variables})
-        return detect_environment().addresses
+def slurm_addresses(monkeypatch, **variables: object) -> list[str]:
+    set_variables(monkeypatch, {**SLURM, **variables})
+    return detect_environment().addresses
 
-    first = addresses()
-    assert first[0].split(":")[0] == "node01"
-    assert first[-1].split(":")[0] == "node03"
-    assert len(set(first)) == 10
-    assert first == addresses(SLURM_PROCID=0, SLURM_LOCALID=0)
-    assert not set(first) & set(addresses(SLURM_JOB_ID=43 + 4))
-    assert not set(first) & set(addresses(SLURM_JOB_ID=42, SLURM_STEP_ID=1))
+
+def test_slurm_addresses_agree_between_ranks(monkeypatch):
+    addresses = slurm_addresses(monkeypatch)
+    assert addresses[0].split(":")[0] == "node01"
+    assert addresses[-1].split(":")[0] == "node03"
+    assert len(set(addresses)) == 10
+    assert addresses == slurm_addresses(monkeypatch, SLURM_PROCID=0, SLURM_LOCALID=0)
+
+
+@pytest.mark.parametrize("tasks", [1, 2, 16, 17, 128])
+def test_slurm_jobs_and_steps_that_follow_each_other_have_ports_of_their_own(monkeypatch, tasks):
+    of_node = {"SLURM_STEP_NODELIST": "node1", "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NTASKS": tasks}
+    one = {**of_node, "SLURM_PROCID": 0, "SLURM_LOCALID": 0}
+    steps = [{"SLURM_JOB_ID": 42 + job, "SLURM_STEP_ID": step} for job in range(8) for step in range(3)]
+    found = [address for step in steps for address in slurm_addresses(monkeypatch, **one, **step)]
+    assert len(set(found)) == len(found) == len(steps) * tasks
+    assert all(10_000 <= int(address.rpartition(":")[2]) < 30_000 for address in found)
+
+
+def test_small_slurm_jobs_of_different_sizes_have_ports_of_their_own(monkeypatch):
+    one = {"SLURM_STEP_NODELIST": "node1", "SLURM_PROCID": 0, "SLURM_LOCALID": 0}
+    jobs = [{"SLURM_JOB_ID": 42 + n, "SLURM_NTASKS": n, "SLURM_STEP_TASKS_PER_NODE": n} for n in range(1, 17)]
+    found = [address for job in jobs for address in slurm_addresses(monkeypatch, **one, **job)]
+    assert len(set(found)) == len(found) == sum(range(1, 17))
 
 
 SHELLS = [
