@@ -77,6 +77,8 @@ TRAIN_JOB = {
 }  # fmt: skip
 INDEXED_JOB = {"JOB_COMPLETION_INDEX": 1, "WORLD_SIZE": 3, **MASTER}
 
+ALONE = {"RANK": 0, "WORLD_SIZE": 1}
+
 PLACES = [
     # variables, class, rank, size, local rank, local size
     ({}, SingleEnvironment, 0, 1, 0, 1),
@@ -120,12 +122,18 @@ PLACES = [
     ({**TORCHRUN, **TRAIN_JOB, **INDEXED_JOB, "WORLD_SIZE": 4, **SLURM}, TorchrunEnvironment, 3, 4, 1, 2),
     ({**TRAIN_JOB, **INDEXED_JOB}, TrainJobEnvironment, 1, 2, 0, 1),
     ({**OPEN_MPI, **TORCHRUN}, MpiEnvironment, 2, 4, 0, 2),
-    ({**TORCHRUN, **tf_config({"worker": ["a:1"]})}, TfConfigEnvironment, 0, 1, 0, 1),
+    ({**TORCHRUN, **tf_config({"worker": ["a:1", "b:1"]})}, TfConfigEnvironment, 0, 2, 0, 1),
     ({**HOROVOD, **OPEN_MPI, **SLURM}, HorovodEnvironment, 3, 4, 1, 2),
     ({**OPEN_MPI, **SLURM, **tf_config({"worker": ["a:1"]})}, MpiEnvironment, 2, 4, 0, 2),
-    ({**SLURM, **tf_config({"worker": ["a:1"]})}, TfConfigEnvironment, 0, 1, 0, 1),
+    ({**SLURM, **tf_config({"worker": ["a:1", "b:1"]})}, TfConfigEnvironment, 0, 2, 0, 1),
     ({**SLURM, "PMI_RANK": 5, "PMI_SIZE": 10}, SlurmEnvironment, 5, 10, 1, 4),
     ({**SLURM, "PMI_RANK": 1, "PMI_SIZE": 2}, MpiEnvironment, 1, 2, 1, 2),
+    # What describes one process beside what describes one process, or nothing that can be read.
+    ({**ALONE, "SLURM_PROCID": 0, "SLURM_NTASKS": 1, "SLURM_JOB_ID": 42, "SLURM_STEP_ID": 3}, TorchrunEnvironment, 0, 1, 0, 1),
+    ({**ALONE, "SLURM_PROCID": 0, "SLURM_NTASKS": 4, "SLURM_JOB_ID": 42}, TorchrunEnvironment, 0, 1, 0, 1),
+    ({**ALONE, **SLURM, "SLURM_PROCID": 0, "SLURM_STEP_ID": 4294967290}, TorchrunEnvironment, 0, 1, 0, 1),
+    ({"PET_NODE_RANK": 0, "PET_NNODES": 1, "JOB_COMPLETION_INDEX": 0}, TrainJobEnvironment, 0, 1, 0, 1),
+    ({**ALONE, "JOB_COMPLETION_INDEX": 3}, TorchrunEnvironment, 0, 1, 0, 1),
 ]
 
 
@@ -186,6 +194,11 @@ REFUSED = [
     ({"JOB_COMPLETION_INDEX": 1, "WORLD_SIZE": 2}, "MASTER_ADDR and MASTER_PORT must be set"),
     ({**INDEXED_JOB, "JOB_COMPLETION_INDEX": 3}, "rank=3, size=3"),
     ({**OPEN_MPI, "MASTER_ADDR": "a"}, "MASTER_PORT is missing"),
+    ({**SLURM, **ALONE}, "torchrun describes a process that is alone, and Slurm rank 5 of 10."),
+    ({**SLURM, **ALONE}, "Hint: unset RANK, WORLD_SIZE if this process is a rank, or unset SLURM_PROCID, SLURM_NTASKS,"),
+    ({**SLURM, **tf_config({"worker": ["a:1"]})}, "Hint: unset TF_CONFIG if this process is a rank, or unset SLURM_PROCID,"),
+    ({**TORCHRUN, "HOROVOD_RANK": 0, "HOROVOD_SIZE": 1}, "Hint: unset HOROVOD_RANK, HOROVOD_SIZE if this process is a rank"),
+    ({**ALONE, **TRAIN_JOB}, "TrainJob rank 1 of 2"),
 ]
 
 
@@ -384,6 +397,17 @@ def test_a_users_environment_goes_first(monkeypatch):
     assert (found.local_rank, found.local_size) == (0, 2)
     assert found.describe() == "mine: rank 1 of 3 (MINE=7)"
     assert "MINE" in identity_variables()
+
+
+def test_a_users_environment_is_believed(monkeypatch):
+    monkeypatch.setattr("tfrep_strategy.environments._environments", list(_environments))
+    set_variables(monkeypatch, SLURM)
+
+    @register_environment
+    class Alone(SingleEnvironment):
+        name = "alone"
+
+    assert type(detect_environment()) is Alone
 
 
 @pytest.mark.parametrize(
