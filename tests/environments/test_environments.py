@@ -60,6 +60,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": 0,
     "OMPI_COMM_WORLD_LOCAL_SIZE": 2,
 }
+MVAPICH = {f"MV2{name[4:]}": value for name, value in OPEN_MPI.items()}
 PMI = {"PMI_RANK": 1, "PMI_SIZE": 2}
 SLURM = {
     "SLURM_PROCID": 5,
@@ -87,7 +88,9 @@ PLACES = [
     (HOROVOD, HorovodEnvironment, 3, 4, 1, 2),
     ({"HOROVOD_RANK": 1, "HOROVOD_SIZE": 2}, HorovodEnvironment, 1, 2, 1, 2),
     (OPEN_MPI, MpiEnvironment, 2, 4, 0, 2),
+    (MVAPICH, MpiEnvironment, 2, 4, 0, 2),
     (PMI, MpiEnvironment, 1, 2, 1, 2),
+    ({"PMIX_RANK": 1, "PMI_SIZE": 2}, MpiEnvironment, 1, 2, 1, 2),
     ({**PMI, "MPI_LOCALRANKID": 0, "MPI_LOCALNRANKS": 1}, MpiEnvironment, 1, 2, 0, 1),
     (tf_config({"worker": ["a:1", "b:1", "a:2"]}, index=2), TfConfigEnvironment, 2, 3, 1, 2),
     (tf_config({"worker": ["a:1", "b:1"]}, index="1"), TfConfigEnvironment, 1, 2, 0, 1),
@@ -128,6 +131,8 @@ PLACES = [
     ({**SLURM, **tf_config({"worker": ["a:1", "b:1"]})}, TfConfigEnvironment, 0, 2, 0, 1),
     ({**SLURM, "PMI_RANK": 5, "PMI_SIZE": 10}, SlurmEnvironment, 5, 10, 1, 4),
     ({**SLURM, "PMI_RANK": 1, "PMI_SIZE": 2}, MpiEnvironment, 1, 2, 1, 2),
+    ({**SLURM, "SLURM_STEP_ID": 0, "PMIX_RANK": 5}, SlurmEnvironment, 5, 10, 1, 4),
+    ({**SLURM, "SLURM_PROCID": 0, "SLURM_STEP_ID": 4294967290, "PMIX_RANK": 0}, SingleEnvironment, 0, 1, 0, 1),
     # What describes one process beside what describes one process, or nothing that can be read.
     ({**ALONE, "SLURM_PROCID": 0, "SLURM_NTASKS": 1, "SLURM_JOB_ID": 42, "SLURM_STEP_ID": 3}, TorchrunEnvironment, 0, 1, 0, 1),
     ({**ALONE, "SLURM_PROCID": 0, "SLURM_NTASKS": 4, "SLURM_JOB_ID": 42}, TorchrunEnvironment, 0, 1, 0, 1),
@@ -172,6 +177,8 @@ REFUSED = [
     ({**HOROVOD, "HOROVOD_LOCAL_RANK": 2}, "local_rank=2"),
     ({"HOROVOD_RANK": 0, "HOROVOD_SIZE": 0}, "HOROVOD_SIZE='0'"),
     ({"OMPI_COMM_WORLD_RANK": 0}, "OMPI_COMM_WORLD_SIZE"),
+    ({"PMIX_RANK": 0}, "PMI_SIZE is missing"),
+    ({"PMIX_RANK": 1, "SLURM_PROCID": 0, "SLURM_NTASKS": 2, "SLURM_JOB_ID": 1}, "PMI_SIZE is missing"),
     ({**SLURM, "SLURM_PROCID": 10}, "rank=10"),
     ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "tasks_per_node=[4, 4]"),
     ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(y2),2"}, "cannot read the tasks"),
