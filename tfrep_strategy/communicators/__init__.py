@@ -123,14 +123,15 @@ def _check_place(communicator: Communicator, environment: Any) -> None:
     told, found = (environment.rank, environment.size), (communicator.rank, communicator.size)
     if environment.size == 1 or told == found:
         return
+    by_address = "set MASTER_ADDR and MASTER_PORT to where rank 0 can listen, so that the ranks connect without MPI; or "
     raise ConfigurationError(
         message(
             f"According to {environment.name} this process is rank {told[0]} of {told[1]},"
             f" but its communicator says rank {found[0]} of {found[1]}.",
-            hint="use a launcher that the communicator supports: Horovod supports horovodrun and `tfrep run`. It supports"
-            " mpirun and srun only if it was built with MPI (`tfrep horovod install --with mpi`). The communicator \"mpi\" needs"
-            " mpirun, or srun --mpi. To run this process alone,"
-            f" unset {', '.join(environment.found) or 'the variables of the environment'}.",
+            hint=f"{by_address if isinstance(environment, MpiEnvironment) else ''}use a launcher that the communicator supports:"
+            " Horovod supports horovodrun and `tfrep run`. It supports mpirun and srun only if it was built with MPI"
+            " (`tfrep horovod install --with mpi`). The communicator \"mpi\" needs mpirun, or srun --mpi. To run this process"
+            f" alone, unset {', '.join(environment.found) or 'the variables of the environment'}.",
             communicator=communicator.name,
             environment=environment.describe(),
         )
