@@ -165,6 +165,7 @@ def task(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
         (["-n", "4"], "num_replicas=4"),
         (["-n", "1"], "num_replicas=1"),
         (["--hosts", "a:2"], "hosts='a:2'"),
+        (["--max-restarts", "3"], "max_restarts=3"),
         (["--strategy", "mirrored"], "strategy='mirrored'"),
         (["--strategy", "parameter-server"], "`tfrep run --strategy parameter-server`"),
     ],
