@@ -238,6 +238,19 @@ def test_where_ranks_meet(monkeypatch, variables, rendezvous):
     assert found.can_tell_addresses == (rendezvous is not None or variables is SLURM)
 
 
+@pytest.mark.parametrize(("gpus", "processes"), [(0, 0), (1, 0), (4, 4)])
+def test_a_pod_that_asks_for_a_process_on_each_gpu(monkeypatch, gpus, processes):
+    """With one process, the other GPUs would have nothing to do."""
+    monkeypatch.setattr("tfrep_strategy.environments.train_job.driver_gpus", lambda: [None] * gpus)
+    set_variables(monkeypatch, {**TRAIN_JOB, "PET_NPROC_PER_NODE": "gpu"})
+    assert TrainJobEnvironment.processes() == processes
+    if not processes:
+        assert detect_environment().size == 2
+    else:
+        with pytest.raises(ConfigurationError, match="is to run several processes.*PET_NPROC_PER_NODE=4"):
+            detect_environment()
+
+
 def test_jobs_of_one_machine_meet_on_ports_of_their_own(monkeypatch):
     def rendezvous(job: int, rank: int) -> str:
         own = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": 2, "PMIX_NAMESPACE": job}
