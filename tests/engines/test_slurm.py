@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -64,8 +65,10 @@ def test_ranks_of_srun_learn_what_one_device_learns(slurm: Cluster, one_device: 
 
 def test_ranks_of_srun_talk_through_mpi(slurm: Cluster, one_device: list[Any], tmp_path: Path) -> None:
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")
-    if "pmix" not in slurm.ask("srun", "--mpi=list"):
-        pytest.skip("Slurm's plugin for PMIx is not installed")
+    try:
+        slurm.ask("srun", "--mpi=pmix", "true")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"Slurm cannot use PMIx (libpmix-dev): {error.stderr.splitlines()[0]}")
     command = ["srun", "--mpi=pmix", "-n", "2", *RUN, "--communicator", "mpi", GOES_ON]
     check_fits(done(command, tmp_path, **slurm.variables)[0], one_device)
 
