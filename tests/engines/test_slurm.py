@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shlex
 import socket
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 from slurm_cluster import Cluster, cluster
-from starting import GOES_ON, JOINS, REPOSITORY, RUN, TESTS, check_fits, check_ranks, done, found_in, needs
+from starting import GOES_ON, JOINS, REPOSITORY, RUN, TELLS, check_fits, check_ranks, done, found_in, needs, places_in
 
 
 def _name_is_known() -> bool:
@@ -88,7 +87,7 @@ def in_terminal(*command: str) -> list[str]:
     return ["script", "--quiet", "--return", "--command", shlex.join(command), "/dev/null"]
 
 
-PLACE = f"{sys.executable} {TESTS / 'environments' / 'scripts' / 'tells.py'}"
+PLACE = f"{sys.executable} {TELLS}"
 OF_BASH = ["bash", "-c", f"{PLACE}; true"]  # With a second command, bash does not become the first one.
 ALONE, RANKS = [["single process", 0, 1]], [["Slurm", 0, 2], ["Slurm", 1, 2]]
 PLACES = {
@@ -105,7 +104,7 @@ def test_ranks_and_shells(slurm: Cluster, how: str, tmp_path: Path) -> None:
     """A process of an interactive shell is alone. What `srun` starts from there is not, nor what it starts through bash."""
     command, places = PLACES[how]
     output, _ = done(command, tmp_path, **slurm.variables)
-    assert sorted(json.loads(each)["place"] for each in re.findall(r'\{"place".*\}', output)) == places
+    assert [each["place"] for each in places_in(output)] == places
 
 
 def script_of_the_page() -> str:
