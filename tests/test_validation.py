@@ -43,7 +43,7 @@ LONGEST_MESSAGE = 4000
 def environment(variables: dict[str, str]) -> Iterator[None]:
     """Has these variables, and no others that describe a run."""
     before = dict(os.environ)
-    own = identity_variables() | {"SLURM_JOB_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEPID"}
+    own = identity_variables() | {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEPID"}
     kept = {name: value for name, value in before.items() if name not in own and not name.startswith("TFREP_")}
     try:
         os.environ.clear()

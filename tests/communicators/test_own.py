@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -18,6 +19,7 @@ import tensorflow as tf
 import tfrep_strategy as tfrep
 from tfrep_strategy.communicators import make_communicator
 from tfrep_strategy.errors import ConfigurationError
+from tfrep_strategy.rendezvous.statements import versions
 
 _SCRIPTS = Path(__file__).parent / "scripts"
 _ALONE = SimpleNamespace(rank=0, size=1, addresses=None, name="alone")
@@ -55,6 +57,26 @@ def test_a_registered_transport_trains(tmp_path: Path, worker_pool: Any) -> None
             np.testing.assert_allclose(own, want, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(rank_history["loss"], history["loss"], rtol=1e-5)
         assert alone == rank + 1.0
+
+
+def differ(strategy: Any, scripts: str, folder: str) -> list[str]:
+    sys.path.insert(0, scripts)
+    os.environ["FOLDER_TRANSPORT"] = folder
+    from folder_transport import FolderCommunicator
+
+    own = {**versions(), **({"Keras": "3.0"} if strategy.rank == 1 else {})}
+    made = FolderCommunicator(strategy.extended.environment)
+    with mock.patch("tfrep_strategy.communicators.versions", return_value=own), pytest.raises(ConfigurationError) as caught:
+        tfrep.MultiWorkerStrategy(made)
+    return str(caught.value).splitlines()
+
+
+def test_ranks_of_different_versions_are_refused(tmp_path: Path, worker_pool: Any) -> None:
+    """Here no meeting of ours has compared them."""
+    first, second = worker_pool("tf", 2).run(differ, str(_SCRIPTS), str(tmp_path))
+    assert first == second
+    assert first[0].startswith(f"Rank 1 has Keras 3.0, and rank 0 has {keras.__version__}. Received: communicator='folder'")
+    assert first[1] == "Hint: install the same versions everywhere."
 
 
 def test_an_installed_transport_has_a_name_in_every_process(tmp_path: Path) -> None:

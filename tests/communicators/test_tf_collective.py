@@ -117,11 +117,13 @@ def test_strangers_come_first() -> None:
 
 def test_another_program_has_the_address_of_this_process() -> None:
     with socket.create_server((LOOPBACK, 0)) as program:
-        addresses = [f"{LOOPBACK}:{program.getsockname()[1]}", *free_addresses(1)]
+        port = program.getsockname()[1]
+        addresses = [f"{LOOPBACK}:{port}", *free_addresses(1)]
         with started(0, addresses) as process:
             told, _ = said(process)
     assert told["kind"] == "ConfigurationError"
-    assert "This process cannot listen on its own address." in told["text"]
+    assert "This process cannot listen on its own address (Address already in use)." in told["text"]
+    assert f"the program that has port {port} of this machine" in told["text"]
     assert told["seconds"] < 20
 
 

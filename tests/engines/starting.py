@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ LIMIT = 150
 TESTS = Path(__file__).parents[1]
 REPOSITORY = TESTS.parent
 _SCRIPTS = TESTS / "running" / "scripts"
+TELLS = str(TESTS / "environments" / "scripts" / "tells.py")
 GOES_ON = str(_SCRIPTS / "goes_on.py")
 JOINS = str(_SCRIPTS / "joins.py")
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"])
@@ -61,6 +63,12 @@ def found_in(output: str) -> list[Any]:
 def _found_in(output: str) -> Iterator[Any]:
     for text in output.split("FOUND ")[1:]:
         yield json.JSONDecoder().raw_decode(text)[0]
+
+
+def places_in(output: str) -> list[Any]:
+    """Returns what processes of `tells.py` have told, in the order of their places. Their lines may have run together."""
+    told = [json.JSONDecoder().raw_decode(output, found.start())[0] for found in re.finditer(r'\{"place"', output)]
+    return sorted(told, key=lambda each: each["place"])
 
 
 def check_ranks(found: Sequence[dict[str, Any]], communicator: str) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,14 @@ from starting import done, found_in
 SCRIPTS = Path(__file__).with_name("scripts")
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _watchers_folders() -> Iterator[None]:
+    """Removes what Ray leaves: it kills its workers together with their watchers, which would remove their folders."""
+    yield
+    for folder in Path(tempfile.gettempdir()).glob("tfrep-watcher-*"):
+        shutil.rmtree(folder)
 
 
 def check_learned(own: dict[str, Any], alone: dict[str, Any]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 from slurm_cluster import Cluster, cluster
-from starting import GOES_ON, JOINS, REPOSITORY, RUN, check_fits, check_ranks, done, found_in, needs
+from starting import GOES_ON, JOINS, REPOSITORY, RUN, TELLS, check_fits, check_ranks, done, found_in, needs, places_in
 
 
 def _name_is_known() -> bool:
@@ -62,8 +64,10 @@ def test_ranks_of_srun_learn_what_one_device_learns(slurm: Cluster, one_device: 
 
 def test_ranks_of_srun_talk_through_mpi(slurm: Cluster, one_device: list[Any], tmp_path: Path) -> None:
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")
-    if "pmix" not in slurm.ask("srun", "--mpi=list"):
-        pytest.skip("Slurm's plugin for PMIx is not installed")
+    try:
+        slurm.ask("srun", "--mpi=pmix", "true")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"Slurm cannot use PMIx (libpmix-dev): {error.stderr.splitlines()[0]}")
     command = ["srun", "--mpi=pmix", "-n", "2", *RUN, "--communicator", "mpi", GOES_ON]
     check_fits(done(command, tmp_path, **slurm.variables)[0], one_device)
 
@@ -76,6 +80,31 @@ def test_the_body_of_a_batch_script_is_one_process(slurm: Cluster, one_device: l
     output = tmp_path / "output.txt"
     job = slurm.ask("sbatch", "--parsable", "-n", "2", f"--chdir={tmp_path}", f"--output={output}", str(body))
     check_fits(finished(slurm, job, output), one_device)
+
+
+def in_terminal(*command: str) -> list[str]:
+    """Returns a command whose standard input is a terminal."""
+    return ["script", "--quiet", "--return", "--command", shlex.join(command), "/dev/null"]
+
+
+PLACE = f"{sys.executable} {TELLS}"
+OF_BASH = ["bash", "-c", f"{PLACE}; true"]  # With a second command, bash does not become the first one.
+ALONE, RANKS = [["single process", 0, 1]], [["Slurm", 0, 2], ["Slurm", 1, 2]]
+PLACES = {
+    "srun bash": (["srun", "-n", "2", *OF_BASH], RANKS),
+    "srun under salloc": (["salloc", "-n", "2", "srun", *PLACE.split()], RANKS),
+    "shell of salloc": (in_terminal("salloc", "-n", "2", "srun", "--interactive", "--pty", *OF_BASH), ALONE),
+    "shell of srun": (in_terminal("srun", "-n", "2", "--pty", *OF_BASH), ALONE),
+    "srun in a shell": (in_terminal("srun", "-n", "2", "--pty", "bash", "-c", f"srun --overlap -n 2 {PLACE}"), RANKS),
+}
+
+
+@pytest.mark.parametrize("how", PLACES)
+def test_ranks_and_shells(slurm: Cluster, how: str, tmp_path: Path) -> None:
+    """A process of an interactive shell is alone. What `srun` starts from there is not, nor what it starts through bash."""
+    command, places = PLACES[how]
+    output, _ = done(command, tmp_path, **slurm.variables)
+    assert [each["place"] for each in places_in(output)] == places
 
 
 def script_of_the_page() -> str:

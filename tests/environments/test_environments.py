@@ -33,7 +33,8 @@ from tfrep_strategy.rendezvous.connections import free_ports
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in identity_variables() | {"SLURM_JOB_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEPID"}:
+    of_slurm = {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEPID", "SLURM_PTY_PORT", "SLURM_TASK_PID"}
+    for name in identity_variables() | of_slurm:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -59,6 +60,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": 0,
     "OMPI_COMM_WORLD_LOCAL_SIZE": 2,
 }
+MVAPICH = {f"MV2{name[4:]}": value for name, value in OPEN_MPI.items()}
 PMI = {"PMI_RANK": 1, "PMI_SIZE": 2}
 SLURM = {
     "SLURM_PROCID": 5,
@@ -76,6 +78,8 @@ TRAIN_JOB = {
 }  # fmt: skip
 INDEXED_JOB = {"JOB_COMPLETION_INDEX": 1, "WORLD_SIZE": 3, **MASTER}
 
+ALONE = {"RANK": 0, "WORLD_SIZE": 1}
+
 PLACES = [
     # variables, class, rank, size, local rank, local size
     ({}, SingleEnvironment, 0, 1, 0, 1),
@@ -84,7 +88,9 @@ PLACES = [
     (HOROVOD, HorovodEnvironment, 3, 4, 1, 2),
     ({"HOROVOD_RANK": 1, "HOROVOD_SIZE": 2}, HorovodEnvironment, 1, 2, 1, 2),
     (OPEN_MPI, MpiEnvironment, 2, 4, 0, 2),
+    (MVAPICH, MpiEnvironment, 2, 4, 0, 2),
     (PMI, MpiEnvironment, 1, 2, 1, 2),
+    ({"PMIX_RANK": 1, "PMI_SIZE": 2}, MpiEnvironment, 1, 2, 1, 2),
     ({**PMI, "MPI_LOCALRANKID": 0, "MPI_LOCALNRANKS": 1}, MpiEnvironment, 1, 2, 0, 1),
     (tf_config({"worker": ["a:1", "b:1", "a:2"]}, index=2), TfConfigEnvironment, 2, 3, 1, 2),
     (tf_config({"worker": ["a:1", "b:1"]}, index="1"), TfConfigEnvironment, 1, 2, 0, 1),
@@ -96,7 +102,11 @@ PLACES = [
     (SLURM, SlurmEnvironment, 5, 10, 1, 4),
     ({**SLURM, "SLURM_PROCID": 9}, SlurmEnvironment, 9, 10, 1, 2),
     ({"SLURM_PROCID": 1, "SLURM_NTASKS": 2}, SlurmEnvironment, 1, 2, 1, 2),
-    ({"SLURM_PROCID": 0, "SLURM_NTASKS": 4, "SLURM_JOB_NAME": "bash"}, SingleEnvironment, 0, 1, 0, 1),
+    # The step in which salloc runs a shell.
+    ({**SLURM, "SLURM_PROCID": 0, "SLURM_STEP_ID": 4294967290}, SingleEnvironment, 0, 1, 0, 1),
+    # Slurm gives these names to jobs of srun bash and of salloc. Their tasks are ranks.
+    ({**SLURM, "SLURM_JOB_NAME": "bash"}, SlurmEnvironment, 5, 10, 1, 4),
+    ({**SLURM, "SLURM_JOB_NAME": "interactive"}, SlurmEnvironment, 5, 10, 1, 4),
     # A batch script is one process, which Slurm numbers 0 of all tasks that it might start.
     ({"SLURM_PROCID": 0, "SLURM_NTASKS": 4, "SLURM_JOB_ID": 1}, SingleEnvironment, 0, 1, 0, 1),
     ({"SLURM_PROCID": 0, "SLURM_NTASKS": 4, "SLURM_JOB_ID": 1, "SLURM_STEP_ID": 0}, SlurmEnvironment, 0, 4, 0, 4),
@@ -115,12 +125,20 @@ PLACES = [
     ({**TORCHRUN, **TRAIN_JOB, **INDEXED_JOB, "WORLD_SIZE": 4, **SLURM}, TorchrunEnvironment, 3, 4, 1, 2),
     ({**TRAIN_JOB, **INDEXED_JOB}, TrainJobEnvironment, 1, 2, 0, 1),
     ({**OPEN_MPI, **TORCHRUN}, MpiEnvironment, 2, 4, 0, 2),
-    ({**TORCHRUN, **tf_config({"worker": ["a:1"]})}, TfConfigEnvironment, 0, 1, 0, 1),
+    ({**TORCHRUN, **tf_config({"worker": ["a:1", "b:1"]})}, TfConfigEnvironment, 0, 2, 0, 1),
     ({**HOROVOD, **OPEN_MPI, **SLURM}, HorovodEnvironment, 3, 4, 1, 2),
     ({**OPEN_MPI, **SLURM, **tf_config({"worker": ["a:1"]})}, MpiEnvironment, 2, 4, 0, 2),
-    ({**SLURM, **tf_config({"worker": ["a:1"]})}, TfConfigEnvironment, 0, 1, 0, 1),
+    ({**SLURM, **tf_config({"worker": ["a:1", "b:1"]})}, TfConfigEnvironment, 0, 2, 0, 1),
     ({**SLURM, "PMI_RANK": 5, "PMI_SIZE": 10}, SlurmEnvironment, 5, 10, 1, 4),
     ({**SLURM, "PMI_RANK": 1, "PMI_SIZE": 2}, MpiEnvironment, 1, 2, 1, 2),
+    ({**SLURM, "SLURM_STEP_ID": 0, "PMIX_RANK": 5}, SlurmEnvironment, 5, 10, 1, 4),
+    ({**SLURM, "SLURM_PROCID": 0, "SLURM_STEP_ID": 4294967290, "PMIX_RANK": 0}, SingleEnvironment, 0, 1, 0, 1),
+    # What describes one process beside what describes one process, or nothing that can be read.
+    ({**ALONE, "SLURM_PROCID": 0, "SLURM_NTASKS": 1, "SLURM_JOB_ID": 42, "SLURM_STEP_ID": 3}, TorchrunEnvironment, 0, 1, 0, 1),
+    ({**ALONE, "SLURM_PROCID": 0, "SLURM_NTASKS": 4, "SLURM_JOB_ID": 42}, TorchrunEnvironment, 0, 1, 0, 1),
+    ({**ALONE, **SLURM, "SLURM_PROCID": 0, "SLURM_STEP_ID": 4294967290}, TorchrunEnvironment, 0, 1, 0, 1),
+    ({"PET_NODE_RANK": 0, "PET_NNODES": 1, "JOB_COMPLETION_INDEX": 0}, TrainJobEnvironment, 0, 1, 0, 1),
+    ({**ALONE, "JOB_COMPLETION_INDEX": 3}, TorchrunEnvironment, 0, 1, 0, 1),
 ]
 
 
@@ -159,6 +177,8 @@ REFUSED = [
     ({**HOROVOD, "HOROVOD_LOCAL_RANK": 2}, "local_rank=2"),
     ({"HOROVOD_RANK": 0, "HOROVOD_SIZE": 0}, "HOROVOD_SIZE='0'"),
     ({"OMPI_COMM_WORLD_RANK": 0}, "OMPI_COMM_WORLD_SIZE"),
+    ({"PMIX_RANK": 0}, "PMI_SIZE is missing"),
+    ({"PMIX_RANK": 1, "SLURM_PROCID": 0, "SLURM_NTASKS": 2, "SLURM_JOB_ID": 1}, "PMI_SIZE is missing"),
     ({**SLURM, "SLURM_PROCID": 10}, "rank=10"),
     ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "tasks_per_node=[4, 4]"),
     ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(y2),2"}, "cannot read the tasks"),
@@ -181,6 +201,11 @@ REFUSED = [
     ({"JOB_COMPLETION_INDEX": 1, "WORLD_SIZE": 2}, "MASTER_ADDR and MASTER_PORT must be set"),
     ({**INDEXED_JOB, "JOB_COMPLETION_INDEX": 3}, "rank=3, size=3"),
     ({**OPEN_MPI, "MASTER_ADDR": "a"}, "MASTER_PORT is missing"),
+    ({**SLURM, **ALONE}, "torchrun describes a process that is alone, and Slurm rank 5 of 10."),
+    ({**SLURM, **ALONE}, "Hint: unset RANK, WORLD_SIZE if this process is a rank, or unset SLURM_PROCID, SLURM_NTASKS,"),
+    ({**SLURM, **tf_config({"worker": ["a:1"]})}, "Hint: unset TF_CONFIG if this process is a rank, or unset SLURM_PROCID,"),
+    ({**TORCHRUN, "HOROVOD_RANK": 0, "HOROVOD_SIZE": 1}, "Hint: unset HOROVOD_RANK, HOROVOD_SIZE if this process is a rank"),
+    ({**ALONE, **TRAIN_JOB}, "TrainJob rank 1 of 2"),
 ]
 
 
@@ -211,6 +236,19 @@ def test_where_ranks_meet(monkeypatch, variables, rendezvous):
     found = detect_environment()
     assert found.rendezvous == rendezvous
     assert found.can_tell_addresses == (rendezvous is not None or variables is SLURM)
+
+
+@pytest.mark.parametrize(("gpus", "processes"), [(0, 0), (1, 0), (4, 4)])
+def test_a_pod_that_asks_for_a_process_on_each_gpu(monkeypatch, gpus, processes):
+    """With one process, the other GPUs would have nothing to do."""
+    monkeypatch.setattr("tfrep_strategy.environments.train_job.driver_gpus", lambda: [None] * gpus)
+    set_variables(monkeypatch, {**TRAIN_JOB, "PET_NPROC_PER_NODE": "gpu"})
+    assert TrainJobEnvironment.processes() == processes
+    if not processes:
+        assert detect_environment().size == 2
+    else:
+        with pytest.raises(ConfigurationError, match="is to run several processes.*PET_NPROC_PER_NODE=4"):
+            detect_environment()
 
 
 def test_jobs_of_one_machine_meet_on_ports_of_their_own(monkeypatch):
@@ -290,18 +328,51 @@ def test_expand_counts(text, counts):
     assert expand_counts(text) == counts
 
 
-def test_slurm_addresses_agree_between_ranks_and_differ_between_jobs(monkeypatch):
-    def addresses(**variables: object) -> list[str]:
-        set_variables(monkeypatch, {**SLURM, **variables})
-        return detect_environment().addresses
+def slurm_addresses(monkeypatch, **variables: object) -> list[str]:
+    set_variables(monkeypatch, {**SLURM, **variables})
+    return detect_environment().addresses
 
-    first = addresses()
-    assert first[0].split(":")[0] == "node01"
-    assert first[-1].split(":")[0] == "node03"
-    assert len(set(first)) == 10
-    assert first == addresses(SLURM_PROCID=0, SLURM_LOCALID=0)
-    assert not set(first) & set(addresses(SLURM_JOB_ID=43 + 4))
-    assert not set(first) & set(addresses(SLURM_JOB_ID=42, SLURM_STEP_ID=1))
+
+def test_slurm_addresses_agree_between_ranks(monkeypatch):
+    addresses = slurm_addresses(monkeypatch)
+    assert addresses[0].split(":")[0] == "node01"
+    assert addresses[-1].split(":")[0] == "node03"
+    assert len(set(addresses)) == 10
+    assert addresses == slurm_addresses(monkeypatch, SLURM_PROCID=0, SLURM_LOCALID=0)
+
+
+@pytest.mark.parametrize("tasks", [1, 2, 16, 17, 128])
+def test_slurm_jobs_and_steps_that_follow_each_other_have_ports_of_their_own(monkeypatch, tasks):
+    of_node = {"SLURM_STEP_NODELIST": "node1", "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NTASKS": tasks}
+    one = {**of_node, "SLURM_PROCID": 0, "SLURM_LOCALID": 0}
+    steps = [{"SLURM_JOB_ID": 42 + job, "SLURM_STEP_ID": step} for job in range(8) for step in range(3)]
+    found = [address for step in steps for address in slurm_addresses(monkeypatch, **one, **step)]
+    assert len(set(found)) == len(found) == len(steps) * tasks
+    assert all(10_000 <= int(address.rpartition(":")[2]) < 30_000 for address in found)
+
+
+def test_small_slurm_jobs_of_different_sizes_have_ports_of_their_own(monkeypatch):
+    one = {"SLURM_STEP_NODELIST": "node1", "SLURM_PROCID": 0, "SLURM_LOCALID": 0}
+    jobs = [{"SLURM_JOB_ID": 42 + n, "SLURM_NTASKS": n, "SLURM_STEP_TASKS_PER_NODE": n} for n in range(1, 17)]
+    found = [address for job in jobs for address in slurm_addresses(monkeypatch, **one, **job)]
+    assert len(set(found)) == len(found) == sum(range(1, 17))
+
+
+SHELLS = [
+    # variables, whether standard input is a terminal, whether this is a process of a shell
+    ({"SLURM_PTY_PORT": 40000, "SLURM_PROCID": 0}, True, True),
+    ({"SLURM_PTY_PORT": 40000, "SLURM_PROCID": 0}, False, False),
+    ({"SLURM_PTY_PORT": 40000, "SLURM_PROCID": 0, "SLURM_TASK_PID": os.getpid()}, True, False),
+    ({"SLURM_PTY_PORT": 40000, "SLURM_PROCID": 1}, True, False),
+    ({"SLURM_PROCID": 0}, True, False),
+]
+
+
+@pytest.mark.parametrize(("variables", "has_terminal", "in_shell"), SHELLS)
+def test_a_shell_of_srun_is_one_process(monkeypatch, variables, has_terminal, in_shell):
+    monkeypatch.setattr(os, "isatty", lambda file: has_terminal)
+    set_variables(monkeypatch, {**SLURM, "SLURM_STEP_ID": 0, **variables})
+    assert detect_environment().size == (1 if in_shell else 10)
 
 
 def test_slurm_cyclic(monkeypatch):
@@ -346,6 +417,17 @@ def test_a_users_environment_goes_first(monkeypatch):
     assert (found.local_rank, found.local_size) == (0, 2)
     assert found.describe() == "mine: rank 1 of 3 (MINE=7)"
     assert "MINE" in identity_variables()
+
+
+def test_a_users_environment_is_believed(monkeypatch):
+    monkeypatch.setattr("tfrep_strategy.environments._environments", list(_environments))
+    set_variables(monkeypatch, SLURM)
+
+    @register_environment
+    class Alone(SingleEnvironment):
+        name = "alone"
+
+    assert type(detect_environment()) is Alone
 
 
 @pytest.mark.parametrize(

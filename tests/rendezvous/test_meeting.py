@@ -292,6 +292,28 @@ def test_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             shared_secret(one_machine=True)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize(
+    ("owner", "user", "mode", "is_taken"),
+    [
+        (0, 1000, 0o440, True),
+        (0, 1000, 0o460, False),
+        (0, 1000, 0o444, False),
+        (0, 0, 0o440, False),
+        (1000, 1000, 0o440, False),
+    ],
+)
+def test_a_secret_of_kubernetes_is_of_root_and_of_the_group_of_the_pod(
+    owner: int, user: int, mode: int, is_taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = secret_file(tmp_path / "secret", mode=mode)
+    os.chown(file, owner, 1000)
+    monkeypatch.setenv("TFREP_SECRET_FILE", file)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    with contextlib.nullcontext() if is_taken else pytest.raises(ConfigurationError, match="(?s)Others may read.*fsGroup"):
+        assert shared_secret(one_machine=False) == b"s" * 32
+
+
 @pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:port", "host:0", "host:99999"])
 def test_addresses_that_cannot_be_read(text: str) -> None:
     with pytest.raises(ConfigurationError, match="rendezvous cannot be used: write \"host:port\""):

@@ -145,6 +145,7 @@ def test_nobody_trains_alone(tmp_path: Path) -> None:
     for (name, _), text in zip(cases, messages, strict=True):
         assert f"According to {name} this process is rank 1 of 2, but its communicator says rank 0 of 1." in text
         assert "tfrep horovod install --with mpi" in text
+        assert ("Hint: set MASTER_ADDR and MASTER_PORT" in text) == (name == "MPI")
         assert all(variable in text for variable in TASKS[name])
 
 
@@ -164,6 +165,7 @@ def task(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
         (["-n", "4"], "num_replicas=4"),
         (["-n", "1"], "num_replicas=1"),
         (["--hosts", "a:2"], "hosts='a:2'"),
+        (["--max-restarts", "3"], "max_restarts=3"),
         (["--strategy", "mirrored"], "strategy='mirrored'"),
         (["--strategy", "parameter-server"], "`tfrep run --strategy parameter-server`"),
     ],

@@ -13,6 +13,7 @@ from tfrep_strategy.communicators.base import REDUCE_OPS, Communicator
 from tfrep_strategy.communicators.single import SingleCommunicator
 from tfrep_strategy.environments import MpiEnvironment
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.rendezvous.statements import differing, versions
 from tfrep_strategy.transports import (
     OWN_COMMUNICATORS,
     choose_communicator,
@@ -43,11 +44,13 @@ def make_communicator(name: str | Communicator, environment: Any, device: str | 
         A `Communicator`.
 
     Raises:
-        ConfigurationError: The name is unknown, the environment lacks what the communicator needs, or the communicator
-            has another rank or size than the environment.
+        ConfigurationError: The name is unknown, the environment lacks what the communicator needs, the communicator has
+            another rank or size than the environment, or the ranks have different versions of a package.
     """
     communicator = name if isinstance(name, Communicator) else _named(name, environment, device)
     _check_place(communicator, environment)
+    if communicator.size > 1 and communicator.name != "tf":  # There ranks have compared versions where they met.
+        _check_versions(communicator)
     return communicator
 
 
@@ -120,15 +123,30 @@ def _check_place(communicator: Communicator, environment: Any) -> None:
     told, found = (environment.rank, environment.size), (communicator.rank, communicator.size)
     if environment.size == 1 or told == found:
         return
+    by_address = "set MASTER_ADDR and MASTER_PORT to where rank 0 can listen, so that the ranks connect without MPI; or "
     raise ConfigurationError(
         message(
             f"According to {environment.name} this process is rank {told[0]} of {told[1]},"
             f" but its communicator says rank {found[0]} of {found[1]}.",
-            hint="use a launcher that the communicator supports: Horovod supports horovodrun and `tfrep run`. It supports"
-            " mpirun and srun only if it was built with MPI (`tfrep horovod install --with mpi`). The communicator \"mpi\" needs"
-            " mpirun, or srun --mpi. To run this process alone,"
-            f" unset {', '.join(environment.found) or 'the variables of the environment'}.",
+            hint=f"{by_address if isinstance(environment, MpiEnvironment) else ''}use a launcher that the communicator supports:"
+            " Horovod supports horovodrun and `tfrep run`. It supports mpirun and srun only if it was built with MPI"
+            " (`tfrep horovod install --with mpi`). The communicator \"mpi\" needs mpirun, or srun --mpi. To run this process"
+            f" alone, unset {', '.join(environment.found) or 'the variables of the environment'}.",
             communicator=communicator.name,
             environment=environment.describe(),
         )
     )
+
+
+def _check_versions(communicator: Communicator) -> None:
+    """Refuses ranks that have different versions of this package, of TensorFlow or of Keras. All ranks must call it."""
+    told = communicator.all_gather_object(versions())
+    for rank, own in enumerate(told):
+        if name := differing(told[0], own):
+            raise ConfigurationError(
+                message(
+                    f"Rank {rank} has {name} {own.get(name)}, and rank 0 has {told[0][name]}.",
+                    hint="install the same versions everywhere.",
+                    communicator=communicator.name,
+                )
+            )

@@ -113,13 +113,19 @@ class TensorFlowCommunicator(RingCommunicator):
 
     @staticmethod
     def _check_own_port(address: str) -> None:
+        port = int(address.rpartition(":")[2])
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(("", int(address.rpartition(":")[2])))
+                probe.bind(("", port))
             except OSError as error:
                 raise ConfigurationError(
-                    message("This process cannot listen on its own address.", hint=str(error), address=address)
+                    message(
+                        f"This process cannot listen on its own address ({error.strerror}).",
+                        hint=f"end the program that has port {port} of this machine, or use another port: give it in TF_CONFIG;"
+                        " under Slurm call srun again, since ports follow from the numbers of the job and its step.",
+                        address=address,
+                    )
                 ) from error
 
     def _connect_once(self, addresses: list[str], source: str | None) -> None:

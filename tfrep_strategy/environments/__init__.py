@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator
+from typing import Any, cast
 
 from tfrep_strategy.environments.base import Environment
 from tfrep_strategy.environments.horovod import HorovodEnvironment
@@ -42,13 +44,15 @@ _environments: list[type[Environment]] = [
     SlurmEnvironment,
     SingleEnvironment,
 ]
+_own = frozenset(_environments)
 
 
 def detect_environment() -> Environment:
     """Finds out what started this process.
 
     The first environment that detects itself is used. The order is: registered environments (the latest first), Horovod,
-    MPI, `TF_CONFIG`, torchrun's variables, a TrainJob, an indexed Job, Slurm, a single process.
+    MPI, `TF_CONFIG`, torchrun's variables, a TrainJob, an indexed Job, Slurm, a single process. One that says that this
+    process is alone, while another one says that it is one of several, is refused. A registered environment is believed.
 
     Returns:
         The environment, checked.
@@ -60,8 +64,34 @@ def detect_environment() -> Environment:
         >>> detect_environment().rank
         0
     """
-    found: Any = kind_of_environment()
-    return found()
+    kind: Any = kind_of_environment()
+    found: Environment = kind()
+    if found.size == 1 and kind in _own:
+        _check_alone(found)
+    return found
+
+
+def _check_alone(found: Environment) -> None:
+    """Refuses the description of a single process, such as one left over from another run, in a rank of several."""
+    other = next((each for each in _described() if each.size > 1), None)
+    if other is not None:
+        own, others = ([name for name in one.found if name not in two.found] for one, two in ((found, other), (other, found)))
+        raise ConfigurationError(
+            message(
+                f"{found.name} describes a process that is alone, and {other.name} rank {other.rank} of {other.size}.",
+                hint=f"unset {', '.join(own)} if this process is a rank, or unset {', '.join(others)} if it is alone.",
+                environment=found.describe(),
+                other=other.describe(),
+            )
+        )
+
+
+def _described() -> Iterator[Environment]:
+    """Yields all environments that detect themselves and can be read. Kubernetes tells the pods of any job their index."""
+    for kind in cast("list[Any]", _environments):
+        with contextlib.suppress(ConfigurationError):
+            if kind.detect():
+                yield kind()
 
 
 def kind_of_environment() -> type[Environment]:

@@ -1,4 +1,4 @@
-"""Processes started by `mpirun`: Open MPI, or a PMI launcher such as MPICH's and Intel's Hydra."""
+"""Processes started by `mpirun`: Open MPI, MVAPICH, or a PMI launcher such as MPICH's and Intel's Hydra."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _FIRST_PORT, _PORTS = 30_000, 2_700
 
 
 class MpiEnvironment(Environment):
-    """Reads `OMPI_COMM_WORLD_*`, else `PMI_*` with Hydra's `MPI_LOCALRANKID` and `MPI_LOCALNRANKS`.
+    """Reads `OMPI_COMM_WORLD_*`, else `MV2_COMM_WORLD_*`, else `PMI_*` with Hydra's `MPI_LOCALRANKID` and `MPI_LOCALNRANKS`.
+
+    A launcher that sets `PMIX_RANK` only, such as `prun`, does not tell how many ranks there are. Then you set `PMI_SIZE`.
 
     MPI tells a process its own host only. To get each other's addresses, ranks on several machines meet at `MASTER_ADDR` and
     `MASTER_PORT`, if you set these. Ranks on one machine meet on a port that follows from Open MPI's number of the job.
@@ -35,10 +37,15 @@ class MpiEnvironment(Environment):
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
         "PMI_RANK",
         "PMI_SIZE",
         "MPI_LOCALRANKID",
         "MPI_LOCALNRANKS",
+        "PMIX_RANK",
         "PMIX_NAMESPACE",
         "MASTER_ADDR",
         "MASTER_PORT",
@@ -47,24 +54,25 @@ class MpiEnvironment(Environment):
     @classmethod
     def detect(cls) -> bool:
         """Returns whether an MPI launcher set a rank. Ranks that Slurm repeats for MPI libraries do not count."""
-        if "OMPI_COMM_WORLD_RANK" in os.environ:
+        if "OMPI_COMM_WORLD_RANK" in os.environ or "MV2_COMM_WORLD_RANK" in os.environ:
             return True
-        # `srun --mpi=pmi2` sets PMI_* beside its own variables, which also describe the hosts. Under Hydra inside a Slurm
-        # job the two differ; then Hydra started this process.
-        repeated = SlurmEnvironment.detect() and all(
-            os.environ.get(slurm) == os.environ.get(pmi)
-            for slurm, pmi in (("SLURM_PROCID", "PMI_RANK"), ("SLURM_NTASKS", "PMI_SIZE"))
-        )
-        return "PMI_RANK" in os.environ and not repeated
+        # `srun --mpi` sets these beside its own variables, which also describe the hosts. Under Hydra inside a Slurm job the
+        # two differ; then Hydra started this process.
+        if "PMI_RANK" in os.environ:
+            return not (SlurmEnvironment.detect() and _repeats_slurm(PMI_RANK="SLURM_PROCID", PMI_SIZE="SLURM_NTASKS"))
+        in_step = "SLURM_STEP_ID" in os.environ
+        return "PMIX_RANK" in os.environ and not (in_step and _repeats_slurm(PMIX_RANK="SLURM_PROCID"))
 
     def __init__(self) -> None:
-        rank = variable(Rank, "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-        size = variable(Size, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-        local_size = variable(Size, "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", default=size)
+        rank = variable(Rank, "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+        size = variable(Size, "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
+        of_rank = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+        of_size = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+        local_size = variable(Size, *of_size, default=size)
         super().__init__(
             rank=rank,
             size=size,
-            local_rank=variable(Rank, "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", default=rank),
+            local_rank=variable(Rank, *of_rank, default=rank),
             local_size=local_size,
             rendezvous=_rendezvous(one_machine=local_size == size) if size > 1 else None,
         )
@@ -73,6 +81,10 @@ class MpiEnvironment(Environment):
     def run_name(self) -> str:
         """The name of MPI's job."""
         return os.environ.get("PMIX_NAMESPACE") or super().run_name
+
+
+def _repeats_slurm(**names: str) -> bool:
+    return all(os.environ.get(own) == os.environ.get(of_slurm) for own, of_slurm in names.items())
 
 
 def _rendezvous(one_machine: bool) -> str | None:

@@ -15,6 +15,11 @@ from tfrep_strategy.validation import MOST_RANKS, Rank, Size, variable
 # All ranks compute the same ports from the job and its step, so no port has to be passed around. The range stays below the
 # ports that Linux assigns by itself (32768 and up).
 _FIRST_PORT, _PORTS = 10_000, 20_000
+_FEWEST = 16
+"""How many ports of a node a step has at least, so that jobs of various sizes have ports of their own, too."""
+
+_INTERACTIVE_STEP = "4294967290"
+"""Number of the step in which Slurm runs the shell of `salloc`."""
 
 _LONGEST_NAME = 253
 _NUMBER = r"[0-9]{1,12}"
@@ -33,7 +38,7 @@ class SlurmEnvironment(Environment):
         >>> os.environ.update(SLURM_PROCID="2", SLURM_NTASKS="3", SLURM_STEP_NODELIST="node[1-2]",
         ...                   SLURM_STEP_TASKS_PER_NODE="2,1", SLURM_JOB_ID="7")
         >>> SlurmEnvironment().addresses
-        ['node1:10007', 'node1:10008', 'node2:10007']
+        ['node1:10112', 'node1:10113', 'node2:10112']
     """
 
     name = "Slurm"
@@ -52,8 +57,8 @@ class SlurmEnvironment(Environment):
     @classmethod
     def detect(cls) -> bool:
         """Returns whether `srun` started this process. An interactive shell and the script of a batch job do not count."""
-        interactive = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
-        return "SLURM_PROCID" in os.environ and "SLURM_NTASKS" in os.environ and not interactive and not _is_batch_script()
+        described = "SLURM_PROCID" in os.environ and "SLURM_NTASKS" in os.environ
+        return described and not _in_shell() and not _is_batch_script()
 
     def __init__(self) -> None:
         rank, size = variable(Rank, "SLURM_PROCID"), variable(Size, "SLURM_NTASKS")
@@ -83,8 +88,7 @@ class SlurmEnvironment(Environment):
                     expected=hosts[rank],
                 )
             )
-        first_port = _FIRST_PORT + (_job_number() + 1021 * variable(int, "SLURM_STEP_ID", default=0)) % _PORTS
-        next_ports = {node: itertools.count(first_port) for node in nodes}
+        next_ports = {node: itertools.count(_first_port(max(counts))) for node in nodes}
         super().__init__(
             rank=rank,
             size=size,
@@ -175,6 +179,18 @@ def _spread(nodes: list[str], counts: list[int], *, cyclic: bool) -> Iterator[st
         yield nodes[index]
 
 
+def _in_shell() -> bool:
+    """Returns whether this process belongs to a shell that `salloc` or `srun --pty` has started for a user.
+
+    Tasks that `srun` starts from that shell inherit `SLURM_PTY_PORT`, but their standard input is no terminal.
+    """
+    if os.environ.get("SLURM_STEP_ID") == _INTERACTIVE_STEP:
+        return True
+    is_task = os.environ.get("SLURM_TASK_PID") == str(os.getpid())  # As with `srun --pty -n 2 python train.py`.
+    has_terminal = "SLURM_PTY_PORT" in os.environ and os.environ["SLURM_PROCID"] == "0" and os.isatty(0)
+    return has_terminal and not is_task
+
+
 def _is_batch_script() -> bool:
     """Returns whether this process runs a batch script. Slurm numbers it 0 of all tasks, and starts no other process."""
     step = any(name in os.environ for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST"))
@@ -190,5 +206,12 @@ def _first(*names: str, default: str) -> str:
     return next((os.environ[name] for name in names if os.environ.get(name)), default)
 
 
-def _job_number() -> int:
-    return variable(int, "SLURM_JOB_ID", "SLURM_JOBID", default=0)
+def _first_port(count: int) -> int:
+    """Returns the first port of this step on each node. Steps and jobs that follow each other, as those of an array, share none.
+
+    Args:
+        count: How many ports the step needs on a node.
+    """
+    block = max(_FEWEST, 1 << (count - 1).bit_length())
+    job, step = variable(int, "SLURM_JOB_ID", "SLURM_JOBID", default=0), variable(int, "SLURM_STEP_ID", default=0)
+    return _FIRST_PORT + block * ((job + 1021 * step) % max(1, _PORTS // block))

@@ -6,15 +6,17 @@ import os
 
 from tfrep_strategy.environments.base import Environment, master_address
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.nvidia import driver_gpus
 from tfrep_strategy.validation import Rank, Size, variable
 
-_ONE_PROCESS = ("", "1", "auto", "cpu", "gpu")
+_ONE_PROCESS = ("", "1", "auto", "cpu")
 
 
 class TrainJobEnvironment(Environment):
     """Reads `PET_NODE_RANK`, `PET_NNODES`, `PET_MASTER_ADDR`, `PET_MASTER_PORT` and `PET_NPROC_PER_NODE`.
 
-    Each pod is a rank. If the job asks for several processes in a pod, `tfrep run` starts them there.
+    Each pod is a rank, also with `auto`, which the Trainer sets by default. If the job asks for several processes in a pod, or
+    with `gpu` for one on each of several GPUs, `tfrep run` starts them there.
 
     Raises:
         ConfigurationError: A variable is missing, its value is not valid, or the job asks for several processes in a pod.
@@ -36,7 +38,11 @@ class TrainJobEnvironment(Environment):
     @staticmethod
     def processes() -> int:
         """Returns how many processes `tfrep run` is to start in this pod; 0 if the pod is one process."""
-        return 0 if os.environ.get("PET_NPROC_PER_NODE", "") in _ONE_PROCESS else variable(Size, "PET_NPROC_PER_NODE")
+        asked = os.environ.get("PET_NPROC_PER_NODE", "")
+        if asked == "gpu":
+            count = len(driver_gpus())
+            return count if count > 1 else 0
+        return 0 if asked in _ONE_PROCESS else variable(Size, "PET_NPROC_PER_NODE")
 
     def __init__(self) -> None:
         rank, size = variable(Rank, "PET_NODE_RANK"), variable(Size, "PET_NNODES")

@@ -60,22 +60,29 @@ def shared_secret(one_machine: bool) -> bytes:
 
 def _read(path: Path, **setting: str) -> bytes:
     try:
-        mode, size = path.stat().st_mode, path.stat().st_size
+        found = path.stat()
         # What is no file may be read for ever.
-        secret = path.read_bytes().strip() if stat.S_ISREG(mode) and size <= _LONGEST else None
+        secret = path.read_bytes().strip() if stat.S_ISREG(found.st_mode) and found.st_size <= _LONGEST else None
     except OSError as error:
         raise ConfigurationError(
-            message(f"The secret cannot be read ({error.strerror}).", hint="name a file of yours.", **setting)
+            message(
+                f"The secret cannot be read ({error.strerror}).",
+                hint="name a file of yours; a pod of Kubernetes that does not run as root needs `fsGroup`.",
+                **setting,
+            )
         ) from None
     if secret is None:
         raise ConfigurationError(
             message(f"The secret is no file of up to {_LONGEST} bytes.", hint=_MAKE_ONE, **setting)
         )
-    if stat.S_IMODE(mode) & 0o077:
+    # Kubernetes gives a Secret to a pod that does not run as root through the group of the pod (fsGroup).
+    from_root = found.st_uid == 0 and os.geteuid() != 0
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & (0o037 if from_root else 0o077):
         raise ConfigurationError(
             message(
-                f"Others may read the secret: its file has mode {stat.S_IMODE(mode):o}.",
-                hint="chmod 600; for a Secret of Kubernetes, `defaultMode: 0400`.",
+                f"Others may read the secret: its file has mode {mode:o}.",
+                hint="chmod 600; for a Secret of Kubernetes, `defaultMode: 0400`, and `fsGroup` if the pod does not run as root.",
                 **setting,
             )
         )
