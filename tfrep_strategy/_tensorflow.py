@@ -208,6 +208,11 @@ def converted_by_autograph(fn: Callable[..., Any]) -> Callable[..., Any]:
     return autograph_convert(fn, enabled)
 
 
+def is_none(spec: Any) -> bool:
+    """Returns whether a specification is that of None in a pipeline."""
+    return spec == tf.type_spec_from_value(None)
+
+
 def run_independently(operation: Any) -> None:
     """Makes an operation of a function run even if nothing uses its results, and wait for its inputs only."""
     manager = getattr(operation, "graph", None) and operation.graph.experimental_acd_manager

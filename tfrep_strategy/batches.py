@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import regroup
+from tfrep_strategy._tensorflow import is_none, regroup
 from tfrep_strategy.keras_integration.protocol import Shards
 
 
@@ -221,11 +221,6 @@ def _open_dimensions(leaf: Any) -> list[int]:
 
 def _has_open_rank(leaf: Any) -> bool:
     return not is_none(leaf) and not isinstance(leaf, tf.OptionalSpec) and leaf.shape.rank is None
-
-
-def is_none(spec: Any) -> bool:
-    """Returns whether a specification is that of None."""
-    return spec == tf.type_spec_from_value(None)
 
 
 def _ragged_rank(leaf: Any) -> int:

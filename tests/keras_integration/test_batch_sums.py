@@ -12,7 +12,13 @@ import tensorflow as tf
 from keras import ops
 
 from tfrep_strategy.keras_integration.protocol import Step
-from tfrep_strategy.keras_integration.synchronous.batch_sums import as_mean, note_global, part_of_global
+from tfrep_strategy.keras_integration.synchronous.batch_sums import (
+    are_rows,
+    as_mean,
+    is_count,
+    note_global,
+    part_of_global,
+)
 from tfrep_strategy.shares import Share
 
 ROWS = np.random.RandomState(0).randn(6, 4, 2).astype("float32")
@@ -40,6 +46,8 @@ SUMS: dict[str, Callable[[Any], Any]] = {
     "count": lambda x: ops.cast(ops.shape(x)[0], "float32"),
     "size": lambda x: tf.cast(tf.size(x), tf.float32),
     "hinge": lambda x: ops.maximum(ops.sum(x**2), 0.0),
+    "some of a vector": lambda x: ops.sum(x, axis=0)[0, 1] + 2.0 * tf.gather(ops.sum(x, axis=0), 1)[0],
+    "einsum": lambda x: ops.einsum("bij,bij->", x, x),
 }
 MEANS: dict[str, Callable[[Any], Any]] = {
     "ops.mean": lambda x: ops.mean(ops.square(x)),
@@ -52,19 +60,22 @@ MEANS: dict[str, Callable[[Any], Any]] = {
     "sums of means": lambda x: ops.sum([ops.mean(x), ops.mean(x**2)]),
     "of no rows": lambda x: ops.sum(ops.square(ops.ones((3, 2)))),
     "moments": lambda x: ops.sum(ops.mean(x, axis=0)),
+    "einsum of means": lambda x: ops.einsum("ij->", ops.mean(x, axis=0)),
 }
 
 
-def _values_of_two_replicas(function: Callable[[Any], Any], shared: Callable[[Step, Any], Any]) -> float:
-    """Computes what two replicas with 4 and 2 of the 6 rows make of a scalar together."""
+def _values_of_two_replicas(
+    function: Callable[[Any], Any], shared: Callable[[Step, Any], Any], rows: int = 4, shape: tuple[int | None, ...] = (None, 4, 2)
+) -> float:
+    """Computes what two replicas with 4 and 2 of the 6 rows make of a scalar together, or with 3 each."""
 
-    @tf.function(input_signature=[tf.TensorSpec([None, 4, 2])])
+    @tf.function(input_signature=[tf.TensorSpec(shape)])
     def replica(x: Any) -> Any:
         count = tf.cast(tf.shape(x)[0], tf.int64)
         step = Step(NO_STRATEGY, Share.of_batch(count, tf.constant(6, tf.int64), 2))
         return shared(step, function(x))
 
-    return float(replica(ROWS[:4]) + replica(ROWS[4:]))
+    return float(replica(ROWS[:rows]) + replica(ROWS[rows:]))
 
 
 @pytest.mark.parametrize("name", [*SUMS, *MEANS])
@@ -73,6 +84,39 @@ def test_what_the_replicas_add_up_to_is_the_value_of_one_device(name: str) -> No
     wanted = float(function(tf.constant(ROWS)))
     assert _values_of_two_replicas(function, part_of_global) == pytest.approx(wanted, rel=1e-5)
     assert _values_of_two_replicas(function, lambda step, v: step.share.weigh(as_mean(step, v))) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_means_of_batches_of_one_size(name: str) -> None:
+    wanted = float(MEANS[name](tf.constant(ROWS)))
+    assert _values_of_two_replicas(MEANS[name], part_of_global, 3, (3, 4, 2)) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(None, 4, 2), (3, 4, 2)])
+def test_a_tensor_that_has_a_number_for_each_row(shape: Any) -> None:
+    def found(x: Any) -> list[bool]:
+        step = Step(NO_STRATEGY, Share.equal(2))
+        given = [x, x[:, 0, 0] ** 2, ops.stack([ops.mean(x), ops.mean(x**2)]), ops.mean(x), ops.mean(x, 0), ops.shape(x)]
+        return [are_rows(step, value) for value in given]
+
+    told: list[list[bool]] = []
+    tf.function(lambda x: told.append(found(x)), input_signature=[tf.TensorSpec(shape)])(ROWS[:3])
+    assert told == [[True, True, False, False, False, False]]
+    assert are_rows(Step(NO_STRATEGY, Share.equal(2)), tf.constant([1.0, 2.0]))
+
+
+def test_counts() -> None:
+    counted: list[bool] = []
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4, 2])])
+    def replica(x: Any) -> None:
+        step = Step(NO_STRATEGY, Share.equal(2))
+        whole = tf.cast(x, tf.int32)
+        values = [tf.shape(x)[0], tf.reduce_sum(whole), tf.shape(x)[1], tf.constant(3), tf.reduce_max(whole)]
+        counted.extend(is_count(step, value) for value in values)
+
+    replica(ROWS)
+    assert counted == [True, True, False, False, False]
 
 
 def test_a_sum_and_a_mean_are_taken_apart() -> None:

@@ -63,7 +63,38 @@ def _loss(name: str, loss: Callable[[], Any], **compile_args: Any) -> None:
 _L = keras.losses
 _loss("loss_sum", lambda: _L.MeanSquaredError(reduction="sum"))
 _loss("loss_mean", lambda: _L.MeanSquaredError(reduction="mean"), weighted_metrics=["mae"])
+_loss("loss_none", lambda: _L.MeanSquaredError(reduction=None))
 _loss("loss_mean_with_sample_weight", lambda: _L.MeanSquaredError(reduction="mean_with_sample_weight"))
+
+
+@scenario
+def loss_none_of_batches_of_one_size() -> dict[str, Any]:
+    model = dense()
+    model.compile(_O.SGD(0.002), _L.MeanSquaredError(reduction="none"))
+    return trained(model, tf.data.Dataset.from_tensor_slices(regression()).batch(12, drop_remainder=True), batch_size=None)
+
+
+@scenario
+def loss_over_the_batch() -> dict[str, Any]:
+    model = dense(out=3)
+    similarity = keras.metrics.CosineSimilarity(axis=-2)
+    model.compile(_O.SGD(0.05), _L.CosineSimilarity(axis=0), metrics=[similarity])
+    x, y = regression()
+    return trained(model, x, np.concatenate([y, -y, y**2], 1))
+
+
+@scenario
+def nothing_beside_an_output() -> dict[str, Any]:
+    x, y = regression()
+    inputs = keras.Input((4,))
+    hidden = layers.Dense(8, "tanh", kernel_initializer=init(1))(inputs)
+    model = keras.Model(inputs, [layers.Dense(1, name=name, kernel_initializer=init(2))(hidden) for name in "ab"])
+    model.compile(_O.SGD(0.05), "mse")
+    weights = [None, np.abs(y[:, 0])]
+    history = model.fit(x, [y, -y], sample_weight=weights, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    model.compile(_O.SGD(0.05), [None, "mse"])
+    model.fit(x, [None, y], batch_size=16, epochs=2, shuffle=False, verbose=0)
+    return {"losses": history["loss"], "weights": model.get_weights(), "result": model.evaluate(x, [None, y], 16, verbose=0)}
 
 
 def _segmentation() -> tuple[np.ndarray, np.ndarray]:

@@ -19,11 +19,12 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import (
     dataset_from_tensors,
     dataset_to_tensors,
+    is_none,
     parts_of_dataset,
     use_random_seed,
 )
 from tfrep_strategy._tensorflow import dataset_kinds as kinds
-from tfrep_strategy.batches import as_element, bounds, is_none, shard, take_rows
+from tfrep_strategy.batches import as_element, bounds, shard, take_rows
 from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.pipelines.batch_maps import changed_below, has_rows, is_same_in_every_step, of_any_size

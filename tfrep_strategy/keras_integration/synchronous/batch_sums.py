@@ -3,12 +3,14 @@
 A replica's value of a mean over rows counts with its share; its value of a sum counts whole. The graph of the step tells which of
 the two a scalar is. Going through it once, we note by which power of the number of rows each tensor grows: a sum by 1, a mean by 0,
 a count by 1, and a quotient by the difference. What the graph does not tell is taken for a mean, and so is all of an eager step.
+
+Where all batches have one size, a count is a number like any other, and so all scalars are taken for means.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,10 @@ from tfrep_strategy.keras_integration.protocol import Step
 _SHAPE = "shape"
 _SMALL = 1e-3
 _AS_FIRST_INPUT = {
-    "Abs", "Cast", "ExpandDims", "Identity", "Max", "Mean", "Min", "Neg", "Reshape", "Squeeze", "StopGradient", "Transpose",
+    "Abs", "Cast", "ExpandDims", "GatherV2", "Identity", "Max", "Mean", "Min", "Neg", "Reshape", "Slice", "Squeeze", "StopGradient",
+    "StridedSlice", "Transpose", "Unpack",
 }  # fmt: skip
+_DATA = {"IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue"}
 _AS_ALL_INPUTS = {"Add", "AddN", "AddV2", "ConcatV2", "Maximum", "Minimum", "Pack", "SelectV2", "Sub"}
 _PRODUCTS = {"Mul": 1, "MulNoNan": 1, "Div": -1, "DivNoNan": -1, "RealDiv": -1}
 _graphs: weakref.WeakKeyDictionary[Any, _Growth] = weakref.WeakKeyDictionary()
@@ -42,9 +46,7 @@ def sums_and_means(step: Step, value: Any) -> tuple[list[tf.Tensor], list[tf.Ten
     """Takes a scalar apart into addends that are sums over rows, and others."""
     if step.gathers or not tf.is_symbolic_tensor(value) or value.shape.rank != 0 or not value.dtype.is_floating:
         return [], [value]
-    grows = _graphs.setdefault(value.graph, _Growth())
-    grows.told[step.share.value.name] = 1
-    grows.follow(value.graph)
+    grows = _growth_of(step, value)
     left, sums, means = [value], [], []
     while left:
         tensor = left.pop()
@@ -55,6 +57,31 @@ def sums_and_means(step: Step, value: Any) -> tuple[list[tf.Tensor], list[tf.Ten
         else:
             means.append(tensor)
     return sums, means
+
+
+def is_count(step: Step, value: tf.Tensor) -> bool:
+    """Returns whether an integer scalar is a count of rows, or a sum over them."""
+    if step.gathers or not tf.is_symbolic_tensor(value) or value.shape.rank != 0:
+        return False
+    return bool(_growth_of(step, value)[value] == 1)
+
+
+def are_rows(step: Step, target: Any) -> bool:
+    """Returns whether a tensor has a number for each row, such as a loss without a reduction. A tape adds them up."""
+    if step.gathers or not isinstance(target, tf.Tensor) or not target.shape.rank:
+        return False
+    if not tf.is_symbolic_tensor(target):
+        return True
+    total = tf.reduce_sum(target)
+    grows = _growth_of(step, total)
+    return bool(grows[total] == 1) or grows.is_of_rows(target)
+
+
+def _growth_of(step: Step, value: tf.Tensor) -> _Growth:
+    grows = _graphs.setdefault(value.graph, _Growth())
+    grows.told[step.share.value.name] = 1
+    grows.follow(value.graph)
+    return grows
 
 
 def note_global(value: tf.Tensor) -> tf.Tensor:
@@ -71,31 +98,48 @@ class _Growth:
         self.told: dict[str, int] = {}
         """By the names of tensors: what the graph need not tell."""
         self._found: dict[str, Any] = {}
+        self._rows: dict[str, int] = {}
+        """How many rows the data has from which a tensor comes, by its name, where all batches have one size."""
         self._followed = 0
 
     def __getitem__(self, tensor: tf.Tensor) -> Any:
         return self.told.get(tensor.name, self._found.get(tensor.name, 0))
 
+    def is_of_rows(self, tensor: tf.Tensor) -> bool:
+        """Returns whether a tensor has as many rows as the data from which it comes, where all batches have one size."""
+        return tensor.shape[0] is not None and tensor.shape[0] == self._rows.get(tensor.name) and tensor.op.type != "Pack"
+
     def follow(self, graph: Any) -> None:
         """Goes through the operations that were added to the graph since the last call."""
         operations = graph.get_operations()
+        captured = {tensor.name for tensor in getattr(graph, "internal_captures", ())}
         for operation in operations[self._followed :]:
+            self._follow_rows(operation, captured)
             power = self._of(operation)
             if power != 0:
                 self._found.update((output.name, power) for output in operation.outputs)
         self._followed = len(operations)
+
+    def _follow_rows(self, operation: Any, captured: Set[str]) -> None:
+        is_data = operation.type in _DATA or operation.type == "Placeholder" and operation.outputs[0].name not in captured
+        known = [self._rows[tensor.name] for tensor in operation.inputs if tensor.name in self._rows]
+        for output in operation.outputs:
+            if known or is_data and output.shape.rank and output.shape[0]:
+                self._rows[output.name] = known[0] if known else output.shape[0]
 
     def _of(self, operation: Any) -> Any:
         kind, inputs = operation.type, list(operation.inputs)
         powers = [self[tensor] for tensor in inputs]
         if kind == "Shape":
             return _SHAPE if _has_rows(inputs[0]) else 0
-        if not any(power != 0 for power in powers) and kind not in ("Sum", "L2Loss", "Size"):
+        if not any(power != 0 for power in powers) and kind not in ("Einsum", "L2Loss", "Size", "Sum"):
             return 0
         if kind == "Size":
             return int(_has_rows(inputs[0]))
         if kind in ("Sum", "L2Loss"):
             return _plus(powers[0], int(_has_rows(inputs[0]) and (kind == "L2Loss" or _reduces_rows(inputs))))
+        if kind == "Einsum":
+            return self._contracted(operation) if set(powers) == {0} else None
         if kind == "Prod":
             return 1 if powers[0] == _SHAPE else self._of_product_of(inputs[0])
         if powers[0] == _SHAPE and kind == "StridedSlice":
@@ -112,6 +156,13 @@ class _Growth:
         # Sizes of what an operation makes say nothing of its values.
         is_size = [t.dtype.is_integer and not operation.outputs[0].dtype.is_integer for t in inputs] if operation.outputs else []
         return None if any(p != 0 and not size for p, size in zip(powers, is_size, strict=False)) else 0
+
+    def _contracted(self, operation: Any) -> Any:
+        """Returns 1 if `Einsum` adds up the rows, 0 if it does not."""
+        given, _, result = operation.get_attr("equation").decode().partition("->")
+        terms = zip(given.split(","), operation.inputs, strict=True)
+        rows = {term[0] for term, tensor in terms if _has_rows(tensor)}
+        return None if "." in given else int(bool(rows - set(result)))
 
     def _of_product_of(self, tensor: tf.Tensor) -> Any:
         while tensor.op.type in ("Cast", "Identity"):

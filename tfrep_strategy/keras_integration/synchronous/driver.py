@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy._tensorflow import is_none
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import Shards
@@ -159,7 +160,7 @@ class SynchronousDriver(
         if not _has_own_steps(model):
             if iterator is not None:
                 spec = iterator.part_spec
-                data_batch = tf.nest.map_structure(lambda s: None if isinstance(s, tf.OptionalSpec) else s, spec)
+                data_batch = tf.nest.map_structure(lambda s: None if is_none(s) or isinstance(s, tf.OptionalSpec) else s, spec)
             with self.strategy.scope():
                 model._symbolic_build(data_batch=data_batch)
         self.strategy.extended.synchronize_new_variables()

@@ -12,7 +12,7 @@ from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
-from tfrep_strategy.keras_integration.synchronous.batch_sums import part_of_global
+from tfrep_strategy.keras_integration.synchronous.batch_sums import is_count, part_of_global
 
 _StatelessScope = keras_internal("backend.common.stateless_scope", "StatelessScope")
 
@@ -54,7 +54,7 @@ def with_global_logs(model: Any, strategy: KerasStrategy, step_function: Callabl
 
     Where the logs are exactly the metrics, nothing is done: Keras reads these over all replicas when somebody asks. Else a
     result of a metric is computed from its state on all replicas, and another floating value, such as a bare loss, is the
-    mean over the examples of the global batch, or the sum.
+    mean over the examples of the global batch, or the sum. A count of rows is that of the global batch.
     """
     for metric in model.metrics:
         KerasDriver.metric_result.install_in(type(metric))
@@ -83,9 +83,10 @@ def with_global_logs(model: Any, strategy: KerasStrategy, step_function: Callabl
 def _global_means(strategy: KerasStrategy, values: list[Any]) -> list[tf.Tensor]:
     step: Any = current_step()
     tensors = [tf.convert_to_tensor(value) for value in values]
-    weighed = [part_of_global(step, t) for t in tensors if t.dtype.is_floating]
-    summed = iter(strategy.extended.sum_over_replicas(weighed))
-    return [next(summed) if t.dtype.is_floating else t for t in tensors]
+    parts = {i: part_of_global(step, t) for i, t in enumerate(tensors) if t.dtype.is_floating}
+    parts |= {i: t for i, t in enumerate(tensors) if t.dtype.is_integer and is_count(step, t)}
+    summed = dict(zip(parts, strategy.extended.sum_over_replicas(list(parts.values())), strict=True))
+    return [summed.get(i, t) for i, t in enumerate(tensors)]
 
 
 def _global_results(strategy: KerasStrategy, results: Iterable[_Result]) -> dict[_Result, list[tf.Tensor]]:

@@ -39,7 +39,7 @@ class Losses(SynchronousBase):
 
     def compute_loss(self, original: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Computes a loss that mixes rows from the rows of all replicas; others from this replica's own."""
-        if not self._sees_part or not (mixes_rows(loss) or _is_own_and_mixes_rows(loss, original, y_true, y_pred)):
+        if not self._sees_part or not (mixes_rows(loss, y_pred) or _is_own_and_mixes_rows(loss, original, y_true, y_pred)):
             return original(loss, y_true, y_pred, sample_weight)
         return loss_of_whole_batch(self.strategy, original, loss, y_true, y_pred, sample_weight)
 
@@ -117,7 +117,7 @@ class Losses(SynchronousBase):
             return original(metric, *args, **kwargs)
         if _are_scalars(original, args, kwargs):
             return self._update_with_scalars(original, metric, args, kwargs)
-        if not metric_needs_all_rows(metric, original, args, kwargs):
+        if not (_is_of_rows_together(metric, args, kwargs) or metric_needs_all_rows(metric, original, args, kwargs)):
             return original(metric, *args, **kwargs)
         return update_with_whole_batch(self.strategy, original, metric, args, kwargs)
 
@@ -148,6 +148,12 @@ def _are_scalars(update: Any, args: Any, kwargs: Any) -> bool:
     if step is None or step.is_in_branch or is_of_keras(update) or not given:
         return False
     return all(tf.is_symbolic_tensor(value) and value.dtype.is_floating and value.shape.rank == 0 for value in given)
+
+
+def _is_of_rows_together(metric: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a metric of Keras, made with an axis that is the batch, compares the rows with each other."""
+    predictions = args[1] if len(args) > 1 else kwargs.get("y_pred")
+    return predictions is not None and is_of_keras(type(metric)) and mixes_rows(metric, predictions)
 
 
 def _is_own_and_mixes_rows(loss: Any, compute: Any, y_true: Any, y_pred: Any) -> bool:

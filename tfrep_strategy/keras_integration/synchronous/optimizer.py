@@ -13,7 +13,7 @@ from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
-from tfrep_strategy.keras_integration.synchronous.batch_sums import part_of_global
+from tfrep_strategy.keras_integration.synchronous.batch_sums import are_rows, part_of_global
 from tfrep_strategy.keras_integration.synchronous.layers import creates_partial_sums
 from tfrep_strategy.keras_integration.synchronous.sharded_updates import ShardedUpdates
 
@@ -72,7 +72,7 @@ class Updates(ShardedUpdates):
         step = current_step()
         if step is None:
             return original(optimizer, loss)
-        scaled = original(optimizer, part_of_global(step, loss))
+        scaled = original(optimizer, loss if are_rows(step, loss) else part_of_global(step, loss))
         step.note_scaled_loss(scaled, optimizer)
         return scaled
 

@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import tape_is_recording
 from tfrep_strategy.gradients import dense, dense_buckets
-from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.protocol import Step, current_step
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
-from tfrep_strategy.keras_integration.synchronous.batch_sums import sums_and_means
+from tfrep_strategy.keras_integration.synchronous.batch_sums import are_rows, sums_and_means
 
 
 class Tapes(SynchronousBase):
@@ -31,7 +31,7 @@ class Tapes(SynchronousBase):
         was_scaled = step.was_scaled(target)
         if not positions or step.loss_is_scaled and not was_scaled:
             return original(tape, target, sources, *args, **kwargs)
-        sums, means = ([], []) if was_scaled or args or kwargs else sums_and_means(step, target)
+        sums, means = ([], []) if was_scaled or args or kwargs else _sums_and_means(step, target)
         if sums:  # Whose gradients count whole, those of means with the share.
             target, weights = [*sums, *means], [tf.ones_like(value) for value in sums]
             kwargs = {"output_gradients": weights + [tf.cast(step.share.value, value.dtype) for value in means]}
@@ -58,6 +58,10 @@ class Tapes(SynchronousBase):
         for i, total in zip(given, context.all_reduce("sum", [dense(own[i]) for i in given]), strict=True):
             summed[i] = total
         return summed
+
+
+def _sums_and_means(step: Step, target: Any) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    return ([target], []) if are_rows(step, target) else sums_and_means(step, target)
 
 
 def with_global_gradients(step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -18,17 +18,27 @@ from tfrep_strategy.keras_integration.synchronous.batch_sums import note_global
 
 _mask = keras_internal("backend.common.masking")
 _FUNCTIONS = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
+_MEANS = (keras.losses.binary_crossentropy, keras.losses.binary_focal_crossentropy)
+"""Functions that take the mean over their axis, which may be the batch."""
+
 
 sees_whole_batch = Setting(False)
 """Whether the loss that is computed now is that of the global batch."""
 
 
-def mixes_rows(loss: Any) -> bool:
-    """Whether a loss compares the rows of a batch with each other."""
-    if getattr(loss, "fn", None) not in _FUNCTIONS:
-        return False
-    axis = loss._fn_kwargs.get("axis")
-    return axis is None or 0 in keras.tree.flatten(axis)
+def mixes_rows(loss: Any, y_pred: Any) -> bool:
+    """Whether one of Keras's losses, or metrics that is a mean of one, compares the rows of a batch with each other.
+
+    Args:
+        loss: The loss or the metric.
+        y_pred: Predictions, a tensor or a nest of them.
+    """
+    function = getattr(loss, "fn", getattr(loss, "_fn", None))
+    axis = getattr(loss, "_fn_kwargs", {}).get("axis")
+    if axis is None or function in _MEANS:
+        return function in _FUNCTIONS
+    ranks = {len(tensor.shape) for tensor in keras.tree.flatten(y_pred)} - {0}
+    return any(each % rank == 0 for each in keras.tree.flatten(axis) for rank in ranks)
 
 
 def loss_of_whole_batch(
