@@ -8,13 +8,11 @@ warning can do nothing any more: a small guard process then reads the end of its
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +23,7 @@ from typing import Protocol
 import psutil
 
 from tfrep_strategy.limits import warning_signal
+from tfrep_strategy.processes.guard import guard
 from tfrep_strategy.processes.notes import Note, read_notes
 from tfrep_strategy.processes.signs_of_life import LOOK_SECONDS, Frozen, Patience, Watch
 
@@ -42,26 +41,8 @@ TIMED_OUT = 124
 # reacts to the loss of a peer: it is a consequence, and earns no such credit.
 _SILENT_DEATH_CREDIT = 0.25
 _SETTLE_SECONDS = 0.1
-
-# What a rank's death would orphan is found through the rank, so it is looked for before anything is killed.
-_GUARD = """
-import contextlib, json, os, shutil, signal, sys
-groups = [int(line) for line in sys.stdin]
-sys.path[:] = json.loads(sys.argv[1])
-import psutil
-members = []
-for group in groups:
-    with contextlib.suppress(psutil.Error):
-        members += psutil.Process(group).children(recursive=True)
-for group in groups:
-    with contextlib.suppress(OSError):
-        os.killpg(group, signal.SIGKILL)
-for member in members:
-    with contextlib.suppress(psutil.Error):
-        member.kill()
-for folder in sys.argv[2:]:
-    shutil.rmtree(folder, ignore_errors=True)
-"""
+_IMPATIENT = (signal.SIGINT, signal.SIGKILL)
+"""Signals that break off the grace period."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +239,7 @@ def run_ranks(
     run = _Run(events, note_dir, start, None if patience is None else Watch(note_dir, patience, name))
     stop_with: int = signal.SIGTERM
     seconds_to_end = GRACE_SECONDS
-    with _guard(temporary) as watch_group:
+    with guard(temporary) as watch_group:
         try:
             for rank, command in enumerate(commands, first_rank):
                 log = log_dir / f"rank{rank}.log" if rank or logs_all else None
@@ -337,7 +318,11 @@ class _Run:
         return Failure(rank, exit_code, note.traceback, noted=rank in notes, log_size=note.log_size, time=when(rank))
 
     def end(self, first_signal: int, grace: float) -> None:
-        """Ends what still runs: asks, waits for the grace period, then kills."""
+        """Ends what still runs: asks, waits for the grace period, then kills.
+
+        A scheduler may ask several times. Who types Ctrl-C, or decides over several launchers, does not want to wait.
+        """
+        later: list[int] = []
         trees = [member for process in self._processes for member in _descendants(process.pid)]
         running = len(self._codes) < len(self._processes)
         if running:
@@ -346,18 +331,19 @@ class _Run:
         while len(self._codes) < len(self._processes) and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 rank, code = self._events.get(timeout=left)
-                if rank is None:  # Somebody is impatient.
-                    self._events.put((None, code))
-                    break
-                self._note_end(rank, code)
+                if rank is None:
+                    later.append(code)
+                    if code in _IMPATIENT:
+                        break
+                else:
+                    self._note_end(rank, code)
         self._signal(trees, signal.SIGKILL)
         for process in self._processes:
             process.wait()
-        self._take_last_events()
+        self._take_last_events(later)
 
-    def _take_last_events(self) -> None:
+    def _take_last_events(self, signals: list[int]) -> None:
         """Leaves signals in the queue, and nothing of these processes: the run may be started again."""
-        signals = []
         while len(self._codes) < len(self._processes):
             rank, code = self._events.get()
             if rank is None:
@@ -403,15 +389,3 @@ def _descendants(pid: int) -> list[psutil.Process]:
         return psutil.Process(pid).children(recursive=True)
     except psutil.Error:
         return []
-
-
-@contextlib.contextmanager
-def _guard(temporary: Sequence[Path]) -> Iterator[Callable[[int], None]]:
-    """Starts the process that kills the groups it was told of, and removes folders, if this process dies; else the body ends it."""
-    arguments = [sys.executable, "-I", "-S", "-c", _GUARD, json.dumps(sys.path), *map(os.path.abspath, temporary)]
-    guard = subprocess.Popen(arguments, stdin=subprocess.PIPE, text=True, bufsize=1, start_new_session=True)
-    try:
-        yield lambda pid: print(pid, file=guard.stdin)
-    finally:
-        guard.kill()
-        guard.communicate()
