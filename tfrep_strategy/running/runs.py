@@ -301,7 +301,7 @@ def run_to_end(
                     start = server.starter(commands, this.events, deadline)
                     if server.problem and options.fork:
                         print(f"tfrep: ranks are not forked: {server.problem}.", file=sys.stderr)
-                size = this.nodes.size if this.nodes else options.size
+                has_peers = (this.nodes.size if this.nodes else options.size) > 1 and options.strategy != "mirrored"
                 this.failure = run_ranks(
                     commands,
                     this.events,
@@ -311,8 +311,8 @@ def run_to_end(
                     logs_all=options.prefix,
                     first_rank=this.first_rank,
                     again=this.number > 0,
-                    # Nobody waits for a rank that is alone.
-                    patience=Patience.of_environment() if size > 1 and options.strategy != "mirrored" else None,
+                    # Nobody waits for a rank that is alone, unless the run can go on from backups.
+                    patience=Patience.of_environment() if has_peers or backup_dir is not None else None,
                     grace=grace_seconds(for_a_backup=backup_dir is not None),
                     start=start,
                     temporary=[note_dir],

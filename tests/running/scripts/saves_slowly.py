@@ -1,4 +1,4 @@
-"""Trains a layer that takes some seconds to save. If it takes any, rank 1 warns the launcher in the second epoch, then asks it to end.
+"""Trains a layer that takes some seconds to save. If it takes any, rank 1 warns the launcher in the second epoch, then has it end.
 
 Argument: the seconds. Rank 0 prints the epochs.
 """
