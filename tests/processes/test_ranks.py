@@ -21,8 +21,11 @@ from tfrep_strategy.processes.ranks import (
     Command,
     Events,
     Failure,
+    Process,
+    Streams,
     deferred_signals,
     run_ranks,
+    start_process,
 )
 
 SLEEP = "import time; time.sleep(60)"
@@ -172,6 +175,35 @@ def test_only_who_is_impatient_breaks_off_a_backup(tmp_path, marker, first, seco
     assert failure == Failure(None, 128 + first)
     assert saved.exists() == is_saved
     assert events.get_nowait() == (None, second)  # A run that was to be started again ends.
+
+
+def test_a_rank_that_the_kernel_keeps_is_left_behind(tmp_path, marker, capfd):
+    """No run waits for it for ever, and its late end is no event of the next start."""
+    may_end = threading.Event()
+
+    class Kept:
+        def __init__(self, process: Process) -> None:
+            self.pid, self._process = process.pid, process
+
+        def wait(self) -> int:
+            may_end.wait()
+            return self._process.wait()
+
+    keep = Command([sys.executable, "-c", SLEEP, marker], os.environ)
+    fail = Command([sys.executable, "-c", "exit(3)", marker], os.environ)
+
+    def start(command: Command, streams: Streams) -> Process:
+        process = start_process(command, streams)
+        return Kept(process) if command is keep else process
+
+    began, before = time.monotonic(), threading.active_count()
+    with deferred_signals() as events:
+        assert run_ranks([fail, keep], events, log_dir=tmp_path, note_dir=tmp_path, start=start) == Failure(0, 3)
+        assert time.monotonic() - began < SOON
+        may_end.set()
+        wait_until(lambda: threading.active_count() == before)
+        assert events.empty()
+    assert "tfrep: Rank 1 was killed, and does not end: the kernel keeps it." in capfd.readouterr().err
 
 
 def test_children_of_ranks_end_too(run):
