@@ -35,6 +35,7 @@ from tfrep_strategy.processes.shared_folder import SharedFolder, is_address, req
 from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
 from tfrep_strategy.progress import Step
+from tfrep_strategy.rendezvous.horovod_server import warn_of_open_ranks
 from tfrep_strategy.running.failures import describe
 from tfrep_strategy.running.rounds import Round, no_backup_dir, rounds_here
 from tfrep_strategy.validation import MOST_PROCESSES, MOST_RANKS, check_fields, made_folder
@@ -355,6 +356,8 @@ def _commands(options: Options, arguments: Sequence[str], this: Round, more_envi
         identified: list[dict[str, str]] = [{}]
         if options.strategy != "mirrored":
             environ["TFREP_COMMUNICATOR"] = communicator = nodes.communicator if nodes else options.resolved_communicator
+            if communicator == "horovod" and this.number == this.first_rank == 0:
+                warn_of_open_ranks()
             if nodes:
                 identified = stack.enter_context(nodes.identities())
             else:
