@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -115,6 +116,14 @@ def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     assert found["epochs"] == [2, 3]
     np.testing.assert_allclose(found["weights"], expected["weights"], rtol=1e-5)  # type: ignore[arg-type]
     assert "All ranks are started again (1 of 1)" in said
+
+
+@pytest.mark.parametrize("name", ["TFREP_TIMEOUT", "TFREP_SILENCE_TIMEOUT", "TFREP_GRACE"])
+def test_limits_that_cannot_be_start_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "abc")
+    with pytest.raises(ConfigurationError, match=f"{name} cannot be used"):
+        run_to_end(Options(log_dir=tmp_path / "logs"), ["touch", str(tmp_path / "started")], tmp_path, SimpleQueue())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_numbers_that_cannot_be() -> None:

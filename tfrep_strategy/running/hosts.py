@@ -176,6 +176,7 @@ class Launchers:
     def __init__(self, options: Options, events: Events, machines: Sequence[OnHost]) -> None:
         self._options, self._events, self._machines = options, events, machines
         self._remotes: list[Remote] = []
+        self._grace = grace_seconds(for_a_backup=options.backup_dir is not None)
         self._last_beat, self._patience = time.monotonic(), machine_silence()
 
     def run(self, program: Sequence[str], restarts: int = 0) -> None:
@@ -252,8 +253,7 @@ class Launchers:
         here = [each for each in self._remotes if each.code is None and "hello" in each.said]
         for each in here:
             each.tell(number)
-        grace = grace_seconds(for_a_backup=self._options.backup_dir is not None)
-        deadline = time.monotonic() + grace + _END_SECONDS
+        deadline = time.monotonic() + self._grace + _END_SECONDS
         while (left := deadline - time.monotonic()) > 0:
             impatient = self._wait(lambda: all(each.code is not None for each in here), left)
             if impatient is None:
@@ -309,7 +309,7 @@ class Launchers:
     @property
     def _seconds_alone(self) -> float:
         """How long ranks may go on that nobody can reach any more."""
-        return SILENCE_SECONDS + grace_seconds(for_a_backup=self._options.backup_dir is not None) + _MARGIN_SECONDS
+        return SILENCE_SECONDS + self._grace + _MARGIN_SECONDS
 
     @property
     def has_ended_well(self) -> bool:

@@ -157,6 +157,11 @@ class Options:
         return resolve_communicator("tf" if is_auto else self.communicator, self.size)
 
     @property
+    def is_backed_up(self) -> bool:
+        """Whether each `fit` is backed up, so that the run can go on."""
+        return self.backup_dir is not None or self.max_restarts > 0
+
+    @property
     def has_rounds(self) -> bool:
         """Whether launchers on several machines start all ranks again, after a loss or when machines come and go."""
         return self.node is not None and (self.max_restarts > 0 or self.node.is_elastic)
@@ -280,6 +285,7 @@ def run_to_end(
         ...     run_to_end(Options(num_replicas=2), ["true"], Path(notes), Events())
     """
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
+    patience, grace = Patience.of_environment(), grace_seconds(for_a_backup=options.is_backed_up)
     log_dir = make_log_dir(options.log_dir)
     backup_dir = backup_dir_of(options, log_dir)
     profile_dir = profile_folder(options.profile_dir, options.log_dir)
@@ -313,8 +319,8 @@ def run_to_end(
                     first_rank=this.first_rank,
                     again=this.number > 0,
                     # Nobody waits for a rank that is alone, unless the run can go on from backups.
-                    patience=Patience.of_environment() if has_peers or backup_dir is not None else None,
-                    grace=grace_seconds(for_a_backup=backup_dir is not None),
+                    patience=patience if has_peers or options.is_backed_up else None,
+                    grace=grace,
                     start=start,
                     temporary=[note_dir],
                 )
