@@ -18,6 +18,7 @@ LANES = {
     "programs": ("programs/",),
     "keras": ("keras_mirror/",),
     "servers": (
+        "running/test_coordinator.py",
         "strategies/test_parameter_server",
         "test_benchmarks_parameter_server.py",
         "test_dataset_creator.py",

@@ -46,6 +46,25 @@ def longest_silence() -> float:
     return variable(Limit, "TFREP_SILENCE_TIMEOUT", default=1800.0) or math.inf
 
 
+def machine_silence() -> float:
+    """Returns how many seconds the launcher of another machine may say nothing before the machine counts as lost.
+
+    These are 15, or `TFREP_TIMEOUT` if that is less, but 5 at least.
+
+    Returns:
+        The seconds; `math.inf` if `TFREP_TIMEOUT` is 0.
+
+    Raises:
+        ConfigurationError: `TFREP_TIMEOUT` is not a number of seconds, of 30 days at most.
+
+    Example:
+        >>> machine_silence()
+        15.0
+    """
+    limit = timeout_seconds()
+    return math.inf if limit == math.inf else min(15.0, max(5.0, limit))
+
+
 def meeting_seconds() -> float:
     """Returns how many seconds ranks wait for each other at the rendezvous.
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
-from tfrep_strategy.errors import LONGEST_SECONDS, ConfigurationError, message
+from tfrep_strategy.errors import LONGEST_SECONDS, ConfigurationError, message, shortened
 
 MOST_RANKS = 100_000
 """No run is larger. What says so was read from the wrong place, and would fill the memory with names."""
@@ -134,7 +134,7 @@ def checked(
         return adapter.validate_json(value, strict=strict) if is_json else adapter.validate_python(value, strict=strict)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-    what = first["msg"].removeprefix("Value error, ")
+    what = shortened(first["msg"].removeprefix("Value error, "))
     # Outside of JSON a name is that of a type among several.
     place = ".".join([name, *(str(part) for part in first["loc"] if is_json or isinstance(part, int))])
     wrong = value if first["type"] == "missing" else first["input"]

@@ -39,7 +39,7 @@ class Kind:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it has one rank, for which no other waits."""
+        """Whether it has one rank, which is no fork."""
         return "mirrored" in self.options
 
     @classmethod

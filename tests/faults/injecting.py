@@ -209,8 +209,8 @@ def inject(run: Run, what: str, aim: str, rng: random.Random, table: Table) -> b
     Returns:
         Whether the run is over: it has ended well. Where it has ended otherwise it is started again.
     """
-    if run.kind.is_alone and what in ("a rank is stopped", "the process that forks ranks is killed"):
-        return False  # Nobody waits for it, and it is no fork.
+    if run.kind.is_alone and what == "the process that forks ranks is killed":
+        return False
     if not _comes_to(run, aim, what):
         return True
     time.sleep({"start-up": rng.uniform(0, 3), "backup": 0.0}.get(aim, rng.uniform(0, 0.2)))

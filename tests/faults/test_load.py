@@ -41,7 +41,7 @@ def _learned(*command: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("communicator", ["tf", pytest.param("horovod", marks=needs_horovod), "shared_memory"])
 def test_nobody_is_ended_by_mistake(communicator: str) -> None:
-    """`TFREP_TIMEOUT` is 10 seconds. A rank holds Python's lock for longer, while the others wait for it."""
+    """`TFREP_TIMEOUT` is 10 seconds. A rank computes for longer without a sign of life, while the others wait for it."""
     expected = _learned()
     with _load():
         found = _learned("-m", "tfrep_strategy.cli", "run", "-n", "2", "--communicator", communicator)

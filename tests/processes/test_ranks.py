@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -18,9 +19,13 @@ from tfrep_strategy.processes.ranks import (
     GRACE_SECONDS,
     TIMED_OUT,
     Command,
+    Events,
     Failure,
+    Process,
+    Streams,
     deferred_signals,
     run_ranks,
+    start_process,
 )
 
 SLEEP = "import time; time.sleep(60)"
@@ -136,6 +141,69 @@ def test_a_rank_that_will_not_end_is_killed(run):
     waits = f"import os, time\nwhile not ({is_ready}): time.sleep(0.01)\nraise SystemExit(3)"
     assert run(waits, STUBBORN) == Failure(0, 3)
     assert GRACE_SECONDS <= time.monotonic() - start < SOON
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_saved"),
+    [
+        (signal.SIGTERM, signal.SIGTERM, True),
+        (signal.SIGINT, signal.SIGTERM, True),
+        (signal.SIGTERM, signal.SIGHUP, True),
+        (signal.SIGTERM, signal.SIGINT, False),
+        (signal.SIGTERM, signal.SIGKILL, False),
+    ],
+)
+def test_only_who_is_impatient_breaks_off_a_backup(tmp_path, marker, first, second, is_saved):
+    """A rank that was asked to end saves until the launcher has the second signal, and a moment longer."""
+    saving, saved = tmp_path / "saving", tmp_path / "saved"
+    program = f"import signal\nfor number in ({first:d}, signal.SIGTERM): signal.signal(number, lambda *_: save())\n"
+    program += f"import time\ndef save():\n open({str(saving)!r}, 'w'); time.sleep(1.5); open({str(saved)!r}, 'w'); exit(143)\n"
+    program += f"open({str(tmp_path / 'ready')!r}, 'w'); time.sleep(60)"
+    events: Events = queue.SimpleQueue()
+
+    def ask() -> None:
+        wait_until((tmp_path / "ready").exists)
+        events.put((None, first))
+        wait_until(saving.exists)
+        events.put((None, second))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    commands = [Command([sys.executable, "-c", program, marker], os.environ)]
+    failure = run_ranks(commands, events, log_dir=tmp_path, note_dir=tmp_path, grace=SOON)
+    asking.join()
+    assert failure == Failure(None, 128 + first)
+    assert saved.exists() == is_saved
+    assert events.get_nowait() == (None, second)  # A run that was to be started again ends.
+
+
+def test_a_rank_that_the_kernel_keeps_is_left_behind(tmp_path, marker, capfd):
+    """No run waits for it for ever, and its late end is no event of the next start."""
+    may_end = threading.Event()
+
+    class Kept:
+        def __init__(self, process: Process) -> None:
+            self.pid, self._process = process.pid, process
+
+        def wait(self) -> int:
+            may_end.wait()
+            return self._process.wait()
+
+    keep = Command([sys.executable, "-c", SLEEP, marker], os.environ)
+    fail = Command([sys.executable, "-c", "exit(3)", marker], os.environ)
+
+    def start(command: Command, streams: Streams) -> Process:
+        process = start_process(command, streams)
+        return Kept(process) if command is keep else process
+
+    began, before = time.monotonic(), threading.active_count()
+    with deferred_signals() as events:
+        assert run_ranks([fail, keep], events, log_dir=tmp_path, note_dir=tmp_path, start=start) == Failure(0, 3)
+        assert time.monotonic() - began < SOON
+        may_end.set()
+        wait_until(lambda: threading.active_count() == before)
+        assert events.empty()
+    assert "tfrep: Rank 1 was killed, and does not end: the kernel keeps it." in capfd.readouterr().err
 
 
 def test_children_of_ranks_end_too(run):

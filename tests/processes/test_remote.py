@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
+import time
 
 import pytest
 
@@ -41,6 +43,25 @@ def test_a_process_is_told_and_tells(capfd: pytest.CaptureFixture[str]) -> None:
     assert len(changes) == 2
     assert capfd.readouterr().out == "output\n"
     assert remote.last_words == ["error"]
+
+
+def test_a_process_that_stands_still_is_lost() -> None:
+    """Also if it would say something later. One that speaks is not, nor one whose output waits to be shown."""
+    silent = Remote("here", ["sleep", "60"], MARK, {}, lambda: None, by_line=True)
+    speaks = Remote("here", ["sh", "-c", "while echo; do sleep 0.05; done"], MARK, {}, lambda: None, by_line=True)
+    try:
+        for _ in range(3):
+            time.sleep(1.0)
+            silent.look(1.0, 2.5)
+            speaks.look(1.0, 2.5)
+        assert silent._process.wait(30) == -signal.SIGKILL
+        assert speaks.code is None
+    finally:
+        speaks.close()
+        silent.close()
+    assert silent.is_lost
+    assert silent.may_go_on
+    assert silent.last_words == ["nothing has come from it for 3 seconds"]
 
 
 def test_the_command_of_ssh(monkeypatch: pytest.MonkeyPatch) -> None:

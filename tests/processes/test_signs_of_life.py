@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -23,6 +25,17 @@ SLEEP = "time.sleep(60)"
 STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 HOLD_THE_LOCK = "import re; re.match(r'(a+)+$', 'a' * 60 + 'b')"  # For years, on the CPU.
 WAIT_WITH_THE_LOCK = "import ctypes; ctypes.PyDLL(None).sleep(60)"
+# From a slow disk: half a megabyte in a second, with next to no CPU time.
+READ_WITH_THE_LOCK = """
+import ctypes
+ours, theirs = os.pipe()
+if not os.fork():
+    while True: os.write(theirs, b"0" * 50_000); time.sleep(0.1)
+libc = ctypes.PyDLL(None)
+libc.fdopen.restype = ctypes.c_void_p
+libc.fread(ctypes.create_string_buffer(10**8), 1, 10**8, ctypes.c_void_p(libc.fdopen(ours, b"r")))
+"""
+FREEZER = Path("/sys/fs/cgroup/freezer")
 
 
 class Runner:
@@ -48,23 +61,56 @@ def run(tmp_path: Path, marker: str) -> Runner:
 
 
 def test_a_stopped_rank_is_named_and_ended(run: Runner) -> None:
-    failure = run(SLEEP, STOP, patience=Patience(1.0, NEVER, NEVER))
+    failure = run(SLEEP, STOP, patience=Patience(1.0, NEVER, NEVER, NEVER))
     assert failure is not None
     assert (failure.rank, failure.exit_code) == (1, TIMED_OUT)
     assert failure.frozen.startswith("is stopped (state T), for ")
     assert not alive(run.marker)
 
 
-@pytest.mark.parametrize(("program", "uses"), [(HOLD_THE_LOCK, True), (WAIT_WITH_THE_LOCK, False)])
-def test_a_silent_rank_is_named_and_ended_later(run: Runner, program: str, uses: bool, caplog: pytest.LogCaptureFixture) -> None:
-    failure = run(SLEEP, program, patience=Patience(NEVER, 3.0, 5.0))
+@pytest.mark.parametrize(("program", "uses"), [(HOLD_THE_LOCK, True), (READ_WITH_THE_LOCK, False)])
+def test_a_silent_rank_that_works_is_named_and_ended_later(
+    run: Runner, program: str, uses: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    failure = run(SLEEP, program, patience=Patience(NEVER, 1.5, 4.0, 7.0))
     assert failure is not None
     assert (failure.rank, failure.exit_code) == (1, TIMED_OUT)
-    assert failure.frozen.startswith("has given no sign of life for ")
-    assert failure.frozen.endswith("used 0 of CPU time") != uses
+    found = re.fullmatch(r"has given no sign of life for (\d+) seconds, in which it used ([\d.]+) of CPU time", failure.frozen)
+    assert found is not None, failure.frozen
+    assert float(found[1]) >= 7
+    assert (float(found[2]) > 1.0) == uses
     [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warning.startswith("Rank 1 has given no sign of life for ")
-    assert "It is ended after 5 seconds." in warning
+    assert "It is ended after 7 seconds." in warning
+
+
+def test_a_silent_rank_that_does_nothing_is_named_and_ended(run: Runner, caplog: pytest.LogCaptureFixture) -> None:
+    failure = run(SLEEP, WAIT_WITH_THE_LOCK, patience=Patience(NEVER, 2.0, 30.0, 60.0))
+    assert failure is not None
+    assert (failure.rank, failure.exit_code) == (1, TIMED_OUT)
+    what = r"has given no sign of life for \d seconds, in which it used 0\.\d of CPU time \(state: sleeping; native code may .*\)"
+    assert re.fullmatch(what, failure.frozen)
+    assert not caplog.records
+
+
+@pytest.mark.skipif(not os.access(FREEZER, os.W_OK), reason="needs root, and the freezer of cgroups")
+def test_a_rank_in_a_frozen_cgroup_is_named_and_left(run: Runner, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It can neither give signs nor be killed, as one that waits for a disk that is gone."""
+    group = Path(tempfile.mkdtemp(prefix="tfrep-test-", dir=FREEZER))
+    freeze = f"Path({str(group / 'cgroup.procs')!r}).write_text(str(os.getpid()))\n"
+    freeze += f"time.sleep(2)\nPath({str(group / 'freezer.state')!r}).write_text('FROZEN')\ntime.sleep(60)"
+    try:
+        failure = run(SLEEP, freeze, patience=Patience(1.0, 2.0, 30.0, 60.0))
+        [left] = [each for each in alive(run.marker) if str(each.pid) in (group / "cgroup.procs").read_text()]
+    finally:
+        (group / "freezer.state").write_text("THAWED")
+        wait_until(lambda: not alive(run.marker))
+        group.rmdir()
+    assert failure is not None
+    assert failure.rank == 1
+    assert "(state: disk-sleep; a disk or a network does not answer, or its cgroup is frozen)" in failure.frozen
+    said = capfd.readouterr().err
+    assert f"Rank 1 was killed, and does not end: the kernel keeps it. It is left behind. Received: pid={left.pid}" in said
 
 
 def test_nobody_else_is_named(run: Runner, caplog: pytest.LogCaptureFixture) -> None:
@@ -72,14 +118,14 @@ def test_nobody_else_is_named(run: Runner, caplog: pytest.LogCaptureFixture) -> 
     becomes = "os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(5)', sys.argv[1]])"
     unsigned = f"for path in Path({str(run.folder)!r}).glob('3.life'): path.unlink()\ntime.sleep(5)"
     computes = "end = time.monotonic() + 5\nwhile time.monotonic() < end: pass"
-    assert run("time.sleep(5)", computes, becomes, unsigned, patience=Patience(1.0, 2.5, 3.0)) is None
+    assert run("time.sleep(5)", computes, becomes, unsigned, patience=Patience(1.0, 2.5, 2.5, 3.0)) is None
     assert not caplog.records
 
 
 def test_a_stopped_rank_that_goes_on_in_time_is_not_ended(run: Runner) -> None:
     """Twice a second and a half are not three seconds."""
     child = "if not os.fork():\n for _ in range(2):\n  time.sleep(1.5); os.kill(os.getppid(), signal.SIGCONT)\n os._exit(0)"
-    assert run(f"{child}\n{STOP}\ntime.sleep(0.3)\n{STOP}\ntime.sleep(1)", patience=Patience(2.5, NEVER, NEVER)) is None
+    assert run(f"{child}\n{STOP}\ntime.sleep(0.3)\n{STOP}\ntime.sleep(1)", patience=Patience(2.5, NEVER, NEVER, NEVER)) is None
 
 
 def test_a_limit_of_none(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,12 +138,12 @@ def test_a_limit_of_none(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("TFREP_TIMEOUT", "TFREP_SILENCE_TIMEOUT"):
         monkeypatch.delenv(variable, raising=False)
-    assert Patience.of_environment() == Patience(15.0, 60.0, 1800.0)
+    assert Patience.of_environment() == Patience(15.0, 25.0, 60.0, 1800.0)
     monkeypatch.setenv("TFREP_TIMEOUT", "10")
     monkeypatch.setenv("TFREP_SILENCE_TIMEOUT", "90")
-    assert Patience.of_environment() == Patience(5.0, 45.0, 90.0)
+    assert Patience.of_environment() == Patience(5.0, 5.0, 45.0, 90.0)
     monkeypatch.setenv("TFREP_SILENCE_TIMEOUT", "0")
-    assert Patience.of_environment() == Patience(5.0, 60.0, NEVER)
+    assert Patience.of_environment() == Patience(5.0, NEVER, 60.0, NEVER)
     monkeypatch.setenv("TFREP_SILENCE_TIMEOUT", "long")
     with pytest.raises(ConfigurationError, match="TFREP_SILENCE_TIMEOUT='long'"):
         Patience.of_environment()
@@ -105,13 +151,13 @@ def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_that_another_process_has_started_is_found(run: Runner, tmp_path: Path) -> None:
     program = f"import subprocess\nif not os.fork():\n give_signs(Path({str(tmp_path)!r}), 1)\n {STOP}\ntime.sleep(60)"
-    failure = run(program, patience=Patience(1.0, NEVER, NEVER))
+    failure = run(program, patience=Patience(1.0, NEVER, NEVER, NEVER))
     assert failure is not None
     assert failure.rank == 1
 
 
 def test_a_launcher_that_was_held_up_blames_nobody(tmp_path: Path) -> None:
-    watch = Watch(tmp_path, Patience(3.0, 3.0, 3.0))
+    watch = Watch(tmp_path, Patience(3.0, 3.0, 3.0, 3.0))
     child = psutil.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         child.suspend()
@@ -153,7 +199,7 @@ def test_a_traced_rank_is_not_silent(tmp_path: Path) -> None:
         stack.callback(debugger.kill)
         assert debugger.stdout.readline() == b"traced\n"
         assert child.status() == psutil.STATUS_TRACING_STOP
-        watch = Watch(tmp_path, Patience(0.5, 0.5, 0.5))
+        watch = Watch(tmp_path, Patience(0.5, 0.5, 0.5, 0.5))
         for _ in range(4):
             time.sleep(0.5)
             assert watch.look({0: child.pid}) is None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from multiprocessing import Pipe
 from typing import Any
 
 import pytest
@@ -193,3 +195,44 @@ def test_whoever_has_waited_says_what_is_true_now(start: Callable[..., Run]) -> 
     for seat in (run.own, waiting):
         assert [each["told"]["ports"] for each in told_to(seat, "round")["met"]] == [[2], [2]]
         reports(seat, "well", 1)
+
+
+def test_a_machine_that_stands_still_is_lost(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its kernel still answers. Whoever has nothing to say is not lost."""
+    monkeypatch.setenv("TFREP_TIMEOUT", "5")
+    run = start(3)
+    quiet = run.comes(1)
+    visit = Visit(run.place, run.statement(2), SECRET, LIMIT)
+    with visit.insist(visit.enter) as connection:  # There is no seat, which would give signs.
+        connection.send_bytes(json.dumps(["ready", {"alike": {}}]).encode())
+        began = time.monotonic()
+        for seat in (run.own, quiet):
+            told_to(seat, "round")
+        for seat in (run.own, quiet):
+            assert told_to(seat, "end") == {"hasty": True}
+            reports(seat, "told")
+        for seat in (run.own, quiet):
+            told_to(seat, "again")
+    assert 4.5 < time.monotonic() - began < LIMIT
+    [ended] = run.heard
+    assert len(ended.lost) == 1
+    assert "has said nothing for 5 seconds." in caplog.text
+
+
+def test_a_meeting_that_stands_still_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFREP_TIMEOUT", "0")
+    (here, there), (other, patient) = Pipe(), Pipe()
+    heard: list[str] = []
+    with here, other:
+        began = time.monotonic()
+        bears_all = Seat(patient, lambda *_: None)
+        monkeypatch.setenv("TFREP_TIMEOUT", "5")
+        seat = Seat(there, lambda kind, _: heard.append(kind))
+        assert json.loads(here.recv_bytes()) == ["sign", None]
+        told_to(seat, "lost")
+        assert 4.5 < time.monotonic() - began < LIMIT
+        assert heard == ["lost"]
+        assert bears_all.inbox.empty()
+    told_to(bears_all, "lost")

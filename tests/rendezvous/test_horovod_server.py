@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from http.client import HTTPConnection
+from pathlib import Path
 
 import pytest
 from needs import needs_horovod
 
 from tfrep_strategy.processes.gloo import served, slots_of
+from tfrep_strategy.processes.ranks import deferred_signals
 from tfrep_strategy.rendezvous.horovod_server import _MOST_AT_ONCE
+from tfrep_strategy.running.runs import Options, run_to_end
 
 pytestmark = needs_horovod
 
@@ -72,3 +76,16 @@ def test_silent_strangers_keep_nobody_waiting(capfd: pytest.CaptureFixture[str])
         assert ask(port, "GET", "/global_/0", **SHOWN) == (200, b"address")
     assert time.monotonic() - begun < 2.5  # Before the server would give up one that is silent.
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("version", "warnings"), [("0.28.1", 1), ("0.28.1+tfrep", 0)])
+def test_a_horovod_that_asks_for_no_secret_is_named_once(
+    version: str, warnings: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if the run is started again."""
+    monkeypatch.setattr("tfrep_strategy.rendezvous.horovod_server.horovod_version", lambda: version)
+    program = "import os, signal\nif os.environ['TFREP_RESTARTS'] == '0': os.kill(os.getpid(), signal.SIGKILL)"
+    options = Options(2, communicator="horovod", log_dir=tmp_path / "logs", max_restarts=1)
+    with deferred_signals() as events:
+        run_to_end(options, [sys.executable, "-c", program], tmp_path, events)
+    assert caplog.text.count("this Horovod asks nobody for a secret. Received: horovod='0.28.1'\nHint: build") == warnings

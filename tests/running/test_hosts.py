@@ -150,6 +150,24 @@ def test_a_launcher_on_a_host_is_killed(start: Callable, machines: list[Machine]
     assert f"{HOSTS[1]} was lost" in errors
 
 
+def test_a_host_stands_still(start: Callable, machines: list[Machine]) -> None:
+    """Its kernel still answers, as in a container that is paused. When it goes on, it ends its ranks."""
+    run = waiting(start, machines, TFREP_TIMEOUT="5")
+    stopped = [pid for pid in machines[1].pids() if b"sshd" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        code, _, errors = ended(run, 40)
+        assert time.monotonic() - began < 20
+        assert code != 0
+        assert f"{HOSTS[1]} was lost (nothing has come from it for " in errors
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: not set(stopped) & set(machines[1].pids()), 20)
+
+
 def test_a_cable_is_cut(start: Callable, machines: list[Machine]) -> None:
     run = waiting(start, machines)
     with cable_cut(machines[0].name):

@@ -29,6 +29,8 @@ KINDS = {
     "tf": [*TFREP, "run", "-n", "2", "--communicator", "tf", WAITS, "FOLDER"],
     "horovod": [*TFREP, "run", "-n", "2", "--communicator", "horovod", WAITS, "FOLDER"],
     "shared_memory": [*TFREP, "run", "-n", "2", "--communicator", "shared_memory", WAITS, "FOLDER"],
+    "mirrored": [*TFREP, "run", "-n", "2", "--strategy", "mirrored", WAITS, "FOLDER"],
+    "hosts": [*TFREP, "run", "--hosts", "localhost:2", "--communicator", "tf", WAITS, "FOLDER"],
     "launch": [WAITS, "FOLDER", "launch"],
     "another launcher": [WAITS, "FOLDER", "launcher"],
     "servers": [*TFREP, "run", "--strategy", "parameter-server", "--workers", "1", "--servers", "1", WAITS, "FOLDER"],
@@ -38,9 +40,9 @@ KINDS = {
         *("--communicator", "tf", WAITS, "FOLDER"),
     ],
 }
-READY = {"servers": 1, "cluster": 1}
+READY = {"mirrored": 1, "servers": 1, "cluster": 1}
 """How many processes train; two, if it is not said."""
-SERVERS = {"tf": 2, "launch": 2, "another launcher": 2, "servers": 3, "cluster": 3, "elastic": 2}
+SERVERS = {"tf": 2, "hosts": 2, "launch": 2, "another launcher": 2, "servers": 3, "cluster": 3, "elastic": 2}
 """How many servers listen on all interfaces, since TensorFlow knows nothing else."""
 
 
@@ -72,7 +74,8 @@ def machines(hosts: list[str]) -> Iterator[Machines]:  # noqa: F811
         ("tf", "root"),
         ("tf", "ordinary"),
         pytest.param("horovod", "ordinary", marks=needs_horovod),
-        *((kind, "ordinary") for kind in ("auto", "shared_memory", "launch", "another launcher", "servers", "cluster", "elastic")),
+        *((kind, "ordinary") for kind in ("auto", "shared_memory", "mirrored", "hosts", "launch")),
+        *((kind, "ordinary") for kind in ("another launcher", "servers", "cluster", "elastic")),
     ],
 )
 def test_a_run_on_one_machine(kind: str, user: str, machines: Machines, hosts: list[str], tmp_path: Path) -> None:  # noqa: F811
@@ -93,7 +96,7 @@ def test_a_run_on_one_machine(kind: str, user: str, machines: Machines, hosts: l
     assert "sesame" not in str(told) + output  # Every user of a machine reads command lines.
     everywhere = [where for where in ports.values() if where.split()[1] in ("::", "0.0.0.0")]
     assert len(everywhere) == SERVERS.get(kind, 0), ports
-    assert kind != "shared_memory" or not ports
+    assert kind not in ("shared_memory", "mirrored") or not ports
 
 
 @pytest.mark.parametrize("kind", ["tf", "servers"])

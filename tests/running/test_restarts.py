@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -81,6 +82,27 @@ def test_a_lost_rank_and_no_other_is_a_reason(
     assert said.count("the script begins anew, but for what it saves and restores itself.\nHint: ") == len(seen) - 1
 
 
+@pytest.mark.parametrize("strategy", ["mirrored", "multi-worker"])
+def test_a_rank_that_is_alone_and_stopped_is_a_reason(
+    strategy: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TFREP_TIMEOUT", "2")
+    stops = f"import os\nif os.environ['TFREP_RESTARTS'] == '0':\n  {KILL.format(name='SIGSTOP')}"
+    options = Options(1, strategy=strategy, log_dir=tmp_path / "logs", max_restarts=1, timeout=60)
+    with deferred_signals() as events:
+        run_to_end(options, [sys.executable, "-c", stops], tmp_path, events)
+    said = capfd.readouterr().err
+    assert re.search(r"rank 0 is stopped \(state T\), for \d seconds by now\. All ranks are started again \(1 of 1\)", said)
+
+
+def test_a_rank_that_is_alone_and_has_no_backup_may_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it but its user, who has perhaps stopped it."""
+    monkeypatch.setenv("TFREP_TIMEOUT", "2")
+    options = Options(strategy="mirrored", log_dir=tmp_path / "logs", timeout=4)
+    with deferred_signals() as events, pytest.raises(RunFailed, match="it took more than 4 seconds"):
+        run_to_end(options, [sys.executable, "-c", KILL.format(name="SIGSTOP")], tmp_path, events)
+
+
 def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     """All ranks start again, go on from the backup, and have one device's weights."""
     script, backup = str(SCRIPTS / "is_killed.py"), str(tmp_path / "backup")
@@ -94,6 +116,14 @@ def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     assert found["epochs"] == [2, 3]
     np.testing.assert_allclose(found["weights"], expected["weights"], rtol=1e-5)  # type: ignore[arg-type]
     assert "All ranks are started again (1 of 1)" in said
+
+
+@pytest.mark.parametrize("name", ["TFREP_TIMEOUT", "TFREP_SILENCE_TIMEOUT", "TFREP_GRACE"])
+def test_limits_that_cannot_be_start_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "abc")
+    with pytest.raises(ConfigurationError, match=f"{name} cannot be used"):
+        run_to_end(Options(log_dir=tmp_path / "logs"), ["touch", str(tmp_path / "started")], tmp_path, SimpleQueue())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_numbers_that_cannot_be() -> None:

@@ -8,7 +8,6 @@ warning can do nothing any more: a small guard process then reads the end of its
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import queue
@@ -17,14 +16,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import psutil
 
+from tfrep_strategy.errors import message
 from tfrep_strategy.limits import warning_signal
+from tfrep_strategy.processes.guard import guard
 from tfrep_strategy.processes.notes import Note, read_notes
 from tfrep_strategy.processes.signs_of_life import LOOK_SECONDS, Frozen, Patience, Watch
 
@@ -42,26 +43,10 @@ TIMED_OUT = 124
 # reacts to the loss of a peer: it is a consequence, and earns no such credit.
 _SILENT_DEATH_CREDIT = 0.25
 _SETTLE_SECONDS = 0.1
-
-# What a rank's death would orphan is found through the rank, so it is looked for before anything is killed.
-_GUARD = """
-import contextlib, json, os, shutil, signal, sys
-groups = [int(line) for line in sys.stdin]
-sys.path[:] = json.loads(sys.argv[1])
-import psutil
-members = []
-for group in groups:
-    with contextlib.suppress(psutil.Error):
-        members += psutil.Process(group).children(recursive=True)
-for group in groups:
-    with contextlib.suppress(OSError):
-        os.killpg(group, signal.SIGKILL)
-for member in members:
-    with contextlib.suppress(psutil.Error):
-        member.kill()
-for folder in sys.argv[2:]:
-    shutil.rmtree(folder, ignore_errors=True)
-"""
+_KILL_SECONDS = 5.0
+"""How long a rank may take to end once it was killed. The kernel may keep one that waits for a disk, or is in a frozen cgroup."""
+_IMPATIENT = (signal.SIGINT, signal.SIGKILL)
+"""Signals that break off the grace period."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +211,8 @@ def run_ranks(
     start: Start = start_process,
     temporary: Sequence[Path] = (),
 ) -> Failure | None:
-    """Runs one process per command until all end well or one does not; none is left when this returns.
+    """Runs one process per command until all end well or one does not; none is left when this returns, but one that the
+    kernel does not let end, which is named.
 
     Rank 0 has the terminal: its input and output are those of this process. The others write to `rank<k>.log`. With `logs_all`
     rank 0 writes to a log, too.
@@ -255,10 +241,10 @@ def run_ranks(
         True
     """
     deadline = None if timeout is None else time.monotonic() + timeout
-    run = _Run(events, note_dir, start, None if patience is None else Watch(note_dir, patience, name))
+    run = _Run(events, note_dir, start, None if patience is None else Watch(note_dir, patience, name), name)
     stop_with: int = signal.SIGTERM
     seconds_to_end = GRACE_SECONDS
-    with _guard(temporary) as watch_group:
+    with guard(temporary) as watch_group:
         try:
             for rank, command in enumerate(commands, first_rank):
                 log = log_dir / f"rank{rank}.log" if rank or logs_all else None
@@ -278,8 +264,10 @@ def run_ranks(
 class _Run:
     """The processes of one run, and how they ended."""
 
-    def __init__(self, events: Events, note_dir: Path, start: Start, watch: Watch | None) -> None:
+    def __init__(self, events: Events, note_dir: Path, start: Start, watch: Watch | None, name: str) -> None:
         self._events = events
+        self._reporting, self._is_over = threading.Lock(), False
+        self._name = name
         self._note_dir = note_dir
         self._start = start
         self._watch = watch
@@ -294,7 +282,7 @@ class _Run:
         process = self._start(command, streams)
         self._processes.append(process)
         self._pids[rank] = process.pid
-        threading.Thread(target=lambda: self._events.put((rank, process.wait())), daemon=True).start()
+        threading.Thread(target=self._report_end, args=(rank, process), daemon=True).start()
         return process.pid
 
     def wait(self, deadline: float | None) -> int | None:
@@ -337,35 +325,48 @@ class _Run:
         return Failure(rank, exit_code, note.traceback, noted=rank in notes, log_size=note.log_size, time=when(rank))
 
     def end(self, first_signal: int, grace: float) -> None:
-        """Ends what still runs: asks, waits for the grace period, then kills."""
+        """Ends what still runs: asks, waits for the grace period, then kills.
+
+        A scheduler may ask several times. Who types Ctrl-C, or decides over several launchers, does not want to wait.
+        """
         trees = [member for process in self._processes for member in _descendants(process.pid)]
-        running = len(self._codes) < len(self._processes)
-        if running:
+        if len(self._codes) < len(self._processes):
             self._signal(trees, first_signal)
-        deadline = time.monotonic() + grace
+        signals: list[int] = []
+        self._take_ends(grace, signals, _IMPATIENT)
+        self._signal(trees, signal.SIGKILL)
+        self._take_ends(_KILL_SECONDS, signals)
+        with self._reporting:
+            self._is_over = True
+        for number in signals:  # The run may have been started again.
+            self._events.put((None, number))
+        for rank in self._pids.keys() - self._codes.keys():
+            self._tell_of_undead(self._name.format(rank), self._pids[rank])
+
+    def _take_ends(self, seconds: float, signals: list[int], impatient: Collection[int] = ()) -> None:
+        """Waits until all have ended, for some seconds, or until an impatient signal comes. Notes the signals."""
+        deadline = time.monotonic() + seconds
         while len(self._codes) < len(self._processes) and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 rank, code = self._events.get(timeout=left)
-                if rank is None:  # Somebody is impatient.
-                    self._events.put((None, code))
-                    break
-                self._note_end(rank, code)
-        self._signal(trees, signal.SIGKILL)
-        for process in self._processes:
-            process.wait()
-        self._take_last_events()
+                if rank is not None:
+                    self._note_end(rank, code)
+                else:
+                    signals.append(code)
+                    if code in impatient:
+                        return
 
-    def _take_last_events(self) -> None:
-        """Leaves signals in the queue, and nothing of these processes: the run may be started again."""
-        signals = []
-        while len(self._codes) < len(self._processes):
-            rank, code = self._events.get()
-            if rank is None:
-                signals.append(code)
-            else:
-                self._note_end(rank, code)
-        for number in signals:
-            self._events.put((None, number))
+    def _report_end(self, rank: int, process: Process) -> None:
+        code = process.wait()
+        with self._reporting:
+            if not self._is_over:  # Else the events are those of another start.
+                self._events.put((rank, code))
+
+    def _tell_of_undead(self, name: str, pid: int) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            what = f"{name} was killed, and does not end: the kernel keeps it. It is left behind."
+            hint = "a disk or a network that it waits for may be gone, or its cgroup be frozen."
+            print(f"tfrep: {message(what, hint=hint, pid=pid, state=psutil.Process(pid).status())}", file=sys.stderr)
 
     def _sees_frozen(self) -> bool:
         if self._watch is not None:
@@ -403,15 +404,3 @@ def _descendants(pid: int) -> list[psutil.Process]:
         return psutil.Process(pid).children(recursive=True)
     except psutil.Error:
         return []
-
-
-@contextlib.contextmanager
-def _guard(temporary: Sequence[Path]) -> Iterator[Callable[[int], None]]:
-    """Starts the process that kills the groups it was told of, and removes folders, if this process dies; else the body ends it."""
-    arguments = [sys.executable, "-I", "-S", "-c", _GUARD, json.dumps(sys.path), *map(os.path.abspath, temporary)]
-    guard = subprocess.Popen(arguments, stdin=subprocess.PIPE, text=True, bufsize=1, start_new_session=True)
-    try:
-        yield lambda pid: print(pid, file=guard.stdin)
-    finally:
-        guard.kill()
-        guard.communicate()

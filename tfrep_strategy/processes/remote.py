@@ -153,6 +153,7 @@ class Remote:
         self.heard_at: dict[str, float] = {}
         self.clock_difference = math.inf
         self.code: int | None = None
+        self._silent, self._has_come, self._is_showing = 0.0, False, False
         self._errors: deque[bytes] = deque(maxlen=_LAST_LINES)
         self._process = self._start(command)
         self._threads = [
@@ -188,6 +189,20 @@ class Remote:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(content).encode() + b"\n")
             self._process.stdin.flush()
+
+    def look(self, passed: float, patience: float) -> None:
+        """Looks whether it still gives signs of life. If it has been silent for too long, ends the connection to it.
+
+        Args:
+            passed: Seconds since the last look.
+            patience: How many seconds it may be silent.
+        """
+        # What it says waits while its output is shown, which a terminal can stop.
+        self._silent = 0.0 if self._has_come or self._is_showing else self._silent + passed
+        self._has_come = False
+        if self._silent > patience:
+            self._errors.append(f"nothing has come from it for {self._silent:.0f} seconds".encode())
+            self._process.kill()
 
     def close(self) -> None:
         """Ends it, or the connection to it, by which it notices."""
@@ -237,6 +252,7 @@ class Remote:
         assert self._process.stdout is not None
         unfinished = b""
         for new in _reads(self._process.stdout):
+            self._has_come = self._is_showing = True
             output = unfinished + messages.take(new, is_last=not new)
             unfinished = b""
             if self._by_line and new:
@@ -249,6 +265,7 @@ class Remote:
                 self.clock_difference = min(self.clock_difference, now - sent_at)
                 self._changed()
             messages.found.clear()
+            self._is_showing = False
 
     def _show_errors(self) -> None:
         """Shows what it says. Before it has said hello, what ssh says is kept: if the host cannot be reached, the error has it."""

@@ -30,7 +30,13 @@ LOOK_SECONDS = 1.0
 _SIGN_SECONDS = 1.0
 _STOPPED_SECONDS = 15.0
 """How long a rank may be stopped. Horovod's own limit is 30 seconds, TensorFlow's between machines 20; after those, others fail."""
+_IDLE_SECONDS, _LEAST_IDLE_SECONDS = 25.0, 3.0
+"""How long a rank may be silent and do nothing. Its work is measured from time to time, so it may take twice as long."""
 _WARNED_SECONDS = 60.0
+_IDLE_CPU, _IDLE_BYTES = 0.03, 100_000.0
+"""What a rank whose Python stands still may use in a second: TensorFlow's threads wake up now and then."""
+_WHY = {psutil.STATUS_DISK_SLEEP: "a disk or a network does not answer, or its cgroup is frozen"}
+_ELSE_WHY = "native code may hold Python's lock, or its cgroup is frozen"
 
 _is_watched = threading.Event()
 
@@ -91,11 +97,13 @@ class Patience:
 
     Attributes:
         stopped: Seconds for which a rank may be stopped.
+        idle: Seconds for which it may give no sign of life and do nothing.
         warned: Seconds without a sign of life after which the user is told.
         silent: Seconds without a sign of life after which the rank is ended.
     """
 
     stopped: float
+    idle: float
     warned: float
     silent: float
 
@@ -108,12 +116,28 @@ class Patience:
 
         Example:
             >>> Patience.of_environment()
-            Patience(stopped=15.0, warned=60.0, silent=1800.0)
+            Patience(stopped=15.0, idle=25.0, warned=60.0, silent=1800.0)
         """
         limit, silent = timeout_seconds(), longest_silence()
         if limit == math.inf:
-            return cls(math.inf, math.inf, math.inf)
-        return cls(min(_STOPPED_SECONDS, limit / 2), min(_WARNED_SECONDS, silent / 2), silent)
+            return cls(math.inf, math.inf, math.inf, math.inf)
+        idle = math.inf if silent == math.inf else min(_IDLE_SECONDS, max(_LEAST_IDLE_SECONDS, limit / 2), silent)
+        return cls(min(_STOPPED_SECONDS, limit / 2), idle, min(_WARNED_SECONDS, silent / 2), silent)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a process had done at some time.
+
+    Attributes:
+        silent: For how many seconds it had given no sign of life.
+        cpu: Seconds of CPU time that it had used.
+        transferred: Bytes that it had read and written.
+    """
+
+    silent: float = 0.0
+    cpu: float = 0.0
+    transferred: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -180,8 +204,9 @@ class _Rank:
 
     def __init__(self, name: str, process: psutil.Process, path: Path) -> None:
         self._name, self._process, self._path = name, process, path
-        self._stopped = self._silent = self._cpu = 0.0
+        self._stopped = self._silent = 0.0
         self._switches = 0
+        self._at_sign = self._measured = _Work()
         self._sign: int | None = None
         self._is_named = False
 
@@ -202,9 +227,13 @@ class _Rank:
         if self._gives_signs() or status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE):
             return ""
         self._silent += passed
-        if self._silent < patience.warned or not self._should_give_signs():
+        is_idle = self._is_idle(patience.idle)
+        if not (is_idle or self._silent >= patience.warned) or not self._should_give_signs():
             return ""
-        seen = f"has given no sign of life for {self._silent:.0f} seconds, in which it used {self._used():.0f} of CPU time"
+        used = self._work().cpu - self._at_sign.cpu
+        seen = f"has given no sign of life for {self._silent:.0f} seconds, in which it used {used:.1f} of CPU time"
+        if is_idle:
+            return f"{seen} (state: {status}; {_WHY.get(status, _ELSE_WHY)})"
         if self._silent > patience.silent:
             return seen
         if not self._is_named:
@@ -221,20 +250,28 @@ class _Rank:
         if sign is not None and sign == self._sign:
             return False
         self._sign, self._silent, self._is_named = sign, 0.0, False
-        self._cpu = self._cpu_seconds()
+        self._at_sign = self._measured = self._work()
         return True
+
+    def _is_idle(self, seconds: float) -> bool:
+        """Returns whether it has done nothing for so long."""
+        before = self._measured
+        passed = self._silent - before.silent
+        if passed < seconds:
+            return False
+        self._measured = now = self._work()
+        return now.cpu - before.cpu < _IDLE_CPU * passed and now.transferred - before.transferred < _IDLE_BYTES * passed
 
     def _should_give_signs(self) -> bool:
         """Returns whether it is still the program that gave signs."""
         own = str(self._path.resolve())
         return any(file.path == own for file in self._process.open_files())
 
-    def _used(self) -> float:
-        return self._cpu_seconds() - self._cpu
-
-    def _cpu_seconds(self) -> float:
-        times = self._process.cpu_times()
-        return times.user + times.system
+    def _work(self) -> _Work:
+        times, transferred = self._process.cpu_times(), 0
+        with contextlib.suppress(psutil.AccessDenied, AttributeError):  # Not every system tells.
+            transferred = sum(self._process.io_counters()[2:])
+        return _Work(self._silent, times.user + times.system, transferred)
 
 
 def _path(folder: Path, rank: int) -> Path:

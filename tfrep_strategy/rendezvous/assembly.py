@@ -13,16 +13,18 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from tfrep_strategy.errors import message
+from tfrep_strategy.limits import machine_silence
 from tfrep_strategy.rendezvous.connections import LOOPBACK, is_loopback
 from tfrep_strategy.rendezvous.listening import listen, unusable
 from tfrep_strategy.rendezvous.meeting import Met
 from tfrep_strategy.rendezvous.reception import Guest, Reception
+from tfrep_strategy.rendezvous.seat import SIGN, SIGN_SECONDS
 from tfrep_strategy.rendezvous.statements import Place, Statement, differing
 from tfrep_strategy.rendezvous.visiting import LINE_SECONDS, given_up
 
@@ -104,6 +106,8 @@ class _Member:
     is_ready: bool = True
     report: Report | None = None
     failed_at: float = 0.0
+    silent: float = 0.0
+    sending: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def who(self) -> str:
@@ -115,7 +119,7 @@ class _Member:
         return math.inf if self.statement.number == ANY else self.statement.number
 
     def send(self, kind: str, content: Any) -> None:
-        with contextlib.suppress(OSError):  # It has ended.
+        with contextlib.suppress(OSError), self.sending:  # It has ended.
             self.connection.send_bytes(json.dumps([kind, content]).encode())
 
 
@@ -163,6 +167,7 @@ class Assembly:
         self._strangers = set[str]()
         self._last_arrival = time.monotonic()
         self._is_over, self._own_code = False, 1
+        self._patience, self._last_look, self._is_closed = machine_silence(), time.monotonic(), threading.Event()
         self._wait_anew()
         self._thread = threading.Thread(target=self._serve, daemon=True, name="tfrep-assembly")
 
@@ -172,6 +177,7 @@ class Assembly:
         self._own = _Member(here, own)
         self._members.append(self._own)
         self._thread.start()
+        threading.Thread(target=self._give_signs, daemon=True, name="tfrep-assembly").start()
         return there
 
     def end(self, seconds: float) -> None:
@@ -188,7 +194,12 @@ class Assembly:
                 what = f"The meeting of the {self._place.noun}s has broken down ({type(error).__name__}: {error})."
                 text = message(what, hint="start the run again.", rendezvous=self._place.address)
                 self._send_all("error", {"text": text, "lost": True})
+        self._is_closed.set()
         self._linger()
+
+    def _give_signs(self) -> None:
+        while not self._is_closed.wait(SIGN_SECONDS):
+            self._send_all(SIGN, None)
 
     def _linger(self) -> None:
         """Lets the others hang up first: what they were told last might be lost with the connection."""
@@ -209,6 +220,7 @@ class Assembly:
         speaking = wait([member.connection for member in self._members], 0)
         for member in [member for member in self._members if member.connection in speaking]:
             self._hear(member)
+        self._lose_the_silent()
         if self._round:
             self._look_at_round()
         elif self._own not in self._members:
@@ -251,6 +263,7 @@ class Assembly:
         return message(what, hint=hint, rendezvous=self._place.address)
 
     def _hear(self, member: _Member) -> None:
+        member.silent = 0.0
         try:
             kind, content = json.loads(member.connection.recv_bytes(_LONGEST_REPORT))
             report = Report(**content) if kind == "report" else None
@@ -267,6 +280,16 @@ class Assembly:
         elif kind == "leave":
             self._own_code = content if member is self._own else self._own_code
             self._lose(member)
+
+    def _lose_the_silent(self) -> None:
+        now = time.monotonic()
+        # If this process stood still, it cannot know what the others said meanwhile.
+        passed, self._last_look = min(now - self._last_look, SIGN_SECONDS), now
+        for member in list(self._members):
+            member.silent += passed
+            if member.silent > self._patience:
+                _log.warning("At %s, %s has said nothing for %.0f seconds.", self._place.address, member.who, member.silent)
+                self._lose(member)
 
     def _lose(self, member: _Member) -> None:
         self._members.remove(member)
@@ -380,5 +403,5 @@ class Assembly:
         self._is_over = True
 
     def _send_all(self, kind: str, content: Any) -> None:
-        for member in self._members:
+        for member in list(self._members):
             member.send(kind, content)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hmac
 import importlib.metadata
+import logging
 import secrets
 import socket
 import threading
@@ -13,7 +14,10 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+from tfrep_strategy.errors import message
 from tfrep_strategy.horovod_source import MARK
+
+_log = logging.getLogger(__name__)
 
 SECRET = "HOROVOD_GLOO_RENDEZVOUS_SECRET"
 """The variable in which a rank finds the secret."""
@@ -40,6 +44,18 @@ def new_secret() -> str:
         True
     """
     return secrets.token_hex(16) if horovod_version().endswith(MARK) else ""
+
+
+def warn_of_open_ranks() -> None:
+    """Says what everybody can do who reaches ranks of the installed Horovod, if it is not the one that asks for a secret.
+
+    Example:
+        >>> warn_of_open_ranks()
+    """
+    if not new_secret():
+        what = "Whoever reaches the ports of this run can read and change its gradients: this Horovod asks nobody for a secret."
+        hint = "build one that does: `tfrep horovod install`."
+        _log.warning("%s", message(what, hint=hint, horovod=horovod_version()))
 
 
 def horovod_server(address: str, port: int, secret: str, guard: Callable[[socket.socket], None] | None = None) -> Any:

@@ -10,8 +10,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tfrep_strategy.rendezvous.connections import set_patience
+from tfrep_strategy.limits import machine_silence
+from tfrep_strategy.rendezvous.connections import hang_up, set_patience
 
+SIGN, SIGN_SECONDS = "sign", 2.0
+"""What both ends of a seat say that often. The kernel of a machine answers also when its processes stand still."""
 _LONGEST_ANSWER = 1 << 26
 
 
@@ -20,7 +23,8 @@ class Seat:
 
     Args:
         connection: From `Assembly.begin`, or from `Visit.enter`.
-        told: Is called, in a thread, with the kind and the content of all that comes, before anybody reads it. "lost" comes last.
+        told: Is called, in a thread, with the kind and the content of all that comes, before anybody reads it. "lost" comes last,
+            also when the other end has been silent for too long.
 
     Attributes:
         inbox: All that has come, as (kind, content).
@@ -29,20 +33,39 @@ class Seat:
     def __init__(self, connection: Connection, told: Callable[[str, Any], None]) -> None:
         self.inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._connection, self._told = connection, told
+        self._patience, self._sending, self._is_over = machine_silence(), threading.Lock(), threading.Event()
         set_patience(connection, 0)
-        threading.Thread(target=self._listen, daemon=True, name="tfrep-seat").start()
+        for target in (self._listen, self._give_signs):
+            threading.Thread(target=target, daemon=True, name="tfrep-seat").start()
 
     def tell(self, kind: str, content: Any = None) -> None:
         """Says something; nothing happens if nobody is there any more."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self._sending:
             self._connection.send_bytes(json.dumps([kind, content]).encode())
+
+    def _give_signs(self) -> None:
+        while not self._is_over.wait(SIGN_SECONDS):
+            self.tell(SIGN)
 
     def _listen(self) -> None:
         kind = ""
         while kind != "lost":
             try:
-                kind, content = json.loads(self._connection.recv_bytes(_LONGEST_ANSWER))
+                kind, content = self._next()
             except (OSError, EOFError):
                 kind, content = "lost", None
-            self._told(kind, content)
-            self.inbox.put((kind, content))
+            if kind != SIGN:
+                self._told(kind, content)
+                self.inbox.put((kind, content))
+        self._is_over.set()
+        hang_up(self._connection)
+
+    def _next(self) -> tuple[str, Any]:
+        silent = 0.0
+        # Seconds in which this process stood still are not counted.
+        while not self._connection.poll(SIGN_SECONDS):
+            silent += SIGN_SECONDS
+            if silent > self._patience:
+                raise TimeoutError
+        kind, content = json.loads(self._connection.recv_bytes(_LONGEST_ANSWER))
+        return kind, content

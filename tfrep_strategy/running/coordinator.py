@@ -14,6 +14,7 @@ from typing import Any
 
 from tfrep_strategy.clusters.cluster import LocalCluster, check_counts
 from tfrep_strategy.errors import ConfigurationError, PeerError, ServerLostError, check_count, message
+from tfrep_strategy.limits import grace_seconds
 from tfrep_strategy.processes.announced import announced
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.identity import inherited_environ
@@ -81,7 +82,7 @@ def run_coordinator(
 
     Raises:
         ConfigurationError: There is no such script, another launcher has started this process as one of several, or
-            `TFREP_TIMEOUT` is no number of seconds.
+            a limit (`TFREP_TIMEOUT`, `TFREP_GRACE`) is no number of seconds.
 
     Example:
         >>> size = Path("train.py").write_text("print('The script runs here.')")
@@ -97,7 +98,7 @@ def run_coordinator(
     log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
     profile_dir = profile_folder(options.profile_dir, options.log_dir)
     of_profile = profile_environ(options.profile, profile_dir)
-    patience = Patience.of_environment()
+    patience, grace = Patience.of_environment(), grace_seconds(for_a_backup=False)
     with deferred_signals() as events:
         for attempt in range(options.max_restarts + 1):
             try:
@@ -114,8 +115,9 @@ def run_coordinator(
                     command = Command(module_command(*of_script), environ)
                     with announced(log_dir or notes, notes, profile_dir):
                         failure = run_ranks(
-                            [command], events, log_dir=notes, note_dir=notes, patience=patience, name="The coordinator"
-                        )
+                            [command], events, log_dir=notes, note_dir=notes,
+                            patience=patience, name="The coordinator", grace=grace,
+                        )  # fmt: skip
                     if failure is not None and failure.frozen:
                         what = f"The coordinator {failure.frozen}, and was ended."
                         print(f"tfrep: {what} TFREP_TIMEOUT=0 has others wait, as under a debugger.", file=sys.stderr)

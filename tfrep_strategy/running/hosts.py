@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
-from tfrep_strategy.limits import grace_seconds, meeting_seconds, ssh_command, timeout_seconds
+from tfrep_strategy.limits import grace_seconds, machine_silence, meeting_seconds, ssh_command, timeout_seconds
 from tfrep_strategy.processes.command import piped_command
 from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.processes.ranks import Events, Failure
@@ -30,8 +30,8 @@ LAUNCHER = "tfrep_strategy.running.on_host"
 """The module of a launcher on a host."""
 EXPORTED = ("CUDA_", "GLOO_", "HOROVOD_", "KERAS_", "LD_LIBRARY_PATH", "NCCL_", "OMP_", "PYTHON", "TFREP_", "TF_", "XLA_")
 """How variables are named that other hosts get, beside `PATH`."""
-BEAT_SECONDS = 5.0
-"""How often launchers on hosts are told that this one is alive."""
+BEAT_SECONDS = 2.0
+"""How often this launcher and those on hosts tell each other that they are alive."""
 SILENCE_SECONDS = 30.0
 """How long this launcher may be silent before those on hosts count it as gone. ssh gives up a connection after 15."""
 ALL_ENDED_WELL = 0
@@ -176,7 +176,8 @@ class Launchers:
     def __init__(self, options: Options, events: Events, machines: Sequence[OnHost]) -> None:
         self._options, self._events, self._machines = options, events, machines
         self._remotes: list[Remote] = []
-        self._next_beat = time.monotonic()
+        self._grace = grace_seconds(for_a_backup=options.backup_dir is not None)
+        self._last_beat, self._patience = time.monotonic(), machine_silence()
 
     def run(self, program: Sequence[str], restarts: int = 0) -> None:
         """Runs a program on the ranks of all machines, and returns when all have ended well.
@@ -252,8 +253,7 @@ class Launchers:
         here = [each for each in self._remotes if each.code is None and "hello" in each.said]
         for each in here:
             each.tell(number)
-        grace = grace_seconds(for_a_backup=self._options.backup_dir is not None)
-        deadline = time.monotonic() + grace + _END_SECONDS
+        deadline = time.monotonic() + self._grace + _END_SECONDS
         while (left := deadline - time.monotonic()) > 0:
             impatient = self._wait(lambda: all(each.code is not None for each in here), left)
             if impatient is None:
@@ -292,11 +292,12 @@ class Launchers:
         """Waits for a condition, or for some seconds; returns the number of a signal that came instead."""
         deadline = time.monotonic() + seconds
         while not condition() and (left := deadline - time.monotonic()) > 0:
-            if time.monotonic() >= self._next_beat:
-                self._next_beat = time.monotonic() + BEAT_SECONDS
+            if (passed := time.monotonic() - self._last_beat) >= BEAT_SECONDS:
+                self._last_beat += passed
                 for each in self._remotes:
                     if "hello" in each.said and each.code is None:
                         each.tell(None)
+                        each.look(min(passed, 2 * BEAT_SECONDS), self._patience)  # This process may have stood still itself.
             try:
                 about, number = self._events.get(timeout=min(left, BEAT_SECONDS))
             except queue.Empty:
@@ -308,7 +309,7 @@ class Launchers:
     @property
     def _seconds_alone(self) -> float:
         """How long ranks may go on that nobody can reach any more."""
-        return SILENCE_SECONDS + grace_seconds(for_a_backup=self._options.backup_dir is not None) + _MARGIN_SECONDS
+        return SILENCE_SECONDS + self._grace + _MARGIN_SECONDS
 
     @property
     def has_ended_well(self) -> bool:

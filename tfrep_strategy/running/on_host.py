@@ -1,6 +1,7 @@
 """The launcher of one host of `tfrep run --hosts`. The launcher that has started it tells it everything through a pipe.
 
-It ends its ranks when that pipe ends, as it does if the other launcher or the connection is gone.
+It ends its ranks when that pipe ends, as it does if the other launcher or the connection is gone. Both tell each other that they
+are alive: a process can stand still while its connection stands.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tfrep_strategy.processes.nodes import Node, meet_nodes
 from tfrep_strategy.processes.ranks import Events, deferred_signals
 from tfrep_strategy.processes.shared_folder import check_reached, marked, shared_folder
 from tfrep_strategy.rendezvous.connections import free_ports
-from tfrep_strategy.running.hosts import ALL_ENDED_WELL
+from tfrep_strategy.running.hosts import ALL_ENDED_WELL, BEAT_SECONDS
 from tfrep_strategy.running.rounds import Round, steps_noted
 from tfrep_strategy.running.runs import Options, RunFailed
 from tfrep_strategy.running.script import check_script, run_ranks_of_script
@@ -43,6 +44,7 @@ def main(given: dict[str, Any]) -> None:
         _enter(given["folder"])
         check_script(*given["program"][:2])
         _tell(given["mark"], "hello", _hello())
+        threading.Thread(target=_beat, args=(given["mark"],), daemon=True, name="tfrep-beat").start()
         answer = _answer(pipe)
         if not isinstance(answer, dict):  # The run was given up.
             return
@@ -134,7 +136,16 @@ def _answer(pipe: Any) -> Any:
     return next((content for content in said if content is not None), None)
 
 
+def _beat(mark: str) -> None:
+    while True:
+        time.sleep(BEAT_SECONDS)
+        _tell(mark, "alive", None)
+
+
 def _tell(mark: str, kind: str, content: Any) -> None:
-    with contextlib.suppress(OSError):  # The other launcher is gone.
+    with contextlib.suppress(OSError), _telling:  # The other launcher is gone.
         sys.stdout.flush()
         os.write(1, f"{mark}{json.dumps([kind, content, time.monotonic()])}\n".encode())
+
+
+_telling = threading.Lock()

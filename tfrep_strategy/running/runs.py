@@ -35,6 +35,7 @@ from tfrep_strategy.processes.shared_folder import SharedFolder, is_address, req
 from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
 from tfrep_strategy.progress import Step
+from tfrep_strategy.rendezvous.horovod_server import warn_of_open_ranks
 from tfrep_strategy.running.failures import describe
 from tfrep_strategy.running.rounds import Round, no_backup_dir, rounds_here
 from tfrep_strategy.validation import MOST_PROCESSES, MOST_RANKS, check_fields, made_folder
@@ -155,6 +156,11 @@ class Options:
         """
         is_auto = self.node is not None and self.communicator == "auto"
         return resolve_communicator("tf" if is_auto else self.communicator, self.size)
+
+    @property
+    def is_backed_up(self) -> bool:
+        """Whether each `fit` is backed up, so that the run can go on."""
+        return self.backup_dir is not None or self.max_restarts > 0
 
     @property
     def has_rounds(self) -> bool:
@@ -280,6 +286,7 @@ def run_to_end(
         ...     run_to_end(Options(num_replicas=2), ["true"], Path(notes), Events())
     """
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
+    patience, grace = Patience.of_environment(), grace_seconds(for_a_backup=options.is_backed_up)
     log_dir = make_log_dir(options.log_dir)
     backup_dir = backup_dir_of(options, log_dir)
     profile_dir = profile_folder(options.profile_dir, options.log_dir)
@@ -302,7 +309,7 @@ def run_to_end(
                     start = server.starter(commands, this.events, deadline)
                     if server.problem and options.fork:
                         print(f"tfrep: ranks are not forked: {server.problem}.", file=sys.stderr)
-                size = this.nodes.size if this.nodes else options.size
+                has_peers = (this.nodes.size if this.nodes else options.size) > 1 and options.strategy != "mirrored"
                 this.failure = run_ranks(
                     commands,
                     this.events,
@@ -312,9 +319,9 @@ def run_to_end(
                     logs_all=options.prefix,
                     first_rank=this.first_rank,
                     again=this.number > 0,
-                    # Nobody waits for a rank that is alone.
-                    patience=Patience.of_environment() if size > 1 and options.strategy != "mirrored" else None,
-                    grace=grace_seconds(for_a_backup=backup_dir is not None),
+                    # Nobody waits for a rank that is alone, unless the run can go on from backups.
+                    patience=patience if has_peers or options.is_backed_up else None,
+                    grace=grace,
                     start=start,
                     temporary=[note_dir],
                 )
@@ -356,6 +363,8 @@ def _commands(options: Options, arguments: Sequence[str], this: Round, more_envi
         identified: list[dict[str, str]] = [{}]
         if options.strategy != "mirrored":
             environ["TFREP_COMMUNICATOR"] = communicator = nodes.communicator if nodes else options.resolved_communicator
+            if communicator == "horovod" and this.number == this.first_rank == 0:
+                warn_of_open_ranks()
             if nodes:
                 identified = stack.enter_context(nodes.identities())
             else:

@@ -1,9 +1,9 @@
-"""Trains; rank 1 spends so many seconds in native code that holds Python's lock, inside an epoch: `holds_the_lock.py SECONDS`."""
+"""Trains; rank 1 computes for so many seconds while it holds Python's lock, inside an epoch: `holds_the_lock.py SECONDS`."""
 
-import ctypes
 import json
 import os
 import sys
+import time
 
 import keras
 import numpy as np
@@ -20,7 +20,11 @@ steps = []
 def hold(batch, logs=None):
     steps.append(batch)
     if len(steps) == 20 and os.environ.get("TFREP_STRATEGY") and tfrep.auto_strategy().rank == 1:
-        ctypes.PyDLL(None).sleep(int(sys.argv[1]))
+        usual, end = sys.getswitchinterval(), time.monotonic() + int(sys.argv[1])
+        sys.setswitchinterval(1000)  # No other thread gets the lock, as while native code computes that does not release it.
+        while time.monotonic() < end:
+            pass
+        sys.setswitchinterval(usual)
 
 
 callback = keras.callbacks.LambdaCallback(on_train_batch_begin=hold)

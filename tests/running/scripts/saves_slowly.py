@@ -1,4 +1,4 @@
-"""Trains a layer that takes some seconds to save. If it takes any, rank 1 warns the launcher in the second epoch.
+"""Trains a layer that takes some seconds to save. If it takes any, rank 1 warns the launcher in the second epoch, then has it end.
 
 Argument: the seconds. Rank 0 prints the epochs.
 """
@@ -33,9 +33,11 @@ def begin(epoch, logs=None):
 def begin_batch(batch, logs=None):
     if seconds and (epochs[-1], batch) == (1, 0) and tfrep.auto_strategy().rank:
         # Ranks may be forked from another process.
-        next(each for each in psutil.Process().parents() if "tfrep_strategy.cli" in each.cmdline()).send_signal(signal.SIGUSR1)
+        launcher = next(each for each in psutil.Process().parents() if "tfrep_strategy.cli" in each.cmdline())
+        launcher.send_signal(signal.SIGUSR1)
         while not is_asked_to_end():  # The launcher passes it on.
             time.sleep(0.05)
+        launcher.send_signal(signal.SIGTERM)  # As a scheduler does when the time is over.
 
 
 x = np.ones((8, 2))
