@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import uuid
 from collections.abc import Iterator
 
 import pytest
 from observing import alive, wait_until
+
+from tfrep_strategy.processes import signs_of_life
+
+
+@pytest.fixture(autouse=True)
+def has_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forgets that another test of this process has given signs to a launcher."""
+    monkeypatch.setattr(signs_of_life, "_is_watched", threading.Event())
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ import pytest
 from observing import alive, wait_until
 
 from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.processes.signs_of_life import give_signs
 from tfrep_strategy.processes.watcher import Watcher, start_watcher
 
 START = f"""
@@ -141,7 +140,6 @@ def test_a_launcher_is_watcher_enough(start: Start, tmp_path: Path) -> None:
 
 def test_closing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    give_signs(None, 0)  # This process has no launcher.
     watcher = start_watcher("Rank {}", 1)
     assert isinstance(watcher, Watcher)
     assert len(left(tmp_path, os.getpid())) == 2
