@@ -76,10 +76,23 @@ def check(found: dict[str, tuple[Any, Any]], size: int, dtypes: Sequence[str] = 
             assert found[f"broadcast {root} {dtype}"][0].numpy().tobytes() == sent.tobytes(), f"broadcast {root} {dtype}"
 
 
+def shapes_of_nothing(communicator: Communicator) -> list[tf.Tensor]:
+    """Moves tensors of 2 rows without columns, and of no rows."""
+    found = []
+    for shape in [2, 0], [0, 2]:
+        nothing = tf.zeros(shape)
+        rows, _ = communicator.all_to_all(nothing, [shape[0] // 2] * 2)
+        found += [rows, communicator.all_gather(nothing), communicator.all_gather_equal(nothing)]
+        found += [communicator.reduce_scatter(nothing)]
+    return [tf.shape(tensor) for tensor in found]
+
+
 def in_processes(strategy: Any) -> None:
     communicator = strategy.communicator
     for compiled in (False, True):
         check(tf.function(own_and_default)(communicator) if compiled else own_and_default(communicator), communicator.size)
+        shapes = tf.function(shapes_of_nothing)(communicator) if compiled else shapes_of_nothing(communicator)
+        assert np.array(shapes).tolist() == [[2, 0], [4, 0], [4, 0], [1, 0], *[[0, 2]] * 4]
 
 
 def through_folder(strategy: Any, scripts: str, folder: str) -> None:

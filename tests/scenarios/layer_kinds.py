@@ -162,3 +162,27 @@ def stateful_recurrent_layers() -> dict[str, Any]:
     inner.reset_state()
     result["after_reset"] = model.predict(x, batch_size=7, verbose=0)
     return result
+
+
+@scenario
+def sentences_of_any_length() -> dict[str, Any]:
+    """A layer pads to the longest sentence of the batch, which one replica has. The last batch has one row."""
+    cut = layers.TextVectorization(vocabulary=["red", "green", "blue"])
+    body = [
+        keras.Input((), dtype="string"),
+        cut,
+        layers.Embedding(5, 3, embeddings_initializer=init(1)),
+        layers.GlobalAveragePooling1D(),
+        layers.Dense(1, kernel_initializer=init(2)),
+    ]
+    model = keras.Sequential(body)
+    model.compile(_O.SGD(0.05), "mse")
+    rng = np.random.RandomState(0)
+    words = np.array(["red", "green", "blue", "pink"])
+    sentences = tf.constant([" ".join(words[rng.randint(0, 4, i % 7)]) for i in range(17)])
+    result = trained(model, sentences, rng.randn(17, 1).astype("float32"), batch_size=8)
+    numbers = keras.Sequential([keras.Input((), dtype="string"), cut])
+    result["numbers"] = [numbers.predict(sentences[:6], verbose=0), numbers.predict_on_batch(sentences[:1])]
+    numbers.compile(run_eagerly=True)
+    result["eager_numbers"] = [numbers.predict(sentences[:6], verbose=0), numbers.predict_on_batch(sentences[:1])]
+    return result

@@ -180,3 +180,32 @@ def sparse_ragged_and_string_inputs() -> dict[str, Any]:
         "ragged": ragged_model.out.get_weights(),
         "history": history.history,
     }
+
+
+@scenario
+def predicted_strings() -> dict[str, Any]:
+    """Texts of any length, words, and the letters of words; the last batch has one row."""
+
+    class Words(keras.Model):
+        def predict_step(self, batch: Any) -> Any:
+            texts = tf.strings.join([batch[0], "\x00é"])
+            pairs, words = tf.stack([texts, batch[0]], 1), tf.strings.split(batch[0])
+            letters = tf.strings.unicode_split(words, "UTF-8")
+            return {"texts": texts, "pairs": pairs, "sparse": tf.sparse.from_dense(pairs), "words": words, "letters": letters}
+
+    def codes(value: Any) -> Any:
+        """Numbers, which can be compared, for strings."""
+        return [codes(each) for each in value] if isinstance(value, list) else list(value)
+
+    def as_lists(outputs: dict[str, Any]) -> dict[str, Any]:
+        sparse, words, letters = outputs.pop("sparse"), outputs.pop("words"), outputs.pop("letters")
+        lists = {"values": sparse.values.numpy(), **outputs}
+        found = {name: codes(value.tolist()) for name, value in lists.items()}
+        return {**found, "indices": sparse.indices.numpy(), "words": codes(words.to_list()), "letters": codes(letters.to_list())}
+
+    texts = [" ".join(["Ab", "c", "äöü"][: i % 4]) * (1 + i) for i in range(9)]
+    rows = tf.data.Dataset.from_tensor_slices((tf.constant(texts),)).batch(4)
+    model = Words()
+    result = {"function": as_lists(model.predict(rows, verbose=0))}
+    model.compile(run_eagerly=True)
+    return {**result, "eager": as_lists(model.predict(rows, verbose=0))}

@@ -11,7 +11,7 @@ from test_one_device_answer import CUT, PROMISED, assert_same, on_one_device, ru
 import tfrep_strategy as tfrep
 
 
-@pytest.mark.parametrize("name", [*PROMISED, *CUT])
+@pytest.mark.parametrize("name", [*PROMISED, *CUT, "sentences_of_any_length", "predicted_strings"])
 def test_two_processes(name: str, worker_pool: Any) -> None:
     pool = worker_pool("shared_memory", 2)
     for rank, found in enumerate(pool.run(run_in_scope, name, limit=120, meanwhile=lambda: on_one_device(name))):

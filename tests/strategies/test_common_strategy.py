@@ -181,9 +181,9 @@ def gathers(strategy: Any) -> None:
         (2, lambda r: [1, 2, 2 * r + 1]),
         (0, lambda r: [r, 2]),  # Replica 0 has nothing.
     ]
-    for dtype in (tf.float32, tf.int32):
+    for dtype in ("float32", "int32", "S"):
         for axis, shape in shapes:
-            made = [np.full(shape(r), r).astype(dtype.as_numpy_dtype) for r in range(n)]
+            made = [np.full(shape(r), r).astype(dtype) for r in range(n)]
             want = np.concatenate(made, axis)
             values = of_each(strategy, lambda r, made=made: tf.constant(made[r]))
             for found in both_ways(lambda values=values, axis=axis: strategy.gather(values, axis=axis)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfrep_strategy.collectives.flow import Flow
+from tfrep_strategy.communicators.strings import from_bytes, gather_rows, to_bytes
 
 
 def to_real(tensor: tf.Tensor) -> tf.Tensor:
@@ -33,34 +34,16 @@ def gather_along(flow: Flow, tensor: tf.Tensor, axis: int) -> tf.Tensor:
     axis %= tensor.shape.rank
     order = [axis] + [i for i in range(tensor.shape.rank) if i != axis]
     moved = tensor if axis == 0 else tf.transpose(tensor, order)
-    if tensor.dtype == tf.string:
-        gathered = _gather_strings(flow, moved)
-    else:
-        gathered = from_real(flow.all_gather(to_real(moved)), moved)
+    gathered = from_real(gather_rows(flow.all_gather, to_real(moved)), moved)
     return gathered if axis == 0 else tf.transpose(gathered, [order.index(i) for i in range(tensor.shape.rank)])
-
-
-def _gather_strings(flow: Flow, tensor: tf.Tensor) -> tf.Tensor:
-    rows = tf.concat([[-1], tf.shape(tensor)[1:]], 0)
-    lengths = flow.all_gather(tf.reshape(tf.strings.length(tensor), [-1]))
-    return tf.reshape(_join_bytes(flow.all_gather(_bytes(tensor)), lengths), rows)
 
 
 def broadcast_strings(flow: Flow, tensor: tf.Tensor, root: int) -> tf.Tensor:
     """Sends strings as bytes. Only the root knows how many, so that all gather, and the others send none."""
     is_root = tf.equal(flow.communicator.rank, root)
     lengths = flow.broadcast([tf.strings.length(tensor)], root)[0]
-    sent = _bytes(tf.where(is_root, tensor, tf.constant("")))
-    return tf.reshape(_join_bytes(flow.all_gather(sent), tf.reshape(lengths, [-1])), tf.shape(tensor))
-
-
-def _bytes(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.io.decode_raw(tf.strings.reduce_join(tf.reshape(tensor, [-1])), tf.uint8)
-
-
-def _join_bytes(data: tf.Tensor, lengths: tf.Tensor) -> tf.Tensor:
-    characters = tf.gather(tf.constant([bytes([i]) for i in range(256)]), tf.cast(data, tf.int32))
-    return tf.strings.reduce_join(tf.RaggedTensor.from_row_lengths(characters, lengths).to_tensor(""), axis=-1)
+    sent = to_bytes(tf.where(is_root, tensor, tf.constant("")))
+    return tf.reshape(from_bytes(flow.all_gather(sent), tf.reshape(lengths, [-1])), tf.shape(tensor))
 
 
 def exchange_rows(flow: Flow, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -71,6 +54,6 @@ def exchange_rows(flow: Flow, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.
     lengths = tf.reshape(tf.strings.length(tensor), [tf.shape(tensor)[0], -1])
     received_lengths, received = flow.all_to_all(lengths, splits)
     part = tf.RaggedTensor.from_row_lengths(tf.reduce_sum(lengths, 1), splits)
-    data, _ = flow.all_to_all(_bytes(tensor), tf.reduce_sum(part, 1))
-    strings = _join_bytes(data, tf.reshape(received_lengths, [-1]))
+    data, _ = flow.all_to_all(to_bytes(tensor), tf.reduce_sum(part, 1))
+    strings = from_bytes(data, tf.reshape(received_lengths, [-1]))
     return tf.reshape(strings, tf.concat([[-1], tf.shape(tensor)[1:]], 0)), received

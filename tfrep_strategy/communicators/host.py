@@ -30,11 +30,11 @@ class HostCommunicator(Communicator):
 
     @abc.abstractmethod
     def gather_array(self, array: np.ndarray) -> np.ndarray:
-        """Concatenates the ranks' arrays of any dtype along the first dimension, which may differ between ranks."""
+        """Concatenates the ranks' arrays of any numeric dtype or bool along the first dimension, which may differ between ranks."""
 
     @abc.abstractmethod
     def broadcast_arrays(self, arrays: Arrays, root: int) -> Arrays:
-        """Returns the root's arrays of any dtype."""
+        """Returns the root's arrays of any numeric dtype or bool."""
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
         self.check_op(op)

@@ -264,7 +264,9 @@ class RingCommunicator(Communicator):
                     **options,
                 )
 
+        given, may_be_empty = tensor, kind != "all_reduce" and not tensor.shape.num_elements()
         with outside_xla():
+            tensor = _with_an_element(given) if may_be_empty else given
             place, sizes = self._group_name + place if place else self._place(self._group_name + kind), sizes_of(brought)
             # Eager calls of one kind share a place: seven scalars of one dtype are told from six and one of another. The
             # dtypes that were brought count, too: several of them travel as int32.
@@ -287,7 +289,7 @@ class RingCommunicator(Communicator):
                 in_flight.append(result.op.name)
             if position is not None and entered is not None:
                 position.leave(entered, result)
-            return result
+            return _without_padding(result, given) if may_be_empty else result
 
     def _in_flight_here(self) -> collections.deque[str]:
         """Returns the names of the last collectives in the graph that is being built."""
@@ -328,6 +330,19 @@ class RingCommunicator(Communicator):
 def group_key(name: str) -> int:
     """Returns the key of a group of processes: 1 for all processes, a hash of the name for another group."""
     return 2 + zlib.crc32(name.encode()) % 2**30 if name else 1
+
+
+def _with_an_element(tensor: tf.Tensor) -> tf.Tensor:
+    """Pads dimensions of size 0: gathering no elements would end the process."""
+    shape = tf.shape(tensor)
+    return tf.pad(tensor, tf.stack([tf.zeros_like(shape), 1 - tf.minimum(shape, 1)], 1))
+
+
+def _without_padding(result: tf.Tensor, given: tf.Tensor) -> tf.Tensor:
+    """Takes away what `_with_an_element` has added before a collective that may have changed the first dimension."""
+    shape = tf.shape(given)
+    sizes = tf.concat([tf.shape(result)[:1] * tf.minimum(shape[:1], 1), shape[1:]], 0)
+    return tf.slice(result, tf.zeros_like(sizes), sizes)
 
 
 def _instance_key(place: str, sizes: tf.Tensor) -> tf.Tensor:

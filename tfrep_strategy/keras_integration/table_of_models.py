@@ -84,6 +84,10 @@ class ModelPatches:
         "layers.rnn.rnn:RNN.call", "(self, sequences, initial_state=None, mask=None, training=False)",
         why="begins with what the batch before has left for the replica's rows",
     )
+    vectorize_text = patch(
+        "layers.preprocessing.text_vectorization:TextVectorization.call", "(self, inputs)",
+        why="pads to the longest sentence of the global batch",
+    )
     embed = patch(
         "layers.core.embedding:Embedding.call", "(self, inputs)",
         why="fetches the rows that are looked up from the servers, and not the table", driver=of_embedding,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import tensorflow as tf
 
 from tfrep_strategy.communicators import Communicator
+from tfrep_strategy.communicators.strings import gather_rows
 
 
 def gathered(value: Any, communicator: Communicator) -> Any:
@@ -19,11 +21,9 @@ def gathered(value: Any, communicator: Communicator) -> Any:
     Returns:
         A tensor of the same kind.
     """
-    gather = communicator.all_gather
+    gather = functools.partial(gather_rows, communicator.all_gather)
     if isinstance(value, tf.RaggedTensor):
-        if value.ragged_rank > 1:
-            return value.with_values(gathered(value.values, communicator))
-        return tf.RaggedTensor.from_row_lengths(gather(value.flat_values), gather(value.row_lengths()))
+        return tf.RaggedTensor.from_row_lengths(gathered(value.values, communicator), gather(value.row_lengths()))
     if isinstance(value, tf.SparseTensor):
         rows = gather(value.dense_shape[:1])
         before = tf.reduce_sum(rows[: communicator.rank])

@@ -23,6 +23,7 @@ from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.batches import as_tensors, num_examples
 from tfrep_strategy.communicators import Communicator, SingleCommunicator
 from tfrep_strategy.communicators.compression import compressed_gather, compressed_scatter, compressed_sum
+from tfrep_strategy.communicators.strings import gather_rows
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.protocol import Shards
@@ -145,7 +146,7 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         value = tf.convert_to_tensor(value)
         order = [axis] + [i for i in range(value.shape.rank) if i != axis]
         back = [order.index(i) for i in range(value.shape.rank)]
-        return tf.transpose(self._communicator.all_gather(tf.transpose(value, order)), back)
+        return tf.transpose(gather_rows(self._communicator.all_gather, tf.transpose(value, order)), back)
 
     @property
     def compiles_whole_steps(self) -> bool:

@@ -1,4 +1,4 @@
-"""State that layers keep: moving statistics, and the state of random generators."""
+"""What layers do: moving statistics, and the state of random generators, which they keep; the length of sentences."""
 
 from __future__ import annotations
 
@@ -98,6 +98,20 @@ class Layers(SynchronousBase):
             tf.where(empty, tf.cast(layer.moving_mean, mean.dtype), mean),
             tf.where(empty, tf.cast(layer.moving_variance, variance.dtype), variance),
         )
+
+    def vectorize_text(self, original: Any, layer: Any, inputs: Any) -> Any:
+        """Pads sentences to the longest one of all replicas, and not of the replica's part."""
+        outputs = original(layer, inputs)
+        is_padded = layer._output_mode == "int" and not layer._ragged and layer._output_sequence_length is None
+        if not is_padded or len(outputs.shape) < 2 or not self.in_replica or not self.has_several:
+            return outputs  # One string is no batch.
+        replica: Any = tf.distribute.get_replica_context().replica_id_in_sync_group
+        own = tf.shape(outputs)[1:]
+        placed = tf.one_hot(replica, self.strategy.num_replicas_in_sync, dtype=own.dtype)[:, tf.newaxis] * own
+        widest = tf.reduce_max(self.strategy.extended.sum_over_replicas([placed])[0], 0)
+        behind = tf.concat([[0], widest - own], 0)
+        padded = tf.pad(outputs, tf.stack([tf.zeros_like(behind), behind], 1))
+        return tf.ensure_shape(padded, [outputs.shape[0], *[None] * (len(outputs.shape) - 1)])
 
 
 def _is_weighed(layer: Any) -> bool:
