@@ -96,13 +96,14 @@ def test_means_of_batches_of_one_size(name: str) -> None:
 def test_a_tensor_that_has_a_number_for_each_row(shape: Any) -> None:
     def found(x: Any) -> list[bool]:
         step = Step(NO_STRATEGY, Share.equal(2))
-        given = [x, x[:, 0, 0] ** 2, ops.stack([ops.mean(x), ops.mean(x**2)]), ops.mean(x), ops.mean(x, 0), ops.shape(x)]
-        return [are_rows(step, value) for value in given]
+        means = [ops.stack([ops.mean(x), ops.mean(x**2)]), ops.mean(x), ops.mean(x, 0), ops.mean(x[:, :3], (0, 2))]
+        return [are_rows(step, value) for value in [x, x[:, 0, 0] ** 2, *means, ops.shape(x)]]
 
     told: list[list[bool]] = []
     tf.function(lambda x: told.append(found(x)), input_signature=[tf.TensorSpec(shape)])(ROWS[:3])
-    assert told == [[True, True, False, False, False, False]]
-    assert are_rows(Step(NO_STRATEGY, Share.equal(2)), tf.constant([1.0, 2.0]))
+    assert told == [[True, True, False, False, False, False, False]]
+    step = Step(NO_STRATEGY, Share.equal(2), tf.constant(2))
+    assert [are_rows(step, tf.ones(shape)) for shape in ([2], [2, 3], [3], [])] == [True, True, False, False]
 
 
 def test_counts() -> None:

@@ -64,6 +64,7 @@ _L = keras.losses
 _loss("loss_sum", lambda: _L.MeanSquaredError(reduction="sum"))
 _loss("loss_mean", lambda: _L.MeanSquaredError(reduction="mean"), weighted_metrics=["mae"])
 _loss("loss_none", lambda: _L.MeanSquaredError(reduction=None))
+_loss("loss_none_eagerly", lambda: _L.MeanSquaredError(reduction=None), run_eagerly=True)
 _loss("loss_mean_with_sample_weight", lambda: _L.MeanSquaredError(reduction="mean_with_sample_weight"))
 
 
@@ -72,6 +73,13 @@ def loss_none_of_batches_of_one_size() -> dict[str, Any]:
     model = dense()
     model.compile(_O.SGD(0.002), _L.MeanSquaredError(reduction="none"))
     return trained(model, tf.data.Dataset.from_tensor_slices(regression()).batch(12, drop_remainder=True), batch_size=None)
+
+
+@scenario
+def loss_none_of_a_part_without_rows() -> dict[str, Any]:
+    model = dense()
+    model.compile(_O.SGD(0.002), _L.MeanSquaredError(reduction=None))
+    return trained(model, *regression(33))
 
 
 @scenario

@@ -154,11 +154,13 @@ class Step:
     Args:
         strategy: The strategy that runs it.
         share: This replica's share of the global batch.
+        rows: How many examples this replica has, an integer or a tensor; None if nobody knows.
     """
 
-    def __init__(self, strategy: KerasStrategy, share: Share) -> None:
+    def __init__(self, strategy: KerasStrategy, share: Share, rows: Any = None) -> None:
         self.strategy = strategy
         self.share = share
+        self.rows = rows
         self.scaled_losses: collections.Counter[int] = collections.Counter()
         """By the id of an optimizer: how many losses whose gradients it will get were multiplied by the share."""
         self.is_own = False
@@ -231,8 +233,9 @@ def in_step(
     """Wraps a Keras step so that it knows, on each replica, which share of the global batch it has."""
 
     def replica_step(part: Any, total: tf.Tensor) -> Any:
-        share = Share.of_batch(num_examples(part), total, strategy.num_replicas_in_sync)
-        with _step.to(Step(strategy, share)):
+        rows = num_examples(part)
+        share = Share.of_batch(rows, total, strategy.num_replicas_in_sync)
+        with _step.to(Step(strategy, share, rows)):
             return step_function(part)
 
     return replica_step

@@ -4,7 +4,8 @@ A replica's value of a mean over rows counts with its share; its value of a sum 
 the two a scalar is. Going through it once, we note by which power of the number of rows each tensor grows: a sum by 1, a mean by 0,
 a count by 1, and a quotient by the difference. What the graph does not tell is taken for a mean, and so is all of an eager step.
 
-Where all batches have one size, a count is a number like any other, and so all scalars are taken for means.
+Where all batches have one size, a count is a number like any other, and so all scalars are taken for means. There, and in an eager
+step, a tensor has a number for each row if it is as long as the replica's part.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _AS_FIRST_INPUT = {
     "Abs", "Cast", "ExpandDims", "GatherV2", "Identity", "Max", "Mean", "Min", "Neg", "Reshape", "Slice", "Squeeze", "StopGradient",
     "StridedSlice", "Transpose", "Unpack",
 }  # fmt: skip
+_REDUCTIONS = {"Max", "Mean", "Min", "Prod", "Sum"}
 _DATA = {"IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue"}
 _AS_ALL_INPUTS = {"Add", "AddN", "AddV2", "ConcatV2", "Maximum", "Minimum", "Pack", "SelectV2", "Sub"}
 _PRODUCTS = {"Mul": 1, "MulNoNan": 1, "Div": -1, "DivNoNan": -1, "RealDiv": -1}
@@ -71,7 +73,7 @@ def are_rows(step: Step, target: Any) -> bool:
     if step.gathers or not isinstance(target, tf.Tensor) or not target.shape.rank:
         return False
     if not tf.is_symbolic_tensor(target):
-        return True
+        return bool(target.shape[0] == step.rows)
     total = tf.reduce_sum(target)
     grows = _growth_of(step, total)
     return bool(grows[total] == 1) or grows.is_of_rows(target)
@@ -121,6 +123,8 @@ class _Growth:
         self._followed = len(operations)
 
     def _follow_rows(self, operation: Any, captured: Set[str]) -> None:
+        if operation.type in _REDUCTIONS and _reduces_rows(operation.inputs):
+            return
         is_data = operation.type in _DATA or operation.type == "Placeholder" and operation.outputs[0].name not in captured
         known = [self._rows[tensor.name] for tensor in operation.inputs if tensor.name in self._rows]
         for output in operation.outputs:

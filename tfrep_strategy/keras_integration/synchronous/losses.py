@@ -86,6 +86,8 @@ class Losses(SynchronousBase):
     def update_mean(self, original: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:
         """Weighs a scalar without a weight, such as the loss of a custom step, by the replica's share of the batch."""
         step = current_step()
+        if sample_weight is not None and not ops.shape(sample_weight) and ops.shape(values):
+            values = ops.mean(ops.cast(values, metric.dtype))  # As Keras does.
         if step is not None and not sees_whole_batch.value and not keras.ops.shape(values):
             # The mean over no examples is no number, which a weight of zero would not remove.
             (values,) = step.share.silenced([as_mean(step, ops.cast(values, metric.dtype))])
