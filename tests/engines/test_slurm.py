@@ -46,7 +46,8 @@ def finished(slurm: Cluster, job: str, output: Path, seconds: float = 120.0) -> 
         assert time.monotonic() < deadline, output.read_text("utf-8")[-3000:] + slurm.logs()
         if state == "PENDING":
             time.sleep(3.0)  # A job that starts in the second in which it was ended counts as ended.
-            slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+            with contextlib.suppress(subprocess.CalledProcessError):  # It has started meanwhile.
+                slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
         time.sleep(1.0)
     text = output.read_text("utf-8")
     assert state == "COMPLETED", text[-3000:] + slurm.logs()
