@@ -31,6 +31,7 @@ from tfrep_strategy.keras_integration.synchronous.whole_batch import (
     update_with_whole_batch,
 )
 
+_get_keras_mask: Any = keras_internal("backend.common.masking", "get_keras_mask")
 in_stateless_scope: Any = keras_internal("backend.common.stateless_scope", "in_stateless_scope")
 
 
@@ -86,8 +87,8 @@ class Losses(SynchronousBase):
     def update_mean(self, original: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:
         """Weighs a scalar without a weight, such as the loss of a custom step, by the replica's share of the batch."""
         step = current_step()
-        if sample_weight is not None and not ops.shape(sample_weight) and ops.shape(values):
-            values = ops.mean(ops.cast(values, metric.dtype))  # As Keras does.
+        if step is not None and _have_one_weight(values, sample_weight):
+            values = ops.mean(ops.cast(values, metric.dtype))  # As Keras does, later.
         if step is not None and not sees_whole_batch.value and not keras.ops.shape(values):
             # The mean over no examples is no number, which a weight of zero would not remove.
             (values,) = step.share.silenced([as_mean(step, ops.cast(values, metric.dtype))])
@@ -142,6 +143,13 @@ class Losses(SynchronousBase):
     def _divides_by_replicas(self) -> bool:
         """Whether losses are divided by the number of replicas: in a custom loop, whose gradients are summed."""
         return current_step() is None and not sees_whole_batch.value and self.in_replica
+
+
+def _have_one_weight(values: Any, sample_weight: Any) -> bool:
+    """Whether these are the values of rows, none of which is masked, with one weight for all: a loss without a reduction."""
+    if sample_weight is None or _get_keras_mask(values) is not None:
+        return False
+    return not ops.shape(sample_weight) and bool(ops.shape(values))
 
 
 def _are_scalars(update: Any, args: Any, kwargs: Any) -> bool:
