@@ -23,6 +23,7 @@ from typing import Any
 import cloudpickle
 
 from tfrep_strategy.processes.identity import identities, inherited_environ
+from tfrep_strategy.running.by_value import dumps
 
 _BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from workers import main; main(*sys.argv[2:])"
 _KEY = b"tfrep-tests"
@@ -73,7 +74,7 @@ class WorkerPool:
         module = sys.modules[fn.__module__]
         if module.__name__ != "__main__":
             cloudpickle.register_pickle_by_value(module)
-        request = cloudpickle.dumps((fn, args))
+        request = dumps((fn, args))
         for connection in self._connections:
             connection.send_bytes(request)
         try:
@@ -190,7 +191,7 @@ def main(address: str, rank: str, communicator: str) -> None:
 
 def _answer(connection: Connection, work: Callable[[], Any]) -> None:
     try:
-        answer = cloudpickle.dumps((True, work()))
+        answer = dumps((True, work()))
     except BaseException:
         answer = pickle.dumps((False, traceback.format_exc()))
     connection.send_bytes(answer)

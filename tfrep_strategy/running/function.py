@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import PeerError
 from tfrep_strategy.preemption import heed_warning
@@ -19,6 +17,7 @@ from tfrep_strategy.processes.notes import noted_failure
 from tfrep_strategy.processes.ranks import deferred_signals
 from tfrep_strategy.processes.signs_of_life import give_signs
 from tfrep_strategy.profiles.requests import answer_requests
+from tfrep_strategy.running.by_value import dumps
 from tfrep_strategy.running.forks import fork_servers
 from tfrep_strategy.running.joining import warn_inside_a_run
 from tfrep_strategy.running.runs import Options, RunFailed, run_to_end
@@ -66,7 +65,7 @@ def launch(
     """
     warn_inside_a_run("`tfrep.launch`")
     options = Options(num_replicas, strategy=strategy, communicator=communicator, timeout=timeout, fork=fork)
-    call = cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
+    call = dumps((fn, tuple(args), dict(kwargs or {})))
     with fork_servers(options, shown=(__name__,)) as servers:
         return results(call, options, servers)
 
@@ -87,7 +86,7 @@ def results(call: bytes, options: Options, servers: ForkServers | None = None) -
         PeerError: As `launch`.
 
     Example:
-        >>> results(cloudpickle.dumps((lambda: 1, (), {})), Options(num_replicas=2, strategy=None))
+        >>> results(dumps((lambda: 1, (), {})), Options(num_replicas=2, strategy=None))
         [1, 1]
     """
     with deferred_signals() as events, tempfile.TemporaryDirectory(prefix="tfrep-") as name:
@@ -128,7 +127,7 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
                 result = fn(*args, **kwargs)
         else:
             result = fn(*args, **kwargs)
-        _result(folder, rank).write_bytes(cloudpickle.dumps(result))
+        _result(folder, rank).write_bytes(dumps(result))
 
 
 def _result(folder: Path, rank: int) -> Path:
