@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,36 @@ def loops_and_calls(strategy: Any) -> list[list[float]]:
         return tf.while_loop(lambda i, _: i < 40, body, [tf.constant(0), totals])[1].stack()
 
     return [step().numpy().tolist() for _ in range(2)]
+
+
+def loops_branches_and_slow_calls(strategy: Any) -> list[float]:
+    """Does what Keras does with `steps_per_execution` and data whose length nobody knows."""
+    communicator, rank = strategy.communicator, strategy.rank
+
+    def slow(value: np.ndarray) -> np.ndarray:
+        time.sleep(0.01 * rank)
+        return value
+
+    @tf.function
+    def called(x: tf.Tensor) -> tf.Tensor:
+        late = tf.ensure_shape(tf.numpy_function(slow, [x], tf.float32, stateful=False), [])
+        return communicator.all_reduce([late])[0]
+
+    @tf.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        def body(i, total):
+            total += tf.cond(x > 0.0, lambda: called(x), lambda: x)
+            return i + 1, total + tf.cond(i < 9, lambda: communicator.all_reduce([tf.stack([x, x])])[0][0], lambda: x)
+
+        return tf.while_loop(lambda i, _: i < 10, body, [tf.constant(0), tf.constant(0.0)])[1]
+
+    return [float(step(tf.constant(1.0 + rank))) for _ in range(2)]
+
+
+@pytest.mark.parametrize("communicator", ["horovod", "tf", "shared_memory"])
+def test_loops_wait_for_the_functions_that_they_call(communicator: str, worker_pool: Any) -> None:
+    for rank, found in enumerate(worker_pool(communicator, 2).run(loops_branches_and_slow_calls)):
+        assert found == [19 * 3.0 + 1.0 + rank] * 2
 
 
 @pytest.mark.parametrize("communicator", ["horovod", "tf"])

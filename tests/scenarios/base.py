@@ -53,7 +53,7 @@ def dense(d: int = 4, out: int = 1, activation: str | None = None) -> keras.Sequ
     )
 
 
-def trained(model: Any, x: Any, y: Any = None, *, epochs: int = 3, batch_size: int = 16, **kwargs: Any) -> dict[str, Any]:
+def trained(model: Any, x: Any, y: Any = None, *, epochs: int = 3, batch_size: int | None = 16, **kwargs: Any) -> dict[str, Any]:
     """Fits, evaluates and predicts, and returns all that came out."""
     shuffle = kwargs.pop("shuffle", False)
     history = model.fit(x, y, batch_size=batch_size, epochs=epochs, shuffle=shuffle, verbose=0, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -28,6 +29,20 @@ def unrolled_steps_per_execution() -> dict[str, Any]:
     model.compile(_O.SGD(0.05), "mse", metrics=["mae"], steps_per_execution=3)
     model.unrolled_steps_per_execution = 3
     return trained(model, *regression(), batch_size=4)
+
+
+@scenario
+def steps_per_execution_of_a_generator() -> dict[str, Any]:
+    x, y = regression()
+
+    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        yield from ((x[start : start + 5], y[start : start + 5]) for start in range(0, len(x), 5))
+
+    specs = tf.TensorSpec((None, 4)), tf.TensorSpec((None, 1))
+    model = dense()
+    model.compile(_O.SGD(0.05), "mse", metrics=["mae"], steps_per_execution=3)
+    data = tf.data.Dataset.from_generator(batches, output_signature=specs)
+    return trained(model, data, batch_size=None)
 
 
 @scenario
