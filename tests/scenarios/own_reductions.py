@@ -42,7 +42,7 @@ class Sums(keras.Model):
         return self.net(x)
 
     def train_step(self, batch: Any) -> dict[str, Any]:
-        x, y = batch
+        x, y = batch[:2]
         with tf.GradientTape() as tape:
             prediction = self(x)
             error = tf.reduce_sum(tf.square(prediction - y))
@@ -58,7 +58,7 @@ class Squares(Sums):
     """Lets the tape add up the rows of what has no reduction, and counts rows in a log."""
 
     def train_step(self, batch: Any) -> dict[str, Any]:
-        x, y = batch
+        x, y = batch[:2]
         with tf.GradientTape() as tape:
             squares = ops.square(self.net(x) - y)
         gradients = tape.gradient(squares, self.net.trainable_variables)
@@ -79,6 +79,34 @@ def sums_over_rows_in_a_step() -> dict[str, Any]:
         model.compile(_O.SGD(0.05, clipnorm=0.5))
         history = model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0).history
         results[kind.__name__] = {**history, "weights": model.get_weights()}
+    return results
+
+
+class SumsOverKnownRows(Sums):
+    """Needs the number of rows while it is traced."""
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        x, y = batch[:2]
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(self(x) - y) + tf.zeros([x.shape[0], 1])) / x.shape[0]
+        self.optimizer.apply(tape.gradient(loss, self.net.trainable_variables), self.net.trainable_variables)
+        return {"loss": loss}
+
+
+@scenario
+def sums_over_rows_of_batches_of_one_size() -> dict[str, Any]:
+    x, y = regression(33)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=True)
+    hidden = layers.Dense(8, "tanh", kernel_initializer=init(1))
+    active = keras.Sequential([keras.Input((4,)), hidden, SumOfActivities(), layers.Dense(1, kernel_initializer=init(2))])
+    results = {}
+    for model in (Sums(), ScaledSums(), Squares(), SumsOverKnownRows(), active):
+        model.compile(_O.SGD(0.05, clipnorm=0.5), "mse" if model is active else None)
+        batches: list[Any] = []
+        look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs, seen=batches: seen.append(dict(logs)))
+        history = model.fit(data, epochs=2, verbose=0, callbacks=[look]).history
+        one = model.train_on_batch(x[:16], y[:16], return_dict=True)
+        results[type(model).__name__] = {**history, "one": one, "batches": batches, "weights": model.get_weights()}
     return results
 
 

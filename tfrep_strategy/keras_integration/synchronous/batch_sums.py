@@ -4,8 +4,8 @@ A replica's value of a mean over rows counts with its share; its value of a sum 
 the two a scalar is. Going through it once, we note by which power of the number of rows each tensor grows: a sum by 1, a mean by 0,
 a count by 1, and a quotient by the difference. What the graph does not tell is taken for a mean, and so is all of an eager step.
 
-Where all batches have one size, a count is a number like any other, and so all scalars are taken for means. There, and in an eager
-step, a tensor has a number for each row if it is as long as the replica's part.
+Where the number of rows is fixed, a count is a number like any other, and so all scalars are taken for means. There, and in an
+eager step, a tensor has a number for each row if it is as long as the replica's part. `open_rows.py` hides it from most steps.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from tfrep_strategy.keras_integration.shared.csv_files import beginning_whole
 from tfrep_strategy.keras_integration.shared.declared_callback import DeclaredCallback
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
+from tfrep_strategy.keras_integration.synchronous.logs import logs_of_all
 from tfrep_strategy.keras_integration.synchronous.lone_callbacks import Given, LoneCallback, find_lone
 from tfrep_strategy.keras_integration.synchronous.run_backups import backup_of_fit
 from tfrep_strategy.keras_integration.synchronous.saving import failing_together, is_coordinated, written_once
@@ -222,7 +223,7 @@ class _Before(_Together):
         if phase in self._agreement.look_at_batches:
             if logs and phase != "predict":  # Outputs are those of all replicas already.
                 # All callbacks get this one object.
-                of_all = _pythonify_logs(self.model._get_metrics_result_or_logs(dict(logs)))
+                of_all = _pythonify_logs(logs_of_all(self.model, phase, dict(logs)))
                 logs.clear()
                 logs.update(of_all)
             self._prepare_for_lone()

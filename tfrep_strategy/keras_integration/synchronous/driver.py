@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -22,8 +23,9 @@ from tfrep_strategy.keras_integration.synchronous.callbacks import Callbacks
 from tfrep_strategy.keras_integration.synchronous.empty_parts import EmptyParts
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
 from tfrep_strategy.keras_integration.synchronous.layers import Layers
-from tfrep_strategy.keras_integration.synchronous.logs import Logs, with_global_logs
+from tfrep_strategy.keras_integration.synchronous.logs import Logs, logs_of_all, with_global_logs
 from tfrep_strategy.keras_integration.synchronous.losses import Losses
+from tfrep_strategy.keras_integration.synchronous.open_rows import traced_for_any_rows
 from tfrep_strategy.keras_integration.synchronous.optimizer import Updates
 from tfrep_strategy.keras_integration.synchronous.placement import Placement
 from tfrep_strategy.keras_integration.synchronous.saving import Saving
@@ -170,18 +172,23 @@ class SynchronousDriver(
     def make_function(self, original: Any, model: Any, step_function: Any) -> Any:
         """Makes a train or test function that also takes whole batches, as `train_on_batch` gives them."""
         strategy = self.strategy
+        phase = "test" if step_function == model.test_step else "train"
         if self.has_several:
             if getattr(step_function, "__func__", None) not in (_Trainer.train_step, _Trainer.test_step):
                 step_function = with_global_gradients(step_function)
-            step_function = with_global_logs(model, strategy, step_function)
-        if strategy.extended.compiles_whole_steps or not model.jit_compile:
-            run = original(model, step_function)
-        else:
-            with _without_jit(model):
-                run = original(model, compiled_between_collectives(step_function))
-        if not self.has_several and not self.layers_not_seen:
-            return run  # There is nobody to keep in step with, and a call more would cost time in every step.
+            step_function = with_global_logs(model, phase, strategy, step_function)
 
+        def build(step_function: Any) -> Any:
+            if strategy.extended.compiles_whole_steps or not model.jit_compile:
+                return original(model, step_function)
+            with _without_jit(model):
+                return original(model, compiled_between_collectives(step_function))
+
+        if not self.has_several and not self.layers_not_seen:
+            return build(step_function)  # There is nobody to keep in step with, and a call more would cost time in every step.
+
+        hides_sizes = self.has_several and not model.run_eagerly
+        run = traced_for_any_rows(build, step_function) if hides_sizes else build(step_function)
         extended = strategy.extended
 
         def function(iterator: Any) -> Any:
@@ -189,14 +196,14 @@ class SynchronousDriver(
             extended.mark_state_changed()
             takes_whole_batches = not isinstance(iterator, _STEPS)
             if takes_whole_batches:
-                iterator = map(extended.shard, iterator)
+                iterator = list(map(extended.shard, itertools.islice(iterator, model.steps_per_execution)))
             with extended.watching_peers():
                 logs = run(iterator)
             self._check_first_batch()
             self.warn_of_layers_not_seen()
             extended.count_steps(model, model.steps_per_execution)
-            # Nobody asks again for the logs of a single batch, and those of a step are of one replica.
-            return model._get_metrics_result_or_logs(logs) if takes_whole_batches else logs
+            # Nobody asks again for the logs of a single batch, and metrics in those of a step are of one replica.
+            return logs_of_all(model, phase, logs) if takes_whole_batches else logs
 
         return function
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -49,23 +50,36 @@ class Logs(SynchronousBase):
         return value
 
 
-def with_global_logs(model: Any, strategy: KerasStrategy, step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+_with_own_logs: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+"""Of each model the phases ("train", "test") whose steps return more than the results of its metrics."""
+
+
+def logs_of_all(model: Any, phase: str, logs: Any) -> Any:
+    """Returns the logs of a step of all replicas; every process has to ask."""
+    return logs if phase in _with_own_logs.get(model, ()) else model._get_metrics_result_or_logs(logs)
+
+
+def with_global_logs(model: Any, phase: str, strategy: KerasStrategy, step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wraps a step whose logs are more than the model's metrics, so that they are those of the global batch.
 
-    Where the logs are exactly the metrics, nothing is done: Keras reads these over all replicas when somebody asks. Else a
+    Where the logs are exactly the metrics, nothing is done: they are read over all replicas when somebody asks. Else a
     result of a metric is computed from its state on all replicas, and another floating value, such as a bare loss, is the
     mean over the examples of the global batch, or the sum. A count of rows is that of the global batch.
     """
     for metric in model.metrics:
         KerasDriver.metric_result.install_in(type(metric))
+    own_logs = _with_own_logs.setdefault(model, set())
 
     def step_with_global_logs(batch: Any) -> Any:
         told: dict[int, tuple[tf.Tensor, _Result, int]] = {}
         with _results.to(told):
             logs = step_function(batch)
-        if isinstance(logs, dict) and set(logs) == set(model.get_metrics_result()):
-            return logs
         flat = tf.nest.flatten(logs)
+        own_logs.discard(phase)
+        # A bare loss may have the name of a metric: `return {"loss": loss}`.
+        if isinstance(logs, dict) and set(logs) == set(model.get_metrics_result()) and all(id(value) in told for value in flat):
+            return logs
+        own_logs.add(phase)
         results = _global_results(strategy, dict.fromkeys(told[id(value)][1] for value in flat if id(value) in told))
         means = iter(_global_means(strategy, [value for value in flat if id(value) not in told]))
 
