@@ -48,6 +48,15 @@ SUMS: dict[str, Callable[[Any], Any]] = {
     "hinge": lambda x: ops.maximum(ops.sum(x**2), 0.0),
     "some of a vector": lambda x: ops.sum(x, axis=0)[0, 1] + 2.0 * tf.gather(ops.sum(x, axis=0), 1)[0],
     "einsum": lambda x: ops.einsum("bij,bij->", x, x),
+    "transposed": lambda x: ops.sum(ops.sum(ops.transpose(x) ** 2, axis=-1)),
+    "transposed, by einsum": lambda x: ops.einsum("jib->", ops.transpose(x)),
+    "in one row": lambda x: ops.sum(3.0 * ops.reshape(ops.mean(x, axis=(1, 2)), (1, -1)) + 1.0),
+    "with a dimension before": lambda x: tf.reduce_sum(tf.squeeze(x[tf.newaxis] ** 2, 0) + tf.expand_dims(x, 0), axis=[0, 1])[0, 0],
+    "a product of matrices": lambda x: ops.sum(ops.matmul(ops.transpose(x[:, 0]), x[:, 1])),
+    "a dot product": lambda x: ops.dot(x[:, 0, 0], ops.mean(x, axis=(1, 2))),
+    "tensordot": lambda x: tf.tensordot(x, x**2, [[0, 1, 2], [0, 1, 2]]),
+    "weights of the rows": lambda x: tf.reduce_sum(tf.linalg.matvec(x[:, 0], x[:, 1, 0], transpose_a=True)),
+    "size of a transposed": lambda x: ops.cast(ops.shape(ops.transpose(x))[2], "float32"),
 }
 MEANS: dict[str, Callable[[Any], Any]] = {
     "ops.mean": lambda x: ops.mean(ops.square(x)),
@@ -61,6 +70,9 @@ MEANS: dict[str, Callable[[Any], Any]] = {
     "of no rows": lambda x: ops.sum(ops.square(ops.ones((3, 2)))),
     "moments": lambda x: ops.sum(ops.mean(x, axis=0)),
     "einsum of means": lambda x: ops.einsum("ij->", ops.mean(x, axis=0)),
+    "a mean of a transposed": lambda x: ops.sum(ops.mean(ops.transpose(x), axis=2)),
+    "a mean of what was multiplied": lambda x: ops.mean(ops.matmul(x, ops.ones((2, 3)))),
+    "a product over the count": lambda x: ops.dot(x[:, 0, 0], x[:, 1, 0]) / ops.cast(ops.shape(x)[0], "float32"),
 }
 
 
@@ -90,6 +102,16 @@ def test_what_the_replicas_add_up_to_is_the_value_of_one_device(name: str) -> No
 def test_means_of_batches_of_one_size(name: str) -> None:
     wanted = float(MEANS[name](tf.constant(ROWS)))
     assert _values_of_two_replicas(MEANS[name], part_of_global, 3, (3, 4, 2)) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("reduce", [lambda x: ops.mean(x, axis=0), lambda x: ops.mean(ops.transpose(x, [1, 2, 0]), axis=2)])
+def test_dimensions_of_unknown_size_that_are_no_rows(reduce: Callable[[Any], Any]) -> None:
+    def function(x: Any) -> Any:
+        longer = tf.transpose(tf.raw_ops.PlaceholderWithDefault(input=tf.transpose(x, [1, 0, 2]), shape=[None, None, 2]), [1, 0, 2])
+        return ops.sum(2.0 * reduce(longer))
+
+    wanted = float(function(tf.constant(ROWS)))
+    assert _values_of_two_replicas(function, part_of_global) == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(None, 4, 2), (3, 4, 2)])

@@ -11,21 +11,20 @@ eager step, a tensor has a number for each row if it is as long as the replica's
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence, Set
-from typing import Any
+from collections.abc import Set
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy.keras_integration.protocol import Step
+from tfrep_strategy.keras_integration.synchronous.row_axes import MATRIX_PRODUCTS, REDUCTIONS, RowAxes, reduced_axes
 
-_SHAPE = "shape"
 _SMALL = 1e-3
 _AS_FIRST_INPUT = {
     "Abs", "Cast", "ExpandDims", "GatherV2", "Identity", "Max", "Mean", "Min", "Neg", "Reshape", "Slice", "Squeeze", "StopGradient",
     "StridedSlice", "Transpose", "Unpack",
 }  # fmt: skip
-_REDUCTIONS = {"Max", "Mean", "Min", "Prod", "Sum"}
 _DATA = {"IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue"}
 _AS_ALL_INPUTS = {"Add", "AddN", "AddV2", "ConcatV2", "Maximum", "Minimum", "Pack", "SelectV2", "Sub"}
 _PRODUCTS = {"Mul": 1, "MulNoNan": 1, "Div": -1, "DivNoNan": -1, "RealDiv": -1}
@@ -93,6 +92,12 @@ def note_global(value: tf.Tensor) -> tf.Tensor:
     return value
 
 
+class _Shape(NamedTuple):
+    """Stands for the power of a tensor that is the shape of another one, which has its rows in a dimension."""
+
+    axis: int
+
+
 class _Growth:
     """By which power of the number of rows the tensors of a graph grow; None where nobody knows."""
 
@@ -100,6 +105,7 @@ class _Growth:
         self.told: dict[str, int] = {}
         """By the names of tensors: what the graph need not tell."""
         self._found: dict[str, Any] = {}
+        self._axes = RowAxes()
         self._rows: dict[str, int] = {}
         """How many rows the data has from which a tensor comes, by its name, where all batches have one size."""
         self._followed = 0
@@ -117,13 +123,14 @@ class _Growth:
         captured = {tensor.name for tensor in getattr(graph, "internal_captures", ())}
         for operation in operations[self._followed :]:
             self._follow_rows(operation, captured)
+            self._axes.follow(operation)
             power = self._of(operation)
             if power != 0:
                 self._found.update((output.name, power) for output in operation.outputs)
         self._followed = len(operations)
 
     def _follow_rows(self, operation: Any, captured: Set[str]) -> None:
-        if operation.type in _REDUCTIONS and _reduces_rows(operation.inputs):
+        if operation.type in REDUCTIONS and 0 in reduced_axes(operation):
             return
         is_data = operation.type in _DATA or operation.type == "Placeholder" and operation.outputs[0].name not in captured
         known = [self._rows[tensor.name] for tensor in operation.inputs if tensor.name in self._rows]
@@ -134,21 +141,24 @@ class _Growth:
     def _of(self, operation: Any) -> Any:
         kind, inputs = operation.type, list(operation.inputs)
         powers = [self[tensor] for tensor in inputs]
+        axis = self._axes[inputs[0]] if inputs else None
         if kind == "Shape":
-            return _SHAPE if _has_rows(inputs[0]) else 0
+            return 0 if axis is None else _Shape(axis)
+        if kind in MATRIX_PRODUCTS:
+            return _plus(_plus(*powers), int(self._axes.are_contracted(operation)))
         if not any(power != 0 for power in powers) and kind not in ("Einsum", "L2Loss", "Size", "Sum"):
             return 0
         if kind == "Size":
-            return int(_has_rows(inputs[0]))
+            return int(axis is not None)
         if kind in ("Sum", "L2Loss"):
-            return _plus(powers[0], int(_has_rows(inputs[0]) and (kind == "L2Loss" or _reduces_rows(inputs))))
+            return _plus(powers[0], int(axis is not None and (kind == "L2Loss" or axis in reduced_axes(operation))))
         if kind == "Einsum":
             return self._contracted(operation) if set(powers) == {0} else None
         if kind == "Prod":
-            return 1 if powers[0] == _SHAPE else self._of_product_of(inputs[0])
-        if powers[0] == _SHAPE and kind == "StridedSlice":
-            is_first = np.array_equal(tf.get_static_value(inputs[1]), [0])
-            return (1 if is_first else 0) if operation.get_attr("shrink_axis_mask") else _SHAPE
+            return 1 if isinstance(powers[0], _Shape) else self._of_product_of(inputs[0])
+        if isinstance(powers[0], _Shape) and kind == "StridedSlice":
+            is_count = np.array_equal(tf.get_static_value(inputs[1]), [powers[0].axis])
+            return (1 if is_count else 0) if operation.get_attr("shrink_axis_mask") else powers[0]
         if kind in _AS_FIRST_INPUT:
             return powers[0]
         if kind in _PRODUCTS:
@@ -164,8 +174,8 @@ class _Growth:
     def _contracted(self, operation: Any) -> Any:
         """Returns 1 if `Einsum` adds up the rows, 0 if it does not."""
         given, _, result = operation.get_attr("equation").decode().partition("->")
-        terms = zip(given.split(","), operation.inputs, strict=True)
-        rows = {term[0] for term, tensor in terms if _has_rows(tensor)}
+        terms = [(term, self._axes[tensor]) for term, tensor in zip(given.split(","), operation.inputs, strict=True)]
+        rows = {term[axis] for term, axis in terms if axis is not None and "." not in term}
         return None if "." in given else int(bool(rows - set(result)))
 
     def _of_product_of(self, tensor: tf.Tensor) -> Any:
@@ -186,13 +196,3 @@ def _is_negligible(tensor: tf.Tensor, bounds: bool) -> bool:
         return True
     constant = tf.get_static_value(tensor)
     return constant is not None and bool(np.all(np.abs(constant) <= _SMALL))
-
-
-def _has_rows(tensor: tf.Tensor) -> bool:
-    """Whether the first dimension is that of the batch, which is the one that is not known."""
-    return bool(tensor.shape.rank) and tensor.shape[0] is None
-
-
-def _reduces_rows(inputs: Sequence[tf.Tensor]) -> bool:
-    axes = tf.get_static_value(inputs[1])
-    return axes is None or any(axis in (0, -inputs[0].shape.rank) for axis in axes.reshape(-1).tolist())

@@ -1,0 +1,108 @@
+"""In which dimension the tensors of a graph have the rows of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+REDUCTIONS = {"All", "Any", "Max", "Mean", "Min", "Prod", "Sum"}
+MATRIX_PRODUCTS = {
+    "BatchMatMulV2": ("adj_x", "adj_y"),
+    "BatchMatMulV3": ("adj_x", "adj_y"),
+    "MatMul": ("transpose_a", "transpose_b"),
+}
+"""Operations on matrices, and by which attributes they exchange the last two dimensions of each."""
+
+_NOWHERE = -1
+
+
+class RowAxes:
+    """Finds the dimension of rows: the first, if its size is not known, or that to which an operation has moved it."""
+
+    def __init__(self) -> None:
+        self._moved: dict[str, int] = {}
+        """The dimensions of tensors, by their names, that are not the first one of unknown size."""
+
+    def __getitem__(self, tensor: tf.Tensor) -> int | None:
+        """Returns the dimension; None if the tensor has no rows."""
+        axis = self._moved.get(tensor.name, _usual(tensor))
+        return None if axis == _NOWHERE else axis
+
+    def follow(self, operation: Any) -> None:
+        """Notes where an operation has moved the rows."""
+        if len(operation.outputs) != 1 or not operation.outputs[0].shape.rank:
+            return
+        output = operation.outputs[0]
+        axis = self._of_output(operation, output)
+        if axis is not None and axis != _usual(output) and (axis == _NOWHERE or output.shape[axis] is None):
+            self._moved[output.name] = axis
+
+    def are_contracted(self, product: Any) -> bool:
+        """Returns whether a product of matrices adds up the rows."""
+        return any(self[matrix] == inner for matrix, inner, _ in _matrices(product))
+
+    def _of_output(self, operation: Any, output: tf.Tensor) -> int | None:
+        kind, inputs = operation.type, operation.inputs
+        if kind in MATRIX_PRODUCTS:
+            return self._of_product(operation, output)
+        if not inputs or (axis := self[inputs[0]]) is None:
+            return self._of_elements(inputs, output)
+        if kind == "Transpose":
+            order = tf.get_static_value(inputs[1])
+            return None if order is None else order.tolist().index(axis)
+        if kind == "ExpandDims":
+            place = tf.get_static_value(inputs[1])
+            return None if place is None else axis + (place.item() % output.shape.rank <= axis)
+        if kind == "Squeeze":
+            gone = operation.get_attr("squeeze_dims") or [i for i, size in enumerate(inputs[0].shape) if size == 1]
+            return axis - sum(i % inputs[0].shape.rank < axis for i in gone)
+        if kind == "Reshape":
+            unknown = [i for i, size in enumerate(output.shape) if size is None]
+            return unknown[0] if len(unknown) == 1 and list(inputs[0].shape).count(None) == 1 else None
+        if kind in REDUCTIONS:
+            gone = reduced_axes(operation)
+            return _NOWHERE if axis in gone else axis if operation.get_attr("keep_dims") else axis - sum(i < axis for i in gone)
+        return self._of_elements(inputs, output)
+
+    def _of_product(self, product: Any, output: tf.Tensor) -> int | None:
+        for place, (matrix, _, outer) in enumerate(_matrices(product)):
+            axis = self[matrix]
+            if axis == outer:
+                return int(output.shape.rank - 2 + place)
+            if axis is not None and axis < matrix.shape.rank - 2:
+                return int(output.shape.rank - matrix.shape.rank + axis)
+        return None
+
+    def _of_elements(self, inputs: Sequence[tf.Tensor], output: tf.Tensor) -> int | None:
+        """Returns the dimension of an operation on elements, whose tensors are aligned at their last dimensions."""
+        moved = [(self._moved[t.name], t.shape.rank) for t in inputs if t.name in self._moved]
+        if output.shape.rank != max([t.shape.rank or 0 for t in inputs], default=0) or not moved:
+            return None
+        if all(self[tensor] is None for tensor in inputs):
+            return _NOWHERE
+        return next((output.shape.rank - rank + axis for axis, rank in moved if axis != _NOWHERE), None)
+
+
+def reduced_axes(reduction: Any) -> set[int]:
+    """Returns which dimensions a reduction removes; all, if only the run knows."""
+    rank = reduction.inputs[0].shape.rank or 0
+    axes = tf.get_static_value(reduction.inputs[1])
+    return set(range(rank)) if axes is None else {axis % rank for axis in axes.reshape(-1).tolist() if rank}
+
+
+def _matrices(product: Any) -> list[tuple[tf.Tensor, int, int]]:
+    """Returns both matrices, with the dimension that is added up and the other one."""
+    exchanged = [product.get_attr(name) for name in MATRIX_PRODUCTS[product.type]]
+    ranks = [matrix.shape.rank or 0 for matrix in product.inputs]
+    (left, right), (m, n) = product.inputs, ranks
+    inner_and_outer = [(m - 1, m - 2), (n - 2, n - 1)]
+    return [
+        (matrix, *(reversed(pair) if swap else pair))
+        for matrix, pair, swap in zip((left, right), inner_and_outer, exchanged, strict=True)
+    ]
+
+
+def _usual(tensor: tf.Tensor) -> int | None:
+    return 0 if tensor.shape.rank and tensor.shape[0] is None else None
