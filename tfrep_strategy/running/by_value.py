@@ -31,6 +31,7 @@ def dumps(value: Any) -> bytes:
         TypeError: The value cannot be pickled.
 
     Example:
+        >>> import pickle
         >>> pickle.loads(dumps(lambda: 1)).__code__.co_filename == (lambda: 1).__code__.co_filename
         True
     """
