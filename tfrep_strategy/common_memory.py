@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import resource
 import socket
+from collections.abc import Iterator
 
 CHUNK_BYTES = 1 << 20
 """How many bytes of a member are in the memory at once. Smaller chunks cost more waits, larger ones leave a core's cache."""
@@ -50,11 +52,23 @@ def new_memory(size: int) -> int:
     """
     descriptor = os.memfd_create("tfrep")
     try:
-        os.ftruncate(descriptor, size)
+        with _files_of_any_size():
+            os.ftruncate(descriptor, size)
     except OSError:
         os.close(descriptor)
         raise
     return descriptor
+
+
+@contextlib.contextmanager
+def _files_of_any_size() -> Iterator[None]:
+    """Raises the limit of files as far as this process may: for the system, memory without a name is a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def problem_of_sharing(size: int) -> str | None:

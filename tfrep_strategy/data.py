@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import auto_shard_dataset
 from tfrep_strategy.agreement import Agreement
-from tfrep_strategy.batches import cut, in_turn
+from tfrep_strategy.batches import cut, in_turn, num_examples
 from tfrep_strategy.distributed_iterator import Pipeline, Reading, ReplicaIterator, host_of, support_loops
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import FirstBatch
@@ -45,7 +45,7 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         self.is_of_one_replica = False
         """Whether there is one replica in all, which gets the global batches."""
         self.steps_per_batch: int | None = 1
-        """How many steps one batch of the original data set makes; None if that is not known."""
+        """How many steps one batch of the original data set makes at most; None if that is not known."""
 
     def __iter__(self) -> Iterator[Any]:
         self.note_no_more()
@@ -174,6 +174,8 @@ def distribute(
         if policy == _POLICIES.FILE:
             dataset = auto_shard_dataset(dataset, agreement.size, agreement.rank, replicas.total)
         dataset = in_turn(dataset, lambda batch: [cut(batch, replicas.total, i) for i in range(replicas.total)])
+        # A batch may have fewer rows than there are replicas. A step in which no replica has a row would train on nothing.
+        dataset = dataset.filter(tf.autograph.experimental.do_not_convert(lambda *part: num_examples(part) > 0))
         pipeline = Pipeline(dataset, host_of(devices[0]), devices if buffer else (), buffer)
         own = ReplicaDataset([pipeline], Reading(devices, agreement), int(tf.data.UNKNOWN_CARDINALITY))
         own.steps_per_batch = replicas.total if policy == _POLICIES.OFF else None

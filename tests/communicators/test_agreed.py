@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -41,11 +43,13 @@ def nothing(environment: Any) -> None:
     pass
 
 
-def limit(environment: Any) -> Callable[[], None]:
-    """Lets this process make no file of the size of the memory."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)
+def limit(environment: Any, more_files: int = 2) -> Callable[[], None]:
+    """Lets this process open only a few more files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + more_files, before[1]))
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def take_the_name(environment: Any) -> Callable[[], None]:
@@ -65,7 +69,7 @@ CPUS = [False, False]
     [
         (nothing, CPUS, "shared_memory", None),
         (nothing, [False, True], "tf", None),
-        (limit, CPUS, "tf", "on rank 1, the system refuses it (File too large)."),
+        (limit, CPUS, "tf", "on rank 1, the system refuses it (Too many open files)."),
         (take_the_name, CPUS, "tf", "on rank 0, Another process is rank 0 of this run"),
     ],
 )
@@ -83,16 +87,20 @@ def test_all_ranks_or_none(
 def test_limits_are_problems() -> None:
     assert problem_of_sharing(2) is None
     assert problem_of_sharing(MOST_SHARING) is None
-    undo = limit(None)
-    try:
-        assert problem_of_sharing(2) == "the system refuses it (File too large)"
-    finally:
-        undo()
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 5, before[1]))
+    undo = limit(None, 5)
     try:
         assert problem_of_sharing(MOST_SHARING) == "the system refuses it (Too many open files)"
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        undo()
+
+
+@pytest.mark.parametrize(("hardest", "problem"), [(-1, None), (1 << 20, "the system refuses it (File too large)")])
+def test_the_limit_of_files_counts_where_it_cannot_be_raised(hardest: int, problem: str | None) -> None:
+    script = f"""
+import resource
+from tfrep_strategy.common_memory import problem_of_sharing
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, {hardest}))
+print(problem_of_sharing(2), resource.getrlimit(resource.RLIMIT_FSIZE) == (1 << 20, {hardest}))
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout == f"{problem} True\n"

@@ -275,6 +275,15 @@ def test_who_is_missing_is_named() -> None:
         meet(run, 1, 2, 4096, 0.1)
 
 
+def test_all_are_told_that_there_is_no_memory() -> None:
+    run = name_of(test_all_are_told_that_there_is_no_memory)
+    with ThreadPoolExecutor(3) as threads:
+        ranks = [threads.submit(meet, run, rank, 3, 1 << 62, LIMIT) for rank in range(3)]
+        for rank in ranks:
+            with pytest.raises(ConfigurationError, match=r"(?s)the system refuses it \(File too large\).*Hint: raise.*ulimit"):
+                rank.result(LIMIT)
+
+
 def test_what_cannot_be_connected_is_refused() -> None:
     place = {"rank": 0, "size": 2, "local_rank": 0, "name": "Pair"}
     with pytest.raises(ConfigurationError, match='(?s)on several machines.*Received: size=2, local_size=1.*Hint: .*"tf"'):

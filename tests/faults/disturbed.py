@@ -93,11 +93,12 @@ class Run:
                 assert self.is_expected(launcher.returncode), f"launcher {number}: {launcher.returncode}. {self.errors}"
                 self.launchers[number] = self._start(number)
 
-    def expect(self, codes: Collection[int]) -> None:
-        """Lets launchers end with these exit codes from now on, beside 0."""
-        self.codes, self._in_vain = frozenset(codes), self._times_in_vain()
+    def expect(self, codes: Collection[int], in_vain: int) -> None:
+        """Lets launchers end with these exit codes from now on, beside 0, or in vain: they have so often until now."""
+        self.codes, self._in_vain = frozenset(codes), in_vain
 
-    def _times_in_vain(self) -> int:
+    def times_in_vain(self) -> int:
+        """Returns how often launchers have given up a step that two faults had hit."""
         return (self._folder / "errors").read_text().count("twice at the same step")
 
     def is_expected(self, code: int) -> bool:
@@ -105,7 +106,7 @@ class Run:
 
         Two faults that are drawn for one step look like a step that fails, and such a run is not started again.
         """
-        return code in self.codes or code == 0 or self._times_in_vain() > self._in_vain
+        return code in self.codes or code == 0 or self.times_in_vain() > self._in_vain
 
     @property
     def is_over(self) -> bool:

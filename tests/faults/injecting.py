@@ -214,14 +214,14 @@ def inject(run: Run, what: str, aim: str, rng: random.Random, table: Table) -> b
     if not _comes_to(run, aim, what):
         return True
     time.sleep({"start-up": rng.uniform(0, 3), "backup": 0.0}.get(aim, rng.uniform(0, 0.2)))
-    began, ranks = time.monotonic(), run.ranks()
+    began, ranks, in_vain = time.monotonic(), run.ranks(), run.times_in_vain()
     if not ranks or any(launcher.poll() is not None for launcher in run.launchers):
         return False  # Too late; the next fault finds out.
     try:
         done = FAULTS[what](run, rng)
     except (psutil.NoSuchProcess, IndexError):  # There is no rank any more.
         return False
-    run.expect(done.codes)
+    run.expect(done.codes, in_vain)
     if what in ENDS_RANKS:
         limit = _LIMITS.get(what, LIMIT)
         _, alive = psutil.wait_procs(ranks, max(0.0, began + limit - time.monotonic()))

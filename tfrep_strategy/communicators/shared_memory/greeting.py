@@ -14,7 +14,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Container
+from collections.abc import Collection, Container
 from typing import cast
 
 from tfrep_strategy._version import __version__
@@ -70,7 +70,7 @@ def _receive(stack: contextlib.ExitStack, name: str, size: int, memory_bytes: in
         ranks = _all_ranks(server, size, deadline)
     for link in ranks.values():
         stack.enter_context(link).settimeout(max(deadline - time.monotonic(), _AGAIN_SECONDS))
-    memory = new_memory(memory_bytes)
+    memory = _memory(ranks.values(), memory_bytes)
     try:
         for link in ranks.values():
             give(link, b"memory", [memory])
@@ -86,6 +86,22 @@ def _receive(stack: contextlib.ExitStack, name: str, size: int, memory_bytes: in
     for link in ranks.values():
         link.settimeout(None)
     return Links(0, [None, *(ranks[rank] for rank in range(1, size))], memory)
+
+
+def _memory(links: Collection[socket.socket], memory_bytes: int) -> int:
+    """Makes the memory, or tells all ranks why there is none."""
+    try:
+        return new_memory(memory_bytes)
+    except OSError as error:
+        refused = message(
+            f"The ranks cannot have common memory: the system refuses it ({error.strerror}).",
+            hint='raise the limits of this process (ulimit -a), or name another communicator: "tf" or "horovod".',
+            num_bytes=memory_bytes,
+        )
+        for link in links:
+            with contextlib.suppress(OSError):
+                link.send(refused.encode(), socket.MSG_NOSIGNAL)
+        raise ConfigurationError(refused) from None
 
 
 def _join(stack: contextlib.ExitStack, name: str, rank: int, size: int, deadline: float) -> Links:

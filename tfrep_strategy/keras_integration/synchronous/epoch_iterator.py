@@ -7,13 +7,12 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
-import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy.keras_integration.finding import loops_data_of
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
+from tfrep_strategy.keras_integration.synchronous.generators import GeneratorReading
 
 _EpochIterator: Any = keras_internal("backend.tensorflow.trainer", "TFEpochIterator")
 _array_data = keras_internal("trainers.data_adapters.array_data_adapter")
@@ -38,18 +37,23 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         settings = {name: kwargs.get(name) for name in _SETTINGS}
         beside, strategy.extended.given_beside = strategy.extended.given_beside, {}
         strategy.extended.begin_call(settings, arrays | beside)
-        if isinstance(kwargs.get("x"), types.GeneratorType):
-            kwargs["x"] = _copied(kwargs["x"])
+        x = kwargs.get("x")
+        self._generator = GeneratorReading(x) if isinstance(x, types.GeneratorType) else None
+        if self._generator is not None:
+            kwargs["x"] = self._generator.for_adapter()
         strategy.extended.notes_first_batch = not _array_data.can_convert_arrays(tuple(arrays.values()))
         try:
             with loops_data_of.to(driver):
                 super().__init__(distribute_strategy=strategy, **kwargs)
         finally:
             strategy.extended.notes_first_batch = True
+        if self._generator is not None:
+            self._generator.go_on_in(self.data_adapter)
         self._of_replicas = self._distributed_dataset
         self.part_spec = self._of_replicas.part_spec
-        self._common_batches = _batches_of_all(strategy, self._distributed_dataset, self._num_batches)
+        self._common_batches = _batches_of_all(strategy, self._distributed_dataset, self._num_batches, self.data_adapter)
         self._num_batches = self._common_batches
+        self._may_end_before = self._common_batches is not None and self._of_replicas.steps_per_batch != 1
         self.before_step: Callable[[int], None] | None = None
         """Is called before each step, when all callbacks have seen the one before."""
         self.around_step: Callable[[int], contextlib.AbstractContextManager[None]] = lambda steps: contextlib.nullcontext()
@@ -60,6 +64,13 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         super().reset()
         self._num_batches = self._common_batches
 
+    def _interrupted_warning(self) -> None:
+        """Notes how many steps there are, where the last batch of each process has made fewer than others do."""
+        if self._may_end_before and self.steps_per_epoch is None:
+            self._common_batches = self._num_batches = self._steps_seen - self.steps_per_execution
+        else:
+            super()._interrupted_warning()
+
     def _enumerate_iterator(self) -> Iterator[Any]:
         """Passes over what an interrupted run has trained on already, so that the order of the data goes on."""
         strategy = self._distribute_strategy
@@ -67,7 +78,7 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         strategy.extended.first_batch = self._of_replicas.first_batch
         self._distributed_dataset = self._of_replicas.for_keras(self._common_batches is not None)
         self.pass_over(epochs)
-        for first, last, iterator in super()._enumerate_iterator():
+        for first, last, iterator in self._steps():
             if last < batches:
                 for _ in range(first, last + 1):
                     next(iterator)
@@ -76,6 +87,14 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
                     self.before_step(first)
                 with self.around_step(last - first + 1):
                     yield first, last, iterator
+
+    def _steps(self) -> Iterator[Any]:
+        for first, last, iterator in super()._enumerate_iterator():
+            try:
+                yield first, last, iterator
+            finally:
+                if self._generator is not None:
+                    self._generator.note_steps(iterator, last - first + 1)
 
     def pass_over(self, epochs: int) -> None:
         """Has the order of the data go on as if so many epochs had been read."""
@@ -86,25 +105,27 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         # Where each epoch starts an iterator of its own, one batch of it is enough to have the next epoch's order drawn.
         starts_again = self.steps_per_epoch is None and self.num_batches is not None
         with contextlib.suppress(StopIteration):
-            for first, last, iterator in super()._enumerate_iterator():
+            for first, last, iterator in self._steps():
                 if first == 0 or not starts_again:
                     for _ in range(first, last + 1):
                         next(iterator)
 
 
-def _batches_of_all(strategy: KerasStrategy, distributed: Any, num_batches: int | None) -> int | None:
-    """Returns after how many steps an epoch ends on every process; None where only the data can tell."""
+def _batches_of_all(strategy: KerasStrategy, distributed: Any, num_batches: int | None, adapter: Any) -> int | None:
+    """Returns after how many steps an epoch ends on every process, at the latest; None where only the data can tell."""
     if distributed.cardinality >= 0:  # Made as long as the shortest when it was distributed.
         return None if num_batches is None else min(num_batches, distributed.cardinality)
     if distributed.steps_per_batch != 1:  # Each process reads data of its own, and the epoch ends with the last of them.
-        of_all = strategy.extended.all_gather_object(num_batches)
-        is_known = distributed.steps_per_batch is not None and None not in of_all
-        return distributed.steps_per_batch * max(of_all) if is_known else None
+        most = distributed.steps_per_batch
+        of_all = strategy.extended.all_gather_object(most and num_batches and _steps_of(adapter, num_batches, most))
+        return None if None in of_all else max(of_all)
     shortest = strategy.extended.shortest_epoch(int(tf.data.UNKNOWN_CARDINALITY) if num_batches is None else num_batches)
     return shortest if shortest >= 0 else None
 
 
-def _copied(generator: Iterator[Any]) -> Iterator[Any]:
-    """Copies what a generator yields: TensorFlow may write into memory that it shares with an aligned array."""
-    for batch in generator:
-        yield keras.tree.map_structure(lambda v: v.copy() if isinstance(v, np.ndarray) else v, batch)
+def _steps_of(adapter: Any, num_batches: int, most: int) -> int:
+    """Returns how many steps batches make, each of which makes as many as it has rows, up to the number of replicas."""
+    if not isinstance(adapter, _array_data.ArrayDataAdapter):
+        return num_batches * most
+    last = adapter.partial_batch_size or adapter.batch_size
+    return (num_batches - 1) * min(most, adapter.batch_size) + min(most, last)

@@ -52,7 +52,10 @@ class Losses(SynchronousBase):
         total = ops.cast(ops.size(mask), dtype)
         valid = ops.sum(ops.cast(mask, dtype))
         all_total, all_valid = map(ops.stop_gradient, self.strategy.extended.sum_over_replicas([total, valid]))
-        local, wanted = ops.divide_no_nan(total, valid), ops.divide_no_nan(all_total, all_valid)
+        step = current_step()
+        # A step weighs by rows, which have other lengths on each replica where each reads its own data.
+        entries = all_total if step is None else step.share.unweigh(total)
+        local, wanted = ops.divide_no_nan(total, valid), ops.divide_no_nan(entries, all_valid)
         return weight * ops.divide_no_nan(wanted, local)
 
     def reduce_loss(

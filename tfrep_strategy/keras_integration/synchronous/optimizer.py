@@ -31,6 +31,12 @@ _applied_gradients: Setting[str | None] = Setting(None)
 _updated_variables: Setting[Sequence[Any]] = Setting(())
 """Whose gradients an update clips."""
 
+_halves: Setting[Sequence[bool]] = Setting(())
+"""Which of the gradients that are applied one device would have in half precision."""
+
+_HALF_OVERFLOWS = 65520.0
+"""From here on, float16 rounds to infinity."""
+
 _builds_inner = Setting(False)
 """Whether this thread builds an optimizer that another one wraps."""
 
@@ -111,7 +117,9 @@ class Updates(ShardedUpdates):
 
         Then goes on as on one device: Keras's own function coordinates replicas, and refuses to work outside them.
         """
-        return self.apply(type(optimizer)._common_apply, optimizer, grads, trainable_variables)
+        grads = list(grads)
+        with _halves.to(list(map(_comes_from_half, grads))):
+            return self.apply(type(optimizer)._common_apply, optimizer, grads, trainable_variables)
 
     def apply_to_variables(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any) -> None:
         """Notes whose gradients an update clips."""
@@ -143,8 +151,11 @@ class Updates(ShardedUpdates):
             _BaseOptimizer._backend_update_step(optimizer, grads, trainable_variables, learning_rate)
 
     def check_finite(self, original: Any, optimizer: Any, grads: Any) -> Any:
-        """Lets an overflow in the part of one replica be one of the whole gradient."""
+        """Lets an overflow in the part of one replica be one of the whole gradient, and finds that of a sum of finite parts."""
         finite = original(optimizer, grads)
+        for gradient, is_half in zip(grads, _halves.value, strict=False):
+            if is_half:
+                finite = finite & tf.reduce_all(tf.abs(gradient) < _HALF_OVERFLOWS)
         if _applied_gradients.value != "parts":
             return finite
         every = self.strategy.extended.own_communicator().all_reduce([tf.cast(finite, tf.int32)], "min")
@@ -166,3 +177,12 @@ class Updates(ShardedUpdates):
             return [step.share.weigh(g) for g in grads]
         step.scaled_losses[id(optimizer)] -= 1
         return step.share.silenced_gradients(grads, dense_buckets(grads, self.strategy.bucket_bytes))
+
+
+def _comes_from_half(gradient: Any) -> bool:
+    """Returns whether a gradient was computed in float16, as far as its graph tells: a sum of several is, if one of them was."""
+    if not isinstance(gradient, tf.Tensor) or not tf.is_symbolic_tensor(gradient):
+        return False
+    if gradient.op.type in ("Identity", "AddN", "AddV2"):
+        return any(map(_comes_from_half, gradient.op.inputs))
+    return bool(gradient.op.type == "Cast" and gradient.op.inputs[0].dtype == tf.float16)
