@@ -84,6 +84,19 @@ def mixed_float16() -> dict[str, Any]:
 
 
 @scenario
+def float16_overflow_of_a_sum() -> dict[str, Any]:
+    """The sum over the rows overflows in half precision, and that over the rows of a replica does not."""
+    keras.config.set_dtype_policy("mixed_float16")
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(2, kernel_initializer="zeros", kernel_regularizer="l2")])
+    model.compile(_O.SGD(0.01), "mse", jit_compile=False)
+    told = []
+    for _ in range(3):
+        model.fit(np.ones((12, 5), "float32"), np.full((12, 2), -4.0, "float32"), batch_size=12, verbose=0)
+        told.append([float(model.optimizer.dynamic_scale), int(model.optimizer.iterations)])
+    return {"told": told}
+
+
+@scenario
 def float16_overflow_on_one_replica() -> dict[str, Any]:
     """Only the last rows overflow, which are those of the last replica: all skip the step, and halve the scale."""
     keras.config.set_dtype_policy("mixed_float16")
