@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -209,6 +210,29 @@ def test_a_batch_at_a_time(strategy: Any) -> None:
     for _ in range(3):
         assert model.train_on_batch(x, y) == pytest.approx(single.train_on_batch(x, y), rel=1e-4)
     assert model.test_on_batch(x, y) == pytest.approx(single.test_on_batch(x, y), rel=1e-4)
+
+
+class BareLoss(keras.Sequential):
+    """Its log has the name of a metric, and is none."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(self(x) - y))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_a_bare_loss_of_a_step_is_its_log(strategy: Any) -> None:
+    x, y = make_data(16)
+
+    def logs(scope: Any) -> list[Any]:
+        with scope:
+            model = BareLoss([keras.Input(x.shape[1:]), keras.layers.Dense(1, kernel_initializer="ones")])
+            model.compile(keras.optimizers.SGD(0.05))
+        return [model.train_on_batch(x, y, return_dict=True)["loss"] for _ in range(3)]
+
+    assert logs(strategy.scope()) == pytest.approx(logs(contextlib.nullcontext()), rel=1e-5)
 
 
 def test_several_steps_in_one_execution(strategy: Any) -> None:

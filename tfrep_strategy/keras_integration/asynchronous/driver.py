@@ -21,13 +21,14 @@ from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.shared.backups import Backups
 from tfrep_strategy.keras_integration.shared.csv_files import CsvFiles
+from tfrep_strategy.keras_integration.shared.metric_results import MetricResults
 from tfrep_strategy.keras_integration.shared.model_files import ModelFiles
 from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfCluster, check_cluster, profiled
 
 _Trainer = keras_internal("backend.tensorflow.trainer", "TensorFlowTrainer")
 
 
-class AsynchronousDriver(Updates, SharedState, Parts, ModelFiles, Backups, CsvFiles):
+class AsynchronousDriver(Updates, SharedState, Parts, MetricResults, ModelFiles, Backups, CsvFiles):
     """Trains a model on the workers of a parameter-server strategy.
 
     Here are the loops, in the order in which they come. What a step calls is in the classes that this one derives from.

@@ -18,6 +18,7 @@ from tfrep_strategy.keras_integration.asynchronous.state import AsyncStep, make_
 from tfrep_strategy.keras_integration.asynchronous.sync_updates import SyncUpdates
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.settings import Setting
+from tfrep_strategy.keras_integration.shared.metric_results import noted_results
 from tfrep_strategy.keras_integration.shared.xla import compiled_between_collectives
 
 _trainer = keras_internal("backend.tensorflow.trainer")
@@ -54,6 +55,8 @@ class StepFunction:
         self._runner = strategy.extended.step_runner
         self._updates = updates
         self._traced: dict[Any, Any] = {}
+        self._own_logs: set[str] = set()
+        """The logs that are no results of metrics, though their names may be."""
         self._pending: list[Any] = []
         self._is_watched = is_watched
         self._sync = SyncUpdates(strategy) if updates and strategy.replicas_to_aggregate else None
@@ -96,7 +99,7 @@ class StepFunction:
         if isinstance(iterator, types.GeneratorType):
             self._hand_out(self._next_batches(iterator, 1))
             self.drain()
-            return self.model._get_metrics_result_or_logs(self.logs)
+            return self.logs
         count = self.model.steps_per_execution
         on_worker = isinstance(iterator, PerWorkerValues)
         data = iterator if on_worker else self._next_batches(iterator, count)
@@ -155,7 +158,7 @@ class StepFunction:
         logs, shown, handed_out = self._logs, self._read_metrics(), self._handed_out
         self._reset()
         self._is_drained = True
-        self._logs = {name: shown.get(name, value) for name, value in logs.items()}
+        self._logs = {name: value if name in self._own_logs else shown.get(name, value) for name, value in logs.items()}
         handed_out.clear()
         handed_out.update(self._logs)
 
@@ -207,7 +210,8 @@ class StepFunction:
         now = time.monotonic()
         if self._is_watched.value and self._totals is not None and now - self._shown_at > _SHOW_SECONDS:
             metrics = self._read_metrics()
-            self._shown = {name: metrics.get(name, value) for name, value in self._logs.items()}
+            own = self._own_logs
+            self._shown = {name: value if name in own else metrics.get(name, value) for name, value in self._logs.items()}
             self._shown_at = time.monotonic()
         return self._shown
 
@@ -252,7 +256,11 @@ class StepFunction:
             # Nothing may be counted before the batch is there: the data may have ended.
             leaves = tf.nest.flatten(batch, expand_composites=True)
             with tf.control_dependencies([leaf for leaf in leaves if tf.is_tensor(leaf)]):
-                return self._step_function(batch)
+                with noted_results(self.model.metrics) as told:
+                    logs = self._step_function(batch)
+                if isinstance(logs, dict):
+                    self._own_logs = {name for name, value in logs.items() if id(value) not in told}
+                return logs
 
         return run_on_worker(self.strategy, step, batch, "auto")
 

@@ -8,46 +8,23 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.keras_integration.driver import KerasDriver
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_step
-from tfrep_strategy.keras_integration.settings import Setting
+from tfrep_strategy.keras_integration.shared.metric_results import MetricResults, Result, noted_results
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 from tfrep_strategy.keras_integration.synchronous.batch_sums import is_count, part_of_global
 
 _StatelessScope = keras_internal("backend.common.stateless_scope", "StatelessScope")
 
 
-class _Result:
-    """What a step has asked a metric for: the metric, and its state at that moment, since the step may go on to update it."""
-
-    def __init__(self, metric: Any) -> None:
-        self.metric = metric
-        self.state = [tf.convert_to_tensor(variable.value) for variable in metric.variables]
-
-
-_results: Setting[dict[int, tuple[tf.Tensor, _Result, int]] | None] = Setting(None)
-"""The numbers that metrics have told in the step that this replica's thread traces: their results, and the place in these."""
-
-
-class Logs(SynchronousBase):
-    """What metrics tell."""
+class Logs(MetricResults, SynchronousBase):
+    """What steps and metrics tell."""
 
     def metrics_result_or_logs(self, original: Any, model: Any, logs: Any) -> Any:
         """Sums the state of all metrics over the processes at once."""
         variables = [variable.value for metric in model.metrics for variable in metric.variables]
         with self.strategy.extended.summed_at_once(variables):
             return original(model, logs)
-
-    def metric_result(self, original: Any, metric: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Notes which tensors are results of a metric."""
-        value = original(metric, *args, **kwargs)
-        if _results.value is not None:
-            result = _Result(metric)
-            for index, tensor in enumerate(tf.nest.flatten(value)):
-                # The tensor is kept, so that no other one gets its id.
-                _results.value[id(tensor)] = tensor, result, index
-        return value
 
 
 _with_own_logs: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
@@ -66,13 +43,11 @@ def with_global_logs(model: Any, phase: str, strategy: KerasStrategy, step_funct
     result of a metric is computed from its state on all replicas, and another floating value, such as a bare loss, is the
     mean over the examples of the global batch, or the sum. A count of rows is that of the global batch.
     """
-    for metric in model.metrics:
-        KerasDriver.metric_result.install_in(type(metric))
+    metrics = model.metrics
     own_logs = _with_own_logs.setdefault(model, set())
 
     def step_with_global_logs(batch: Any) -> Any:
-        told: dict[int, tuple[tf.Tensor, _Result, int]] = {}
-        with _results.to(told):
+        with noted_results(metrics) as told:
             logs = step_function(batch)
         flat = tf.nest.flatten(logs)
         own_logs.discard(phase)
@@ -103,7 +78,7 @@ def _global_means(strategy: KerasStrategy, values: list[Any]) -> list[tf.Tensor]
     return [summed.get(i, t) for i, t in enumerate(tensors)]
 
 
-def _global_results(strategy: KerasStrategy, results: Iterable[_Result]) -> dict[_Result, list[tf.Tensor]]:
+def _global_results(strategy: KerasStrategy, results: Iterable[Result]) -> dict[Result, list[tf.Tensor]]:
     """Computes, on every replica, the results of metrics from the sums of their states."""
     ordered = list(results)
     summed = iter(strategy.extended.sum_over_replicas([value for result in ordered for value in result.state]))
