@@ -6,6 +6,7 @@ import contextlib
 import os
 import pathlib
 import subprocess
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,20 @@ def test_what_cannot_be_compiled_is_said_and_runs() -> None:
     assert len([w for w in told if "XLA" in str(w.message)]) == 1
     for value, expected in zip(found, _trained(strategy, False), strict=True):
         np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
+def _warnings_of_xla(strategy: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", jit_compile=True)
+        model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+    return [str(each.message) for each in told if "XLA" in str(each.message)]
+
+
+def test_collectives_are_not_meant_for_xla(worker_pool: Any) -> None:
+    assert worker_pool("shared_memory", 2).run(_warnings_of_xla) == [[], []]
 
 
 def test_what_is_marked_for_xla() -> None:

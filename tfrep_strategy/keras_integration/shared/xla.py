@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import xla_cpu_kernel_names, xla_gpu_kernel_names
 from tfrep_strategy.devices import full_name
+from tfrep_strategy.profiles.times import HOST_COLLECTIVE
 
 # What replicas say to each other is not meant to be compiled. The others only pass values on.
 _NOT_MEANT = ("Collective", "Horovod", "Nccl", "ScopedAllocator", "Placeholder", "_Arg", "_Retval")
@@ -109,12 +110,13 @@ def _without_kernel(operations: list[tf.Operation]) -> set[str]:
 
 
 def _types(operations: list[tf.Operation]) -> Iterator[str]:
-    """Gives the types of operations, and of those in the functions and branches that they call."""
+    """Gives the types of operations, and of those in the functions and branches that they call; collectives are left out."""
     functions: dict[str, Any] = {}
     for operation in operations:
-        yield operation.type
+        if HOST_COLLECTIVE not in operation.name:
+            yield operation.type
         if not functions and any(value.type == "func" for value in operation.op_def.attr):
             library = operation.graph.as_graph_def().library.function
             functions = {function.signature.name: function.node_def for function in library}
     for nodes in functions.values():
-        yield from (node.op for node in nodes)
+        yield from (node.op for node in nodes if HOST_COLLECTIVE not in node.name)
