@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import mmap
 import os
 import selectors
 import socket
@@ -91,7 +92,13 @@ def _receive(stack: contextlib.ExitStack, name: str, size: int, memory_bytes: in
 def _memory(links: Collection[socket.socket], memory_bytes: int) -> int:
     """Makes the memory, or tells all ranks why there is none."""
     try:
-        return new_memory(memory_bytes)
+        memory = new_memory(memory_bytes)
+        try:
+            mmap.mmap(memory, 0).close()
+        except OSError:
+            os.close(memory)
+            raise
+        return memory
     except OSError as error:
         refused = message(
             f"The ranks cannot have common memory: the system refuses it ({error.strerror}).",
