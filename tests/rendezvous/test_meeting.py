@@ -20,7 +20,7 @@ from tfrep_strategy.errors import ConfigurationError, PeerError
 from tfrep_strategy.rendezvous import visiting
 from tfrep_strategy.rendezvous.confinement import confine, problem_of_confining
 from tfrep_strategy.rendezvous.connections import connection_of, free_ports, prove
-from tfrep_strategy.rendezvous.meeting import Met, meet
+from tfrep_strategy.rendezvous.meeting import Met, _Host, meet
 from tfrep_strategy.rendezvous.secret import shared_secret
 from tfrep_strategy.rendezvous.statements import Place, Statement
 
@@ -128,6 +128,19 @@ def test_two_of_rank_0(start: Start, address: str) -> None:
 def test_other_numbers_of_ranks(start: Start) -> None:
     named = "Rank 2 says that there are 4 ranks, and rank 0 that there are 3."
     check_refused([start(0, 3), start(1, 3), start(2, 4)], named)
+
+
+def test_who_comes_together_with_others_is_compared_too(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = _Host._missing
+
+    def slowly(host: _Host) -> list[int]:
+        threading.Event().wait(1.0)  # All greet meanwhile, and are let in at once.
+        return missing(host)
+
+    monkeypatch.setattr(_Host, "_missing", slowly)
+    for wrong in (1, 2, 3):
+        named = f"Rank {wrong} says that there are 5 ranks, and rank 0 that there are 4."
+        check_refused([start(0, 4), *(start(number, 5 if number == wrong else 4) for number in (1, 2, 3))], named)
 
 
 @pytest.mark.parametrize(("package", "named"), [("tensorflow", "TensorFlow"), ("keras", "Keras")])

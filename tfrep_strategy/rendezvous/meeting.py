@@ -176,7 +176,9 @@ class _Host:
             return
         if is_loopback(self._own_host):
             self._own_host = guest.reached
-        if error := misfit([self._own, *self._here.values()], self._place):
+        # Several may have come at once: each is compared, and not the last of them only.
+        others = [said for connection, said in self._here.items() if connection is not guest.connection]
+        if error := misfit([self._own, *others, guest.said], self._place):
             raise ConfigurationError(error)
 
     def _remind(self, missing: list[int], is_certain: bool) -> None:
