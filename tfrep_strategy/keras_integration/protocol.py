@@ -60,6 +60,9 @@ class KerasExtended(Protocol):
     resumes_at: tuple[int, int]
     """How many epochs, and batches of the one after them, the next `fit` passes over: an interrupted run has done them."""
 
+    validations_done: int
+    """How many validations of the next `fit` an interrupted run has done."""
+
     def shard(self, batch: Any) -> Shards:
         """Cuts a whole global batch."""
 

@@ -56,6 +56,7 @@ class SynchronousExtended:
         self._agreements: dict[bool, Agreement] = {}
         self._steps_since_check = 0
         self.resumes_at = 0, 0
+        self.validations_done = 0
         self.first_batch: FirstBatch | None = None
         self.notes_first_batch = True
         self.given_beside: dict[str, Any] = {}

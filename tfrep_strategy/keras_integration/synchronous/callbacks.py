@@ -15,6 +15,7 @@ from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.shared import backups
 from tfrep_strategy.keras_integration.shared.csv_files import beginning_whole
 from tfrep_strategy.keras_integration.shared.declared_callback import DeclaredCallback
+from tfrep_strategy.keras_integration.shared.other_optimizers import other_optimizers
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
 from tfrep_strategy.keras_integration.synchronous.logs import logs_of_all
@@ -143,7 +144,8 @@ class Callbacks(backups.Backups, SynchronousBase):
             strategy.extended.resumes_at = model._initial_epoch or 0, batches
             # Else a second interruption would be noted as one of epoch 0.
             callback._current_epoch = model._initial_epoch or 0
-            strategy.extended.broadcast_variables(model.variables + (optimizer.variables if optimizer is not None else []))
+            optimizers = [*([] if optimizer is None else [optimizer]), *other_optimizers(model).values()]
+            strategy.extended.broadcast_variables([*model.variables, *(v for each in optimizers for v in each.variables)])
 
     def remove_backup(self, original: Any, callback: Any, logs: Any = None) -> None:
         """Removes the backup where it was written."""

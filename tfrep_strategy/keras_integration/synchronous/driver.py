@@ -51,6 +51,7 @@ class SynchronousDriver(
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
+        self._is_evaluating = False
         self._compared_calls: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
     # A call begins.
@@ -87,13 +88,18 @@ class SynchronousDriver(
                 return original(model, *args, **kwargs)
         finally:
             self.strategy.extended.given_beside = {}
+            self.strategy.extended.validations_done = 0
             self.is_fitting, self.given_to_fit, self.steps_of_fit = False, {}, None
 
     def evaluate(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Merges state that results depend on."""
         self._refuse_foreign(model, "evaluate")
         self._merge_state()
-        return original(model, *args, **kwargs)
+        before, self._is_evaluating = self._is_evaluating, True
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            self._is_evaluating = before
 
     def predict(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Merges state that predictions depend on."""
@@ -144,6 +150,9 @@ class SynchronousDriver(
         if self.is_fitting and self.steps_of_fit is None:
             self.steps_of_fit = steps  # What comes later is for validation.
             steps.around_step = self.profile.step
+        elif self.is_fitting and not self._is_evaluating:
+            done, self.strategy.extended.validations_done = self.strategy.extended.validations_done, 0
+            steps.pass_over_validations(done)
         return steps
 
     def get_data_adapter(self, original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:

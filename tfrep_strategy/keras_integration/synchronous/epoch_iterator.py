@@ -13,6 +13,7 @@ from tfrep_strategy.keras_integration.finding import loops_data_of
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.synchronous.generators import GeneratorReading
+from tfrep_strategy.pipelines.functions import leaves_traces
 
 _EpochIterator: Any = keras_internal("backend.tensorflow.trainer", "TFEpochIterator")
 _array_data = keras_internal("trainers.data_adapters.array_data_adapter")
@@ -54,6 +55,7 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         self._common_batches = _batches_of_all(strategy, self._distributed_dataset, self._num_batches, self.data_adapter)
         self._num_batches = self._common_batches
         self._may_end_before = self._common_batches is not None and self._of_replicas.steps_per_batch != 1
+        self._leaves_traces = isinstance(x, tf.data.Dataset) and leaves_traces(x)
         self.before_step: Callable[[int], None] | None = None
         """Is called before each step, when all callbacks have seen the one before."""
         self.around_step: Callable[[int], contextlib.AbstractContextManager[None]] = lambda steps: contextlib.nullcontext()
@@ -96,19 +98,27 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
                 if self._generator is not None:
                     self._generator.note_steps(iterator, last - first + 1)
 
-    def pass_over(self, epochs: int) -> None:
-        """Has the order of the data go on as if so many epochs had been read."""
-        for _ in range(epochs):
+    def pass_over(self, epochs: int, left_early: bool = False) -> None:
+        """Has the order of the data go on as if so many epochs had been read, the last of them perhaps not to its end."""
+        for epoch in range(epochs):
+            self._pass_over_epoch(left_early and epoch == epochs - 1)
+
+    def pass_over_validations(self, count: int) -> None:
+        """Has the order of validation data go on as if there had been so many validations, each of which begins anew."""
+        for _ in range(count):
+            self.reset()
             self._pass_over_epoch()
 
-    def _pass_over_epoch(self) -> None:
+    def _pass_over_epoch(self, left_early: bool = False) -> None:
         # Where each epoch starts an iterator of its own, one batch of it is enough to have the next epoch's order drawn.
-        starts_again = self.steps_per_epoch is None and self.num_batches is not None
+        starts_again = self.steps_per_epoch is None and self.num_batches is not None and not self._leaves_traces
         with contextlib.suppress(StopIteration):
             for first, last, iterator in self._steps():
                 if first == 0 or not starts_again:
                     for _ in range(first, last + 1):
                         next(iterator)
+                if left_early and starts_again:
+                    break  # At the end of a whole epoch Keras makes one iterator more.
 
 
 def _batches_of_all(strategy: KerasStrategy, distributed: Any, num_batches: int | None, adapter: Any) -> int | None:

@@ -6,8 +6,8 @@ due. No step costs anything in between. Rank 0 copies the values, and writes the
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import math
 import os
 import re
 import sys
@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfrep_strategy._tensorflow import is_none
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
-from tfrep_strategy.keras_integration.shared.background import BackgroundWrites
 from tfrep_strategy.keras_integration.shared.backups import exists, newest_metadata, prepared
 from tfrep_strategy.keras_integration.shared.callback_states import (
     read_beside_weights,
@@ -31,30 +31,24 @@ from tfrep_strategy.keras_integration.shared.callback_states import (
 from tfrep_strategy.keras_integration.shared.csv_files import cut_to, lengths_of
 from tfrep_strategy.keras_integration.shared.declared_callback import DeclaredCallback
 from tfrep_strategy.keras_integration.shared.model_files import weights_in_memory
+from tfrep_strategy.keras_integration.shared.other_optimizers import build_others, places_of
+from tfrep_strategy.keras_integration.synchronous.backup_pace import Pace, writes
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
 from tfrep_strategy.keras_integration.synchronous.fit_descriptions import description, differences, is_backup_of
 from tfrep_strategy.keras_integration.synchronous.saving import failing_together, written_once
-from tfrep_strategy.limits import backup_dir, backup_seconds, progress_dir
+from tfrep_strategy.limits import backup_dir, progress_dir
 from tfrep_strategy.preemption import answer_requests_to_end, end_as_asked, is_asked_to_end
 from tfrep_strategy.progress import Progress, Step
-
-_SHARE_OF_TIME = 0.02
-_SECONDS_BETWEEN_LOOKS = 1.0
-_BYTES_PER_SECOND, _LEAST_COST = 300e6, 0.1
-"""For how long training is taken to wait for a first backup, before one was made."""
 
 _NAME = "fit-"
 """How the name of the folder of each `fit` begins."""
 
-_FIT, _IS_FINISHED = "fit", "is_finished"
-"""In the metadata: to which `fit` a backup belongs, and whether nothing is left to do."""
+_FIT, _IS_FINISHED, _OPTIMIZERS = "fit", "is_finished", "optimizers"
+"""In the metadata: to which `fit` a backup belongs, whether nothing is left to do, and what other optimizers update."""
 
 _fits = itertools.count()
 _places_taken = set[str]()
 """The folders of the `fit`s of this process."""
-
-writes = BackgroundWrites()
-"""Of all `fit`s of this process."""
 
 
 def backup_of_fit(
@@ -90,7 +84,7 @@ def backup_of_fit(
     place, text = strategy.extended.broadcast_object((place, text))
     if text:
         _say(strategy, text)
-    return [RunBackup(strategy, place, own, callbacks, steps)]
+    return [RunBackup(strategy, place, own, given, callbacks, steps)]
 
 
 def _place_of(own: dict[str, Any], folder: str) -> tuple[str, str]:
@@ -172,43 +166,6 @@ class _Place(NamedTuple):
         return f"epoch {self.epoch}, batch {self.batches}"
 
 
-class _Pace:
-    """Decides when a backup is due: so that all take a fiftieth of the time, or after the seconds that the user has set.
-
-    Args:
-        model: The model.
-    """
-
-    last_saved = time.monotonic()
-    """Of all `fit`s: a program may call it many times."""
-
-    def __init__(self, model: Any) -> None:
-        size = sum(variable.value.dtype.size * variable.value.shape.num_elements() for variable in model.variables)
-        self._cost = _LEAST_COST + 3 * size / _BYTES_PER_SECOND  # Weights, and two slots of an optimizer.
-        self._looked = time.monotonic()
-
-    def is_due(self) -> bool:
-        """Returns whether it is time. Without the user's wish, training never waits for the disk."""
-        seconds = backup_seconds()
-        if seconds is None:
-            seconds = math.inf if writes.is_writing else self._cost / _SHARE_OF_TIME
-        return time.monotonic() - _Pace.last_saved >= seconds
-
-    def steps_until_next(self, steps_done: int) -> int:
-        """Returns after how many steps to look again, given how many were done since the last look."""
-        if backup_seconds() == 0:
-            return 1
-        now = time.monotonic()
-        seconds, self._looked = now - self._looked, now
-        # The first steps are slow, since they are traced; so the number grows by degrees.
-        return min(max(1, round(_SECONDS_BETWEEN_LOOKS * steps_done / max(seconds, 1e-6))), 10 * steps_done + 1)
-
-    def note_cost(self, seconds: float) -> None:
-        """Is told for how long training has waited for a backup."""
-        self._cost = seconds
-        self._looked = _Pace.last_saved = time.monotonic()
-
-
 class _Files(keras.callbacks.BackupAndRestore):
     """Reads and writes weights, and beside them what belongs to this `fit`."""
 
@@ -235,7 +192,8 @@ class _Files(keras.callbacks.BackupAndRestore):
         write_beside_weights(weights, content)
         self._current_epoch, self._last_batch_seen = place.epoch, place.batches - 1
         what = f"The backup of fit {fit['number']}, {place}"
-        writes.start(what, prepared(self, weights, {_FIT: fit, _IS_FINISHED: place.is_finished}))
+        about = {_FIT: fit, _IS_FINISHED: place.is_finished, _OPTIMIZERS: places_of(self.model)}
+        writes.start(what, prepared(self, weights, about))
 
 
 class RunBackup(keras.callbacks.Callback):
@@ -245,6 +203,7 @@ class RunBackup(keras.callbacks.Callback):
         strategy: The strategy of the model.
         folder: The folder of this `fit`.
         fit: Describes it, on rank 0.
+        given: Its arguments, by name.
         callbacks: The program's, whose states belong to a backup.
         steps: What the `fit` iterates over.
     """
@@ -252,16 +211,22 @@ class RunBackup(keras.callbacks.Callback):
     async_safe = True  # It looks at no batch.
 
     def __init__(
-        self, strategy: KerasStrategy, folder: str, fit: dict[str, Any], callbacks: Sequence[Any], steps: StepsOfReplicas
+        self,
+        strategy: KerasStrategy,
+        folder: str,
+        fit: dict[str, Any],
+        given: Mapping[str, Any],
+        callbacks: Sequence[Any],
+        steps: StepsOfReplicas,
     ) -> None:
         super().__init__()
-        self._strategy, self._callbacks, self._steps = strategy, callbacks, steps
+        self._strategy, self._given, self._callbacks, self._steps = strategy, given, callbacks, steps
         self._files = _Files(folder)
         self._fit, self._progress = fit, Progress(Path(progress_dir()))
-        self._epoch = self._epochs_read = 0
+        self._epoch = self._epochs_read = self._batches_begun = 0
         self._steps_done, self._steps_wanted = 0, 1
         self._restored: dict[str, Any] | None = None
-        self._pace: _Pace | None = None
+        self._pace: Pace | None = None
         if strategy.extended.broadcast_object(strategy.extended.is_chief and exists(self._files)):
             for callback in callbacks:
                 if isinstance(callback, keras.callbacks.CSVLogger):
@@ -274,9 +239,12 @@ class RunBackup(keras.callbacks.Callback):
             what = "the model is not built before fit, so that this fit has no backup."
             _say(self._strategy, f"{what} Call the model on a batch first.")
             return
-        self._pace = _Pace(model)
+        self._pace = Pace(model)
         model._initial_epoch = None  # It may be that of an earlier fit.
         self._files.set_model(model)
+        others = newest_metadata(self._files).get(_OPTIMIZERS, {}) if extended.is_chief else {}
+        with self._strategy.scope():
+            build_others(model, extended.broadcast_object(others))
         self._files.on_train_begin()
         (epochs, batches), extended.resumes_at = extended.resumes_at, (0, 0)
         self._restored = extended.broadcast_object(self._files.restored)
@@ -287,7 +255,7 @@ class RunBackup(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Gives callbacks and metrics what they had in the middle of the epoch: it has begun before, and begins again."""
-        self._epoch = epoch
+        self._epoch, self._batches_begun = epoch, 0
         self._epochs_read += 1
         restored, self._restored = self._restored, None
         if restored is not None:
@@ -314,7 +282,13 @@ class RunBackup(keras.callbacks.Callback):
             self._wait()
         self.model._initial_epoch = None
 
+    def _has_left_early(self) -> bool:
+        """Whether a callback has ended training inside the epoch."""
+        batches = self._steps.num_batches
+        return bool(self.model.stop_training and batches is not None and self._batches_begun < batches)
+
     def _before_step(self, batches_done: int) -> None:
+        self._batches_begun = batches_done + self.model.steps_per_execution
         if self._strategy.extended.is_chief:
             self._progress.note(Step(self._fit["number"], self._epoch, batches_done))
         if self._steps_done >= self._steps_wanted:
@@ -343,6 +317,7 @@ class RunBackup(keras.callbacks.Callback):
         content = history | {
             "is_finished": place.is_finished,
             "epochs_read": place.epochs_read,
+            "left_early": self._has_left_early(),
             "callbacks": states_of(self._callbacks),
             "csv_lengths": lengths_of(self._callbacks),
             "metrics": [keras.ops.convert_to_numpy(variable) for variable in metrics],
@@ -366,11 +341,14 @@ class RunBackup(keras.callbacks.Callback):
         self._epochs_read = restored["epochs_read"]
         # A backup at the end of the last epoch may be the last one that was made.
         if restored[_IS_FINISHED] or epochs >= self.params["epochs"]:
-            self._steps.pass_over(self._epochs_read)
+            self._steps.pass_over(self._epochs_read, restored.get("left_early", False))
             self.model._initial_epoch = self.params["epochs"]
             _say(self._strategy, "this fit was finished before. It is not repeated.")
         else:
             self._strategy.extended.resumes_at = self._epochs_read, batches
+            first, every = self._given.get("initial_epoch", 0), self._given.get("validation_freq", 1)
+            validates = self.model._should_eval
+            self._strategy.extended.validations_done = sum(validates(epoch, every) for epoch in range(first, epochs))
             cut_to(restored["csv_lengths"], self._callbacks)  # A later `fit` may have written over the file of a finished one.
             _say(self._strategy, f"fit goes on from its backup: epoch {epochs}, batch {batches}.")
 
@@ -383,8 +361,17 @@ class RunBackup(keras.callbacks.Callback):
         self.model.history.epoch, self.model.history.history = restored["epochs"], restored["history"]
 
     def _assign_metrics(self, values: Sequence[Any]) -> None:
+        if len(values) != len(self.model.metrics_variables):
+            self._build_metrics()
         variables = self.model.metrics_variables
         if self._strategy.extended.is_chief and len(values) == len(variables):
             with self._strategy.extended.acting_alone():
                 for variable, value in zip(variables, values, strict=True):
                     variable.assign(value)
+
+    def _build_metrics(self) -> None:
+        """Makes the metrics that a step of the user's own makes when it is traced, as far as they can be made before."""
+        part = tf.nest.map_structure(lambda each: None if is_none(each) else each, self._steps.part_spec)
+        with contextlib.suppress(Exception), self._strategy.scope():
+            self.model._symbolic_build(data_batch=part)
+        self._strategy.extended.synchronize_new_variables()

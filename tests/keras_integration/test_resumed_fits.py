@@ -1,0 +1,176 @@
+"""A `fit` that is asked to end, and is called again by the same program, ends as one that nobody disturbed."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfrep_strategy as tfrep
+from tfrep_strategy.keras_integration.synchronous import run_backups
+
+ROWS, BATCH, EPOCHS = 40, 8, 4
+_rng = np.random.RandomState(0)
+X = _rng.randn(ROWS, 4).astype("float32")
+Y = X.sum(1, keepdims=True)
+
+
+class Asks(keras.callbacks.Callback):
+    """Asks this process to end in a batch of an epoch, counted over all `fit`s."""
+
+    def __init__(self, place: tuple[int, int] | None) -> None:
+        super().__init__()
+        self._place, self._epochs = place, itertools.count()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = next(self._epochs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if (self._epoch, batch) == self._place:
+            signal.raise_signal(signal.SIGTERM)
+
+
+class Stops(keras.callbacks.Callback):
+    """Ends the second epoch early."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.stop_training = (self._epoch, batch) == (1, 1)
+
+
+def model(kind: type[keras.Model] = keras.Sequential) -> keras.Model:
+    made = kind([keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+    made.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
+    return made
+
+
+def results(fitted: keras.Model, *histories: Any) -> list[Any]:
+    return [*(values for history in histories for values in history.history.values()), *fitted.get_weights()]
+
+
+def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for start in itertools.cycle(range(0, ROWS - 5, 5)):
+        yield X[start : start + 5], Y[start : start + 5]
+
+
+class Two(keras.Model):
+    """Two networks, each with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = model(), model()
+        self.optimizers = {"one": keras.optimizers.Adam(0.05), "other": keras.optimizers.SGD(0.05, momentum=0.9)}
+        self.build((None, 4))
+
+    def call(self, x: Any) -> Any:
+        return self.one(x) + self.other(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        for name in ("one", "other"):
+            net = getattr(self, name)
+            with tf.GradientTape() as tape:
+                loss = keras.ops.mean(keras.ops.square(self(x) - y))
+            self.optimizers[name].apply(tape.gradient(loss, net.trainable_variables), net.trainable_variables)
+        return {"loss": loss}
+
+
+class OwnStep(keras.Sequential):
+    """A step of keras.io's guides, which makes its metrics when it is traced."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            prediction = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=prediction)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        for metric in self.metrics:
+            metric.update_state(loss) if metric.name == "loss" else metric.update_state(y, prediction)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def several_optimizers(asks: Asks) -> list[Any]:
+    both = Two()
+    both.compile()
+    history = both.fit(X, Y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[asks])
+    slots = [variable.numpy() for optimizer in both.optimizers.values() for variable in optimizer.variables]
+    return [*slots, *results(both, history)]
+
+
+def metrics_of_a_step_of_ones_own(asks: Asks) -> list[Any]:
+    own = model(OwnStep)
+    return results(own, own.fit(X, Y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[asks]))
+
+
+def validation_that_is_shuffled(asks: Asks) -> list[Any]:
+    fitted, validation = model(), tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS).batch(BATCH).take(2)
+    given = {"validation_data": validation, "validation_freq": 2}
+    history = fitted.fit(X, Y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[asks], **given)
+    return [*results(fitted, history), fitted.evaluate(validation, verbose=0)]
+
+
+def validation_by_a_generator(asks: Asks) -> list[Any]:
+    fitted, validation = model(), batches()
+    given = {"steps_per_epoch": 4, "validation_data": validation, "validation_steps": 3}
+    history = fitted.fit(batches(), epochs=EPOCHS, verbose=0, callbacks=[asks], **given)
+    return [*results(fitted, history), fitted.evaluate(validation, steps=2, verbose=0)]
+
+
+def a_random_layer_in_a_map(asks: Asks) -> list[Any]:
+    fitted, noise = model(), keras.layers.GaussianNoise(0.5, seed=7)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH).map(lambda x, y: (noise(x, training=True), y))
+    return results(fitted, fitted.fit(data, epochs=EPOCHS, verbose=0, callbacks=[asks]))
+
+
+def a_cache_of_shuffled_rows(asks: Asks) -> list[Any]:
+    fitted = model()
+    rows = tf.data.Dataset.from_tensor_slices((np.tile(X, [20, 1]), np.tile(Y, [20, 1])))
+    return results(fitted, fitted.fit(rows.shuffle(50).cache().batch(160), epochs=EPOCHS, verbose=0, callbacks=[asks]))
+
+
+def a_fit_after_one_that_was_stopped(asks: Asks) -> list[Any]:
+    fitted, data = model(), tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS).batch(BATCH)
+    histories = [
+        fitted.fit(data, epochs=epochs, verbose=0, callbacks=callbacks)
+        for epochs, callbacks in ((EPOCHS, [Stops(), asks]), (2, [asks]))
+    ]
+    return results(fitted, *histories)
+
+
+PROGRAMS: dict[Callable[[Asks], list[Any]], tuple[int, int]] = {
+    several_optimizers: (1, 2),
+    metrics_of_a_step_of_ones_own: (1, 2),
+    validation_that_is_shuffled: (2, 2),
+    validation_by_a_generator: (2, 2),
+    a_random_layer_in_a_map: (2, 2),
+    a_cache_of_shuffled_rows: (2, 2),
+    a_fit_after_one_that_was_stopped: (3, 2),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_resumed_fit(program: Callable[[Asks], list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFREP_BACKUP_SECONDS", "0")
+
+    def run(place: tuple[int, int] | None) -> list[Any]:
+        monkeypatch.setattr(run_backups, "_fits", itertools.count())
+        monkeypatch.setattr(run_backups, "_places_taken", set())
+        keras.utils.set_random_seed(1)
+        with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+            return program(Asks(place))
+
+    undisturbed = run(None)
+    monkeypatch.setenv("TFREP_BACKUP_DIR", str(tmp_path))
+    with pytest.raises(SystemExit):
+        run(PROGRAMS[program])
+    for found, expected in zip(run(None), undisturbed, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
