@@ -213,6 +213,21 @@ def is_none(spec: Any) -> bool:
     return spec == tf.type_spec_from_value(None)
 
 
+def leaves_traces(dataset: tf.data.Dataset) -> bool:
+    """Returns whether an epoch of a data set may depend on how much of the one before was read.
+
+    A cache keeps what the first epoch read, and a function that captures a variable may write to it.
+    """
+    waiting = [dataset]
+    while waiting:
+        each = waiting.pop()
+        captured = (tensor for function in each._functions() for tensor in function.function.captured_inputs)
+        if type(each).__name__.endswith("CacheDataset") or any(tensor.dtype == tf.resource for tensor in captured):
+            return True
+        waiting += each._inputs()
+    return False
+
+
 def run_independently(operation: Any) -> None:
     """Makes an operation of a function run even if nothing uses its results, and wait for its inputs only."""
     manager = getattr(operation, "graph", None) and operation.graph.experimental_acd_manager

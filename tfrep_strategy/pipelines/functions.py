@@ -237,18 +237,3 @@ _RULES: dict[str, Callable[[Any, Sequence[tf.Tensor]], bool]] = {
     **dict.fromkeys(("All", "Any", "ArgMax", "ArgMin", "Max", "Min"), _reduces_within_rows),
 }
 """Operations for which the dimensions decide."""
-
-
-def leaves_traces(dataset: tf.data.Dataset) -> bool:
-    """Returns whether an epoch of a data set may depend on how much of the one before was read.
-
-    A cache keeps what the first epoch read, and a function that captures a variable may write to it.
-    """
-    waiting = [dataset]
-    while waiting:
-        each = waiting.pop()
-        captured = (tensor for function in each._functions() for tensor in function.function.captured_inputs)
-        if type(each).__name__.endswith("CacheDataset") or any(tensor.dtype == tf.resource for tensor in captured):
-            return True
-        waiting += each._inputs()
-    return False

@@ -9,11 +9,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy._tensorflow import leaves_traces
 from tfrep_strategy.keras_integration.finding import loops_data_of
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.synchronous.generators import GeneratorReading
-from tfrep_strategy.pipelines.functions import leaves_traces
 
 _EpochIterator: Any = keras_internal("backend.tensorflow.trainer", "TFEpochIterator")
 _array_data = keras_internal("trainers.data_adapters.array_data_adapter")
