@@ -100,6 +100,7 @@ class dataset_kinds:  # noqa: N801 It is used as a module is.
     """The classes of data sets, by what makes them."""
 
     Batch = _private("data.ops.batch_op", "_BatchDataset")
+    Cache = _private("data.ops.cache_op", "CacheDataset")
     Map = _private("data.ops.map_op", "_MapDataset")
     Options = _private("data.ops.dataset_ops", "_OptionsDataset")
     ParallelBatch = _private("data.ops.batch_op", "_ParallelBatchDataset")
@@ -218,13 +219,10 @@ def leaves_traces(dataset: tf.data.Dataset) -> bool:
 
     A cache keeps what the first epoch read, and a function that captures a variable may write to it.
     """
-    waiting = [dataset]
-    while waiting:
-        each = waiting.pop()
-        captured = (tensor for function in each._functions() for tensor in function.function.captured_inputs)
-        if type(each).__name__.endswith("CacheDataset") or any(tensor.dtype == tf.resource for tensor in captured):
+    for part in parts_of_dataset(dataset):
+        captured = (tensor for function in part._functions() for tensor in function.function.captured_inputs)
+        if isinstance(part, dataset_kinds.Cache) or any(tensor.dtype == tf.resource for tensor in captured):
             return True
-        waiting += each._inputs()
     return False
 
 

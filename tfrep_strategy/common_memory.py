@@ -54,6 +54,7 @@ def new_memory(size: int) -> int:
     try:
         with _files_of_any_size():
             os.ftruncate(descriptor, size)
+        mmap.mmap(descriptor, 0).close()  # Or a rank would find out later that it cannot.
     except OSError:
         os.close(descriptor)
         raise
@@ -90,7 +91,6 @@ def problem_of_sharing(size: int) -> str | None:
         with contextlib.ExitStack() as stack:
             memory = new_memory(bytes_for(size))
             stack.callback(os.close, memory)
-            mmap.mmap(memory, 0).close()
             server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             server.bind("")  # To a name in the kernel that is free.
             for _ in range(size):

@@ -158,7 +158,7 @@ class TrainingPatches:
     )
     check_finite = patch(
         "optimizers.loss_scale_optimizer:LossScaleOptimizer.check_finite", "(self, grads)",
-        why="an overflow in the part of a gradient that one replica has is one of the whole",
+        why="an overflow in a part, or only in the sum of finite parts in float16, is one of the whole gradient",
     )
     apply_to_variables = patch(
         "optimizers.base_optimizer:BaseOptimizer._backend_apply_gradients", "(self, grads, trainable_variables)",

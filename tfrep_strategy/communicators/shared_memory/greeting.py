@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import mmap
 import os
 import selectors
 import socket
@@ -92,13 +91,7 @@ def _receive(stack: contextlib.ExitStack, name: str, size: int, memory_bytes: in
 def _memory(links: Collection[socket.socket], memory_bytes: int) -> int:
     """Makes the memory, or tells all ranks why there is none."""
     try:
-        memory = new_memory(memory_bytes)
-        try:
-            mmap.mmap(memory, 0).close()
-        except OSError:
-            os.close(memory)
-            raise
-        return memory
+        return new_memory(memory_bytes)
     except OSError as error:
         refused = message(
             f"The ranks cannot have common memory: the system refuses it ({error.strerror}).",

@@ -158,7 +158,7 @@ class StepFunction:
         logs, shown, handed_out = self._logs, self._read_metrics(), self._handed_out
         self._reset()
         self._is_drained = True
-        self._logs = {name: value if name in self._own_logs else shown.get(name, value) for name, value in logs.items()}
+        self._logs = self._with_metrics(logs, shown)
         handed_out.clear()
         handed_out.update(self._logs)
 
@@ -206,12 +206,14 @@ class StepFunction:
         with _StatelessScope(state_mapping=values):
             return keras_internal("utils.python_utils", "pythonify_logs")(self.model.get_metrics_result())
 
+    def _with_metrics(self, logs: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
+        """Replaces the results of metrics in the logs of one step by those of all steps."""
+        return {name: value if name in self._own_logs else metrics.get(name, value) for name, value in logs.items()}
+
     def _current_logs(self) -> dict[str, float]:
         now = time.monotonic()
         if self._is_watched.value and self._totals is not None and now - self._shown_at > _SHOW_SECONDS:
-            metrics = self._read_metrics()
-            own = self._own_logs
-            self._shown = {name: value if name in own else metrics.get(name, value) for name, value in self._logs.items()}
+            self._shown = self._with_metrics(self._logs, self._read_metrics())
             self._shown_at = time.monotonic()
         return self._shown
 

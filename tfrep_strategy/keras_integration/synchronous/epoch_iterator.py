@@ -55,7 +55,7 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         self._common_batches = _batches_of_all(strategy, self._distributed_dataset, self._num_batches, self.data_adapter)
         self._num_batches = self._common_batches
         self._may_end_before = self._common_batches is not None and self._of_replicas.steps_per_batch != 1
-        self._leaves_traces = isinstance(x, tf.data.Dataset) and leaves_traces(x)
+        self._data = x
         self.before_step: Callable[[int], None] | None = None
         """Is called before each step, when all callbacks have seen the one before."""
         self.around_step: Callable[[int], contextlib.AbstractContextManager[None]] = lambda steps: contextlib.nullcontext()
@@ -111,7 +111,8 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
 
     def _pass_over_epoch(self, left_early: bool = False) -> None:
         # Where each epoch starts an iterator of its own, one batch of it is enough to have the next epoch's order drawn.
-        starts_again = self.steps_per_epoch is None and self.num_batches is not None and not self._leaves_traces
+        needs_all = isinstance(self._data, tf.data.Dataset) and leaves_traces(self._data)
+        starts_again = self.steps_per_epoch is None and self.num_batches is not None and not needs_all
         with contextlib.suppress(StopIteration):
             for first, last, iterator in self._steps():
                 if first == 0 or not starts_again:

@@ -18,7 +18,10 @@ import numpy as np
 
 
 class Shelf:
-    """Holds what pipelines have read from a generator and no step has taken."""
+    """Holds what pipelines have read from a generator and no step has taken.
+
+    It lives as long as the generator, which it therefore does not hold.
+    """
 
     _of: weakref.WeakKeyDictionary[Any, Shelf] = weakref.WeakKeyDictionary()
 

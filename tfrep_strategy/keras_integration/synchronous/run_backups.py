@@ -364,7 +364,9 @@ class RunBackup(keras.callbacks.Callback):
         if len(values) != len(self.model.metrics_variables):
             self._build_metrics()
         variables = self.model.metrics_variables
-        if self._strategy.extended.is_chief and len(values) == len(variables):
+        if len(values) != len(variables):
+            _say(self._strategy, "metrics of this epoch begin anew: the step makes them when it runs.")
+        elif self._strategy.extended.is_chief:
             with self._strategy.extended.acting_alone():
                 for variable, value in zip(variables, values, strict=True):
                     variable.assign(value)
