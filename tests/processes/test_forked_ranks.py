@@ -186,6 +186,15 @@ def test_what_cannot_be_forked_is_started(module: str, problem: str, marker: str
         assert problem in server.problem
 
 
+def test_the_thread_of_jemalloc_is_no_reason(marker: str, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")  # Which Ray brings, and pandas imports where it is.
+    allocates = "import pyarrow as pa; pool = pa.jemalloc_memory_pool(); [pa.allocate_buffer(n, pool) for n in (1, 10**5, 10**7)]"
+    with forking("preloads.allocating", marker) as server:
+        commands = [rank(f"{allocates}; print(pool.backend_name)", marker)] * 2
+        assert run(server, tmp_path, *commands) is None
+    assert [(tmp_path / f"rank{k}.log").read_text() for k in range(2)] == ["jemalloc\n"] * 2
+
+
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TF_XLA_FLAGS", "PYTHONHASHSEED", "LD_PRELOAD"])
 def test_variables_that_imports_may_read_are_those_of_all(server: ForkServer, name: str) -> None:
     assert server.starter([rank("pass"), rank("pass", **{name: "1"})], queue.SimpleQueue()) is start_process

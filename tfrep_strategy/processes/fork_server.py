@@ -16,11 +16,14 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 _GUARD_SECONDS = 5.0
 """How long the launcher's guard may take to end the ranks. It also finds processes that have left their groups."""
 _THREADS_END_SECONDS = 1.0
+_ENDS_AT_A_FORK = "jemalloc_bg_thd"
+"""The thread of jemalloc, which pyarrow brings, and pandas imports: its locks are made anew in a fork, which frees by itself."""
 _TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """What a scheduler may send to all processes of a run. Launcher and ranks answer; this process ends with the launcher."""
 
@@ -112,9 +115,19 @@ def _problem() -> str:
         os._exit(0)
     os.waitpid(pid, 0)
     deadline = time.monotonic() + _THREADS_END_SECONDS
-    while (threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < deadline:
+    while (others := _other_threads()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return "" if threads == 1 else f"{threads - 1} threads run after the imports, which a fork would lack"
+    return f"{len(others)} threads run after the imports, which a fork would lack: {', '.join(others)}" if others else ""
+
+
+def _other_threads() -> list[str]:
+    """Returns the names of the threads, beside this one, that a fork would miss."""
+    names = []
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # It has just ended.
+            if int(thread.name) != os.getpid():
+                names.append((thread / "comm").read_text("utf-8").strip())
+    return sorted(name for name in names if name != _ENDS_AT_A_FORK)
 
 
 def _redirect(log: str | None, mode: str, reads: bool) -> None:
