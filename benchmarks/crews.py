@@ -112,7 +112,8 @@ class Crew:
         """Does what `ask` does, and returns the answers of all processes."""
         self._signal(signal.SIGCONT)
         for connection in self._connections:
-            connection.send(question)
+            with contextlib.suppress(ConnectionError):  # It has ended, which its answer will say.
+                connection.send(question)
         answers = [self._answer(connection) for connection in self._connections]
         self._rest()
         return answers
