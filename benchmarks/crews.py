@@ -78,7 +78,8 @@ class Crew:
             told = self._stack.enter_context(identities(self.variant.communicator, self.variant.processes))
         for rank, variables in enumerate(told):
             mine, theirs = Pipe()
-            environ = {**inherited_environ(), **_ENVIRON, **self.variant.environ, **variables}
+            resting = {"TFREP_TIMEOUT": "0"} if self._rests else {}  # Else a process that rests is taken for a frozen one.
+            environ = {**inherited_environ(), **_ENVIRON, **resting, **self.variant.environ, **variables}
             with theirs, open(self._logs / f"{rank}.log", "wb") as log:
                 self._processes.append(
                     subprocess.Popen(
@@ -127,10 +128,14 @@ class Crew:
             connection.close()
         self._stack.close()
 
-    def _rest(self) -> None:
+    @property
+    def _rests(self) -> bool:
         # Horovod looks for work a thousand times a second, which would slow down those whose turn it is. TensorFlow's
         # processes do not, and would be missed by their coordination service.
-        if self.variant.communicator == "horovod" and self.variant.processes > 1:
+        return self.variant.communicator == "horovod" and self.variant.processes > 1
+
+    def _rest(self) -> None:
+        if self._rests:
             self._signal(signal.SIGSTOP)
 
     def _signal(self, number: int) -> None:
