@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tfrep_strategy.common_memory import CHUNK_BYTES, MOST_IN_MESSAGE
+from tfrep_strategy.communicators.grid import Grid
 
 RESNET50_PARAMETERS = 25_600_000
 _PIECE_BYTES = 64
@@ -72,6 +73,18 @@ class Primitive:
 
 
 @dataclass(frozen=True)
+class Summed(Primitive):
+    """A sum that goes over a grid of the processes of a machine where it is short, and through a ring where it is long."""
+
+    def features(self, n: int, size: float, cores: int) -> list[float]:
+        """Returns what `Costs` are the costs of: calls, waits, messages and bytes, as many as a core has to do with."""
+        grid = Grid(0, n, lambda name: 1)
+        if size > grid.most_bytes or (n > 2 and size <= _PIECE_BYTES):
+            return super().features(n, size, cores)
+        return [1.0, grid.messages, *(grid.messages * each * _load(n, cores) for each in (1.0, size))]
+
+
+@dataclass(frozen=True)
 class InMemory:
     """What `n` processes do that bring `size` bytes each to common memory.
 
@@ -107,16 +120,16 @@ def _load(n: int, cores: int) -> float:
     return max(1.0, n / cores)
 
 
-_RING = Primitive(rounds=2, parts=2, in_pieces=True)
+_SHORT_OR_LONG = Summed(rounds=2, parts=2, in_pieces=True)
 _SUMMED = InMemory(copied=3, reduces=True)
 PRIMITIVES: dict[str, dict[str, Primitive | InMemory]] = {
     "tf": {
-        "all_reduce sum": _RING,
+        "all_reduce sum": _SHORT_OR_LONG,
         "all_gather": Primitive(rounds=2, grows=True),  # The shapes are gathered first.
-        "broadcast": _RING,  # A sum with zeros.
+        "broadcast": _SHORT_OR_LONG,  # A sum with zeros.
         "reduce_scatter": Primitive(exchanges=1),
         "all_to_all": Primitive(rounds=1, exchanges=1),  # The shapes are gathered first.
-        "barrier": _RING,
+        "barrier": _SHORT_OR_LONG,
     },
     # Rank 0 is asked first, and answers when all are ready.
     "horovod": {
@@ -255,6 +268,18 @@ class Links:
         latency = 2 * ((min(n, self.per_node) - 1) * self.inside_s + math.log2(nodes) * self.between_s)
         return latency + 2 * size / self.bytes_per_s
 
+    def short_or_long_s(self, n: int, size: float) -> float:
+        """Returns the seconds over `communicator="tf"` between CPUs: a grid of machines for what is short, else the ring.
+
+        Example:
+            >>> round(1e3 * ETHERNET.short_or_long_s(64, 4), 2)
+            0.7
+        """
+        grid = Grid(0, n, lambda name: 1)
+        if size > grid.most_bytes:
+            return self.ring_s(n, size)
+        return grid.messages * (max(self.inside_s, self.between_s) + size / self.bytes_per_s)
+
 
 H200 = Links("8 x H200 a machine, NVLink and 8 x 400 Gb/s InfiniBand", 8, 3.4e-6, 9.6e-6, 8 * 50e9)
 ETHERNET = Links("one replica a machine, 25 Gb/s Ethernet", 1, 0.0, 50e-6, 25e9 / 8)
@@ -277,7 +302,8 @@ def predicted_all_reduces(replicas: Sequence[int] = (64, 1024)) -> dict[str, dic
             message: {
                 f"{name}, {n}": 1e3 * seconds(n, size)
                 for n in replicas
-                for name, seconds in (("ring", links.ring_s), ("tree", links.tree_s))
+                for name, seconds in (("ring", links.ring_s), ("tree", links.tree_s), ("tf", links.short_or_long_s))
+                if name != "tf" or links.per_node == 1
             }
             for message, size in MESSAGES.items()
         }

@@ -98,6 +98,43 @@ class OwnStep(keras.Sequential):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
+class Rows(keras.utils.PyDataset):
+    """Batches that are shuffled after each epoch, with noise of NumPy's."""
+
+    def __init__(self, noise: float = 0.0, own: np.random.Generator | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._noise, self._own, self._order = noise, own, np.arange(ROWS)
+
+    def __len__(self) -> int:
+        return ROWS // BATCH
+
+    def __getitem__(self, index: int) -> Any:
+        rows = self._order[index * BATCH : (index + 1) * BATCH]
+        if not self._noise:
+            return X[rows], Y[rows]
+        noise = np.random.randn(BATCH, 4) if self._own is None else self._own.normal(size=(BATCH, 4))
+        return X[rows] + self._noise * noise.astype("float32"), Y[rows]
+
+    def on_epoch_end(self) -> None:
+        np.random.shuffle(self._order)
+
+
+class UnseededNoise(keras.layers.Layer):
+    """Draws from the generator of Keras that all code without a seed shares."""
+
+    def call(self, x: Any) -> Any:
+        return x + 0.1 * keras.random.normal(keras.ops.shape(x))
+
+
+class ResetsStates(keras.callbacks.Callback):
+    """What Keras's guides do with stateful layers."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        for layer in self.model.layers:
+            if hasattr(layer, "reset_states"):
+                layer.reset_states()
+
+
 def several_optimizers(asks: Asks) -> list[Any]:
     both = Two()
     both.compile()
@@ -146,6 +183,78 @@ def a_fit_after_one_that_was_stopped(asks: Asks) -> list[Any]:
     return results(fitted, *histories)
 
 
+def _recurrent(*callbacks: Any) -> list[Any]:
+    made = keras.Sequential([keras.Input((2, 2), batch_size=BATCH)])
+    made.add(keras.layers.Bidirectional(keras.layers.LSTM(3, stateful=True, return_sequences=True)))
+    made.add(keras.layers.GRU(2, stateful=True))
+    made.add(keras.layers.Dense(1))
+    made.compile(keras.optimizers.Adam(0.05), "mse")
+    data = X.reshape(ROWS, 2, 2)
+    history = made.fit(data, Y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=list(callbacks))
+    return [*results(made, history), made.predict(data, batch_size=BATCH, verbose=0)]
+
+
+def stateful_layers(asks: Asks) -> list[Any]:
+    return _recurrent(asks)
+
+
+def stateful_layers_that_are_reset(asks: Asks) -> list[Any]:
+    return _recurrent(ResetsStates(), asks)
+
+
+def unseeded_noise(asks: Asks) -> list[Any]:
+    noisy = keras.Sequential([keras.Input((4,)), UnseededNoise(), keras.layers.Dense(1)])
+    noisy.compile(keras.optimizers.Adam(0.05), "mse")
+    return results(noisy, noisy.fit(X, Y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[asks]))
+
+
+def validation_after_a_finished_fit(asks: Asks) -> list[Any]:
+    fitted, shuffled = model(), tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS).batch(BATCH).take(2)
+    taken = batches()
+    found: list[Any] = []
+    for _ in range(2):
+        found.append(fitted.fit(X, Y, epochs=2, verbose=0, callbacks=[asks], validation_data=shuffled))
+        given = {"validation_data": taken, "validation_steps": 2, "validation_freq": [1]}
+        found.append(fitted.fit(X, Y, epochs=2, verbose=0, callbacks=[asks], **given))
+    return results(fitted, *found)
+
+
+def a_sequence(asks: Asks) -> list[Any]:
+    fitted = model()
+    histories = [fitted.fit(Rows(), epochs=EPOCHS, verbose=0, callbacks=[asks]) for _ in range(2)]
+    return results(fitted, *histories)
+
+
+def a_sequence_with_workers(asks: Asks) -> list[Any]:
+    fitted = model()
+    return results(fitted, fitted.fit(Rows(workers=2, max_queue_size=3), epochs=EPOCHS, verbose=0, callbacks=[asks]))
+
+
+def a_sequence_with_noise(asks: Asks) -> list[Any]:
+    fitted = model()
+    return results(fitted, fitted.fit(Rows(0.1), epochs=EPOCHS, verbose=0, callbacks=[asks]), _after(fitted))
+
+
+def a_sequence_with_noise_of_its_own(asks: Asks) -> list[Any]:
+    fitted, data = model(), Rows(0.1, np.random.default_rng(1))
+    return results(fitted, fitted.fit(data, epochs=EPOCHS, verbose=0, callbacks=[asks]))
+
+
+def noise_in_a_map(asks: Asks) -> list[Any]:
+    def noisy(x: np.ndarray) -> np.ndarray:
+        return x + 0.1 * np.random.randn(*x.shape).astype("float32")
+
+    fitted, data = model(), tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
+    data = data.map(lambda x, y: (tf.ensure_shape(tf.numpy_function(noisy, [x], tf.float32), [None, 4]), y))
+    return results(fitted, fitted.fit(data, epochs=EPOCHS, verbose=0, callbacks=[asks]), _after(fitted))
+
+
+def _after(fitted: keras.Model) -> Any:
+    """Trains on rows that NumPy picks after another `fit`."""
+    rows = np.random.permutation(ROWS)[:BATCH]
+    return fitted.fit(X[rows], Y[rows], verbose=0)
+
+
 PROGRAMS: dict[Callable[[Asks], list[Any]], tuple[int, int]] = {
     several_optimizers: (1, 2),
     metrics_of_a_step_of_ones_own: (1, 2),
@@ -154,6 +263,15 @@ PROGRAMS: dict[Callable[[Asks], list[Any]], tuple[int, int]] = {
     a_random_layer_in_a_map: (2, 2),
     a_cache_of_shuffled_rows: (2, 2),
     a_fit_after_one_that_was_stopped: (3, 2),
+    stateful_layers: (2, 2),
+    stateful_layers_that_are_reset: (2, 2),
+    unseeded_noise: (2, 2),
+    validation_after_a_finished_fit: (6, 1),
+    a_sequence: (5, 2),
+    a_sequence_with_workers: (2, 2),
+    a_sequence_with_noise: (2, 2),
+    a_sequence_with_noise_of_its_own: (2, 2),
+    noise_in_a_map: (2, 2),
 }
 
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfrep_strategy as tfrep
+
 FLOATS = 2_000_000
 
 
@@ -66,3 +68,22 @@ def test_who_writes_how_much(own_path: bool, worker_pool: Any, tmp_path: Path) -
         for path in (rank["path"], rank["again"]):
             assert restored(path) == expected | {"untouched": 7.0}
     assert not list(Path(tmp_path).rglob("*temp*"))
+
+
+def test_files_are_on_the_disk_before_they_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manager names a checkpoint, and deletes the one before."""
+    synchronized: list[str] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        synchronized.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        manager = tf.train.CheckpointManager(tf.train.Checkpoint(v=tf.Variable(1.0)), str(tmp_path), max_to_keep=1)
+    named: list[set[str]] = []
+    options = tf.train.CheckpointOptions(experimental_write_callbacks=[lambda: named.append(set(synchronized))])
+    path = manager.save(options=options)
+    assert named == [{str(tmp_path), f"{path}.data-00000-of-00001", f"{path}.index"}]
+    assert tf.train.latest_checkpoint(tmp_path) == path

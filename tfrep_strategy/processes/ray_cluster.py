@@ -24,6 +24,7 @@ from tfrep_strategy.processes.ranks import Events
 from tfrep_strategy.processes.ray_process import TOLD, RayProcess
 from tfrep_strategy.rendezvous.confinement import is_this_machine
 from tfrep_strategy.rendezvous.connections import LOOPBACK
+from tfrep_strategy.rendezvous.sockets_of_children import children_confined
 from tfrep_strategy.validation import Address, check_fields, checked
 
 _CONNECT_SECONDS = 10.0
@@ -235,6 +236,7 @@ def ray_cluster(wanted: RayPlaces, size: int) -> Iterator[RayCluster]:
     with contextlib.ExitStack() as stack:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if address == _ON_THIS_MACHINE:
+            stack.enter_context(children_confined())
             options |= {
                 "num_cpus": max(os.cpu_count() or 1, math.ceil(size * wanted.cpus_per_rank)),
                 "include_dashboard": False,

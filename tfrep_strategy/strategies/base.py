@@ -20,7 +20,9 @@ from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.checked_settings import CheckedSetting, flag, function, functions, or_none, positive
 from tfrep_strategy.strategies.graph_mode import refuse_graph_mode
 from tfrep_strategy.strategies.groups import ReplicaGroup
+from tfrep_strategy.strategies.of_process import process_strategy
 from tfrep_strategy.tensorflow_integration import pipelines_at_exit  # noqa: F401  (acts when Python ends)
+from tfrep_strategy.tensorflow_integration.checkpoints import write_checkpoints_safely
 
 GradientTransformer = Callable[[list[Any]], Sequence[Any]]
 GradientAggregator = Callable[[list[Any], Communicator], list[Any]]
@@ -61,6 +63,7 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
     def __init__(self, extended: Any) -> None:
         super().__init__(extended)
         extended.keras_driver = SynchronousDriver(self)
+        write_checkpoints_safely(process_strategy)
 
     def _set(self, **settings: Any) -> None:
         """Checks and keeps settings. A constructor calls it first, so that a bad one is refused before anything starts."""

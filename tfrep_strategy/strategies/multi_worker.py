@@ -17,11 +17,10 @@ from tfrep_strategy.processes.watcher import start_watcher
 from tfrep_strategy.strategies.base import GradientAggregator, GradientTransformer, SynchronousStrategy
 from tfrep_strategy.strategies.checked_settings import CheckedSetting, one_of, or_none
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
-from tfrep_strategy.strategies.of_process import process_strategy, remember
+from tfrep_strategy.strategies.of_process import remember
 from tfrep_strategy.strategies.process_extended import ProcessExtended
 from tfrep_strategy.strategies.seeds import share_random_state
 from tfrep_strategy.tensorflow_integration.cache_files import cache_in_own_files
-from tfrep_strategy.tensorflow_integration.checkpoints import write_checkpoints_once
 
 
 class MultiWorkerStrategy(SynchronousStrategy):
@@ -104,7 +103,6 @@ class MultiWorkerStrategy(SynchronousStrategy):
         share_random_state(self.communicator)
         self.extended.environment = environment
         self.extended._cluster_resolver = resolver_of(environment)
-        write_checkpoints_once(process_strategy)
         cache_in_own_files(self.communicator.rank, self.communicator.size)
         remember(self)
 

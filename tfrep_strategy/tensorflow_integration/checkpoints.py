@@ -1,9 +1,10 @@
-"""`tf.train.Checkpoint` on several processes: all save to the same path, and one process writes it."""
+"""`tf.train.Checkpoint`: files are on the disk before they are named. Of several processes that save to a path, one writes it."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import glob
 import os
 import warnings
 from collections.abc import Callable
@@ -12,16 +13,18 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import run_write_callbacks, without_checkpoint_state
+from tfrep_strategy.keras_integration.shared.model_files import is_local
+from tfrep_strategy.keras_integration.shared.whole_files import synchronize
 from tfrep_strategy.keras_integration.synchronous.saving import written_once
 
 _find_strategy: Callable[[], Any] | None = None
 
 
-def write_checkpoints_once(find_strategy: Callable[[], Any]) -> None:
-    """Makes `tf.train.Checkpoint` write each path on one process only: the lowest rank that saves to this path.
+def write_checkpoints_safely(find_strategy: Callable[[], Any]) -> None:
+    """Makes `tf.train.Checkpoint` bring files to the disk before they are named, and write each path on one process only.
 
     Saving reads variables that only all processes together can read. So every process must save. They collect these values
-    first. Then one writes, and the others neither write nor keep anything.
+    first. Then the lowest rank that saves to a path writes, and the others neither write nor keep anything.
 
     Args:
         find_strategy: Returns the strategy that connects the processes; None if they are not connected.
@@ -58,14 +61,29 @@ def _written_once(write: Any) -> Any:
     def write_once(self: Any, file_prefix: Any, options: Any = None) -> Any:
         strategy = _strategy()
         if strategy is None:
-            return write(self, file_prefix, options)
+            return write(self, file_prefix, _with_first(_synchronize, options))
         path = os.fspath(file_prefix)
         with written_once(strategy, path) as writes:
             if writes:
-                return write(self, path, options)
+                return write(self, path, _with_first(_synchronize, options))
         # A `tf.train.CheckpointManager` updates its list of checkpoints in them. The other process has written its file.
         with without_checkpoint_state():
             run_write_callbacks(options.experimental_write_callbacks or [] if options else [], path)
         return path
 
     return write_once
+
+
+def _with_first(callback: Callable[[Any], None], options: Any) -> Any:
+    """Returns options with which a callback is called first when the files are written."""
+    options = tf.train.CheckpointOptions() if options is None else copy.copy(options)
+    options.experimental_write_callbacks = [callback, *(options.experimental_write_callbacks or [])]
+    return options
+
+
+def _synchronize(prefix: Any) -> None:
+    """Returns when the files of a checkpoint are on the disk. A `tf.train.CheckpointManager` names them later."""
+    if isinstance(prefix, str) and is_local(prefix):
+        files = [*glob.glob(f"{glob.escape(prefix)}.data-*"), *glob.glob(f"{glob.escape(prefix)}.index")]
+        for path in [*files, *({os.path.dirname(prefix) or "."} if files else ())]:
+            synchronize(path)

@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import leaves_traces
@@ -14,6 +15,7 @@ from tfrep_strategy.keras_integration.finding import loops_data_of
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.synchronous.generators import GeneratorReading
+from tfrep_strategy.keras_integration.synchronous.random_states import RandomStates, random_states
 
 _EpochIterator: Any = keras_internal("backend.tensorflow.trainer", "TFEpochIterator")
 _array_data = keras_internal("trainers.data_adapters.array_data_adapter")
@@ -111,16 +113,27 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
 
     def _pass_over_epoch(self, left_early: bool = False) -> None:
         # Where each epoch starts an iterator of its own, one batch of it is enough to have the next epoch's order drawn.
-        needs_all = isinstance(self._data, tf.data.Dataset) and leaves_traces(self._data)
-        starts_again = self.steps_per_epoch is None and self.num_batches is not None and not needs_all
+        starts_again = self.steps_per_epoch is None and self.num_batches is not None and not self._leaves_traces()
         with contextlib.suppress(StopIteration):
             for first, last, iterator in self._steps():
                 if first == 0 or not starts_again:
+                    before = random_states(self._data)
                     for _ in range(first, last + 1):
                         next(iterator)
+                    # Code that draws for a batch draws for all of them.
+                    starts_again = starts_again and random_states(self._data) in (before, self._with_order_drawn(before))
                 if left_early and starts_again:
                     break  # At the end of a whole epoch Keras makes one iterator more.
 
+    def _leaves_traces(self) -> bool:
+        """Whether an epoch depends on how much of the one before was read."""
+        if isinstance(self._data, tf.data.Dataset):
+            return leaves_traces(self._data)
+        return getattr(self.data_adapter, "enqueuer", None) is not None  # Keras's workers keep what nobody has taken.
+
+    def _with_order_drawn(self, states: RandomStates) -> RandomStates:
+        """Returns states of generators as they are when Keras has drawn the order of an epoch of a `PyDataset`."""
+        return states.after_shuffling(self.data_adapter.num_batches) if isinstance(self._data, keras.utils.PyDataset) else states
 
 def _batches_of_all(strategy: KerasStrategy, distributed: Any, num_batches: int | None, adapter: Any) -> int | None:
     """Returns after how many steps an epoch ends on every process, at the latest; None where only the data can tell."""

@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import is_none
+from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.shared.backups import exists, newest_metadata, prepared
 from tfrep_strategy.keras_integration.shared.callback_states import (
@@ -36,9 +37,16 @@ from tfrep_strategy.keras_integration.synchronous.backup_pace import Pace, write
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
 from tfrep_strategy.keras_integration.synchronous.fit_descriptions import description, differences, is_backup_of
 from tfrep_strategy.keras_integration.synchronous.saving import failing_together, written_once
+from tfrep_strategy.keras_integration.synchronous.state_beside_files import (
+    assign_beside_files,
+    assign_recurrent_states,
+    values_beside_files,
+)
 from tfrep_strategy.limits import backup_dir, progress_dir
 from tfrep_strategy.preemption import answer_requests_to_end, end_as_asked, is_asked_to_end
 from tfrep_strategy.progress import Progress, Step
+
+_trainer = keras_internal("backend.tensorflow.trainer")
 
 _NAME = "fit-"
 """How the name of the folder of each `fit` begins."""
@@ -260,8 +268,9 @@ class RunBackup(keras.callbacks.Callback):
         restored, self._restored = self._restored, None
         if restored is not None:
             self._restore_history(restored)
-            if restored["metrics"]:
+            if restored["batches"]:
                 restore_states(self._callbacks, restored["callbacks"])
+                assign_recurrent_states(self.model, restored["beside_files"])  # A callback may have reset them.
                 self._assign_metrics(restored["metrics"])
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -316,6 +325,7 @@ class RunBackup(keras.callbacks.Callback):
         metrics = self.model.metrics_variables if place.batches else []
         content = history | {
             "is_finished": place.is_finished,
+            "batches": place.batches,
             "epochs_read": place.epochs_read,
             "left_early": self._has_left_early(),
             "callbacks": states_of(self._callbacks),
@@ -324,7 +334,7 @@ class RunBackup(keras.callbacks.Callback):
         }
         with written_once(self._strategy, self._files.backup_dir) as is_written_here:
             if is_written_here:
-                content["seeds"] = list(map(keras.ops.convert_to_numpy, self._seeds()))
+                content["beside_files"] = values_beside_files(self.model)
                 self._files.start_to_save(place, content, self._fit)
 
     def _wait(self) -> bool:
@@ -336,26 +346,37 @@ class RunBackup(keras.callbacks.Callback):
 
     def _go_on(self, restored: dict[str, Any], epochs: int, batches: int) -> None:
         restore_states(self._callbacks, restored["callbacks"])
-        for variable, value in zip(self._seeds(), restored["seeds"], strict=False):  # A layer may make its own later.
-            variable.assign(value)
         self._epochs_read = restored["epochs_read"]
+        every = self._given.get("validation_freq", 1)
+        self._strategy.extended.validations_done = sum(self.model._should_eval(epoch, every) for epoch in restored["epochs"])
         # A backup at the end of the last epoch may be the last one that was made.
         if restored[_IS_FINISHED] or epochs >= self.params["epochs"]:
             self._steps.pass_over(self._epochs_read, restored.get("left_early", False))
+            self._pass_over_validations()
             self.model._initial_epoch = self.params["epochs"]
             _say(self._strategy, "this fit was finished before. It is not repeated.")
         else:
             self._strategy.extended.resumes_at = self._epochs_read, batches
-            first, every = self._given.get("initial_epoch", 0), self._given.get("validation_freq", 1)
-            validates = self.model._should_eval
-            self._strategy.extended.validations_done = sum(validates(epoch, every) for epoch in range(first, epochs))
             cut_to(restored["csv_lengths"], self._callbacks)  # A later `fit` may have written over the file of a finished one.
             _say(self._strategy, f"fit goes on from its backup: epoch {epochs}, batch {batches}.")
+        with self._strategy.scope():
+            assign_beside_files(self.model, restored["beside_files"])
 
-    def _seeds(self) -> list[Any]:
-        """Returns the state of layers that draw random numbers, which is equal on all replicas. Files of weights are without it."""
-        others = {id(variable) for variable in self.model.weights + self.model.metrics_variables}
-        return [variable for variable in self.model.variables if id(variable) not in others]
+    def _pass_over_validations(self) -> None:
+        """Has the order of validation data go on where no validation is left to do: another `fit` may read the same data."""
+        given = self._given
+        if given.get("validation_data") is not None and self._strategy.extended.validations_done:
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(given["validation_data"])
+            _trainer.TFEpochIterator(  # As Keras makes it for validations; it passes over those that are done.
+                x=x,
+                y=y,
+                sample_weight=sample_weight,
+                batch_size=given.get("validation_batch_size") or given.get("batch_size"),
+                steps_per_epoch=given.get("validation_steps"),
+                steps_per_execution=self.model.steps_per_execution,
+                shuffle=False,
+                distribute_strategy=self._strategy,
+            )
 
     def _restore_history(self, restored: dict[str, Any]) -> None:
         self.model.history.epoch, self.model.history.history = restored["epochs"], restored["history"]
