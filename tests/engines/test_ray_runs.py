@@ -161,7 +161,9 @@ except Exception as error:
 def connect(address: str, *tokens: str) -> list[str]:
     """Returns what becomes of programs that connect to a Ray at once, each with its token, and have it run something."""
     command = [sys.executable, "-c", _CONNECTS, address]
-    quiet = {name: value for name, value in environ(RAY_USAGE_STATS_ENABLED="0").items() if "RAY_AUTH" not in name}
+    # Else Ray would look for a loopback address at another one of this machine.
+    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    quiet = {name: value for name, value in environ(**settings).items() if "RAY_AUTH" not in name}
     with contextlib.ExitStack() as stack:
         started = []
         for token in tokens:
@@ -174,7 +176,7 @@ def connect(address: str, *tokens: str) -> list[str]:
 
 @pytest.mark.usefixtures("no_notes_left")
 def test_who_has_not_the_token_of_an_own_ray_is_refused(tmp_path: Path) -> None:
-    """It listens on all interfaces. Only who has the token runs something there."""
+    """Of all programs of this machine, only who has the token runs something there."""
     with waiting_run(tmp_path) as (launcher, started):
         [server] = [each for each in started if each.name() == "gcs_server"]
         token = server.environ()["RAY_AUTH_TOKEN"]

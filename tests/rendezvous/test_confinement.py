@@ -6,8 +6,11 @@ import contextlib
 import ipaddress
 import os
 import socket
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -25,11 +28,24 @@ from tfrep_strategy.rendezvous.confinement import (
 from tfrep_strategy.rendezvous.connections import free_ports, held_ports
 from tfrep_strategy.rendezvous.shut_port import shut
 
+SCRIPT = Path(__file__).parent / "scripts" / "is_confined.py"
+ORDINARY = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
+"""What takes from root all that root may do and others may not."""
 PATIENCE = 0.3
 """Seconds after which a connection has failed. The kernel answers at once, on a slow machine too."""
 DETACH_FILTER = 27
 
 pytestmark = pytest.mark.skipif(problem_of_confining() is not None, reason=f"sockets are open here: {problem_of_confining()}")
+
+
+def _may_filter() -> bool:
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 0)) as server:
+        confine(server, [])
+        return True
+    return False
+
+
+needs_filters = pytest.mark.skipif(not _may_filter(), reason="this kernel lets only administrators filter what comes to a socket")
 
 
 @pytest.fixture(params=["IPv4", "IPv6"])
@@ -62,6 +78,7 @@ def listening(port: int) -> socket.socket:
     return socket.create_server(("", port), family=family, dualstack_ipv6=both, reuse_port=True)
 
 
+@needs_filters
 @pytest.mark.parametrize(
     ("networks", "let_in", "kept_out"),
     [
@@ -80,6 +97,7 @@ def test_a_filter(networks: list[str], let_in: list[str], kept_out: list[str], s
     }
 
 
+@needs_filters
 def test_a_run_of_this_machine_may_name_it_by_another_interface(server: socket.socket) -> None:
     numbers = [each.address for some in psutil.net_if_addrs().values() for each in some if each.family == socket.AF_INET]
     own = next((number for number in numbers if not number.startswith("127.")), None)
@@ -95,6 +113,7 @@ def test_a_run_of_this_machine_may_name_it_by_another_interface(server: socket.s
     assert comes("127.0.0.1", server)
 
 
+@needs_filters
 @pytest.mark.parametrize(
     ("networks", "is_let_in"),
     [
@@ -114,6 +133,7 @@ def test_a_filter_of_ipv6(networks: list[str], is_let_in: bool) -> None:
         assert comes("::1", server) is is_let_in
 
 
+@needs_filters
 def test_as_many_machines_as_a_filter_takes(server: socket.socket) -> None:
     many = [ipaddress.ip_network((0x0A000000 + 2 * i, 32)) for i in range(1000)]
     confine(server, [*many, ipaddress.ip_network("127.0.0.5")])
@@ -130,11 +150,12 @@ def test_this_machine_only(server: socket.socket) -> None:
     assert comes("127.0.0.1", server)
 
 
+@needs_filters
 def test_a_port_is_shut_before_the_server_is_confined() -> None:
     (port,) = free_ports(1, "")
     friends = [ipaddress.ip_network("127.0.0.2")]
-    with shut(port, friends) as descriptor:
-        assert descriptor is not None
+    with shut(port, friends) as shutter:
+        assert shutter is not None
         assert not reaches("127.0.0.2", port)
         with listening(port) as server:
             server.setblocking(False)
@@ -149,8 +170,8 @@ def test_a_port_is_shut_before_the_server_is_confined() -> None:
 
 def test_a_port_that_is_in_use_is_not_shut() -> None:
     (port,) = free_ports(1, "")
-    with listening(port), shut(port, []) as descriptor:
-        assert descriptor is None
+    with listening(port), shut(port, []) as shutter:
+        assert shutter is None
         assert "TF_GRPC_REUSE_PORT" not in os.environ
         assert reaches("127.0.0.1", port)
 
@@ -164,8 +185,8 @@ def test_a_port_is_held_for_those_who_know_it() -> None:
         with socket.create_server(("", ports[0])), contextlib.closing(listening(ports[1])) as server, socket.socket() as client:
             client.connect(("127.0.0.1", ports[1]))
             assert server.accept()[1][1] == client.getsockname()[1]
-        with shut(ports[2], []) as descriptor, listening(ports[2]):
-            assert descriptor is not None
+        with shut(ports[2], []) as shutter, listening(ports[2]):
+            assert shutter is not None
     with socket.socket() as other:
         other.bind(("127.0.0.1", ports[2]))
 
@@ -183,6 +204,7 @@ def test_what_listens_in_the_body_is_confined() -> None:
             assert comes("127.0.0.1", server)
 
 
+@needs_filters
 def test_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFREP_TRUSTED_NETWORKS", "192.0.2.0/24")
     (port,) = free_ports(1, "")
@@ -212,6 +234,17 @@ def test_whom_nobody_knows_is_not_shut_out(own: str, others: list[str], unknown:
         assert comes("127.0.0.1", server)
 
 
+@pytest.mark.parametrize("who", [[], ORDINARY], ids=["this user", "an ordinary user"])
+def test_strangers_stay_out(who: list[str]) -> None:
+    """Newer kernels let only administrators filter what comes to a TCP socket. Then strangers go on to come to another socket."""
+    if who and os.geteuid():
+        pytest.skip("this user is an ordinary one")
+    done = subprocess.run([*who, sys.executable, SCRIPT], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "127.0.0.2 True\n127.0.0.3 False\n127.0.0.1 False\n127.0.0.2 True\n"
+
+
+@needs_filters
 @pytest.mark.parametrize("is_accepted", [True, False])
 def test_who_came_before_is_turned_out(is_accepted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the server has accepted the connection already, or it still waits for that."""

@@ -23,8 +23,6 @@ from tfrep_strategy.processes import ray_place
 from tfrep_strategy.processes.ranks import Events
 from tfrep_strategy.processes.ray_process import TOLD, RayProcess
 from tfrep_strategy.rendezvous.confinement import is_this_machine
-from tfrep_strategy.rendezvous.connections import LOOPBACK
-from tfrep_strategy.rendezvous.sockets_of_children import children_confined
 from tfrep_strategy.validation import Address, check_fields, checked
 
 _CONNECT_SECONDS = 10.0
@@ -36,6 +34,8 @@ _STORE_BYTES = 100 << 20
 _ON_THIS_MACHINE = "local"
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
 """A run tells nobody that it runs. Ray reads this when it is imported."""
+_ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Has a Ray of this machine alone listen on the loopback interface, on Linux too. It replaces a loopback address that it gets."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def ray_cluster(wanted: RayPlaces, size: int) -> Iterator[RayCluster]:
         ...     cluster.machines(events)
     """
     address = wanted.resolved_address
-    for name, value in (_QUIET | _new_token() if address == _ON_THIS_MACHINE else _QUIET).items():
+    for name, value in (_QUIET | _ALONE | _new_token() if address == _ON_THIS_MACHINE else _QUIET).items():
         os.environ.setdefault(name, value)
     try:
         import ray
@@ -236,12 +236,10 @@ def ray_cluster(wanted: RayPlaces, size: int) -> Iterator[RayCluster]:
     with contextlib.ExitStack() as stack:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if address == _ON_THIS_MACHINE:
-            stack.enter_context(children_confined())
             options |= {
                 "num_cpus": max(os.cpu_count() or 1, math.ceil(size * wanted.cpus_per_rank)),
                 "include_dashboard": False,
                 "object_store_memory": _STORE_BYTES,
-                "_node_ip_address": LOOPBACK,
                 "_temp_dir": stack.enter_context(
                     tempfile.TemporaryDirectory(prefix="tfrep-ray-", ignore_cleanup_errors=True)
                 ),
@@ -333,7 +331,7 @@ def wait(events: Events, seconds: float) -> None:
 
 
 def _new_token() -> dict[str, str]:
-    """Returns the settings by which nobody else can use a Ray of our own: it listens on all interfaces."""
+    """Returns the settings by which no other user of this machine can use a Ray of our own."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 

@@ -23,7 +23,7 @@ from tfrep_strategy.errors import message
 from tfrep_strategy.limits import trusted_networks
 from tfrep_strategy.rendezvous.connections import LOOPBACK, is_loopback
 from tfrep_strategy.rendezvous.packet_filter import attach
-from tfrep_strategy.rendezvous.shut_port import shut
+from tfrep_strategy.rendezvous.shut_port import Shutter, shut
 from tfrep_strategy.validation import Network
 
 _LOOK_SECONDS, _LATER_SECONDS = 0.001, 0.1
@@ -124,7 +124,7 @@ class Servers:
         self._own, self._addresses, self._unknown = own, addresses, unknown
         self._port = int(own.rpartition(":")[2])
         self._confined: dict[int, Any] = {}
-        self._shutter: int | None = None
+        self._shutter: Shutter | None = None
         self._networks, self.problem = machines_of_run(own, addresses, unknown)
 
     @property
@@ -168,13 +168,18 @@ class Servers:
 
     def _is_server(self, connection: Any) -> bool:
         listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == self._port
-        return listens and connection.fd != self._shutter
+        return listens and (self._shutter is None or connection.fd != self._shutter.descriptor)
 
     def _confine(self, connection: Any) -> None:
         self._confined[connection.fd] = connection.laddr
         try:
             with _duplicate(connection) as server:
-                confine(server, self._networks)
+                try:
+                    confine(server, self._networks)
+                except PermissionError:
+                    if self._shutter is None:
+                        raise
+                    self._shutter.stays = True  # Strangers go on to come to this one.
                 self._empty_queue(server)
         except OSError as error:
             self.problem = str(error)
