@@ -26,7 +26,7 @@ from tfrep_strategy.rendezvous.connections import free_ports
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray is not installed")
 TELLS = str(Path(__file__).with_name("scripts") / "tells.py")
 ON_RAY = [*RUN, "--engine", "ray", "-n", "2", "--communicator", "tf"]
-_NODE = ["--object-store-memory", str(100 << 20), "--disable-usage-stats"]
+_NODE = ["--object-store-memory", str(100 << 20), "--disable-usage-stats", "--min-worker-port", "0", "--max-worker-port", "0"]
 _END_SECONDS = 30.0
 _AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 _AGENTS_END_SECONDS = 90.0
