@@ -74,6 +74,7 @@ tape_is_recording = _private("eager.record", "could_possibly_record")
 
 # Graphs of branches and loop bodies.
 BranchGraph = _private("ops.control_flow_v2_func_graphs", "ControlFlowFuncGraph")
+CondGradientGraph = _private("ops.cond_v2", "_CondGradFuncGraph")
 
 _trace = _private("framework.func_graph", "func_graph_from_py_func")
 _unwrap = _private("util.tf_decorator", "unwrap")

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import run_independently
+from tfrep_strategy._tensorflow import CondGradientGraph, run_independently
 
 _orders: weakref.WeakKeyDictionary[Any, dict[str, Order]] = weakref.WeakKeyDictionary()
 
@@ -49,9 +49,11 @@ class Order:
     def _in_graph(self, graph: Any) -> tf.Tensor:
         if not getattr(graph, "building_function", False):
             return self._handle
-        # The gradient of a branch or a loop body can capture only tensors that the body itself has captured.
+        if isinstance(graph, CondGradientGraph):  # What it captures must belong to the graph around it.
+            return graph.capture(self._in_graph(graph.outer_graph))
+        # The gradient of a loop body can capture only tensors that the body itself has captured.
         if hasattr(graph, "_forward_graph"):
-            return self._in_graph(graph._forward_graph)
+            return graph.capture(self._in_graph(graph._forward_graph))
         # Every graph captures the handle itself, as calls of functions inside it do: were it captured from the graph
         # around it, TensorFlow would see two resources, and would not keep collectives of a loop and of functions in order.
         return graph.capture(self._handle)
