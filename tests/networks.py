@@ -15,6 +15,8 @@ HOSTS = ["10.77.0.1", "10.77.0.2"]
 HOSTS_6 = ["fd00:77::1", "fd00:77::2"]
 ADDRESS = f"{HOSTS[0]}:29500"
 CABLE = "cable"
+ORDINARY = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
+"""What takes from root all that root may do and others may not."""
 
 needs_networks = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root, and the command ip"

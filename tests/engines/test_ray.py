@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 import tempfile
@@ -12,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from needs import needs_ray
 from starting import done, found_in
 
 SCRIPTS = Path(__file__).with_name("scripts")
 
-pytestmark = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray is not installed")
+pytestmark = needs_ray
 
 
 @pytest.fixture(autouse=True)

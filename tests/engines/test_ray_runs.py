@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import secrets
 import shutil
@@ -19,11 +18,12 @@ from typing import Any
 
 import psutil
 import pytest
+from needs import needs_ray
 from starting import GOES_ON, RUN, check_fits, check_what_was_learned, done, environ, found_in
 
 from tfrep_strategy.rendezvous.connections import free_ports
 
-pytestmark = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray is not installed")
+pytestmark = needs_ray
 TELLS = str(Path(__file__).with_name("scripts") / "tells.py")
 ON_RAY = [*RUN, "--engine", "ray", "-n", "2", "--communicator", "tf"]
 _NODE = ["--object-store-memory", str(100 << 20), "--disable-usage-stats", "--min-worker-port", "0", "--max-worker-port", "0"]

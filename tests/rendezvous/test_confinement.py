@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from networks import ORDINARY
 
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.limits import trusted_networks
@@ -29,8 +30,6 @@ from tfrep_strategy.rendezvous.connections import free_ports, held_ports
 from tfrep_strategy.rendezvous.shut_port import shut
 
 SCRIPT = Path(__file__).parent / "scripts" / "is_confined.py"
-ORDINARY = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
-"""What takes from root all that root may do and others may not."""
 PATIENCE = 0.3
 """Seconds after which a connection has failed. The kernel answers at once, on a slow machine too."""
 DETACH_FILTER = 27

@@ -8,21 +8,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from needs import needs_horovod
-from networks import HOSTS, ip, on
+from needs import needs_horovod, needs_ray
+from networks import HOSTS, ORDINARY, ip, on
 from test_joining import environ as quiet_environ
 from test_two_hosts import SCRIPTS, hosts, pytestmark  # noqa: F401
 
 LIMIT = 150
 STRANGER = "10.77.0.9"
-ORDINARY = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
-"""What takes from root all that root may do and others may not."""
 WAITS = str(SCRIPTS / "waits.py")
 TFREP = ["-m", "tfrep_strategy.cli"]
 KINDS = {
@@ -40,8 +37,8 @@ KINDS = {
         *(*TFREP, "run", "--nnodes", "1:2", "--rendezvous", "localhost:29500", "-n", "2", "--backup-dir", "backups"),
         *("--communicator", "tf", WAITS, "FOLDER"),
     ],
+    "ray": [*TFREP, "run", "--engine", "ray", "-n", "2", "--communicator", "tf", WAITS, "FOLDER"],
 }
-KINDS["ray"] = [*TFREP, "run", "--engine", "ray", "-n", "2", "--communicator", "tf", WAITS, "FOLDER"]
 READY = {"mirrored": 1, "servers": 1, "cluster": 1}
 """How many processes train; two, if it is not said."""
 SERVERS = {"tf": 2, "hosts": 2, "launch": 2, "another launcher": 2, "servers": 3, "cluster": 3, "elastic": 2, "ray": 2}
@@ -78,7 +75,7 @@ def machines(hosts: list[str]) -> Iterator[Machines]:  # noqa: F811
         pytest.param("horovod", "ordinary", marks=needs_horovod),
         *((kind, "ordinary") for kind in ("auto", "shared_memory", "mirrored", "hosts", "launch")),
         *((kind, "ordinary") for kind in ("another launcher", "servers", "cluster", "elastic")),
-        pytest.param("ray", "ordinary", marks=pytest.mark.skipif(not find_spec("ray"), reason="ray is not installed")),
+        pytest.param("ray", "ordinary", marks=needs_ray),
     ],
 )
 def test_a_run_on_one_machine(kind: str, user: str, machines: Machines, hosts: list[str], tmp_path: Path) -> None:  # noqa: F811

@@ -148,7 +148,7 @@ def test_a_run_that_is_running(kind: str, tmp_path: Path) -> None:
             assert sorted(traces) == sorted(reports) == PROCESSES[kind]
             assert f"tfrep: profile of {seconds:g} seconds" in output
             for who, report in reports.items():
-                assert report["traced"] > 0  # How much of the time that was asked for depends on the load of the machine.
+                assert report["traced"] == pytest.approx(seconds, rel=0.5)
                 assert (report["steps"] > 0) == who.startswith(("rank", "coordinator"))
         assert run.poll() is None
 

@@ -135,6 +135,7 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         """Returns states of generators as they are when Keras has drawn the order of an epoch of a `PyDataset`."""
         return states.after_shuffling(self.data_adapter.num_batches) if isinstance(self._data, keras.utils.PyDataset) else states
 
+
 def _batches_of_all(strategy: KerasStrategy, distributed: Any, num_batches: int | None, adapter: Any) -> int | None:
     """Returns after how many steps an epoch ends on every process, at the latest; None where only the data can tell."""
     if distributed.cardinality >= 0:  # Made as long as the shortest when it was distributed.
