@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers, ops
 
+import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
+from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.synchronous.open_rows import traced_for_any_rows
 
 BATCH = {"x": tf.ones([4, 2]), "weight": tf.constant(2.0), "rows": tf.RaggedTensor.from_row_lengths([1, 2], [1, 1])}
@@ -75,3 +81,110 @@ def test_an_error_of_the_step_is_its_own() -> None:
 
     with pytest.raises(KeyError, match="y"):
         traced_for_any_rows(Builds(), step)([BATCH])
+
+
+_WIDTH = 3
+
+
+class Looks(layers.Layer):
+    """Notes of how many rows steps are traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def call(self, x: Any) -> Any:
+        if current_step() is not None:
+            self.seen.append(x.shape[0])
+        return x
+
+
+class AddsSum(layers.Layer):
+    """Adds a sum over rows to the loss."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.01 * ops.sum(ops.square(x)))
+        return x
+
+
+class TellsSum(layers.Layer):
+    """Keeps a metric of a sum over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = keras.metrics.Mean("told")
+
+    def call(self, x: Any) -> Any:
+        self.told.update_state(ops.sum(x))
+        return x
+
+
+class OwnLoss(keras.Model):
+    """Makes a sum over rows its loss."""
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True) -> Any:
+        return ops.sum(ops.square(y - y_pred)) / 10.0
+
+
+def _plain_loss(y: Any, p: Any) -> Any:
+    return ops.mean(ops.square(y - p), axis=-1)
+
+
+_PROGRAMS: dict[str, tuple[list[Any], Callable[[], list[Any]], dict[str, Any]]] = {
+    "of Keras": ([4], lambda: [layers.BatchNormalization(synchronized=True), layers.Dense(1)], {"loss": "mse", "weighted_metrics": ["mae"]}),
+    "scaled": ([4], lambda: [layers.Dense(1)], {"loss": keras.losses.Huber(), "optimizer": "scaled"}),
+    "summed": ([4], lambda: [layers.Dense(1)], {"loss": keras.losses.MeanSquaredError(reduction="sum")}),
+    "a loss that a layer adds": ([4, None], lambda: [AddsSum(), layers.Dense(1)], {"loss": "mse"}),
+    "a regularizer": ([4, None], lambda: [layers.Dense(1, activity_regularizer=keras.regularizers.L2(0.01))], {"loss": "mse"}),
+    "a metric of a layer": ([4, None], lambda: [TellsSum(), layers.Dense(1)], {"loss": "mse"}),
+    "a loss without a reduction": ([4, None], lambda: [layers.Dense(1)], {"loss": keras.losses.MeanSquaredError(reduction=None)}),
+    "a function as loss": ([None], lambda: [layers.Dense(1)], {"loss": _plain_loss}),
+    "a loss of the model": ([None], lambda: [layers.Dense(1)], {"model": OwnLoss}),
+}
+
+
+def _train(made: Callable[[], list[Any]], strategy: Any, options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Trains on batches of one size. Returns which rows were seen, and what one device would tell too."""
+    random, options = np.random.RandomState(0), dict(options)
+    x, y = random.randn(16, _WIDTH).astype("float32"), random.randn(16, 1).astype("float32")
+    keras.utils.set_random_seed(1)
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        looks, inputs = Looks(), keras.Input((_WIDTH,))
+        hidden = looks(inputs)
+        for layer in made():
+            hidden = layer(hidden)
+        model = options.pop("model", keras.Model)(inputs, hidden)
+        optimizer: Any = keras.optimizers.SGD(0.05)
+        if options.pop("optimizer", None):
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+        model.compile(optimizer, **options)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=True)
+    history = model.fit(data, epochs=2, verbose=0).history
+    return looks.seen, [*map(np.array, history.values()), *model.get_weights()]
+
+
+@pytest.mark.parametrize("name", _PROGRAMS)
+def test_steps_that_do_not_ask_are_traced_for_the_rows_they_have(name: str) -> None:
+    seen, made, options = _PROGRAMS[name]
+    _, wanted = _train(made, None, options)
+    replicas = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+    found, result = _train(made, replicas, options)
+    for one, other in zip(result, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert list(dict.fromkeys(found)) == seen
+
+
+def test_batches_of_other_sizes_later() -> None:
+    def results(strategy: Any) -> tuple[list[Any], list[float]]:
+        keras.utils.set_random_seed(1)
+        with contextlib.nullcontext() if strategy is None else strategy.scope():
+            looks = Looks()
+            model = keras.Sequential([keras.Input((_WIDTH,)), looks, layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.05), "mse")
+        x = np.random.RandomState(0).randn(8, _WIDTH).astype("float32")
+        return looks.seen, [float(model.train_on_batch(x[:rows], x[:rows, :1])) for rows in (8, 5, 2, 1, 8)]
+
+    _, wanted = results(None)
+    seen, told = results(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))
+    np.testing.assert_allclose(told, wanted, rtol=1e-5)
+    assert seen == [4, 4, None, None], "Keras has a second size traced for all others"

@@ -168,12 +168,15 @@ class Step:
         """By the id of an optimizer: how many losses whose gradients it will get were multiplied by the share."""
         self.is_own = False
         """Whether a step function of the user's own runs, in which tapes give global gradients."""
+        self.rows_are_fixed = False
+        """Whether it is traced for one number of rows, so that its graph does not tell sums over rows from means."""
         self.gathers = False
         """Whether the step has asked for rows of other replicas, so that a sum over rows may be that of the global batch."""
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         # By the id of a tensor, and with the tensor: an id is given again when its tensor has gone.
         self._optimizers: dict[int, tuple[Any, int]] = {}
         self._global_gradients: dict[int, Any] = {}
+        self._means: dict[int, Any] = {}
 
     @property
     def loss_is_scaled(self) -> bool:
@@ -214,6 +217,14 @@ class Step:
         """Whether gradients are among those that were recorded."""
         given = [gradient for gradient in gradients if gradient is not None]
         return bool(given) and all(id(gradient) in self._global_gradients for gradient in given)
+
+    def note_mean(self, value: Any) -> None:
+        """Records a mean over the replica's rows, so that nobody has to ask the graph."""
+        self._means[id(value)] = value
+
+    def is_noted_mean(self, value: Any) -> bool:
+        """Whether a value is among those that were recorded."""
+        return id(value) in self._means
 
     def send_back(
         self, send: Callable[[list[tf.Tensor]], list[tf.Tensor]], gradients: Sequence[tf.Tensor]

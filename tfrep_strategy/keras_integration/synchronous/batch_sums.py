@@ -4,8 +4,9 @@ A replica's value of a mean over rows counts with its share; its value of a sum 
 the two a scalar is. Going through it once, we note by which power of the number of rows each tensor grows: a sum by 1, a mean by 0,
 a count by 1, and a quotient by the difference. What the graph does not tell is taken for a mean, and so is all of an eager step.
 
-Where the number of rows is fixed, a count is a number like any other, and so all scalars are taken for means. There, and in an
-eager step, a tensor has a number for each row if it is as long as the replica's part. `open_rows.py` hides it from most steps.
+Where the number of rows is fixed, a count is a number like any other. A step that asks is then traced again, for any number
+(`open_rows.py`). One that cannot be traced so takes all scalars for means. There, and in an eager step, a tensor has a number for
+each row if it is as long as the replica's part.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ import tensorflow as tf
 
 from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.row_axes import MATRIX_PRODUCTS, REDUCTIONS, RowAxes, reduced_axes
+
+class RowsAreFixedError(BaseException):
+    """The graph was asked by a step that is traced for one number of rows. It is none of the errors that a step may catch."""
+
 
 _SMALL = 1e-3
 _AS_FIRST_INPUT = {
@@ -45,7 +50,8 @@ def as_mean(step: Step, value: tf.Tensor) -> tf.Tensor:
 
 def sums_and_means(step: Step, value: Any) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Takes a scalar apart into addends that are sums over rows, and others."""
-    if step.gathers or not tf.is_symbolic_tensor(value) or value.shape.rank != 0 or not value.dtype.is_floating:
+    told = step.gathers or step.is_noted_mean(value)
+    if told or not tf.is_symbolic_tensor(value) or value.shape.rank != 0 or not value.dtype.is_floating:
         return [], [value]
     grows = _growth_of(step, value)
     left, sums, means = [value], [], []
@@ -79,6 +85,8 @@ def are_rows(step: Step, target: Any) -> bool:
 
 
 def _growth_of(step: Step, value: tf.Tensor) -> _Growth:
+    if step.rows_are_fixed:
+        raise RowsAreFixedError
     grows = _graphs.setdefault(value.graph, _Growth())
     grows.told[step.share.value.name] = 1
     grows.follow(value.graph)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import is_none
@@ -27,6 +28,7 @@ from tfrep_strategy.keras_integration.synchronous.logs import Logs, logs_of_all,
 from tfrep_strategy.keras_integration.synchronous.losses import Losses
 from tfrep_strategy.keras_integration.synchronous.open_rows import traced_for_any_rows
 from tfrep_strategy.keras_integration.synchronous.optimizer import Updates
+from tfrep_strategy.keras_integration.synchronous.own_functions import is_of_keras
 from tfrep_strategy.keras_integration.synchronous.placement import Placement
 from tfrep_strategy.keras_integration.synchronous.saving import Saving
 from tfrep_strategy.keras_integration.synchronous.stateful_rnn import StatefulLayers
@@ -35,6 +37,7 @@ from tfrep_strategy.keras_integration.synchronous.thread_state import Seeds
 from tfrep_strategy.preemption import keeping_requests
 
 _Trainer = keras_internal("backend.tensorflow.trainer", "TensorFlowTrainer")
+_STEPS_OF_KERAS = (_Trainer.train_step, _Trainer.test_step)
 _STEPS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
 
@@ -182,8 +185,9 @@ class SynchronousDriver(
         """Makes a train or test function that also takes whole batches, as `train_on_batch` gives them."""
         strategy = self.strategy
         phase = "test" if step_function == model.test_step else "train"
+        keeps_rows = _is_all_of_keras(model, step_function)
         if self.has_several:
-            if getattr(step_function, "__func__", None) not in (_Trainer.train_step, _Trainer.test_step):
+            if getattr(step_function, "__func__", None) not in _STEPS_OF_KERAS:
                 step_function = with_global_gradients(step_function)
             step_function = with_global_logs(model, phase, strategy, step_function)
 
@@ -197,7 +201,7 @@ class SynchronousDriver(
             return build(step_function)  # There is nobody to keep in step with, and a call more would cost time in every step.
 
         hides_sizes = self.has_several and not model.run_eagerly
-        run = traced_for_any_rows(build, step_function) if hides_sizes else build(step_function)
+        run = traced_for_any_rows(build, step_function, keeps_rows) if hides_sizes else build(step_function)
         extended = strategy.extended
 
         def function(iterator: Any) -> Any:
@@ -267,6 +271,14 @@ def _of_any_size(value: Any) -> Any:
 
 def _has_own_steps(model: Any) -> bool:
     return any(getattr(type(model), name) is not getattr(_Trainer, name) for name in ("train_step", "test_step"))
+
+
+def _is_all_of_keras(model: Any, step_function: Any) -> bool:
+    """Whether neither the step nor a loss is of the user's own, so that scalars are means but for what layers may add."""
+    if getattr(step_function, "__func__", None) not in _STEPS_OF_KERAS or not is_of_keras(type(model).compute_loss):
+        return False
+    losses = [loss for loss in keras.tree.flatten(model.loss) if loss is not None and not isinstance(loss, str)]
+    return all(is_of_keras(loss) and is_of_keras(getattr(loss, "fn", loss)) for loss in losses)
 
 
 @contextlib.contextmanager

@@ -84,7 +84,10 @@ class Losses(SynchronousBase):
         return original(value) if self._divides_by_replicas else value
 
     def unscale_for_replicas(self, original: Any, value: Any) -> Any:
-        """Nothing to undo where nothing was scaled."""
+        """Nothing to undo where nothing was scaled. Keras's own steps give their losses, which are means."""
+        step = current_step()
+        if step is not None and step.rows_are_fixed:
+            step.note_mean(value)
         return original(value) if self._divides_by_replicas else value
 
     def update_mean(self, original: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:

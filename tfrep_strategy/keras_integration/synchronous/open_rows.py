@@ -3,6 +3,8 @@
 The graph of a step tells sums over rows from means by the dimension that is not known (`batch_sums.py`). In batches of one size
 (`drop_remainder=True`, `train_on_batch`) it is known, so it is hidden here. A step that needs it while it is traced, as in
 `tf.zeros([x.shape[0], 8])`, cannot be traced so, and is traced for the one size.
+
+Most steps never ask what is a sum. A known size saves them operations, so they are traced for it first.
 """
 
 from __future__ import annotations
@@ -13,17 +15,23 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.errors import TfrepError
+from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.synchronous.batch_sums import RowsAreFixedError
 
 
-def traced_for_any_rows(build: Callable[[Any], Callable[[Any], Any]], step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def traced_for_any_rows(
+    build: Callable[[Any], Callable[[Any], Any]], step_function: Callable[[Any], Any], keeps_rows: bool = False
+) -> Callable[[Any], Any]:
     """Builds a function of steps.
 
     Args:
         build: Makes the function of a step function that gets a replica's part of a batch.
         step_function: What a replica does in a step.
+        keeps_rows: Whether the step is likely not to ask what is a sum over rows.
 
     Returns:
-        What `build` makes, of a step whose part has an open number of rows. If that cannot be traced, of `step_function`.
+        What `build` makes, of a step whose part has an open number of rows. If that cannot be traced, of `step_function`. If
+        rows are kept, of `step_function` until it asks.
     """
     hides, is_traced = False, False
 
@@ -33,25 +41,41 @@ def traced_for_any_rows(build: Callable[[Any], Callable[[Any], Any]], step_funct
         hides = hides or any(map(lambda new, old: new is not old, tf.nest.flatten(opened), tf.nest.flatten(part)))
         return step_function(opened)
 
-    run = build(open_step)
+    def fixed_step(part: Any) -> Any:
+        nonlocal hides
+        if not _has_fixed_rows(part):
+            return open_step(part)
+        step: Any = current_step()
+        hides = step.rows_are_fixed = True
+        return step_function(part)
+
+    ways = [fixed_step, open_step, step_function] if keeps_rows else [open_step, step_function]
+    run = build(ways.pop(0))
 
     def function(batches: Any) -> Any:
         nonlocal run, is_traced
-        if is_traced:
-            return run(batches)
-        try:
-            result = run(batches)
-        except (TfrepError, tf.errors.OpError, StopIteration):
-            raise
-        except Exception:
-            if not hides:
+        while True:
+            try:
+                result = run(batches)
+            except RowsAreFixedError:
+                is_traced = False
+            except (TfrepError, tf.errors.OpError, StopIteration):
                 raise
-            run = build(step_function)  # A new function: what has failed may have left its variables half made.
-            result = run(batches)
-        is_traced = True
-        return result
+            except Exception:
+                if is_traced or not hides or not ways:
+                    raise
+            else:
+                is_traced = True
+                return result
+            run = build(ways.pop(0))  # A new function: what has failed may have left its variables half made.
 
     return function
+
+
+def _has_fixed_rows(part: Any) -> bool:
+    """Returns whether all tensors of a part that have rows have a known number of them, and more than one: see `empty_parts.py`."""
+    rows = [leaf.shape[0] for leaf in tf.nest.flatten(part, expand_composites=True) if leaf is not None and leaf.shape.rank != 0]
+    return bool(rows) and all(number is not None and number > 1 for number in rows)
 
 
 def _with_open_rows(tensor: Any) -> Any:
