@@ -122,7 +122,7 @@ class TellsSum(layers.Layer):
 class OwnLoss(keras.Model):
     """Makes a sum over rows its loss."""
 
-    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True) -> Any:
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **kwargs: Any) -> Any:
         return ops.sum(ops.square(y - y_pred)) / 10.0
 
 
@@ -131,7 +131,7 @@ def _plain_loss(y: Any, p: Any) -> Any:
 
 
 _PROGRAMS: dict[str, tuple[list[Any], Callable[[], list[Any]], dict[str, Any]]] = {
-    "of Keras": ([4], lambda: [layers.BatchNormalization(synchronized=True), layers.Dense(1)], {"loss": "mse", "weighted_metrics": ["mae"]}),
+    "of Keras": ([4], lambda: [layers.BatchNormalization(synchronized=True), layers.Dense(1)], {"loss": "mse", "metrics": ["mae"]}),
     "scaled": ([4], lambda: [layers.Dense(1)], {"loss": keras.losses.Huber(), "optimizer": "scaled"}),
     "summed": ([4], lambda: [layers.Dense(1)], {"loss": keras.losses.MeanSquaredError(reduction="sum")}),
     "a loss that a layer adds": ([4, None], lambda: [AddsSum(), layers.Dense(1)], {"loss": "mse"}),

@@ -21,10 +21,6 @@ import tensorflow as tf
 from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.row_axes import MATRIX_PRODUCTS, REDUCTIONS, RowAxes, reduced_axes
 
-class RowsAreFixedError(BaseException):
-    """The graph was asked by a step that is traced for one number of rows. It is none of the errors that a step may catch."""
-
-
 _SMALL = 1e-3
 _AS_FIRST_INPUT = {
     "Abs", "Cast", "ExpandDims", "GatherV2", "Identity", "Max", "Mean", "Min", "Neg", "Reshape", "Slice", "Squeeze", "StopGradient",
@@ -34,6 +30,10 @@ _DATA = {"IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue"}
 _AS_ALL_INPUTS = {"Add", "AddN", "AddV2", "ConcatV2", "Maximum", "Minimum", "Pack", "SelectV2", "Sub"}
 _PRODUCTS = {"Mul": 1, "MulNoNan": 1, "Div": -1, "DivNoNan": -1, "RealDiv": -1}
 _graphs: weakref.WeakKeyDictionary[Any, _Growth] = weakref.WeakKeyDictionary()
+
+
+class RowsAreFixedError(BaseException):
+    """The graph was asked by a step that is traced for one number of rows. It is none of the errors that a step may catch."""
 
 
 def part_of_global(step: Step, value: tf.Tensor) -> tf.Tensor:
