@@ -19,12 +19,15 @@ REFERENCE = "Keras"
 ALONE = "2 processes, each alone (Keras)"
 """What two processes could do at best: each trains on its part of the batches, and never talks."""
 
+IN_STEP = "2 processes, alone in step (Keras)"
+"""The same, but at the end of each step they wait for each other, as all must that train one model in step."""
+
 # Filters of convolutions with strides of 2, and widths of dense layers; 0.01, 0.6, 5.1 and 0.07 million parameters.
 NETS: dict[str, dict[str, Any]] = {
     "tiny": {"widths": [32, 64, 10], "batch": 64, "steps": 200},
     "10 ms": {"widths": [512, 640, 384, 10], "batch": 256, "steps": 40},
     "5 million": {"widths": [1024, 1536, 1536, 768, 10], "batch": 256, "steps": 8},
-    "convolutions": {"widths": [784, 10], "filters": [32, 64, 64], "batch": 256, "steps": 16},
+    "convolutions": {"widths": [784, 10], "filters": [32, 64, 64], "batch": 256, "steps": 64},
 }
 
 _XLA = {
@@ -58,6 +61,7 @@ TARGETS = {
         ("ours, 2 processes, tf", "Horovod (tf_keras)"): 1.0,
         ("ours, 2 processes, shared_memory", "Horovod (tf_keras)"): 1.0,
         ("ours, 2 processes, shared_memory", ALONE): 1 / 0.95,
+        ("ours, 2 processes, shared_memory", IN_STEP): 1 / 0.95,
     },
 }
 
@@ -81,7 +85,8 @@ def variants() -> list[Variant]:
         Variant("stock mirrored", {"strategy": "stock mirrored", "jit_compile": False}, environ=threads),
         Variant("ours, mirrored", {"strategy": "ours, mirrored", "jit_compile": False}),
     ]
-    found.append(Variant(ALONE, {"strategy": "none", "jit_compile": False, "own_part_of": 2}, 2))
+    alone = {"strategy": "none", "jit_compile": False, "own_part_of": 2}
+    found += [Variant(ALONE, alone, 2), Variant(IN_STEP, {**alone, "in_step": True}, 2)]
     if horovod_is_installed():
         settings = {"strategy": "ours, horovod", "jit_compile": False}
         found.append(Variant("ours, 2 processes, horovod", settings, 2, "horovod"))

@@ -23,7 +23,8 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float]:
     """Sets a process up.
 
     Args:
-        settings: "strategy": see `_strategies`; "jit_compile": what `compile` gets.
+        settings: "strategy": see `_strategies`; "jit_compile": what `compile` gets; "own_part_of": among how many processes a
+            batch is cut; "in_step": whether these wait for each other after each step.
 
     Returns:
         A function that trains for one epoch and returns the seconds per step.
@@ -35,6 +36,7 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float]:
         import keras
     size = settings.get("own_part_of", 1)
     models: dict[str, Any] = {}
+    callbacks = [_waits_for_others(keras)] if settings.get("in_step") else []
 
     def train(question: dict[str, Any]) -> float:
         name, steps, batch = question["name"], question["steps"], question["batch"] // size
@@ -46,8 +48,8 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float]:
                     "sparse_categorical_crossentropy",
                     jit_compile=settings["jit_compile"],
                 )
-            _epoch_seconds(keras, models[name], question["widths"], batch, _WARM_UP_STEPS)
-        return _epoch_seconds(keras, models[name], question["widths"], batch, steps) / steps
+            _epoch_seconds(keras, models[name], question["widths"], batch, _WARM_UP_STEPS, callbacks)
+        return _epoch_seconds(keras, models[name], question["widths"], batch, steps, callbacks) / steps
 
     return train
 
@@ -72,7 +74,15 @@ def _optimizer(keras: Any, strategy: str) -> Any:
     return hvd.DistributedOptimizer(optimizer)
 
 
-def _epoch_seconds(keras: Any, model: Any, widths: list[int], batch: int, steps: int) -> float:
+def _waits_for_others(keras: Any) -> Any:
+    from tfrep_strategy.communicators.shared_memory import SharedMemoryCommunicator
+    from tfrep_strategy.environments import detect_environment
+
+    communicator = SharedMemoryCommunicator(detect_environment())
+    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: communicator.barrier())
+
+
+def _epoch_seconds(keras: Any, model: Any, widths: list[int], batch: int, steps: int, callbacks: Sequence[Any]) -> float:
     random = np.random.default_rng(0)
     x = random.standard_normal((batch * steps, widths[0]), np.float32)
     y = random.integers(widths[-1], size=batch * steps)
@@ -81,7 +91,7 @@ def _epoch_seconds(keras: Any, model: Any, widths: list[int], batch: int, steps:
         on_epoch_begin=lambda epoch, logs: times.append(time.perf_counter()),
         on_epoch_end=lambda epoch, logs: times.append(time.perf_counter()),
     )
-    model.fit(x, y, batch_size=batch, epochs=1, verbose=0, callbacks=[clock])
+    model.fit(x, y, batch_size=batch, epochs=1, verbose=0, callbacks=[clock, *callbacks])
     return times[1] - times[0]
 
 
