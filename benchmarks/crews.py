@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tfrep_strategy.processes.cores import thread_variables
 from tfrep_strategy.processes.identity import identities, inherited_environ
 
 _PIPE = "TFREP_BENCHMARK_PIPE"
@@ -79,7 +80,8 @@ class Crew:
         for rank, variables in enumerate(told):
             mine, theirs = Pipe()
             resting = {"TFREP_TIMEOUT": "0"} if self._rests else {}  # Else a process that rests is taken for a frozen one.
-            environ = {**inherited_environ(), **_ENVIRON, **resting, **self.variant.environ, **variables}
+            threads = thread_variables(self.variant.processes)  # Ours have them anyway; so all peers share the cores as well.
+            environ = {**inherited_environ(), **_ENVIRON, **threads, **resting, **self.variant.environ, **variables}
             with theirs, open(self._logs / f"{rank}.log", "wb") as log:
                 self._processes.append(
                     subprocess.Popen(

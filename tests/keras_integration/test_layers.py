@@ -27,6 +27,30 @@ def moving_statistics(strategy: Any) -> dict[str, Any]:
     }
 
 
+def sums_of_a_step(strategy: Any) -> list[int]:
+    """Trains with two layers of synchronized statistics. Returns how many tensors each sum in the traced step has."""
+    with strategy.scope():
+        kinds = [layers.BatchNormalization(synchronized=True) for _ in range(2)]
+        model = keras.Sequential([keras.Input((3,)), *kinds, layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    all_reduce, sums = strategy.communicator.all_reduce, []
+
+    def counted(tensors: Any, op: str = "sum") -> Any:
+        if not tf.executing_eagerly():
+            sums.append(len(tensors))
+        return all_reduce(tensors, op)
+
+    strategy.communicator.all_reduce = counted
+    model.fit(np.ones([8, 3], "float32"), np.ones([8, 1], "float32"), batch_size=8, verbose=0)
+    return sums
+
+
+def test_synchronized_statistics_cost_one_sum_forward_and_one_backward(worker_pool: Any) -> None:
+    statistics, gradients = 3, 6
+    for sums in worker_pool("tf", 2).run(sums_of_a_step):
+        assert sums == [*[statistics] * 3, gradients], "nothing needs a gradient of what the first layer gets"
+
+
 def test_moving_statistics_are_the_mean_over_replicas(worker_pool: Any) -> None:
     results = [moving_statistics(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))]
     results += worker_pool("tf", 2).run(moving_statistics)

@@ -20,6 +20,7 @@ from typing import Any
 
 from tfrep_strategy.errors import PeerError, check_count, message
 from tfrep_strategy.processes.command import module_command
+from tfrep_strategy.processes.cores import thread_variables
 from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.rendezvous.connections import held_ports
@@ -74,6 +75,7 @@ class LocalCluster:
         self._changed = threading.Condition()
         of_holder = [json.dumps(self.spec), str(self.log_dir), str(self.folder), json.dumps(patience)]
         environ = inherited_environ() | {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
+        environ |= thread_variables(workers)
         self._process = subprocess.Popen(
             module_command("tfrep_strategy.clusters.servers", *of_holder),
             env=environ,

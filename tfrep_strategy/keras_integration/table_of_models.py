@@ -74,7 +74,7 @@ class ModelPatches:
     )
     moments = patch(
         "layers.normalization.batch_normalization:BatchNormalization._moments", "(self, inputs, mask)",
-        why="no rows change no statistics; masked ones are synchronized",
+        why="no rows change no statistics; synchronized ones are summed at once, and masked ones are synchronized",
     )
     make_rnn_states = patch(
         "layers.rnn.rnn:RNN._create_state_variables", "(self, batch_size)",

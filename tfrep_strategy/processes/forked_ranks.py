@@ -15,10 +15,11 @@ from concurrent.futures import Future
 
 from tfrep_strategy.environments import identity_variables
 from tfrep_strategy.processes.command import module_command
+from tfrep_strategy.processes.cores import THREADS_VARIABLE
 from tfrep_strategy.processes.identity import RUN_VARIABLES, common_hash_seed, inherited_environ
 from tfrep_strategy.processes.ranks import Command, Events, Process, Start, Streams, start_process
 
-_READ_LATE = ("TFREP_RESTARTS", "NCCL_SOCKET_IFNAME", *RUN_VARIABLES)
+_READ_LATE = ("TFREP_RESTARTS", "NCCL_SOCKET_IFNAME", THREADS_VARIABLE, *RUN_VARIABLES)
 """Variables that nobody reads while modules are imported, beside those that tell a rank who it is."""
 _LOOK_SECONDS = 0.05
 

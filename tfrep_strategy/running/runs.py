@@ -17,6 +17,7 @@ from pathlib import Path
 from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds, message
 from tfrep_strategy.limits import backup_seconds, grace_seconds
 from tfrep_strategy.processes.announced import announced
+from tfrep_strategy.processes.cores import thread_variables
 from tfrep_strategy.processes.forked_ranks import ForkServers
 from tfrep_strategy.processes.identity import (
     check_communicator,
@@ -354,6 +355,7 @@ def _commands(options: Options, arguments: Sequence[str], this: Round, more_envi
     """Yields what each rank runs. Addresses of ranks are free as long as the body runs."""
     nodes = this.nodes
     environ = inherited_environ() | {"PYTHONUNBUFFERED": "1", "TFREP_RESTARTS": str(this.number)} | more_environ
+    environ |= thread_variables(1 if options.strategy == "mirrored" else options.size)
     strategy = options.resolved_strategy
     if strategy is not None:
         environ["TFREP_STRATEGY"] = strategy

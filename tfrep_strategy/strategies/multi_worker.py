@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import runtime_has_started
 from tfrep_strategy.clusters.resolver import resolver_of
 from tfrep_strategy.communicators import Communicator, SingleCommunicator, make_communicator
 from tfrep_strategy.communicators.compression import DTYPES
@@ -13,6 +17,7 @@ from tfrep_strategy.communicators.peers.checked import watched
 from tfrep_strategy.devices import full_name, replica_device, take_own_gpu
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.old_spellings import OF_MULTI_WORKER, refuses
+from tfrep_strategy.processes.cores import THREADS_VARIABLE, is_bound, threads_of_rank
 from tfrep_strategy.processes.watcher import start_watcher
 from tfrep_strategy.strategies.base import GradientAggregator, GradientTransformer, SynchronousStrategy
 from tfrep_strategy.strategies.checked_settings import CheckedSetting, one_of, or_none
@@ -90,8 +95,9 @@ class MultiWorkerStrategy(SynchronousStrategy):
         if bucket_bytes is not None:
             self.bucket_bytes = bucket_bytes
         environment = detect_environment()
+        place = communicator if isinstance(communicator, Communicator) else environment
+        _share_cores(place.local_size)
         if device is None:
-            place = communicator if isinstance(communicator, Communicator) else environment
             take_own_gpu(place.local_rank, place.local_size)
         watch = functools.partial(start_watcher, "Rank {}")
         self.communicator = watched(make_communicator(communicator, environment, device), environment.hosts, watch)
@@ -127,6 +133,15 @@ class MultiWorkerStrategy(SynchronousStrategy):
         members = check_members(replicas, self.num_replicas_in_sync)
         own = self.communicator.subgroup(members) or SingleCommunicator()
         return ReplicaGroup(self, members, lambda replica: own)
+
+
+def _share_cores(ranks: int) -> None:
+    """Lets the ranks of a machine share its cores, unless the user decides, or a launcher has bound each to cores of its own."""
+    settings = tf.config.threading
+    if ranks == 1 or THREADS_VARIABLE in os.environ or settings.get_intra_op_parallelism_threads() or is_bound():
+        return
+    if not runtime_has_started():
+        settings.set_intra_op_parallelism_threads(threads_of_rank(ranks))
 
 
 class _Scope:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -88,8 +89,9 @@ class Layers(SynchronousBase):
 
     def moments(self, original: Any, layer: Any, inputs: Any, mask: Any) -> Any:
         """Leaves the statistics of a replica without examples as they are, and synchronizes masked ones, which Keras does not."""
-        if layer.synchronized and mask is not None and self.in_replica and self.has_several:
-            return _masked_moments_of_all(inputs, mask, layer._reduction_axes)
+        if layer.synchronized and self.in_replica and self.has_several:
+            axes = layer._reduction_axes
+            return _moments_of_all(inputs, axes) if mask is None else _masked_moments_of_all(inputs, mask, axes)
         mean, variance = original(layer, inputs, mask)
         if not self.in_replica or layer.synchronized or _is_weighed(layer):
             return mean, variance
@@ -128,16 +130,28 @@ def _is_moving_state(variable: Any) -> bool:
     return in_layer and floating and not variable.trainable and variable.synchronization == "auto"
 
 
-def _masked_moments_of_all(inputs: tf.Tensor, mask: tf.Tensor, axes: list[int]) -> tuple[tf.Tensor, tf.Tensor]:
+def _moments_of_all(inputs: tf.Tensor, axes: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns mean and variance, each of shape `[channels]`, of all replicas. Keras has a collective for each of the three sums."""
+    context: Any = tf.distribute.get_replica_context()
+    entries = tf.cast(tf.reduce_prod([tf.shape(inputs)[axis] for axis in axes]), inputs.dtype)
+    own = [tf.reduce_sum(inputs, axes), tf.reduce_sum(tf.square(inputs), axes), entries]
+    total, squares, count = context.all_reduce(tf.distribute.ReduceOp.SUM, own)
+    mean, mean_square = (tf.math.divide_no_nan(each, tf.stop_gradient(count)) for each in (total, squares))
+    return mean, tf.maximum(mean_square - tf.square(mean), 0.0)
+
+
+def _masked_moments_of_all(inputs: tf.Tensor, mask: tf.Tensor, axes: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns mean and variance, each of shape `[channels]`, of the entries of all replicas that are not masked."""
     context: Any = tf.distribute.get_replica_context()
     kept = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
 
-    def sum_of_all(values: tf.Tensor) -> tf.Tensor:
-        own = tf.reduce_sum(tf.where(kept, values, tf.zeros_like(values)), axes, keepdims=True)
+    def sums_of_all(*each: tf.Tensor) -> Any:
+        own = [tf.reduce_sum(tf.where(kept, values, tf.zeros_like(values)), axes, keepdims=True) for values in each]
         return context.all_reduce(tf.distribute.ReduceOp.SUM, own)
 
-    count = sum_of_all(tf.ones_like(inputs)) + keras.backend.epsilon()
-    mean = sum_of_all(inputs) / count
-    variance = sum_of_all(tf.square(inputs - mean)) / count
+    count, total = sums_of_all(tf.ones_like(inputs), inputs)
+    count = tf.stop_gradient(count) + keras.backend.epsilon()
+    mean = total / count
+    (squares,) = sums_of_all(tf.square(inputs - mean))
+    variance = squares / count
     return tf.reshape(mean, [-1]), tf.reshape(variance, [-1])

@@ -1,0 +1,78 @@
+"""Ranks of one machine share its cores, unless somebody else decides."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+from calling import command
+
+import tfrep_strategy as tfrep
+from tfrep_strategy.processes.cores import THREADS_VARIABLE, is_bound, thread_variables, threads_of_rank
+from tfrep_strategy.processes.identity import identities, inherited_environ
+
+LIMIT = 240
+OWN = os.sched_getaffinity(0)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_has_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(THREADS_VARIABLE, raising=False)
+
+
+def test_all_ranks_together_take_each_core_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert [threads_of_rank(ranks) for ranks in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
+    assert (thread_variables(1), thread_variables(4)) == ({}, {THREADS_VARIABLE: "2"})
+    monkeypatch.setenv(THREADS_VARIABLE, "5")
+    assert thread_variables(4) == {}
+
+
+@pytest.mark.parametrize(("all_cores", "expected"), [(8, False), (64, True)])
+def test_who_is_bound_to_cores(all_cores: int, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(os, "cpu_count", lambda: all_cores)
+    assert is_bound() is expected
+
+
+def told() -> str | None:
+    return os.environ.get(THREADS_VARIABLE)
+
+
+@pytest.mark.parametrize("own", [None, "3"])
+def test_ranks_of_a_run(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if own is not None:
+        monkeypatch.setenv(THREADS_VARIABLE, own)
+    found = tfrep.launch(told, num_replicas=2, communicator="tf", strategy=None, fork=True, timeout=LIMIT)
+    assert found == [own or str(max(1, len(OWN) // 2))] * 2
+    assert tfrep.launch(told, num_replicas=1, strategy=None, timeout=LIMIT) == [own]
+
+
+def asks_for_threads(folder: str, core: str) -> None:
+    if core:
+        os.sched_setaffinity(0, {int(core)})
+    strategy = tfrep.MultiWorkerStrategy("tf")
+    Path(folder, str(strategy.rank)).write_text(json.dumps(tf.config.threading.get_intra_op_parallelism_threads()), "utf-8")
+    tfrep.barrier()
+
+
+@pytest.mark.parametrize("binds", [False, True])
+def test_ranks_of_another_launcher(binds: bool, tmp_path: Path) -> None:
+    cores = [str(core) if binds else "" for core in sorted(OWN)]
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank, own in enumerate(stack.enter_context(identities("tf", 2))):
+            environ = inherited_environ() | {"CUDA_VISIBLE_DEVICES": ""} | own
+            asks = command(asks_for_threads, str(tmp_path), cores[rank % len(cores)])
+            processes.append(subprocess.Popen(asks, env=environ))
+            stack.callback(processes[-1].wait)
+            stack.callback(processes[-1].kill)
+        assert [process.wait(LIMIT) for process in processes] == [0, 0]
+    is_whole_machine = (1 if binds else len(OWN)) == os.cpu_count()
+    expected = threads_of_rank(2) if is_whole_machine else 0  # 0: TensorFlow takes the cores that it may use.
+    assert [json.loads((tmp_path / rank).read_text("utf-8")) for rank in "01"] == [expected] * 2
