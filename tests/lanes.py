@@ -110,6 +110,7 @@ LANES = {
         "keras_integration/test_empty_parts.py",
         "keras_integration/test_every_layer.py",
         "keras_integration/test_every_operation.py",
+        "strategies/test_batches_of_one_size.py",
     ),
     "optimizers": (
         "keras_integration/test_every_optimizer.py::test_two_processes",

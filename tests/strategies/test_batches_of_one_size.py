@@ -1,0 +1,64 @@
+"""The scenarios on batches of one size: steps that do not ask about their rows are traced for the rows they have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import pytest
+import scenarios
+import tensorflow as tf
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from test_one_device_answer import assert_same, mirrored
+
+from tfrep_strategy.keras_integration.protocol import Step
+
+OPEN = {
+    "a_single_row", "clipped_and_accumulated", "clipped_by_global_norm", "custom_loop", "custom_train_step",
+    "gan_with_hand_written_means", "learning_to_learn", "logs_of_ones_own", "loops_without_run", "loss_circle_in_a_custom_loop",
+    "loss_none_eagerly", "losses_of_some_rows", "losses_that_users_write", "means_over_no_examples", "model_contrastive",
+    "model_methods_of_ones_own", "model_quantile_heads", "model_unit_normalized_metric_learning", "parts_known_to_be_empty",
+    "predicted_strings", "run_eagerly", "scaled_losses_of_ones_own", "several_gradients_of_one_tape", "sharpness_aware_minimization",
+    "sparse_gradients_without_run", "sparse_ragged_and_string_inputs", "steps_per_execution_of_a_generator",
+    "sums_over_rows_in_a_step", "two_scaled_optimizers", "updated_by_hand",
+}  # fmt: skip
+"""Those with steps or losses of their own, or whose data has no batches of one size, even if rows are left out."""
+
+
+@pytest.fixture
+def one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the rows that would make a smaller batch at the end, here and on one device."""
+    adapt, batch = ArrayDataAdapter.__init__, tf.data.Dataset.batch
+
+    def adapt_whole_batches(self: Any, x: Any, y: Any = None, sample_weight: Any = None, **others: Any) -> None:
+        given, size = (x, y, sample_weight), others.get("batch_size") or 32
+        rows = len(keras.tree.flatten(x)[0])
+        if kept := rows // size * size:
+            given = keras.tree.map_structure(lambda array: array[:kept] if kept < rows and array is not None else array, given)
+        adapt(self, *given, **others)
+
+    def whole_batches(self: Any, batch_size: Any, drop_remainder: bool = False, **others: Any) -> Any:
+        return batch(self, batch_size, drop_remainder or int(self.cardinality()) >= int(batch_size), **others)
+
+    monkeypatch.setattr(ArrayDataAdapter, "__init__", adapt_whole_batches)
+    monkeypatch.setattr(tf.data.Dataset, "batch", whole_batches)
+
+
+@pytest.mark.usefixtures("one_size")
+@pytest.mark.parametrize("name", sorted(scenarios.SCENARIOS))
+def test_two_mirrored_replicas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed: list[Step] = []
+    monkeypatch.setattr(Step, "__setattr__", _noting(fixed))
+    with mirrored(2).scope():
+        found = scenarios.run(name)
+    assert_same(found, scenarios.run(name), name)
+    assert bool(fixed) == (name not in OPEN), "a scenario that keeps its rows open, or no longer does"
+
+
+def _noting(fixed: list[Step]) -> Any:
+    def set_and_note(step: Step, name: str, value: Any) -> None:
+        object.__setattr__(step, name, value)
+        if name == "rows_are_fixed" and value:
+            fixed.append(step)
+
+    return set_and_note
