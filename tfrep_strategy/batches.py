@@ -11,6 +11,13 @@ from tfrep_strategy._tensorflow import is_none, regroup
 from tfrep_strategy.keras_integration.protocol import Shards
 
 
+def known_examples(batch: Any) -> int | None:
+    """Returns how many examples a batch has, if that is known while a function is traced, and some tensor has rows."""
+    with_rows = [leaf for leaf in tf.nest.flatten(batch) if not tf.is_tensor(leaf) or leaf.shape.rank != 0]
+    is_dense = bool(with_rows) and isinstance(with_rows[0], tf.Tensor) and with_rows[0].dtype != tf.variant
+    return with_rows[0].shape[0] if is_dense and with_rows[0].shape.rank else None
+
+
 def num_examples(batch: Any) -> tf.Tensor:
     """Counts the examples of a batch.
 
@@ -19,8 +26,10 @@ def num_examples(batch: Any) -> tf.Tensor:
 
     Returns:
         int64 scalar: the first dimension of the first tensor that is not a scalar; 1 if all are scalars. A tensor of unknown
-        rank counts as 1 if it turns out to be a scalar.
+        rank counts as 1 if it turns out to be a scalar. A constant if the number is known.
     """
+    if (known := known_examples(batch)) is not None:
+        return tf.constant(known, tf.int64)
     for leaf in tf.nest.flatten(batch):
         if isinstance(leaf, tf.SparseTensor):
             return leaf.dense_shape[0]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy.packing import Packed
@@ -50,7 +51,13 @@ class Share:
             num_examples: int64 scalar, the examples of this replica.
             total: int64 scalar, the examples of all replicas.
             num_replicas: How many replicas there are.
+
+        What is known while a step is traced costs no operations in it.
         """
+        rows, all_rows = tf.get_static_value(num_examples), tf.get_static_value(total)
+        if rows is not None and all_rows:
+            value = tf.constant(np.float32(rows) / np.float32(all_rows))
+            return cls(value, num_replicas, tf.constant(rows * num_replicas == all_rows))
         value = tf.math.divide_no_nan(tf.cast(num_examples, tf.float32), tf.cast(total, tf.float32))
         with tf.device("CPU:0"):
             return cls(value, num_replicas, tf.equal(num_examples * num_replicas, total))
@@ -59,6 +66,11 @@ class Share:
     def equal(cls, num_replicas: int) -> Share:
         """Makes the share of replicas that have as many examples each, such as the whole batch."""
         return cls(tf.constant(1 / num_replicas), num_replicas, tf.constant(True))
+
+    @property
+    def is_known_equal(self) -> bool:
+        """Whether `is_equal` is known to be true while a step is traced."""
+        return bool(tf.get_static_value(self.is_equal))
 
     # The rule.
 

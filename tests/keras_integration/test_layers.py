@@ -51,6 +51,31 @@ def test_synchronized_statistics_cost_one_sum_forward_and_one_backward(worker_po
         assert sums == [*[statistics] * 3, gradients], "nothing needs a gradient of what the first layer gets"
 
 
+def functions_in_a_step(rows: int) -> list[str]:
+    """Trains with three layers of statistics in batches of 4. Returns the functions that the traced step of 2 replicas calls."""
+    graphs = []
+
+    def noted(x: Any) -> Any:
+        graphs.append(tf.compat.v1.get_default_graph())
+        return x
+
+    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        kinds = [kind for size in (2, 3, 4) for kind in (layers.Dense(size), layers.BatchNormalization())]
+        model = keras.Sequential([keras.Input((3,)), layers.Lambda(noted), *kinds])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    data = tf.data.Dataset.from_tensor_slices((np.ones([rows, 3], "float32"), np.ones([rows, 4], "float32")))
+    model.fit(data.batch(4, drop_remainder=rows % 4 == 0), verbose=0)
+    assert not [op for op in graphs[-1].get_operations() if "If" in op.type]
+    return [op.get_attr("f").name for op in graphs[-1].get_operations() if op.type == "PartitionedCall"]
+
+
+def test_statistics_add_little_to_a_trace() -> None:
+    assert functions_in_a_step(8) == [], "all replicas are known to have as many rows"
+    called = functions_in_a_step(7)
+    assert len(called) == 6, "one for each layer and replica"
+    assert len(set(called)) == 1, "traced once"
+
+
 def test_moving_statistics_are_the_mean_over_replicas(worker_pool: Any) -> None:
     results = [moving_statistics(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))]
     results += worker_pool("tf", 2).run(moving_statistics)

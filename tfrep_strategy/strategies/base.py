@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.batches import num_examples, pack, with_unknown_size
+from tfrep_strategy.batches import known_examples, num_examples, pack, with_unknown_size
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.data import explain
 from tfrep_strategy.errors import ConfigurationError, check_count, message
@@ -86,11 +86,16 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
             else:
                 if not tf.executing_eagerly():
                     shards = Shards(tuple(map(with_unknown_size, shards.parts)), shards.total)
-                fn, args = in_step(self, fn, num_examples), (pack(shards), shards.total)
+                fn, args = in_step(self, fn, num_examples), (pack(shards), self._total_of(shards))
         elif self.num_replicas_in_sync > 1:
             self.extended.note_step()
         with self.extended.watching_peers():
             return super().run(fn, args, kwargs, options)
+
+    def _total_of(self, shards: Shards) -> tf.Tensor:
+        """Returns the examples of the global batch: a constant if all replicas are of this process, with known numbers of rows."""
+        rows = [known for part in shards.parts if (known := known_examples(part)) is not None]
+        return tf.constant(sum(rows), tf.int64) if len(rows) == self.num_replicas_in_sync else shards.total
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces a result of `run` over the replicas; see `tf.distribute.Strategy.reduce`.

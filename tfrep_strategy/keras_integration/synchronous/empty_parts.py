@@ -112,15 +112,17 @@ def _with_a_row(fn: Callable[[Any], Any], inputs: Any) -> Any:
         inputs: A nest of tensors whose first dimension is the batch.
     """
     first = tf.nest.flatten(inputs)[0]
-    rows = tf.shape(first)[0]
+    rows = tf.shape(first)[:1]
     missing = 1 - tf.minimum(rows, 1)
 
     def padded(x: tf.Tensor) -> tf.Tensor:
-        x_padded = tf.pad(x, tf.concat([[[0, missing]], tf.zeros([x.shape.rank - 1, 2], tf.int32)], 0))
-        return tf.ensure_shape(x_padded, [None, *x.shape[1:]])
+        after_the_rows = [[0, 1]] + [[0, 0]] * (x.shape.rank - 1)
+        return tf.ensure_shape(tf.pad(x, missing * after_the_rows), [None, *x.shape[1:]])
 
     def sliced(y: tf.Tensor) -> tf.Tensor:
-        sizes = tf.concat([[rows], tf.shape(y)[1:]], 0)
-        return tf.ensure_shape(tf.slice(y, tf.zeros_like(sizes), sizes), [first.shape[0], *y.shape[1:]])
+        others = y.shape.rank - 1
+        all_of_them = [-1] * others
+        y_sliced = tf.slice(y, [0] * (1 + others), tf.concat([rows, all_of_them], 0) if others else rows)
+        return tf.ensure_shape(y_sliced, [first.shape[0], *y.shape[1:]])
 
     return tf.nest.map_structure(sliced, fn(tf.nest.map_structure(padded, inputs)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -11,6 +12,7 @@ import tensorflow as tf
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
+from tfrep_strategy.shares import Share
 
 _GOLDEN = 0x9E3779B9
 
@@ -65,26 +67,24 @@ class Layers(SynchronousBase):
     def normalize(self, original: Any, layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         """Weighs what a step adds to moving statistics by the examples of the replica, since what is read is their mean.
 
-        Where all replicas have as many examples, which is nearly always, that launches nothing on an accelerator.
+        Where all replicas have as many examples, which is nearly always, that launches nothing on an accelerator. Where they
+        are known to, it is left out.
         """
         with knows_no_rows.to(True):
             return self._normalize(original, layer, inputs, training, mask)
 
     def _normalize(self, original: Any, layer: Any, inputs: Any, training: Any, mask: Any) -> Any:
         step = current_step()
-        if not training or not layer.trainable or step is None or not _is_weighed(layer):
+        if not training or not layer.trainable or step is None or not _is_weighed(layer) or step.share.is_known_equal:
             return original(layer, inputs, training=training, mask=mask)
         statistics = [layer.moving_mean, layer.moving_variance]
         before = [tf.convert_to_tensor(variable) for variable in statistics]
         outputs = original(layer, inputs, training=training, mask=mask)
-
-        def weigh() -> None:
-            kept = [value * layer.momentum for value in before]
-            moved = [tf.convert_to_tensor(variable) for variable in statistics]
-            for variable, value in zip(statistics, step.share.of_moving(kept, moved), strict=True):
-                variable.assign(value)
-
-        tf.cond(step.share.is_equal, lambda: None, weigh)
+        moved = [tf.convert_to_tensor(variable) for variable in statistics]
+        share, weighing = step.share, _weighing(step.share.num_replicas, moved[0].dtype)
+        weighed = weighing(share.value, share.is_equal, tf.cast(layer.momentum, moved[0].dtype), *before, *moved)
+        for variable, value in zip(statistics, weighed, strict=True):
+            variable.assign(value)
         return outputs
 
     def moments(self, original: Any, layer: Any, inputs: Any, mask: Any) -> Any:
@@ -114,6 +114,22 @@ class Layers(SynchronousBase):
         behind = tf.concat([[0], widest - own], 0)
         padded = tf.pad(outputs, tf.stack([tf.zeros_like(behind), behind], 1))
         return tf.ensure_shape(padded, [outputs.shape[0], *[None] * (len(outputs.shape) - 1)])
+
+
+@functools.cache
+def _weighing(num_replicas: int, dtype: tf.DType) -> Callable[..., list[tf.Tensor]]:
+    """Returns a function that gives the moving mean and variance which a replica is to have, of any layer.
+
+    It is traced once. A branch for each layer and replica would make the trace of a step longer.
+    """
+
+    def weighed(value: Any, is_equal: Any, momentum: Any, mean: Any, variance: Any, *moved: Any) -> list[tf.Tensor]:
+        share = Share(value, num_replicas, is_equal)
+        return tf.cond(is_equal, lambda: list(moved), lambda: share.of_moving([mean * momentum, variance * momentum], moved))
+
+    scalars = [tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.bool), tf.TensorSpec([], dtype)]
+    with tf.init_scope():
+        return tf.function(weighed, autograph=False).get_concrete_function(*scalars, *[tf.TensorSpec([None], dtype)] * 4)
 
 
 def _is_weighed(layer: Any) -> bool:
