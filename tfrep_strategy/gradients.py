@@ -135,6 +135,12 @@ def transformed(
     return result
 
 
+def known_bytes(gradients: Sequence[Gradient]) -> int:
+    """Returns how many bytes the dense ones among gradients have whose shapes are known."""
+    dense = [gradient for gradient in gradients if isinstance(gradient, tf.Tensor)]
+    return sum((tensor.shape.num_elements() or 0) * tensor.dtype.size for tensor in dense)
+
+
 def dense_buckets(gradients: Sequence[Gradient], bucket_bytes: int) -> Iterator[list[int]]:
     """Groups the dense ones among gradients as `buckets` does, and yields lists of their indices."""
     indices = [i for i, gradient in enumerate(gradients) if gradient is not None and not isinstance(gradient, tf.IndexedSlices)]

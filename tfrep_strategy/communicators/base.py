@@ -152,7 +152,9 @@ class Communicator(abc.ABC):
     local_rank: int = 0
     local_size: int = 1
     bucket_bytes: int = 32 << 20
-    """The default size of a gradient bucket in bytes."""
+    """The size of a gradient bucket in bytes, where the user sets none and it is not measured."""
+    adds_in_order: bool = False
+    """Whether each element is added up in the order of ranks, wherever it stands in a bucket."""
 
     @abc.abstractmethod
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:

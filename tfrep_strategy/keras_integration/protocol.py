@@ -33,7 +33,6 @@ class KerasStrategy(Protocol):
 
     num_replicas_in_sync: int
     extended: KerasExtended
-    bucket_bytes: int
     gradient_transformers: Sequence[Any]
     gradient_aggregator: Any
     shard_optimizer_state: bool
@@ -71,6 +70,9 @@ class KerasExtended(Protocol):
 
     def aggregate_gradients(self, gradients: Sequence[Any], in_parts: bool = False) -> list[Any]:
         """Makes replica gradients, which their shares have weighed, global: their sum, or the own part of it; in a replica."""
+
+    def bucket_bytes_for(self, tensors: Sequence[Any]) -> int:
+        """Returns the size in bytes of the buckets in which gradients like these travel; in a replica."""
 
     def mean_over_processes(self, own_gradients: Sequence[Any]) -> list[Any]:
         """Averages gradients that every process computed outside replicas."""

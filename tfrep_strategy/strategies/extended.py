@@ -154,8 +154,12 @@ class SynchronousExtended:
             own,
             all_reduce=self._sum_to_parts if in_parts else self.sum_gradients,
             all_gather=self.gather_gradients,
-            bucket_bytes=strategy.bucket_bytes,
+            bucket_bytes=self.bucket_bytes_for(own),
         )
+
+    def bucket_bytes_for(self, tensors: Sequence[Any]) -> int:
+        """Returns the size in bytes of the buckets in which gradients like these travel. Every replica calls it."""
+        return self.strategy.bucket_bytes
 
     def _sum_to_parts(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return sum_to_parts(tensors, self._num_replicas_in_sync, self.scatter_gradients)

@@ -22,6 +22,7 @@ from tfrep_strategy._tensorflow import (
 from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.batches import as_tensors, num_examples
 from tfrep_strategy.communicators import Communicator, SingleCommunicator
+from tfrep_strategy.communicators.bucket_size import SMALLEST_BUCKET, can_be_found, find_bucket_bytes
 from tfrep_strategy.communicators.compression import compressed_gather, compressed_scatter, compressed_sum
 from tfrep_strategy.communicators.strings import gather_rows
 from tfrep_strategy.errors import ConfigurationError, message
@@ -60,6 +61,7 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         self.new_variables: list[Any] = []
         self.open_scopes = 0
         self.predictions_on_chief_only = False
+        self._has_measured = False
         self._init_state()
 
     def _use_merge_call(self) -> bool:
@@ -181,8 +183,19 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
             [share.weigh(gradient) for gradient in own_gradients],
             all_reduce=self.sum_over_replicas,
             all_gather=self.gather_over_replicas,
-            bucket_bytes=self.strategy.bucket_bytes,
+            bucket_bytes=self.bucket_bytes_for(own_gradients),
         )
+
+    def bucket_bytes_for(self, tensors: Sequence[Any]) -> int:
+        wanted, communicator = self.strategy.bucket_bytes, self._communicator
+        if isinstance(wanted, int):
+            return wanted
+        measures = communicator.size > 1 and (wanted is not None or can_be_found(communicator))
+        if measures and not self._has_measured and gradients.known_bytes(tensors) > SMALLEST_BUCKET:
+            self._has_measured = True
+            with tf.init_scope():
+                communicator.bucket_bytes = find_bucket_bytes(communicator, self._reduce_in_function)
+        return communicator.bucket_bytes
 
     def communicator_of(self, replica: int) -> Communicator:
         return self._communicator

@@ -176,7 +176,7 @@ class Updates(ShardedUpdates):
         if not step.scaled_losses[id(optimizer)]:
             return [step.share.weigh(g) for g in grads]
         step.scaled_losses[id(optimizer)] -= 1
-        return step.share.silenced_gradients(grads, dense_buckets(grads, self.strategy.bucket_bytes))
+        return step.share.silenced_gradients(grads, dense_buckets(grads, self.strategy.extended.bucket_bytes_for(grads)))
 
 
 def _comes_from_half(gradient: Any) -> bool:

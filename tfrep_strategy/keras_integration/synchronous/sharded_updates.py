@@ -96,7 +96,8 @@ class ShardedUpdates(SynchronousBase):
             for cut, gradient in zip(cuts, grads, strict=True)
         ]
         _BaseOptimizer._backend_update_step(optimizer, own, parts, learning_rate)
-        updated = sharding.gather_parts(cuts, [part.value for part in parts], communicator, self.strategy.bucket_bytes)
+        bucket_bytes = self.strategy.extended.bucket_bytes_for(grads)
+        updated = sharding.gather_parts(cuts, [part.value for part in parts], communicator, bucket_bytes)
         for variable, value in zip(variables, updated, strict=True):
             variable.assign(value)
 

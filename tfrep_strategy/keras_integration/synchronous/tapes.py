@@ -39,7 +39,7 @@ class Tapes(SynchronousBase):
             gradients = tf.nest.flatten(original(tape, target, sources, *args, **kwargs))
             own = [gradients[i] for i in positions]
             if was_scaled or sums:
-                own = step.share.silenced_gradients(own, dense_buckets(own, self.strategy.bucket_bytes))
+                own = step.share.silenced_gradients(own, dense_buckets(own, self.strategy.extended.bucket_bytes_for(own)))
             else:
                 own = [step.share.weigh(gradient) for gradient in own]
             summed = self._summed(own)
