@@ -15,7 +15,7 @@ from tfrep_strategy.distributed_iterator import Pipeline, Reading, ReplicaIterat
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
-from tfrep_strategy.pipelines.own_part import Place, cut_low, cutting
+from tfrep_strategy.pipelines.own_part import Place, cut_low, cutting, maps_examples
 
 _PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
 _POLICIES = tf.data.experimental.AutoShardPolicy
@@ -306,6 +306,8 @@ def _cut(
     """Cuts batches, in the background if it may read ahead."""
     if place.total == 1:  # To cut nothing off would cost as much as a step of a tiny net.
         return dataset
+    if agreement.size > 1 and maps_examples(dataset):
+        _warn_of_waste(_why_at_the_end(reads_ahead), agreement)
     if not reads_ahead:
         # By default TensorFlow would run the map ahead and keep its results.
         at_once = tf.data.Options()
@@ -317,9 +319,20 @@ def _cut(
         shards = dataset.map(cutting(dataset.element_spec, place), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
         return shards.prefetch(_STEPS_AHEAD)
     low = cut_low(dataset, place, first_batch)
-    if low.reason and not low.is_of_examples and agreement.rank == 0:
-        warnings.warn(f"Each process computes examples that others need: {low.reason}.", stacklevel=2)
+    _warn_of_waste(low.reason, agreement)
     return low.dataset.prefetch(_STEPS_AHEAD)
+
+
+def _why_at_the_end(reads_ahead: bool) -> str:
+    """Returns why batches are cut at the end of their pipeline; nothing if they are not."""
+    if not reads_ahead:
+        return "nothing may be read ahead; allow `inject_prefetch`, and a buffer in `tf.distribute.InputOptions`"
+    return "" if tf.executing_eagerly() else "it is distributed in a function; distribute it outside"
+
+
+def _warn_of_waste(reason: str, agreement: Agreement) -> None:
+    if reason and agreement.rank == 0:
+        warnings.warn(f"Each process computes examples that others need: {reason}.", stacklevel=2)
 
 
 def explain(dataset: tf.data.Dataset, replicas: LocalReplicas) -> str:
@@ -328,6 +341,8 @@ def explain(dataset: tf.data.Dataset, replicas: LocalReplicas) -> str:
         return "One process reads the data set and computes all of it."
     if dataset.options().experimental_distribute.auto_shard_policy in _OF_EACH:
         return "Each process reads a pipeline of its own."
+    if why := _why_at_the_end(_reads_ahead(dataset, None)):
+        return f"Each of {replicas.agreement.size} processes computes all of it: {why}."
     low = cut_low(dataset, Place(replicas.total, replicas.first, len(replicas.devices)), None)
     own = ", ".join(low.above) or "nothing"
     said = f"Each of {replicas.agreement.size} processes computes for its own examples only: {own}."

@@ -310,7 +310,9 @@ def test_parts_are_those_of_whole_batches(name: str) -> None:
     make, above, reason = PIPELINES[name]
     for place in (Place(3, 0, 1), Place(3, 2, 1), Place(5, 1, 2)):
         cut = assert_parts_equal(make, place)
-        assert (cut.above, cut.reason) == (above, reason)
+        assert cut.above == above
+        assert cut.reason.startswith(reason)
+        assert bool(cut.reason) == (";" in cut.reason) == bool(reason), "what would change it"
 
 
 def test_the_pipelines_of_guides(tmp_path: Path) -> None:
@@ -331,7 +333,7 @@ def test_the_pipelines_of_guides(tmp_path: Path) -> None:
         return files.map(tf.io.read_file, tf.data.AUTOTUNE).map(lambda b: tf.io.decode_jpeg(b, 3)).batch(5)
 
     for make in (from_directory, from_files):
-        assert assert_parts_equal(make, Place(2, 1, 1)).is_of_examples
+        assert "batch" in assert_parts_equal(make, Place(2, 1, 1)).above
 
 
 def test_each_process_computes_its_own_examples_only() -> None:

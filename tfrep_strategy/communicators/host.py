@@ -20,8 +20,8 @@ Arrays = list[np.ndarray]
 class HostCommunicator(Communicator):
     """Adds operations that call Python on the CPU. Tensors of a GPU are copied.
 
-    A subclass implements `reduce_arrays`, `gather_array` and `broadcast_arrays`, which get contiguous arrays and must not write
-    to them. Those of a function run in program order, unused ones too.
+    A subclass implements the methods on arrays, which get contiguous ones and must not write to them. Collectives of a function
+    run in program order, unused ones too.
     """
 
     @abc.abstractmethod
@@ -35,6 +35,14 @@ class HostCommunicator(Communicator):
     @abc.abstractmethod
     def broadcast_arrays(self, arrays: Arrays, root: int) -> Arrays:
         """Returns the root's arrays of any numeric dtype or bool."""
+
+    @abc.abstractmethod
+    def scatter_array(self, array: np.ndarray, rows: Sequence[int], op: str) -> np.ndarray:
+        """Reduces an array as `reduce_arrays` does, and returns the own rows. Rank r gets the next `rows[r]`."""
+
+    @abc.abstractmethod
+    def exchange_rows(self, array: np.ndarray, splits: np.ndarray) -> Arrays:
+        """Sends `splits[r]` rows to rank r. Returns the received rows, and how many came from each rank (int32)."""
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
         self.check_op(op)
@@ -52,6 +60,24 @@ class HostCommunicator(Communicator):
         tensor = tf.convert_to_tensor(tensor)
         (gathered,) = self._call("all_gather", "", lambda arrays: [self.gather_array(*arrays)], [tensor])
         return tf.ensure_shape(gathered, [None, *tensor.shape[1:]])
+
+    def reduce_scatter(self, tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
+        self.check_op(op)
+        tensor = tf.convert_to_tensor(tensor)
+        wide = tf.cast(tensor, tf.float32) if tensor.dtype == tf.float16 else tensor
+
+        def scatter(arrays: Arrays) -> Arrays:
+            base, longer = divmod(len(arrays[0]), self.size)
+            return [self.scatter_array(arrays[0], [base + (rank < longer) for rank in range(self.size)], op)]
+
+        (own,) = self._call("reduce_scatter", op, scatter, [carry(wide, op)])
+        own = mean_of_sum(own, self.size) if op == "mean" else own
+        return tf.ensure_shape(uncarry(own, tensor.dtype, op), [None, *tensor.shape[1:]])
+
+    def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        tensors = [tf.convert_to_tensor(tensor), tf.cast(splits, tf.int32)]
+        rows, counts = self._call("all_to_all", "", lambda arrays: self.exchange_rows(*arrays), tensors)
+        return tf.ensure_shape(rows, [None, *tensors[0].shape[1:]]), tf.ensure_shape(counts, [self.size])
 
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         self.check_root(root)

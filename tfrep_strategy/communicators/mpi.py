@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -80,6 +81,28 @@ class MpiCommunicator(HostCommunicator):
             finally:
                 row.Free()
         return result
+
+    def scatter_array(self, array: np.ndarray, rows: Sequence[int], op: str) -> np.ndarray:
+        result = np.empty((rows[self.rank], *array.shape[1:]), array.dtype)
+        row = math.prod(array.shape[1:])
+        if row:
+            self._finish([self._group.Ireduce_scatter(array, result, [row * own for own in rows], self._ops[op])])
+        return result
+
+    def exchange_rows(self, array: np.ndarray, splits: np.ndarray) -> Arrays:
+        if splits.sum() != len(array):
+            raise ConfigurationError(message("The splits are not all rows.", rows=len(array), splits=splits.tolist()))
+        counts = np.empty(self.size, np.int32)
+        self._finish([self._group.Ialltoall(np.ascontiguousarray(splits, np.int32), counts)])
+        result = np.empty((counts.sum(), *array.shape[1:]), array.dtype)
+        row_bytes = array.itemsize * math.prod(array.shape[1:])
+        if row_bytes:
+            row = self._mpi.BYTE.Create_contiguous(row_bytes).Commit()
+            try:
+                self._finish([self._group.Ialltoallv([_bytes(array), splits, row], [_bytes(result), counts, row])])
+            finally:
+                row.Free()
+        return [result, counts]
 
     def broadcast_arrays(self, arrays: Arrays, root: int) -> Arrays:
         results = [array.copy() for array in arrays]

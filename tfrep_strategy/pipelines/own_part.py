@@ -32,7 +32,6 @@ from tfrep_strategy.pipelines.functions import first_stateful_operation, makes_m
 from tfrep_strategy.pipelines.own_batches import Batches, Lifted, Map, are_known, own_batches
 
 _BATCHES = (kinds.Batch, kinds.ParallelBatch)
-_BATCH = "batch"
 _MAPS = (kinds.Map, kinds.ParallelMap)
 
 
@@ -56,13 +55,11 @@ class Cut(NamedTuple):
     Attributes:
         dataset: A data set of `Shards`.
         above: The operations above the cut, from the last of the pipeline down. A process computes these for its own part.
-        is_of_examples: Whether the cut is below `batch`, so that there are maps of single examples among them.
-        reason: Why a map is computed for all examples; empty if none is.
+        reason: Why a map is computed for all examples, and what would change that; empty if none is.
     """
 
     dataset: tf.data.Dataset
     above: tuple[str, ...]
-    is_of_examples: bool
     reason: str
 
 
@@ -79,7 +76,12 @@ def cut_low(dataset: tf.data.Dataset, place: Place, first_batch: FirstBatch | No
     """
     cutter = _Cutter(place, first_batch)
     shards = cutter.batches(dataset)
-    return Cut(shards.with_options(dataset.options()), tuple(cutter.above), _BATCH in cutter.above, cutter.reason)
+    return Cut(shards.with_options(dataset.options()), tuple(cutter.above), cutter.reason)
+
+
+def maps_examples(dataset: tf.data.Dataset) -> bool:
+    """Returns whether a data set of batches maps single examples, which is mostly what costs."""
+    return any(_has_maps(part) for part in parts_of_dataset(dataset) if isinstance(part, _BATCHES))
 
 
 def cutting(spec: Any, place: Place) -> Callable[..., Shards]:
@@ -114,25 +116,26 @@ class _Cutter:
             if mixing is None:
                 self.above.append(_name(dataset))
                 return self._mapped(dataset, _function(of_rows))
-            self._say(dataset, f"`{_name(dataset)}` gets whole batches, and may mix their rows or draw numbers ({mixing})")
+            what = f"`{_name(dataset)}` gets whole batches, and may mix their rows or draw numbers ({mixing})"
+            self._say(dataset, f"{what}; map single examples, before `batch`")
         elif isinstance(dataset, _BATCHES):
             examples = _Examples()
             lifted = examples.lift(dataset._input_dataset)
             self.reason = self.reason or examples.reason
             if lifted.maps and _is_as_large_as_its_largest(dataset):
-                self._say(dataset, "the size of a batch of sparse examples is that of its largest")
+                self._say(dataset, "the size of a batch of sparse examples is that of its largest; give all one shape")
             elif lifted.maps and any(map(is_none, tf.nest.flatten(lifted.source.element_spec))):
-                self._say(dataset, "TensorFlow makes no windows of examples with None")
+                self._say(dataset, "TensorFlow makes no windows of examples with None; leave it out")
             elif lifted.maps:
-                self.above += [_BATCH, *(each.name for each in reversed(lifted.maps))]
+                self.above += ["batch", *(each.name for each in reversed(lifted.maps))]
                 return self._batched(dataset, lifted)
         else:
-            self._say(dataset, f"`{_kind(dataset)}` comes after `batch`")
+            self._say(dataset, f"`{_kind(dataset)}` comes after `batch`; write it before `map`")
         return self._here(dataset)
 
     def _say(self, dataset: tf.data.Dataset, reason: str) -> None:
         """Notes why a data set is computed as a whole, if that costs something: if it maps single examples."""
-        if _has_maps_of_examples(dataset):
+        if maps_examples(dataset):
             self.reason = self.reason or reason
 
     def _here(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -196,7 +199,7 @@ class _Cutter:
             return mapped(self._joined(below, cut))
 
         # Keras picks the rows of arrays by batches of indices. One operation costs an epoch less than three.
-        if picks and not _has_maps_of_examples(below):
+        if picks and not maps_examples(below):
             source, run = below, cut_and_mapped
         else:
             source, run = self._zipped(below, for_rows=True) if is_zipped else self.batches(below), mapped
@@ -260,7 +263,8 @@ class _Examples:
             if stateful is None:
                 below = self.lift(dataset._input_dataset)
                 return Lifted(below.source, (*below.maps, Map(_name(dataset), _function(dataset), _parallel_calls(dataset))))
-            self.reason = self.reason or f"the results of `{_name(dataset)}` may depend on the order of its calls ({stateful})"
+            what = f"the results of `{_name(dataset)}` may depend on the order of its calls ({stateful})"
+            self.reason = self.reason or f"{what}; use operations without state, such as `tf.random.stateless_uniform`"
         elif isinstance(dataset, (kinds.Options, kinds.Prefetch)):
             below = self.lift(dataset._input_dataset)
             return below if below.maps else Lifted(dataset)
@@ -278,7 +282,7 @@ class _Examples:
         elif _makes_maps(dataset):
             self.reason = self.reason or f"`{_kind(dataset)}` maps in its function; write `map` after it"
         elif _has_maps(dataset):
-            self.reason = self.reason or f"`{_kind(dataset)}` comes after `map`"
+            self.reason = self.reason or f"`{_kind(dataset)}` comes after `map`; write it before"
         return Lifted(dataset)
 
     def _lift_each(self, dataset: Any) -> Lifted:
@@ -347,10 +351,6 @@ def _is_as_large_as_its_largest(dataset: Any) -> bool:
 
 def _always(value: tf.Tensor) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors(value).repeat()
-
-
-def _has_maps_of_examples(dataset: tf.data.Dataset) -> bool:
-    return any(_has_maps(part) for part in parts_of_dataset(dataset) if isinstance(part, _BATCHES))
 
 
 def _has_maps(dataset: tf.data.Dataset) -> bool:

@@ -71,11 +71,6 @@ class SharedMemoryCommunicator(HostCommunicator):
         self._running = _Running("", "", "", "")
         self.on_refusal: Callable[[Exception], None] = lambda error: None
 
-    def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        tensors = [tf.convert_to_tensor(tensor), tf.cast(splits, tf.int32)]
-        rows, counts = self._call("all_to_all", "", lambda arrays: self._exchange_rows(*arrays), tensors)
-        return tf.ensure_shape(rows, [None, *tensors[0].shape[1:]]), tf.ensure_shape(counts, [self.size])
-
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         ranks = self.check_group(ranks)
         if self.rank not in ranks:
@@ -132,7 +127,7 @@ class SharedMemoryCommunicator(HostCommunicator):
         return results
 
     def gather_array(self, array: np.ndarray) -> np.ndarray:
-        received, rows = self._moved([array], [len(array)], free_rows=True)
+        received, rows = self._moved([array], [len(array)], by_rows=True, free_rows=True)
         return received.view(array.dtype).reshape(sum(rows), *array.shape[1:])
 
     def broadcast_arrays(self, arrays: Arrays, root: int) -> Arrays:
@@ -144,24 +139,33 @@ class SharedMemoryCommunicator(HostCommunicator):
             start += array.nbytes
         return results
 
-    def _exchange_rows(self, array: np.ndarray, splits: np.ndarray) -> Arrays:
+    def scatter_array(self, array: np.ndarray, rows: Sequence[int], op: str) -> np.ndarray:
+        received, _ = self._moved([array], list(rows), by_rows=True)
+        result = aligned_empty((rows[self.rank], *array.shape[1:]), array.dtype)
+        reduce_in_order(received.view(array.dtype).reshape(self.size, *result.shape), op, result)
+        return result
+
+    def exchange_rows(self, array: np.ndarray, splits: np.ndarray) -> Arrays:
         if splits.sum() != len(array):
             raise ConfigurationError(message("The splits are not all rows.", rows=len(array), splits=splits.tolist()))
-        received, rows = self._moved([array], splits.tolist(), free_rows=True)
+        received, rows = self._moved([array], splits.tolist(), by_rows=True, free_rows=True)
         return [received.view(array.dtype).reshape(sum(rows), *array.shape[1:]), np.array(rows, np.int32)]
 
-    def _moved(self, arrays: Arrays, rows: list[int], free_rows: bool = False) -> tuple[np.ndarray, list[int]]:
+    def _moved(
+        self, arrays: Arrays, rows: list[int], by_rows: bool = False, free_rows: bool = False
+    ) -> tuple[np.ndarray, list[int]]:
         """Gets bytes from each member.
 
         Args:
             arrays: What this member may send. All members have the same dtypes and shapes, but for free rows.
             rows: How many rows, or bytes, it sends: one number for all receivers, or one for each.
-            free_rows: Whether there is one array, of any number of rows.
+            by_rows: Whether there is one array, and `rows` are rows of it.
+            free_rows: Whether members may have different numbers of rows.
 
         Returns:
             The bytes that came, in the order of members, and how many rows came from each.
         """
-        unit = arrays[0][:0].itemsize * int(np.prod(arrays[0].shape[1:], dtype=np.int64)) if free_rows else 1
+        unit = arrays[0][:0].itemsize * int(np.prod(arrays[0].shape[1:], dtype=np.int64)) if by_rows else 1
         table, said = self._begin(arrays, rows, unit, free_rows)
         column = self.rank if len(rows) > 1 else 0
         starts = [unit * sum(each[:column]) for each in table]
