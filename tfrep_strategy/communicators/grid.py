@@ -1,7 +1,8 @@
 """Short sums between many processes: over the rows, and then the columns, of a grid of ranks.
 
 TensorFlow's ring has `2 (n - 1)` messages that follow each other. Here a member gathers what the others of its row bring, adds it
-up, and does the same in its column: about `2 (sqrt(n) - 1)` messages. More bytes travel, so that it is for what is short.
+up, and does the same in its column: `2 (sqrt(n) - 1)` messages, some more if the last row is shorter. More bytes travel, so that it
+is for what is short.
 """
 
 from __future__ import annotations
@@ -39,11 +40,15 @@ class Grid:
     """
 
     def __init__(self, rank: int, size: int, key_of: Callable[[str], int]) -> None:
-        self._columns = next(count for count in range(math.isqrt(size - 1) + 1, size + 1) if size % count == 0)
-        self._rows = size // self._columns
-        row, column = divmod(rank, self._columns)
-        self._row_key, self._column_key = key_of(f"row{row}/"), key_of(f"column{column}/")
-        self.messages, of_ring = self._columns + self._rows - 2, 2 * (size - 1)
+        shapes = [_Shape(columns, size) for columns in range(1, size + 1)]
+        shape = min(shapes, key=lambda each: (each.messages, -each.columns))
+        row, column = divmod(rank, shape.columns)
+        is_last = row == shape.rows - 1
+        self._row = shape.in_last if is_last else shape.columns, key_of(f"row{row}/")
+        # Members of a shorter last row stand in for those that it lacks.
+        own_columns = range(column, shape.columns, shape.in_last) if is_last else [column]
+        self._columns = [(shape.rows, key_of(f"column{each}/")) for each in own_columns]
+        self.messages, of_ring = shape.messages, 2 * (size - 1)
         travels_more = self.messages - of_ring / size  # As many times the tensor.
         worth = _BYTES_PER_MESSAGE * (of_ring - self.messages) / travels_more if travels_more else math.inf
         self.most_bytes = int(min(worth, _MOST_BYTES))
@@ -59,13 +64,23 @@ class Grid:
             **options: Passed on.
         """
         merge = _MERGE[merge_op]
-        for size, key in ((self._columns, self._row_key), (self._rows, self._column_key)):
-            if size > 1:  # TensorFlow sorts members by the numbers of their devices: all columns add up in the same order.
-                input = functools.reduce(merge, _gathered(input, size, key, options))
-        return input
+        own = functools.reduce(merge, _gathered(input, *self._row, options))
+        # TensorFlow sorts members by the numbers of their devices: all columns add up in the same order.
+        return [functools.reduce(merge, _gathered(own, *column, options)) for column in self._columns][0]
+
+
+class _Shape:
+    """How many columns and rows some members make. The last row has `in_last` members."""
+
+    def __init__(self, columns: int, size: int) -> None:
+        self.columns, self.rows = columns, -(-size // columns)
+        self.in_last = size - (self.rows - 1) * columns
+        self.messages = columns - 1 + -(-columns // self.in_last) * (self.rows - 1)
 
 
 def _gathered(tensor: tf.Tensor, size: int, key: int, options: dict[str, Any]) -> list[tf.Tensor]:
+    if size == 1:
+        return [tensor]
     gathered = tf.raw_ops.CollectiveGatherV2(input=tensor, group_size=size, group_key=key, **options)
     if not tf.executing_eagerly():
         run_independently(gathered.op)

@@ -1,13 +1,14 @@
-"""Twelve members in a grid of three rows and four columns; prints what each gets, as JSON by operation."""
+"""Members in a grid; prints what each gets, as JSON by operation. Its argument is their number."""
 
 import json
+import sys
 
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.communicators.ring import RingCommunicator
 
-SIZE, FLOATS = 12, 500
+SIZE, FLOATS = int(sys.argv[1]), 500
 tf.config.threading.set_inter_op_parallelism_threads(4 * SIZE)
 tfrep.use_logical_cpus(SIZE)
 members = [RingCommunicator(rank, SIZE, f"CPU:{rank}", 77, "grid/", place=lambda kind: kind) for rank in range(SIZE)]
