@@ -111,6 +111,24 @@ def test_calls(tmp_path):
         assert results[name]["nodes"] <= keras["nodes"] + 3
 
 
+def test_tracing(tmp_path):
+    results, text = _run(tmp_path, "tracing", "--nets", "dense", "--replicas", "2", "--rounds", "1")
+    assert set(results) == {"dense, batches of one size", "dense, batches of any size"}
+    for net, found in results.items():
+        assert net in text
+        for each in (found["Keras"], found["2"]):
+            assert 0 < each["seconds"][0] < each["step_seconds"][0]
+
+
+def test_switching(tmp_path):
+    results, text = _run(tmp_path, "switching", "--processes", "2", "--times", "20")
+    assert set(results) == {"2"}
+    assert set(results["2"]) == {"messages", "call", "messages and call", "sum"}
+    for kind, costs in results["2"].items():
+        assert kind in text
+        assert costs["cpu_us"] > 0
+
+
 def test_all_reduce(tmp_path):
     results, text = _run(tmp_path, "all_reduce", "--rounds", "2", "--times", "2")
     assert set(results) == {"20 x 1 MB", "1 x 20 MB", "10 floats"}

@@ -76,7 +76,7 @@ tape_is_recording = _private("eager.record", "could_possibly_record")
 BranchGraph = _private("ops.control_flow_v2_func_graphs", "ControlFlowFuncGraph")
 CondGradientGraph = _private("ops.cond_v2", "_CondGradFuncGraph")
 
-_trace = _private("framework.func_graph", "func_graph_from_py_func")
+trace = _private("framework.func_graph", "func_graph_from_py_func")
 _unwrap = _private("util.tf_decorator", "unwrap")
 
 # AutoGraph does not convert the functions of this package, just as it does not convert TensorFlow's own.
@@ -238,7 +238,7 @@ def traced_function(graph: Any) -> Any:
     """Returns the Python function whose operations this thread is adding to a graph; None if there is none."""
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code is _trace.__code__ and frame.f_locals.get("func_graph") is graph:
+        if frame.f_code is trace.__code__ and frame.f_locals.get("func_graph") is graph:
             return _unwrap(frame.f_locals["python_func"])[1]
         frame = frame.f_back
     return None

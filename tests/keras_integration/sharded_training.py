@@ -33,6 +33,17 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "accumulation_scaled": lambda: _O.LossScaleOptimizer(_O.Adam(0.01, gradient_accumulation_steps=2)),
     "averages": lambda: _O.Adam(0.01, use_ema=True, ema_momentum=0.7, ema_overwrite_frequency=2),
 }
+if hasattr(_O, "MultiOptimizer"):
+    OPTIMIZERS |= {
+        "several": lambda: _several(_O.Adam(0.01), _O.SGD(0.1, momentum=0.9)),
+        "several_by_whole_variables": lambda: _several(_O.Lamb(0.01), _O.Muon(0.01)),
+        "several_that_clip": lambda: _several(_O.Adam(0.01, global_clipnorm=0.1), _O.SGD(0.1, clipnorm=0.1)),
+        "several_in_a_loss_scale": lambda: _O.LossScaleOptimizer(_several(_O.Adam(0.01), _O.SGD(0.1))),
+    }
+
+
+def _several(other: Any, of_kernels: Any) -> Any:
+    return _O.MultiOptimizer(_O.OptimizerMap(other, {".*kernel": of_kernels}))
 
 
 def rows() -> tuple[np.ndarray, np.ndarray]:
