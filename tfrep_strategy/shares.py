@@ -55,12 +55,14 @@ class Share:
         What is known while a step is traced costs no operations in it.
         """
         rows, all_rows = tf.get_static_value(num_examples), tf.get_static_value(total)
-        if rows is not None and all_rows:
+        is_known = rows is not None and bool(all_rows)
+        if is_known:
             value = tf.constant(np.float32(rows) / np.float32(all_rows))
-            return cls(value, num_replicas, tf.constant(rows * num_replicas == all_rows))
-        value = tf.math.divide_no_nan(tf.cast(num_examples, tf.float32), tf.cast(total, tf.float32))
+        else:
+            value = tf.math.divide_no_nan(tf.cast(num_examples, tf.float32), tf.cast(total, tf.float32))
         with tf.device("CPU:0"):
-            return cls(value, num_replicas, tf.equal(num_examples * num_replicas, total))
+            is_equal = tf.constant(rows * num_replicas == all_rows) if is_known else tf.equal(num_examples * num_replicas, total)
+        return cls(value, num_replicas, is_equal)
 
     @classmethod
     def equal(cls, num_replicas: int) -> Share:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.communicators.bucket_size import SMALLEST_BUCKET, bucket_for
+from tfrep_strategy.communicators.bucket_size import SMALLEST_BUCKET, bucket_for, find_bucket_bytes
 from tfrep_strategy.strategies import process_extended
 
 SIZES = [1 << power for power in range(20, 26)]
@@ -27,6 +27,14 @@ SIZES = [1 << power for power in range(20, 26)]
 )
 def test_a_bucket_takes_ten_times_as_long_as_a_message(short: float, long: float, expected: int) -> None:
     assert bucket_for(short, long) == expected
+
+
+def test_what_is_found_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    alone = tfrep.communicators.SingleCommunicator()
+    with caplog.at_level("INFO", "tfrep_strategy"):
+        found = find_bucket_bytes(alone, alone.all_reduce)
+    [line] = caplog.messages
+    assert line.startswith(f"Gradients travel in buckets of {found >> 20} MiB. A sum of 4 MiB takes ")
 
 
 def trained(strategy: Any, settings: list[Any], width: int = 700) -> list[tuple[int, int, list[np.ndarray]]]:

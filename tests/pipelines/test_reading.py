@@ -78,23 +78,36 @@ def test_what_is_read_is_compared_before_it_is_mapped(worker_pool: Any) -> None:
         assert "9.0" in said
 
 
-def warned(strategy: Any) -> list[str]:
+def warned(strategy: Any) -> tuple[list[str], str]:
+    """Distributes pipelines. Returns the warnings, and what is said of one of which nothing may be read ahead."""
+
     def noisy(value: tf.Tensor) -> tf.Tensor:
         return tf.cast(value, tf.float32) + tf.random.uniform([], seed=1)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         strategy.experimental_distribute_dataset(tf.data.Dataset.range(8).map(noisy).batch(4))
-        strategy.experimental_distribute_dataset(tf.data.Dataset.range(8).map(lambda v: v * 2).batch(4))
-    return [str(each.message) for each in caught if "computes" in str(each.message)]
+        numbers = tf.data.Dataset.range(8).map(lambda v: v * 2)
+        strategy.experimental_distribute_dataset(numbers.batch(4))
+        strategy.experimental_distribute_dataset(numbers.shuffle(8).map(lambda v: v + 1).batch(4))
+        not_ahead = tf.data.Options()
+        not_ahead.experimental_optimization.inject_prefetch = False
+        at_once = numbers.batch(4).with_options(not_ahead)
+        strategy.experimental_distribute_dataset(at_once)
+        strategy.experimental_distribute_dataset(tf.data.Dataset.range(8).batch(4).with_options(not_ahead))
+    return [str(each.message) for each in caught if "computes" in str(each.message)], strategy.explain(at_once)
 
 
 def test_what_each_process_computes_of_all_is_said_once(worker_pool: Any) -> None:
-    first, second = worker_pool("tf", 2).run(warned)
+    (first, explained), (second, also_explained) = worker_pool("tf", 2).run(warned)
     assert second == []
-    (said,) = first
-    assert "`map(noisy)`" in said
-    assert "RandomUniform" in said
+    drawn, shuffled, not_ahead = first
+    assert "`map(noisy)`" in drawn
+    assert "RandomUniform" in drawn
+    assert "`shuffle` comes after `map`; write `shuffle` before `map`" in shuffled, "though the other map is pushed"
+    assert "nothing may be read ahead" in not_ahead
+    assert explained == also_explained
+    assert explained.startswith("Each of 2 processes computes all of it: nothing may be read ahead")
 
 
 @pytest.mark.parametrize("policy", ["FILE", "AUTO"])
