@@ -155,6 +155,7 @@ XSpace = _private("profiler.protobuf.xplane_pb2", "XSpace", package="tensorflow.
 
 # Runtime.
 context = _private("eager.context", "context")
+_device_names = _private("eager.context", "_device_parsing_cache")
 ServerDef = _private("distribute.collective_all_reduce_strategy", "tensorflow_server_pb2").ServerDef
 CoordinatedJob = _private("eager.context", "coordination_config_pb2").CoordinatedJob
 
@@ -242,6 +243,11 @@ def traced_function(graph: Any) -> Any:
             return _unwrap(frame.f_locals["python_func"])[1]
         frame = frame.f_back
     return None
+
+
+def forget_device_names() -> None:
+    """Forgets the full names of devices that were given short ones, after this process has become a task of a cluster."""
+    _device_names.clear()
 
 
 @contextlib.contextmanager

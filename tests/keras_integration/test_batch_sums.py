@@ -56,6 +56,8 @@ SUMS: dict[str, Callable[[Any], Any]] = {
     "a dot product": lambda x: ops.dot(x[:, 0, 0], ops.mean(x, axis=(1, 2))),
     "tensordot": lambda x: tf.tensordot(x, x**2, [[0, 1, 2], [0, 1, 2]]),
     "weights of the rows": lambda x: tf.reduce_sum(tf.linalg.matvec(x[:, 0], x[:, 1, 0], transpose_a=True)),
+    "stacked": lambda x: ops.sum(ops.stack([x, 2.0 * x], axis=0)) + ops.sum(ops.sum(ops.stack([x, x], axis=1), axis=0)),
+    "of segments": lambda x: ops.sum(ops.segment_sum(x, ops.cast(x[:, 0, 0] > 0, "int32"), num_segments=2)),
     "size of a transposed": lambda x: ops.cast(ops.shape(ops.transpose(x))[2], "float32"),
 }
 MEANS: dict[str, Callable[[Any], Any]] = {
@@ -68,6 +70,7 @@ MEANS: dict[str, Callable[[Any], Any]] = {
     "a loss of Keras": lambda x: keras.losses.MeanSquaredError()(x, 0.5 * x),
     "sums of means": lambda x: ops.sum([ops.mean(x), ops.mean(x**2)]),
     "of no rows": lambda x: ops.sum(ops.square(ops.ones((3, 2)))),
+    "a mean of the stacked": lambda x: ops.sum(ops.mean(ops.stack([x, 2.0 * x], axis=0), axis=1)),
     "moments": lambda x: ops.sum(ops.mean(x, axis=0)),
     "einsum of means": lambda x: ops.einsum("ij->", ops.mean(x, axis=0)),
     "a mean of a transposed": lambda x: ops.sum(ops.mean(ops.transpose(x), axis=2)),

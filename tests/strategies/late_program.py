@@ -17,7 +17,10 @@ import tfrep_strategy as tfrep
 
 
 def prepared() -> tf.data.Dataset:
-    """Runs operations, and returns a data set of tensors that they have made."""
+    """Runs operations, some on devices by their short names, and returns a data set of tensors that they have made."""
+    keras.layers.StringLookup(vocabulary=["a"])(tf.constant(["a"]))
+    with tf.device("CPU:0"):
+        tf.zeros([1])
     x = tf.random.stateless_normal([37, 4], seed=[1, 2])
     x = (x - tf.reduce_mean(x, 0)) / tf.math.reduce_std(x, 0)
     keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])(x)

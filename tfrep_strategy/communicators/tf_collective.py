@@ -9,7 +9,14 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import CoordinatedJob, ServerDef, configure_collectives, context, runtime_has_started
+from tfrep_strategy._tensorflow import (
+    CoordinatedJob,
+    ServerDef,
+    configure_collectives,
+    context,
+    forget_device_names,
+    runtime_has_started,
+)
 from tfrep_strategy.communicators.position import Position
 from tfrep_strategy.communicators.ring import RingCommunicator, group_key
 from tfrep_strategy.devices import full_name, replica_device
@@ -161,6 +168,7 @@ class TensorFlowCommunicator(RingCommunicator):
         try:
             context().enable_collective_ops(server)
             context().ensure_initialized()
+            forget_device_names()
         except tf.errors.OpError as error:
             raise PeerError(
                 message(

@@ -47,6 +47,9 @@ class KerasExtended(Protocol):
     is_chief: bool
     """Whether this process writes files and draws progress bars."""
 
+    num_local_replicas: int
+    """How many replicas this process has."""
+
     collectives_in_branches: bool
     """Whether a replica may call collectives inside `tf.cond`, which needs one program per process."""
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import MirroredReplicaContext, ReplicaContext
 from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.synchronous.batch_sums import note_global
 
 
 class _WeighedGradient:
@@ -32,7 +33,8 @@ class _WeighedGradient:
 
             return everyone(list(xs)), gradient
 
-        return tf.nest.pack_sequence_as(value, tf.nest.flatten(reduce(*map(tf.convert_to_tensor, flat))))
+        reduced = tf.nest.flatten(reduce(*map(tf.convert_to_tensor, flat)))
+        return tf.nest.pack_sequence_as(value, list(map(note_global, reduced)))
 
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:

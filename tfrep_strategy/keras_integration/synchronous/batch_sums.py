@@ -28,6 +28,7 @@ _AS_FIRST_INPUT = {
 }  # fmt: skip
 _DATA = {"IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue"}
 _AS_ALL_INPUTS = {"Add", "AddN", "AddV2", "ConcatV2", "Maximum", "Minimum", "Pack", "SelectV2", "Sub"}
+_MAY_ADD_UP = {"Einsum", "L2Loss", "Size", "Sum", "UnsortedSegmentSum"}
 _PRODUCTS = {"Mul": 1, "MulNoNan": 1, "Div": -1, "DivNoNan": -1, "RealDiv": -1}
 _graphs: weakref.WeakKeyDictionary[Any, _Growth] = weakref.WeakKeyDictionary()
 
@@ -154,12 +155,14 @@ class _Growth:
             return 0 if axis is None else _Shape(axis)
         if kind in MATRIX_PRODUCTS:
             return _plus(_plus(*powers), int(self._axes.are_contracted(operation)))
-        if not any(power != 0 for power in powers) and kind not in ("Einsum", "L2Loss", "Size", "Sum"):
+        if not any(power != 0 for power in powers) and kind not in _MAY_ADD_UP:
             return 0
         if kind == "Size":
             return int(axis is not None)
         if kind in ("Sum", "L2Loss"):
             return _plus(powers[0], int(axis is not None and (kind == "L2Loss" or axis in reduced_axes(operation))))
+        if kind == "UnsortedSegmentSum":
+            return _plus(powers[0], int(axis == 0))
         if kind == "Einsum":
             return self._contracted(operation) if set(powers) == {0} else None
         if kind == "Prod":

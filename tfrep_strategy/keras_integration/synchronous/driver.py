@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import is_none
+from tfrep_strategy.errors import TfrepError
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import Shards
@@ -175,8 +176,15 @@ class SynchronousDriver(
             if iterator is not None:
                 spec = iterator.part_spec
                 data_batch = tf.nest.map_structure(lambda s: None if is_none(s) or isinstance(s, tf.OptionalSpec) else s, spec)
-            with self.strategy.scope():
-                model._symbolic_build(data_batch=data_batch)
+            try:
+                with self.strategy.scope():
+                    model._symbolic_build(data_batch=data_batch)
+            except TfrepError:
+                raise
+            except Exception:
+                # Keras builds with dense rows that have no values. The model may need ragged or sparse ones, or run eagerly. It is
+                # then built when the step is traced, which also tells what is wrong with it.
+                pass
         self.strategy.extended.synchronize_new_variables()
 
     # What a step does.

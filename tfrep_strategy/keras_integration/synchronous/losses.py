@@ -18,6 +18,7 @@ from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 from tfrep_strategy.keras_integration.synchronous.batch_sums import as_mean, part_of_global
+from tfrep_strategy.keras_integration.synchronous.losses_of_replicas import LossesOfReplicas
 from tfrep_strategy.keras_integration.synchronous.own_functions import (
     is_of_keras,
     loss_needs_all_rows,
@@ -103,10 +104,13 @@ class Losses(SynchronousBase):
         return original(metric, values, sample_weight=sample_weight)
 
     def add_loss(self, original: Any, layer: Any, loss: Any) -> None:
-        """Lets a loss that a layer sums over rows be weighed as others are, which are means."""
+        """Lets a loss that a layer sums over rows be weighed as others are, which are means. Each replica has losses of its own."""
         step = current_step()
         if step is not None and self._sees_part:
             loss = keras.tree.map_structure(lambda value: as_mean(step, value), loss)
+        several = self.in_replica and self.strategy.extended.num_local_replicas > 1
+        if several and not isinstance(layer._losses, LossesOfReplicas):
+            vars(layer)["_losses"] = LossesOfReplicas(layer._losses)  # Keras would make an ordinary list of it.
         original(layer, loss)
 
     def make_metric(self, original: Any, metric: Any, *args: Any, **kwargs: Any) -> None:

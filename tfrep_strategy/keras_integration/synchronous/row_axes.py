@@ -55,6 +55,8 @@ class RowAxes:
         if kind == "ExpandDims":
             place = tf.get_static_value(inputs[1])
             return None if place is None else axis + (place.item() % output.shape.rank <= axis)
+        if kind == "Pack":
+            return axis + (operation.get_attr("axis") % output.shape.rank <= axis)
         if kind == "Squeeze":
             gone = operation.get_attr("squeeze_dims") or [i for i, size in enumerate(inputs[0].shape) if size == 1]
             return axis - sum(i % inputs[0].shape.rank < axis for i in gone)
