@@ -45,14 +45,12 @@ class Share:
 
     @classmethod
     def of_batch(cls, num_examples: tf.Tensor, total: tf.Tensor, num_replicas: int) -> Share:
-        """Makes the share of a replica.
+        """Makes the share of a replica. What is known while a step is traced costs no operations in it.
 
         Args:
             num_examples: int64 scalar, the examples of this replica.
             total: int64 scalar, the examples of all replicas.
             num_replicas: How many replicas there are.
-
-        What is known while a step is traced costs no operations in it.
         """
         rows, all_rows = tf.get_static_value(num_examples), tf.get_static_value(total)
         is_known = rows is not None and bool(all_rows)

@@ -70,9 +70,12 @@ def test_a_script_needs_no_launcher_of_ours(tmp_path: Path) -> None:
 def keep_the_contract() -> None:
     sys.path.insert(0, str(TESTS / "communicators"))
     import tensorflow as tf
-    from test_defaults import check, own_and_default
+    from test_defaults import check, in_processes, own_and_default
 
-    communicator = tfrep.MultiWorkerStrategy("mpi").communicator.inner
+    strategy = tfrep.MultiWorkerStrategy("mpi")
+    communicator = strategy.communicator.inner
+    if communicator.size == 2:
+        in_processes(strategy)  # Tensors without rows or columns, too.
     for compiled in (False, True):
         found = tf.function(own_and_default)(communicator) if compiled else own_and_default(communicator)
         check(found, communicator.size)

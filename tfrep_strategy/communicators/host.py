@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, outside_xla, uncarry
 from tfrep_strategy.communicators.order import Order
-from tfrep_strategy.errors import DesyncError, PeerError
+from tfrep_strategy.errors import ConfigurationError, DesyncError, PeerError, message
 from tfrep_strategy.profiles.times import HOST_COLLECTIVE
 
 Arrays = list[np.ndarray]
@@ -42,14 +42,13 @@ class HostCommunicator(Communicator):
 
     @abc.abstractmethod
     def exchange_rows(self, array: np.ndarray, splits: np.ndarray) -> Arrays:
-        """Sends `splits[r]` rows to rank r. Returns the received rows, and how many came from each rank (int32)."""
+        """Sends `splits[r]` rows (int32), all in all, to rank r. Returns the received rows, and how many came from each (int32)."""
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
         self.check_op(op)
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
-        # A sum in 16 bits would round after each addition.
-        wide = [tf.cast(tensor, tf.float32) if tensor.dtype == tf.float16 else tensor for tensor in tensors]
-        reduced = self._call("all_reduce", op, lambda arrays: self.reduce_arrays(arrays, op), [carry(t, op) for t in wide])
+        carried = [_carried(tensor, op) for tensor in tensors]
+        reduced = self._call("all_reduce", op, lambda arrays: self.reduce_arrays(arrays, op), carried)
         results = []
         for tensor, carrier in zip(tensors, reduced, strict=True):
             result = mean_of_sum(carrier, self.size) if op == "mean" else carrier
@@ -64,19 +63,25 @@ class HostCommunicator(Communicator):
     def reduce_scatter(self, tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
         self.check_op(op)
         tensor = tf.convert_to_tensor(tensor)
-        wide = tf.cast(tensor, tf.float32) if tensor.dtype == tf.float16 else tensor
 
         def scatter(arrays: Arrays) -> Arrays:
             base, longer = divmod(len(arrays[0]), self.size)
             return [self.scatter_array(arrays[0], [base + (rank < longer) for rank in range(self.size)], op)]
 
-        (own,) = self._call("reduce_scatter", op, scatter, [carry(wide, op)])
+        (own,) = self._call("reduce_scatter", op, scatter, [_carried(tensor, op)])
         own = mean_of_sum(own, self.size) if op == "mean" else own
         return tf.ensure_shape(uncarry(own, tensor.dtype, op), [None, *tensor.shape[1:]])
 
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         tensors = [tf.convert_to_tensor(tensor), tf.cast(splits, tf.int32)]
-        rows, counts = self._call("all_to_all", "", lambda arrays: self.exchange_rows(*arrays), tensors)
+
+        def exchange(arrays: Arrays) -> Arrays:
+            rows, counts = arrays
+            if counts.sum() != len(rows):
+                raise ConfigurationError(message("The splits are not all rows.", rows=len(rows), splits=counts.tolist()))
+            return self.exchange_rows(rows, counts)
+
+        rows, counts = self._call("all_to_all", "", exchange, tensors)
         return tf.ensure_shape(rows, [None, *tensors[0].shape[1:]]), tf.ensure_shape(counts, [self.size])
 
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
@@ -115,6 +120,11 @@ class HostCommunicator(Communicator):
             with tf.control_dependencies(results):
                 order.mark()
             return results
+
+
+def _carried(tensor: tf.Tensor, op: str) -> tf.Tensor:
+    """Returns what travels in a reduction. A sum in 16 bits would round after each addition."""
+    return carry(tf.cast(tensor, tf.float32) if tensor.dtype == tf.float16 else tensor, op)
 
 
 def _array(value: Any) -> np.ndarray:

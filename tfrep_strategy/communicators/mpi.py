@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -74,40 +75,39 @@ class MpiCommunicator(HostCommunicator):
         rows = np.empty(self.size, np.int64)
         self._finish([self._group.Iallgather(np.array([len(array)], np.int64), rows)])
         result = np.empty((rows.sum(), *array.shape[1:]), array.dtype)
-        if result.nbytes:
-            row = self._mpi.BYTE.Create_contiguous(result.nbytes // len(result)).Commit()
-            try:
+        if _width(array):
+            with self._row_of(array) as row:
                 self._finish([self._group.Iallgatherv([_bytes(array), len(array), row], [_bytes(result), rows, row])])
-            finally:
-                row.Free()
         return result
 
     def scatter_array(self, array: np.ndarray, rows: Sequence[int], op: str) -> np.ndarray:
         result = np.empty((rows[self.rank], *array.shape[1:]), array.dtype)
-        row = math.prod(array.shape[1:])
-        if row:
-            self._finish([self._group.Ireduce_scatter(array, result, [row * own for own in rows], self._ops[op])])
+        if _width(array):
+            self._finish([self._group.Ireduce_scatter(array, result, [_width(array) * own for own in rows], self._ops[op])])
         return result
 
     def exchange_rows(self, array: np.ndarray, splits: np.ndarray) -> Arrays:
-        if splits.sum() != len(array):
-            raise ConfigurationError(message("The splits are not all rows.", rows=len(array), splits=splits.tolist()))
         counts = np.empty(self.size, np.int32)
-        self._finish([self._group.Ialltoall(np.ascontiguousarray(splits, np.int32), counts)])
+        self._finish([self._group.Ialltoall(splits, counts)])
         result = np.empty((counts.sum(), *array.shape[1:]), array.dtype)
-        row_bytes = array.itemsize * math.prod(array.shape[1:])
-        if row_bytes:
-            row = self._mpi.BYTE.Create_contiguous(row_bytes).Commit()
-            try:
+        if _width(array):
+            with self._row_of(array) as row:
                 self._finish([self._group.Ialltoallv([_bytes(array), splits, row], [_bytes(result), counts, row])])
-            finally:
-                row.Free()
         return [result, counts]
 
     def broadcast_arrays(self, arrays: Arrays, root: int) -> Arrays:
         results = [array.copy() for array in arrays]
         self._finish([self._group.Ibcast(_bytes(result), root) for result in results])
         return results
+
+    @contextlib.contextmanager
+    def _row_of(self, array: np.ndarray) -> Iterator[Any]:
+        """Yields MPI's type for a row of an array, of which there may be more than 2 GiB."""
+        row = self._mpi.BYTE.Create_contiguous(array.itemsize * _width(array)).Commit()
+        try:
+            yield row
+        finally:
+            row.Free()
 
     def _finish(self, requests: list[Any], within: float = float("inf"), late: str = "") -> None:
         start = time.monotonic()
@@ -123,6 +123,10 @@ class MpiCommunicator(HostCommunicator):
 
         self._unfinished.append(requests)
         set_abort_status(1)  # At its end this process would wait for the others, which may wait for it.
+
+
+def _width(array: np.ndarray) -> int:
+    return math.prod(array.shape[1:])
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
