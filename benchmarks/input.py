@@ -17,14 +17,18 @@ from benchmarks.crews import Variant
 from benchmarks.turns import compare, turns_parser
 
 REFERENCE = "one device"
-_SIZES = (2, 4, 8)
+_SIZES = (1, 2, 4, 8)
 _MOST = 1.15
 
 
 def variants(sizes: Sequence[int]) -> list[Variant]:
     """Lists what is measured: one device, and numbers of processes under `MultiWorkerStrategy`."""
-    several = [Variant(f"{size} processes", {"distributed": True}, size) for size in sizes]
+    several = [Variant(_name(size), {"distributed": True}, size) for size in sizes]
     return [Variant(REFERENCE, {"distributed": False}), *several]
+
+
+def _name(size: int) -> str:
+    return "1 process" if size == 1 else f"{size} processes"
 
 
 def write_images(folder: Path, number: int, pixels: int) -> None:
@@ -58,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             "benchmarks.input_worker",
             {name: {"folder": folder}},
             chosen,
-            targets={name: {(f"{size} processes", REFERENCE): _MOST for size in chosen.processes}},
+            targets={name: {(_name(size), REFERENCE): _MOST for size in chosen.processes}},
             title="CPU time of an epoch over {name}, all processes together",
             reference=REFERENCE,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -246,9 +247,9 @@ PIPELINES: dict[str, tuple[Callable[[], tf.data.Dataset], tuple[str, ...], str]]
     "arrays": (of_keras, ("map(grab_batch)",), ""),
     "arrays without a batch's shuffle": (lambda: of_keras(shuffle="batch"), ("map(grab_batch)",), ""),
     "shuffle after map": (
-        lambda: numbers().map(halves).shuffle(23, seed=2).batch(4),
-        (),
-        "`shuffle` comes after `map(halves)`; write `shuffle` before `map`",
+        lambda: numbers().map(halves).shuffle(9, seed=2).map(doubles).shuffle(9, seed=3).repeat(2).batch(4),
+        ("batch", "map(doubles)", "map(halves)"),
+        "",
     ),
     "filter after map": (
         lambda: numbers().map(halves).filter(lambda v: v > 2).batch(4),
@@ -334,6 +335,30 @@ def test_the_pipelines_of_guides(tmp_path: Path) -> None:
 
     for make in (from_directory, from_files):
         assert "batch" in assert_parts_equal(make, Place(2, 1, 1)).above
+
+
+def test_an_order_that_was_drawn_before_goes_on() -> None:
+    whole, read = (numbers().map(halves).shuffle(5, seed=2).batch(6) for _ in range(2))
+    cut = cut_low(read, Place(2, 1, 1), None).dataset
+    for epoch, of_part in enumerate((False, True, False, True, True)):  # The user reads the data set now and then, too.
+        expected = [np.array_split(batch, 2)[1] if of_part else batch for batch in whole.as_numpy_iterator()]
+        found = [step.parts[0] if of_part else step for step in (cut if of_part else read)]
+        assert np.concatenate(found).tolist() == np.concatenate(expected).tolist(), epoch
+
+
+def test_an_order_goes_on_when_the_data_set_is_gone() -> None:
+    whole = numbers().map(halves).shuffle(5, seed=2).batch(6)
+    cut = cut_low(numbers().map(halves).shuffle(5, seed=2).batch(6), Place(2, 0, 1), None).dataset
+    gc.collect()
+    for _ in range(3):
+        expected = [np.array_split(batch, 2)[0] for batch in whole.as_numpy_iterator()]
+        assert np.concatenate([step.parts[0] for step in cut]).tolist() == np.concatenate(expected).tolist()
+
+
+def test_arrays_that_are_too_large_to_describe() -> None:
+    large = Dataset.from_tensor_slices(np.zeros((2, 33 * 2**20), "uint8"))
+    cut = cut_low(large.map(doubles).shuffle(2).batch(2), Place(2, 0, 1), None)
+    assert cut.reason == "`shuffle` comes after `map(doubles)`, and its arrays are large; write `shuffle` before `map`"
 
 
 def test_each_process_computes_its_own_examples_only() -> None:

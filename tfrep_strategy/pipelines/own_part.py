@@ -21,7 +21,6 @@ from tfrep_strategy._tensorflow import (
     dataset_to_tensors,
     is_none,
     parts_of_dataset,
-    use_random_seed,
 )
 from tfrep_strategy._tensorflow import dataset_kinds as kinds
 from tfrep_strategy.batches import as_element, bounds, shard, take_rows
@@ -30,6 +29,7 @@ from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.pipelines.batch_maps import changed_below, has_rows, is_same_in_every_step, of_any_size
 from tfrep_strategy.pipelines.functions import first_stateful_operation, makes_maps
 from tfrep_strategy.pipelines.own_batches import Batches, Lifted, Map, are_known, own_batches
+from tfrep_strategy.pipelines.shuffles import ShuffledAlike, seed_generator
 
 _BATCHES = (kinds.Batch, kinds.ParallelBatch)
 _MAPS = (kinds.Map, kinds.ParallelMap)
@@ -275,10 +275,12 @@ class _Examples:
             return self._lift_each(dataset)
         elif isinstance(dataset, kinds.Shuffle):
             below = self.lift(dataset._input_dataset)
-            if below.maps and not dataset._reshuffle_each_iteration:
-                return Lifted(_shuffled_alike(dataset, below.source), below.maps)
-            if below.maps:  # The shuffle's state, which belongs to this object, goes on from one epoch to the next.
-                self.reason = self.reason or f"`shuffle` comes after `{below.maps[-1].name}`; write `shuffle` before `map`"
+            generator = seed_generator(dataset) if below.maps else None
+            if generator is not None:
+                return Lifted(ShuffledAlike(dataset, below.source, generator), below.maps)
+            if below.maps:
+                what = f"`shuffle` comes after `{below.maps[-1].name}`, and its arrays are large"
+                self.reason = self.reason or f"{what}; write `shuffle` before `map`"
         elif _makes_maps(dataset):
             self.reason = self.reason or f"`{_kind(dataset)}` maps in its function; write `map` after it"
         elif _has_maps(dataset):
@@ -316,15 +318,6 @@ def _again(dataset: Any, below: tf.data.Dataset) -> tf.data.Dataset:
     if isinstance(dataset, kinds.Skip):
         return below.skip(dataset._count)
     return below.repeat(dataset._count) if isinstance(dataset, kinds.Repeat) else below.prefetch(int(dataset._buffer_size))
-
-
-def _shuffled_alike(dataset: Any, below: tf.data.Dataset) -> tf.data.Dataset:
-    """Shuffles another data set as this one is shuffled."""
-    before = use_random_seed(None, int(dataset._seed))
-    try:
-        return below.shuffle(dataset._buffer_size, int(dataset._seed2), reshuffle_each_iteration=False)
-    finally:
-        use_random_seed(None, before)
 
 
 def _function(dataset: Any) -> Callable[[Any], Any]:
