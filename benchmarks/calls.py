@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tfrep_strategy as tfrep
+from benchmarks.crews import Crew, Variant
 from benchmarks.report import write_json
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -26,6 +27,9 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "MirroredStrategy, 1 replica": lambda: tfrep.MirroredStrategy(["CPU:0"]),
     "MultiWorkerStrategy, 1 replica": tfrep.MultiWorkerStrategy,
 }
+PROCESSES = [
+    Variant(f"MultiWorkerStrategy, 2 processes, {name}", {"communicator": name}, 2) for name in ("tf", "shared_memory")
+]
 _STEPS = 50
 
 
@@ -94,12 +98,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         arguments: The command line; by default this process's own.
 
     Returns:
-        What is written as JSON, by strategy.
+        What is written as JSON, by strategy; of several processes, the counts of rank 0.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.calls", description=__doc__)
     parser.add_argument("--json", metavar="PATH", help="also write all counts there")
     chosen = parser.parse_args(arguments)
     results = {name: counts_of_a_step(make()) for name, make in STRATEGIES.items()}
+    for variant in PROCESSES:
+        with contextlib.closing(Crew(variant, "benchmarks.calls_worker")) as crew:
+            results[variant.name] = crew.ask(None)
     table = Table("", "Python calls per step", "operations of the step")
     for name, counts in results.items():
         table.add_row(name, f"{counts['python']:.0f}", str(counts["nodes"]))

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from benchmarks.crews import Crew, Variant
 from benchmarks.report import write_json
+from tfrep_strategy.common_memory import SHARES_MEMORY
 from tfrep_strategy.processes.identity import horovod_is_installed
 
 REFERENCE = "Keras"
@@ -40,14 +41,15 @@ def variants(processes: int, replicas: int) -> list[Variant]:
         processes: How many processes those variants have that have several.
         replicas: How many mirrored replicas a variant has, beside those of 1 and 2.
     """
-    communicators = ["tf", *(["horovod"] if horovod_is_installed() else [])]
+    communicators = ["tf", *(["horovod"] if horovod_is_installed() else []), *(["shared_memory"] if SHARES_MEMORY else [])]
+    numbers = [n for n in (2, 4, 8) if n < processes] + [processes]
     return [
         Variant(REFERENCE, {"strategy": "none"}),
         *(Variant(f"mirrored, {n}", {"strategy": "mirrored", "replicas": n}) for n in dict.fromkeys((1, 2, replicas))),
         *(
             Variant(f"{n} processes, {name}", {"strategy": name}, n, name)
             for name in communicators
-            for n in dict.fromkeys((2, processes))
+            for n in numbers
         ),
         Variant(f"{processes} processes, tf, on the chief", {"strategy": "tf", "chief_only": True}, processes),
         Variant("stock mirrored, 2", {"strategy": "stock mirrored"}),
@@ -97,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """
     parser = argparse.ArgumentParser("python -m benchmarks.memory", description=__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000, help="how many rows are predicted")
-    parser.add_argument("--processes", type=int, default=4, help="how many processes the largest variants have")
+    parser.add_argument("--processes", type=int, default=8, help="how many processes the largest variants have")
     parser.add_argument("--replicas", type=int, default=8, help="how many replicas the largest mirrored variant has")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="only those that have one of these in their names")
     parser.add_argument("--json", metavar="PATH", help="also write the results there")
