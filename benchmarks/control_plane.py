@@ -1,7 +1,8 @@
 """What it costs ranks to hear of each other, with real messages over loopback: `python -m benchmarks.control_plane`.
 
 The ranks are threads of a few processes. Each uses the package's own rendezvous and monitor; rank 0 has a process of its own. They
-train nothing. While they join, the few objects of the transport are exchanged at two further meetings.
+train nothing. While they join, the few objects of the transport are exchanged at two further meetings. Objects of callbacks
+go through a binary tree of connections, which stands for the transport.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ TITLES = {
     "join_cpu_s": "... CPU seconds of rank 0's process",
     "agree_ms": "all have agreed on a collective: ms",
     "agree_cpu_ms": "... CPU ms of rank 0's process",
+    "compare_ms": "the state of a callback is compared, and alike: ms",
+    "compare_unlike_ms": "... that of one rank differs: ms",
     "training_core_percent": "training: percent of a core in rank 0's process",
     "death_told_s": "all have heard of a death: seconds",
     "leave_s": "all have left: seconds",
@@ -39,7 +42,7 @@ def measure(ranks: int, processes: int, seconds: float) -> dict[str, float]:
     """Lets ranks join, agree, train, lose one of them, and end.
 
     Args:
-        ranks: How many; 3 or more.
+        ranks: How many; 2 or more.
         processes: How many processes the ranks other than rank 0 share.
         seconds: How long they train. Each tells its state every 30 seconds.
 
@@ -47,7 +50,7 @@ def measure(ranks: int, processes: int, seconds: float) -> dict[str, float]:
         The measurements, by the keys of the table.
     """
     addresses = [f"127.0.0.1:{port}" for port in free_ports(EXCHANGES)]
-    processes = min(processes, (ranks - 1) // 2)  # The last loses one of its ranks, and keeps another.
+    processes = max(1, min(processes, (ranks - 1) // 2))  # The last loses one of its ranks, and keeps another if it can.
     bounds = [0, *(1 + (ranks - 1) * i // processes for i in range(processes + 1))]
     shares = [list(range(start, end)) for start, end in zip(bounds, bounds[1:], strict=False)]
     variants = [
@@ -65,6 +68,7 @@ def measure(ranks: int, processes: int, seconds: float) -> dict[str, float]:
 
         joined = ask("join")
         agreed = ask("agree", _CALLS)
+        alike, unlike = (ask("compare", _CALLS, differs) for differs in (False, True))
         trained = ask("train", seconds)
         died = crews[-1].ask(("lose", [ranks - 1]))
         told = ask("heard", ranks - 1)
@@ -74,6 +78,8 @@ def measure(ranks: int, processes: int, seconds: float) -> dict[str, float]:
         "join_cpu_s": joined[0]["cpu"],
         "agree_ms": 1000 * agreed[0][0],
         "agree_cpu_ms": 1000 * agreed[0][1],
+        "compare_ms": 1000 * max(alike),
+        "compare_unlike_ms": 1000 * max(unlike),
         "training_core_percent": 100 * trained[0] / seconds,
         "death_told_s": max(told) - died,
         "leave_s": max(seconds for seconds, _ in left),

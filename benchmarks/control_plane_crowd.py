@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
+import math
 import os
 import pickle
 import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Client, Listener
 from typing import Any, TypeVar
 
+import numpy as np
 import tensorflow as tf
 
 from benchmarks.crews import work
@@ -59,6 +62,46 @@ class ObjectsOverMeetings(Communicator):
         raise ConfigurationError("Meetings have no groups.")
 
 
+class OverTree(Communicator):
+    """Gathers numbers over a binary tree of connections, with two messages for each of them.
+
+    Args:
+        rank: This rank.
+        size: How many there are.
+        listener: Where its children in the tree connect.
+        ports: Those of all ranks, on this machine.
+    """
+
+    def __init__(self, rank: int, size: int, listener: Listener, ports: Sequence[int]) -> None:
+        self.rank = self.local_rank = rank
+        self.size = self.local_size = size
+        self._parent = Client(("127.0.0.1", ports[(rank - 1) // 2])) if rank else None
+        self._children = [listener.accept() for child in (2 * rank + 1, 2 * rank + 2) if child < size]
+
+    def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        found = [(self.rank, tensor.numpy())]
+        for child in self._children:
+            found += child.recv()
+        if self._parent is not None:
+            self._parent.send(found)
+            gathered = self._parent.recv()
+        else:
+            gathered = np.concatenate([part for _, part in sorted(found, key=lambda each: each[0])])
+        for child in self._children:
+            child.send(gathered)
+        return tf.constant(gathered)
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
+        raise ConfigurationError("This tree gathers only.")
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        raise ConfigurationError("This tree has no groups.")
+
+    def close(self) -> None:
+        for connection in (*self._children, *([self._parent] if self._parent is not None else [])):
+            connection.close()
+
+
 class Crowd:
     """Some of the ranks of a run, as threads of this process.
 
@@ -72,6 +115,7 @@ class Crowd:
         self._ranks, self._size, self._addresses = list(ranks), size, addresses
         self._threads = ThreadPoolExecutor(len(self._ranks))
         self.monitors: dict[int, PeerMonitor] = {}
+        self._trees: dict[int, OverTree] = {}
 
     def join(self) -> dict[str, float]:
         """Joins: the ranks meet, and their monitors connect.
@@ -86,7 +130,9 @@ class Crowd:
 
     def _join(self, rank: int) -> None:
         communicator = ObjectsOverMeetings(rank, self._size, self._addresses)
-        communicator.all_gather_object({"port": 20_000 + rank})
+        with Listener(("127.0.0.1", 0), backlog=2) as listener:
+            ports = communicator.all_gather_object(listener.address[1])
+            self._trees[rank] = OverTree(rank, self._size, listener, ports)
         monitor = PeerMonitor.start(communicator)
         if monitor is None:
             raise RuntimeError(f"Rank {rank} has no monitor.")
@@ -124,6 +170,28 @@ class Crowd:
         _, cpu = self._cpu_of(lambda: self._each(report, list(self.monitors.values())))
         return (time.monotonic() - began) / calls, cpu / calls
 
+    def compare(self, calls: int, differs: bool) -> float:
+        """Compares the state of a callback of all ranks, as `fit` does at the end of an epoch.
+
+        Args:
+            calls: How often.
+            differs: Whether that of one rank is another, so that all states are sent.
+
+        Returns:
+            The seconds per comparison.
+        """
+
+        def exchange(tree: OverTree) -> None:
+            state = {"monitor": "val_loss", "best": 0.25, "wait": int(differs and tree.rank == 1)}
+            for _ in range(calls):
+                states = tree.all_gather_object(state)
+                if [each["wait"] for each in states] != [int(differs and rank == 1) for rank in range(tree.size)]:
+                    raise RuntimeError(f"Rank {tree.rank} has got other objects than were sent.")
+
+        began = time.monotonic()
+        self._each(exchange, list(self._trees.values()))
+        return (time.monotonic() - began) / calls
+
     def lose(self, rank: int) -> float:
         """Breaks the connection of a rank, as the system does when it is killed.
 
@@ -150,7 +218,7 @@ class Crowd:
                     raise RuntimeError(f"Rank {monitor.rank} has not heard of the end of rank {rank}.")
             return next(each.when for each in monitor.ended if each.rank == rank)
 
-        return max(self._each(when, list(self.monitors.values())))
+        return max(self._each(when, list(self.monitors.values())), default=-math.inf)
 
     def leave(self) -> tuple[float, float]:
         """Ends all ranks at once.
@@ -161,6 +229,8 @@ class Crowd:
         began = time.monotonic()
         monitors = list(self.monitors.values())
         _, cpu = self._cpu_of(lambda: self._each(PeerMonitor.close, monitors))
+        for tree in self._trees.values():
+            tree.close()
         self._threads.shutdown()
         return time.monotonic() - began, cpu
 

@@ -1,7 +1,7 @@
 """How costs grow with the number of processes, and what a model of them predicts: `python -m benchmarks.scale`.
 
 Costs of collectives are fitted to measurements with 2 to 4 processes of this machine, and tried on 8. Those of the messages by
-which ranks hear of each other are fitted to runs of up to 256 ranks, and tried on 1,024.
+which ranks hear of each other are fitted to runs of 2 to 4 ranks, and tried on 8, and to runs of up to 256, and tried on 1,024.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tfrep_strategy.processes.identity import horovod_is_installed
 
 FLOATS = {24: 30, 30_000: 15, 120_000: 8, 480_000: 4}
 """How often each number of floats is sent in a turn. 2, 3, 4 and 8 processes get equal parts of each."""
-_GROWING = ("join_cpu_s", "agree_ms", "agree_cpu_ms", "death_told_s", "leave_s")
+_GROWING = ("join_cpu_s", "agree_ms", "agree_cpu_ms", "compare_ms", "death_told_s", "leave_s")
 TARGET = 0.15
 
 
@@ -139,6 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--floats", nargs="+", type=int, choices=FLOATS, default=list(FLOATS), metavar="COUNT")
     parser.add_argument("--control", nargs="+", type=int, default=(64, 128, 256, 1024), metavar="RANKS",
                         help="numbers of ranks of the control plane; the last is predicted from the others")  # fmt: skip
+    parser.add_argument("--few", nargs="+", type=int, default=(2, 3, 4, 8), metavar="RANKS", help="the same, of few ranks")
     parser.add_argument("--seconds", type=float, default=30.0, help="how long the last of these train")
     parser.add_argument("--json", metavar="PATH", help="also write the results there")
     parser.add_argument(
@@ -152,6 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             name: measure(name, chosen.primitives, chosen.processes, chosen.rounds, chosen.floats)
             for name in chosen.communicators
         },
+        "control of few": measure_control(chosen.few[:-1], chosen.few[-1], 1.0),
         "control": measure_control(chosen.control[:-1], chosen.control[-1], chosen.seconds),
         "predicted_ms": predicted_all_reduces(),
     }

@@ -41,7 +41,8 @@ def _written(measured: Mapping[str, Any]) -> str:
     parts += [
         "### Ranks that hear of each other",
         "![Costs of up to 1,024 ranks](figures/scale_ranks.svg)",
-        _control(results),
+        _control(results["control of few"]),
+        _control(results["control"]),
     ]
     parts += ["### Predicted for 64 and 1,024 replicas", *_predicted(results["predicted_ms"])]
     return "\n\n".join(parts)
@@ -71,16 +72,15 @@ def _tried(primitives: Mapping[str, Any]) -> str:
     return markdown_table(heads, rows)
 
 
-def _control(results: Mapping[str, Any]) -> str:
-    control = results["control"]
+def _control(control: Mapping[str, Any]) -> str:
     measured, predicted = control["measured"], control["predicted"]
-    rows = [
-        [title, *(f"{each[key]:.3g}" for each in measured.values()), f"{predicted[key]:.3g}" if key in predicted else "",
-         f"< {TARGETS[key]:g}" if key in TARGETS else ""]
-        for key, title in TITLES.items()
-    ]  # fmt: skip
     *_, last = measured
-    return markdown_table(["", *(f"{int(n):,} ranks" for n in measured), f"predicted for {int(last):,}", "wanted"], rows)
+    rows = []
+    for key, title in TITLES.items():
+        guess = [f"{predicted[key]:.3g}", f"{predicted[key] / measured[last][key] - 1:+.0%}"] if key in predicted else ["", ""]
+        wanted = f"< {TARGETS[key]:g}" if key in TARGETS else ""
+        rows.append([title, *(f"{each[key]:.3g}" for each in measured.values()), *guess, wanted])
+    return markdown_table(["", *(f"{int(n):,} ranks" for n in measured), f"predicted for {int(last):,}", "error", "wanted"], rows)
 
 
 def _predicted(predicted: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Iterable[str]:

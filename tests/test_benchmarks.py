@@ -83,12 +83,12 @@ def test_one_replica_has_more_turns_than_others(tmp_path):
 
 def test_input(tmp_path):
     results, text = _run(
-        tmp_path, "input", "--rounds", "2", "--images", "40", "--pixels", "64", "--processes", "2"
+        tmp_path, "input", "--rounds", "2", "--images", "40", "--pixels", "64", "--processes", "1", "2"
     )  # fmt: skip
     summary = results["40 JPEG files"]
-    assert summary["samples_ms"].keys() == {"one device", "2 processes"}
+    assert summary["samples_ms"].keys() == {"one device", "1 process", "2 processes"}
     assert all(len(samples) == 2 and min(samples) > 0 for samples in summary["samples_ms"].values())
-    [line] = summary["ratios"]
+    _, line = summary["ratios"]
     assert (line["this"], line["other"], line["target"]) == ("2 processes", "one device", 1.15)
     assert "2 processes takes" in text
 
@@ -105,6 +105,8 @@ def test_calls(tmp_path):
     keras = results["Keras"]
     assert keras["python"] > 500
     assert keras["nodes"] > 50
+    assert "MultiWorkerStrategy, 2 processes, tf" in text
+    assert keras["nodes"] < results["MultiWorkerStrategy, 2 processes, tf"]["nodes"]
     for name in ("MirroredStrategy, 1 replica", "MultiWorkerStrategy, 1 replica"):
         assert name in text
         assert results[name]["python"] <= keras["python"] + 10
@@ -127,6 +129,18 @@ def test_switching(tmp_path):
     for kind, costs in results["2"].items():
         assert kind in text
         assert costs["cpu_us"] > 0
+
+
+def test_overlap(tmp_path):
+    page = tmp_path / "page.md"
+    results, text = _run(tmp_path, "overlap", "--communicators", "tf", "--page", str(page))
+    assert len(results["tf"]) == 5
+    for step in results["tf"]:
+        assert 0 < step["backward_ms"] < step["step_ms"]
+        assert 0 <= step["hidden_ms"] <= step["collectives_ms"]
+        assert step["timeline_ms"]["collectives"]
+    assert "backward" in text
+    assert (tmp_path / "figures" / "overlap.svg").is_file()
 
 
 def test_all_reduce(tmp_path):
@@ -161,7 +175,8 @@ def test_scale(tmp_path):
     page.write_text((_REPOSITORY / "docs" / "speed.md").read_text("utf-8"), "utf-8")
     results, text = _run(
         tmp_path, "scale", "--communicators", "tf", "--rounds", "1", "--processes", "2", "3", "--floats", "24", "30000",
-        "--primitives", "all_reduce sum", "all_to_all", "--control", "4", "8", "--seconds", "1", "--page", str(page)
+        "--primitives", "all_reduce sum", "all_to_all", "--control", "4", "8", "--few", "2", "3", "--seconds", "1",
+        "--page", str(page),
     )  # fmt: skip
     assert set(results["collectives"]["tf"]) == {"all_reduce sum", "all_to_all"}
     for result in results["collectives"]["tf"].values():
@@ -171,6 +186,7 @@ def test_scale(tmp_path):
         assert all(each["measured_ms"] > 0 and each["predicted_ms"] > 0 for each in result["points"])
         assert min(result["costs"].values()) >= 0
     assert set(results["control"]["measured"]) == {"4", "8"}
+    assert set(results["control of few"]["measured"]) == {"2", "3"}
     assert results["control"]["predicted"]["agree_ms"] > 0
     assert "predicted ms" in text
     written = page.read_text("utf-8")
