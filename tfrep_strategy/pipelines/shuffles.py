@@ -71,7 +71,7 @@ def _node_of(tensor: str) -> str:
 
 
 def _bytes_described(dataset: tf.data.Dataset) -> int:
-    tensors = []
+    tensors: list[tf.Tensor] = []
     for part in parts_of_dataset(dataset):
         tensors += getattr(part, "_tensors", ())
         tensors += [captured for each in part._functions() for captured in each.function.captured_inputs]
