@@ -19,8 +19,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tfrep_strategy.common_memory import SHARES_MEMORY
 from tfrep_strategy.processes.cores import thread_variables
-from tfrep_strategy.processes.identity import identities, inherited_environ
+from tfrep_strategy.processes.identity import horovod_is_installed, identities, inherited_environ
 
 _PIPE = "TFREP_BENCHMARK_PIPE"
 _PATIENCE_SECONDS = 300.0
@@ -30,6 +31,11 @@ _ENVIRON = {
     "HOROVOD_GLOO_TIMEOUT_SECONDS": "3600",  # Its clock runs on while a process rests.
 }
 _REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def usable_communicators() -> list[str]:
+    """Lists the communicators that processes of this machine can use."""
+    return ["tf", *(["horovod"] if horovod_is_installed() else []), *(["shared_memory"] if SHARES_MEMORY else [])]
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.crews import Crew, Variant
+from benchmarks.crews import Crew, Variant, usable_communicators
 from benchmarks.report import write_json
-from tfrep_strategy.common_memory import SHARES_MEMORY
-from tfrep_strategy.processes.identity import horovod_is_installed
 
 REFERENCE = "Keras"
 OUTPUTS = 32
@@ -38,17 +36,16 @@ def variants(processes: int, replicas: int) -> list[Variant]:
     """Lists what can be measured here.
 
     Args:
-        processes: How many processes those variants have that have several.
+        processes: How many processes the largest variants have; there are smaller ones of 2 and 4.
         replicas: How many mirrored replicas a variant has, beside those of 1 and 2.
     """
-    communicators = ["tf", *(["horovod"] if horovod_is_installed() else []), *(["shared_memory"] if SHARES_MEMORY else [])]
     numbers = [n for n in (2, 4, 8) if n < processes] + [processes]
     return [
         Variant(REFERENCE, {"strategy": "none"}),
         *(Variant(f"mirrored, {n}", {"strategy": "mirrored", "replicas": n}) for n in dict.fromkeys((1, 2, replicas))),
         *(
             Variant(f"{n} processes, {name}", {"strategy": name}, n, name)
-            for name in communicators
+            for name in usable_communicators()
             for n in numbers
         ),
         Variant(f"{processes} processes, tf, on the chief", {"strategy": "tf", "chief_only": True}, processes),

@@ -19,11 +19,10 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.crews import usable_communicators
 from benchmarks.pages import save_figure
 from benchmarks.report import write_json
 from tfrep_strategy._tensorflow import XSpace
-from tfrep_strategy.common_memory import SHARES_MEMORY
-from tfrep_strategy.processes.identity import horovod_is_installed
 from tfrep_strategy.profiles.times import COLLECTIVE, COMPUTE, STEP, Operation, length, operations, spans_named
 
 _PROGRAM = Path(__file__).with_name("overlap_program.py")
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     Returns:
         What is written as JSON, by communicator.
     """
-    installed = ["tf", *(["horovod"] if horovod_is_installed() else []), *(["shared_memory"] if SHARES_MEMORY else [])]
+    installed = usable_communicators()
     parser = argparse.ArgumentParser("python -m benchmarks.overlap", description=__doc__)
     parser.add_argument("--communicators", nargs="+", choices=installed, default=installed, metavar="NAME")
     parser.add_argument("--json", metavar="PATH", help="also write the results there")

@@ -20,11 +20,9 @@ from rich.table import Table
 
 from benchmarks import control_plane
 from benchmarks.costs import PRIMITIVES, InMemory, Primitive, fit, line, predicted_all_reduces
-from benchmarks.crews import Crew, Variant
+from benchmarks.crews import Crew, Variant, usable_communicators
 from benchmarks.report import write_json
 from benchmarks.speed_page import write_page
-from tfrep_strategy.common_memory import SHARES_MEMORY
-from tfrep_strategy.processes.identity import horovod_is_installed
 
 FLOATS = {24: 30, 30_000: 15, 120_000: 8, 480_000: 4}
 """How often each number of floats is sent in a turn. 2, 3, 4 and 8 processes get equal parts of each."""
@@ -129,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     Returns:
         What is written as JSON.
     """
-    installed = ["tf", *(["horovod"] if horovod_is_installed() else []), *(["shared_memory"] if SHARES_MEMORY else [])]
+    installed = usable_communicators()
     parser = argparse.ArgumentParser("python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--rounds", type=int, default=4, help="how often each number of processes gets its turn")
     parser.add_argument("--communicators", nargs="+", choices=installed, default=installed, metavar="NAME")

@@ -19,6 +19,7 @@ from tfrep_strategy.batches import shard
 from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.pipelines.own_part import Cut, Place, cut_low
+from tfrep_strategy.pipelines.shuffles import seed_generator
 
 _array_data = keras_internal("trainers.data_adapters.array_data_adapter")
 Dataset = tf.data.Dataset
@@ -355,10 +356,24 @@ def test_an_order_goes_on_when_the_data_set_is_gone() -> None:
         assert np.concatenate([step.parts[0] for step in cut]).tolist() == np.concatenate(expected).tolist()
 
 
-def test_arrays_that_are_too_large_to_describe() -> None:
+def test_an_order_that_is_not_known_is_left() -> None:
     large = Dataset.from_tensor_slices(np.zeros((2, 33 * 2**20), "uint8"))
-    cut = cut_low(large.map(doubles).shuffle(2).batch(2), Place(2, 0, 1), None)
-    assert cut.reason == "`shuffle` comes after `map(doubles)`, and its arrays are large; write `shuffle` before `map`"
+    on_device = numbers().apply(tf.data.experimental.copy_to_device("CPU:0"))
+    for data in (large, on_device):
+        cut = cut_low(data.map(doubles).shuffle(2, seed=1).batch(2), Place(2, 0, 1), None)
+        assert cut.above == ()
+        assert cut.reason.startswith("`shuffle` comes after `map(doubles)`, and its order is not known")
+        assert cut.reason.endswith("; write `shuffle` before `map`")
+        assert list(cut.dataset.take(1))
+        one_order = data.map(doubles).shuffle(2, seed=1, reshuffle_each_iteration=False).batch(2)
+        assert cut_low(one_order, Place(2, 0, 1), None).above == ("batch", "map(doubles)")
+
+
+def test_text_counts_by_its_length() -> None:
+    texts = Dataset.from_tensor_slices(tf.fill([65], tf.constant("x" * 2**20)))
+    assert seed_generator(texts.map(tf.strings.length).shuffle(2)) is None
+    assert seed_generator(texts.take(1).map(tf.strings.length).shuffle(2)) is None, "the data set has all of them"
+    assert seed_generator(numbers().map(halves).shuffle(2)).dtype == tf.resource
 
 
 def test_each_process_computes_its_own_examples_only() -> None:

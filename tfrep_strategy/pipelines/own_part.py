@@ -279,8 +279,8 @@ class _Examples:
             if generator is not None:
                 return Lifted(ShuffledAlike(dataset, below.source, generator), below.maps)
             if below.maps:
-                what = f"`shuffle` comes after `{below.maps[-1].name}`, and its arrays are large"
-                self.reason = self.reason or f"{what}; write `shuffle` before `map`"
+                what = f"`shuffle` comes after `{below.maps[-1].name}`, and its order is not known"
+                self.reason = self.reason or f"{what} (large arrays, or copies to devices); write `shuffle` before `map`"
         elif _makes_maps(dataset):
             self.reason = self.reason or f"`{_kind(dataset)}` maps in its function; write `map` after it"
         elif _has_maps(dataset):

@@ -47,19 +47,24 @@ class ShuffledAlike(kinds.Shuffle):
 def seed_generator(shuffle: Any) -> tf.Tensor | None:
     """Returns the generator from which a shuffle draws the order of each epoch.
 
-    TensorFlow names it nowhere but in the description of the data set, which contains all arrays that the data set reads.
+    If all epochs have one order, it follows from the seeds. Else TensorFlow names the generator nowhere but in the description of
+    the data set, which contains all arrays that the data set reads.
 
     Args:
         shuffle: A data set that shuffles.
 
     Returns:
-        A scalar of dtype `tf.resource`; None if the description would be too large.
+        A scalar of dtype `tf.resource`; None if the description would be too large, or TensorFlow makes none.
     """
+    if not shuffle._reshuffle_each_iteration:
+        return tf.raw_ops.DummySeedGenerator()
     if _bytes_described(shuffle) > _MOST_BYTES:
         return None
-    described = tf.raw_ops.DatasetToGraphV2(
-        input_dataset=tf.data.experimental.to_variant(shuffle), external_state_policy=_IGNORE_STATE
-    )
+    source = tf.data.experimental.to_variant(shuffle)
+    try:
+        described = tf.raw_ops.DatasetToGraphV2(input_dataset=source, external_state_policy=_IGNORE_STATE)
+    except tf.errors.OpError:  # An operation below has no description, such as a copy to a device.
+        return None
     nodes = {node.name: node for node in tf.compat.v1.GraphDef.FromString(described.numpy()).node}
     result = next(node for node in nodes.values() if node.op == "_Retval")
     generator = nodes[_node_of(nodes[_node_of(result.input[0])].input[4])]
@@ -75,4 +80,10 @@ def _bytes_described(dataset: tf.data.Dataset) -> int:
     for part in parts_of_dataset(dataset):
         tensors += getattr(part, "_tensors", ())
         tensors += [captured for each in part._functions() for captured in each.function.captured_inputs]
-    return sum(int(tf.size(tensor)) * tensor.dtype.size for tensor in tensors if tensor.dtype != tf.resource)
+    return sum(_bytes_of(tensor) for tensor in tensors if tensor.dtype != tf.resource)
+
+
+def _bytes_of(tensor: tf.Tensor) -> int:
+    if tensor.dtype == tf.string:
+        return int(tf.reduce_sum(tf.strings.length(tensor)))
+    return int(tf.size(tensor)) * int(tensor.dtype.size)
