@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.gradients import aggregate, buckets, dense, has_fixed_rows
+from tfrep_strategy.gradients import aggregate, buckets, dense
 
 
 def sparse(values: list[list[float]], rows: list[int]) -> tf.IndexedSlices:
@@ -15,29 +15,6 @@ def sparse(values: list[list[float]], rows: list[int]) -> tf.IndexedSlices:
 def test_dense_adds_up_rows_that_occur_twice() -> None:
     np.testing.assert_array_equal(dense(sparse([[1.0, 2.0], [3.0, 4.0]], [1, 1])), [[0, 0], [4, 6], [0, 0], [0, 0]])
     assert dense(None) is None
-
-
-def test_fixed_rows_are_those_that_no_example_names() -> None:
-    table, order = tf.Variable(tf.ones([4, 2])), tf.constant([2, 0])
-    stored = tf.Variable([1, 3])
-    found = []
-
-    @tf.function(input_signature=[tf.TensorSpec([None, 3], tf.int32)])
-    def step(batch: tf.Tensor) -> None:
-        def look_up(rows: tf.Tensor) -> None:
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(tf.gather(table, rows))
-            found.append(has_fixed_rows(tape.gradient(loss, table)))
-
-        for fixed in (tf.range(3), tf.range(batch.shape[1]), order, tf.reverse(order, [0]) + 1):
-            look_up(fixed)
-        for named in (batch, tf.range(tf.shape(batch)[0]), stored, tf.random.uniform([2], maxval=4, dtype=tf.int32)):
-            look_up(named)
-
-    step(tf.zeros([2, 3], tf.int32))
-    assert found == 4 * [True] + 4 * [False]
-    assert not has_fixed_rows(sparse([[1.0, 2.0]], [1]))
-    assert not has_fixed_rows(None)
 
 
 def test_buckets_are_full_go_last_first_and_have_one_dtype() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy import slices
 from tfrep_strategy.errors import ConfigurationError, message
 
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
@@ -16,12 +17,12 @@ AllGather = Callable[[tf.Tensor], tf.Tensor]
 
 def aggregate(
     gradients: Sequence[Gradient],
-    *,
     all_reduce: AllReduce,
     all_gather: AllGather,
     bucket_bytes: int,
+    sum_values: AllReduce | None = None,
 ) -> list[Gradient]:
-    """Sums gradients over the replicas.
+    """Sums the gradients of all replicas. Every replica calls it with its own gradients.
 
     Args:
         gradients: This replica's gradients, weighed by its share; None for a variable without a gradient.
@@ -29,9 +30,10 @@ def aggregate(
         all_gather: Concatenates tensors of different length along the first dimension, in replica order.
         bucket_bytes: Gradients are sent in buckets of about this size. The last variables go first, since backward reaches
             them first. A bucket is then sent while the next is still being computed.
+        sum_values: Sums the values of slices that all replicas have (`slices.Kind.FIXED`). None: `all_reduce`, in the buckets.
 
     Returns:
-        The global gradients, in the given order. Sparse gradients stay sparse.
+        The global gradients, in the given order. Sparse gradients stay sparse, with the slices that one device has.
 
     Example:
         >>> one_replica = dict(all_reduce=lambda ts: ts, all_gather=lambda t: t, bucket_bytes=1 << 20)
@@ -39,58 +41,32 @@ def aggregate(
         >>> g[0].numpy().tolist(), g[1]
         ([2.0], None)
     """
-    result: list[Gradient] = [None] * len(gradients)
-    for bucket in dense_buckets(gradients, bucket_bytes):
-        for i, gradient in zip(bucket, all_reduce([gradients[i] for i in bucket]), strict=True):
+    sparse = {i: slices.parts_of(gradient) for i, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)}
+    fixed = [part.slices.values for parts in sparse.values() for part in parts if part.kind is slices.Kind.FIXED]
+    tensors = [None if i in sparse else gradient for i, gradient in enumerate(gradients)]
+    if sum_values is None:
+        tensors += fixed
+    result = list(tensors)
+    for bucket in dense_buckets(tensors, bucket_bytes):
+        for i, gradient in zip(bucket, all_reduce([tensors[i] for i in bucket]), strict=True):
             result[i] = gradient
-    for i, gradient in enumerate(gradients):
-        if isinstance(gradient, tf.IndexedSlices):
-            result[i] = tf.IndexedSlices(
-                values=all_gather(gradient.values),
-                indices=all_gather(gradient.indices),
-                dense_shape=gradient.dense_shape,
-            )
-    return result
+    summed = iter(sum_values(fixed) if sum_values and fixed else result[len(gradients) :])
+    for i, parts in sparse.items():
+        result[i] = slices.joined([_global_slices(part, summed, all_gather) for part in parts])
+    return result[: len(gradients)]
+
+
+def _global_slices(part: slices.Part, summed: Iterator[tf.Tensor], all_gather: AllGather) -> tf.IndexedSlices:
+    own = part.slices
+    if part.kind is slices.Kind.FIXED:
+        return tf.IndexedSlices(next(summed), own.indices, own.dense_shape)
+    of_all = tf.IndexedSlices(all_gather(own.values), all_gather(own.indices), own.dense_shape)
+    return slices.summed_by_row(of_all) if part.kind is slices.Kind.DISTINCT else of_all
 
 
 def dense(gradient: Gradient) -> Gradient:
     """Converts a sparse gradient to a dense one; returns other gradients unchanged."""
     return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def has_fixed_rows(gradient: Gradient) -> bool:
-    """Returns whether the rows of a sparse gradient do not depend on the batch, as in an embedding of positions.
-
-    One device has one slice for such a row: the sum over all examples. Each replica has a slice with its part of that sum.
-    Keras's optimizers square each slice separately, so the parts must be added before. Slices of rows that depend on the
-    batch stay separate, as on one device.
-
-    Args:
-        gradient: `tf.Tensor`, `tf.IndexedSlices` or None.
-
-    Returns:
-        Whether the row numbers are computed from constants only. False outside a `tf.function`, where it is not known.
-    """
-    if not isinstance(gradient, tf.IndexedSlices) or not tf.is_symbolic_tensor(gradient.indices):
-        return False
-    seen, waiting = set(), [gradient.indices]
-    while waiting:
-        tensor = waiting.pop()
-        if tensor.ref() in seen:
-            continue
-        seen.add(tensor.ref())
-        if not tf.is_symbolic_tensor(tensor):  # An eager tensor that a function has captured.
-            if tensor.dtype == tf.resource:
-                return False
-            continue
-        op = tensor.op
-        if op.type in ("Shape", "Size") and op.inputs[0].shape.is_fully_defined():
-            continue
-        captured = [outer for outer, inner in getattr(op.graph, "captures", ()) if inner is tensor]
-        if not captured and not op.inputs and op.type != "Const" or op.op_def.is_stateful:
-            return False
-        waiting += captured or op.inputs
-    return True
 
 
 def transformed(

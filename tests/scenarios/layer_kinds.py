@@ -87,7 +87,7 @@ def embedding_of_positions() -> dict[str, Any]:
             super().__init__()
             self.counted = layers.Embedding(5, 3, embeddings_initializer=init(2))
             self.listed = layers.Embedding(5, 3, embeddings_initializer=init(3))
-            self.order = tf.constant([4, 3, 2, 1, 0])
+            self.order = tf.constant([4, 3, 1, 1, 0])
 
         def call(self, x: Any) -> Any:
             positions = keras.ops.arange(keras.ops.shape(x)[1])
@@ -105,6 +105,27 @@ def embedding_of_positions() -> dict[str, Any]:
     model.compile(_O.Adam(0.05), "mse")
     rng = np.random.RandomState(0)
     return trained(model, rng.randint(0, 9, (37, 5)), rng.randn(37, 1).astype("float32"))
+
+
+@scenario
+def products_with_sparse_matrices() -> dict[str, Any]:
+    """A lookup that asks for each row once per batch, and one of rows that examples name, of one table."""
+
+    class Words(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts = layers.CategoryEncoding(7, "multi_hot", sparse=True, dtype="int32")
+            self.table = self.add_weight((7, 2), init(1), name="table")
+            self.head = layers.Dense(1, kernel_initializer=init(4))
+
+        def call(self, words: Any) -> Any:
+            both = keras.ops.matmul(self.counts(words), self.table) + keras.ops.matmul(self.counts(6 - words), self.table)
+            return self.head(both + keras.ops.take(self.table, words[:, 0], axis=0))
+
+    words = np.random.RandomState(0).randint(0, 7, (21, 3)).astype("int32")
+    model = Words()
+    model.compile(_O.Adagrad(0.1), "mse")
+    return trained(model, words, words.sum(1, keepdims=True) / 9.0, batch_size=8)
 
 
 @scenario

@@ -74,6 +74,77 @@ def logs_of_ones_own() -> dict[str, Any]:
     return {"weights": model.get_weights(), "history": history.history}
 
 
+class ComputesFromResults(keras.Model):
+    """Its steps compute logs, and the loss that is trained, from what metrics tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = dense(activation="sigmoid")
+        self.mean = keras.metrics.Mean(name="mean")
+        self.precision, self.recall = keras.metrics.Precision(name="precision"), keras.metrics.Recall(name="recall")
+
+    def call(self, x: Any) -> Any:
+        return self.net(x)
+
+    def told(self, y: Any, p: Any, loss: Any) -> dict[str, Any]:
+        self.mean.update_state(loss)
+        self.precision.update_state(y, p)
+        self.recall.update_state(y, p)
+        precision, recall = self.precision.result(), self.recall.result()
+        f1 = 2.0 * precision * recall / (precision + recall + 1e-7)
+        return {"mean": self.mean.result(), "perplexity": tf.exp(self.mean.result()), "recall": recall, "f1": f1, "bare": loss}
+
+    def train_step(self, batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            p = self(x)
+            loss = tf.reduce_mean(keras.losses.binary_crossentropy(y, p))
+            logs = self.told(y, p, loss)
+            balanced = loss / tf.stop_gradient(self.mean.result())
+        gradients, _ = tf.clip_by_global_norm(tape.gradient(balanced, self.trainable_variables), 0.3)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return logs
+
+    def test_step(self, batch: Any) -> Any:
+        x, y = batch
+        p = self(x)
+        return self.told(y, p, tf.reduce_mean(keras.losses.binary_crossentropy(y, p)))
+
+
+class UnderFunctions(ComputesFromResults):
+    @tf.function
+    def train_step(self, batch: Any) -> Any:
+        logs = super().train_step(batch)
+        if logs["mean"] > 100.0:  # Python is converted there.
+            logs["recall"] += 1.0
+        return logs
+
+    test_step = tf.function(ComputesFromResults.test_step)
+
+
+def _computed_from_results(kind: type[ComputesFromResults], **settings: Any) -> dict[str, Any]:
+    x, y = regression()
+    model = kind()
+    model(x[:1])
+    model.compile(_O.SGD(0.5), **settings)
+    return trained(model, x, (y > 0).astype("float32"))
+
+
+@scenario
+def logs_computed_from_results_of_metrics() -> dict[str, Any]:
+    return _computed_from_results(ComputesFromResults)
+
+
+@scenario
+def logs_computed_from_results_eagerly() -> dict[str, Any]:
+    return _computed_from_results(ComputesFromResults, run_eagerly=True)
+
+
+@scenario
+def steps_under_functions() -> dict[str, Any]:
+    return _computed_from_results(UnderFunctions, steps_per_execution=2)
+
+
 class LearnedLossWeight(keras.Model):
     def __init__(self) -> None:
         super().__init__()
@@ -195,11 +266,14 @@ def loops_without_run() -> dict[str, Any]:
 
 @scenario
 def sparse_gradients_without_run() -> dict[str, Any]:
-    table = layers.Embedding(7, 2, embeddings_initializer=init(1))
-    table.build()
-    optimizer = _O.SGD(0.1, momentum=0.5, gradient_accumulation_steps=2)
-    for words in np.array([[1, 2, 2], [6, 0, 1], [3, 3, 3], [1, 5, 6]]):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(tf.square(table(words) - 1.0))
-        optimizer.apply(tape.gradient(loss, table.trainable_weights), table.trainable_weights)
-    return {"table": table.get_weights()}
+    accumulating, squaring = _O.SGD(0.1, momentum=0.5, gradient_accumulation_steps=2), _O.Adagrad(0.1)
+    weights = []
+    for optimizer in (accumulating, squaring):
+        table = layers.Embedding(7, 2, embeddings_initializer=init(1))
+        table.build()
+        for words in np.array([[1, 2, 2], [6, 0, 1], [3, 3, 3], [1, 5, 6]]):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.square(table(words) - 1.0))
+            optimizer.apply(tape.gradient(loss, table.trainable_weights), table.trainable_weights)
+        weights += table.get_weights()
+    return {"tables": weights}

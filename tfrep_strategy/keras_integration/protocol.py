@@ -193,6 +193,10 @@ class Step:
         """Whether the caller is in a branch, a loop or a function of its own inside the step."""
         return not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self._graph
 
+    def has_computed(self, value: Any) -> bool:
+        """Returns whether a value is a tensor of the step's graph, and of none of its branches, loops and functions."""
+        return tf.is_symbolic_tensor(value) and value.graph is self._graph
+
     def note_scaled_loss(self, loss: tf.Tensor, optimizer: Any) -> None:
         """Records a loss that was multiplied by the share, and the optimizer that will get its gradients."""
         self.scaled_losses[id(optimizer)] += 1

@@ -142,8 +142,7 @@ class SynchronousExtended:
         Returns:
             Their sums over the replicas.
         """
-        densify = self.strategy.densify_sparse_gradients
-        own = [gradients.dense(g) if densify or gradients.has_fixed_rows(g) else g for g in replica_gradients]
+        own = [gradients.dense(g) if self.strategy.densify_sparse_gradients else g for g in replica_gradients]
         return timed_collectives(functools.partial(self._aggregate, in_parts=in_parts), own)
 
     def _aggregate(self, own: Sequence[Any], in_parts: bool) -> list[Any]:
@@ -155,6 +154,7 @@ class SynchronousExtended:
             all_reduce=self._sum_to_parts if in_parts else self.sum_gradients,
             all_gather=self.gather_gradients,
             bucket_bytes=self.bucket_bytes_for(own),
+            sum_values=self.sum_gradients if in_parts else None,
         )
 
     def bucket_bytes_for(self, tensors: Sequence[Any]) -> int:

@@ -29,6 +29,7 @@ from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.shares import Share
+from tfrep_strategy.slices import summed_where_alike
 from tfrep_strategy.strategies import rank_data as ranks_read
 from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.extended import SynchronousExtended
@@ -179,12 +180,19 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         The gradients are equal if all processes read the same data. If not, their mean keeps the weights equal.
         """
         share = Share.equal(self._num_replicas_in_sync)
-        return gradients.aggregate(
-            [share.weigh(gradient) for gradient in own_gradients],
+        weighed = [share.weigh(gradient) for gradient in own_gradients]
+        means = gradients.aggregate(
+            [None if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in weighed],
             all_reduce=self.sum_over_replicas,
             all_gather=self.gather_over_replicas,
             bucket_bytes=self.bucket_bytes_for(own_gradients),
         )
+        both = zip(weighed, means, strict=True)
+        return [self._sum_slices(own) if isinstance(own, tf.IndexedSlices) else mean for own, mean in both]
+
+    def _sum_slices(self, own: tf.IndexedSlices) -> tf.IndexedSlices:
+        values, rows = self.gather_over_replicas(own.values), self.gather_over_replicas(own.indices)
+        return summed_where_alike(tf.IndexedSlices(values, rows, own.dense_shape), self._num_replicas_in_sync)
 
     def bucket_bytes_for(self, tensors: Sequence[Any]) -> int:
         wanted, communicator = self.strategy.bucket_bytes, self._communicator

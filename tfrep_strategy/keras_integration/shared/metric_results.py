@@ -20,10 +20,14 @@ class Result:
         self.state = [tf.convert_to_tensor(variable.value) for variable in metric.variables]
 
 
-Told = dict[int, tuple[tf.Tensor, Result, int]]
-"""By their ids, the numbers that metrics have told, with the results that they belong to and their places in these."""
+Told = dict[int, tuple[tf.Tensor, Result | None, int]]
+"""By their ids, the numbers that metrics have told, with the results that they belong to and their places in these.
 
-_told: Setting[Told | None] = Setting(None)
+Numbers of which nothing is left to do belong to None.
+"""
+
+told: Setting[Told | None] = Setting(None)
+"""What metrics have told the step that this thread traces; None where nobody notes it."""
 
 
 @contextlib.contextmanager
@@ -31,20 +35,27 @@ def noted_results(metrics: Iterable[Any]) -> Iterator[Told]:
     """Notes what metrics tell the step that this thread traces, until the block ends."""
     for metric in metrics:
         KerasDriver.metric_result.install_in(type(metric))
-    told: Told = {}
-    with _told.to(told):
-        yield told
+    noted: Told = {}
+    with told.to(noted):
+        yield noted
 
 
 class MetricResults(KerasDriver):
     """What metrics tell."""
 
     def metric_result(self, original: Any, metric: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Notes which tensors are results of a metric."""
-        value = original(metric, *args, **kwargs)
-        if _told.value is not None:
-            result = Result(metric)
-            for index, tensor in enumerate(tf.nest.flatten(value)):
-                # The tensor is kept, so that no other one gets its id.
-                _told.value[id(tensor)] = tensor, result, index
+        """Notes which tensors are results of a metric. What it asks metrics of its own for is none of them."""
+        noted = told.value
+        with told.to(None):
+            value = original(metric, *args, **kwargs)
+            if noted is not None:
+                value = self.noted(noted, metric, value)
+        return value
+
+    def noted(self, noted: Told, metric: Any, value: Any) -> Any:
+        """Notes the result of a metric, and returns what the step is to see."""
+        result = Result(metric)
+        for index, tensor in enumerate(tf.nest.flatten(value)):
+            # The tensor is kept, so that no other one gets its id.
+            noted[id(tensor)] = tensor, result, index
         return value

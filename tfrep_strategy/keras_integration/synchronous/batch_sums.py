@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy.keras_integration.protocol import Step
+from tfrep_strategy.keras_integration.synchronous.open_rows import RowsAreFixedError
 from tfrep_strategy.keras_integration.synchronous.row_axes import MATRIX_PRODUCTS, REDUCTIONS, RowAxes, reduced_axes
 
 _SMALL = 1e-3
@@ -31,10 +32,6 @@ _AS_ALL_INPUTS = {"Add", "AddN", "AddV2", "ConcatV2", "Maximum", "Minimum", "Pac
 _MAY_ADD_UP = {"Einsum", "L2Loss", "Size", "Sum", "UnsortedSegmentSum"}
 _PRODUCTS = {"Mul": 1, "MulNoNan": 1, "Div": -1, "DivNoNan": -1, "RealDiv": -1}
 _graphs: weakref.WeakKeyDictionary[Any, _Growth] = weakref.WeakKeyDictionary()
-
-
-class RowsAreFixedError(BaseException):
-    """The graph was asked by a step that is traced for one number of rows. It is none of the errors that a step may catch."""
 
 
 def part_of_global(step: Step, value: tf.Tensor) -> tf.Tensor:

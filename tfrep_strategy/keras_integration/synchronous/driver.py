@@ -22,6 +22,7 @@ from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfRanks, 
 from tfrep_strategy.keras_integration.shared.xla import SplitPrediction, compiled_between_collectives
 from tfrep_strategy.keras_integration.synchronous import run_backups
 from tfrep_strategy.keras_integration.synchronous.callbacks import Callbacks
+from tfrep_strategy.keras_integration.synchronous.decorated_steps import undecorated
 from tfrep_strategy.keras_integration.synchronous.empty_parts import EmptyParts
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
 from tfrep_strategy.keras_integration.synchronous.layers import Layers
@@ -195,6 +196,7 @@ class SynchronousDriver(
         phase = "test" if step_function == model.test_step else "train"
         keeps_rows = _is_all_of_keras(model, step_function)
         if self.has_several:
+            step_function = undecorated(model, f"{phase}_step", step_function)
             if getattr(step_function, "__func__", None) not in _STEPS_OF_KERAS:
                 step_function = with_global_gradients(step_function)
             step_function = with_global_logs(model, phase, strategy, step_function)

@@ -10,11 +10,17 @@ import tensorflow as tf
 
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_step
-from tfrep_strategy.keras_integration.shared.metric_results import MetricResults, Result, noted_results
+from tfrep_strategy.keras_integration.settings import Setting
+from tfrep_strategy.keras_integration.shared.metric_results import MetricResults, Result, Told, noted_results
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 from tfrep_strategy.keras_integration.synchronous.batch_sums import is_count, part_of_global
+from tfrep_strategy.keras_integration.synchronous.open_rows import TraceAgainError
 
 _StatelessScope = keras_internal("backend.common.stateless_scope", "StatelessScope")
+
+
+class ResultsAreUsedError(TraceAgainError):
+    """A step computes something from results of metrics, which were not those of all replicas."""
 
 
 class Logs(MetricResults, SynchronousBase):
@@ -26,6 +32,19 @@ class Logs(MetricResults, SynchronousBase):
         with self.strategy.extended.summed_at_once(variables):
             return original(model, logs)
 
+    def noted(self, noted: Told, metric: Any, value: Any) -> Any:
+        """Gives a step that uses results those of the global batch."""
+        step = current_step()
+        if not _are_global.value or step is None or step.is_in_branch:
+            return super().noted(noted, metric, value)
+        asked = Result(metric)
+        numbers = _global_results(self.strategy, [asked])[asked]
+        noted.update((id(number), (number, None, index)) for index, number in enumerate(numbers))
+        return tf.nest.pack_sequence_as(value, numbers)
+
+
+_are_global: Setting[bool] = Setting(False)
+"""Whether metrics tell the step that this thread traces what they are over all replicas."""
 
 _with_own_logs: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 """Of each model the phases ("train", "test") whose steps return more than the results of its metrics."""
@@ -42,31 +61,47 @@ def with_global_logs(model: Any, phase: str, strategy: KerasStrategy, step_funct
     Where the logs are exactly the metrics, nothing is done: they are read over all replicas when somebody asks. Else a
     result of a metric is computed from its state on all replicas, and another floating value, such as a bare loss, is the
     mean over the examples of the global batch, or the sum. A count of rows is that of the global batch.
+
+    A step may compute with results, as in `tf.exp(self.loss.result())`. It is then traced again, and each result is that of
+    all replicas at once. An eager step gets such results in any case, since nobody knows what it will do with them.
     """
     metrics = model.metrics
     own_logs = _with_own_logs.setdefault(model, set())
+    uses_results = False
 
     def step_with_global_logs(batch: Any) -> Any:
-        with noted_results(metrics) as told:
+        nonlocal uses_results
+        are_global = uses_results or tf.executing_eagerly()
+        with noted_results(metrics) as told, _are_global.to(are_global):
             logs = step_function(batch)
+        if not are_global and any(_is_used(number) for number, _, _ in told.values()):
+            uses_results = True
+            raise ResultsAreUsedError
         flat = tf.nest.flatten(logs)
         own_logs.discard(phase)
         # A bare loss may have the name of a metric: `return {"loss": loss}`.
         if isinstance(logs, dict) and set(logs) == set(model.get_metrics_result()) and all(id(value) in told for value in flat):
             return logs
         own_logs.add(phase)
-        results = _global_results(strategy, dict.fromkeys(told[id(value)][1] for value in flat if id(value) in told))
+        asked = [told[id(value)][1] for value in flat if id(value) in told]
+        results = _global_results(strategy, dict.fromkeys(result for result in asked if result is not None))
         means = iter(_global_means(strategy, [value for value in flat if id(value) not in told]))
 
         def whole(value: Any) -> tf.Tensor:
             if id(value) not in told:
                 return next(means)
             _, result, index = told[id(value)]
-            return results[result][index]
+            return value if result is None else results[result][index]
 
         return tf.nest.pack_sequence_as(logs, [whole(value) for value in flat])
 
     return step_with_global_logs
+
+
+def _is_used(value: Any) -> bool:
+    """Returns whether the step that is traced has computed something from a value."""
+    step = current_step()
+    return step is not None and step.has_computed(value) and bool(value.consumers())
 
 
 def _global_means(strategy: KerasStrategy, values: list[Any]) -> list[tf.Tensor]:

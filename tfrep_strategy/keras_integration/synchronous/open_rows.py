@@ -16,7 +16,14 @@ import tensorflow as tf
 
 from tfrep_strategy.errors import TfrepError
 from tfrep_strategy.keras_integration.protocol import current_step
-from tfrep_strategy.keras_integration.synchronous.batch_sums import RowsAreFixedError
+
+
+class TraceAgainError(BaseException):
+    """What was found out about a step while it was traced. It is none of the errors that a step may catch."""
+
+
+class RowsAreFixedError(TraceAgainError):
+    """A step that is traced for one number of rows asks what is a sum over them."""
 
 
 def traced_for_any_rows(
@@ -50,24 +57,28 @@ def traced_for_any_rows(
         return step_function(part)
 
     ways = [fixed_step, open_step, step_function] if keeps_rows else [open_step, step_function]
-    run = build(ways.pop(0))
+    way = ways.pop(0)
+    run = build(way)
 
     def function(batches: Any) -> Any:
-        nonlocal run, is_traced
+        nonlocal run, way, is_traced
         while True:
             try:
                 result = run(batches)
-            except RowsAreFixedError:
+            except TraceAgainError as found:
                 is_traced = False
+                if isinstance(found, RowsAreFixedError):
+                    way = ways.pop(0)
             except (TfrepError, tf.errors.OpError, StopIteration):
                 raise
             except Exception:
                 if is_traced or not hides or not ways:
                     raise
+                way = ways.pop(0)
             else:
                 is_traced = True
                 return result
-            run = build(ways.pop(0))  # A new function: what has failed may have left its variables half made.
+            run = build(way)  # A new function: what has failed may have left its variables half made.
 
     return function
 
