@@ -15,6 +15,7 @@ import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tfrep_strategy._tensorflow import dataset_kinds, parts_of_dataset
 from tfrep_strategy.batches import shard
 from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
 from tfrep_strategy.keras_integration.patching import keras_internal
@@ -385,6 +386,29 @@ def test_each_process_computes_its_own_examples_only() -> None:
                 return tf.identity(value)
 
         list(cut_low(numbers().map(refuses).batch(6), Place(3, rank, 1), None).dataset)
+
+
+def rows_gathered(dataset: tf.data.Dataset) -> int:
+    """Counts the rows that the map by which Keras reads arrays takes out of them."""
+    maps = [part for part in parts_of_dataset(dataset) if isinstance(part, (dataset_kinds.Map, dataset_kinds.ParallelMap))]
+    gathers = {"GatherV2": 1, "PartitionedCall": 0}  # Which input has the numbers of the rows.
+    reading, rows = next(
+        (each, op.inputs[gathers[op.type]])
+        for each in maps
+        for op in each._map_func.function.graph.get_operations()
+        if op.type in gathers
+    )
+    graph, names = rows.graph, [tensor.name for tensor in rows.graph.inputs]
+    batches = [tf.nest.flatten(batch) for batch in reading._input_dataset.as_numpy_iterator()]
+    with tf.compat.v1.Session(graph=graph) as session:
+        return sum(len(session.run(rows.name, dict(zip(names, batch, strict=True)))) for batch in batches)
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": "batch"}])
+def test_a_process_takes_its_own_rows_of_arrays_only(options: dict[str, Any]) -> None:
+    assert rows_gathered(of_keras(**options)) == 23
+    each = [rows_gathered(cut_low(of_keras(**options), Place(3, rank, 1), None).dataset) for rank in range(3)]
+    assert each == [9, 9, 5], "of batches of 5, 5, 5, 5 and 3 rows"
 
 
 @pytest.mark.parametrize("changed", [0, 3])
