@@ -122,6 +122,17 @@ def test_tracing(tmp_path):
             assert 0 < each["seconds"][0] < each["step_seconds"][0]
 
 
+def test_demo(tmp_path):
+    results, text = _run(tmp_path, "demo", "--rounds", "1", "--epochs", "2", "--examples", "128")
+    summary = results["demo"]
+    assert {"one device", "mirrored, 2 replicas", "2 processes, tf"} <= set(summary["median_ms"])
+    assert {line["this"] for line in summary["ratios"]} == set(summary["median_ms"]) - {"one device"}
+    for name, samples in summary["samples_ms"].items():
+        assert name in text
+        assert len(samples) == 1
+        assert samples[0] > 0
+
+
 def test_switching(tmp_path):
     results, text = _run(tmp_path, "switching", "--processes", "2", "--times", "20")
     assert set(results) == {"2"}
