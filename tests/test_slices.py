@@ -67,6 +67,20 @@ def test_lookups_of_several_kinds() -> None:
     assert [part.kind for part in parts_of(eager)] == [Kind.NAMED]
 
 
+def test_lookups_inside_functions() -> None:
+    order = tf.constant([2, 0, 0])
+    looked_up = tf.function(tf.gather)
+    positions = tf.function(lambda table: tf.gather(table, order))
+    once = tf.function(lambda table, rows: tf.gather(table, tf.unique(rows)[0]))
+    layer = tf.function(lambda table, rows: tf.reduce_sum(once(table, rows)) + tf.reduce_sum(positions(table)))
+
+    assert gradient_in_function(lambda table, batch: looked_up(table, batch)) == [Kind.NAMED]
+    assert gradient_in_function(lambda table, batch: looked_up(table, tf.range(2))) == [Kind.FIXED]
+    assert gradient_in_function(lambda table, batch: positions(table)) == [Kind.FIXED]
+    assert gradient_in_function(lambda table, batch: once(table, batch[:, 0])) == [Kind.DISTINCT]
+    assert gradient_in_function(lambda table, batch: layer(table, batch[:, 0])) == [Kind.DISTINCT, Kind.FIXED]
+
+
 def test_all_replicas_have_the_slices_of_one_device() -> None:
     """Each of two equal replicas has half of the gradient. Squares show how a row was divided."""
     table, names = tf.Variable(tf.ones([4, 1])), tf.constant([3, 1, 3])

@@ -235,6 +235,14 @@ def run_independently(operation: Any) -> None:
         manager.run_independently(operation)
 
 
+def body_of_call(operation: Any) -> Any:
+    """Returns the graph of the function that an operation calls; None if it calls none."""
+    if operation.type not in ("PartitionedCall", "StatefulPartitionedCall"):
+        return None
+    function = operation.graph._get_function(operation.get_attr("f").name)
+    return None if function is None else function.graph
+
+
 def traced_function(graph: Any) -> Any:
     """Returns the Python function whose operations this thread is adding to a graph; None if there is none."""
     frame = inspect.currentframe()

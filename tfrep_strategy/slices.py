@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
+
+from tfrep_strategy._tensorflow import body_of_call
 
 _PASSING = frozenset({"Identity", "Reshape", "Cast", "ExpandDims", "Squeeze", "EnsureShape", "Snapshot"})
 _DISTINCT = frozenset({"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"})
@@ -38,6 +40,80 @@ class Part(NamedTuple):
     kind: Kind
 
 
+class _Tensor(NamedTuple):
+    """A tensor of a `tf.function`, or of a function that it calls.
+
+    Attributes:
+        tensor: The tensor.
+        calls: The operations that call the functions around it, the innermost last.
+    """
+
+    tensor: tf.Tensor
+    calls: tuple[Any, ...] = ()
+
+    def causes(self) -> list[_Tensor] | None:
+        """Returns the tensors that it is computed from; None if something else decides, such as a variable or chance."""
+        tensor, calls = self
+        if not tf.is_symbolic_tensor(tensor):  # An eager tensor that a function has captured.
+            return None if tensor.dtype == tf.resource else []
+        op = tensor.op
+        body = body_of_call(op)
+        if body is not None:
+            return [_Tensor(body.outputs[tensor.value_index], (*calls, op))]
+        if op.type == "Placeholder" and calls:
+            index = next(i for i, given in enumerate(tensor.graph.inputs) if given is tensor)
+            return [_Tensor(calls[-1].inputs[index], calls[:-1])]
+        if op.type in ("Shape", "Size") and op.inputs[0].shape.is_fully_defined():
+            return []
+        captured = [outer for outer, inner in getattr(op.graph, "captures", ()) if inner is tensor]
+        if not captured and not op.inputs and op.type != "Const" or op.op_def.is_stateful:
+            return None
+        return [_Tensor(cause, calls) for cause in captured or op.inputs]
+
+    def source(self) -> _Tensor:
+        """Follows it back through operations that keep its elements and their order."""
+        here = self
+        while tf.is_symbolic_tensor(here.tensor):
+            passes = here.tensor.op.type in _PASSING or here.tensor.op.type == "Placeholder" and here.calls
+            if not passes and body_of_call(here.tensor.op) is None:
+                break
+            here = (here.causes() or [here])[0]
+        return here
+
+    def lookups(self) -> list[_Tensor]:
+        """Returns what it was put together of, by lookups or by a gradient that adds up several."""
+        source = self.source()
+        if not tf.is_symbolic_tensor(source.tensor) or source.tensor.op.type != "ConcatV2":
+            return [source]
+        *pieces, _ = source.tensor.op.inputs
+        if any(piece.shape.rank != 1 for piece in pieces):
+            return [source]
+        return [each for piece in pieces for each in _Tensor(piece, source.calls).lookups()]
+
+    def kind(self) -> Kind:
+        """Returns the kind of the slices that have these rows."""
+        if not tf.is_symbolic_tensor(self.tensor):
+            return Kind.NAMED
+        if self.tensor.op.type in _DISTINCT:
+            return Kind.DISTINCT
+        return Kind.FIXED if self.is_fixed() else Kind.NAMED
+
+    def is_fixed(self) -> bool:
+        """Returns whether it is computed from constants only."""
+        seen, waiting = set(), [self]
+        while waiting:
+            here = waiting.pop()
+            key = here.tensor.ref(), tuple(map(id, here.calls))
+            if key in seen:
+                continue
+            seen.add(key)
+            causes = here.causes()
+            if causes is None:
+                return False
+            waiting += causes
+        return True
+
+
 def parts_of(gradient: tf.IndexedSlices) -> list[Part]:
     """Divides the slices of a gradient by kind.
 
@@ -49,12 +125,15 @@ def parts_of(gradient: tf.IndexedSlices) -> list[Part]:
     Returns:
         One part of a kind; of `Kind.DISTINCT` one for each lookup.
     """
-    rows = _rows_of_lookups(gradient.indices)
-    kinds = [_kind(each) for each in rows]
+    lookups = _Tensor(gradient.indices).lookups()
+    kinds = [each.kind() for each in lookups]
     if len(kinds) == 1 or set(kinds) in ({Kind.NAMED}, {Kind.FIXED}):
         return [Part(gradient, kinds[0])]
-    values = tf.split(gradient.values, [tf.size(each) for each in rows])
-    cut = [tf.IndexedSlices(v, r, gradient.dense_shape) for v, r in zip(values, rows, strict=True)]
+    sizes = _sizes(gradient.indices, [each.tensor for each in lookups])
+    if sizes is None:
+        return [Part(gradient, Kind.NAMED)]
+    both = zip(tf.split(gradient.values, sizes), tf.split(gradient.indices, sizes), strict=True)
+    cut = [tf.IndexedSlices(values, rows, gradient.dense_shape) for values, rows in both]
     parts = [Part(slices, kind) for slices, kind in zip(cut, kinds, strict=True) if kind is Kind.DISTINCT]
     for kind in (Kind.NAMED, Kind.FIXED):
         if kind in kinds:
@@ -110,50 +189,12 @@ def joined(parts: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
     return tf.IndexedSlices(values, indices, parts[0].dense_shape)
 
 
-def _rows_of_lookups(rows: tf.Tensor) -> list[tf.Tensor]:
-    """Returns the rows of which others were put together, by lookups or by a gradient that adds up several."""
-    source = _source(rows)
-    if not tf.is_symbolic_tensor(source) or source.op.type != "ConcatV2":
-        return [rows]
-    *pieces, _ = source.op.inputs
-    if any(piece.shape.rank != 1 for piece in pieces):
-        return [rows]
-    return [tf.cast(tf.reshape(each, [-1]), rows.dtype) for piece in pieces for each in _rows_of_lookups(piece)]
-
-
-def _kind(rows: tf.Tensor) -> Kind:
-    source = _source(rows)
-    if not tf.is_symbolic_tensor(source):
-        return Kind.NAMED
-    if source.op.type in _DISTINCT:
-        return Kind.DISTINCT
-    return Kind.FIXED if _is_fixed(source) else Kind.NAMED
-
-
-def _source(tensor: tf.Tensor) -> tf.Tensor:
-    """Follows a tensor back through operations that keep its elements and their order."""
-    while tf.is_symbolic_tensor(tensor) and tensor.op.type in _PASSING:
-        tensor = tensor.op.inputs[0]
-    return tensor
-
-
-def _is_fixed(rows: tf.Tensor) -> bool:
-    """Returns whether a tensor of a `tf.function` is computed from constants only."""
-    seen, waiting = set(), [rows]
-    while waiting:
-        tensor = waiting.pop()
-        if tensor.ref() in seen:
-            continue
-        seen.add(tensor.ref())
-        if not tf.is_symbolic_tensor(tensor):  # An eager tensor that a function has captured.
-            if tensor.dtype == tf.resource:
-                return False
-            continue
-        op = tensor.op
-        if op.type in ("Shape", "Size") and op.inputs[0].shape.is_fully_defined():
-            continue
-        captured = [outer for outer, inner in getattr(op.graph, "captures", ()) if inner is tensor]
-        if not captured and not op.inputs and op.type != "Const" or op.op_def.is_stateful:
-            return False
-        waiting += captured or op.inputs
-    return True
+def _sizes(rows: tf.Tensor, pieces: Sequence[tf.Tensor]) -> list[Any] | None:
+    """Returns how many rows each piece has; None where two pieces of open sizes are inside functions."""
+    sizes: list[Any] = [piece.shape.num_elements() for piece in pieces]
+    for i, piece in enumerate(pieces):
+        if sizes[i] is None and piece.graph is rows.graph:
+            sizes[i] = tf.size(piece)
+    if sizes.count(None) > 1:
+        return None
+    return [tf.size(rows) - sum(s for s in sizes if s is not None) if size is None else size for size in sizes]
