@@ -129,6 +129,27 @@ def products_with_sparse_matrices() -> dict[str, Any]:
 
 
 @scenario
+def state_that_no_row_decides() -> dict[str, Any]:
+    """A last batch of one row: a replica without rows counts and anneals as the others do."""
+
+    class Annealed(layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = self.add_weight(shape=(), initializer="ones", trainable=False, name="scale")
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            if training:
+                self.scale.assign(0.9 * self.scale)
+            return x * self.scale
+
+    spectral = layers.SpectralNormalization(layers.Dense(4, "tanh", kernel_initializer=init(1)))
+    model = keras.Sequential([keras.Input((4,)), spectral, Annealed(), layers.Dense(1, kernel_initializer=init(2))])
+    spectral.vector_u.assign(0.1 * np.arange(1.0, 5.0)[np.newaxis])
+    model.compile(_O.SGD(0.05), "mse")
+    return trained(model, *regression(17))
+
+
+@scenario
 def lazily_built_subclass() -> dict[str, Any]:
     class Net(keras.Model):
         def __init__(self) -> None:

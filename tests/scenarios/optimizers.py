@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers
 
 from scenarios.base import SCENARIOS, dense, init, regression, scenario, trained
@@ -109,3 +110,18 @@ def float16_overflow_on_one_replica() -> dict[str, Any]:
     model.fit(x, y, batch_size=16, epochs=1, shuffle=False, verbose=0)
     unchanged = [bool(np.array_equal(a, b)) for a, b in zip(before, model.get_weights(), strict=True)]
     return {"unchanged": unchanged, "scale": float(model.optimizer.dynamic_scale)}
+
+
+class ClipsWhatItApplies(_O.SGD):
+    """Clips before Keras's `apply` sees the gradients, as optimizers do that were written for one device."""
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        return super().apply_gradients([(tf.clip_by_norm(gradient, 0.1), variable) for gradient, variable in grads_and_vars])
+
+
+@scenario
+def optimizer_that_clips_before_it_applies() -> dict[str, Any]:
+    x, y = regression()
+    model = dense()
+    model.compile(ClipsWhatItApplies(0.5), "mse")
+    return trained(model, x, y)

@@ -231,3 +231,60 @@ def moving_averages_of_no_rows() -> dict[str, Any]:
     model.compile(_O.SGD(0.05), "mse")
     result = trained(model, *regression(33))
     return {"is_finite": [bool(np.all(np.isfinite(w))) for w in model.get_weights()], "losses": len(result["history"]["loss"])}
+
+
+class SumsOfLosses(keras.metrics.Metric):
+    """Adds up a loss of Keras, and counts rows, as a perplexity does."""
+
+    def __init__(self) -> None:
+        super().__init__(name="mean_of_sums")
+        self.total = self.add_weight(name="total", initializer="zeros")
+        self.count = self.add_weight(name="count", initializer="zeros")
+        self.loss = keras.losses.MeanSquaredError(reduction="sum")
+
+    def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(self.loss(y, p))
+        self.count.assign_add(ops.cast(ops.shape(y)[0], "float32"))
+
+    def result(self) -> Any:
+        return self.total / ops.maximum(self.count, 1.0)
+
+
+class SumOverRows(keras.Model):
+    """Divides a sum of Keras's by the number of rows, in a step, a layer and a loss, and adds scalars up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = dense()
+        self.summed = keras.losses.MeanSquaredError(reduction="sum")
+        self.steps, self.losses_told = keras.metrics.Sum(name="steps"), keras.metrics.Sum(name="losses_told")
+
+    def call(self, x: Any) -> Any:
+        outputs = self.net(x)
+        self.add_loss(0.1 * self.summed(ops.zeros_like(outputs), outputs) / ops.cast(ops.shape(x)[0], "float32"))
+        return outputs
+
+    def train_step(self, batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = self.summed(y, self(x)) / tf.cast(tf.shape(x)[0], tf.float32) + sum(self.losses)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.steps.update_state(1.0)
+        self.losses_told.update_state(loss)
+        return {"loss": loss, "steps": self.steps.result(), "losses_told": self.losses_told.result()}
+
+
+@scenario
+def sum_losses_divided_by_rows() -> dict[str, Any]:
+    x, y = regression()
+    summed, results = keras.losses.MeanSquaredError(reduction="sum"), {}
+    for name, model, loss in (
+        ("step", SumOverRows(), "mse"),
+        ("compiled", dense(), lambda y, p: summed(y, p) / ops.cast(ops.shape(y)[0], "float32")),
+        ("metric", dense(), "mse"),
+    ):
+        model(x[:1])
+        model.compile(keras.optimizers.SGD(0.05), loss, metrics=None if name == "step" else [SumsOfLosses()])
+        results[name] = trained(model, x, y)
+    return results

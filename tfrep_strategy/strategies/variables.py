@@ -17,6 +17,7 @@ from tfrep_strategy._tensorflow import (
     sync_on_read_context,
 )
 from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.synchronous.batch_sums import depends_on_rows
 from tfrep_strategy.keras_integration.synchronous.layers import knows_no_rows
 
 _REDUCED = (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
@@ -105,11 +106,17 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
         return assigned[0]
 
     def _unless_without_rows(self, value: Any) -> Any:
-        """Keeps what a replica without examples has of a moving average: the mean over no rows is no number, for good."""
+        """Keeps what a replica without examples has of a moving average: the mean over no rows is no number, for good.
+
+        What does not come from rows, such as a count of steps, is the same on all replicas.
+        """
         step = current_step()
         if step is None or knows_no_rows.value or self.aggregation != tf.VariableAggregation.MEAN:
             return value
-        return tf.where(step.share.value > 0, tf.cast(value, self.dtype), self.read_value())
+        value = tf.cast(value, self.dtype)
+        if not depends_on_rows(step, value):
+            return value
+        return tf.where(step.share.value > 0, value, self.read_value())
 
     def spread_initial_value(self) -> None:
         """Keeps the initial value of a `SUM` variable on the first replica only, so that it counts once."""

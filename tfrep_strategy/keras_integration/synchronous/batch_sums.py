@@ -64,6 +64,40 @@ def sums_and_means(step: Step, value: Any) -> tuple[list[tf.Tensor], list[tf.Ten
     return sums, means
 
 
+def can_follow(step: Step, value: tf.Tensor) -> bool:
+    """Returns whether the graph tells what becomes of a scalar, so that a sum over rows may stay the replica's own.
+
+    Raises:
+        RowsAreFixedError: The step is traced for one number of rows. Traced for any, it can be followed.
+    """
+    if step.gathers or not step.has_computed(value):
+        return False
+    if step.rows_are_fixed:
+        raise RowsAreFixedError
+    return True
+
+
+def depends_on_rows(step: Step, value: tf.Tensor) -> bool:
+    """Returns whether a tensor was computed from the replica's rows, and not only from what all replicas have alike.
+
+    Where nobody can tell, in an eager step or a branch, it was.
+    """
+    if not step.has_computed(value):
+        return True
+    told = _graphs[value.graph].told if value.graph in _graphs else {}
+    captured = {tensor.name for tensor in value.graph.internal_captures}
+    seen, waiting = set(), [value]
+    while waiting:
+        tensor = waiting.pop()
+        if tensor.name in seen or tensor.name in captured or told.get(tensor.name) == 0:
+            continue
+        seen.add(tensor.name)
+        if tensor.op.type in _DATA or tensor.op.type == "Placeholder":
+            return True
+        waiting += tensor.op.inputs
+    return False
+
+
 def is_count(step: Step, value: tf.Tensor) -> bool:
     """Returns whether an integer scalar is a count of rows, or a sum over them."""
     if step.gathers or not tf.is_symbolic_tensor(value) or value.shape.rank != 0:

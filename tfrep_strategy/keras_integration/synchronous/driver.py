@@ -197,7 +197,7 @@ class SynchronousDriver(
         keeps_rows = _is_all_of_keras(model, step_function)
         if self.has_several:
             step_function = undecorated(model, f"{phase}_step", step_function)
-            if getattr(step_function, "__func__", None) not in _STEPS_OF_KERAS:
+            if getattr(step_function, "__func__", None) not in _STEPS_OF_KERAS or _has_own_apply(model.optimizer):
                 step_function = with_global_gradients(step_function)
             step_function = with_global_logs(model, phase, strategy, step_function)
 
@@ -281,6 +281,14 @@ def _of_any_size(value: Any) -> Any:
 
 def _has_own_steps(model: Any) -> bool:
     return any(getattr(type(model), name) is not getattr(_Trainer, name) for name in ("train_step", "test_step"))
+
+
+def _has_own_apply(optimizer: Any) -> bool:
+    """Whether an optimizer of the user's own sees gradients before Keras's `apply` does, so that they must be global by then."""
+    if optimizer is None:
+        return False
+    names = ("apply", "apply_gradients")
+    return any(name in vars(optimizer) or not is_of_keras(getattr(type(optimizer), name, None)) for name in names)
 
 
 def _is_all_of_keras(model: Any, step_function: Any) -> bool:

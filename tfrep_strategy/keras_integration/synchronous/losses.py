@@ -17,7 +17,7 @@ from tfrep_strategy.keras_integration.driver import KerasDriver
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
-from tfrep_strategy.keras_integration.synchronous.batch_sums import as_mean, part_of_global
+from tfrep_strategy.keras_integration.synchronous.batch_sums import as_mean, can_follow, part_of_global
 from tfrep_strategy.keras_integration.synchronous.losses_of_replicas import LossesOfReplicas
 from tfrep_strategy.keras_integration.synchronous.own_functions import (
     is_of_keras,
@@ -69,7 +69,7 @@ class Losses(SynchronousBase):
         total = ops.sum(values)
         weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
         if reduction == "sum":
-            return total if step is None else step.share.unweigh(total)
+            return total if step is None or can_follow(step, total) else step.share.unweigh(total)
         if step is None or weighs:
             divisor = ops.sum(sample_weight) if weighs else ops.prod(ops.cast(ops.shape(values), "int32"))
             divisor = self.strategy.extended.sum_over_replicas([ops.cast(divisor, total.dtype)])[0]
@@ -130,6 +130,8 @@ class Losses(SynchronousBase):
             return original(metric, *args, **kwargs)
         if _are_scalars(original, args, kwargs):
             return self._update_with_scalars(original, metric, args, kwargs)
+        if isinstance(metric, keras.metrics.Sum) and is_of_keras(original):
+            return _update_sum(original, metric, *args, **kwargs)
         if not (_is_of_rows_together(metric, args, kwargs) or metric_needs_all_rows(metric, original, args, kwargs)):
             return original(metric, *args, **kwargs)
         return update_with_whole_batch(self.strategy, original, metric, args, kwargs)
@@ -153,6 +155,14 @@ class Losses(SynchronousBase):
     def _divides_by_replicas(self) -> bool:
         """Whether losses are divided by the number of replicas: in a custom loop, whose gradients are summed."""
         return current_step() is None and not sees_whole_batch.value and self.in_replica
+
+
+def _update_sum(original: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:
+    """Adds a replica's part of a scalar, such as the loss of a custom step. A sum over its rows, and rows, count whole."""
+    step: Any = current_step()
+    if not ops.shape(values) and (sample_weight is None or not ops.shape(sample_weight)):
+        values = part_of_global(step, ops.cast(values, metric.dtype))
+    return original(metric, values, sample_weight=sample_weight)
 
 
 def _have_one_weight(values: Any, sample_weight: Any) -> bool:

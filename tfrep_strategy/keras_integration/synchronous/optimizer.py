@@ -78,6 +78,7 @@ class Updates(ShardedUpdates):
         step = current_step()
         if step is None:
             return original(optimizer, loss)
+        loss = tf.convert_to_tensor(loss)
         scaled = original(optimizer, loss if are_rows(step, loss) else part_of_global(step, loss))
         step.note_scaled_loss(scaled, optimizer)
         return scaled
