@@ -67,14 +67,9 @@ def sums_and_means(step: Step, value: Any) -> tuple[list[tf.Tensor], list[tf.Ten
 def can_follow(step: Step, value: tf.Tensor) -> bool:
     """Returns whether the graph tells what becomes of a scalar, so that a sum over rows may stay the replica's own.
 
-    Raises:
-        RowsAreFixedError: The step is traced for one number of rows. Traced for any, it can be followed.
+    A step that is traced for one number of rows does not: its losses are Keras's, of which nobody makes anything else.
     """
-    if step.gathers or not step.has_computed(value):
-        return False
-    if step.rows_are_fixed:
-        raise RowsAreFixedError
-    return True
+    return step.has_computed(value) and not step.gathers and not step.rows_are_fixed
 
 
 def depends_on_rows(step: Step, value: tf.Tensor) -> bool:

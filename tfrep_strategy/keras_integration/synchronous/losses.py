@@ -16,6 +16,7 @@ from keras import ops
 from tfrep_strategy.keras_integration.driver import KerasDriver
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 from tfrep_strategy.keras_integration.synchronous.batch_sums import as_mean, can_follow, part_of_global
 from tfrep_strategy.keras_integration.synchronous.losses_of_replicas import LossesOfReplicas
@@ -34,6 +35,9 @@ from tfrep_strategy.keras_integration.synchronous.whole_batch import (
 
 _get_keras_mask: Any = keras_internal("backend.common.masking", "get_keras_mask")
 in_stateless_scope: Any = keras_internal("backend.common.stateless_scope", "in_stateless_scope")
+
+_updates_metric = Setting(False)
+"""Whether a metric is updated, whose state is summed over the replicas."""
 
 
 class Losses(SynchronousBase):
@@ -69,7 +73,9 @@ class Losses(SynchronousBase):
         total = ops.sum(values)
         weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
         if reduction == "sum":
-            return total if step is None or can_follow(step, total) else step.share.unweigh(total)
+            if step is None or _updates_metric.value or can_follow(step, total):
+                return total
+            return step.share.unweigh(total)
         if step is None or weighs:
             divisor = ops.sum(sample_weight) if weighs else ops.prod(ops.cast(ops.shape(values), "int32"))
             divisor = self.strategy.extended.sum_over_replicas([ops.cast(divisor, total.dtype)])[0]
@@ -133,7 +139,8 @@ class Losses(SynchronousBase):
         if isinstance(metric, keras.metrics.Sum) and is_of_keras(original):
             return _update_sum(original, metric, *args, **kwargs)
         if not (_is_of_rows_together(metric, args, kwargs) or metric_needs_all_rows(metric, original, args, kwargs)):
-            return original(metric, *args, **kwargs)
+            with _updates_metric.to(True):
+                return original(metric, *args, **kwargs)
         return update_with_whole_batch(self.strategy, original, metric, args, kwargs)
 
     def _update_with_scalars(self, original: Any, metric: Any, args: Any, kwargs: Any) -> Any:
