@@ -111,12 +111,12 @@ def learning_to_learn() -> dict[str, Any]:
 
 @scenario
 def scaled_losses_of_ones_own() -> dict[str, Any]:
-    """`scale_loss`, and then gradients as they are, or clipped."""
+    """`scale_loss` of the loss or of 1, and then gradients as they are, or clipped."""
 
-    def step(model: Any, x: Any, y: Any, clip: float | None = None) -> dict[str, Any]:
+    def step(model: Any, x: Any, y: Any, clip: float | None = None, asks_for_scale: bool = False) -> dict[str, Any]:
         with tf.GradientTape() as tape:
             loss = model.loss_of(x, y)
-            scaled = model.optimizer.scale_loss(loss)
+            scaled = loss * model.optimizer.scale_loss(1.0) if asks_for_scale else model.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled, model.trainable_variables)
         if clip is not None:
             gradients = [tf.clip_by_norm(gradient, clip) for gradient in gradients]
@@ -126,6 +126,9 @@ def scaled_losses_of_ones_own() -> dict[str, Any]:
     return {
         "fixed, clipped": fitted(functools.partial(step, clip=2.4), rows=33, optimizer=_O.SGD(0.1, loss_scale_factor=8.0)),
         "dynamic": fitted(step, rows=33, optimizer=_O.LossScaleOptimizer(_O.SGD(0.1), initial_scale=64.0)),
+        "dynamic, by its scale": fitted(
+            functools.partial(step, asks_for_scale=True), rows=33, optimizer=_O.LossScaleOptimizer(_O.SGD(0.1), initial_scale=64.0)
+        ),
         "dynamic, clipped": fitted(
             functools.partial(step, clip=19.2), rows=33, optimizer=_O.LossScaleOptimizer(_O.SGD(0.1), initial_scale=64.0)
         ),
