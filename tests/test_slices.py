@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy.gradients import aggregate, dense
-from tfrep_strategy.slices import Kind, parts_of, summed_where_alike
+from tfrep_strategy.slices import Kind, has_fixed_rows, parts_of, summed_where_alike
 
 REPLICAS = 2
 
@@ -93,6 +93,7 @@ def test_all_replicas_have_the_slices_of_one_device() -> None:
             named = tf.reduce_sum(tf.gather(table, batch))
             every = once + fixed + named
         gradients = [tape.gradient(loss, table) for loss in (once, fixed, named, every)]
+        assert list(map(has_fixed_rows, [*gradients, None])) == [False, True, False, False, False]
         doubled = aggregate(
             [tf.IndexedSlices(g.values / REPLICAS, g.indices, g.dense_shape) for g in gradients],
             all_reduce=lambda tensors: [REPLICAS * tensor for tensor in tensors],

@@ -17,6 +17,7 @@ AllGather = Callable[[tf.Tensor], tf.Tensor]
 
 def aggregate(
     gradients: Sequence[Gradient],
+    *,
     all_reduce: AllReduce,
     all_gather: AllGather,
     bucket_bytes: int,

@@ -141,6 +141,11 @@ def parts_of(gradient: tf.IndexedSlices) -> list[Part]:
     return parts
 
 
+def has_fixed_rows(gradient: Any) -> bool:
+    """Returns whether a gradient is sparse, and all its slices are of rows that do not depend on the batch."""
+    return isinstance(gradient, tf.IndexedSlices) and all(part.kind is Kind.FIXED for part in parts_of(gradient))
+
+
 def summed_by_row(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     """Adds up the slices of each row.
 

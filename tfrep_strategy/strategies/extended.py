@@ -19,6 +19,7 @@ from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.sharding import Cut, sum_to_parts
+from tfrep_strategy.slices import has_fixed_rows
 from tfrep_strategy.step_clock import timed_collectives
 from tfrep_strategy.strategies.checked_settings import functions
 from tfrep_strategy.strategies.part_variables import PartVariable
@@ -148,7 +149,8 @@ class SynchronousExtended:
     def _aggregate(self, own: Sequence[Any], in_parts: bool) -> list[Any]:
         strategy = self.strategy
         if strategy.gradient_aggregator is not None:
-            return list(strategy.gradient_aggregator(list(own), self.own_communicator()))
+            own = [gradients.dense(g) if has_fixed_rows(g) else g for g in own]  # It need not know of kinds of slices.
+            return list(strategy.gradient_aggregator(own, self.own_communicator()))
         return gradients.aggregate(
             own,
             all_reduce=self._sum_to_parts if in_parts else self.sum_gradients,

@@ -187,12 +187,11 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
             all_gather=self.gather_over_replicas,
             bucket_bytes=self.bucket_bytes_for(own_gradients),
         )
-        both = zip(weighed, means, strict=True)
-        return [self._sum_slices(own) if isinstance(own, tf.IndexedSlices) else mean for own, mean in both]
-
-    def _sum_slices(self, own: tf.IndexedSlices) -> tf.IndexedSlices:
-        values, rows = self.gather_over_replicas(own.values), self.gather_over_replicas(own.indices)
-        return summed_where_alike(tf.IndexedSlices(values, rows, own.dense_shape), self._num_replicas_in_sync)
+        for i, own in enumerate(weighed):
+            if isinstance(own, tf.IndexedSlices):
+                of_all = self._reduce_slices(tf.distribute.ReduceOp.SUM, own)
+                means[i] = summed_where_alike(of_all, self._num_replicas_in_sync)
+        return means
 
     def bucket_bytes_for(self, tensors: Sequence[Any]) -> int:
         wanted, communicator = self.strategy.bucket_bytes, self._communicator

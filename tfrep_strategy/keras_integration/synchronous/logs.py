@@ -18,6 +18,9 @@ from tfrep_strategy.keras_integration.synchronous.open_rows import TraceAgainErr
 
 _StatelessScope = keras_internal("backend.common.stateless_scope", "StatelessScope")
 
+_are_global: Setting[bool] = Setting(False)
+"""Whether metrics tell the step that this thread traces what they are over all replicas."""
+
 
 class ResultsAreUsedError(TraceAgainError):
     """A step computes something from results of metrics, which were not those of all replicas."""
@@ -42,9 +45,6 @@ class Logs(MetricResults, SynchronousBase):
         noted.update((id(number), (number, None, index)) for index, number in enumerate(numbers))
         return tf.nest.pack_sequence_as(value, numbers)
 
-
-_are_global: Setting[bool] = Setting(False)
-"""Whether metrics tell the step that this thread traces what they are over all replicas."""
 
 _with_own_logs: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 """Of each model the phases ("train", "test") whose steps return more than the results of its metrics."""
