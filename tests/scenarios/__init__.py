@@ -2,6 +2,7 @@
 
 # Each registers what it has.
 from scenarios import (  # noqa: F401
+    assigned_state,
     composed_models,
     layer_kinds,
     losses,

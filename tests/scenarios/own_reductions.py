@@ -212,27 +212,6 @@ def metrics_of_metrics_and_of_scalars() -> dict[str, Any]:
     return trained(model, *regression(33))
 
 
-class Centred(layers.Layer):
-    """Subtracts a moving average of its own."""
-
-    def build(self, shape: Any) -> None:
-        self.average = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="average")
-
-    def call(self, x: Any, training: bool = False) -> Any:
-        if training:
-            self.average.assign(0.9 * self.average + 0.1 * ops.mean(x, axis=0))
-        return x - self.average
-
-
-@scenario
-def moving_averages_of_no_rows() -> dict[str, Any]:
-    """Each replica has an average of its own; the mean over no rows is not to spoil it."""
-    model = keras.Sequential([keras.Input((4,)), Centred(), layers.Dense(1, kernel_initializer=init(1))])
-    model.compile(_O.SGD(0.05), "mse")
-    result = trained(model, *regression(33))
-    return {"is_finite": [bool(np.all(np.isfinite(w))) for w in model.get_weights()], "losses": len(result["history"]["loss"])}
-
-
 class SumsOfLosses(keras.metrics.Metric):
     """Adds up a loss of Keras, and counts rows, as a perplexity does."""
 

@@ -12,15 +12,17 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import (
     LoadedFunction,
     MirroredVariable,
+    ResourceVariable,
     SyncOnReadVariable,
     in_replica_update_context,
     sync_on_read_context,
 )
 from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is, of_all_replicas
 from tfrep_strategy.keras_integration.synchronous.batch_sums import depends_on_rows
-from tfrep_strategy.keras_integration.synchronous.layers import knows_no_rows
 
 _REDUCED = (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
+_OF_ONE_DEVICE = (tf.VariableAggregation.NONE, tf.VariableAggregation.MEAN)
 _creation_order = itertools.count()
 
 
@@ -85,7 +87,8 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
         self.differs = True
-        return super()._update_replica(update_fn, value, **kwargs)
+        total = of_all_replicas(value) if self.aggregation == tf.VariableAggregation.MEAN else None
+        return super()._update_replica(update_fn, value if total is None else total, **kwargs)
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         outside = tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy()
@@ -111,9 +114,12 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
         What does not come from rows, such as a count of steps, is the same on all replicas.
         """
         step = current_step()
-        if step is None or knows_no_rows.value or self.aggregation != tf.VariableAggregation.MEAN:
+        if step is None or assigns_as_is.value or self.aggregation != tf.VariableAggregation.MEAN:
             return value
         value = tf.cast(value, self.dtype)
+        total = of_all_replicas(value)
+        if total is not None:
+            return total
         if not depends_on_rows(step, value):
             return value
         return tf.where(step.share.value > 0, value, self.read_value())
@@ -165,6 +171,30 @@ class ReplicatedVariable(_Converts, MirroredVariable):
         """The handle of the copy that reads use, so tapes outside replicas find the gradient."""
         return self._get_on_device_or_primary().handle
 
+    def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        total = of_all_replicas(value) if self.aggregation in _OF_ONE_DEVICE else None
+        if total is None:
+            return super()._update_replica(update_fn, value, **kwargs)
+        return update_fn(self._get_on_device_or_primary(), total, **kwargs)
+
+
+class ProcessVariable(ResourceVariable):
+    """The copy of a process, of a variable that has an equal copy on each."""
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().assign(_of_one_device(value), *args, **kwargs)
+
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().assign_add(_of_one_device(delta), *args, **kwargs)
+
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().assign_sub(_of_one_device(delta), *args, **kwargs)
+
+
+def _of_one_device(value: Any) -> Any:
+    total = of_all_replicas(value)
+    return value if total is None else total
+
 
 def _with_copies_that_are_read(call: Any) -> Any:
     """Lets functions of a loaded SavedModel run outside replicas, on the local copy."""
@@ -180,7 +210,9 @@ LoadedFunction._call_flat = _with_copies_that_are_read(LoadedFunction._call_flat
 
 
 def with_our_class(variable: Any) -> Any:
-    """Replaces TensorFlow's container of a variable's copies by ours."""
+    """Gives a variable, or TensorFlow's container of its copies, our class."""
+    if type(variable) is ResourceVariable:
+        variable.__class__ = ProcessVariable  # TensorFlow's creators make it, who take no other class.
     if type(variable) is MirroredVariable:
         return ReplicatedVariable(variable.distribute_strategy, variable.values, variable.aggregation)
     if type(variable) is SyncOnReadVariable:

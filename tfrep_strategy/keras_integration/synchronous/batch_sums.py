@@ -12,7 +12,7 @@ each row if it is as long as the replica's part.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,6 +93,20 @@ def depends_on_rows(step: Step, value: tf.Tensor) -> bool:
     return False
 
 
+def reduced_rows(step: Step, value: tf.Tensor) -> dict[str, list[tf.Tensor]] | None:
+    """Finds what a tensor has of the replica's rows.
+
+    Args:
+        step: What the replica knows of the step.
+        value: A tensor of the step's graph.
+
+    Returns:
+        The tensors from which it was computed: those in which rows were put together, as a "sum", a "mean", the "max" or the
+        "min", and those that are "alike" on all replicas. None if rows reach it in another way.
+    """
+    return _growth_of(step, value).reduced_rows(value, lambda tensor: depends_on_rows(step, tensor))
+
+
 def is_count(step: Step, value: tf.Tensor) -> bool:
     """Returns whether an integer scalar is a count of rows, or a sum over them."""
     if step.gathers or not tf.is_symbolic_tensor(value) or value.shape.rank != 0:
@@ -120,7 +134,7 @@ def _growth_of(step: Step, value: tf.Tensor) -> _Growth:
     return grows
 
 
-def note_global(value: tf.Tensor) -> tf.Tensor:
+def note_global(value: Any) -> tf.Tensor:
     """Notes that a tensor was computed from the rows of all replicas, and is the same on each."""
     if tf.is_symbolic_tensor(value):
         _graphs.setdefault(value.graph, _Growth()).told[value.name] = 0
@@ -151,6 +165,45 @@ class _Growth:
     def is_of_rows(self, tensor: tf.Tensor) -> bool:
         """Returns whether a tensor has as many rows as the data from which it comes, where all batches have one size."""
         return tensor.shape[0] is not None and tensor.shape[0] == self._rows.get(tensor.name) and tensor.op.type != "Pack"
+
+    def reduced_rows(self, value: tf.Tensor, depends: Callable[[tf.Tensor], bool]) -> dict[str, list[tf.Tensor]] | None:
+        """Walks back from a tensor to those in which rows were put together."""
+        found: dict[str, list[tf.Tensor]] = {}
+        seen, waiting = set(), [value]
+        while waiting:
+            tensor = waiting.pop()
+            if tensor.name in seen:
+                continue
+            seen.add(tensor.name)
+            alike = self._is_size_of_all(tensor) or not depends(tensor)
+            kind = "alike" if alike else self._reduction_of_rows(tensor)
+            if kind is not None:
+                found.setdefault(kind, []).append(tensor)
+            elif self._axes[tensor] is not None or tensor.op.type in _DATA | {"Placeholder"} or tensor.op.op_def.is_stateful:
+                return None
+            else:
+                waiting += tensor.op.inputs
+        return found
+
+    def _is_size_of_all(self, tensor: tf.Tensor) -> bool:
+        """Whether it is a size of the data that has nothing to do with the number of rows."""
+        return any(isinstance(self[each], _Shape) for each in tensor.op.inputs) and self[tensor] == 0
+
+    def _reduction_of_rows(self, tensor: tf.Tensor) -> str | None:
+        operation, kind = tensor.op, tensor.op.type
+        axis = self._axes[operation.inputs[0]] if operation.inputs else None
+        if kind in ("Max", "Min") and axis is not None and axis in reduced_axes(operation):
+            return kind.lower()
+        counts = any(isinstance(self[each], _Shape) for each in operation.inputs) or kind == "Size"
+        adds_up = (
+            kind in ("Mean", "Sum", "L2Loss") and axis is not None and (kind == "L2Loss" or axis in reduced_axes(operation))
+            or kind in MATRIX_PRODUCTS and self._axes.are_contracted(operation)
+            or kind == "Einsum" and self._contracted(operation) == 1
+            or kind == "UnsortedSegmentSum" and axis == 0
+        )  # fmt: skip
+        if counts or adds_up:
+            return "sum" if self[tensor] == 1 else "mean" if adds_up and tensor.dtype.is_floating else None
+        return None
 
     def follow(self, graph: Any) -> None:
         """Goes through the operations that were added to the graph since the last call."""

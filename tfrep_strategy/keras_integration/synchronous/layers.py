@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
+from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 from tfrep_strategy.shares import Share
 
@@ -18,9 +19,6 @@ _GOLDEN = 0x9E3779B9
 
 creates_partial_sums = Setting(False)
 """Whether replicas hold parts of the variables that are made, which read as the sum outside replicas."""
-
-knows_no_rows = Setting(False)
-"""Whether what assigns moving statistics now does so rightly on a replica without examples."""
 
 _creates_layer_state = Setting(False)
 """Whether the variables that are made are state of a layer, as opposed to state of an optimizer."""
@@ -70,7 +68,7 @@ class Layers(SynchronousBase):
         Where all replicas have as many examples, which is nearly always, that launches nothing on an accelerator. Where they
         are known to, it is left out.
         """
-        with knows_no_rows.to(True):
+        with assigns_as_is.to(True):
             return self._normalize(original, layer, inputs, training, mask)
 
     def _normalize(self, original: Any, layer: Any, inputs: Any, training: Any, mask: Any) -> Any:

@@ -13,6 +13,7 @@ from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
+from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is
 from tfrep_strategy.keras_integration.synchronous.batch_sums import are_rows, part_of_global
 from tfrep_strategy.keras_integration.synchronous.layers import creates_partial_sums
 from tfrep_strategy.keras_integration.synchronous.sharded_updates import ShardedUpdates
@@ -87,6 +88,10 @@ class Updates(ShardedUpdates):
 
     def apply(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
         """Makes the gradients global, then lets every replica do the update that one device would do."""
+        with assigns_as_is.to(True):
+            return self._apply(original, optimizer, grads, trainable_variables)
+
+    def _apply(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any) -> Any:
         strategy = self.strategy
         if _applied_gradients.value is not None:
             return original(optimizer, grads, trainable_variables)

@@ -12,7 +12,7 @@ from tfrep_strategy._tensorflow import tape_is_recording
 from tfrep_strategy.gradients import dense, dense_buckets
 from tfrep_strategy.keras_integration.protocol import Step, current_step
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
-from tfrep_strategy.keras_integration.synchronous.batch_sums import are_rows, sums_and_means
+from tfrep_strategy.keras_integration.synchronous.batch_sums import are_rows, note_global, sums_and_means
 
 
 class Tapes(SynchronousBase):
@@ -44,6 +44,8 @@ class Tapes(SynchronousBase):
                 own = [step.share.weigh(gradient) for gradient in own]
             summed = self._summed(own)
         step.note_global(summed)
+        for part in tf.nest.flatten(summed, expand_composites=True):
+            note_global(part)
         for i, gradient in zip(positions, summed, strict=True):
             gradients[i] = gradient
         return tf.nest.pack_sequence_as(sources, gradients)
