@@ -11,14 +11,15 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from tfrep_strategy.keras_integration.protocol import Step
+import tfrep_strategy as tfrep
+from tfrep_strategy.keras_integration.protocol import Shards, Step, current_step
 from tfrep_strategy.keras_integration.synchronous.batch_sums import (
     are_rows,
     as_mean,
     is_count,
-    note_global,
     part_of_global,
 )
+from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
 from tfrep_strategy.shares import Share
 
 ROWS = np.random.RandomState(0).randn(6, 4, 2).astype("float32")
@@ -45,7 +46,6 @@ SUMS: dict[str, Callable[[Any], Any]] = {
     "chosen rows": lambda x: ops.sum(_pairs(x)),
     "count": lambda x: ops.cast(ops.shape(x)[0], "float32"),
     "size": lambda x: tf.cast(tf.size(x), tf.float32),
-    "hinge": lambda x: ops.maximum(ops.sum(x**2), 0.0),
     "some of a vector": lambda x: ops.sum(x, axis=0)[0, 1] + 2.0 * tf.gather(ops.sum(x, axis=0), 1)[0],
     "einsum": lambda x: ops.einsum("bij,bij->", x, x),
     "transposed": lambda x: ops.sum(ops.sum(ops.transpose(x) ** 2, axis=-1)),
@@ -77,6 +77,27 @@ MEANS: dict[str, Callable[[Any], Any]] = {
     "a mean of what was multiplied": lambda x: ops.mean(ops.matmul(x, ops.ones((2, 3)))),
     "a product over the count": lambda x: ops.dot(x[:, 0, 0], x[:, 1, 0]) / ops.cast(ops.shape(x)[0], "float32"),
 }
+
+
+JOINT: dict[str, Callable[[Any], Any]] = {
+    "a product": lambda x: ops.sum(x) * ops.sum(x**2),
+    "a product of means": lambda x: ops.mean(x) * ops.mean(x**2),
+    "a root": lambda x: ops.sqrt(ops.mean(x**2)),
+    "a norm": lambda x: tf.norm(x),
+    "a logarithm": lambda x: tf.math.log(tf.reduce_sum(x**2)),
+    "a mean of chosen rows": lambda x: ops.sum(ops.where(x > 0, x, 0.0)) / ops.sum(ops.cast(x > 0, "float32")),
+    "a weighted mean of rows": lambda x: ops.sum(x[:, 0] * x[:, 1] ** 2) / (ops.sum(x[:, 1] ** 2) + 1e-7),
+    "a hinge": lambda x: ops.maximum(ops.sum(x**2), 0.0),
+    "a bound": lambda x: ops.mean(x) + ops.maximum(ops.mean(x**2), 3.0) + ops.minimum(ops.mean(x**2), 0.5),
+    "a variance": lambda x: ops.sum(ops.mean(x**2, axis=0) - ops.mean(x, axis=0) ** 2),
+    "a covariance": lambda x: ops.mean(ops.square(ops.matmul(ops.transpose(x[:, 0]), x[:, 1]))) / 36.0,
+    "a sum and a mean, scaled": lambda x: 3.0 * (ops.sum(x**2) + ops.mean(x)),
+    "a sum over the square of the count": lambda x: ops.sum(x) / ops.cast(ops.shape(x)[0], "float32") ** 2,
+    "a count": lambda x: ops.sqrt(ops.cast(ops.shape(x)[0], "float32")) + ops.cast(ops.shape(x)[1], "float32"),
+    "the largest": lambda x: ops.max(x) + 2.0 * ops.min(ops.max(x, axis=0)) - ops.min(x),
+    "a constant beside": lambda x: ops.exp(ops.mean(x)) + ops.sum(ops.ones(3)),
+}
+"""What is neither a sum nor a mean. The replicas compute it together."""
 
 
 def _values_of_two_replicas(
@@ -153,8 +174,41 @@ def test_a_sum_and_a_mean_are_taken_apart() -> None:
     assert _values_of_two_replicas(function, part_of_global) == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("product", [lambda x: ops.sum(x) * ops.sum(x**2), lambda x: ops.sqrt(ops.sum(x**2))])
-def test_what_is_neither_counts_as_a_mean(product: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("name", JOINT)
+@pytest.mark.parametrize("rows", [4, 6])
+def test_what_is_neither_is_computed_together(name: str, rows: int) -> None:
+    """On the rows of one device, also where a replica has none; with the gradient of a weight of each row."""
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        scale = tf.Variable(1.0)
+
+    def replica(part: Any) -> Any:
+        step: Any = current_step()
+        with tf.GradientTape() as tape:
+            value = part_of_global(step, JOINT[name](scale * part))
+        gradient = tape.gradient(value, scale.values[_replica()], unconnected_gradients="zero")
+        return value, strategy.extended.sum_over_replicas([gradient])[0]
+
+    @tf.function(input_signature=[Shards((tf.TensorSpec([None, 4, 2]),) * 2, tf.TensorSpec([], tf.int64))])
+    def of_replicas(batch: Shards) -> Any:
+        return strategy.run(replica, args=(batch,))
+
+    values, gradients = of_replicas(Shards((tf.constant(ROWS[:rows]), tf.constant(ROWS[rows:])), tf.constant(6, tf.int64)))
+    with tf.GradientTape() as tape:
+        wanted = JOINT[name](scale.values[0] * ROWS)
+    wanted_gradient = tape.gradient(wanted, scale.values[0], unconnected_gradients="zero")
+    assert float(strategy.reduce("SUM", values)) == pytest.approx(float(wanted), rel=1e-5)
+    for gradient in strategy.experimental_local_results(gradients):
+        assert float(gradient) == pytest.approx(float(wanted_gradient), rel=1e-5)
+
+
+def _replica() -> int:
+    context: Any = tf.distribute.get_replica_context()
+    return int(tf.get_static_value(context.replica_id_in_sync_group))
+
+
+def test_what_nobody_can_follow_counts_as_a_mean() -> None:
+    product = tf.function(JOINT["a product"])
     wanted = (4 * float(product(tf.constant(ROWS[:4]))) + 2 * float(product(tf.constant(ROWS[4:])))) / 6
     assert _values_of_two_replicas(product, part_of_global) == pytest.approx(wanted, rel=1e-5)
 

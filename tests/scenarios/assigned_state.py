@@ -1,4 +1,4 @@
-"""State that layers and steps of the user's own assign from the rows of a batch, with a last batch of which one replica has none."""
+"""State that layers and steps of the user's own assign from the rows of a batch; of the last batch one replica has none."""
 
 from __future__ import annotations
 

@@ -212,6 +212,54 @@ def metrics_of_metrics_and_of_scalars() -> dict[str, Any]:
     return trained(model, *regression(33))
 
 
+class RootOfActivities(layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.1 * ops.sqrt(ops.mean(ops.square(x)) + 1e-3))
+        return x
+
+
+class Quotients(keras.Model):
+    """Losses that are no means: of some rows, roots, bounds and maxima of means."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.by_hand = by_hand
+        self.net = keras.Sequential([dense(), RootOfActivities()])
+        self.seen = keras.metrics.Mean(name="seen")
+
+    def call(self, x: Any) -> Any:
+        return self.net(x)
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **kwargs: Any) -> Any:
+        weights, errors = ops.exp(x[:, :1]), ops.square(y - y_pred)
+        of_some = ops.sum(weights * errors) / ops.sum(weights)
+        bounded = ops.maximum(ops.mean(ops.square(y_pred)), 0.2) + 0.1 * ops.max(errors)
+        return of_some + ops.sqrt(ops.mean(errors) + 1e-3) + bounded + sum(self.losses)
+
+    def train_step(self, batch: Any) -> Any:
+        if not self.by_hand:
+            return super().train_step(batch)
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.seen.update_state(loss)
+        return {"loss": loss, "seen": self.seen.result(), "perplexity": ops.exp(loss), "norm": tf.linalg.global_norm(gradients)}
+
+
+@scenario
+def losses_that_are_no_means() -> dict[str, Any]:
+    x, y = regression(33)
+    results = {}
+    for by_hand in (True, False):
+        model = Quotients(by_hand)
+        model(x[:1])
+        model.compile(_O.SGD(0.05, momentum=0.9))
+        results[f"by hand: {by_hand}"] = trained(model, x, y)
+    return results
+
+
 class SumsOfLosses(keras.metrics.Metric):
     """Adds up a loss of Keras, and counts rows, as a perplexity does."""
 

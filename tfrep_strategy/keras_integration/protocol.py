@@ -177,6 +177,8 @@ class Step:
         """Whether it is traced for one number of rows, so that its graph does not tell sums over rows from means."""
         self.gathers = False
         """Whether the step has asked for rows of other replicas, so that a sum over rows may be that of the global batch."""
+        self.joint_values: dict[str, Any] = {}
+        """By the name of a tensor: what the replicas have computed together in its place."""
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         # By the id of a tensor, and with the tensor: an id is given again when its tensor has gone.
         self._optimizers: dict[int, tuple[Any, int]] = {}

@@ -18,6 +18,7 @@ from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.keras_integration.settings import Setting
+from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
 from tfrep_strategy.sharding import Cut, sum_to_parts
 from tfrep_strategy.slices import has_fixed_rows
 from tfrep_strategy.step_clock import timed_collectives
@@ -189,9 +190,9 @@ class SynchronousExtended:
             result = gradients.transformed(transform, result, variables)
         return result
 
-    @abc.abstractmethod
     def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums dense tensors over all replicas; called inside a replica."""
+        return list(map(note_global, self.own_communicator().all_reduce(list(tensors), "sum"))) if tensors else []
 
     @abc.abstractmethod
     def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:

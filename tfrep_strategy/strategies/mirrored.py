@@ -204,9 +204,6 @@ class _Extended(SynchronousExtended, MirroredExtended):
     def communicator_of(self, replica: int) -> Communicator:
         return self._all_replicas.communicator(replica)
 
-    def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return self.own_communicator().all_reduce(list(tensors), "sum") if tensors else []
-
     def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
         return self.own_communicator().all_gather(tensor)
 

@@ -156,9 +156,6 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         # Other communicators add operations to the graph even for a single process.
         return type(self._communicator) is SingleCommunicator
 
-    def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return self._communicator.all_reduce(list(tensors), "sum")
-
     def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
         return self._communicator.all_gather(tensor)
 
@@ -205,6 +202,9 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         return communicator.bucket_bytes
 
     def communicator_of(self, replica: int) -> Communicator:
+        return self._communicator
+
+    def own_communicator(self) -> Communicator:
         return self._communicator
 
     def shard(self, batch: Any) -> Shards:

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import MirroredReplicaContext, ReplicaContext
 from tfrep_strategy.keras_integration.protocol import current_step
-from tfrep_strategy.keras_integration.synchronous.batch_sums import note_global
+from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
 
 
 class _WeighedGradient:

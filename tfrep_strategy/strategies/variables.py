@@ -19,7 +19,7 @@ from tfrep_strategy._tensorflow import (
 )
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is, of_all_replicas
-from tfrep_strategy.keras_integration.synchronous.batch_sums import depends_on_rows
+from tfrep_strategy.keras_integration.synchronous.row_growth import depends_on_rows
 
 _REDUCED = (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
 _OF_ONE_DEVICE = (tf.VariableAggregation.NONE, tf.VariableAggregation.MEAN)

@@ -12,7 +12,8 @@ from tfrep_strategy._tensorflow import tape_is_recording
 from tfrep_strategy.gradients import dense, dense_buckets
 from tfrep_strategy.keras_integration.protocol import Step, current_step
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
-from tfrep_strategy.keras_integration.synchronous.batch_sums import are_rows, note_global, sums_and_means
+from tfrep_strategy.keras_integration.synchronous.batch_sums import addends, are_rows
+from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
 
 
 class Tapes(SynchronousBase):
@@ -31,14 +32,14 @@ class Tapes(SynchronousBase):
         was_scaled = step.was_scaled(target)
         if not positions or step.loss_is_scaled and not was_scaled:
             return original(tape, target, sources, *args, **kwargs)
-        sums, means = ([], []) if was_scaled or args or kwargs else _sums_and_means(step, target)
-        if sums:  # Whose gradients count whole, those of means with the share.
-            target, weights = [*sums, *means], [tf.ones_like(value) for value in sums]
-            kwargs = {"output_gradients": weights + [tf.cast(step.share.value, value.dtype) for value in means]}
+        weighed = [] if was_scaled or args or kwargs else _weighed(step, target)
+        if weighed:
+            target, weights = map(list, zip(*weighed, strict=True))
+            kwargs = {"output_gradients": weights}
         with step.taking_global(target):
             gradients = tf.nest.flatten(original(tape, target, sources, *args, **kwargs))
             own = [gradients[i] for i in positions]
-            if was_scaled or sums:
+            if was_scaled or weighed:
                 own = step.share.silenced_gradients(own, dense_buckets(own, self.strategy.extended.bucket_bytes_for(own)))
             else:
                 own = [step.share.weigh(gradient) for gradient in own]
@@ -62,8 +63,19 @@ class Tapes(SynchronousBase):
         return summed
 
 
-def _sums_and_means(step: Step, target: Any) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    return ([target], []) if are_rows(step, target) else sums_and_means(step, target)
+def _weighed(step: Step, target: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """Takes a loss apart into tensors, each with what its gradient counts; into nothing if it is a mean, as most are.
+
+    The gradients of sums over rows count whole, those of means with the share.
+    """
+    if are_rows(step, target):
+        return [(target, tf.ones_like(target))]
+    sums, means, joint = addends(step, target)
+    if not sums and (not joint or tape_is_recording()):  # An outer tape would not see through what replicas compute together.
+        return []
+    weighed = [(value, tf.ones_like(value)) for value in sums]
+    weighed += [(value, tf.cast(step.share.value, value.dtype)) for value in means]
+    return weighed + [addend for value in joint for addend in value.addends()]
 
 
 def with_global_gradients(step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_step
 from tfrep_strategy.keras_integration.settings import Setting
-from tfrep_strategy.keras_integration.synchronous.batch_sums import note_global
+from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
 
 _mask = keras_internal("backend.common.masking")
 _FUNCTIONS = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)

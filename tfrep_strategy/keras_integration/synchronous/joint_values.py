@@ -1,0 +1,89 @@
+"""What is computed from sums and means over the rows of a batch, and is neither: a quotient of sums, the root of a mean, a product.
+
+The replicas sum these up together, and compute again what comes after them: that is the value of one device. Its gradient follows
+from the chain rule, since each of these sums is linear in what the replicas bring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import tensorflow as tf
+
+from tfrep_strategy.keras_integration.protocol import Step
+from tfrep_strategy.keras_integration.synchronous.row_growth import Reductions, note_global
+
+
+class JointValue:
+    """A value that the replicas compute together. Make it with `of`.
+
+    Attributes:
+        value: That of one device, the same on all replicas. No gradients flow through it.
+    """
+
+    def __init__(self, step: Step, tensor: tf.Tensor, found: Reductions) -> None:
+        self._step = step
+        self._own = {kind: found.kinds.get(kind, []) for kind in ("sum", "mean", "max", "min")}
+        self._global = {kind: _reduced_by_all(step, kind, own) for kind, own in self._own.items() if own}
+        counts = found.kinds.get("count", [])
+        known = {each.name: each for each in found.kinds.get("alike", ())}
+        known |= {each.name: tf.ones_like(each) for each in found.kinds.get("share", ())}
+        known |= dict(zip([each.name for each in counts], _reduced_by_all(step, "sum", counts), strict=True))
+        for kind, reduced in self._global.items():
+            known |= dict(zip([each.name for each in self._own[kind]], reduced, strict=True))
+        self.value = note_global(_computed_again(tensor, found, known))
+
+    @classmethod
+    def of(cls, step: Step, tensor: tf.Tensor, found: Reductions) -> JointValue:
+        """Returns what a tensor is together. The replicas talk once for each tensor."""
+        known = step.joint_values
+        if tensor.name not in known:
+            known[tensor.name] = cls(step, tensor, found)
+        return known[tensor.name]
+
+    def addends(self) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        """Returns tensors of this replica, and what each of their gradients counts in that of the value."""
+        result = []
+        for kind, reduced in self._global.items():
+            derivatives = tf.gradients(self.value, reduced)
+            for own, whole, derivative in zip(self._own[kind], reduced, derivatives, strict=True):
+                if derivative is not None:
+                    result.append((own, self._weight(kind, own, whole, derivative)))
+        return result
+
+    def _weight(self, kind: str, own: tf.Tensor, whole: tf.Tensor, derivative: tf.Tensor) -> tf.Tensor:
+        if kind == "sum":
+            return derivative
+        if kind == "mean":
+            return self._step.share.weigh(derivative)
+        is_whole = tf.cast(own == whole, own.dtype)
+        return derivative * is_whole / self._step.strategy.extended.sum_over_replicas([is_whole])[0]
+
+    def part(self) -> tf.Tensor:
+        """Returns what this replica adds to the value, with the gradient that it adds."""
+        part = self._step.share.weigh(tf.stop_gradient(self.value))
+        for own, weight in self.addends():
+            part += tf.reduce_sum(tf.math.multiply_no_nan(own - tf.stop_gradient(own), tf.stop_gradient(weight)))
+        return part
+
+
+def _reduced_by_all(step: Step, kind: str, own: list[tf.Tensor]) -> list[tf.Tensor]:
+    extended = step.strategy.extended
+    own = list(map(tf.stop_gradient, own))
+    if kind in ("max", "min"):
+        return [note_global(each) for each in extended.own_communicator().all_reduce(own, kind)]
+    return extended.sum_over_replicas(list(map(step.share.weigh, own)) if kind == "mean" else own)
+
+
+def _computed_again(value: tf.Tensor, found: Reductions, known: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    """Repeats the operations between what was reduced and a value, with others in place of what was reduced."""
+    made = dict(known)
+    for tensor in found.between:
+        operation = tensor.op
+        if tensor.name in made:
+            continue  # Another output of an operation that was repeated.
+        attributes = {each.name: operation.node_def.attr[each.name] for each in operation.op_def.attr}
+        inputs, types = [made[each.name] for each in operation.inputs], [each.dtype for each in operation.outputs]
+        copy = tensor.graph.create_op(operation.type, inputs, types, attrs=attributes)
+        made.update(zip([each.name for each in operation.outputs], copy.outputs, strict=True))
+    return made[value.name]

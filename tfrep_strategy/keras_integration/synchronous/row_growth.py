@@ -1,0 +1,266 @@
+"""How the tensors of a step grow with the number of rows, as its graph tells.
+
+Going through the graph once, we note by which power of the number of rows each tensor grows: a sum by 1, a mean by 0, a count by 1,
+and a quotient by the difference. Where the number of rows is fixed, a count is a number like any other. A step that asks is then
+traced again, for any number (`open_rows.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence, Set
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfrep_strategy.keras_integration.protocol import Step
+from tfrep_strategy.keras_integration.synchronous.open_rows import RowsAreFixedError
+from tfrep_strategy.keras_integration.synchronous.row_axes import MATRIX_PRODUCTS, REDUCTIONS, RowAxes, reduced_axes
+
+_SMALL = 1e-3
+_AS_FIRST_INPUT = {
+    "Abs", "Cast", "ExpandDims", "GatherV2", "Identity", "Max", "Mean", "Min", "Neg", "Reshape", "Slice", "Squeeze", "StopGradient",
+    "StridedSlice", "Transpose", "Unpack",
+}  # fmt: skip
+_DATA = {"IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue"}
+_SOURCES = _DATA | {"Placeholder"}
+_LINEAR = _AS_FIRST_INPUT - {"Abs", "Max", "Min"} | {"Sum"}
+_ADDITIONS = {"Add", "AddN", "AddV2", "ConcatV2", "Pack", "Sub"}
+_AS_ALL_INPUTS = _ADDITIONS | {"Maximum", "Minimum", "SelectV2"}
+_MAY_ADD_UP = {"Einsum", "L2Loss", "Size", "Sum", "UnsortedSegmentSum"}
+_PRODUCTS = {"Mul": 1, "MulNoNan": 1, "Div": -1, "DivNoNan": -1, "RealDiv": -1}
+_DEGREES = {"sum": 1, "mean": 1, "max": math.inf, "min": math.inf}
+_graphs: weakref.WeakKeyDictionary[Any, RowGrowth] = weakref.WeakKeyDictionary()
+
+
+class Reductions(NamedTuple):
+    """From which tensors one was computed that has no rows.
+
+    Attributes:
+        kinds: The tensors in which rows were put together: as a "sum", a "mean", the "max" or the "min", or as a "count" of
+            rows. Besides, the replica's "share", and what is "alike" on all replicas.
+        between: Those between these and the one that was computed, in the order in which they were; that one is the last.
+        degree: How many sums, means and so on are multiplied with each other. Infinite if the tensor is no polynomial of them.
+    """
+
+    kinds: dict[str, list[tf.Tensor]]
+    between: list[tf.Tensor]
+    degree: float
+
+
+def reductions(step: Step, value: tf.Tensor) -> Reductions | None:
+    """Finds the tensors from which one was computed; None if rows reach it in a way that nobody knows."""
+    return growth_of(step, value).reductions(value, lambda tensor: depends_on_rows(step, tensor))
+
+
+def growth_of(step: Step, value: tf.Tensor) -> RowGrowth:
+    """Returns what is known of a graph, up to its last operation.
+
+    Raises:
+        RowsAreFixedError: The graph has a fixed number of rows.
+    """
+    if step.rows_are_fixed:
+        raise RowsAreFixedError
+    grows = _graphs.setdefault(value.graph, RowGrowth())
+    grows.told[step.share.value.name] = 1
+    grows.follow(value.graph)
+    return grows
+
+
+def note_global(value: Any) -> tf.Tensor:
+    """Notes that a tensor was computed from the rows of all replicas, and is the same on each."""
+    if tf.is_symbolic_tensor(value):
+        _graphs.setdefault(value.graph, RowGrowth()).told[value.name] = 0
+    return value
+
+
+def depends_on_rows(step: Step, value: tf.Tensor) -> bool:
+    """Returns whether a tensor was computed from the replica's rows, and not only from what all replicas have alike.
+
+    Where nobody can tell, in an eager step or a branch, it was.
+    """
+    if not step.has_computed(value):
+        return True
+    told = _graphs[value.graph].told if value.graph in _graphs else {}
+    captured = {tensor.name for tensor in value.graph.internal_captures}
+    seen, waiting = set(), [value]
+    while waiting:
+        tensor = waiting.pop()
+        if tensor.name in seen or tensor.name in captured or told.get(tensor.name) == 0:
+            continue
+        seen.add(tensor.name)
+        if tensor.op.type in _SOURCES or tensor.name == step.share.value.name:
+            return True
+        waiting += tensor.op.inputs
+    return False
+
+
+class _Shape(NamedTuple):
+    """Stands for the power of a tensor that is the shape of another one, which has its rows in a dimension."""
+
+    axis: int
+
+
+class RowGrowth:
+    """By which power of the number of rows the tensors of a graph grow; None where nobody knows."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, int] = {}
+        """By the names of tensors: what the graph need not tell."""
+        self._found: dict[str, Any] = {}
+        self._axes = RowAxes()
+        self._rows: dict[str, int] = {}
+        """How many rows the data has from which a tensor comes, by its name, where all batches have one size."""
+        self._followed = 0
+
+    def __getitem__(self, tensor: tf.Tensor) -> Any:
+        return self.told.get(tensor.name, self._found.get(tensor.name, 0))
+
+    def is_of_rows(self, tensor: tf.Tensor) -> bool:
+        """Returns whether a tensor has as many rows as the data from which it comes, where all batches have one size."""
+        return tensor.shape[0] is not None and tensor.shape[0] == self._rows.get(tensor.name) and tensor.op.type != "Pack"
+
+    def reductions(self, value: tf.Tensor, depends: Callable[[tf.Tensor], bool]) -> Reductions | None:
+        """Walks back from a tensor to those in which rows were put together."""
+        kinds: dict[str, list[tf.Tensor]] = {}
+        between: list[tf.Tensor] = []
+        degrees: dict[str, float] = {}
+        waiting = [value]
+        while waiting:
+            tensor = waiting[-1]
+            if tensor.name not in degrees:
+                kind = self._kind(tensor, depends)
+                if kind is not None:
+                    kinds.setdefault(kind, []).append(tensor)
+                    degrees[tensor.name] = _DEGREES.get(kind, 0)
+                elif self._axes[tensor] is not None or tensor.op.type in _SOURCES or tensor.op.op_def.is_stateful:
+                    return None
+                elif unknown := [each for each in tensor.op.inputs if each.name not in degrees]:
+                    waiting += unknown
+                    continue
+                else:
+                    between.append(tensor)
+                    degrees[tensor.name] = self._degree(tensor, [degrees[each.name] for each in tensor.op.inputs])
+            waiting.pop()
+        return Reductions(kinds, between, degrees[value.name])
+
+    def _kind(self, tensor: tf.Tensor, depends: Callable[[tf.Tensor], bool]) -> str | None:
+        operation, kind = tensor.op, tensor.op.type
+        if self.told.get(tensor.name) == 1:
+            return "share"
+        of_shape = any(isinstance(self[each], _Shape) for each in operation.inputs)
+        if of_shape and self[tensor] == 0 or not depends(tensor):
+            return "alike"
+        if (of_shape or kind == "Size") and self[tensor] == 1:
+            return "count"
+        axis = self._axes[operation.inputs[0]] if operation.inputs else None
+        if kind in ("Max", "Min") and axis is not None and axis in reduced_axes(operation):
+            return kind.lower()
+        adds_up = (
+            kind in ("Mean", "Sum") and axis is not None and axis in reduced_axes(operation)
+            or kind == "L2Loss" and axis is not None
+            or kind in MATRIX_PRODUCTS and self._axes.are_contracted(operation)
+            or kind == "Einsum" and self._contracted(operation) == 1
+            or kind == "UnsortedSegmentSum" and axis == 0
+        )  # fmt: skip
+        if not adds_up:
+            return None
+        return "sum" if self[tensor] == 1 else "mean" if self[tensor] == 0 and tensor.dtype.is_floating else None
+
+    def _degree(self, tensor: tf.Tensor, degrees: Sequence[float]) -> float:
+        kind, first, others = tensor.op.type, degrees[0], degrees[1:]
+        if not any(degrees):  # It is made of counts. What they come to is told by the power.
+            return 0
+        if kind in MATRIX_PRODUCTS or kind == "Einsum" or _PRODUCTS.get(kind) == 1:
+            return sum(degrees)
+        if kind in _PRODUCTS and others[0] == 0:
+            return first
+        if kind in _LINEAR and not any(others):
+            return first
+        if kind in _ADDITIONS or kind == "SelectV2" and first == 0:
+            return max(degrees)
+        return math.inf
+
+    def follow(self, graph: Any) -> None:
+        """Goes through the operations that were added to the graph since the last call."""
+        operations = graph.get_operations()
+        captured = {tensor.name for tensor in getattr(graph, "internal_captures", ())}
+        for operation in operations[self._followed :]:
+            self._follow_rows(operation, captured)
+            self._axes.follow(operation)
+            power = self._of(operation)
+            if power != 0:
+                self._found.update((output.name, power) for output in operation.outputs)
+        self._followed = len(operations)
+
+    def _follow_rows(self, operation: Any, captured: Set[str]) -> None:
+        if operation.type in REDUCTIONS and 0 in reduced_axes(operation):
+            return
+        is_data = operation.type in _DATA or operation.type == "Placeholder" and operation.outputs[0].name not in captured
+        known = [self._rows[tensor.name] for tensor in operation.inputs if tensor.name in self._rows]
+        for output in operation.outputs:
+            if known or is_data and output.shape.rank and output.shape[0]:
+                self._rows[output.name] = known[0] if known else output.shape[0]
+
+    def _of(self, operation: Any) -> Any:
+        kind, inputs = operation.type, list(operation.inputs)
+        powers = [self[tensor] for tensor in inputs]
+        axis = self._axes[inputs[0]] if inputs else None
+        if kind == "Shape":
+            return 0 if axis is None else _Shape(axis)
+        if kind in MATRIX_PRODUCTS:
+            return _plus(_plus(*powers), int(self._axes.are_contracted(operation)))
+        if not any(power != 0 for power in powers) and kind not in _MAY_ADD_UP:
+            return 0
+        if kind == "Size":
+            return int(axis is not None)
+        if kind in ("Sum", "L2Loss"):
+            return _plus(powers[0], int(axis is not None and (kind == "L2Loss" or axis in reduced_axes(operation))))
+        if kind == "UnsortedSegmentSum":
+            return _plus(powers[0], int(axis == 0))
+        if kind == "Einsum":
+            return self._contracted(operation) if set(powers) == {0} else None
+        if kind == "Prod":
+            return 1 if isinstance(powers[0], _Shape) else self._of_product_of(inputs[0])
+        if isinstance(powers[0], _Shape) and kind == "StridedSlice":
+            is_count = np.array_equal(tf.get_static_value(inputs[1]), [powers[0].axis])
+            return (1 if is_count else 0) if operation.get_attr("shrink_axis_mask") else powers[0]
+        if kind in _AS_FIRST_INPUT:
+            return powers[0]
+        if kind in _PRODUCTS:
+            return _plus(powers[0], powers[1], _PRODUCTS[kind])
+        if kind in _AS_ALL_INPUTS:
+            bounds = kind in ("ConcatV2", "Maximum", "Minimum", "SelectV2")
+            counted = {p for p, t in zip(powers, inputs, strict=True) if not _is_negligible(t, bounds)}
+            return counted.pop() if len(counted) == 1 else None
+        # Sizes of what an operation makes say nothing of its values.
+        is_size = [t.dtype.is_integer and not operation.outputs[0].dtype.is_integer for t in inputs] if operation.outputs else []
+        return None if any(p != 0 and not size for p, size in zip(powers, is_size, strict=False)) else 0
+
+    def _contracted(self, operation: Any) -> Any:
+        """Returns 1 if `Einsum` adds up the rows, 0 if it does not."""
+        given, _, result = operation.get_attr("equation").decode().partition("->")
+        terms = [(term, self._axes[tensor]) for term, tensor in zip(given.split(","), operation.inputs, strict=True)]
+        rows = {term[axis] for term, axis in terms if axis is not None and "." not in term}
+        return None if "." in given else int(bool(rows - set(result)))
+
+    def _of_product_of(self, tensor: tf.Tensor) -> Any:
+        while tensor.op.type in ("Cast", "Identity"):
+            tensor = tensor.op.inputs[0]
+        if tensor.op.type != "Pack":
+            return None
+        return sum(powers) if None not in (powers := [self[t] for t in tensor.op.inputs]) else None
+
+
+def _plus(one: Any, other: Any, sign: int = 1) -> Any:
+    return one + sign * other if isinstance(one, int) and isinstance(other, int) else None
+
+
+def _is_negligible(tensor: tf.Tensor, bounds: bool) -> bool:
+    """Whether it is a condition, a bound, or a constant such as that by which nobody divides by zero."""
+    if tensor.dtype == tf.bool or bounds and tensor.op.type == "Const":
+        return True
+    constant = tf.get_static_value(tensor)
+    return constant is not None and bool(np.all(np.abs(constant) <= _SMALL))
