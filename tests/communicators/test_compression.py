@@ -118,6 +118,37 @@ def test_training_is_near_that_of_one_device(communicator: str, worker_pool: Any
             np.testing.assert_allclose(a, b, atol=2e-3)
 
 
+@pytest.mark.parametrize("options", [{}, {"shard_optimizer_state": True}])
+def test_training_on_devices_of_one_process(options: dict[str, Any]) -> None:
+    devices = ["CPU:0", "CPU:1", "CPU:2"]
+    plain, compressed = (tfrep.MirroredStrategy(devices, compression=kind, **options) for kind in (None, "bf16"))
+    with plain.scope():
+        wanted = trained(None)
+    with compressed.scope():
+        found = trained("bf16")
+    assert any(np.any(a != b) for a, b in zip(found, wanted, strict=True))
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-3)
+
+
+def test_sums_of_devices_of_one_process() -> None:
+    """Words cross from device to device, 16 bits for each number; the sums are of float32."""
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+    own = [[as_sent(value, "bf16") for value in drawn(rank)] for rank in range(2)]
+
+    def sums_of_replica() -> list[tf.Tensor]:
+        communicator = strategy.extended.own_communicator()
+        return compressed_sum(communicator, [tf.constant(value) for value in drawn(communicator.rank)], "bf16")
+
+    @tf.function
+    def sums_of_all() -> Any:
+        return strategy.run(sums_of_replica)
+
+    for found, first, second in zip(sums_of_all(), *own, strict=True):
+        for total in strategy.experimental_local_results(found):
+            np.testing.assert_array_equal(total, as_sent(first + second, "bf16"))
+
+
 def of_digits() -> float:
     """Returns how many of the test's digits a small net knows that has trained for ten epochs."""
     train, test = load_digits()

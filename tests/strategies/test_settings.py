@@ -22,6 +22,7 @@ _CLASSES = (tfrep.MirroredStrategy, tfrep.MultiWorkerStrategy, tfrep.ParameterSe
 _MOST_NAMES = 14
 
 SYNCHRONOUS = [
+    ("compression", "bf16", ["int8", 16, True, ["bf16"]]),
     ("bucket_bytes", 1 << 20, [0, -1, 1.5, "1", True]),
     ("densify_sparse_gradients", True, [1, "yes", None]),
     ("gradient_transformers", [abs], [5, "abs", [5], None]),
@@ -41,7 +42,6 @@ OF_CLASS: dict[type, list[tuple[str, Any, list[Any]]]] = {
         ("communicator", None, ["none", 5]),
         ("device", "CPU:1", ["CPU:9"]),
         ("rank_data", "own", ["shared", None]),
-        ("compression", "bf16", ["int8", 16, True, ["bf16"]]),
     ],
     tfrep.ParameterServerStrategy: [
         ("variable_partitioner", tf.distribute.experimental.partitioners.FixedShardsPartitioner(1), [5, "cut"]),

@@ -136,10 +136,12 @@ class LocalCommunicator(Communicator):
 
         def exchange(sent: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> list[Any]:
             parts = [tf.split(rows, counts, num=len(sent)) for rows, counts in sent]
-            return [
-                (tf.concat([p[r] for p in parts], 0), tf.stack([counts[r] for _, counts in sent]))
-                for r in range(len(sent))
-            ]
+            results = []
+            for place, replica in enumerate(self._members):
+                with tf.device(self._group.strategy.extended.worker_devices[replica]):
+                    arrived = tf.concat([own[place] for own in parts], 0)
+                results.append((arrived, tf.stack([counts[place] for _, counts in sent])))
+            return results
 
         return self._meet((tensor, splits), exchange)
 

@@ -11,13 +11,22 @@ import tensorflow as tf
 
 from tfrep_strategy.batches import known_examples, num_examples, pack, with_unknown_size
 from tfrep_strategy.communicators import Communicator
+from tfrep_strategy.communicators.compression import DTYPES
 from tfrep_strategy.data import explain
 from tfrep_strategy.errors import ConfigurationError, check_count, message
 from tfrep_strategy.keras_integration.protocol import Shards, in_step
 from tfrep_strategy.keras_integration.synchronous.driver import SynchronousDriver
 from tfrep_strategy.old_spellings import DISTRIBUTE, OF_FUNCTIONS, OF_STRATEGIES, RUN, ShowsNewNames, gone
 from tfrep_strategy.strategies import sync_check
-from tfrep_strategy.strategies.checked_settings import CheckedSetting, flag, function, functions, or_none, positive
+from tfrep_strategy.strategies.checked_settings import (
+    CheckedSetting,
+    flag,
+    function,
+    functions,
+    one_of,
+    or_none,
+    positive,
+)
 from tfrep_strategy.strategies.graph_mode import refuse_graph_mode
 from tfrep_strategy.strategies.groups import ReplicaGroup
 from tfrep_strategy.strategies.of_process import process_strategy
@@ -36,6 +45,7 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
 
     Attributes:
         bucket_bytes: Gradients are sent in buckets of about this many bytes.
+        compression: `"bf16"` or `"fp16"` if gradients travel as 16-bit floats; None if they do not.
         densify_sparse_gradients: Whether `tf.IndexedSlices` are sent as dense tensors.
         gradient_transformers: Functions that are applied, in order, to the global gradients before the optimizer clips and
             uses them, as in TensorFlow 2.4's optimizers. Each takes a list of (gradient, variable) pairs and returns such a
@@ -54,6 +64,7 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
     experimental_run = gone("experimental_run", RUN)
 
     bucket_bytes = CheckedSetting(positive("bytes"))
+    compression = CheckedSetting(or_none(one_of(*DTYPES)))
     densify_sparse_gradients = CheckedSetting(flag)
     gradient_transformers = CheckedSetting(functions)
     gradient_aggregator = CheckedSetting(or_none(function))

@@ -15,6 +15,7 @@ from tfrep_strategy import data, gradients
 from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.batches import as_tensors, shard
 from tfrep_strategy.communicators import Communicator
+from tfrep_strategy.communicators.compression import compressed_gather, compressed_scatter, compressed_sum
 from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.keras_integration.settings import Setting
@@ -169,15 +170,18 @@ class SynchronousExtended:
 
     def scatter_gradients(self, rows: tf.Tensor) -> tf.Tensor:
         """Sums dense gradients of shape `[replicas, width]` over all replicas; returns the replica's row, `[1, width]`."""
-        return self.own_communicator().reduce_scatter(rows)
+        kind, communicator = self.strategy.compression, self.own_communicator()
+        return communicator.reduce_scatter(rows) if kind is None else compressed_scatter(communicator, rows, kind)
 
     def sum_gradients(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums dense gradients over all replicas; called inside a replica."""
-        return self.sum_over_replicas(tensors)
+        kind = self.strategy.compression
+        return self.sum_over_replicas(tensors) if kind is None else compressed_sum(self.own_communicator(), tensors, kind)
 
     def gather_gradients(self, tensor: tf.Tensor) -> tf.Tensor:
         """Concatenates the values or the indices of sparse gradients, in replica order; called inside a replica."""
-        return self.gather_over_replicas(tensor)
+        kind = self.strategy.compression
+        return self.gather_over_replicas(tensor) if kind is None else compressed_gather(self.own_communicator(), tensor, kind)
 
     def mean_over_processes(self, own_gradients: Sequence[Any]) -> list[Any]:
         """Averages gradients that every process computed outside replicas. A single process returns them unchanged."""

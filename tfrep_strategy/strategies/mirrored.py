@@ -97,6 +97,8 @@ class MirroredStrategy(SynchronousStrategy):
         keras_layer_placement: The logical device of Keras layers, by name, for models that do not place their layers.
         bucket_bytes: Gradients are summed in buckets of about this many bytes. On GPUs, NCCL sums each bucket at once. On
             CPUs the buckets only determine the order.
+        compression: `"bf16"` or `"fp16"`: gradients travel between the devices as 16-bit floats, half the bytes, and are summed
+            in float32. The sum that all replicas get has 16 bits, too. Default: None, which changes no bit.
         densify_sparse_gradients: Whether sparse gradients are sent as dense tensors.
         gradient_transformers: Functions that change the global gradients before the optimizer uses them.
         gradient_aggregator: Replaces the aggregation of gradients; see `SynchronousStrategy`.
@@ -123,6 +125,7 @@ class MirroredStrategy(SynchronousStrategy):
         devices_per_replica: int = 1,
         keras_layer_placement: Mapping[str, int] | None = None,
         bucket_bytes: int = 32 << 20,
+        compression: str | None = None,
         densify_sparse_gradients: bool = False,
         gradient_transformers: Sequence[GradientTransformer] = (),
         gradient_aggregator: GradientAggregator | None = None,
@@ -132,6 +135,7 @@ class MirroredStrategy(SynchronousStrategy):
         _warn_among_processes()
         self._set(
             bucket_bytes=bucket_bytes,
+            compression=compression,
             densify_sparse_gradients=densify_sparse_gradients,
             gradient_transformers=gradient_transformers,
             gradient_aggregator=gradient_aggregator,

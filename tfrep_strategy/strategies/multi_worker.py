@@ -12,7 +12,6 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import runtime_has_started
 from tfrep_strategy.clusters.resolver import resolver_of
 from tfrep_strategy.communicators import Communicator, SingleCommunicator, make_communicator
-from tfrep_strategy.communicators.compression import DTYPES
 from tfrep_strategy.communicators.peers.checked import watched
 from tfrep_strategy.devices import full_name, replica_device, take_own_gpu
 from tfrep_strategy.environments import detect_environment
@@ -113,7 +112,6 @@ class MultiWorkerStrategy(SynchronousStrategy):
 
     bucket_bytes = CheckedSetting(or_none(number_or("measured", positive("bytes"))))
     communicator = CheckedSetting(fixed=True, of_run=True)
-    compression = CheckedSetting(or_none(one_of(*DTYPES)))
     device = CheckedSetting(fixed=True, of_run=True)
     rank_data = CheckedSetting(one_of("same", "unchecked", "own"))
 

@@ -23,7 +23,6 @@ from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.batches import as_tensors, num_examples
 from tfrep_strategy.communicators import Communicator, SingleCommunicator
 from tfrep_strategy.communicators.bucket_size import SMALLEST_BUCKET, can_be_found, find_bucket_bytes
-from tfrep_strategy.communicators.compression import compressed_gather, compressed_scatter, compressed_sum
 from tfrep_strategy.communicators.strings import gather_rows
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import Fingerprint
@@ -158,18 +157,6 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
 
     def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
         return self._communicator.all_gather(tensor)
-
-    def sum_gradients(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        kind = self.strategy.compression
-        return self.sum_over_replicas(tensors) if kind is None else compressed_sum(self._communicator, tensors, kind)
-
-    def gather_gradients(self, tensor: tf.Tensor) -> tf.Tensor:
-        kind = self.strategy.compression
-        return self.gather_over_replicas(tensor) if kind is None else compressed_gather(self._communicator, tensor, kind)
-
-    def scatter_gradients(self, rows: tf.Tensor) -> tf.Tensor:
-        kind = self.strategy.compression
-        return super().scatter_gradients(rows) if kind is None else compressed_scatter(self._communicator, rows, kind)
 
     def mean_over_processes(self, own_gradients: Sequence[Any]) -> list[Any]:
         """Averages gradients that every process computed outside replicas.
