@@ -125,3 +125,28 @@ def optimizer_that_clips_before_it_applies() -> dict[str, Any]:
     model = dense()
     model.compile(ClipsWhatItApplies(0.5), "mse")
     return trained(model, x, y)
+
+
+class PlainStep(keras.Model):
+    def train_step(self, batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@scenario
+def float8() -> dict[str, Any]:
+    """The scales and the largest values that it keeps are those of one device; numbers of 8 bits round where the batch is cut."""
+    results = {}
+    for kind, accumulated in ((keras.Model, None), (keras.Model, 2), (PlainStep, None)):
+        inputs, (hidden, output) = keras.Input((4,)), dense().layers
+        model = kind(inputs, output(hidden(inputs)))
+        model.quantize("float8")
+        model.compile(_O.SGD(0.05, gradient_accumulation_steps=accumulated), "mse")
+        model.fit(*regression(21), batch_size=8, epochs=2, shuffle=False, verbose=0)
+        variables = [variable for variable in model.variables if "seed" not in variable.path]
+        results[f"{kind.__name__} {accumulated}"] = {"weights_rough": [keras.ops.convert_to_numpy(v) for v in variables]}
+    return results

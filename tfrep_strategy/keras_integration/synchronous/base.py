@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import tensorflow as tf
 
 from tfrep_strategy.keras_integration.driver import KerasDriver
@@ -16,10 +19,35 @@ class SynchronousBase(KerasDriver):
         """The strategy that has brought this driver."""
         return super().strategy
 
+    def largest_of_all(self, values: Sequence[Any], variables: Sequence[Any]) -> dict[int, tf.Tensor]:
+        """Returns what is to overwrite variables, by the place in the list: the largest of all replicas.
+
+        Training in float8 keeps the largest values that a tensor had so, and gives them to the optimizer as gradients.
+        """
+        places = [
+            i for i, v in enumerate(variables) if getattr(v, "overwrite_with_gradient", False) and values[i] is not None
+        ]
+        if not places:
+            return {}
+        largest = self.strategy.extended.own_communicator().all_reduce([values[i] for i in places], "max")
+        return dict(zip(places, largest, strict=True))
+
     @property
     def has_several(self) -> bool:
         """Whether there is more than one replica."""
         return self.strategy.num_replicas_in_sync > 1
+
+    def what_overwrites(self, gradients: Sequence[Any], variables: Sequence[Any]) -> dict[int, tf.Tensor]:
+        """Returns, by the place in the list, the gradients that are no gradients but overwrite their variables, made global.
+
+        Training in float8 keeps the largest values that tensors had in such variables; that of all replicas is the largest.
+        """
+        named = zip(gradients, variables, strict=True)
+        places = [i for i, (g, v) in enumerate(named) if g is not None and overwrites(v)]
+        if not places:
+            return {}
+        own = [gradients[i] for i in places]
+        return dict(zip(places, self.strategy.extended.own_communicator().all_reduce(own, "max"), strict=True))
 
     def num_processes(self) -> int:
         """Counts the processes that train together. Every process has to call it."""
@@ -29,3 +57,8 @@ class SynchronousBase(KerasDriver):
     def in_replica(self) -> bool:
         """Whether the caller is inside a replica, given that the strategy is in scope."""
         return tf.distribute.get_replica_context() is not None
+
+
+def overwrites(variable: Any) -> bool:
+    """Whether an optimizer overwrites a variable with its gradient."""
+    return getattr(variable, "overwrite_with_gradient", False)

@@ -100,21 +100,28 @@ class Updates(ShardedUpdates):
                 warnings.warn(_OUTSIDE_REPLICAS, stacklevel=2)
             with _applied_gradients.to("global"):
                 return original(optimizer, strategy.extended.mean_over_processes(list(grads)), trainable_variables)
+        grads, step = list(grads), current_step()
+        if step is not None and step.are_global(grads) and not self._accumulates_locally(optimizer):
+            with _applied_gradients.to("global"):
+                return original(optimizer, grads, trainable_variables)
+        whole = self.what_overwrites(grads, trainable_variables or optimizer._trainable_variables)
+        grads = [None if i in whole else gradient for i, gradient in enumerate(grads)]
+
+        def with_whole(gradients: Sequence[Any]) -> list[Any]:
+            return [whole.get(i, gradient) for i, gradient in enumerate(gradients)]
+
         if self._accumulates_locally(optimizer):
             own = self._weighed(optimizer, [dense(g) for g in grads])  # Keras collects in dense variables.
             with _applied_gradients.to("local"):
-                return original(optimizer, own, trainable_variables)
-        grads, step = list(grads), current_step()
-        if step is not None and step.are_global(grads):
-            with _applied_gradients.to("global"):
-                return original(optimizer, grads, trainable_variables)
+                return original(optimizer, with_whole(own), trainable_variables)
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         in_parts = not inner.gradient_accumulation_steps and self.takes_parts(
             inner, grads, trainable_variables or optimizer._trainable_variables
         )
         with _applied_gradients.to("parts" if in_parts else "global"):
             own = self._weighed(optimizer, grads)
-            return original(optimizer, strategy.extended.aggregate_gradients(own, in_parts), trainable_variables)
+            summed = strategy.extended.aggregate_gradients(own, in_parts)
+            return original(optimizer, with_whole(summed), trainable_variables)
 
     apply_several = apply
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import tape_is_recording
 from tfrep_strategy.gradients import dense, dense_buckets
 from tfrep_strategy.keras_integration.protocol import Step, current_step
-from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
+from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase, overwrites
 from tfrep_strategy.keras_integration.synchronous.batch_sums import addends, are_rows
 from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
 
@@ -32,18 +32,19 @@ class Tapes(SynchronousBase):
         was_scaled = step.was_scaled(target)
         if not positions or step.loss_is_scaled and not was_scaled:
             return original(tape, target, sources, *args, **kwargs)
-        weighed = [] if was_scaled or args or kwargs else _weighed(step, target)
+        weighed = [] if was_scaled or args or kwargs else _weighed(step, target, at_once=any(map(overwrites, flat)))
         if weighed:
             target, weights = map(list, zip(*weighed, strict=True))
             kwargs = {"output_gradients": weights}
         with step.taking_global(target):
             gradients = tf.nest.flatten(original(tape, target, sources, *args, **kwargs))
             own = [gradients[i] for i in positions]
+            whole = self.what_overwrites(own, [flat[i] for i in positions])
             if was_scaled or weighed:
                 own = step.share.silenced_gradients(own, dense_buckets(own, self.strategy.extended.bucket_bytes_for(own)))
             else:
                 own = [step.share.weigh(gradient) for gradient in own]
-            summed = self._summed(own)
+            summed = [whole.get(i, total) for i, total in enumerate(self._summed(own))]
         step.note_global(summed)
         for part in tf.nest.flatten(summed, expand_composites=True):
             note_global(part)
@@ -63,16 +64,18 @@ class Tapes(SynchronousBase):
         return summed
 
 
-def _weighed(step: Step, target: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """Takes a loss apart into tensors, each with what its gradient counts; into nothing if it is a mean, as most are.
+def _weighed(step: Step, target: Any, at_once: bool) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """Takes a loss apart into tensors, each with what its gradient counts: that of a sum over rows whole, that of a mean the share.
 
-    The gradients of sums over rows count whole, those of means with the share.
+    A mean, as most losses are, is left whole, since its gradients can be weighed later; unless they are wanted at once, because
+    backward itself notes how large they are.
     """
     if are_rows(step, target):
         return [(target, tf.ones_like(target))]
     sums, means, joint = addends(step, target)
     if not sums and (not joint or tape_is_recording()):  # An outer tape would not see through what replicas compute together.
-        return []
+        is_scalar = at_once and isinstance(target, tf.Tensor)
+        return [(target, tf.cast(step.share.value, target.dtype))] if is_scalar else []
     weighed = [(value, tf.ones_like(value)) for value in sums]
     weighed += [(value, tf.cast(step.share.value, value.dtype)) for value in means]
     return weighed + [addend for value in joint for addend in value.addends()]
