@@ -108,40 +108,43 @@ class ProfiledFit:
         wanted: The steps to trace; None: none of this `fit`.
         make_traces: Starts the traces.
         speaks: Whether this process tells the user what was traced.
+
+    Attributes:
+        done: How many steps have begun.
     """
 
     _is_first = True
     """Whether no `fit` of this program has begun yet."""
 
     def __init__(self, wanted: TracedSteps | None, make_traces: Any, speaks: bool) -> None:
-        self._wanted, self._make_traces, self._speaks = wanted, make_traces, speaks
+        self.wanted, self._make_traces, self._speaks = wanted, make_traces, speaks
         self._traces: Traces | None = None
-        self._done = self._began = 0
+        self.done = self._began = 0
 
     def step(self, count: int) -> contextlib.AbstractContextManager[None]:
         """Returns a context for each execution of `count` steps."""
-        return self._marked(count) if self._wanted is None else self._traced(self._wanted, count)
+        return self._marked(count) if self.wanted is None else self._traced(self.wanted, count)
 
     def _marked(self, count: int) -> contextlib.AbstractContextManager[None]:
-        self._done += count
-        return tf.profiler.experimental.Trace(STEP, step_num=self._done - count, _r=1)
+        self.done += count
+        return tf.profiler.experimental.Trace(STEP, step_num=self.done - count, _r=1)
 
     @contextlib.contextmanager
     def _traced(self, wanted: TracedSteps, count: int) -> Iterator[None]:
-        if self._traces is None and self._done >= wanted.first:
-            self._began, self._traces = self._done, self._make_traces()
+        if self._traces is None and self.done >= wanted.first:
+            self._began, self._traces = self.done, self._make_traces()
         with self._marked(count):
             yield
-        if self._done >= wanted.end:
+        if self.done >= wanted.end:
             self.end()
 
     def end(self) -> None:
         """Ends the traces, and tells of them. Every rank has to call it."""
-        wanted, self._wanted = self._wanted, None
+        wanted, self.wanted = self.wanted, None
         if wanted is None:
             return
-        what = f"steps {self._began} to {self._done - 1}"
-        if self._done < wanted.end:
+        what = f"steps {self._began} to {self.done - 1}"
+        if self.done < wanted.end:
             what = f"the steps from {self._began} on"
             kept = "What was traced until then is kept." if self._traces is not None else "Nothing was traced."
             self._say(f"the first fit ended before step {wanted.end - 1}, which was to be profiled. {kept}")
@@ -154,7 +157,7 @@ class ProfiledFit:
 
     def abandon(self) -> None:
         """Ends the traces of a `fit` that has failed. What was traced is kept."""
-        wanted, self._wanted = self._wanted, None
+        wanted, self.wanted = self.wanted, None
         if wanted is not None and self._traces is not None:
             self._traces.abandon()
             self._say(f"fit failed while it was profiled. Traces from step {self._began} on: {self._traces.run_folder}")

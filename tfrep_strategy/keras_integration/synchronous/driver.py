@@ -154,7 +154,7 @@ class SynchronousDriver(
         steps = StepsOfReplicas(self, **kwargs)
         if self.is_fitting and self.steps_of_fit is None:
             self.steps_of_fit = steps  # What comes later is for validation.
-            steps.around_step = self.profile.step
+            steps.profile = self.profile
         elif self.is_fitting and not self._is_evaluating:
             done, self.strategy.extended.validations_done = self.strategy.extended.validations_done, 0
             steps.pass_over_validations(done)
@@ -212,8 +212,9 @@ class SynchronousDriver(
 
         hides_sizes = self.has_several and not model.run_eagerly
         run = traced_for_any_rows(build, step_function, keeps_rows) if hides_sizes else build(step_function)
-        extended = strategy.extended
+        extended, warns = strategy.extended, bool(self.layers_not_seen)
 
+        # It is called in every step, so it calls no more than it needs.
         def function(iterator: Any) -> Any:
             extended.synchronize_new_variables()
             extended.mark_state_changed()
@@ -222,8 +223,10 @@ class SynchronousDriver(
                 iterator = list(map(extended.shard, itertools.islice(iterator, model.steps_per_execution)))
             with extended.watching_peers():
                 logs = run(iterator)
-            self._check_first_batch()
-            self.warn_of_layers_not_seen()
+            if extended.first_batch is not None:
+                self._check_first_batch()
+            if warns:
+                self.warn_of_layers_not_seen()
             extended.count_steps(model, model.steps_per_execution)
             # Nobody asks again for the logs of a single batch, and metrics in those of a step are of one replica.
             return logs_of_all(model, phase, logs) if takes_whole_batches else logs

@@ -10,10 +10,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import leaves_traces
+from tfrep_strategy._tensorflow import leaves_traces, traces_now
 from tfrep_strategy.keras_integration.finding import loops_data_of
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
+from tfrep_strategy.keras_integration.shared.profiled_fit import ProfiledFit
 from tfrep_strategy.keras_integration.synchronous.generators import GeneratorReading
 from tfrep_strategy.keras_integration.synchronous.random_states import RandomStates, random_states
 
@@ -60,8 +61,8 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         self._data = x
         self.before_step: Callable[[int], None] | None = None
         """Is called before each step, when all callbacks have seen the one before."""
-        self.around_step: Callable[[int], contextlib.AbstractContextManager[None]] = lambda steps: contextlib.nullcontext()
-        """Is entered before each execution of so many steps, and left when all callbacks have seen them."""
+        self.profile: ProfiledFit | None = None
+        """Marks the steps in traces, from before each execution until all callbacks have seen it."""
 
     def reset(self) -> None:
         """Forgets the state of an epoch, but not that the data of another process is shorter."""
@@ -89,16 +90,26 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
             else:
                 if self.before_step is not None:
                     self.before_step(first)
-                with self.around_step(last - first + 1):
+                # What is done here is done in every step, so nothing is called unless it is needed.
+                if self.profile is None:
                     yield first, last, iterator
+                elif self.profile.wanted is None and not traces_now():
+                    self.profile.done += last - first + 1
+                    yield first, last, iterator
+                else:
+                    with self.profile.step(last - first + 1):
+                        yield first, last, iterator
 
     def _steps(self) -> Iterator[Any]:
-        for first, last, iterator in super()._enumerate_iterator():
+        steps: Iterator[Any] = super()._enumerate_iterator()
+        return steps if self._generator is None else self._noted(steps, self._generator)
+
+    def _noted(self, steps: Iterator[Any], generator: GeneratorReading) -> Iterator[Any]:
+        for first, last, iterator in steps:
             try:
                 yield first, last, iterator
             finally:
-                if self._generator is not None:
-                    self._generator.note_steps(iterator, last - first + 1)
+                generator.note_steps(iterator, last - first + 1)
 
     def pass_over(self, epochs: int, left_early: bool = False) -> None:
         """Has the order of the data go on as if so many epochs had been read, the last of them perhaps not to its end."""
