@@ -177,7 +177,7 @@ def test_a_sum_and_a_mean_are_taken_apart() -> None:
 @pytest.mark.parametrize("name", JOINT)
 @pytest.mark.parametrize("rows", [4, 6])
 def test_what_is_neither_is_computed_together(name: str, rows: int) -> None:
-    """On the rows of one device, also where a replica has none; with the gradient of a weight of each row."""
+    """On the rows of one device, also where a replica has none; with the gradient of a weight of each row, and of all of it."""
     strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
         scale = tf.Variable(1.0)
@@ -185,7 +185,7 @@ def test_what_is_neither_is_computed_together(name: str, rows: int) -> None:
     def replica(part: Any) -> Any:
         step: Any = current_step()
         with tf.GradientTape() as tape:
-            value = part_of_global(step, JOINT[name](scale * part))
+            value = part_of_global(step, scale**2 * JOINT[name](scale * part))
         gradient = tape.gradient(value, scale.values[_replica()], unconnected_gradients="zero")
         return value, strategy.extended.sum_over_replicas([gradient])[0]
 
@@ -195,7 +195,7 @@ def test_what_is_neither_is_computed_together(name: str, rows: int) -> None:
 
     values, gradients = of_replicas(Shards((tf.constant(ROWS[:rows]), tf.constant(ROWS[rows:])), tf.constant(6, tf.int64)))
     with tf.GradientTape() as tape:
-        wanted = JOINT[name](scale.values[0] * ROWS)
+        wanted = scale.values[0] ** 2 * JOINT[name](scale.values[0] * ROWS)
     wanted_gradient = tape.gradient(wanted, scale.values[0], unconnected_gradients="zero")
     assert float(strategy.reduce("SUM", values)) == pytest.approx(float(wanted), rel=1e-5)
     for gradient in strategy.experimental_local_results(gradients):

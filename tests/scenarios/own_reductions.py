@@ -224,6 +224,7 @@ class Quotients(keras.Model):
     def __init__(self, by_hand: bool) -> None:
         super().__init__()
         self.by_hand = by_hand
+        self.doubt = self.add_weight(shape=(), initializer="ones", name="doubt")
         self.net = keras.Sequential([dense(), RootOfActivities()])
         self.seen = keras.metrics.Mean(name="seen")
 
@@ -234,7 +235,7 @@ class Quotients(keras.Model):
         weights, errors = ops.exp(x[:, :1]), ops.square(y - y_pred)
         of_some = ops.sum(weights * errors) / ops.sum(weights)
         bounded = ops.maximum(ops.mean(ops.square(y_pred)), 0.2) + 0.1 * ops.max(errors)
-        return of_some + ops.sqrt(ops.mean(errors) + 1e-3) + bounded + sum(self.losses)
+        return of_some + ops.exp(-self.doubt) * ops.sqrt(ops.mean(errors) + 1e-3) + self.doubt + bounded + sum(self.losses)
 
     def train_step(self, batch: Any) -> Any:
         if not self.by_hand:

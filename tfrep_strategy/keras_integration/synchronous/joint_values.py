@@ -6,7 +6,7 @@ from the chain rule, since each of these sums is linear in what the replicas bri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
@@ -22,15 +22,9 @@ class JointValue:
     """
 
     def __init__(self, step: Step, tensor: tf.Tensor, found: Reductions) -> None:
-        self._step = step
-        self._own = {kind: found.kinds.get(kind, []) for kind in ("sum", "mean", "max", "min")}
-        self._global = {kind: _reduced_by_all(step, kind, own) for kind, own in self._own.items() if own}
-        counts = found.kinds.get("count", [])
-        known = {each.name: each for each in found.kinds.get("alike", ())}
-        known |= {each.name: tf.ones_like(each) for each in found.kinds.get("share", ())}
-        known |= dict(zip([each.name for each in counts], _reduced_by_all(step, "sum", counts), strict=True))
-        for kind, reduced in self._global.items():
-            known |= dict(zip([each.name for each in self._own[kind]], reduced, strict=True))
+        self._step, self._own = step, found.kinds
+        self._global = _of_all(step, found.kinds)
+        known = {own.name: whole for kind in self._own for own, whole in zip(self._own[kind], self._global[kind], strict=True)}
         self.value = note_global(_computed_again(tensor, found, known))
 
     @classmethod
@@ -44,17 +38,17 @@ class JointValue:
     def addends(self) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """Returns tensors of this replica, and what each of their gradients counts in that of the value."""
         result = []
-        for kind, reduced in self._global.items():
-            derivatives = tf.gradients(self.value, reduced)
-            for own, whole, derivative in zip(self._own[kind], reduced, derivatives, strict=True):
-                if derivative is not None:
+        for kind in ("alike", "sum", "mean", "max", "min"):  # The order is the same on all replicas.
+            derivatives = tf.gradients(self.value, self._global[kind])
+            for own, whole, derivative in zip(self._own[kind], self._global[kind], derivatives, strict=True):
+                if derivative is not None and own.dtype.is_floating and own.op.type != "Const":
                     result.append((own, self._weight(kind, own, whole, derivative)))
         return result
 
     def _weight(self, kind: str, own: tf.Tensor, whole: tf.Tensor, derivative: tf.Tensor) -> tf.Tensor:
         if kind == "sum":
             return derivative
-        if kind == "mean":
+        if kind in ("mean", "alike"):  # A learned weight of a loss, for example, is alike.
             return self._step.share.weigh(derivative)
         is_whole = tf.cast(own == whole, own.dtype)
         return derivative * is_whole / self._step.strategy.extended.sum_over_replicas([is_whole])[0]
@@ -67,12 +61,15 @@ class JointValue:
         return part
 
 
-def _reduced_by_all(step: Step, kind: str, own: list[tf.Tensor]) -> list[tf.Tensor]:
+def _of_all(step: Step, kinds: Mapping[str, Sequence[tf.Tensor]]) -> dict[str, Sequence[tf.Tensor]]:
+    """Puts together what the replicas have of each kind. All sums are one collective."""
     extended = step.strategy.extended
-    own = list(map(tf.stop_gradient, own))
-    if kind in ("max", "min"):
-        return [note_global(each) for each in extended.own_communicator().all_reduce(own, kind)]
-    return extended.sum_over_replicas(list(map(step.share.weigh, own)) if kind == "mean" else own)
+    own = {kind: list(map(tf.stop_gradient, tensors)) for kind, tensors in kinds.items()}
+    summed = iter(extended.sum_over_replicas([*own["count"], *own["sum"], *map(step.share.weigh, own["mean"])]))
+    result: dict[str, Sequence[tf.Tensor]] = {kind: [next(summed) for _ in own[kind]] for kind in ("count", "sum", "mean")}
+    for kind in ("max", "min"):
+        result[kind] = list(map(note_global, extended.own_communicator().all_reduce(own[kind], kind))) if own[kind] else []
+    return result | {"alike": kinds["alike"], "share": list(map(tf.ones_like, kinds["share"]))}
 
 
 def _computed_again(value: tf.Tensor, found: Reductions, known: Mapping[str, tf.Tensor]) -> tf.Tensor:

@@ -31,7 +31,9 @@ _ADDITIONS = {"Add", "AddN", "AddV2", "ConcatV2", "Pack", "Sub"}
 _AS_ALL_INPUTS = _ADDITIONS | {"Maximum", "Minimum", "SelectV2"}
 _MAY_ADD_UP = {"Einsum", "L2Loss", "Size", "Sum", "UnsortedSegmentSum"}
 _PRODUCTS = {"Mul": 1, "MulNoNan": 1, "Div": -1, "DivNoNan": -1, "RealDiv": -1}
-_DEGREES = {"sum": 1, "mean": 1, "max": math.inf, "min": math.inf}
+_KINDS = {"alike": 0, "share": 0, "count": 0, "sum": 1, "mean": 1, "max": math.inf, "min": math.inf}
+"""What `Reductions` tell apart, with the degree of each."""
+
 _graphs: weakref.WeakKeyDictionary[Any, RowGrowth] = weakref.WeakKeyDictionary()
 
 
@@ -124,7 +126,7 @@ class RowGrowth:
 
     def reductions(self, value: tf.Tensor, depends: Callable[[tf.Tensor], bool]) -> Reductions | None:
         """Walks back from a tensor to those in which rows were put together."""
-        kinds: dict[str, list[tf.Tensor]] = {}
+        kinds: dict[str, list[tf.Tensor]] = {kind: [] for kind in _KINDS}
         between: list[tf.Tensor] = []
         degrees: dict[str, float] = {}
         waiting = [value]
@@ -133,8 +135,8 @@ class RowGrowth:
             if tensor.name not in degrees:
                 kind = self._kind(tensor, depends)
                 if kind is not None:
-                    kinds.setdefault(kind, []).append(tensor)
-                    degrees[tensor.name] = _DEGREES.get(kind, 0)
+                    kinds[kind].append(tensor)
+                    degrees[tensor.name] = _KINDS[kind]
                 elif self._axes[tensor] is not None or tensor.op.type in _SOURCES or tensor.op.op_def.is_stateful:
                     return None
                 elif unknown := [each for each in tensor.op.inputs if each.name not in degrees]:
