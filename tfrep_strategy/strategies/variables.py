@@ -190,6 +190,9 @@ class ProcessVariable(ResourceVariable):
     def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
         return super().assign_sub(_of_one_device(delta), *args, **kwargs)
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        return with_our_class(super().__deepcopy__(memo))
+
 
 def _of_one_device(value: Any) -> Any:
     total = of_all_replicas(value)
