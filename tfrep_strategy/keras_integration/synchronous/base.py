@@ -19,19 +19,6 @@ class SynchronousBase(KerasDriver):
         """The strategy that has brought this driver."""
         return super().strategy
 
-    def largest_of_all(self, values: Sequence[Any], variables: Sequence[Any]) -> dict[int, tf.Tensor]:
-        """Returns what is to overwrite variables, by the place in the list: the largest of all replicas.
-
-        Training in float8 keeps the largest values that a tensor had so, and gives them to the optimizer as gradients.
-        """
-        places = [
-            i for i, v in enumerate(variables) if getattr(v, "overwrite_with_gradient", False) and values[i] is not None
-        ]
-        if not places:
-            return {}
-        largest = self.strategy.extended.own_communicator().all_reduce([values[i] for i in places], "max")
-        return dict(zip(places, largest, strict=True))
-
     @property
     def has_several(self) -> bool:
         """Whether there is more than one replica."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
+from tfrep_strategy._tensorflow import tape_is_recording
 from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.row_growth import Reductions, note_global
 
@@ -39,7 +40,10 @@ class JointValue:
         """Returns tensors of this replica, and what each of their gradients counts in that of the value."""
         result = []
         for kind in ("alike", "sum", "mean", "max", "min"):  # The order is the same on all replicas.
-            derivatives = tf.gradients(self.value, self._global[kind])
+            try:
+                derivatives = tf.gradients(self.value, self._global[kind])
+            except LookupError:  # An operation has no gradient. Nobody will ask a tape for it.
+                continue
             for own, whole, derivative in zip(self._own[kind], self._global[kind], derivatives, strict=True):
                 if derivative is not None and own.dtype.is_floating and own.op.type != "Const":
                     result.append((own, self._weight(kind, own, whole, derivative)))
@@ -54,9 +58,9 @@ class JointValue:
         return derivative * is_whole / self._step.strategy.extended.sum_over_replicas([is_whole])[0]
 
     def part(self) -> tf.Tensor:
-        """Returns what this replica adds to the value, with the gradient that it adds."""
+        """Returns what this replica adds to the value; under a tape, with the gradient that it adds."""
         part = self._step.share.weigh(tf.stop_gradient(self.value))
-        for own, weight in self.addends():
+        for own, weight in self.addends() if tape_is_recording() else ():
             part += tf.reduce_sum(tf.math.multiply_no_nan(own - tf.stop_gradient(own), tf.stop_gradient(weight)))
         return part
 
