@@ -79,6 +79,15 @@ MEANS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def _correlation(a: Any, b: Any) -> Any:
+    a, b = a - ops.mean(a), b - ops.mean(b)
+    return ops.sum(a * b) / ops.sqrt(ops.sum(a**2) * ops.sum(b**2))
+
+
+def _covariance(x: Any) -> Any:
+    return ops.matmul(ops.transpose(x), x) / ops.cast(ops.shape(x)[0], "float32")
+
+
 JOINT: dict[str, Callable[[Any], Any]] = {
     "a product": lambda x: ops.sum(x) * ops.sum(x**2),
     "a product of means": lambda x: ops.mean(x) * ops.mean(x**2),
@@ -95,6 +104,12 @@ JOINT: dict[str, Callable[[Any], Any]] = {
     "a sum over the square of the count": lambda x: ops.sum(x) / ops.cast(ops.shape(x)[0], "float32") ** 2,
     "a count": lambda x: ops.sqrt(ops.cast(ops.shape(x)[0], "float32")) + ops.cast(ops.shape(x)[1], "float32"),
     "the largest": lambda x: ops.max(x) + 2.0 * ops.min(ops.max(x, axis=0)) - ops.min(x),
+    "a standard deviation": lambda x: ops.sum(ops.std(x, axis=0)),
+    "a variance about the mean": lambda x: tf.reduce_sum(tf.math.reduce_variance(x, 0)),
+    "moments": lambda x: ops.sum(ops.sqrt(ops.moments(x, axes=(0, 1))[1] + 0.1)),
+    "a correlation": lambda x: _correlation(x[:, 0, 0], x[:, 1, 1] ** 2),
+    "rows about their mean": lambda x: ops.mean(x[:, 0] ** 2 * (x[:, 1] - ops.mean(x[:, 1])) / (ops.std(x[:, 1]) + 1e-3)),
+    "a covariance of normalized rows": lambda x: ops.sum(_covariance((x[:, 0] - ops.mean(x[:, 0], 0)) / ops.std(x[:, 0], 0)) ** 2),
     "a constant beside": lambda x: ops.exp(ops.mean(x)) + ops.sum(ops.ones(3)),
 }
 """What is neither a sum nor a mean. The replicas compute it together."""

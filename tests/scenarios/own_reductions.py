@@ -234,7 +234,7 @@ class Quotients(keras.Model):
     def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **kwargs: Any) -> Any:
         weights, errors = ops.exp(x[:, :1]), ops.square(y - y_pred)
         of_some = ops.sum(weights * errors) / ops.sum(weights)
-        bounded = ops.maximum(ops.mean(ops.square(y_pred)), 0.2) + 0.1 * ops.max(errors)
+        bounded = ops.maximum(ops.mean(ops.square(y_pred)), 0.2) + 0.1 * ops.max(errors) + 0.1 * ops.var(y_pred)
         return of_some + ops.exp(-self.doubt) * ops.sqrt(ops.mean(errors) + 1e-3) + self.doubt + bounded + sum(self.losses)
 
     def train_step(self, batch: Any) -> Any:
@@ -246,7 +246,8 @@ class Quotients(keras.Model):
         gradients = tape.gradient(loss, self.trainable_variables)
         self.optimizer.apply(gradients, self.trainable_variables)
         self.seen.update_state(loss)
-        return {"loss": loss, "seen": self.seen.result(), "perplexity": ops.exp(loss), "norm": tf.linalg.global_norm(gradients)}
+        told = {"perplexity": ops.exp(loss), "norm": tf.linalg.global_norm(gradients), "spread": ops.var(y)}
+        return {"loss": loss, "seen": self.seen.result(), **told}
 
 
 @scenario

@@ -13,7 +13,8 @@ import tensorflow as tf
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.joint_values import JointValue
-from tfrep_strategy.keras_integration.synchronous.row_growth import depends_on_rows, reductions
+from tfrep_strategy.keras_integration.synchronous.row_growth import depends_on_rows
+from tfrep_strategy.keras_integration.synchronous.row_reductions import reductions
 
 assigns_as_is = Setting(False)
 """Whether what assigns to variables now, such as an optimizer, does it as each replica is to do it."""

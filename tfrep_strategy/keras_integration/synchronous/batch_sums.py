@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.joint_values import JointValue
-from tfrep_strategy.keras_integration.synchronous.row_growth import depends_on_rows, growth_of, reductions
+from tfrep_strategy.keras_integration.synchronous.row_growth import depends_on_rows, growth_of
+from tfrep_strategy.keras_integration.synchronous.row_reductions import reductions
 
 
 class Addends(NamedTuple):

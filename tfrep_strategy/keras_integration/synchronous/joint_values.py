@@ -7,12 +7,14 @@ from the chain rule, since each of these sums is linear in what the replicas bri
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import tape_is_recording
 from tfrep_strategy.keras_integration.protocol import Step
-from tfrep_strategy.keras_integration.synchronous.row_growth import Reductions, note_global
+from tfrep_strategy.keras_integration.synchronous.row_growth import REDUCED, note_global
+from tfrep_strategy.keras_integration.synchronous.row_reductions import Reductions
 
 
 class JointValue:
@@ -26,7 +28,7 @@ class JointValue:
         self._step, self._own = step, found.kinds
         self._global = _of_all(step, found.kinds)
         known = {own.name: whole for kind in self._own for own, whole in zip(self._own[kind], self._global[kind], strict=True)}
-        self.value = note_global(_computed_again(tensor, found, known))
+        self.value = note_global(self._computed_again(tensor, found, known))
 
     @classmethod
     def of(cls, step: Step, tensor: tf.Tensor, found: Reductions) -> JointValue:
@@ -39,7 +41,7 @@ class JointValue:
     def addends(self) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """Returns tensors of this replica, and what each of their gradients counts in that of the value."""
         result = []
-        for kind in ("alike", "sum", "mean", "max", "min"):  # The order is the same on all replicas.
+        for kind in ("rows", "alike", *REDUCED):  # The order is the same on all replicas.
             try:
                 derivatives = tf.gradients(self.value, self._global[kind])
             except LookupError:  # An operation has no gradient. Nobody will ask a tape for it.
@@ -49,8 +51,29 @@ class JointValue:
                     result.append((own, self._weight(kind, own, whole, derivative)))
         return result
 
+    def _computed_again(self, value: tf.Tensor, found: Reductions, known: Mapping[str, tf.Tensor]) -> tf.Tensor:
+        """Repeats the operations between what was reduced and a value, with others in place of what was reduced."""
+        made = dict(known)
+        without_rows = {each.name for kind in REDUCED for each in found.kinds[kind]}
+        without_rows |= {each.name for each in found.between} - found.of_rows
+        for tensor in found.between:
+            operation = tensor.op
+            if tensor.name in made:
+                continue  # Another output of an operation that was repeated.
+            inputs = [made[each.name] for each in operation.inputs]
+            if tensor.name in found.of_rows:
+                old_and_new = zip(operation.inputs, inputs, strict=True)
+                inputs = [_spread(self._step, new) if old.name in without_rows else new for old, new in old_and_new]
+            attributes = {each.name: operation.node_def.attr[each.name] for each in operation.op_def.attr}
+            copy = tensor.graph.create_op(operation.type, inputs, [each.dtype for each in operation.outputs], attrs=attributes)
+            outputs = list(copy.outputs)
+            if tensor.name in found.together:
+                outputs = [_together(self._step, found.together[tensor.name], each) for each in outputs]
+            made.update(zip([each.name for each in operation.outputs], outputs, strict=True))
+        return made[value.name]
+
     def _weight(self, kind: str, own: tf.Tensor, whole: tf.Tensor, derivative: tf.Tensor) -> tf.Tensor:
-        if kind == "sum":
+        if kind in ("rows", "sum"):
             return derivative
         if kind in ("mean", "alike"):  # A learned weight of a loss, for example, is alike.
             return self._step.share.weigh(derivative)
@@ -73,18 +96,24 @@ def _of_all(step: Step, kinds: Mapping[str, Sequence[tf.Tensor]]) -> dict[str, S
     result: dict[str, Sequence[tf.Tensor]] = {kind: [next(summed) for _ in own[kind]] for kind in ("count", "sum", "mean")}
     for kind in ("max", "min"):
         result[kind] = list(map(note_global, extended.own_communicator().all_reduce(own[kind], kind))) if own[kind] else []
-    return result | {"alike": kinds["alike"], "share": list(map(tf.ones_like, kinds["share"]))}
+    return result | {"rows": own["rows"], "alike": kinds["alike"], "share": list(map(tf.ones_like, kinds["share"]))}
 
 
-def _computed_again(value: tf.Tensor, found: Reductions, known: Mapping[str, tf.Tensor]) -> tf.Tensor:
-    """Repeats the operations between what was reduced and a value, with others in place of what was reduced."""
-    made = dict(known)
-    for tensor in found.between:
-        operation = tensor.op
-        if tensor.name in made:
-            continue  # Another output of an operation that was repeated.
-        attributes = {each.name: operation.node_def.attr[each.name] for each in operation.op_def.attr}
-        inputs, types = [made[each.name] for each in operation.inputs], [each.dtype for each in operation.outputs]
-        copy = tensor.graph.create_op(operation.type, inputs, types, attrs=attributes)
-        made.update(zip([each.name for each in operation.outputs], copy.outputs, strict=True))
-    return made[value.name]
+def _spread(step: Step, value: tf.Tensor) -> tf.Tensor:
+    """Returns a value for use with the replica's own rows. The rows of all replicas add to its gradient."""
+
+    @tf.custom_gradient
+    def spread(x: tf.Tensor) -> Any:
+        return tf.identity(x), lambda upstream: step.strategy.extended.sum_over_replicas([upstream])[0]
+
+    return spread(value)
+
+
+def _together(step: Step, kind: str, value: tf.Tensor) -> tf.Tensor:
+    """Puts together what replicas have of rows. The gradient of the result is that of what each brings."""
+
+    @tf.custom_gradient
+    def summed(x: tf.Tensor) -> Any:
+        return step.strategy.extended.sum_over_replicas([x])[0], lambda upstream: upstream
+
+    return summed(step.share.weigh(value) if kind == "mean" else value)

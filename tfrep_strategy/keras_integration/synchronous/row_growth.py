@@ -7,9 +7,8 @@ traced again, for any number (`open_rows.py`).
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,42 +18,30 @@ from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.open_rows import RowsAreFixedError
 from tfrep_strategy.keras_integration.synchronous.row_axes import MATRIX_PRODUCTS, REDUCTIONS, RowAxes, reduced_axes
 
+ADDITIONS = {"Add", "AddN", "AddV2", "ConcatV2", "Pack", "Sub"}
+PRODUCTS = {"Mul": 1, "MulNoNan": 1, "Div": -1, "DivNoNan": -1, "RealDiv": -1}
+"""Products and quotients, with the power of the second factor."""
+
 _SMALL = 1e-3
-_AS_FIRST_INPUT = {
+AS_FIRST_INPUT = {
     "Abs", "Cast", "ExpandDims", "GatherV2", "Identity", "Max", "Mean", "Min", "Neg", "Reshape", "Slice", "Squeeze", "StopGradient",
     "StridedSlice", "Transpose", "Unpack",
 }  # fmt: skip
 _DATA = {"IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue"}
-_SOURCES = _DATA | {"Placeholder"}
-_LINEAR = _AS_FIRST_INPUT - {"Abs", "Max", "Min"} | {"Sum"}
-_ADDITIONS = {"Add", "AddN", "AddV2", "ConcatV2", "Pack", "Sub"}
-_AS_ALL_INPUTS = _ADDITIONS | {"Maximum", "Minimum", "SelectV2"}
+SOURCES = _DATA | {"Placeholder"}
+"""Operations from which a step gets what it did not compute."""
+
+_AS_ALL_INPUTS = ADDITIONS | {"Maximum", "Minimum", "SelectV2"}
 _MAY_ADD_UP = {"Einsum", "L2Loss", "Size", "Sum", "UnsortedSegmentSum"}
-_PRODUCTS = {"Mul": 1, "MulNoNan": 1, "Div": -1, "DivNoNan": -1, "RealDiv": -1}
-_KINDS = {"alike": 0, "share": 0, "count": 0, "sum": 1, "mean": 1, "max": math.inf, "min": math.inf}
-"""What `Reductions` tell apart, with the degree of each."""
+_ELEMENTWISE = {
+    "Abs", "Add", "AddV2", "Cast", "DivNoNan", "Exp", "ExpandDims", "Identity", "Log", "Maximum", "Minimum", "Mul", "Neg", "Pow",
+    "RealDiv", "Relu", "Reshape", "Rsqrt", "Sigmoid", "Softplus", "Sqrt", "Square", "SquaredDifference", "Squeeze", "StopGradient",
+    "StridedSlice", "Sub", "Tanh", "Transpose",
+}  # fmt: skip
+REDUCED = ("sum", "mean", "max", "min")
+"""How rows are put together, besides that they are counted."""
 
 _graphs: weakref.WeakKeyDictionary[Any, RowGrowth] = weakref.WeakKeyDictionary()
-
-
-class Reductions(NamedTuple):
-    """From which tensors one was computed that has no rows.
-
-    Attributes:
-        kinds: The tensors in which rows were put together: as a "sum", a "mean", the "max" or the "min", or as a "count" of
-            rows. Besides, the replica's "share", and what is "alike" on all replicas.
-        between: Those between these and the one that was computed, in the order in which they were; that one is the last.
-        degree: How many sums, means and so on are multiplied with each other. Infinite if the tensor is no polynomial of them.
-    """
-
-    kinds: dict[str, list[tf.Tensor]]
-    between: list[tf.Tensor]
-    degree: float
-
-
-def reductions(step: Step, value: tf.Tensor) -> Reductions | None:
-    """Finds the tensors from which one was computed; None if rows reach it in a way that nobody knows."""
-    return growth_of(step, value).reductions(value, lambda tensor: depends_on_rows(step, tensor))
 
 
 def growth_of(step: Step, value: tf.Tensor) -> RowGrowth:
@@ -93,7 +80,7 @@ def depends_on_rows(step: Step, value: tf.Tensor) -> bool:
         if tensor.name in seen or tensor.name in captured or told.get(tensor.name) == 0:
             continue
         seen.add(tensor.name)
-        if tensor.op.type in _SOURCES or tensor.name == step.share.value.name:
+        if tensor.op.type in SOURCES or tensor.name == step.share.value.name:
             return True
         waiting += tensor.op.inputs
     return False
@@ -113,6 +100,10 @@ class RowGrowth:
         """By the names of tensors: what the graph need not tell."""
         self._found: dict[str, Any] = {}
         self._axes = RowAxes()
+        self._reduced: set[str] = set()
+        """The names of tensors without rows that come from rows, and not only from their number."""
+        self._normalized: set[str] = set()
+        """The names of tensors with rows that were computed, number by number, from such and from rows."""
         self._rows: dict[str, int] = {}
         """How many rows the data has from which a tensor comes, by its name, where all batches have one size."""
         self._followed = 0
@@ -124,38 +115,22 @@ class RowGrowth:
         """Returns whether a tensor has as many rows as the data from which it comes, where all batches have one size."""
         return tensor.shape[0] is not None and tensor.shape[0] == self._rows.get(tensor.name) and tensor.op.type != "Pack"
 
-    def reductions(self, value: tf.Tensor, depends: Callable[[tf.Tensor], bool]) -> Reductions | None:
-        """Walks back from a tensor to those in which rows were put together."""
-        kinds: dict[str, list[tf.Tensor]] = {kind: [] for kind in _KINDS}
-        between: list[tf.Tensor] = []
-        degrees: dict[str, float] = {}
-        waiting = [value]
-        while waiting:
-            tensor = waiting[-1]
-            if tensor.name not in degrees:
-                kind = self._kind(tensor, depends)
-                if kind is not None:
-                    kinds[kind].append(tensor)
-                    degrees[tensor.name] = _KINDS[kind]
-                elif self._axes[tensor] is not None or tensor.op.type in _SOURCES or tensor.op.op_def.is_stateful:
-                    return None
-                elif unknown := [each for each in tensor.op.inputs if each.name not in degrees]:
-                    waiting += unknown
-                    continue
-                else:
-                    between.append(tensor)
-                    degrees[tensor.name] = self._degree(tensor, [degrees[each.name] for each in tensor.op.inputs])
-            waiting.pop()
-        return Reductions(kinds, between, degrees[value.name])
+    def axis(self, tensor: tf.Tensor) -> int | None:
+        """Returns in which dimension a tensor has rows; None if it has none."""
+        return self._axes[tensor]
 
-    def _kind(self, tensor: tf.Tensor, depends: Callable[[tf.Tensor], bool]) -> str | None:
+    def is_normalized(self, tensor: tf.Tensor) -> bool:
+        """Returns whether a tensor has rows, to which something was done with what comes from all of them: `x - ops.mean(x, 0)`."""
+        return tensor.name in self._normalized
+
+    def is_of_shape(self, tensor: tf.Tensor) -> bool:
+        """Returns whether a tensor was computed from the shape of a tensor with rows."""
+        return any(isinstance(self[each], _Shape) for each in tensor.op.inputs)
+
+    def reduction(self, tensor: tf.Tensor) -> str | None:
+        """Returns how rows are put together in a tensor: as a "sum", "mean", "max", "min" or "count". None if they are not."""
         operation, kind = tensor.op, tensor.op.type
-        if self.told.get(tensor.name) == 1:
-            return "share"
-        of_shape = any(isinstance(self[each], _Shape) for each in operation.inputs)
-        if of_shape and self[tensor] == 0 or not depends(tensor):
-            return "alike"
-        if (of_shape or kind == "Size") and self[tensor] == 1:
+        if (kind == "Size" or self.is_of_shape(tensor)) and self[tensor] == 1:
             return "count"
         axis = self._axes[operation.inputs[0]] if operation.inputs else None
         if kind in ("Max", "Min") and axis is not None and axis in reduced_axes(operation):
@@ -171,20 +146,6 @@ class RowGrowth:
             return None
         return "sum" if self[tensor] == 1 else "mean" if self[tensor] == 0 and tensor.dtype.is_floating else None
 
-    def _degree(self, tensor: tf.Tensor, degrees: Sequence[float]) -> float:
-        kind, first, others = tensor.op.type, degrees[0], degrees[1:]
-        if not any(degrees):  # It is made of counts. What they come to is told by the power.
-            return 0
-        if kind in MATRIX_PRODUCTS or kind == "Einsum" or _PRODUCTS.get(kind) == 1:
-            return sum(degrees)
-        if kind in _PRODUCTS and others[0] == 0:
-            return first
-        if kind in _LINEAR and not any(others):
-            return first
-        if kind in _ADDITIONS or kind == "SelectV2" and first == 0:
-            return max(degrees)
-        return math.inf
-
     def follow(self, graph: Any) -> None:
         """Goes through the operations that were added to the graph since the last call."""
         operations = graph.get_operations()
@@ -195,7 +156,19 @@ class RowGrowth:
             power = self._of(operation)
             if power != 0:
                 self._found.update((output.name, power) for output in operation.outputs)
+            self._follow_reduced(operation)
         self._followed = len(operations)
+
+    def _follow_reduced(self, operation: Any) -> None:
+        inputs = [each for each in operation.inputs if self.told.get(each.name) != 0]
+        for output in operation.outputs:
+            if self._axes[output] is None:
+                if any(each.name in self._reduced for each in inputs) or self.reduction(output) in REDUCED:
+                    self._reduced.add(output.name)
+            elif operation.type in _ELEMENTWISE and any(e.name in self._reduced or e.name in self._normalized for e in inputs):
+                others = [each for each in operation.inputs if self._axes[each] is None and each.name not in self._reduced]
+                if all(tf.get_static_value(each) is not None for each in others):
+                    self._normalized.add(output.name)
 
     def _follow_rows(self, operation: Any, captured: Set[str]) -> None:
         if operation.type in REDUCTIONS and 0 in reduced_axes(operation):
@@ -229,10 +202,10 @@ class RowGrowth:
         if isinstance(powers[0], _Shape) and kind == "StridedSlice":
             is_count = np.array_equal(tf.get_static_value(inputs[1]), [powers[0].axis])
             return (1 if is_count else 0) if operation.get_attr("shrink_axis_mask") else powers[0]
-        if kind in _AS_FIRST_INPUT:
+        if kind in AS_FIRST_INPUT:
             return powers[0]
-        if kind in _PRODUCTS:
-            return _plus(powers[0], powers[1], _PRODUCTS[kind])
+        if kind in PRODUCTS:
+            return _plus(powers[0], powers[1], PRODUCTS[kind])
         if kind in _AS_ALL_INPUTS:
             bounds = kind in ("ConcatV2", "Maximum", "Minimum", "SelectV2")
             counted = {p for p, t in zip(powers, inputs, strict=True) if not _is_negligible(t, bounds)}

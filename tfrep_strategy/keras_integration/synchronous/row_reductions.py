@@ -1,0 +1,117 @@
+"""From which sums, means, maxima and minima over the rows of a batch something was computed that has no rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfrep_strategy.keras_integration.protocol import Step
+from tfrep_strategy.keras_integration.synchronous.row_axes import MATRIX_PRODUCTS
+from tfrep_strategy.keras_integration.synchronous.row_growth import (
+    ADDITIONS,
+    AS_FIRST_INPUT,
+    PRODUCTS,
+    REDUCED,
+    SOURCES,
+    RowGrowth,
+    depends_on_rows,
+    growth_of,
+)
+
+_DEGREES = {"alike": 0, "share": 0, "count": 0, "sum": 1, "mean": 1, "max": math.inf, "min": math.inf, "rows": math.inf}
+_LINEAR = AS_FIRST_INPUT - {"Abs", "Max", "Min"} | {"Sum"}
+
+
+class Reductions(NamedTuple):
+    """From which tensors one was computed that has no rows.
+
+    Attributes:
+        kinds: The tensors in which rows were put together: as a "sum", a "mean", the "max" or the "min", or as a "count" of
+            rows. Besides, the replica's "share", what is "alike" on all replicas, and "rows" that are put together only
+            after something was done to them with what comes from all rows.
+        between: Those between these and the one that was computed, in the order in which they were; that one is the last.
+        of_rows: The names of those among them that have rows.
+        together: Of those among them in which such rows are put together, the kind.
+        degree: How many sums, means and so on are multiplied with each other. Infinite if the tensor is no polynomial of them.
+    """
+
+    kinds: dict[str, list[tf.Tensor]]
+    between: list[tf.Tensor]
+    of_rows: set[str]
+    together: dict[str, str]
+    degree: float
+
+
+def reductions(step: Step, value: tf.Tensor) -> Reductions | None:
+    """Walks back from a tensor to those in which rows were put together.
+
+    Args:
+        step: What the replica knows of the step.
+        value: A tensor of the step's graph.
+
+    Returns:
+        What was found. None if the tensor has rows, or if rows reach it in a way that nobody knows.
+
+    Raises:
+        RowsAreFixedError: The step is traced for one number of rows.
+    """
+    grows = growth_of(step, value)
+    found = Reductions({kind: [] for kind in _DEGREES}, [], set(), {}, 0)
+    degrees: dict[str, float] = {}
+    waiting = [value] if grows.axis(value) is None else []
+    while waiting:
+        tensor = waiting[-1]
+        kind, inputs = _kind(step, grows, tensor), list(tensor.op.inputs)
+        is_staged = kind in REDUCED and any(map(grows.is_normalized, inputs))
+        if tensor.name in degrees:
+            waiting.pop()
+        elif kind is not None and not is_staged:
+            found.kinds[kind].append(tensor)
+            degrees[tensor.name] = _DEGREES[kind]
+        elif not _can_be_repeated(grows, tensor, kind):
+            return None
+        elif unknown := [each for each in inputs if each.name not in degrees]:
+            waiting += unknown
+        else:
+            found.between.append(tensor)
+            degrees[tensor.name] = _degree(tensor.op.type, [degrees[each.name] for each in inputs])
+            if grows.is_normalized(tensor):
+                found.of_rows.add(tensor.name)
+            if is_staged:
+                found.together[tensor.name] = str(kind)
+    return found._replace(degree=degrees[value.name]) if degrees else None
+
+
+def _kind(step: Step, grows: RowGrowth, tensor: tf.Tensor) -> str | None:
+    """Returns where the walk ends at a tensor, and as what; None if it goes on."""
+    if grows.told.get(tensor.name) == 1:
+        return "share"
+    if grows.is_of_shape(tensor) and grows[tensor] == 0 or not depends_on_rows(step, tensor):
+        return "alike"
+    if grows.axis(tensor) is not None:
+        return None if grows.is_normalized(tensor) else "rows"
+    return grows.reduction(tensor)
+
+
+def _can_be_repeated(grows: RowGrowth, tensor: tf.Tensor, kind: str | None) -> bool:
+    """Whether an operation gives the value of one device if its inputs have theirs."""
+    if kind in ("max", "min") or tensor.op.type in SOURCES or tensor.op.op_def.is_stateful:
+        return False
+    keeps_rows = kind is not None or grows.is_normalized(tensor)
+    return keeps_rows or all(grows.axis(each) is None for each in tensor.op.inputs)
+
+
+def _degree(kind: str, degrees: Sequence[Any]) -> float:
+    first, *others = degrees
+    if not any(degrees):  # It is made of counts. What they come to is told by the power.
+        return 0
+    if kind in MATRIX_PRODUCTS or kind == "Einsum" or PRODUCTS.get(kind) == 1:
+        return float(sum(degrees))
+    if kind in PRODUCTS and others[0] == 0 or kind in _LINEAR and not any(others):
+        return float(first)
+    if kind in ADDITIONS or kind == "SelectV2" and first == 0:
+        return float(max(degrees))
+    return math.inf
