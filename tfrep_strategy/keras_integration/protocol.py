@@ -175,6 +175,8 @@ class Step:
         """Whether a step function of the user's own runs, in which tapes give global gradients."""
         self.rows_are_fixed = False
         """Whether it is traced for one number of rows, so that its graph does not tell sums over rows from means."""
+        self.gives_means = False
+        """Whether the step and its losses are Keras's, and none of these is a sum, so that its loss is a mean."""
         self.gathers = False
         """Whether the step has asked for rows of other replicas, so that a sum over rows may be that of the global batch."""
         self.joint_values: dict[str, Any] = {}

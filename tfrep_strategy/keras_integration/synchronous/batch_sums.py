@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.joint_values import JointValue
-from tfrep_strategy.keras_integration.synchronous.row_growth import depends_on_rows, growth_of
+from tfrep_strategy.keras_integration.synchronous.row_growth import growth_of
 from tfrep_strategy.keras_integration.synchronous.row_reductions import reductions
 
 
@@ -39,7 +39,7 @@ def addends(step: Step, value: Any) -> Addends:
         if power is None and tensor.op.type in ("Add", "AddV2", "AddN"):
             left += tensor.op.inputs
             continue
-        follows = step.has_computed(tensor) and not step.is_in_branch and depends_on_rows(step, tensor)
+        follows = step.has_computed(tensor) and not step.is_in_branch and grows.depends_on_rows(tensor)
         parts = reductions(step, tensor) if follows else None
         if parts is not None and (parts.degree > 1 or power not in (0, 1)):
             found.joint.append(JointValue.of(step, tensor, parts))

@@ -74,6 +74,8 @@ class Losses(SynchronousBase):
         weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
         if reduction == "sum":
             if step is None or _updates_metric.value or can_follow(step, total):
+                if step is not None and not _updates_metric.value:
+                    step.gives_means = False
                 return total
             return step.share.unweigh(total)
         if step is None or weighs:
@@ -93,7 +95,7 @@ class Losses(SynchronousBase):
     def unscale_for_replicas(self, original: Any, value: Any) -> Any:
         """Nothing to undo where nothing was scaled. Keras's own steps give their losses, which are means."""
         step = current_step()
-        if step is not None and step.rows_are_fixed:
+        if step is not None and (step.rows_are_fixed or step.gives_means):
             step.note_mean(value)
         return original(value) if self._divides_by_replicas else value
 

@@ -44,6 +44,8 @@ def traced_for_any_rows(
 
     def open_step(part: Any) -> Any:
         nonlocal hides
+        if keeps_rows and (step := current_step()) is not None:
+            step.gives_means = True
         opened = tf.nest.map_structure(_with_open_rows, part)
         hides = hides or any(map(lambda new, old: new is not old, tf.nest.flatten(opened), tf.nest.flatten(part)))
         return step_function(opened)

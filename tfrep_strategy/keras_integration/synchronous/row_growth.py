@@ -8,7 +8,6 @@ traced again, for any number (`open_rows.py`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,6 +99,8 @@ class RowGrowth:
         """By the names of tensors: what the graph need not tell."""
         self._found: dict[str, Any] = {}
         self._axes = RowAxes()
+        self._dependent: set[str] = set()
+        """The names of tensors that come from rows, or from their number."""
         self._reduced: set[str] = set()
         """The names of tensors without rows that come from rows, and not only from their number."""
         self._normalized: set[str] = set()
@@ -114,6 +115,10 @@ class RowGrowth:
     def is_of_rows(self, tensor: tf.Tensor) -> bool:
         """Returns whether a tensor has as many rows as the data from which it comes, where all batches have one size."""
         return tensor.shape[0] is not None and tensor.shape[0] == self._rows.get(tensor.name) and tensor.op.type != "Pack"
+
+    def depends_on_rows(self, tensor: tf.Tensor) -> bool:
+        """Returns whether a tensor was computed from the replica's rows; see `depends_on_rows`."""
+        return tensor.name in self._dependent and self.told.get(tensor.name) != 0
 
     def axis(self, tensor: tf.Tensor) -> int | None:
         """Returns in which dimension a tensor has rows; None if it has none."""
@@ -151,7 +156,12 @@ class RowGrowth:
         operations = graph.get_operations()
         captured = {tensor.name for tensor in getattr(graph, "internal_captures", ())}
         for operation in operations[self._followed :]:
-            self._follow_rows(operation, captured)
+            is_data = operation.type in _DATA or operation.type == "Placeholder" and operation.outputs[0].name not in captured
+            if is_data or any(map(self.depends_on_rows, operation.inputs)):
+                self._dependent.update(output.name for output in operation.outputs)
+            else:
+                self._dependent.update(output.name for output in operation.outputs if self.told.get(output.name) == 1)
+            self._follow_rows(operation, is_data)
             self._axes.follow(operation)
             power = self._of(operation)
             if power != 0:
@@ -170,10 +180,9 @@ class RowGrowth:
                 if all(tf.get_static_value(each) is not None for each in others):
                     self._normalized.add(output.name)
 
-    def _follow_rows(self, operation: Any, captured: Set[str]) -> None:
+    def _follow_rows(self, operation: Any, is_data: bool) -> None:
         if operation.type in REDUCTIONS and 0 in reduced_axes(operation):
             return
-        is_data = operation.type in _DATA or operation.type == "Placeholder" and operation.outputs[0].name not in captured
         known = [self._rows[tensor.name] for tensor in operation.inputs if tensor.name in self._rows]
         for output in operation.outputs:
             if known or is_data and output.shape.rank and output.shape[0]:

@@ -17,7 +17,6 @@ from tfrep_strategy.keras_integration.synchronous.row_growth import (
     REDUCED,
     SOURCES,
     RowGrowth,
-    depends_on_rows,
     growth_of,
 )
 
@@ -64,7 +63,7 @@ def reductions(step: Step, value: tf.Tensor) -> Reductions | None:
     waiting = [value] if grows.axis(value) is None else []
     while waiting:
         tensor = waiting[-1]
-        kind, inputs = _kind(step, grows, tensor), list(tensor.op.inputs)
+        kind, inputs = _kind(grows, tensor), list(tensor.op.inputs)
         is_staged = kind in REDUCED and any(map(grows.is_normalized, inputs))
         if tensor.name in degrees:
             waiting.pop()
@@ -85,11 +84,11 @@ def reductions(step: Step, value: tf.Tensor) -> Reductions | None:
     return found._replace(degree=degrees[value.name]) if degrees else None
 
 
-def _kind(step: Step, grows: RowGrowth, tensor: tf.Tensor) -> str | None:
+def _kind(grows: RowGrowth, tensor: tf.Tensor) -> str | None:
     """Returns where the walk ends at a tensor, and as what; None if it goes on."""
     if grows.told.get(tensor.name) == 1:
         return "share"
-    if grows.is_of_shape(tensor) and grows[tensor] == 0 or not depends_on_rows(step, tensor):
+    if grows.is_of_shape(tensor) and grows[tensor] == 0 or not grows.depends_on_rows(tensor):
         return "alike"
     if grows.axis(tensor) is not None:
         return None if grows.is_normalized(tensor) else "rows"
