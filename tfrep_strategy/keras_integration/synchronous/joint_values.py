@@ -77,8 +77,7 @@ class JointValue:
             return derivative
         if kind in ("mean", "alike"):  # A learned weight of a loss, for example, is alike.
             return self._step.share.weigh(derivative)
-        is_whole = tf.cast(own == whole, own.dtype)
-        return derivative * is_whole / self._step.strategy.extended.sum_over_replicas([is_whole])[0]
+        return derivative * _part_of_extreme(self._step, own, whole)
 
     def part(self) -> tf.Tensor:
         """Returns what this replica adds to the value; under a tape, with the gradient that it adds."""
@@ -92,10 +91,11 @@ def _of_all(step: Step, kinds: Mapping[str, Sequence[tf.Tensor]]) -> dict[str, S
     """Puts together what the replicas have of each kind. All sums are one collective."""
     extended = step.strategy.extended
     own = {kind: list(map(tf.stop_gradient, tensors)) for kind, tensors in kinds.items()}
-    summed = iter(extended.sum_over_replicas([*own["count"], *own["sum"], *map(step.share.weigh, own["mean"])]))
+    parts = [*own["count"], *step.share.silenced(own["sum"]), *map(step.share.weigh, own["mean"])]
+    summed = iter(extended.sum_over_replicas(parts))
     result: dict[str, Sequence[tf.Tensor]] = {kind: [next(summed) for _ in own[kind]] for kind in ("count", "sum", "mean")}
     for kind in ("max", "min"):
-        result[kind] = list(map(note_global, extended.own_communicator().all_reduce(own[kind], kind))) if own[kind] else []
+        result[kind] = [_extreme(step, kind, each) for each in own[kind]]
     return result | {"rows": own["rows"], "alike": kinds["alike"], "share": list(map(tf.ones_like, kinds["share"]))}
 
 
@@ -111,9 +111,30 @@ def _spread(step: Step, value: tf.Tensor) -> tf.Tensor:
 
 def _together(step: Step, kind: str, value: tf.Tensor) -> tf.Tensor:
     """Puts together what replicas have of rows. The gradient of the result is that of what each brings."""
+    extended = step.strategy.extended
 
     @tf.custom_gradient
     def summed(x: tf.Tensor) -> Any:
-        return step.strategy.extended.sum_over_replicas([x])[0], lambda upstream: upstream
+        return extended.sum_over_replicas([x])[0], lambda upstream: upstream
 
+    @tf.custom_gradient
+    def extreme(x: tf.Tensor) -> Any:
+        whole = _extreme(step, kind, x)
+        return whole, lambda upstream: upstream * _part_of_extreme(step, x, whole)
+
+    if kind in ("max", "min"):
+        return extreme(value)
     return summed(step.share.weigh(value) if kind == "mean" else value)
+
+
+def _extreme(step: Step, kind: str, own: tf.Tensor) -> tf.Tensor:
+    """Returns the maximum or minimum over the replicas. That of no rows, which TensorFlow may make NaN, does not count."""
+    least = tf.constant(own.dtype.min if kind == "max" else own.dtype.max, own.dtype)
+    own = tf.where(step.share.value > 0, own, least)
+    return note_global(step.strategy.extended.own_communicator().all_reduce([own], kind)[0])
+
+
+def _part_of_extreme(step: Step, own: tf.Tensor, whole: tf.Tensor) -> tf.Tensor:
+    """Returns how much of the gradient of a maximum or minimum a replica's own one has: the same for all that are equal to it."""
+    is_whole = tf.cast(own == whole, own.dtype)
+    return is_whole / step.strategy.extended.sum_over_replicas([is_whole])[0]

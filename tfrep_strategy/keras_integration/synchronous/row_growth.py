@@ -8,6 +8,7 @@ traced again, for any number (`open_rows.py`).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,11 +33,14 @@ SOURCES = _DATA | {"Placeholder"}
 
 _AS_ALL_INPUTS = ADDITIONS | {"Maximum", "Minimum", "SelectV2"}
 _MAY_ADD_UP = {"Einsum", "L2Loss", "Size", "Sum", "UnsortedSegmentSum"}
-_ELEMENTWISE = {
-    "Abs", "Add", "AddV2", "Cast", "DivNoNan", "Exp", "ExpandDims", "Identity", "Log", "Maximum", "Minimum", "Mul", "Neg", "Pow",
-    "RealDiv", "Relu", "Reshape", "Rsqrt", "Sigmoid", "Softplus", "Sqrt", "Square", "SquaredDifference", "Squeeze", "StopGradient",
-    "StridedSlice", "Sub", "Tanh", "Transpose",
+_REPEATABLE = REDUCTIONS | {
+    "Abs", "Add", "AddV2", "Cast", "Div", "DivNoNan", "Elu", "Equal", "Erf", "Exp", "ExpandDims", "Expm1", "Greater",
+    "GreaterEqual", "Identity", "Less", "LessEqual", "Log", "Log1p", "LogicalAnd", "LogicalNot", "LogicalOr", "Maximum", "Minimum",
+    "Mul", "MulNoNan", "Neg", "NotEqual", "Pow", "RealDiv", "Relu", "Relu6", "Reshape", "Rsqrt", "SelectV2", "Selu", "Sigmoid",
+    "Sign", "Softplus", "Sqrt", "Square", "SquaredDifference", "Squeeze", "StopGradient", "StridedSlice", "Sub", "Tanh", "Transpose",
 }  # fmt: skip
+"""Operations that do the same to each row."""
+
 REDUCED = ("sum", "mean", "max", "min")
 """How rows are put together, besides that they are counted."""
 
@@ -104,7 +108,9 @@ class RowGrowth:
         self._reduced: set[str] = set()
         """The names of tensors without rows that come from rows, and not only from their number."""
         self._normalized: set[str] = set()
-        """The names of tensors with rows that were computed, number by number, from such and from rows."""
+        """The names of tensors with rows that were computed from such and from rows, without weights, and row by row."""
+        self._mixed: set[str] = set()
+        """The names of those that were computed otherwise, so that a row may depend on others."""
         self._rows: dict[str, int] = {}
         """How many rows the data has from which a tensor comes, by its name, where all batches have one size."""
         self._followed = 0
@@ -128,28 +134,36 @@ class RowGrowth:
         """Returns whether a tensor has rows, to which something was done with what comes from all of them: `x - ops.mean(x, 0)`."""
         return tensor.name in self._normalized
 
+    def is_mixed(self, tensor: tf.Tensor) -> bool:
+        """Returns whether what rows have in common has come into a tensor with rows in a way that cannot be repeated."""
+        return tensor.name in self._mixed
+
     def is_of_shape(self, tensor: tf.Tensor) -> bool:
         """Returns whether a tensor was computed from the shape of a tensor with rows."""
         return any(isinstance(self[each], _Shape) for each in tensor.op.inputs)
 
     def reduction(self, tensor: tf.Tensor) -> str | None:
-        """Returns how rows are put together in a tensor: as a "sum", "mean", "max", "min" or "count". None if they are not."""
-        operation, kind = tensor.op, tensor.op.type
-        if (kind == "Size" or self.is_of_shape(tensor)) and self[tensor] == 1:
+        """Returns what a tensor is: a "sum", "mean", "max" or "min" over rows, or a "count" of them; else None."""
+        if (tensor.op.type == "Size" or self.is_of_shape(tensor)) and self[tensor] == 1:
             return "count"
+        together, power = self.together(tensor), self[tensor]
+        if together in ("sum", "mean"):  # A sum of rows that were divided by their number is a mean.
+            return "sum" if power == 1 else "mean" if power == 0 and tensor.dtype.is_floating else None
+        return together
+
+    def together(self, tensor: tf.Tensor) -> str | None:
+        """Returns how an operation puts rows together, whatever these are: as one of `REDUCED`, or not at all."""
+        operation, kind = tensor.op, tensor.op.type
         axis = self._axes[operation.inputs[0]] if operation.inputs else None
-        if kind in ("Max", "Min") and axis is not None and axis in reduced_axes(operation):
-            return kind.lower()
+        if kind in ("Max", "Mean", "Min", "Sum"):
+            return kind.lower() if axis is not None and axis in reduced_axes(operation) else None
         adds_up = (
-            kind in ("Mean", "Sum") and axis is not None and axis in reduced_axes(operation)
-            or kind == "L2Loss" and axis is not None
+            kind == "L2Loss" and axis is not None
             or kind in MATRIX_PRODUCTS and self._axes.are_contracted(operation)
             or kind == "Einsum" and self._contracted(operation) == 1
             or kind == "UnsortedSegmentSum" and axis == 0
         )  # fmt: skip
-        if not adds_up:
-            return None
-        return "sum" if self[tensor] == 1 else "mean" if self[tensor] == 0 and tensor.dtype.is_floating else None
+        return "sum" if adds_up else None
 
     def follow(self, graph: Any) -> None:
         """Goes through the operations that were added to the graph since the last call."""
@@ -170,15 +184,21 @@ class RowGrowth:
         self._followed = len(operations)
 
     def _follow_reduced(self, operation: Any) -> None:
-        inputs = [each for each in operation.inputs if self.told.get(each.name) != 0]
+        inputs = [each.name for each in operation.inputs if self.told.get(each.name) != 0]
         for output in operation.outputs:
             if self._axes[output] is None:
-                if any(each.name in self._reduced for each in inputs) or self.reduction(output) in REDUCED:
+                if any(name in self._reduced for name in inputs) or self.together(output) is not None:
                     self._reduced.add(output.name)
-            elif operation.type in _ELEMENTWISE and any(e.name in self._reduced or e.name in self._normalized for e in inputs):
-                others = [each for each in operation.inputs if self._axes[each] is None and each.name not in self._reduced]
-                if all(tf.get_static_value(each) is not None for each in others):
-                    self._normalized.add(output.name)
+            elif self._has_what_rows_share(inputs) and all(map(self._is_free_of_weights, operation.inputs)):
+                repeats = operation.type in _REPEATABLE and not any(name in self._mixed for name in inputs)
+                (self._normalized if repeats else self._mixed).add(output.name)
+
+    def _has_what_rows_share(self, names: Sequence[str]) -> bool:
+        return any(name in self._reduced or name in self._normalized or name in self._mixed for name in names)
+
+    def _is_free_of_weights(self, tensor: tf.Tensor) -> bool:
+        has_rows = self._axes[tensor] is not None
+        return has_rows or tensor.name in self._dependent or tf.get_static_value(tensor) is not None
 
     def _follow_rows(self, operation: Any, is_data: bool) -> None:
         if operation.type in REDUCTIONS and 0 in reduced_axes(operation):

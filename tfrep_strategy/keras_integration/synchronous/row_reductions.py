@@ -14,7 +14,6 @@ from tfrep_strategy.keras_integration.synchronous.row_growth import (
     ADDITIONS,
     AS_FIRST_INPUT,
     PRODUCTS,
-    REDUCED,
     SOURCES,
     RowGrowth,
     growth_of,
@@ -64,13 +63,13 @@ def reductions(step: Step, value: tf.Tensor) -> Reductions | None:
     while waiting:
         tensor = waiting[-1]
         kind, inputs = _kind(grows, tensor), list(tensor.op.inputs)
-        is_staged = kind in REDUCED and any(map(grows.is_normalized, inputs))
+        together = grows.together(tensor) if any(map(grows.is_normalized, inputs)) else None
         if tensor.name in degrees:
             waiting.pop()
-        elif kind is not None and not is_staged:
+        elif kind is not None and together is None:
             found.kinds[kind].append(tensor)
             degrees[tensor.name] = _DEGREES[kind]
-        elif not _can_be_repeated(grows, tensor, kind):
+        elif not _can_be_repeated(grows, tensor, together):
             return None
         elif unknown := [each for each in inputs if each.name not in degrees]:
             waiting += unknown
@@ -79,8 +78,8 @@ def reductions(step: Step, value: tf.Tensor) -> Reductions | None:
             degrees[tensor.name] = _degree(tensor.op.type, [degrees[each.name] for each in inputs])
             if grows.is_normalized(tensor):
                 found.of_rows.add(tensor.name)
-            if is_staged:
-                found.together[tensor.name] = str(kind)
+            if together is not None:
+                found.together[tensor.name] = together
     return found._replace(degree=degrees[value.name]) if degrees else None
 
 
@@ -91,16 +90,16 @@ def _kind(grows: RowGrowth, tensor: tf.Tensor) -> str | None:
     if grows.is_of_shape(tensor) and grows[tensor] == 0 or not grows.depends_on_rows(tensor):
         return "alike"
     if grows.axis(tensor) is not None:
-        return None if grows.is_normalized(tensor) else "rows"
+        return None if grows.is_normalized(tensor) or grows.is_mixed(tensor) else "rows"
     return grows.reduction(tensor)
 
 
-def _can_be_repeated(grows: RowGrowth, tensor: tf.Tensor, kind: str | None) -> bool:
+def _can_be_repeated(grows: RowGrowth, tensor: tf.Tensor, together: str | None) -> bool:
     """Whether an operation gives the value of one device if its inputs have theirs."""
-    if kind in ("max", "min") or tensor.op.type in SOURCES or tensor.op.op_def.is_stateful:
+    if tensor.op.type in SOURCES or tensor.op.op_def.is_stateful:
         return False
-    keeps_rows = kind is not None or grows.is_normalized(tensor)
-    return keeps_rows or all(grows.axis(each) is None for each in tensor.op.inputs)
+    treats_rows = together is not None or grows.is_normalized(tensor)
+    return treats_rows or all(grows.axis(each) is None for each in tensor.op.inputs)
 
 
 def _degree(kind: str, degrees: Sequence[Any]) -> float:
