@@ -147,6 +147,7 @@ LANES = {
     ),
     "profiles": ("profiles/test_requests.py", "running/test_profile.py"),
     "drawn": (
+        "keras_integration/test_drawn_values.py::test_drawn_values[150",
         "pipelines/test_own_part.py::test_drawn_pipelines[400",
         "strategies/test_property.py",
         "test_validation.py::test_any_setting_is_taken_or_refused[many-",

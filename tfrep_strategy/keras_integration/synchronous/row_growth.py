@@ -37,7 +37,8 @@ _REPEATABLE = REDUCTIONS | {
     "Abs", "Add", "AddV2", "Cast", "Div", "DivNoNan", "Elu", "Equal", "Erf", "Exp", "ExpandDims", "Expm1", "Greater",
     "GreaterEqual", "Identity", "Less", "LessEqual", "Log", "Log1p", "LogicalAnd", "LogicalNot", "LogicalOr", "Maximum", "Minimum",
     "Mul", "MulNoNan", "Neg", "NotEqual", "Pow", "RealDiv", "Relu", "Relu6", "Reshape", "Rsqrt", "SelectV2", "Selu", "Sigmoid",
-    "Sign", "Softplus", "Sqrt", "Square", "SquaredDifference", "Squeeze", "StopGradient", "StridedSlice", "Sub", "Tanh", "Transpose",
+    "Sign", "Softplus", "Sqrt", "Square", "SquaredDifference", "Squeeze", "StopGradient", "StridedSlice", "Sub", "Tanh",
+    "Transpose",
 }  # fmt: skip
 """Operations that do the same to each row."""
 
