@@ -151,8 +151,7 @@ _private("pywrap_tfe", "TF_PickUnusedPortOrDie")
 # The global seed that TensorFlow uses for an operation with its own seed if no global seed is set.
 NO_SEED = _private("framework.random_seed", "DEFAULT_GRAPH_SEED")
 
-# Whether somebody traces now, told without a call of Python, and what the profiler writes.
-traces_now = _private("profiler.trace", "enabled")
+# What the profiler writes.
 XSpace = _private("profiler.protobuf.xplane_pb2", "XSpace", package="tensorflow.tsl")
 
 # Runtime.

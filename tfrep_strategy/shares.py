@@ -135,6 +135,8 @@ class Share:
 
     def silenced(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns values, or zeros for a replica without examples, whose means over nothing are NaN."""
+        if not values:
+            return []
         has_examples = self.value > 0
         return [tf.where(has_examples, value, tf.zeros_like(value)) for value in values]
 

@@ -10,13 +10,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import leaves_traces, traces_now
+from tfrep_strategy._tensorflow import leaves_traces
 from tfrep_strategy.keras_integration.finding import loops_data_of
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.shared.profiled_fit import ProfiledFit
 from tfrep_strategy.keras_integration.synchronous.generators import GeneratorReading
 from tfrep_strategy.keras_integration.synchronous.random_states import RandomStates, random_states
+from tfrep_strategy.profiles.times import STEP
 
 _EpochIterator: Any = keras_internal("backend.tensorflow.trainer", "TFEpochIterator")
 _array_data = keras_internal("trainers.data_adapters.array_data_adapter")
@@ -90,12 +91,13 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
             else:
                 if self.before_step is not None:
                     self.before_step(first)
-                # What is done here is done in every step, so nothing is called unless it is needed.
                 if self.profile is None:
                     yield first, last, iterator
-                elif self.profile.wanted is None and not traces_now():
+                elif self.profile.wanted is None:  # What is done here is done in every step, so little is called.
+                    mark = tf.profiler.experimental.Trace(STEP, step_num=self.profile.done, _r=1)
                     self.profile.done += last - first + 1
-                    yield first, last, iterator
+                    with mark:
+                        yield first, last, iterator
                 else:
                     with self.profile.step(last - first + 1):
                         yield first, last, iterator
