@@ -20,6 +20,7 @@ class Whitened(layers.Layer):
     def build(self, shape: Any) -> None:
         self.average = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="average")
         self.square = self.add_weight(shape=(shape[-1],), initializer="ones", trainable=False, name="square")
+        self.sums = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="sums")
         self.largest = keras.Variable(np.ones(shape[-1]), trainable=False, name="largest")
 
     def call(self, x: Any, training: bool = False) -> Any:
@@ -27,6 +28,7 @@ class Whitened(layers.Layer):
             mean = ops.mean(x, axis=0)
             self.average.assign(0.9 * self.average + 0.1 * mean)
             self.square.assign(0.9 * self.square + 0.1 * (ops.mean(ops.square(x), axis=0) - ops.square(mean)))
+            self.sums.value.assign_add(ops.sum(x, axis=0))
             self.largest.assign(ops.maximum(self.largest, ops.max(ops.abs(x), axis=0)))
         return (x - self.average) / ops.sqrt(self.square + 1e-3) / self.largest
 

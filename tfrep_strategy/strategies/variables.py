@@ -87,8 +87,7 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
         self.differs = True
-        total = of_all_replicas(value) if self.aggregation == tf.VariableAggregation.MEAN else None
-        return super()._update_replica(update_fn, value if total is None else total, **kwargs)
+        return super()._update_replica(update_fn, value, **kwargs)
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         outside = tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy()
@@ -107,6 +106,15 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
             with tf.device(variable.device):
                 assigned.append(variable.assign(value if first + i == 0 else tf.zeros_like(value)))
         return assigned[0]
+
+    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().assign_add(self._of_one_device(value), *args, **kwargs)
+
+    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().assign_sub(self._of_one_device(value), *args, **kwargs)
+
+    def _of_one_device(self, value: Any) -> Any:
+        return _of_one_device(value) if self.aggregation == tf.VariableAggregation.MEAN else value
 
     def _unless_without_rows(self, value: Any) -> Any:
         """Keeps what a replica without examples has of a moving average: the mean over no rows is no number, for good.

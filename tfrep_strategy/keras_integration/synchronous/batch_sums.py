@@ -51,7 +51,8 @@ def addends(step: Step, value: Any) -> Addends:
 def part_of_global(step: Step, value: tf.Tensor) -> tf.Tensor:
     """Returns what this replica adds to a scalar of the global batch: a sum as it is, a mean times the share."""
     sums, means, joint = addends(step, value)
-    parts = [*step.share.silenced(sums), *map(step.share.weigh, means), *(each.part() for each in joint)]
+    means = [*means, *(each.as_mean() for each in joint)]
+    parts = [*step.share.silenced(sums), *map(step.share.weigh, means)]
     return parts[0] if len(parts) == 1 else tf.add_n(parts)
 
 

@@ -11,17 +11,19 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import tape_is_recording
 from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.row_growth import REDUCED, note_global
 from tfrep_strategy.keras_integration.synchronous.row_reductions import Reductions
+
+_WITH_GRADIENTS = ("rows", "alike", *REDUCED)
+"""The kinds of tensors through which gradients flow, in an order that all replicas have."""
 
 
 class JointValue:
     """A value that the replicas compute together. Make it with `of`.
 
     Attributes:
-        value: That of one device, the same on all replicas. No gradients flow through it.
+        value: That of one device, the same on all replicas. Its gradient is that of `as_mean`, or what `addends` tell.
     """
 
     def __init__(self, step: Step, tensor: tf.Tensor, found: Reductions) -> None:
@@ -39,15 +41,16 @@ class JointValue:
         return known[tensor.name]
 
     def addends(self) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """Returns tensors of this replica, and what each of their gradients counts in that of the value."""
+        """Returns tensors of this replica, and what each of their gradients counts in that of the value.
+
+        Raises:
+            LookupError: An operation has no gradient, so that one device has none either.
+        """
         result = []
-        for kind in ("rows", "alike", *REDUCED):  # The order is the same on all replicas.
-            try:
-                derivatives = tf.gradients(self.value, self._global[kind])
-            except LookupError:  # An operation has no gradient. Nobody will ask a tape for it.
-                continue
+        for kind in _WITH_GRADIENTS:
+            derivatives = tf.gradients(self.value, self._global[kind])
             for own, whole, derivative in zip(self._own[kind], self._global[kind], derivatives, strict=True):
-                if derivative is not None and own.dtype.is_floating and own.op.type != "Const":
+                if derivative is not None and own.dtype.is_floating:
                     result.append((own, self._weight(kind, own, whole, derivative)))
         return result
 
@@ -79,12 +82,19 @@ class JointValue:
             return self._step.share.weigh(derivative)
         return derivative * _part_of_extreme(self._step, own, whole)
 
-    def part(self) -> tf.Tensor:
-        """Returns what this replica adds to the value; under a tape, with the gradient that it adds."""
-        part = self._step.share.weigh(tf.stop_gradient(self.value))
-        for own, weight in self.addends() if tape_is_recording() else ():
-            part += tf.reduce_sum(tf.math.multiply_no_nan(own - tf.stop_gradient(own), tf.stop_gradient(weight)))
-        return part
+    def as_mean(self) -> tf.Tensor:
+        """Returns the value with a gradient that the share can weigh, as that of a mean. It is computed if a tape asks for it."""
+
+        @tf.custom_gradient
+        def mean(*tensors: tf.Tensor) -> Any:
+            def gradient(upstream: tf.Tensor) -> list[tf.Tensor | None]:
+                weights = {own.name: self._step.share.unweigh(weight) for own, weight in self.addends()}
+                return [upstream * weights[own.name] if own.name in weights else None for own in sources]
+
+            return tf.identity(self.value), gradient
+
+        sources = [own for kind in _WITH_GRADIENTS for own in self._own[kind] if own.dtype.is_floating]
+        return note_global(mean(*sources))
 
 
 def _of_all(step: Step, kinds: Mapping[str, Sequence[tf.Tensor]]) -> dict[str, Sequence[tf.Tensor]]:

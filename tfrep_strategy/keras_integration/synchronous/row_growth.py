@@ -56,9 +56,13 @@ def growth_of(step: Step, value: tf.Tensor) -> RowGrowth:
     """
     if step.rows_are_fixed:
         raise RowsAreFixedError
-    grows = _graphs.setdefault(value.graph, RowGrowth())
+    return _followed(step, value.graph)
+
+
+def _followed(step: Step, graph: Any) -> RowGrowth:
+    grows = _graphs.setdefault(graph, RowGrowth())
     grows.told[step.share.value.name] = 1
-    grows.follow(value.graph)
+    grows.follow(graph)
     return grows
 
 
@@ -74,20 +78,7 @@ def depends_on_rows(step: Step, value: tf.Tensor) -> bool:
 
     Where nobody can tell, in an eager step or a branch, it was.
     """
-    if not step.has_computed(value):
-        return True
-    told = _graphs[value.graph].told if value.graph in _graphs else {}
-    captured = {tensor.name for tensor in value.graph.internal_captures}
-    seen, waiting = set(), [value]
-    while waiting:
-        tensor = waiting.pop()
-        if tensor.name in seen or tensor.name in captured or told.get(tensor.name) == 0:
-            continue
-        seen.add(tensor.name)
-        if tensor.op.type in SOURCES or tensor.name == step.share.value.name:
-            return True
-        waiting += tensor.op.inputs
-    return False
+    return not step.has_computed(value) or _followed(step, value.graph).depends_on_rows(value)
 
 
 class _Shape(NamedTuple):
