@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -99,17 +101,31 @@ def test_an_empty_share_silences_what_is_not_finite_and_every_type_stays() -> No
     assert float(Share.equal(3).weigh(tf.constant(100.0, tf.bfloat16))) == 33.25
 
 
-def test_the_small_gradients_of_a_bucket_are_silenced_at_once() -> None:
+@pytest.mark.parametrize(("device", "by", "count"), [("CPU:0", "MulNoNan", 21), ("GPU:0", "SelectV2", 3)])
+def test_small_gradients_are_silenced_those_of_a_bucket_at_once_on_a_gpu(device: str, by: str, count: int) -> None:
     rows = tf.IndexedSlices(tf.constant([[1.0, 2.0]]), tf.constant([3]), tf.constant([4, 2]))
-    gradients = [tf.fill([3], np.nan), None, rows, tf.ones([2000]), *[tf.ones([2, 2]) for _ in range(20)]]
     buckets = [list(range(13, 24)), list(range(4, 13)), [0, 3]]
-    for share, kept in zip(shares_of([0, 1]), (0.0, 1.0), strict=True):
-        step = tf.function(lambda own=share: own.silenced_gradients(gradients, buckets)).get_concrete_function()
-        found = step()
-        assert [op.type for op in step.graph.get_operations()].count("SelectV2") == 3
+
+    @tf.function
+    def silenced(value: tf.Tensor) -> Any:
+        with tf.device(device):  # TensorFlow takes the CPU where there is no GPU.
+            small = [tf.ones([2, 2]) + 0.0 * value for _ in range(20)]
+            gradients = [tf.fill([3], np.nan * value), None, rows, tf.ones([2000]), *small]
+        return Share(value, 2, tf.constant(False)).silenced_gradients(gradients, buckets)
+
+    step = silenced.get_concrete_function(tf.TensorSpec([]))
+    assert [op.type for op in step.graph.get_operations()].count(by) == count
+    for kept in (0.0, 1.0):
+        found = step(tf.constant(kept))
         np.testing.assert_array_equal(found[0], np.full([3], np.nan) if kept else np.zeros([3]))
         assert found[1] is None
         np.testing.assert_array_equal(found[2].values, rows.values)
         np.testing.assert_array_equal(found[3], np.ones([2000]))
         for gradient in found[4:]:
             np.testing.assert_array_equal(gradient, np.full([2, 2], kept))
+
+
+def test_gradients_of_a_replica_that_is_known_to_have_examples_stay_as_they_are() -> None:
+    half = Share.of_batch(tf.constant(2, tf.int64), tf.constant(4, tf.int64), 2)
+    gradients = [tf.constant([np.nan]), None]
+    assert half.silenced_gradients(gradients, [[0]])[0] is gradients[0]

@@ -151,12 +151,20 @@ class Share:
             buckets: The indices of the dense ones that will be sent together. Those of a bucket do not wait for others.
         """
         result = list(gradients)
+        if tf.get_static_value(self.value):
+            return result
         for bucket in buckets:
             small = [i for i in bucket if (gradients[i].shape.num_elements() or _SMALL + 1) <= _SMALL]
-            packed = Packed([gradients[i] for i in small])  # A net has hundreds, and on a GPU each operation launches a kernel.
-            for i, gradient in zip(small, packed.unpack(self.silenced(packed.flats)), strict=True):
+            for i, gradient in zip(small, self._silenced_together([gradients[i] for i in small]), strict=True):
                 result[i] = gradient
         return result
+
+    def _silenced_together(self, small: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        if any("GPU" in gradient.device for gradient in small):
+            packed = Packed(small)  # A net has hundreds, and on a GPU each operation launches a kernel.
+            return packed.unpack(self.silenced(packed.flats))
+        counts = {dtype: tf.cast(self.value > 0, dtype) for dtype in {gradient.dtype: None for gradient in small}}
+        return [tf.math.multiply_no_nan(gradient, counts[gradient.dtype]) for gradient in small]
 
 
 def _rounded_once(operation: Callable[..., tf.Tensor], tensor: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
