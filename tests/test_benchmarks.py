@@ -100,7 +100,7 @@ def test_throughput():
 
 
 def test_calls(tmp_path):
-    """What one replica adds to a step of plain Keras in Python and in the compiled step stays small."""
+    """One replica adds nothing to a step of plain Keras in Python, and next to nothing in the compiled step."""
     results, text = _run(tmp_path, "calls")
     keras = results["Keras"]
     assert keras["python"] > 500
@@ -109,7 +109,7 @@ def test_calls(tmp_path):
     assert keras["nodes"] < results["MultiWorkerStrategy, 2 processes, tf"]["nodes"]
     for name in ("MirroredStrategy, 1 replica", "MultiWorkerStrategy, 1 replica"):
         assert name in text
-        assert results[name]["python"] <= keras["python"] + 10
+        assert results[name]["python"] <= keras["python"]
         assert results[name]["nodes"] <= keras["nodes"] + 3
 
 

@@ -6,6 +6,7 @@ Each name is checked at import. If a TensorFlow release moves one, the error nam
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -84,6 +85,14 @@ autograph_rules = _private("autograph.core", "config")
 autograph_rules.CONVERSION_RULES = (autograph_rules.DoNotConvert("tfrep_strategy"), *autograph_rules.CONVERSION_RULES)
 autograph_status = _private("autograph.core", "ag_ctx")
 autograph_convert = _private("autograph.impl.api", "tf_convert")
+
+def _whether_traced() -> Callable[[], bool]:
+    """Returns what tells whether this process is traced: a variable in TensorFlow 2.19, a function in later releases."""
+    enabled, module = _private("profiler.trace", "enabled"), inspect.getmodule(tf.profiler.experimental.Trace)
+    return enabled if callable(enabled) else functools.partial(getattr, module, "enabled")
+
+
+is_traced = _whether_traced()
 
 # XLA: the names of the operations that it can compile.
 xla_cpu_kernel_names = _private("util.pywrap_xla_ops", "get_cpu_kernel_names")

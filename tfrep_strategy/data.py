@@ -11,7 +11,15 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import auto_shard_dataset
 from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.batches import cut, in_turn, num_examples
-from tfrep_strategy.distributed_iterator import Pipeline, Reading, ReplicaIterator, host_of, support_loops
+from tfrep_strategy.distributed_iterator import (
+    Pipeline,
+    Reading,
+    ReplicaIterator,
+    SpecOfSteps,
+    WholeSteps,
+    host_of,
+    support_loops,
+)
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
@@ -46,6 +54,7 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         """Whether there is one replica in all, which gets the global batches."""
         self.steps_per_batch: int | None = 1
         """How many steps one batch of the original data set makes at most; None if that is not known."""
+        self._spec_of_steps: SpecOfSteps | None = None
 
     def __iter__(self) -> Iterator[Any]:
         self.note_no_more()
@@ -104,7 +113,10 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         reads_whole = self.is_of_one_replica or isinstance(first.dataset.element_spec, Shards)
         agreement = None if reads_whole and length_is_known else self._reading.agreement
         if reads_whole and agreement is None and not first.ahead_to:
-            return first.dataset
+            spec = SpecOfSteps(first.dataset.element_spec)
+            if spec != self._spec_of_steps:
+                self._spec_of_steps = spec
+            return WholeSteps(first.dataset, self._spec_of_steps)
         reading = Reading(self._reading.devices, agreement, as_shards=True)
         return ReplicaDataset(self._pipelines, reading, self.cardinality)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -289,6 +290,35 @@ class ReplicaIteratorSpec(tf.TypeSpec):
 
     def _reads_alike(self, other: Any) -> bool:
         return isinstance(other, ReplicaIteratorSpec) and self._serialize()[1:] == other._serialize()[1:]
+
+
+class SpecOfSteps(tf.data.IteratorSpec):
+    """A specification that is cheap to look up. TensorFlow finds the trace of a function by it, several times in each step."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or bool(super().__eq__(other))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+
+class WholeSteps:
+    """Steps that TensorFlow reads without Python's help: each element of a data set is one.
+
+    Args:
+        dataset: The data set.
+        spec: The specification of its iterators. Those of all epochs share it.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, spec: SpecOfSteps) -> None:
+        self._dataset, self._spec = dataset, spec
+
+    def __iter__(self) -> PipelineIterator:
+        return PipelineIterator(self._dataset, self._spec)
 
 
 class ZippedIterator(tf.distribute.DistributedIterator):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -80,6 +82,18 @@ def test_what_writes_a_file_is_waited_for(tmp_path: Path) -> None:
 def test_caches_in_file(tmp_path: Path, name: str, answer: bool) -> None:
     cached = tf.data.Dataset.range(3).cache(str(tmp_path / name) if name else "")
     assert caches_in_file(tf.data.Dataset.zip(tf.data.Dataset.range(3), cached).batch(2)) == answer
+
+
+def test_an_iterator_that_lives_as_long_as_python_ends_in_silence() -> None:
+    program = (
+        "import tensorflow as tf;"
+        "from tfrep_strategy.tensorflow_integration.pipeline_ends import PipelineIterator;"
+        "tf.kept = PipelineIterator(tf.data.Dataset.range(3)); print(int(next(tf.kept)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["0"]
+    assert "PipelineIterator" not in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_in_a_function() -> None:

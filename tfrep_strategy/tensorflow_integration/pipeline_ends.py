@@ -9,6 +9,8 @@ machine this happens at every third to fifth end.
 from __future__ import annotations
 
 import _thread
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -26,18 +28,24 @@ class PipelineIterator(OwnedIterator):
 
     Args:
         dataset: What it reads.
+        spec: Its specification, for iterators that are to have the same one. By default TensorFlow makes one when it asks.
 
     Example:
         >>> int(next(PipelineIterator(tf.data.Dataset.range(3))))
         0
     """
 
-    def __init__(self, dataset: tf.data.Dataset) -> None:
+    def __init__(self, dataset: tf.data.Dataset, spec: tf.data.IteratorSpec | None = None) -> None:
         super().__init__(dataset)
+        self._spec = spec
         self._patience = -1.0 if caches_in_file(dataset) else PATIENCE_SECONDS
 
-    def __del__(self) -> None:
-        if end_pipeline is not None:  # At its end, Python clears the names of modules.
+    @property
+    def _type_spec(self) -> Any:
+        return super()._type_spec if self._spec is None else self._spec
+
+    def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not python_ends():  # Then there are no threads any more, and names of modules are cleared.
             end_pipeline(self, vars(self).get("_patience", -1.0))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,14 +11,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import leaves_traces
+from tfrep_strategy._tensorflow import is_traced, leaves_traces
 from tfrep_strategy.keras_integration.finding import loops_data_of
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.shared.profiled_fit import ProfiledFit
 from tfrep_strategy.keras_integration.synchronous.generators import GeneratorReading
 from tfrep_strategy.keras_integration.synchronous.random_states import RandomStates, random_states
-from tfrep_strategy.profiles.times import STEP
 
 _EpochIterator: Any = keras_internal("backend.tensorflow.trainer", "TFEpochIterator")
 _array_data = keras_internal("trainers.data_adapters.array_data_adapter")
@@ -34,6 +34,7 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
     """
 
     _distributed_dataset: Any
+    _epoch_iterator: Any
     _num_batches: int | None
 
     def __init__(self, driver: Any, **kwargs: Any) -> None:
@@ -64,6 +65,7 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         """Is called before each step, when all callbacks have seen the one before."""
         self.profile: ProfiledFit | None = None
         """Marks the steps in traces, from before each execution until all callbacks have seen it."""
+        self._mark, self._is_marked = contextlib.ExitStack(), False
 
     def reset(self) -> None:
         """Forgets the state of an epoch, but not that the data of another process is shorter."""
@@ -77,32 +79,49 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         else:
             super()._interrupted_warning()
 
-    def _enumerate_iterator(self) -> Iterator[Any]:
-        """Passes over what an interrupted run has trained on already, so that the order of the data goes on."""
+    def __iter__(self) -> StepsOfReplicas:
+        """Begins an epoch. It passes over what an interrupted run has trained on already, so that the order of the data goes on."""
         strategy = self._distribute_strategy
         (epochs, batches), strategy.extended.resumes_at = strategy.extended.resumes_at, (0, 0)
         strategy.extended.first_batch = self._of_replicas.first_batch
         self._distributed_dataset = self._of_replicas.for_keras(self._common_batches is not None)
         self.pass_over(epochs)
-        for first, last, iterator in self._steps():
-            if last < batches:
-                for _ in range(first, last + 1):
-                    next(iterator)
-            else:
-                if self.before_step is not None:
-                    self.before_step(first)
-                if self.profile is None:
-                    yield first, last, iterator
-                elif self.profile.wanted is None:  # What is done here is done in every step, so little is called.
-                    mark = tf.profiler.experimental.Trace(STEP, step_num=self.profile.done, _r=1)
-                    self.profile.done += last - first + 1
-                    with mark:
-                        yield first, last, iterator
-                else:
-                    with self.profile.step(last - first + 1):
-                        yield first, last, iterator
+        super().__iter__()
+        if batches:
+            self._epoch_iterator = itertools.dropwhile(lambda step: self._passes_over(step, batches), self._epoch_iterator)
+        return self
 
-    def _steps(self) -> Iterator[Any]:
+    def __next__(self) -> Any:
+        # What is done here is done in every step, so nothing is called that Keras does not call.
+        if self._is_marked:
+            self._is_marked = False
+            self._mark.close()
+        step = next(self._epoch_iterator)
+        if self.before_step is not None:
+            self.before_step(step[0])
+        if self.profile is not None:
+            if self.profile.wanted is None and not is_traced():
+                self.profile.done += step[1] - step[0] + 1
+            else:
+                self._is_marked = True
+                self._mark.enter_context(self.profile.step(step[1] - step[0] + 1))
+        return step
+
+    @contextlib.contextmanager
+    def catch_stop_iteration(self) -> Iterator[None]:
+        """Ends the mark of a step that a callback has made the last one, or that has failed."""
+        with super().catch_stop_iteration(), self._mark:
+            yield
+
+    def _passes_over(self, step: tuple[int, int, Iterator[Any]], batches: int) -> bool:
+        first, last, iterator = step
+        if last >= batches:
+            return False
+        for _ in range(first, last + 1):
+            next(iterator)
+        return True
+
+    def _enumerate_iterator(self) -> Iterator[Any]:
         steps: Iterator[Any] = super()._enumerate_iterator()
         return steps if self._generator is None else self._noted(steps, self._generator)
 
@@ -128,7 +147,7 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         # Where each epoch starts an iterator of its own, one batch of it is enough to have the next epoch's order drawn.
         starts_again = self.steps_per_epoch is None and self.num_batches is not None and not self._leaves_traces()
         with contextlib.suppress(StopIteration):
-            for first, last, iterator in self._steps():
+            for first, last, iterator in self._enumerate_iterator():
                 if first == 0 or not starts_again:
                     before = random_states(self._data)
                     for _ in range(first, last + 1):
