@@ -7,6 +7,8 @@ all ranks, and wherever it stands in a bucket.
 from __future__ import annotations
 
 import collections
+import functools
+import itertools
 import struct
 import threading
 import zlib
@@ -108,21 +110,24 @@ class SharedMemoryCommunicator(HostCommunicator):
         return super()._call(kind, option, talk_alone, tensors)
 
     def reduce_arrays(self, arrays: Arrays, op: str) -> Arrays:
-        _, said = self._begin(arrays, [sum(array.nbytes for array in arrays)])
-        results: list[Any] = [None] * len(arrays)
-        if said is not None:
-            start = 0
-            for i, array in enumerate(arrays):
-                parts = [np.frombuffer(each, array.dtype, array.size, start).reshape(array.shape) for each in said]
-                results[i] = aligned_empty(array.shape, array.dtype)
-                reduce_in_order(parts, op, results[i])
-                start += array.nbytes
-            return results
         by_dtype: dict[np.dtype, list[int]] = {}
         for i, array in enumerate(arrays):
             by_dtype.setdefault(array.dtype, []).append(i)
+        ordered = [arrays[i] for members in by_dtype.values() for i in members]
+        size = sum(array.nbytes for array in ordered)
+        begin: Any = functools.partial(self._begin, ordered, [size])
+        told = begin()[1] if size <= MOST_IN_MESSAGE else None
+        results: list[Any] = [None] * len(arrays)
+        start = 0
         for members in by_dtype.values():
-            for i, result in zip(members, self._memory.reduce([arrays[i] for i in members], op), strict=True):
+            own = [arrays[i] for i in members]
+            if told is None:
+                reduced = self._memory.reduce(own, op, begin)
+                begin = None
+            else:
+                reduced = _reduced_from(told, start, own, op)
+                start += sum(array.nbytes for array in own)
+            for i, result in zip(members, reduced, strict=True):
                 results[i] = result
         return results
 
@@ -196,9 +201,8 @@ class SharedMemoryCommunicator(HostCommunicator):
             DesyncError: The members called different collectives. They can go on.
             PeerError: A member has ended.
         """
-        shapes = [(array.dtype.name, array.shape[free_rows:]) for array in arrays]
-        called = struct.pack("<I", zlib.crc32(repr((self._running[:3], shapes)).encode()))
-        head = struct.Struct(f"<4s{len(numbers)}q")
+        called = _checksum(self._running[:3], tuple((array.dtype, array.shape[free_rows:]) for array in arrays))
+        head = _head(len(numbers))
         size = unit * sum(numbers)
         data = b"".join([array.tobytes() for array in arrays]) if 0 < size <= MOST_IN_MESSAGE else b""
         said = self._links.exchange(head.pack(called, *numbers) + data)
@@ -219,6 +223,24 @@ class SharedMemoryCommunicator(HostCommunicator):
         if line:  # TensorFlow replaces the errors of a function by errors of its own.
             self.on_refusal(error)
         raise error
+
+
+@functools.lru_cache(1024)
+def _checksum(running: tuple[str, ...], shapes: tuple[Any, ...]) -> bytes:
+    return struct.pack("<I", zlib.crc32(repr((running, shapes)).encode()))
+
+
+@functools.lru_cache(16)
+def _head(count: int) -> struct.Struct:
+    return struct.Struct(f"<4s{count}q")
+
+
+def _reduced_from(told: Sequence[bytes], start: int, own: Arrays, op: str) -> Arrays:
+    """Reduces arrays of one dtype, which stand from byte `start` on in the message of each member."""
+    dtype, ends = own[0].dtype, list(itertools.accumulate(array.size for array in own))
+    whole = aligned_empty([ends[-1]], dtype)
+    reduce_in_order([np.frombuffer(each, dtype, ends[-1], start) for each in told], op, whole)
+    return [whole[end - array.size : end].reshape(array.shape) for end, array in zip(ends, own, strict=True)]
 
 
 def _all_linked(environment: Any, seconds: float) -> Links:

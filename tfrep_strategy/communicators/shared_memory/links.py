@@ -10,6 +10,7 @@ import contextlib
 import mmap
 import os
 import socket
+import time
 import weakref
 from collections.abc import Sequence
 
@@ -20,12 +21,15 @@ from tfrep_strategy.errors import PeerError
 LONGEST_MESSAGE = 1 << 14
 """The longest message in bytes. A socket holds the two that a member may be ahead, so to send never waits."""
 
+_LOOKING_SECONDS = 100e-6
+"""How long a member looks for a message. To sleep, and to be woken up by the other, costs the two about as much."""
+
 
 class Links:
     """A socket to each other member of a group, and their common memory.
 
-    A member that waits sleeps in the kernel. It wakes when the other has sent a message, ends or is killed, and by `abort`. One
-    thread at a time uses the links.
+    A member that waits longer sleeps in the kernel. It wakes when the other has sent a message, ends or is killed, and by `abort`.
+    One thread at a time uses the links.
 
     Args:
         rank: The number of this member.
@@ -58,13 +62,21 @@ class Links:
             for other, link in self._sockets.items():  # noqa: B007
                 link.send(sent, socket.MSG_NOSIGNAL)
             for other, link in self._sockets.items():
-                received[other] = link.recv(len(sent) + LONGEST_MESSAGE)
+                received[other] = self._received(link)
                 if not received[other]:
                     raise ConnectionResetError
         except OSError:
             self.abort(f"Rank {other} has ended its connection.")
             raise PeerError(self._aborted) from None
         return [each[1:] for each in received]
+
+    def _received(self, link: socket.socket) -> bytes:
+        """Returns the next message. It looks for it some times before it sleeps, where the other has a core for itself."""
+        ends = time.monotonic() + _LOOKING_SECONDS if self.size <= (os.cpu_count() or 1) else 0.0
+        while time.monotonic() < ends:
+            with contextlib.suppress(BlockingIOError):
+                return link.recv(1 + LONGEST_MESSAGE, socket.MSG_DONTWAIT)
+        return link.recv(1 + LONGEST_MESSAGE)
 
     def subgroup(self, members: Sequence[int], memory_bytes: int) -> Links:
         """Connects some members by sockets and memory of their own. All of them must call it.

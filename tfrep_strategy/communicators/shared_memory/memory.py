@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,7 +22,8 @@ _UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, 
 class Memory:
     """The common memory, seen by one member. It has two places for a chunk of each member, and two for a chunk of the result.
 
-    Members write one chunk while they work on the chunk before it. So one wait for each chunk is enough.
+    Members write one chunk while they work on the chunk before it. So one wait for each chunk is enough. The first chunk of a
+    reduction goes where no member reads any more, so it is written before the members meet.
 
     Args:
         rank: The number of this member.
@@ -35,13 +37,18 @@ class Memory:
         whole = np.frombuffer(memory, np.uint8)
         self._inputs = whole[: 2 * size * CHUNK_BYTES].reshape(2, size, CHUNK_BYTES)
         self._results = whole[2 * size * CHUNK_BYTES :].reshape(2, CHUNK_BYTES)
+        self._first = 0
+        """Which of the two places is written next. No member reads there any more when all have come to the last wait."""
 
-    def reduce(self, arrays: Sequence[np.ndarray], op: str) -> list[np.ndarray]:
+    def reduce(
+        self, arrays: Sequence[np.ndarray], op: str, begin: Callable[[], Any] | None = None
+    ) -> list[np.ndarray]:
         """Reduces arrays over the members, each element in the order of ranks. Each member does it for its part of a chunk.
 
         Args:
             arrays: Contiguous arrays of one dtype, of the same shapes on all members.
             op: The reduction. For "mean" the result is the sum.
+            begin: Is called once in place of `wait`.
 
         Returns:
             The results, the same bits on all members.
@@ -53,15 +60,17 @@ class Memory:
         width = CHUNK_BYTES // dtype.itemsize
         chunks = -(-source.size // width)
         for turn in range(chunks + 2):
+            place = (self._first + turn) % 2
             if turn < chunks:
-                source.read(turn * width, inputs[turn % 2, self._rank])
+                source.read(turn * width, inputs[place, self._rank])
             if 0 < turn <= chunks:
                 own = self._own_part(min(width, source.size - (turn - 1) * width), _LINE // dtype.itemsize)
-                reduce_in_order(inputs[1 - turn % 2, :, own], op, reduced[1 - turn % 2, own])
+                reduce_in_order(inputs[1 - place, :, own], op, reduced[1 - place, own])
             if turn > 1:
-                target.write((turn - 2) * width, reduced[turn % 2])
+                target.write((turn - 2) * width, reduced[place])
             if turn <= chunks:
-                self._wait()
+                (begin if begin and not turn else self._wait)()
+        self._first = (self._first + chunks) % 2
         return results
 
     def move(
@@ -79,18 +88,20 @@ class Memory:
         places = list(itertools.accumulate(counts, initial=0))
         chunks = -(-max(sizes) // CHUNK_BYTES)
         for turn in range(chunks + 1):
+            place = (self._first + turn) % 2
             if turn < chunks:
-                source.read(turn * CHUNK_BYTES, self._inputs[turn % 2, self._rank])
+                source.read(turn * CHUNK_BYTES, self._inputs[place, self._rank])
             if turn:
                 begin = (turn - 1) * CHUNK_BYTES
                 for member, (start, count) in enumerate(zip(starts, counts, strict=True)):
                     first, last = max(start, begin), min(start + count, begin + CHUNK_BYTES)
                     if first < last:
-                        place = places[member] + first - start
-                        part = self._inputs[1 - turn % 2, member, first - begin : last - begin]
-                        target[place : place + last - first] = part
+                        there = places[member] + first - start
+                        part = self._inputs[1 - place, member, first - begin : last - begin]
+                        target[there : there + last - first] = part
             if turn < chunks:
                 self._wait()
+        self._first = (self._first + chunks) % 2
 
     def _own_part(self, count: int, line: int) -> slice:
         """Returns which elements of a chunk this member reduces: whole cache lines, so that no two members write to one."""
@@ -144,7 +155,7 @@ def reduce_in_order(parts: Sequence[np.ndarray] | np.ndarray, op: str, out: np.n
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """Makes an array that TensorFlow takes without a copy."""
-    count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    count = math.prod(shape) * dtype.itemsize
     memory = np.empty(count + _LINE, np.uint8)
-    start = -memory.ctypes.data % _LINE
+    start = -memory.__array_interface__["data"][0] % _LINE
     return memory[start : start + count].view(dtype).reshape(shape)
