@@ -86,6 +86,7 @@ autograph_rules.CONVERSION_RULES = (autograph_rules.DoNotConvert("tfrep_strategy
 autograph_status = _private("autograph.core", "ag_ctx")
 autograph_convert = _private("autograph.impl.api", "tf_convert")
 
+
 def _whether_traced() -> Callable[[], bool]:
     """Returns what tells whether this process is traced: a variable in TensorFlow 2.19, a function in later releases."""
     enabled, module = _private("profiler.trace", "enabled"), inspect.getmodule(tf.profiler.experimental.Trace)

@@ -73,6 +73,42 @@ def test_reductions(size: int) -> None:
                 assert member[case][i].tobytes() == want.tobytes(), (dtype, op, count)
 
 
+def test_who_waits_long_uses_no_core() -> None:
+    def cpu_seconds(links: Links) -> float:
+        if links.rank:
+            time.sleep(2.0)
+            links.exchange()
+            return 0.0
+        start = time.thread_time()
+        links.exchange()
+        return time.thread_time() - start
+
+    assert together(2, cpu_seconds, name_of(test_who_waits_long_uses_no_core))[0] < 0.5
+
+
+def test_collectives_of_all_kinds_follow_each_other_in_the_memory() -> None:
+    """Each begins where no member reads any more, whatever came before it and however long it was."""
+    counts = [CHUNK // 4 * factor + 7 for factor in (1, 2, 3, 0, 1)]
+
+    def found(links: Links) -> list[bool]:
+        run = SimpleNamespace(local_rank=links.rank, local_size=3)
+        communicator = SharedMemoryCommunicator(run, links)
+        results = []
+        for turn, count in enumerate(counts * 4):
+            own = np.full([count], links.rank + turn, np.float32)
+            (total,) = communicator.reduce_arrays([own], "sum")
+            rows = communicator.gather_array(own[: count - links.rank])
+            (first,) = communicator.broadcast_arrays([own], 2)
+            whole = np.concatenate([np.full([count - rank], rank + turn, np.float32) for rank in range(3)])
+            results += [bool((total == 3 + 3 * turn).all()), np.array_equal(rows, whole), bool((first == 2 + turn).all())]
+            integers, floats = communicator.reduce_arrays([own.astype(np.int64), own], "max")
+            results += [bool((integers == 2 + turn).all()), bool((floats == 2 + turn).all())]
+        return results
+
+    for member in together(3, found, name_of(test_collectives_of_all_kinds_follow_each_other_in_the_memory)):
+        assert all(member)
+
+
 def test_a_bucket_changes_no_bit() -> None:
     def reduced(links: Links) -> tuple[bytes, bytes]:
         memory = Memory(links.rank, 3, links.memory, links.exchange)

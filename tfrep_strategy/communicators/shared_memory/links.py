@@ -21,8 +21,8 @@ from tfrep_strategy.errors import PeerError
 LONGEST_MESSAGE = 1 << 14
 """The longest message in bytes. A socket holds the two that a member may be ahead, so to send never waits."""
 
-_LOOKING_SECONDS = 100e-6
-"""How long a member looks for a message. To sleep, and to be woken up by the other, costs the two about as much."""
+_LEAST_LOOKING_SECONDS, _MOST_LOOKING_SECONDS = 1e-6, 100e-6
+"""How long a member looks for a message before it sleeps, where each has a core. To be woken up costs the two about the most."""
 
 
 class Links:
@@ -42,6 +42,8 @@ class Links:
         self._sockets = {other: each for other, each in enumerate(sockets) if each is not None}
         self.memory = mmap.mmap(memory, 0)
         os.close(memory)
+        self._has_core = self.size <= (os.cpu_count() or 1)
+        self._looking_seconds = _MOST_LOOKING_SECONDS
         self._aborted = ""
         self._groups: weakref.WeakSet[Links] = weakref.WeakSet()
         close_in_children(self, Links.close)
@@ -71,11 +73,17 @@ class Links:
         return [each[1:] for each in received]
 
     def _received(self, link: socket.socket) -> bytes:
-        """Returns the next message. It looks for it some times before it sleeps, where the other has a core for itself."""
-        ends = time.monotonic() + _LOOKING_SECONDS if self.size <= (os.cpu_count() or 1) else 0.0
-        while time.monotonic() < ends:
-            with contextlib.suppress(BlockingIOError):
-                return link.recv(1 + LONGEST_MESSAGE, socket.MSG_DONTWAIT)
+        """Returns the next message. The longer a member has looked in vain, the shorter it looks the next time."""
+        if self._has_core:
+            ends = time.monotonic() + self._looking_seconds
+            while True:
+                with contextlib.suppress(BlockingIOError):
+                    message = link.recv(1 + LONGEST_MESSAGE, socket.MSG_DONTWAIT)
+                    self._looking_seconds = min(2 * self._looking_seconds, _MOST_LOOKING_SECONDS)
+                    return message
+                if time.monotonic() > ends:
+                    break
+            self._looking_seconds = max(self._looking_seconds / 2, _LEAST_LOOKING_SECONDS)
         return link.recv(1 + LONGEST_MESSAGE)
 
     def subgroup(self, members: Sequence[int], memory_bytes: int) -> Links:
@@ -100,6 +108,7 @@ class Links:
                 sockets.append(socket.socket(fileno=end))
                 memory = files[0] if files else memory
         group = Links(list(members).index(self.rank), sockets, memory)
+        group._has_core = self._has_core
         self._groups.add(group)
         return group
 
