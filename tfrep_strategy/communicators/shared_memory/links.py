@@ -22,7 +22,7 @@ LONGEST_MESSAGE = 1 << 14
 """The longest message in bytes. A socket holds the two that a member may be ahead, so to send never waits."""
 
 _LEAST_LOOKING_SECONDS, _MOST_LOOKING_SECONDS = 1e-6, 100e-6
-"""How long a member looks for a message before it sleeps, where each has a core. To be woken up costs the two about the most."""
+"""How long a member looks for a message before it sleeps, where each has a core. To wake one that sleeps takes about as long."""
 
 
 class Links:
