@@ -111,6 +111,33 @@ def test_layers(traced: bool) -> None:
                 np.testing.assert_allclose(joined, one_device, rtol=1e-5, atol=1e-5, err_msg=f"{name} {how}")
 
 
+@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_gradients_of_gradients(rows: int, traced: bool) -> None:
+    """A penalty of gradients, as of a WGAN-GP, through layers that get a row where they have none."""
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"])
+    with strategy.scope():
+        stack = [layers.Conv2D(2, 3, activation="tanh"), layers.MaxPooling2D(2), layers.Conv2DTranspose(2, 2, activation="tanh")]
+        model = keras.Sequential([keras.Input(_IMAGE), *stack])
+
+    def penalty(images: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                inner.watch(images)
+                score = tf.reduce_sum(model(images) ** 2)
+            total = tf.reduce_sum(inner.gradient(score, images) ** 2)
+        return [total, *outer.gradient(total, model.trainable_variables)]
+
+    def step(shards: Any) -> Any:
+        return strategy.run(penalty, (shards,))
+
+    images = tf.constant(np.random.RandomState(0).uniform(size=(rows, *_IMAGE)), tf.float32)
+    found = (tf.function(step, autograph=False) if traced else step)(strategy.extended.shard(images))
+    for values, one_device in zip(found, penalty(images), strict=True):
+        parts = map(np.asarray, strategy.experimental_local_results(values))
+        np.testing.assert_allclose(sum(parts), one_device, rtol=1e-5, atol=1e-5)
+
+
 def one_row(strategy: Any, run_eagerly: bool) -> list[Any]:
     """Does with one row what people do with one row."""
     keras.utils.set_random_seed(1)
