@@ -138,6 +138,30 @@ def test_gradients_of_gradients(rows: int, traced: bool) -> None:
         np.testing.assert_allclose(sum(parts), one_device, rtol=1e-5, atol=1e-5)
 
 
+@tf.custom_gradient
+def _of_unknown_rank(x: tf.Tensor) -> Any:
+    return tf.identity(x), lambda gradient: tf.numpy_function(lambda array: 2 * array, [gradient], gradient.dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_gradients_without_static_shapes(rows: int) -> None:
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"])
+    with strategy.scope():
+        layer = layers.Conv2D(2, 3)
+        layer(keras.Input(_IMAGE))
+
+    def gradients(images: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(_of_unknown_rank(layer(_of_unknown_rank(images))) ** 2)
+        return tape.gradient(total, layer.trainable_variables)
+
+    images = tf.constant(np.random.RandomState(0).uniform(size=(rows, *_IMAGE)), tf.float32)
+    found = tf.function(lambda shards: strategy.run(gradients, (shards,)), autograph=False)(strategy.extended.shard(images))
+    for values, one_device in zip(found, gradients(images), strict=True):
+        parts = map(np.asarray, strategy.experimental_local_results(values))
+        np.testing.assert_allclose(sum(parts), one_device, rtol=1e-5, atol=1e-5)
+
+
 def one_row(strategy: Any, run_eagerly: bool) -> list[Any]:
     """Does with one row what people do with one row."""
     keras.utils.set_random_seed(1)

@@ -122,17 +122,26 @@ def _with_a_row(fn: Callable[[Any], Any], inputs: Any) -> Any:
     def paddings(rank: int) -> tf.Tensor:
         return missing * [[0, 1], *[[0, 0]] * (rank - 1)]
 
-    def pad(x: tf.Tensor, by: tf.Tensor) -> tf.Tensor:
+    def pad(x: tf.Tensor, by: tf.Tensor, others: tf.TensorShape) -> tf.Tensor:
         # Not `tf.pad`: oneDNN fuses a `Pad` with the convolution after it, and the kernel of both ignores padded rows.
         padded = tf.raw_ops.PadV2(input=x, paddings=by, constant_values=tf.zeros([], x.dtype))
-        padded.set_shape([None, *x.shape[1:]])
+        padded.set_shape([None, *others])
         return padded
 
-    def cut(y: tf.Tensor) -> tf.Tensor:
+    def cut(y: tf.Tensor, others: tf.TensorShape) -> tf.Tensor:
         part = tf.strided_slice(y, zero, rows, one)
-        part.set_shape([first.shape[0], *y.shape[1:]])
+        part.set_shape([first.shape[0], *others])
         return part
 
-    with_a_row = tf.custom_gradient(lambda x: (pad(x, paddings(x.shape.rank)), cut))
-    without_it = tf.custom_gradient(lambda y: (cut(y), functools.partial(pad, by=paddings(y.shape.rank))))
+    # Gradients get their static shapes from what they belong to: those of users may have none.
+    @tf.custom_gradient
+    def with_a_row(x: tf.Tensor) -> Any:
+        others = x.shape[1:]
+        return pad(x, paddings(x.shape.rank), others), lambda gradient: cut(gradient, others)
+
+    @tf.custom_gradient
+    def without_it(y: tf.Tensor) -> Any:
+        by, others = paddings(y.shape.rank), y.shape[1:]
+        return cut(y, others), lambda gradient: pad(gradient, by, others)
+
     return tf.nest.map_structure(without_it, fn(tf.nest.map_structure(with_a_row, inputs)))
