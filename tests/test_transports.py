@@ -33,8 +33,8 @@ GLOO, NCCL = ("gloo",), ("gloo", "nccl")
         (GLOO, True, ("horovod",), "horovod", "through the CPU", "tfrep run --communicator tf"),
         (NCCL, True, ("horovod",), "horovod", "started for Horovod", ""),
         (None, True, ("horovod",), "horovod", "started for Horovod", ""),
-        (GLOO, True, ("mpi",), "mpi", "mpi4py is installed", ""),
-        (None, False, ("mpi",), "mpi", "mpi4py is installed", ""),
+        (GLOO, True, ("mpi",), "mpi", "mpi4py loads", ""),
+        (None, False, ("mpi",), "mpi", "mpi4py loads", ""),
     ],
 )
 def test_auto(horovod, gpus, reachable, expected, reason, hint):

@@ -174,7 +174,7 @@ def choose_communicator(
         gpus: Whether the replicas are on GPUs.
         reachable: The communicators that can connect the processes. A launcher can offer both. If a process knows the
             addresses of all others, it is "tf"; if it was started for Horovod, it is "horovod". It is "mpi" if `mpirun` tells
-            no addresses, and Horovod has no MPI.
+            no addresses, Horovod has no MPI, and mpi4py loads.
         size: How many processes take part.
         open_because: Why everybody could connect to TensorFlow's servers on this machine; None if it can confine them.
         apart_because: Why the processes cannot talk through common memory; None if they can.
@@ -191,7 +191,7 @@ def choose_communicator(
     if apart_because is None and not gpus and size <= MOST_SHARING:
         return Choice("shared_memory", "all processes are on this machine, and have no GPU.")
     if "mpi" in reachable:
-        return Choice("mpi", "the processes were started by MPI, know no addresses, and mpi4py is installed.")
+        return Choice("mpi", "the processes were started by MPI, know no addresses, and mpi4py loads.")
     slow = horovod is not None and gpus and "nccl" not in horovod
     install = "`tfrep horovod install --with nccl` builds NCCL in"
     if "horovod" not in reachable:

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -113,10 +114,12 @@ def test_tfrep_run_in_tasks_becomes_their_ranks(tasks: Callable[[], list[dict[st
     check_all(found, "shared_memory")
 
 
-def _train_alone(cases: str) -> None:
+def _train_alone(cases: str, *packages: str) -> None:
+    sys.path[:0] = packages
     import horovod.tensorflow as hvd
 
     assert not hvd.mpi_built()
+    warnings.simplefilter("always")
     messages = []
     for variables, name in json.loads(cases):
         os.environ.update(variables)
@@ -130,14 +133,11 @@ def _train_alone(cases: str) -> None:
     print(json.dumps(messages))
 
 
-@needs_horovod
-def test_nobody_trains_alone(tmp_path: Path) -> None:
-    """What mpirun and srun start cannot talk through a Horovod that has Gloo only, nor through what connects nobody."""
-    cases = [("MPI", "auto"), ("MPI", "horovod"), ("Slurm", "horovod"), ("TF_CONFIG", "own"), ("Slurm", "own")]
-    cases += [(name, communicator) for name in ("torchrun", "TrainJob", "indexed Job") for communicator in ("own", "horovod")]
+def _check_that_nobody_trains_alone(cases: Sequence[tuple[str, str]], folder: Path, *packages: str) -> str:
+    """Returns what the process wrote to standard error."""
     done = subprocess.run(
-        command(_train_alone, json.dumps([(TASKS[name], communicator) for name, communicator in cases])),
-        cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=LIMIT, check=False,
+        command(_train_alone, json.dumps([(TASKS[name], communicator) for name, communicator in cases]), *packages),
+        cwd=folder, env=environ(), capture_output=True, text=True, timeout=LIMIT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     messages = json.loads(done.stdout)
@@ -147,6 +147,25 @@ def test_nobody_trains_alone(tmp_path: Path) -> None:
         assert "tfrep horovod install --with mpi" in text
         assert ("Hint: set MASTER_ADDR and MASTER_PORT" in text) == (name == "MPI")
         assert all(variable in text for variable in TASKS[name])
+    return done.stderr
+
+
+@needs_horovod
+def test_nobody_trains_alone(tmp_path: Path) -> None:
+    """What mpirun and srun start cannot talk through a Horovod that has Gloo only, nor through what connects nobody."""
+    cases = [("MPI", "auto"), ("MPI", "horovod"), ("Slurm", "horovod"), ("TF_CONFIG", "own"), ("Slurm", "own")]
+    cases += [(name, communicator) for name in ("torchrun", "TrainJob", "indexed Job") for communicator in ("own", "horovod")]
+    _check_that_nobody_trains_alone(cases, tmp_path)
+
+
+@needs_horovod
+def test_mpi4py_without_an_mpi(tmp_path: Path) -> None:
+    """The wheels of mpi4py bring no MPI. "auto" takes Horovod then, and says what mpi4py lacks."""
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").touch()
+    (tmp_path / "mpi4py" / "MPI.py").write_text("raise RuntimeError('cannot load MPI library')", "utf-8")
+    said = _check_that_nobody_trains_alone([("MPI", "auto")], tmp_path, str(tmp_path))
+    assert 'The communicator "mpi" cannot be used. mpi4py does not load: cannot load MPI library' in said
 
 
 @pytest.fixture(params=TASKS)

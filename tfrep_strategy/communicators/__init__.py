@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from collections.abc import Callable, Collection
 from typing import Any
@@ -102,7 +101,18 @@ def _reachable(environment: Any, horovod: Collection[str]) -> Collection[str]:
     by_mpi = isinstance(environment, MpiEnvironment)
     if environment.can_tell_addresses:
         return ("tf", "horovod") if by_mpi and "mpi" in horovod else ("tf",)
-    return ("mpi",) if by_mpi and "mpi" not in horovod and importlib.util.find_spec("mpi4py") else ("horovod",)
+    return ("mpi",) if by_mpi and "mpi" not in horovod and _mpi_loads() else ("horovod",)
+
+
+def _mpi_loads() -> bool:
+    from tfrep_strategy.communicators.mpi import loaded_mpi
+
+    try:
+        loaded_mpi()
+    except ConfigurationError as error:
+        warnings.warn(f'The communicator "mpi" cannot be used. {error}', stacklevel=7)
+        return False
+    return True
 
 
 def _made_by(factory: Callable[[Any], Any], name: str, environment: Any) -> Communicator:

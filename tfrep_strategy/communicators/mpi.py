@@ -41,7 +41,7 @@ class MpiCommunicator(HostCommunicator):
     """Requests that were given up. MPI may still write to the memory that they refer to."""
 
     def __init__(self, environment: Any, group: Any = None) -> None:
-        self._mpi = mpi = _loaded()
+        self._mpi = mpi = loaded_mpi()
         if group is None:
             group, request = mpi.COMM_WORLD.Idup()
             late = f"Not all {mpi.COMM_WORLD.size} ranks of MPI have made the communicator."
@@ -133,7 +133,15 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
-def _loaded() -> Any:
+def loaded_mpi() -> Any:
+    """Loads MPI, which starts it if the program has not.
+
+    Returns:
+        The module `mpi4py.MPI`.
+
+    Raises:
+        ConfigurationError: `mpi4py` is not installed, finds no MPI, or was started for one thread only.
+    """
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
