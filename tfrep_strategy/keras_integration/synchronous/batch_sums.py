@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.joint_values import JointValue
 from tfrep_strategy.keras_integration.synchronous.row_growth import growth_of
-from tfrep_strategy.keras_integration.synchronous.row_reductions import reductions
+from tfrep_strategy.keras_integration.synchronous.row_reductions import all_rows, reductions
 
 
 class Addends(NamedTuple):
@@ -41,7 +41,7 @@ def addends(step: Step, value: Any) -> Addends:
             continue
         follows = step.has_computed(tensor) and not step.is_in_branch and grows.depends_on_rows(tensor)
         parts = reductions(step, tensor) if follows else None
-        if parts is not None and (parts.degree > 1 or power not in (0, 1)):
+        if parts is not None and (parts.degree > 1 or power not in (0, 1) or tensor in grows.compared):
             found.joint.append(JointValue.of(step, tensor, parts))
         else:
             (found.sums if power == 1 else found.means).append(tensor)
@@ -68,6 +68,26 @@ def can_follow(step: Step, value: tf.Tensor) -> bool:
     A step that is traced for one number of rows does not: its losses are Keras's, of which nobody makes anything else.
     """
     return step.has_computed(value) and not step.gathers and not step.rows_are_fixed
+
+
+def compares_rows(step: Step, value: Any) -> bool:
+    """Returns whether a tensor was computed from comparisons of rows of the batch, or from their places in it."""
+    if step.gathers or step.is_in_branch or not step.has_computed(value):
+        return False
+    return value in growth_of(step, value).compared
+
+
+def of_all_rows(step: Step, value: tf.Tensor) -> tf.Tensor | None:
+    """Returns what one device has in place of a tensor: that of all rows. None if nobody can tell.
+
+    The replicas talk; all have to call it.
+    """
+    if not value.shape.rank and value.dtype.is_floating:
+        return step.strategy.extended.sum_over_replicas([part_of_global(step, value)])[0]
+    if not step.has_computed(value):
+        return value
+    found = all_rows(step, value)
+    return None if found is None else JointValue.of(step, value, found).value
 
 
 def is_count(step: Step, value: tf.Tensor) -> bool:

@@ -1,7 +1,8 @@
 """What is computed from sums and means over the rows of a batch, and is neither: a quotient of sums, the root of a mean, a product.
 
 The replicas sum these up together, and compute again what comes after them: that is the value of one device. Its gradient follows
-from the chain rule, since each of these sums is linear in what the replicas bring.
+from the chain rule, since each of these sums is linear in what the replicas bring. Where rows are compared with each other, the
+replicas gather them in place of sums.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.keras_integration.protocol import Step
+from tfrep_strategy.keras_integration.synchronous.gathered_rows import GatheredRows
 from tfrep_strategy.keras_integration.synchronous.row_growth import REDUCED, note_global
 from tfrep_strategy.keras_integration.synchronous.row_reductions import Reductions
 
-_WITH_GRADIENTS = ("rows", "alike", *REDUCED)
+_WITH_GRADIENTS = ("rows", "all_rows", "alike", *REDUCED)
 """The kinds of tensors through which gradients flow, in an order that all replicas have."""
 
 
@@ -28,7 +30,8 @@ class JointValue:
 
     def __init__(self, step: Step, tensor: tf.Tensor, found: Reductions) -> None:
         self._step, self._own = step, found.kinds
-        self._global = _of_all(step, found.kinds)
+        self._gathered = GatheredRows(step, found)
+        self._global = _of_all(step, found.kinds) | self._gathered.of_all
         known = {own.name: whole for kind in self._own for own, whole in zip(self._own[kind], self._global[kind], strict=True)}
         self.value = note_global(self._computed_again(tensor, found, known))
 
@@ -78,6 +81,8 @@ class JointValue:
     def _weight(self, kind: str, own: tf.Tensor, whole: tf.Tensor, derivative: tf.Tensor) -> tf.Tensor:
         if kind in ("rows", "sum"):
             return derivative
+        if kind == "all_rows":
+            return self._gathered.own_part(own, derivative)
         if kind in ("mean", "alike"):  # A learned weight of a loss, for example, is alike.
             return self._step.share.weigh(derivative)
         return derivative * _part_of_extreme(self._step, own, whole)
@@ -89,7 +94,7 @@ class JointValue:
         def mean(*tensors: tf.Tensor) -> Any:
             def gradient(upstream: tf.Tensor) -> list[tf.Tensor | None]:
                 weights = {own.name: self._step.share.unweigh(weight) for own, weight in self.addends()}
-                return [upstream * weights[own.name] if own.name in weights else None for own in sources]
+                return [tf.cast(upstream, own.dtype) * weights[own.name] if own.name in weights else None for own in sources]
 
             return tf.identity(self.value), gradient
 

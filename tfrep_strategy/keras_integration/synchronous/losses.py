@@ -18,7 +18,7 @@ from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
-from tfrep_strategy.keras_integration.synchronous.batch_sums import as_mean, can_follow, part_of_global
+from tfrep_strategy.keras_integration.synchronous.batch_sums import as_mean, can_follow, compares_rows, of_all_rows, part_of_global
 from tfrep_strategy.keras_integration.synchronous.losses_of_replicas import LossesOfReplicas
 from tfrep_strategy.keras_integration.synchronous.own_functions import (
     is_of_keras,
@@ -102,6 +102,8 @@ class Losses(SynchronousBase):
     def update_mean(self, original: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:
         """Weighs a scalar without a weight, such as the loss of a custom step, by the replica's share of the batch."""
         step = current_step()
+        if step is not None and self._sees_part and (whole := self._of_compared_rows((values, sample_weight))) is not None:
+            return _update_on_first_replica(original, metric, whole, {})
         if step is not None and _have_one_weight(values, sample_weight):
             values = ops.mean(ops.cast(values, metric.dtype))  # As Keras does, later.
         if step is not None and not sees_whole_batch.value and not keras.ops.shape(values):
@@ -140,6 +142,9 @@ class Losses(SynchronousBase):
             return self._update_with_scalars(original, metric, args, kwargs)
         if isinstance(metric, keras.metrics.Sum) and is_of_keras(original):
             return _update_sum(original, metric, *args, **kwargs)
+        if (whole := self._of_compared_rows((args, kwargs))) is not None:
+            args, kwargs = whole
+            return _update_on_first_replica(original, metric, args, kwargs)
         if not (_is_of_rows_together(metric, args, kwargs) or metric_needs_all_rows(metric, original, args, kwargs)):
             with _updates_metric.to(True):
                 return original(metric, *args, **kwargs)
@@ -151,9 +156,18 @@ class Losses(SynchronousBase):
         flat = [ops.convert_to_tensor(value) for value in keras.tree.flatten((args, kwargs))]
         summed = self.strategy.extended.sum_over_replicas([part_of_global(step, value) for value in flat])
         args, kwargs = keras.tree.pack_sequence_as((args, kwargs), summed)
-        if is_first_replica():
-            with sees_whole_batch.to(True):
-                original(metric, *args, **kwargs)
+        _update_on_first_replica(original, metric, args, kwargs)
+
+    def _of_compared_rows(self, given: Any) -> Any | None:
+        """Returns what all replicas give together, if a step of the user's own has compared rows for it, and None otherwise."""
+        step: Any = current_step()
+        flat = [None if value is None else ops.convert_to_tensor(value) for value in keras.tree.flatten(given)]
+        if not step.is_own or not any(value is not None and value.shape.rank and compares_rows(step, value) for value in flat):
+            return None
+        whole = [value if value is None else of_all_rows(step, value) for value in flat]
+        if any(value is not None and new is None for value, new in zip(flat, whole, strict=True)):
+            return None
+        return keras.tree.pack_sequence_as(given, whole)
 
     @property
     def _sees_part(self) -> bool:
@@ -164,6 +178,13 @@ class Losses(SynchronousBase):
     def _divides_by_replicas(self) -> bool:
         """Whether losses are divided by the number of replicas: in a custom loop, whose gradients are summed."""
         return current_step() is None and not sees_whole_batch.value and self.in_replica
+
+
+def _update_on_first_replica(original: Any, metric: Any, args: Any, kwargs: Any) -> None:
+    """Updates the state of a metric, which reads as the sum over the replicas, with what all of them have."""
+    if is_first_replica():
+        with sees_whole_batch.to(True):
+            original(metric, *args, **kwargs)
 
 
 def _update_sum(original: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:

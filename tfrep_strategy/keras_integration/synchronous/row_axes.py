@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -30,18 +30,24 @@ class RowAxes:
         axis = self._moved.get(tensor.name, _usual(tensor))
         return None if axis == _NOWHERE else axis
 
-    def follow(self, operation: Any) -> None:
-        """Notes where an operation has moved the rows."""
+    def follow(self, operation: Any, counts: Sequence[tf.Tensor] = ()) -> None:
+        """Notes where an operation has moved the rows.
+
+        Args:
+            operation: The next one of the graph.
+            counts: Those of its inputs, or of the dimensions that make them up, that come from the number of rows.
+        """
         if len(operation.outputs) != 1 or not operation.outputs[0].shape.rank:
             return
         output = operation.outputs[0]
-        axis = self._of_output(operation, output)
+        axis = _counted(operation, counts) if operation.type == "Reshape" else None
+        axis = self._of_output(operation, output) if axis is None else axis
         if axis is not None and axis != _usual(output) and (axis == _NOWHERE or output.shape[axis] is None):
             self._moved[output.name] = axis
 
     def are_contracted(self, product: Any) -> bool:
         """Returns whether a product of matrices adds up the rows."""
-        return any(self[matrix] == inner for matrix, inner, _ in _matrices(product))
+        return any(self[matrix] == inner for matrix, inner, _ in matrices(product))
 
     def _of_output(self, operation: Any, output: tf.Tensor) -> int | None:
         kind, inputs = operation.type, operation.inputs
@@ -51,7 +57,9 @@ class RowAxes:
             return self._of_elements(inputs, output)
         if kind == "Transpose":
             order = tf.get_static_value(inputs[1])
-            return None if order is None else order.tolist().index(axis)
+            return _only_unknown(inputs[0], output) if order is None else order.tolist().index(axis)
+        if kind == "StridedSlice":
+            return strided_slice(operation).dimensions.get(axis)
         if kind == "ExpandDims":
             place = tf.get_static_value(inputs[1])
             return None if place is None else axis + (place.item() % output.shape.rank <= axis)
@@ -61,15 +69,14 @@ class RowAxes:
             gone = operation.get_attr("squeeze_dims") or [i for i, size in enumerate(inputs[0].shape) if size == 1]
             return axis - sum(i % inputs[0].shape.rank < axis for i in gone)
         if kind == "Reshape":
-            unknown = [i for i, size in enumerate(output.shape) if size is None]
-            return unknown[0] if len(unknown) == 1 and list(inputs[0].shape).count(None) == 1 else None
+            return _only_unknown(inputs[0], output)
         if kind in REDUCTIONS:
             gone = reduced_axes(operation)
             return _NOWHERE if axis in gone else axis if operation.get_attr("keep_dims") else axis - sum(i < axis for i in gone)
         return self._of_elements(inputs, output)
 
     def _of_product(self, product: Any, output: tf.Tensor) -> int | None:
-        for place, (matrix, _, outer) in enumerate(_matrices(product)):
+        for place, (matrix, _, outer) in enumerate(matrices(product)):
             axis = self[matrix]
             if axis == outer:
                 return int(output.shape.rank - 2 + place)
@@ -87,6 +94,45 @@ class RowAxes:
         return next((output.shape.rank - rank + axis for axis, rank in moved if axis != _NOWHERE), None)
 
 
+class StridedSlice(NamedTuple):
+    """What a strided slice, such as `x[:, None]`, takes of a tensor.
+
+    Attributes:
+        dimensions: In which dimension of the result each one of the tensor is; without those that it removes.
+        cut: The dimensions that it does not take whole, and those that it removes.
+    """
+
+    dimensions: dict[int, int]
+    cut: set[int]
+
+
+def strided_slice(operation: Any) -> StridedSlice:
+    """Returns what an operation of this type takes."""
+    masks = [operation.get_attr(f"{name}_mask") for name in ("ellipsis", "new_axis", "shrink_axis", "begin", "end")]
+    begin, strides = (tf.get_static_value(operation.inputs[i], partial=True) for i in (1, 3))
+    rank, found = operation.inputs[0].shape.rank, StridedSlice({}, set())
+    terms = range(operation.inputs[1].shape.num_elements() or 0)
+    dimension = place = 0
+    for term in terms:
+        is_ellipsis, is_new, is_removed, from_first, to_last = (mask >> term & 1 for mask in masks)
+        if is_ellipsis:
+            whole = rank - dimension - sum(not masks[1] >> i & 1 for i in terms if i > term)
+            found.dimensions.update((dimension + i, place + i) for i in range(whole))
+            dimension, place = dimension + whole, place + whole
+        elif is_new:
+            place += 1
+        else:
+            from_first = from_first or begin is not None and begin[term] == 0
+            if is_removed or not (from_first and to_last and strides is not None and strides[term] == 1):
+                found.cut.add(dimension)
+            if not is_removed:
+                found.dimensions[dimension] = place
+                place += 1
+            dimension += 1
+    found.dimensions.update((i, place + i - dimension) for i in range(dimension, rank))
+    return found
+
+
 def reduced_axes(reduction: Any) -> set[int]:
     """Returns which dimensions a reduction removes; all, if only the run knows."""
     rank = reduction.inputs[0].shape.rank or 0
@@ -94,8 +140,8 @@ def reduced_axes(reduction: Any) -> set[int]:
     return set(range(rank)) if axes is None else {axis % rank for axis in axes.reshape(-1).tolist() if rank}
 
 
-def _matrices(product: Any) -> list[tuple[tf.Tensor, int, int]]:
-    """Returns both matrices, with the dimension that is added up and the other one."""
+def matrices(product: Any) -> list[tuple[tf.Tensor, int, int]]:
+    """Returns both matrices of one of `MATRIX_PRODUCTS`, with the dimension that is added up and the other one."""
     exchanged = [product.get_attr(name) for name in MATRIX_PRODUCTS[product.type]]
     ranks = [matrix.shape.rank or 0 for matrix in product.inputs]
     (left, right), (m, n) = product.inputs, ranks
@@ -104,6 +150,19 @@ def _matrices(product: Any) -> list[tuple[tf.Tensor, int, int]]:
         (matrix, *(reversed(pair) if swap else pair))
         for matrix, pair, swap in zip((left, right), inner_and_outer, exchanged, strict=True)
     ]
+
+
+def _counted(reshape: Any, counts: Sequence[tf.Tensor]) -> int | None:
+    """Returns the only dimension of a new shape that comes from the number of rows."""
+    shape, names = reshape.inputs[1].op, {each.name for each in counts}
+    found = [i for i, size in enumerate(shape.inputs) if size.name in names] if shape.type == "Pack" else []
+    return found[0] if len(found) == 1 else None
+
+
+def _only_unknown(before: tf.Tensor, after: tf.Tensor) -> int | None:
+    """Returns the dimension of unknown size, if both tensors have one."""
+    unknown = [i for i, size in enumerate(after.shape) if size is None]
+    return unknown[0] if len(unknown) == 1 and list(before.shape).count(None) == 1 else None
 
 
 def _usual(tensor: tf.Tensor) -> int | None:

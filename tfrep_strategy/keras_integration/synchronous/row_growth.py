@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy.keras_integration.protocol import Step
+from tfrep_strategy.keras_integration.synchronous.compared_rows import ComparedRows
 from tfrep_strategy.keras_integration.synchronous.open_rows import RowsAreFixedError
 from tfrep_strategy.keras_integration.synchronous.row_axes import MATRIX_PRODUCTS, REDUCTIONS, RowAxes, reduced_axes
 
@@ -95,6 +96,7 @@ class RowGrowth:
         """By the names of tensors: what the graph need not tell."""
         self._found: dict[str, Any] = {}
         self._axes = RowAxes()
+        self.compared = ComparedRows(self._axes)
         self._dependent: set[str] = set()
         """The names of tensors that come from rows, or from their number."""
         self._reduced: set[str] = set()
@@ -168,12 +170,20 @@ class RowGrowth:
             else:
                 self._dependent.update(output.name for output in operation.outputs if self.told.get(output.name) == 1)
             self._follow_rows(operation, is_data)
-            self._axes.follow(operation)
+            counts = self._counts(operation)
+            self._axes.follow(operation, counts)
+            inputs = [each for each in operation.inputs if self.told.get(each.name) != 0]
+            self.compared.follow(operation, is_data, inputs, counts)
             power = self._of(operation)
             if power != 0:
                 self._found.update((output.name, power) for output in operation.outputs)
             self._follow_reduced(operation)
         self._followed = len(operations)
+
+    def _counts(self, operation: Any) -> list[tf.Tensor]:
+        """Returns what an operation gets that comes from the number of rows, such as a dimension of a shape."""
+        parts = [part for each in operation.inputs for part in (each.op.inputs if each.op.type == "Pack" else [each])]
+        return [part for part in parts if part.dtype.is_integer and self[part] != 0]
 
     def _follow_reduced(self, operation: Any) -> None:
         inputs = [each.name for each in operation.inputs if self.told.get(each.name) != 0]
@@ -221,8 +231,12 @@ class RowGrowth:
         if kind == "Prod":
             return 1 if isinstance(powers[0], _Shape) else self._of_product_of(inputs[0])
         if isinstance(powers[0], _Shape) and kind == "StridedSlice":
-            is_count = np.array_equal(tf.get_static_value(inputs[1]), [powers[0].axis])
+            begin, rank = tf.get_static_value(inputs[1]), inputs[0].shape[0]
+            is_count = begin is not None and rank is not None and begin.tolist() in ([powers[0].axis], [powers[0].axis - rank])
             return (1 if is_count else 0) if operation.get_attr("shrink_axis_mask") else powers[0]
+        if isinstance(powers[0], _Shape) and kind == "GatherV2" and (chosen := tf.get_static_value(inputs[1])) is not None:
+            places = np.flatnonzero(chosen % inputs[0].shape[0] == powers[0].axis)
+            return _Shape(places[0]) if chosen.ndim and len(places) else len(places)
         if kind in AS_FIRST_INPUT:
             return powers[0]
         if kind in PRODUCTS:

@@ -1,4 +1,7 @@
-"""From which sums, means, maxima and minima over the rows of a batch something was computed that has no rows."""
+"""From which sums, means, maxima and minima over the rows of a batch something was computed that has no rows.
+
+What compares rows with each other follows from no such sums, but from all rows.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,18 @@ from tfrep_strategy.keras_integration.synchronous.row_growth import (
     ADDITIONS,
     AS_FIRST_INPUT,
     PRODUCTS,
+    REDUCED,
     SOURCES,
     RowGrowth,
     growth_of,
 )
 
-_DEGREES = {"alike": 0, "share": 0, "count": 0, "sum": 1, "mean": 1, "max": math.inf, "min": math.inf, "rows": math.inf}
+_DEGREES = {"alike": 0, "share": 0, "count": 0, "sum": 1, "mean": 1} | dict.fromkeys(
+    ("max", "min", "rows", "all_rows", "shape"), math.inf
+)
+_CALLS = {"Case", "If", "IdentityN", "PartitionedCall", "StatelessCase", "StatelessIf", "StatelessWhile", "While"}
+"""Operations whose gradients belong to the tensors that they were called with: branches, loops, functions, `tf.custom_gradient`."""
+
 _LINEAR = AS_FIRST_INPUT - {"Abs", "Max", "Min"} | {"Sum"}
 
 
@@ -29,11 +38,13 @@ class Reductions(NamedTuple):
     Attributes:
         kinds: The tensors in which rows were put together: as a "sum", a "mean", the "max" or the "min", or as a "count" of
             rows. Besides, the replica's "share", what is "alike" on all replicas, and "rows" that are put together only
-            after something was done to them with what comes from all rows.
+            after something was done to them with what comes from all rows. Where rows are compared, "all_rows" of which those
+            of all replicas are needed, and the "shape" of such.
         between: Those between these and the one that was computed, in the order in which they were; that one is the last.
         of_rows: The names of those among them that have rows.
         together: Of those among them in which such rows are put together, the kind.
         degree: How many sums, means and so on are multiplied with each other. Infinite if the tensor is no polynomial of them.
+        places: Of all rows, and of shapes, by name: in which dimension the rows are, and what was joined to them.
     """
 
     kinds: dict[str, list[tf.Tensor]]
@@ -41,6 +52,7 @@ class Reductions(NamedTuple):
     of_rows: set[str]
     together: dict[str, str]
     degree: float
+    places: dict[str, tuple[int, list[tuple[tf.Tensor, int]]]]
 
 
 def reductions(step: Step, value: tf.Tensor) -> Reductions | None:
@@ -51,13 +63,15 @@ def reductions(step: Step, value: tf.Tensor) -> Reductions | None:
         value: A tensor of the step's graph.
 
     Returns:
-        What was found. None if the tensor has rows, or if rows reach it in a way that nobody knows.
+        What was found. None if the tensor has rows that were not compared, or if rows reach it in a way that nobody knows.
 
     Raises:
         RowsAreFixedError: The step is traced for one number of rows.
     """
     grows = growth_of(step, value)
-    found = Reductions({kind: [] for kind in _DEGREES}, [], set(), {}, 0)
+    found = Reductions({kind: [] for kind in _DEGREES}, [], set(), {}, 0, {})
+    if value in grows.compared:
+        return _of_compared(grows, value, found)
     degrees: dict[str, float] = {}
     waiting = [value] if grows.axis(value) is None else []
     while waiting:
@@ -81,6 +95,50 @@ def reductions(step: Step, value: tf.Tensor) -> Reductions | None:
             if together is not None:
                 found.together[tensor.name] = together
     return found._replace(degree=degrees[value.name]) if degrees else None
+
+
+def all_rows(step: Step, value: tf.Tensor) -> Reductions | None:
+    """Walks back from a tensor with rows to those from which the same tensor of all replicas can be computed; see `reductions`."""
+    found = Reductions({kind: [] for kind in _DEGREES}, [], set(), {}, 0, {})
+    return _of_compared(growth_of(step, value), value, found)
+
+
+def _of_compared(grows: RowGrowth, value: tf.Tensor, found: Reductions) -> Reductions | None:
+    known: set[str] = set()
+    waiting = [value]
+    while waiting:
+        tensor = waiting[-1]
+        kind, inputs = _kind_among_all_rows(grows, tensor), list(tensor.op.inputs)
+        if tensor.name in known:
+            waiting.pop()
+        elif kind is not None:
+            found.kinds[kind].append(tensor)
+            known.add(tensor.name)
+            if kind in ("all_rows", "shape"):
+                rows = tensor if kind == "all_rows" else inputs[0]
+                axis = grows.axis(rows)
+                assert axis is not None
+                found.places[tensor.name] = axis, grows.compared.joined(rows)
+        elif tensor.op.type in SOURCES | _CALLS or tensor.op.op_def.is_stateful:
+            return None
+        elif unknown := [each for each in inputs if each.name not in known]:
+            waiting += unknown
+        else:
+            found.between.append(tensor)
+            known.add(tensor.name)
+    return found._replace(degree=math.inf)
+
+
+def _kind_among_all_rows(grows: RowGrowth, tensor: tf.Tensor) -> str | None:
+    if tensor in grows.compared:
+        return None
+    inputs = list(tensor.op.inputs)
+    if tensor.op.type == "Shape" and grows.depends_on_rows(tensor) and inputs[0] not in grows.compared:
+        return "shape" if grows.axis(inputs[0]) is not None else "alike"
+    kind = _kind(grows, tensor)
+    if kind in REDUCED and any(grows.is_normalized(each) or grows.is_mixed(each) for each in inputs):
+        return None
+    return "all_rows" if kind == "rows" else kind
 
 
 def _kind(grows: RowGrowth, tensor: tf.Tensor) -> str | None:

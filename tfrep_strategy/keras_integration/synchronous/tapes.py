@@ -12,7 +12,7 @@ from tfrep_strategy._tensorflow import tape_is_recording
 from tfrep_strategy.gradients import dense, dense_buckets
 from tfrep_strategy.keras_integration.protocol import Step, current_step
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase, overwrites
-from tfrep_strategy.keras_integration.synchronous.batch_sums import addends, are_rows
+from tfrep_strategy.keras_integration.synchronous.batch_sums import addends, are_rows, compares_rows
 from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
 
 
@@ -71,7 +71,9 @@ def _weighed(step: Step, target: Any, at_once: bool) -> list[tuple[tf.Tensor, tf
     backward itself notes how large they are.
     """
     if are_rows(step, target):
-        return [(target, tf.ones_like(target))]
+        if not compares_rows(step, target):
+            return [(target, tf.ones_like(target))]
+        target = tf.reduce_sum(target)
     sums, means, joint = addends(step, target)
     if not sums and (not joint or tape_is_recording()):  # An outer tape would not see through what replicas compute together.
         is_scalar = at_once and isinstance(target, tf.Tensor)

@@ -1,0 +1,206 @@
+"""Steps that compare the rows of a batch with each other; of the last batch one replica has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from scenarios.base import dense, init, regression, scenario, trained
+
+_O = keras.optimizers
+
+
+def _encoder(seed: int) -> keras.Sequential:
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(6, "tanh", kernel_initializer=init(seed)),
+            layers.Dense(5, kernel_initializer=init(seed + 1)),
+        ]
+    )
+
+
+class ContrastiveModel(keras.Model):
+    """Learns from two views of each row, and a probe from its labels (Chen et al., 2020; after Keras's example of SimCLR)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = _encoder(1)
+        self.probe = keras.Sequential([keras.Input((5,)), layers.Dense(3, kernel_initializer=init(3))])
+        self.temperature = self.add_weight(shape=(), initializer="ones", name="temperature")
+
+    def call(self, x: Any) -> Any:
+        return self.probe(self.encoder(x))
+
+    def compile(self, contrastive_optimizer: Any, probe_optimizer: Any) -> None:
+        super().compile()
+        self.contrastive_optimizer, self.probe_optimizer = contrastive_optimizer, probe_optimizer
+        self.probe_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self.contrastive_loss_tracker = keras.metrics.Mean(name="c_loss")
+        self.contrastive_accuracy = keras.metrics.SparseCategoricalAccuracy(name="c_acc")
+        self.probe_accuracy = keras.metrics.SparseCategoricalAccuracy(name="p_acc")
+
+    def contrastive_loss(self, one: Any, other: Any) -> Any:
+        one, other = ops.normalize(one, axis=1), ops.normalize(other, axis=1)
+        similarities = ops.matmul(one, ops.transpose(other)) * ops.exp(self.temperature)
+        labels = ops.arange(ops.shape(one)[0])
+        self.contrastive_accuracy.update_state(labels, similarities)
+        self.contrastive_accuracy.update_state(labels, ops.transpose(similarities))
+        losses = [
+            keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
+            for logits in (similarities, ops.transpose(similarities))
+        ]
+        return (losses[0] + losses[1]) / 2
+
+    def train_step(self, batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = self.contrastive_loss(self.encoder(x), self.encoder(x * ops.array([1.0, -1.0, 0.5, 1.0])))
+        weights = [*self.encoder.trainable_weights, self.temperature]
+        self.contrastive_optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        self.contrastive_loss_tracker.update_state(loss)
+        with tf.GradientTape() as tape:
+            logits = self.probe(self.encoder(x, training=False))
+            probe_loss = self.probe_loss(y, logits)
+        weights = self.probe.trainable_weights
+        self.probe_optimizer.apply_gradients(zip(tape.gradient(probe_loss, weights), weights, strict=True))
+        self.probe_accuracy.update_state(y, logits)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+    def test_step(self, batch: Any) -> Any:
+        x, y = batch
+        self.contrastive_loss_tracker.update_state(self.contrastive_loss(self.encoder(x), self.encoder(0.5 * x)))
+        self.probe_accuracy.update_state(y, self.probe(self.encoder(x)))
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+@scenario
+def contrastive_pretraining() -> dict[str, Any]:
+    x, targets = regression(33)
+    model = ContrastiveModel()
+    model.compile(_O.SGD(0.002, momentum=0.9), _O.SGD(0.1))
+    return trained(model, x, (targets[:, 0] > 0).astype("int32") + (targets[:, 0] > 1))
+
+
+class DualEncoder(keras.Model):
+    """Compares captions with images (Radford et al., 2021; after Keras's example of a dual encoder)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images, self.captions = _encoder(1), _encoder(5)
+        self.loss_tracker = keras.metrics.Mean(name="loss")
+
+    def call(self, x: Any) -> Any:
+        return self.images(x)
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.loss_tracker]
+
+    def compute_loss(self, captions: Any, images: Any) -> Any:
+        logits = tf.matmul(captions, images, transpose_b=True) / 0.5
+        alike = tf.matmul(images, images, transpose_b=True) + tf.matmul(captions, captions, transpose_b=True)
+        targets = keras.activations.softmax(alike / (2 * 0.5))
+        of_captions = keras.losses.categorical_crossentropy(targets, logits, from_logits=True)
+        of_images = keras.losses.categorical_crossentropy(ops.transpose(targets), ops.transpose(logits), from_logits=True)
+        return (of_captions + of_images) / 2  # A number for each row.
+
+    def train_step(self, batch: Any) -> Any:
+        x, _ = batch
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(self.captions(x[:, ::-1]), self.images(x))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.loss_tracker.update_state(loss)
+        return {"loss": self.loss_tracker.result()}
+
+    def test_step(self, batch: Any) -> Any:
+        x, _ = batch
+        self.loss_tracker.update_state(self.compute_loss(self.captions(x[:, ::-1]), self.images(x)))
+        return {"loss": self.loss_tracker.result()}
+
+
+@scenario
+def two_encoders() -> dict[str, Any]:
+    model = DualEncoder()
+    model.compile(_O.SGD(0.003))
+    return trained(model, *regression(33))
+
+
+class NeighboursInAQueue(keras.Model):
+    """Takes the nearest of the features before as the other view (Dwibedi et al., 2021; after Keras's example of NNCLR)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = _encoder(1)
+        first = np.random.RandomState(3).randn(20, 5).astype("float32")
+        self.queue = keras.Variable(first / np.linalg.norm(first, axis=1, keepdims=True), trainable=False)
+
+    def call(self, x: Any) -> Any:
+        return self.encoder(x)
+
+    def test_step(self, batch: Any) -> Any:
+        x, _ = batch
+        one = self.encoder(x)
+        return {"loss": ops.mean(ops.square(ops.matmul(one, ops.transpose(one))))}
+
+    def train_step(self, batch: Any) -> Any:
+        x, _ = batch
+        with tf.GradientTape() as tape:
+            one, other = (ops.normalize(self.encoder(view), axis=1) for view in (x, x[:, ::-1]))
+            nearest = ops.argmax(ops.matmul(one, ops.transpose(self.queue)), axis=1)
+            neighbours = one + ops.stop_gradient(ops.take(self.queue, nearest, axis=0) - one)
+            logits = ops.matmul(neighbours, ops.transpose(other)) / 0.3
+            labels = ops.arange(ops.shape(one)[0])
+            loss = ops.mean(keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True))
+            loss += 0.5 * ops.mean(ops.square(neighbours - other))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.queue.assign(ops.concatenate([one, self.queue], axis=0)[:20])
+        return {"loss": loss, "hits": ops.mean(ops.cast(ops.equal(ops.argmax(logits, axis=1), labels), "float32"))}
+
+
+@scenario
+def queue_of_features() -> dict[str, Any]:
+    model = NeighboursInAQueue()
+    model.build((None, 4))
+    model.compile(_O.SGD(0.05))
+    return trained(model, *regression(33)) | {"queue": ops.convert_to_numpy(model.queue)}
+
+
+class Spread(layers.Layer):
+    """Adds a loss by which rows repel each other (Wang and Isola, 2020)."""
+
+    def call(self, x: Any) -> Any:
+        distances = ops.sum(ops.square(x[:, None] - x[None]), axis=-1)
+        self.add_loss(0.1 * ops.log(ops.mean(ops.exp(-2.0 * distances))))
+        return x
+
+
+class HardExamples(keras.Model):
+    """Learns from the rows of the batch with the largest losses, and from those that are marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = keras.Sequential([dense(), Spread()])
+
+    def call(self, x: Any) -> Any:
+        return self.net(x)
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **kwargs: Any) -> Any:
+        errors = ops.square(y - y_pred)[:, 0]
+        count = ops.maximum(ops.shape(x)[0] // 3, 1)
+        hard = ops.mean(tf.sort(errors, direction="DESCENDING")[:count])
+        marked = tf.boolean_mask(errors, x[:, 0] > -9.0)
+        return hard + ops.mean(marked[: ops.shape(marked)[0]]) + ops.median(ops.abs(y_pred)) + sum(self.losses)
+
+
+@scenario
+def hard_examples() -> dict[str, Any]:
+    model = HardExamples()
+    model.compile(_O.SGD(0.02, momentum=0.9))
+    return trained(model, *regression(33))

@@ -1,0 +1,285 @@
+"""Operations after which a row depends on the other rows of the batch, or on its place among them.
+
+They compare rows in pairs (the similarities of a contrastive loss), sort, choose or shift them. What is computed behind them follows
+from the rows of all replicas only (`row_reductions.py`). Sums, means and the like over rows are not among them: replicas put
+these together with less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfrep_strategy.keras_integration.synchronous.row_axes import (
+    MATRIX_PRODUCTS,
+    RowAxes,
+    matrices,
+    reduced_axes,
+    strided_slice,
+)
+
+_ELEMENTWISE = {
+    "Add", "AddV2", "Atan2", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "DivNoNan", "Equal", "FloorDiv", "FloorMod", "Greater",
+    "GreaterEqual", "Less", "LessEqual", "LogicalAnd", "LogicalOr", "Maximum", "Minimum", "Mul", "MulNoNan", "NotEqual", "Pow",
+    "RealDiv", "SelectV2", "SquaredDifference", "Sub", "Xdivy", "Xlogy",
+}  # fmt: skip
+_ALONG_THE_LAST = {
+    "LogSoftmax", "Softmax", "SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits", "TopKV2",
+}  # fmt: skip
+_ALONG_AN_INPUT = {"ArgMax", "ArgMin", "Cumprod", "Cumsum", "CumulativeLogsumexp", "ReverseV2", "Roll"}
+_OF_MATRICES = {
+    "BatchMatrixInverse", "Cholesky", "LogMatrixDeterminant", "LuV2", "MatrixDeterminant", "MatrixInverse", "MatrixSolve",
+    "MatrixSolveLs", "MatrixTriangularSolve", "Qr", "SelfAdjointEigV2", "Svd",
+}  # fmt: skip
+_OF_ALL_ELEMENTS = {
+    "Bincount", "DenseBincount", "HistogramFixedWidth", "ScatterNd", "SegmentMaxV2", "SegmentMean", "SegmentMinV2", "SegmentProdV2",
+    "SegmentSumV2", "TensorScatterAdd", "TensorScatterUpdate", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2",
+    "UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd",
+}  # fmt: skip
+_WITHOUT_PARTS = {"All", "Any", "EuclideanNorm", "Prod"}
+"""Reductions whose value on all rows does not follow from that on the parts in a way that `row_reductions.py` knows."""
+
+_OF_DIAGONALS = {"MatrixBandPart", "MatrixDiag", "MatrixDiagPartV3", "MatrixDiagV3", "MatrixSetDiagV3"}
+_PLACES, _CHOICE, _OTHERS = "places", "choice", "others"
+"""What a tensor was computed from: places of rows among the batch, those of some that were chosen, or other rows."""
+
+
+class ComparedRows:
+    """Which tensors of a graph depend on other rows than their own, or on the places of rows in the batch.
+
+    Args:
+        axes: In which dimension tensors have rows.
+    """
+
+    def __init__(self, axes: RowAxes) -> None:
+        self._axes = axes
+        self._from_values: set[str] = set()
+        """The names of tensors that come from values of rows, and not only from their number."""
+        self._found: dict[str, str] = {}
+        self._chosen: set[str] = set()
+        """The names of tensors with some of the rows of a batch, in their order."""
+        self._multiples: dict[str, Fraction | None] = {}
+        """How many rows of tensors are of one row of the batch, if not 1; None where nobody knows."""
+        self._joined: dict[str, list[tuple[tf.Tensor, int]]] = {}
+
+    def __contains__(self, tensor: tf.Tensor) -> bool:
+        return tensor.name in self._found
+
+    def joined(self, tensor: tf.Tensor) -> list[tuple[tf.Tensor, int]]:
+        """Returns the tensors whose rows were put one behind the other, and their dimensions of rows; none if nothing was."""
+        return self._joined.get(tensor.name, [])
+
+    def follow(self, operation: Any, is_data: bool, inputs: Sequence[tf.Tensor], counts: Sequence[tf.Tensor]) -> None:
+        """Notes what becomes of rows in an operation.
+
+        Args:
+            operation: The next one of the graph.
+            is_data: Whether it brings the batch.
+            inputs: Those of its inputs that differ between replicas.
+            counts: Those, or the dimensions that make them up, that come from the number of rows.
+        """
+        outputs = {output.name for output in operation.outputs}
+        from_values = [each for each in inputs if each.name in self._from_values]
+        only_shape = operation.type in ("Rank", "Shape", "ShapeN", "Size", "ZerosLike", "OnesLike")
+        if is_data or from_values and not only_shape or operation.op_def.is_stateful and counts:
+            self._from_values |= outputs
+        found = self._of(operation, inputs, counts)
+        if found is not None:
+            self._found.update(dict.fromkeys(outputs, found))
+            return
+        with_rows = self._with_rows(from_values)
+        self._note_multiple(operation, with_rows)
+        if any(each.name in self._chosen for each in with_rows) or self._is_choice(operation):
+            self._chosen |= outputs
+        joined = self._parts(operation) or next(filter(None, map(self.joined, with_rows)), [])
+        if joined and not only_shape:
+            self._joined.update((output.name, joined) for output in operation.outputs if self._axes[output] is not None)
+
+    def _parts(self, operation: Any) -> list[tuple[tf.Tensor, int]]:
+        if not joins_parts(self._axes, operation):
+            return []
+        *tensors, _ = operation.inputs
+        return [part for each in tensors for part in self.joined(each) or [(each, _axis(self._axes, each))]]
+
+    def _of(self, operation: Any, inputs: Sequence[tf.Tensor], counts: Sequence[tf.Tensor]) -> str | None:
+        kind = operation.type
+        states = {self._found[each.name] for each in inputs if each in self}
+        if _OTHERS in states:
+            return _OTHERS
+        if states and self._takes_rows_at_places(operation):
+            return _OTHERS if self.joined(operation.inputs[0]) else None
+        with_rows = self._with_rows(inputs)
+        valued = [each for each in with_rows if each.name in self._from_values]
+        chosen_mean = kind == "Mean" and any(each.name in self._chosen for each in valued)
+        if mixes_rows_by_itself(self._axes, operation, valued) or kind in _OF_DIAGONALS and self._are_in_matrix(with_rows):
+            return _OTHERS
+        if kind == "Reshape" and valued and self._regroups(operation):
+            return _OTHERS
+        if kind == "Fill" and len(counts) > 1 or chosen_mean and self._is_over_rows(operation):
+            return _OTHERS
+        if kind == "Where" and valued or _CHOICE in states:
+            return _CHOICE
+        return _PLACES if states or kind == "Range" and counts else None
+
+    def _with_rows(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return [each for each in tensors if self._axes[each] is not None]
+
+    def _takes_rows_at_places(self, operation: Any) -> bool:
+        """Whether an operation takes from rows those at places that were counted, such as rows that a mask chooses."""
+        if operation.type not in ("GatherNd", "GatherV2"):
+            return False
+        rows = operation.inputs[0]
+        along = operation.inputs[2] if operation.type == "GatherV2" else None
+        is_along_rows = self._axes[rows] == 0 and (along is None or tf.get_static_value(along) == 0)
+        return is_along_rows and rows not in self and rows.name in self._from_values
+
+    def _is_choice(self, operation: Any) -> bool:
+        return any(self._found.get(each.name) == _CHOICE for each in operation.inputs)
+
+    def _note_multiple(self, operation: Any, with_rows: Sequence[tf.Tensor]) -> None:
+        if not with_rows:
+            return
+        is_reshape = operation.type == "Reshape"
+        multiple = self._multiple_after(operation) if is_reshape else self._multiples.get(with_rows[0].name, Fraction(1))
+        if multiple != 1:
+            self._multiples.update((output.name, multiple) for output in operation.outputs)
+
+    def _multiple_after(self, reshape: Any) -> Fraction | None:
+        before, after = reshape.inputs[0], reshape.outputs[0]
+        axis, new_axis, multiple = self._axes[before], self._axes[after], self._multiples.get(before.name, Fraction(1))
+        if axis is None or new_axis is None or multiple is None:
+            return None
+        row, new_row = before.shape[axis + 1 :].num_elements(), after.shape[new_axis + 1 :].num_elements()
+        return multiple * Fraction(row, new_row) if row and new_row else None
+
+    def _regroups(self, reshape: Any) -> bool:
+        """Whether a row of the new shape has elements of several rows, or rows are in another order."""
+        before, after = reshape.inputs[0], reshape.outputs[0]
+        axis, new_axis = self._axes[before], self._axes[after]
+        if axis is None or new_axis is None:
+            return False
+        outer, new_outer = before.shape[:axis].num_elements(), after.shape[:new_axis].num_elements()
+        multiple = self._multiple_after(reshape)
+        is_other_order = outer is not None and new_outer is not None and outer != new_outer
+        return is_other_order or multiple is not None and multiple.denominator != 1
+
+    def _are_in_matrix(self, tensors: Sequence[tf.Tensor]) -> bool:
+        return any(_axis(self._axes, each) >= each.shape.rank - 2 for each in tensors)
+
+    def _is_over_rows(self, reduction: Any) -> bool:
+        return self._axes[reduction.inputs[0]] in reduced_axes(reduction)
+
+
+def mixes_rows_by_itself(axes: RowAxes, operation: Any, with_rows: Sequence[tf.Tensor]) -> bool:
+    """Returns whether the rows of what an operation computes depend on other rows.
+
+    Args:
+        axes: Knows the dimensions of rows up to this operation.
+        operation: An operation of a step's graph.
+        with_rows: Those of its inputs that have rows.
+    """
+    kind = operation.type
+    if not with_rows:
+        return False
+    if kind in MATRIX_PRODUCTS:
+        return len(with_rows) > 1 and _pairs_in_product(axes, operation)
+    if kind == "Einsum":
+        return len(with_rows) > 1 and len(_labels_of_rows(axes, operation)) > 1
+    if kind in _ELEMENTWISE:
+        rank = operation.outputs[0].shape.rank
+        return rank is not None and len({rank - each.shape.rank + _axis(axes, each) for each in with_rows}) > 1
+    if kind in ("ConcatV2", "Split", "SplitV", "Unpack"):
+        return _cuts_or_joins(axes, operation, with_rows)
+    if kind in _OF_ALL_ELEMENTS:
+        return True
+    first = operation.inputs[0]
+    if first.name not in {each.name for each in with_rows}:
+        return False
+    axis, rank = _axis(axes, first), int(first.shape.rank)
+    if kind in _ALONG_THE_LAST:
+        return axis == rank - 1
+    if kind in _OF_MATRICES:
+        return axis >= rank - 2
+    if kind in _ALONG_AN_INPUT:
+        along = tf.get_static_value(operation.inputs[2 if kind == "Roll" else 1])
+        return along is not None and axis in {each % rank for each in np.reshape(along, -1).tolist()}
+    if kind in _WITHOUT_PARTS:
+        return axis in reduced_axes(operation)
+    return kind in _RULES and _RULES[kind](operation, axis)
+
+
+def joins_parts(axes: RowAxes, operation: Any) -> bool:
+    """Returns whether an operation puts tensors with rows one behind the other."""
+    if operation.type != "ConcatV2":
+        return False
+    *parts, _ = operation.inputs
+    return all(axes[each] is not None for each in parts) and _is_along_rows(axes, operation, parts)
+
+
+def _axis(axes: RowAxes, tensor: tf.Tensor) -> int:
+    axis = axes[tensor]
+    assert axis is not None
+    return axis
+
+
+def _pairs_in_product(axes: RowAxes, product: Any) -> bool:
+    (left, inner, _), (right, other_inner, _) = matrices(product)
+    one, other = _axis(axes, left), _axis(axes, right)
+    if (one == inner) and (other == other_inner):
+        return False  # A sum over rows.
+    are_of_the_batch = one < left.shape.rank - 2 and other < right.shape.rank - 2
+    return not (are_of_the_batch and left.shape.rank - one == right.shape.rank - other)
+
+
+def _labels_of_rows(axes: RowAxes, einsum: Any) -> set[str]:
+    given = einsum.get_attr("equation").decode().partition("->")[0]
+    terms = [(term, axes[tensor]) for term, tensor in zip(given.split(","), einsum.inputs, strict=True)]
+    return {term[axis] for term, axis in terms if axis is not None and "." not in term}
+
+
+def _cuts_or_joins(axes: RowAxes, operation: Any, with_rows: Sequence[tf.Tensor]) -> bool:
+    if operation.type == "Unpack":
+        tensor = operation.inputs[0]
+        return operation.get_attr("axis") % tensor.shape.rank == axes[tensor]
+    return _is_along_rows(axes, operation, with_rows) and not joins_parts(axes, operation)
+
+
+def _is_along_rows(axes: RowAxes, operation: Any, with_rows: Sequence[tf.Tensor]) -> bool:
+    place = {"ConcatV2": -1, "Split": 0, "SplitV": 2}[operation.type]
+    along = tf.get_static_value(operation.inputs[place])
+    return along is not None and any(along.item() % each.shape.rank == axes[each] for each in with_rows)
+
+
+def _gathers(operation: Any, axis: int) -> bool:
+    along = tf.get_static_value(operation.inputs[2])
+    return along is not None and along.item() % operation.inputs[0].shape.rank == axis and not operation.get_attr("batch_dims")
+
+
+def _slices(operation: Any, axis: int) -> bool:
+    begin, size = (tf.get_static_value(each, partial=True) for each in operation.inputs[1:3])
+    return begin is None or size is None or begin[axis] != 0 or size[axis] not in (-1, None)
+
+
+def _slices_with_strides(operation: Any, axis: int) -> bool:
+    return axis in strided_slice(operation).cut
+
+
+def _repeats(operation: Any, axis: int) -> bool:
+    del axis
+    multiples = operation.inputs[1]
+    static = tf.get_static_value(multiples)
+    if static is not None:
+        return False
+    return any(tf.get_static_value(each) is None for each in multiples.op.inputs) if multiples.op.type == "Pack" else True
+
+
+_RULES: dict[str, Callable[[Any, int], bool]] = {
+    "GatherV2": _gathers,
+    "Slice": _slices,
+    "StridedSlice": _slices_with_strides,
+    "Tile": _repeats,
+}
