@@ -1,4 +1,4 @@
-"""Steps that compare rows with each other, sort, choose or shift them: the replicas gather rows, and compute what one device does."""
+"""Steps that compare rows with each other, sort, choose or shift them: replicas gather rows, and compute what one device does."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import tensorflow as tf
 from keras import ops
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.keras_integration.protocol import Shards, current_step
-from tfrep_strategy.keras_integration.synchronous.batch_sums import part_of_global
+from tfrep_strategy.keras_integration.protocol import Shards, Step, current_step
+from tfrep_strategy.keras_integration.synchronous.batch_sums import compares_rows, part_of_global
+from tfrep_strategy.shares import Share
 
+NO_STRATEGY: Any = None
 ROWS = np.random.RandomState(0).randn(6, 4, 2).astype("float32")
 
 
@@ -75,9 +77,31 @@ def _halves(x: Any) -> Any:
     return tf.reduce_mean(tf.reduce_sum(one * other**2, [1, 2]))
 
 
+def _gram_matrix(x: Any) -> Any:
+    return ops.matmul(_flat(x), ops.transpose(_flat(x)))
+
+
 def _gram(x: Any) -> Any:
-    z = _flat(x)
-    return ops.sum(ops.matmul(z, ops.transpose(z)) ** 2) / ops.cast(ops.shape(x)[0], "float32") ** 2
+    return ops.sum(_gram_matrix(x) ** 2) / ops.cast(ops.shape(x)[0], "float32") ** 2
+
+
+def _twice(x: Any) -> Any:
+    return ops.concatenate([0.5 * x, x - 1.0])
+
+
+def _both_signs(x: Any) -> Any:
+    return tf.concat([x[:, 0, 0] > 0, x[:, 0, 0] < 0.5], 0)
+
+
+def _class_means(x: Any) -> Any:
+    """As a center loss has them."""
+    of_class = ops.one_hot(ops.cast(x[:, 3, 0] > 0, "int32"), 2)
+    return ops.matmul(ops.transpose(of_class), x[:, 0]) / ops.sum(of_class, axis=0)[:, None]
+
+
+def _pairs_and_choice(x: Any) -> Any:
+    pairs = _gram_matrix(x)
+    return pairs, tf.logical_and(pairs < 0.5, tf.logical_not(tf.eye(tf.shape(x)[0], dtype=tf.bool)))
 
 
 COMPARED: dict[str, Callable[[Any], Any]] = {
@@ -108,6 +132,19 @@ COMPARED: dict[str, Callable[[Any], Any]] = {
     "a product over rows": lambda x: ops.sum(ops.prod(1.0 + 0.1 * x[:, 0], axis=0)),
     "pairs of neighbours": lambda x: ops.mean(ops.prod(ops.reshape(x[:, 0], (-1, 2, 2)), axis=1)),
     "views that are flattened": lambda x: ops.mean(ops.reshape(ops.transpose(x, (1, 0, 2)), (-1, 2))[1:] ** 2),
+    "attention over the batch": lambda x: ops.mean((ops.softmax(ops.matmul(_flat(x), ops.transpose(_flat(x)))) @ _flat(x)) ** 3),
+    "rows that are repeated": lambda x: ops.mean(tf.tile(x, [2, 1, 1])[1:] ** 2) + ops.mean(tf.repeat(x, 2, 0)[1:] ** 2),
+    "pairs by tiles": lambda x: ops.mean(
+        (tf.tile(x[None], [tf.shape(x)[0], 1, 1, 1]) - tf.repeat(x[:, None], tf.shape(x)[0], 1)) ** 4
+    ),
+    "a mean of chosen joined rows": lambda x: tf.reduce_mean(tf.boolean_mask(tf.concat([x, -2.0 * x], 0), _both_signs(x))),
+    "joined thrice": lambda x: ops.sum(ops.mean(ops.prod(ops.split(ops.concatenate([x, _twice(x)]), 3), axis=0), axis=0)),
+    "the largest of classes": lambda x: ops.sum(ops.segment_max(x[:, 0] ** 2, ops.cast(x[:, 3, 0] > 0, "int32"), 2)),
+    "means of classes": lambda x: ops.mean((x[:, 0] - tf.gather(_class_means(x), tf.cast(x[:, 3, 0] > 0, tf.int32))) ** 2),
+    "ranks": lambda x: ops.mean(ops.cast(ops.argsort(ops.argsort(x[:, 0, 0])), "float32") * x[:, 0, 1]),
+    "chosen pairs": lambda x: tf.reduce_mean(tf.boolean_mask(*_pairs_and_choice(x))),
+    "pairs through a layer": lambda x: ops.mean(tf.tanh(ops.matmul(ops.expand_dims(_gram_matrix(x), -1), ops.ones((1, 3))))),
+    "norms of norms": lambda x: tf.norm(tf.linalg.svd(_flat(x), compute_uv=False)[:3] * [1.0, 2.0, 3.0]),
     "pairs, and a mean beside": lambda x: _gram(x) + 3.0 * ops.mean(x**2) + ops.sqrt(ops.mean(x**2)) + 0.1 * ops.sum(x),
     "pairs of normalized rows": lambda x: _gram((x - ops.mean(x, 0)) / (ops.std(x, 0) + 0.1)),
 }
@@ -140,6 +177,74 @@ def test_what_compares_rows_is_computed_from_all(name: str, cut: list[int]) -> N
     assert float(strategy.reduce("SUM", values)) == pytest.approx(float(wanted), rel=1e-5)
     for gradient in strategy.experimental_local_results(gradients):
         assert float(gradient) == pytest.approx(float(wanted_gradient), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda z: ops.mean(tf.map_fn(lambda row: ops.max(row), ops.matmul(z, ops.transpose(z)))),
+        lambda z: ops.mean(tf.nn.dropout(ops.matmul(z, ops.transpose(z)), 0.5)),
+    ],
+    ids=["a loop", "dropout"],
+)
+def test_what_cannot_be_repeated_is_told(function: Callable[[Any], Any]) -> None:
+    @tf.function(input_signature=[tf.TensorSpec([None, 8])])
+    def replica(z: Any) -> Any:
+        step = Step(NO_STRATEGY, Share.of_batch(tf.cast(tf.shape(z)[0], tf.int64), tf.constant(6, tf.int64), 2))
+        return part_of_global(step, function(z))
+
+    with pytest.warns(UserWarning, match="A step compares the rows of a batch, and what comes after cannot be repeated"):
+        replica(tf.reshape(ROWS, [-1, 8]))
+
+
+_L = keras.layers
+_LAYERS = [
+    [_L.MultiHeadAttention(2, 3), _L.Conv1D(3, 2, padding="same"), _L.BatchNormalization(), _L.Dense(3), _L.LSTM(3)],
+    [_L.Reshape((2, 2, 2)), _L.Conv2D(3, 2, padding="same"), _L.MaxPooling2D(), _L.Flatten(), _L.Dense(3), _L.Softmax()],
+    [_L.Lambda(lambda x: ops.cast(ops.abs(x), "int32")), _L.Embedding(5, 3), _L.Permute((2, 1, 3)), _L.GlobalAveragePooling2D()],
+    [_L.GroupNormalization(2), _L.UpSampling1D(), _L.Bidirectional(_L.GRU(2)), _L.Discretization([0.0])],
+]
+
+
+def _net(x: Any) -> Any:
+    """All of the layers, each of which treats every row for itself."""
+    return sum(ops.sum(ops.reshape(ops.cast(_through(x, made), "float32"), (ops.shape(x)[0], -1)), 1) for made in _LAYERS)
+
+
+def _through(x: Any, made: list[Any]) -> Any:
+    for layer in made:
+        training = {"training": True} if isinstance(layer, _L.BatchNormalization) else {}
+        x = layer(*[x] * (1 + isinstance(layer, _L.MultiHeadAttention)), **training)
+    return x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _net,
+        lambda x: keras.layers.Dot(axes=1)([x, 2.0 * x]),
+        lambda x: ops.softmax(ops.take_along_axis(x, ops.cast(x > 0, "int32"), axis=1), axis=-1)[..., 0] + ops.arange(4.0),
+        lambda x: ops.mean(ops.reshape(ops.concatenate([x, ops.zeros_like(x)], axis=1), (-1, 2, 8)), axis=1),
+        lambda x: tf.gather_nd(x, tf.stack([tf.range(tf.shape(x)[0]), tf.cast(x[:, 0, 0] > 0, tf.int32)], axis=1)),
+        lambda x: tf.boolean_mask(x, x[:, 0, 0] > 0),
+        lambda x: tf.tensordot(x, tf.ones([2, 3]), 1) + tf.tile(x[:, :1, :1], [1, 4, 1]),
+        lambda x: ops.split(ops.stack([x, 2 * x], axis=1), 2, axis=2)[0][:, 0],
+    ],
+    ids=["layers", "dots", "columns", "groups", "of each", "chosen", "tensordot", "parts"],
+)
+def test_what_treats_each_row_for_itself_is_left_alone(function: Callable[[Any], Any]) -> None:
+    found: list[bool] = []
+    function(ROWS)  # Layers make their variables.
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4, 2])])
+    def replica(x: Any) -> Any:
+        step = Step(NO_STRATEGY, Share.equal(2))
+        rows = function(x)
+        found.append(compares_rows(step, rows) or compares_rows(step, ops.sum(rows)))
+        return rows
+
+    replica(ROWS)
+    assert found == [False]
 
 
 def _replica() -> int:

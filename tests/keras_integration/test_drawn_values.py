@@ -37,6 +37,13 @@ def _drawn_rows(draw: random.Random, depth: int) -> Function:
             lambda x, v: one(x, v) / (1.0 + ops.abs(scalar(x, v))),
             lambda x, v: ops.where(x[:, 0] > 0.6, one(x, v), 0.0),
             lambda x, v: ops.maximum(one(x, v), 0.4),
+            # These compare rows with each other.
+            lambda x, v: ops.flip(one(x, v), axis=0) * other(x, v),
+            lambda x, v: ops.cumsum(one(x, v)) / 7.0,
+            lambda x, v: ops.softmax(one(x, v), axis=0) + other(x, v),
+            lambda x, v: ops.mean(ops.sigmoid(one(x, v)[:, None] - other(x, v)[None]), axis=1),
+            lambda x, v: ops.matmul(ops.matmul(x, ops.transpose(x)), one(x, v)) / 7.0,
+            lambda x, v: one(x, v) - other(x, v)[0],
         ]
     )
 
@@ -68,6 +75,10 @@ def _drawn_scalar(draw: random.Random, depth: int) -> Function:
             lambda x, v: ops.log(1.0 + ops.square(one(x, v))),
             lambda x, v: ops.exp(-ops.abs(one(x, v))) * v,
             lambda x, v: ops.sum(ops.mean(x * rows(x, v)[:, None], axis=0) ** 2) + one(x, v),
+            # These compare rows with each other.
+            lambda x, v: ops.median(rows(x, v)) + one(x, v),
+            lambda x, v: ops.mean(tf.boolean_mask(rows(x, v), x[:, 0] > 0.6)) * other(x, v),
+            lambda x, v: ops.sum(ops.top_k(rows(x, v), 2)[0]) + one(x, v),
         ]
     )
 

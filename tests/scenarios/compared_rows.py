@@ -161,7 +161,8 @@ class NeighboursInAQueue(keras.Model):
         gradients = tape.gradient(loss, self.trainable_variables)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
         self.queue.assign(ops.concatenate([one, self.queue], axis=0)[:20])
-        return {"loss": loss, "hits": ops.mean(ops.cast(ops.equal(ops.argmax(logits, axis=1), labels), "float32"))}
+        hits = ops.equal(ops.argmax(logits, axis=1), labels)
+        return {"loss": loss, "rate": ops.mean(ops.cast(hits, "float32")), "hits": ops.sum(ops.cast(hits, "int32"))}
 
 
 @scenario
@@ -201,6 +202,7 @@ class HardExamples(keras.Model):
 
 @scenario
 def hard_examples() -> dict[str, Any]:
-    model = HardExamples()
-    model.compile(_O.SGD(0.02, momentum=0.9))
-    return trained(model, *regression(33))
+    models = {"own": HardExamples(), "of Keras": keras.Sequential([dense(), Spread()])}
+    for model in models.values():
+        model.compile(_O.SGD(0.02, momentum=0.9), "mse")
+    return {name: trained(model, *regression(33)) for name, model in models.items()}

@@ -14,7 +14,8 @@ from test_one_device_answer import assert_same, mirrored
 from tfrep_strategy.keras_integration.protocol import Step
 
 OPEN = {
-    "a_single_row", "clipped_and_accumulated", "clipped_by_global_norm", "contrastive_pretraining", "custom_loop", "custom_train_step",
+    "a_single_row", "clipped_and_accumulated", "clipped_by_global_norm", "contrastive_pretraining", "custom_loop",
+    "custom_train_step",
     "gan_with_hand_written_means", "hard_examples", "learning_to_learn", "logs_computed_from_results_eagerly",
     "logs_computed_from_results_of_metrics", "logs_of_ones_own", "loops_without_run", "loss_circle_in_a_custom_loop",
     "loss_none_eagerly", "losses_of_some_rows", "losses_that_are_no_means",

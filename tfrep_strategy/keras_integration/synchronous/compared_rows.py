@@ -1,6 +1,6 @@
 """Operations after which a row depends on the other rows of the batch, or on its place among them.
 
-They compare rows in pairs (the similarities of a contrastive loss), sort, choose or shift them. What is computed behind them follows
+They compare rows in pairs (the similarities of a contrastive loss), sort, choose or shift them. What is computed after them follows
 from the rows of all replicas only (`row_reductions.py`). Sums, means and the like over rows are not among them: replicas put
 these together with less.
 """
@@ -72,6 +72,10 @@ class ComparedRows:
     def joined(self, tensor: tf.Tensor) -> list[tuple[tf.Tensor, int]]:
         """Returns the tensors whose rows were put one behind the other, and their dimensions of rows; none if nothing was."""
         return self._joined.get(tensor.name, [])
+
+    def note(self, tensor: tf.Tensor) -> None:
+        """Notes that a tensor depends on what all rows have in common."""
+        self._found[tensor.name] = _OTHERS
 
     def follow(self, operation: Any, is_data: bool, inputs: Sequence[tf.Tensor], counts: Sequence[tf.Tensor]) -> None:
         """Notes what becomes of rows in an operation.
@@ -269,12 +273,11 @@ def _slices_with_strides(operation: Any, axis: int) -> bool:
 
 
 def _repeats(operation: Any, axis: int) -> bool:
-    del axis
-    multiples = operation.inputs[1]
-    static = tf.get_static_value(multiples)
-    if static is not None:
-        return False
-    return any(tf.get_static_value(each) is None for each in multiples.op.inputs) if multiples.op.type == "Pack" else True
+    multiples = tf.get_static_value(operation.inputs[1], partial=True)
+    if multiples is not None and multiples[axis] != 1:
+        return True
+    sizes = zip(operation.inputs[0].shape, operation.outputs[0].shape, strict=True)
+    return any(before is not None and after is None for before, after in sizes)
 
 
 _RULES: dict[str, Callable[[Any, int], bool]] = {

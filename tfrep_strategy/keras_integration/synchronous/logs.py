@@ -13,7 +13,7 @@ from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_ste
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared.metric_results import MetricResults, Result, Told, noted_results
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
-from tfrep_strategy.keras_integration.synchronous.batch_sums import is_count, part_of_global
+from tfrep_strategy.keras_integration.synchronous.batch_sums import compares_rows, is_count, of_all_rows, part_of_global
 from tfrep_strategy.keras_integration.synchronous.open_rows import TraceAgainError
 
 _StatelessScope = keras_internal("backend.common.stateless_scope", "StatelessScope")
@@ -108,9 +108,10 @@ def _global_means(strategy: KerasStrategy, values: list[Any]) -> list[tf.Tensor]
     step: Any = current_step()
     tensors = [tf.convert_to_tensor(value) for value in values]
     parts = {i: part_of_global(step, t) for i, t in enumerate(tensors) if t.dtype.is_floating}
-    parts |= {i: t for i, t in enumerate(tensors) if t.dtype.is_integer and is_count(step, t)}
-    summed = dict(zip(parts, strategy.extended.sum_over_replicas(list(parts.values())), strict=True))
-    return [summed.get(i, t) for i, t in enumerate(tensors)]
+    parts |= {i: t for i, t in enumerate(tensors) if t.dtype.is_integer and is_count(step, t) and not compares_rows(step, t)}
+    known = dict(zip(parts, strategy.extended.sum_over_replicas(list(parts.values())), strict=True))
+    known |= {i: of_all_rows(step, t) for i, t in enumerate(tensors) if i not in known and compares_rows(step, t)}
+    return [t if known.get(i) is None else known[i] for i, t in enumerate(tensors)]
 
 
 def _global_results(strategy: KerasStrategy, results: Iterable[Result]) -> dict[Result, list[tf.Tensor]]:

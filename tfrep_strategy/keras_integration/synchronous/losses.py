@@ -18,7 +18,13 @@ from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
-from tfrep_strategy.keras_integration.synchronous.batch_sums import as_mean, can_follow, compares_rows, of_all_rows, part_of_global
+from tfrep_strategy.keras_integration.synchronous.batch_sums import (
+    as_mean,
+    can_follow,
+    compares_rows,
+    of_all_rows,
+    part_of_global,
+)
 from tfrep_strategy.keras_integration.synchronous.losses_of_replicas import LossesOfReplicas
 from tfrep_strategy.keras_integration.synchronous.own_functions import (
     is_of_keras,

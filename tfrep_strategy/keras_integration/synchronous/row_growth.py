@@ -8,7 +8,6 @@ traced again, for any number (`open_rows.py`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,8 +102,6 @@ class RowGrowth:
         """The names of tensors without rows that come from rows, and not only from their number."""
         self._normalized: set[str] = set()
         """The names of tensors with rows that were computed from such and from rows, without weights, and row by row."""
-        self._mixed: set[str] = set()
-        """The names of those that were computed otherwise, so that a row may depend on others."""
         self._rows: dict[str, int] = {}
         """How many rows the data has from which a tensor comes, by its name, where all batches have one size."""
         self._followed = 0
@@ -127,10 +124,6 @@ class RowGrowth:
     def is_normalized(self, tensor: tf.Tensor) -> bool:
         """Returns whether a tensor has rows, to which something was done with what comes from all of them: `x - ops.mean(x, 0)`."""
         return tensor.name in self._normalized
-
-    def is_mixed(self, tensor: tf.Tensor) -> bool:
-        """Returns whether what rows have in common has come into a tensor with rows in a way that cannot be repeated."""
-        return tensor.name in self._mixed
 
     def is_of_shape(self, tensor: tf.Tensor) -> bool:
         """Returns whether a tensor was computed from the shape of a tensor with rows."""
@@ -191,12 +184,17 @@ class RowGrowth:
             if self._axes[output] is None:
                 if any(name in self._reduced for name in inputs) or self.together(output) is not None:
                     self._reduced.add(output.name)
-            elif self._has_what_rows_share(inputs) and all(map(self._is_free_of_weights, operation.inputs)):
-                repeats = operation.type in _REPEATABLE and not any(name in self._mixed for name in inputs)
-                (self._normalized if repeats else self._mixed).add(output.name)
+            elif output not in self.compared and any(name in self._reduced or name in self._normalized for name in inputs):
+                self._follow_shared(operation, output)
 
-    def _has_what_rows_share(self, names: Sequence[str]) -> bool:
-        return any(name in self._reduced or name in self._normalized or name in self._mixed for name in names)
+    def _follow_shared(self, operation: Any, output: tf.Tensor) -> None:
+        """Notes what becomes of rows to which something was done with what comes from all of them."""
+        if not all(map(self._is_free_of_weights, operation.inputs)):
+            return
+        if operation.type in _REPEATABLE:
+            self._normalized.add(output.name)
+        else:
+            self.compared.note(output)
 
     def _is_free_of_weights(self, tensor: tf.Tensor) -> bool:
         has_rows = self._axes[tensor] is not None

@@ -6,11 +6,13 @@ What compares rows with each other follows from no such sums, but from all rows.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfrep_strategy.errors import message
 from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.row_axes import MATRIX_PRODUCTS
 from tfrep_strategy.keras_integration.synchronous.row_growth import (
@@ -120,6 +122,15 @@ def _of_compared(grows: RowGrowth, value: tf.Tensor, found: Reductions) -> Reduc
                 assert axis is not None
                 found.places[tensor.name] = axis, grows.compared.joined(rows)
         elif tensor.op.type in SOURCES | _CALLS or tensor.op.op_def.is_stateful:
+            warnings.warn(
+                message(
+                    "A step compares the rows of a batch, and what comes after cannot be repeated with those of all replicas."
+                    " Each replica compares its own.",
+                    hint="gather the rows with tfrep.all_gather. See docs/exactness.md.",
+                    operation=f"{tensor.op.type} {tensor.op.name}",
+                ),
+                stacklevel=2,
+            )
             return None
         elif unknown := [each for each in inputs if each.name not in known]:
             waiting += unknown
@@ -136,7 +147,7 @@ def _kind_among_all_rows(grows: RowGrowth, tensor: tf.Tensor) -> str | None:
     if tensor.op.type == "Shape" and grows.depends_on_rows(tensor) and inputs[0] not in grows.compared:
         return "shape" if grows.axis(inputs[0]) is not None else "alike"
     kind = _kind(grows, tensor)
-    if kind in REDUCED and any(grows.is_normalized(each) or grows.is_mixed(each) for each in inputs):
+    if kind in REDUCED and any(map(grows.is_normalized, inputs)):
         return None
     return "all_rows" if kind == "rows" else kind
 
@@ -148,7 +159,7 @@ def _kind(grows: RowGrowth, tensor: tf.Tensor) -> str | None:
     if grows.is_of_shape(tensor) and grows[tensor] == 0 or not grows.depends_on_rows(tensor):
         return "alike"
     if grows.axis(tensor) is not None:
-        return None if grows.is_normalized(tensor) or grows.is_mixed(tensor) else "rows"
+        return None if grows.is_normalized(tensor) else "rows"
     return grows.reduction(tensor)
 
 
