@@ -36,11 +36,11 @@ _OF_MATRICES = {
     "MatrixSolveLs", "MatrixTriangularSolve", "Qr", "SelfAdjointEigV2", "Svd",
 }  # fmt: skip
 _OF_ALL_ELEMENTS = {
-    "Bincount", "DenseBincount", "HistogramFixedWidth", "ScatterNd", "SegmentMaxV2", "SegmentMean", "SegmentMinV2", "SegmentProdV2",
-    "SegmentSumV2", "TensorScatterAdd", "TensorScatterUpdate", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2",
-    "UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd",
+    "Bincount", "DenseBincount", "HistogramFixedWidth", "SegmentMaxV2", "SegmentMean", "SegmentMinV2", "SegmentProdV2",
+    "SegmentSumV2", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "UnsortedSegmentMax", "UnsortedSegmentMin",
+    "UnsortedSegmentProd",
 }  # fmt: skip
-_WITHOUT_PARTS = {"All", "Any", "EuclideanNorm", "Prod"}
+_WITHOUT_PARTS = {"EuclideanNorm", "Prod"}
 """Reductions whose value on all rows does not follow from that on the parts in a way that `row_reductions.py` knows."""
 
 _OF_DIAGONALS = {"MatrixBandPart", "MatrixDiag", "MatrixDiagPartV3", "MatrixDiagV3", "MatrixSetDiagV3"}
@@ -60,6 +60,8 @@ class ComparedRows:
         self._from_values: set[str] = set()
         """The names of tensors that come from values of rows, and not only from their number."""
         self._found: dict[str, str] = {}
+        self._counted: set[str] = set()
+        """The names of tensors with a row for each of the batch, that do not come from values."""
         self._chosen: set[str] = set()
         """The names of tensors with some of the rows of a batch, in their order."""
         self._multiples: dict[str, Fraction | None] = {}
@@ -72,6 +74,10 @@ class ComparedRows:
     def joined(self, tensor: tf.Tensor) -> list[tuple[tf.Tensor, int]]:
         """Returns the tensors whose rows were put one behind the other, and their dimensions of rows; none if nothing was."""
         return self._joined.get(tensor.name, [])
+
+    def compares(self, tensor: tf.Tensor) -> bool:
+        """Returns whether a tensor depends on other rows, and not only on places of rows."""
+        return self._found.get(tensor.name) == _OTHERS
 
     def note(self, tensor: tf.Tensor) -> None:
         """Notes that a tensor depends on what all rows have in common."""
@@ -91,13 +97,16 @@ class ComparedRows:
         only_shape = operation.type in ("Rank", "Shape", "ShapeN", "Size", "ZerosLike", "OnesLike")
         if is_data or from_values and not only_shape or operation.op_def.is_stateful and counts:
             self._from_values |= outputs
+        elif operation.type == "Fill" and counts or any(each.name in self._counted for each in inputs):
+            self._counted |= outputs
         found = self._of(operation, inputs, counts)
         if found is not None:
             self._found.update(dict.fromkeys(outputs, found))
             return
         with_rows = self._with_rows(from_values)
         self._note_multiple(operation, with_rows)
-        if any(each.name in self._chosen for each in with_rows) or self._is_choice(operation):
+        is_chosen = any(each.name in self._chosen for each in with_rows) or self._is_choice(operation)
+        if is_chosen and operation.type != "RaggedTensorToTensor":
             self._chosen |= outputs
         joined = self._parts(operation) or next(filter(None, map(self.joined, with_rows)), [])
         if joined and not only_shape:
@@ -116,18 +125,23 @@ class ComparedRows:
             return _OTHERS
         if states and self._takes_rows_at_places(operation):
             return _OTHERS if self.joined(operation.inputs[0]) else None
+        if states and kind == "RaggedTensorToTensor":  # It places rows by their lengths.
+            return None
         with_rows = self._with_rows(inputs)
-        valued = [each for each in with_rows if each.name in self._from_values]
+        valued = [each for each in with_rows if each.name in self._from_values and each not in self]
         chosen_mean = kind == "Mean" and any(each.name in self._chosen for each in valued)
         if mixes_rows_by_itself(self._axes, operation, valued) or kind in _OF_DIAGONALS and self._are_in_matrix(with_rows):
             return _OTHERS
         if kind == "Reshape" and valued and self._regroups(operation):
             return _OTHERS
+        if kind == "Tile" and counts and valued:
+            return _OTHERS
         if kind == "Fill" and len(counts) > 1 or chosen_mean and self._is_over_rows(operation):
             return _OTHERS
         if kind == "Where" and valued or _CHOICE in states:
             return _CHOICE
-        return _PLACES if states or kind == "Range" and counts else None
+        is_offset = kind == "Cumsum" and bool(valued) and _is_along_an_input(self._axes, operation)  # Of integers, see below.
+        return _PLACES if states or is_offset or kind == "Range" and counts else None
 
     def _with_rows(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return [each for each in tensors if self._axes[each] is not None]
@@ -172,7 +186,8 @@ class ComparedRows:
         return is_other_order or multiple is not None and multiple.denominator != 1
 
     def _are_in_matrix(self, tensors: Sequence[tf.Tensor]) -> bool:
-        return any(_axis(self._axes, each) >= each.shape.rank - 2 for each in tensors)
+        known = self._from_values | self._counted
+        return any(each.name in known and _axis(self._axes, each) >= each.shape.rank - 2 for each in tensors)
 
     def _is_over_rows(self, reduction: Any) -> bool:
         return self._axes[reduction.inputs[0]] in reduced_axes(reduction)
@@ -209,8 +224,8 @@ def mixes_rows_by_itself(axes: RowAxes, operation: Any, with_rows: Sequence[tf.T
     if kind in _OF_MATRICES:
         return axis >= rank - 2
     if kind in _ALONG_AN_INPUT:
-        along = tf.get_static_value(operation.inputs[2 if kind == "Roll" else 1])
-        return along is not None and axis in {each % rank for each in np.reshape(along, -1).tolist()}
+        is_of_lengths = kind == "Cumsum" and first.dtype.is_integer  # These are places, of which ragged tensors are made.
+        return not is_of_lengths and _is_along_an_input(axes, operation)
     if kind in _WITHOUT_PARTS:
         return axis in reduced_axes(operation)
     return kind in _RULES and _RULES[kind](operation, axis)
@@ -258,6 +273,12 @@ def _is_along_rows(axes: RowAxes, operation: Any, with_rows: Sequence[tf.Tensor]
     return along is not None and any(along.item() % each.shape.rank == axes[each] for each in with_rows)
 
 
+def _is_along_an_input(axes: RowAxes, operation: Any) -> bool:
+    along = tf.get_static_value(operation.inputs[2 if operation.type == "Roll" else 1])
+    first = operation.inputs[0]
+    return along is not None and axes[first] in {each % first.shape.rank for each in np.reshape(along, -1).tolist()}
+
+
 def _gathers(operation: Any, axis: int) -> bool:
     along = tf.get_static_value(operation.inputs[2])
     return along is not None and along.item() % operation.inputs[0].shape.rank == axis and not operation.get_attr("batch_dims")
@@ -274,10 +295,7 @@ def _slices_with_strides(operation: Any, axis: int) -> bool:
 
 def _repeats(operation: Any, axis: int) -> bool:
     multiples = tf.get_static_value(operation.inputs[1], partial=True)
-    if multiples is not None and multiples[axis] != 1:
-        return True
-    sizes = zip(operation.inputs[0].shape, operation.outputs[0].shape, strict=True)
-    return any(before is not None and after is None for before, after in sizes)
+    return multiples is not None and multiples[axis] != 1
 
 
 _RULES: dict[str, Callable[[Any, int], bool]] = {

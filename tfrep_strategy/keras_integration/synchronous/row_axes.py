@@ -109,7 +109,8 @@ class StridedSlice(NamedTuple):
 def strided_slice(operation: Any) -> StridedSlice:
     """Returns what an operation of this type takes."""
     masks = [operation.get_attr(f"{name}_mask") for name in ("ellipsis", "new_axis", "shrink_axis", "begin", "end")]
-    begin, strides = (tf.get_static_value(operation.inputs[i], partial=True) for i in (1, 3))
+    begin, end, strides = (tf.get_static_value(each, partial=True) for each in operation.inputs[1:])
+    is_known = all(each is not None for each in (begin, end, strides))
     rank, found = operation.inputs[0].shape.rank, StridedSlice({}, set())
     terms = range(operation.inputs[1].shape.num_elements() or 0)
     dimension = place = 0
@@ -123,7 +124,7 @@ def strided_slice(operation: Any) -> StridedSlice:
             place += 1
         else:
             from_first = from_first or begin is not None and begin[term] == 0
-            if is_removed or not (from_first and to_last and strides is not None and strides[term] == 1):
+            if is_removed or is_known and not (from_first and to_last and strides[term] == 1):
                 found.cut.add(dimension)
             if not is_removed:
                 found.dimensions[dimension] = place

@@ -176,7 +176,8 @@ class RowGrowth:
     def _counts(self, operation: Any) -> list[tf.Tensor]:
         """Returns what an operation gets that comes from the number of rows, such as a dimension of a shape."""
         parts = [part for each in operation.inputs for part in (each.op.inputs if each.op.type == "Pack" else [each])]
-        return [part for part in parts if part.dtype.is_integer and self[part] != 0]
+        sure = operation.type in ("Fill", "Range")
+        return [part for part in parts if part.dtype.is_integer and (self[part] == 1 if sure else self[part] != 0)]
 
     def _follow_reduced(self, operation: Any) -> None:
         inputs = [each.name for each in operation.inputs if self.told.get(each.name) != 0]

@@ -122,15 +122,8 @@ def _of_compared(grows: RowGrowth, value: tf.Tensor, found: Reductions) -> Reduc
                 assert axis is not None
                 found.places[tensor.name] = axis, grows.compared.joined(rows)
         elif tensor.op.type in SOURCES | _CALLS or tensor.op.op_def.is_stateful:
-            warnings.warn(
-                message(
-                    "A step compares the rows of a batch, and what comes after cannot be repeated with those of all replicas."
-                    " Each replica compares its own.",
-                    hint="gather the rows with tfrep.all_gather. See docs/exactness.md.",
-                    operation=f"{tensor.op.type} {tensor.op.name}",
-                ),
-                stacklevel=2,
-            )
+            if grows.compared.compares(value):
+                _warn_of(tensor.op)
             return None
         elif unknown := [each for each in inputs if each.name not in known]:
             waiting += unknown
@@ -138,6 +131,18 @@ def _of_compared(grows: RowGrowth, value: tf.Tensor, found: Reductions) -> Reduc
             found.between.append(tensor)
             known.add(tensor.name)
     return found._replace(degree=math.inf)
+
+
+def _warn_of(operation: Any) -> None:
+    warnings.warn(
+        message(
+            "A step compares the rows of a batch, and what comes after cannot be repeated with those of all replicas."
+            " Each replica compares its own.",
+            hint="gather the rows with tfrep.all_gather. See docs/exactness.md.",
+            operation=f"{operation.type} {operation.name}",
+        ),
+        stacklevel=2,
+    )
 
 
 def _kind_among_all_rows(grows: RowGrowth, tensor: tf.Tensor) -> str | None:
