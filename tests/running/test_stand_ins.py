@@ -103,9 +103,10 @@ def test_a_strategy_of_the_run_takes_settings(run):
     def double(gradients):
         return [2.0 * gradient for gradient in gradients]
 
-    made = tfrep.MultiWorkerStrategy(
-        "horovod", bucket_bytes=1 << 10, gradient_transformers=[double], shard_optimizer_state=True, compression="bf16"
-    )
+    with pytest.warns(UserWarning, match="(?s)talk through the communicator .*`tfrep run --communicator horovod`"):
+        made = tfrep.MultiWorkerStrategy(
+            "horovod", bucket_bytes=1 << 10, gradient_transformers=[double], shard_optimizer_state=True, compression="bf16"
+        )
     assert made is run
     assert (run.bucket_bytes, run.compression, run.shard_optimizer_state) == (1 << 10, "bf16", True)
     assert run.gradient_transformers == [double]

@@ -76,7 +76,7 @@ class CheckedSetting:
 def take_settings(strategy: Any, made: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Gives the strategy of a run the settings with which a script would make one.
 
-    What the run decides, such as devices and the communicator, stays as it is.
+    What the run decides, such as devices and the communicator, stays as it is. A communicator that the script names is told so.
 
     Args:
         strategy: The run's.
@@ -91,6 +91,8 @@ def take_settings(strategy: Any, made: type, args: Sequence[Any], kwargs: Mappin
     signature = inspect.signature(made)
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         asked = inspect.getattr_static(made, name, None)
+        if name == "communicator":
+            _warn_of_another(strategy, value)
         if value is signature.parameters[name].default or not isinstance(asked, CheckedSetting) or asked.of_run:
             continue
         setting = inspect.getattr_static(type(strategy), name, None)
@@ -102,6 +104,20 @@ def take_settings(strategy: Any, made: type, args: Sequence[Any], kwargs: Mappin
                 f"Hint: choose another one by `tfrep run --strategy`. Received: {name}={value!r}",
                 stacklevel=4,
             )
+
+
+def _warn_of_another(strategy: Any, wanted: Any) -> None:
+    """Tells a script that its run talks through another communicator than the script names."""
+    chosen = getattr(getattr(strategy, "communicator", None), "name", None)
+    if isinstance(wanted, str) and chosen is not None and wanted not in ("auto", chosen):
+        warnings.warn(
+            message(
+                f"The processes of this run talk through the communicator {chosen!r}, which the run has chosen.",
+                hint=f"choose another one by `tfrep run --communicator {wanted}`.",
+                communicator=wanted,
+            ),
+            stacklevel=5,
+        )
 
 
 def positive(unit: str) -> Callable[[str, Any], int]:
