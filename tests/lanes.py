@@ -108,6 +108,8 @@ LANES = {
         "keras_integration/test_whole_files.py",
     ),
     "rows": (
+        "keras_integration/test_compared_rows.py::test_what_compares_rows_is_computed_from_all[one alone",
+        "keras_integration/test_compared_rows.py::test_what_compares_rows_is_computed_from_all[three",
         "keras_integration/test_empty_parts.py",
         "keras_integration/test_every_layer.py",
         "keras_integration/test_every_operation.py",

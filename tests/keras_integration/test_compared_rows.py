@@ -151,7 +151,7 @@ COMPARED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", COMPARED)
-@pytest.mark.parametrize("cut", [[4], [6], [2, 5]])
+@pytest.mark.parametrize("cut", [[4], [6], [2, 5]], ids=["uneven", "one alone", "three"])
 def test_what_compares_rows_is_computed_from_all(name: str, cut: list[int]) -> None:
     """On uneven parts, where a replica has none, and on three; with the gradient of a weight of each row, and of all of it."""
     function, parts = COMPARED[name], np.split(ROWS, cut)
