@@ -99,6 +99,26 @@ def _class_means(x: Any) -> Any:
     return ops.matmul(ops.transpose(of_class), x[:, 0]) / ops.sum(of_class, axis=0)[:, None]
 
 
+_CODES = np.random.RandomState(1).randn(9, 2).astype("float32")
+
+
+def _broadcast(x: Any) -> Any:
+    count = tf.shape(x)[0] * tf.shape(x)[1]
+    return tf.broadcast_to(x, [count, count, 4, 2])
+
+
+def _ragged(x: Any) -> Any:
+    return tf.RaggedTensor.from_tensor(x[..., 0], lengths=tf.cast(x[:, 0, 0] > 0, tf.int32) + 1)
+
+
+def _mean_of(rows: Any) -> Any:
+    return tf.reduce_sum(rows) / tf.cast(tf.shape(rows)[0], tf.float32)
+
+
+def _confusion(x: Any) -> Any:
+    return tf.math.confusion_matrix(tf.cast(x[:, 0, 0] > 0, tf.int32), tf.cast(x[:, 1, 0] > 0, tf.int32), 2, dtype=tf.float32)
+
+
 def _pairs_and_choice(x: Any) -> Any:
     pairs = _gram_matrix(x)
     return pairs, tf.logical_and(pairs < 0.5, tf.logical_not(tf.eye(tf.shape(x)[0], dtype=tf.bool)))
@@ -145,6 +165,19 @@ COMPARED: dict[str, Callable[[Any], Any]] = {
     "chosen pairs": lambda x: tf.reduce_mean(tf.boolean_mask(*_pairs_and_choice(x))),
     "pairs through a layer": lambda x: ops.mean(tf.tanh(ops.matmul(ops.expand_dims(_gram_matrix(x), -1), ops.ones((1, 3))))),
     "norms of norms": lambda x: tf.norm(tf.linalg.svd(_flat(x), compute_uv=False)[:3] * [1.0, 2.0, 3.0]),
+    "rows at other places": lambda x: ops.mean(tf.gather(x, tf.roll(tf.range(tf.shape(x)[0]), 1, 0)) * x**2)
+    + ops.mean(ops.take(x, tf.range(tf.shape(x)[0])[::-1], axis=0) * x**3)
+    + ops.mean(tf.gather(x, (tf.range(tf.shape(x)[0]) + 1) % tf.shape(x)[0]) * x),
+    "a transposition by einsum": lambda x: ops.mean(ops.softmax(ops.einsum("nd,kd->kn", _flat(x), 2.0 * _flat(x)), -1) ** 2),
+    "rows that were put before": lambda x: ops.mean(tf.pad(x[:, 0], [[1, 0], [0, 0]], constant_values=1.0)[:-1] * x[:, 1]),
+    "pairs by broadcasts": lambda x: ops.mean(_broadcast(x[:, None]) * _broadcast(x[None]) ** 3),
+    "a mean over the count of chosen": lambda x: _mean_of(tf.boolean_mask(x[:, 0, 0] ** 2, x[:, 1, 0] > 0)),
+    "a loss of chosen rows": lambda x: keras.losses.MeanSquaredError()(*(tf.boolean_mask(x[:, i], x[:, 1, 0] > 0) for i in (0, 1))),
+    "a part of the rows": lambda x: tf.reduce_mean(tf.dynamic_partition(x[:, 0] ** 2, tf.cast(x[:, 1, 0] > 0, tf.int32), 2)[1]),
+    "hits of classes": lambda x: _mean_of(tf.linalg.diag_part(_confusion(x))) * ops.mean(x**2),
+    "a loss of Keras of pairs": lambda x: keras.losses.Dice()(tf.eye(tf.shape(x)[0]), ops.sigmoid(_gram_matrix(x))),
+    "rows before others": lambda x: ops.mean(ops.concatenate([x[:, 0], tf.constant(_CODES)[: -ops.shape(x)[0]]], axis=0)[:7] ** 2),
+    "sentences of some lengths": lambda x: ops.mean(tf.reduce_mean(_ragged(x), 1) ** 2) + ops.mean(_ragged(x).to_tensor(shape=[None, 4])[:, 0]),
     "pairs, and a mean beside": lambda x: _gram(x) + 3.0 * ops.mean(x**2) + ops.sqrt(ops.mean(x**2)) + 0.1 * ops.sum(x),
     "pairs of normalized rows": lambda x: _gram((x - ops.mean(x, 0)) / (ops.std(x, 0) + 0.1)),
 }
@@ -154,7 +187,11 @@ COMPARED: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("cut", [[4], [6], [2, 5]], ids=["uneven", "one alone", "three"])
 def test_what_compares_rows_is_computed_from_all(name: str, cut: list[int]) -> None:
     """On uneven parts, where a replica has none, and on three; with the gradient of a weight of each row, and of all of it."""
-    function, parts = COMPARED[name], np.split(ROWS, cut)
+    _check(COMPARED[name], cut)
+
+
+def _check(function: Callable[[Any], Any], cut: list[int], shape: tuple[int | None, ...] = (None, 4, 2)) -> None:
+    parts = np.split(ROWS, cut)
     strategy = tfrep.MirroredStrategy([f"CPU:{i}" for i in range(len(parts))])
     with strategy.scope():
         scale = tf.Variable(1.2)
@@ -162,11 +199,13 @@ def test_what_compares_rows_is_computed_from_all(name: str, cut: list[int]) -> N
     def replica(part: Any) -> Any:
         step: Any = current_step()
         with tf.GradientTape() as tape:
+            step.is_own = True
             value = part_of_global(step, scale**2 * function(scale * part))
+        step.is_own = False  # Else the tape would sum.
         gradient = tape.gradient(value, scale.values[_replica()], unconnected_gradients="zero")
         return value, strategy.extended.sum_over_replicas([gradient])[0]
 
-    @tf.function(input_signature=[Shards((tf.TensorSpec([None, 4, 2]),) * len(parts), tf.TensorSpec([], tf.int64))])
+    @tf.function(input_signature=[Shards((tf.TensorSpec(shape),) * len(parts), tf.TensorSpec([], tf.int64))])
     def of_replicas(batch: Shards) -> Any:
         return strategy.run(replica, args=(batch,))
 
@@ -177,6 +216,26 @@ def test_what_compares_rows_is_computed_from_all(name: str, cut: list[int]) -> N
     assert float(strategy.reduce("SUM", values)) == pytest.approx(float(wanted), rel=1e-5)
     for gradient in strategy.experimental_local_results(gradients):
         assert float(gradient) == pytest.approx(float(wanted_gradient), rel=1e-4, abs=1e-6)
+
+
+_POSITIONS = np.random.RandomState(2).randn(9, 2).astype("float32")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x + _POSITIONS[None, :4] if tf.executing_eagerly() else x + tf.constant(_POSITIONS)[: tf.shape(x)[1]][None],
+        lambda x: (x + tf.gather(_POSITIONS, tf.range(tf.shape(x)[1]))[None])[:, 1:] * x[:, :-1],
+        lambda x: ops.dot_product_attention(x[:, :, None], x[:, :, None], x[:, :, None], is_causal=True),
+        lambda x: ops.cumsum(x * tf.cast(tf.range(tf.shape(x)[1]), "float32")[None, :, None], axis=1),
+        lambda x: ops.max(ops.concatenate([x, x + tf.constant(_POSITIONS)[: tf.shape(x)[1]]], axis=1), axis=1),
+        lambda x: ops.matmul(x, ops.transpose(x, (0, 2, 1))) * tf.eye(tf.shape(x)[1]),
+        lambda x: _flat(x) @ tf.transpose(_flat(x)),
+    ],
+    ids=["positions", "looked up", "causal", "numbered", "joined", "diagonals", "pairs"],
+)
+def test_sentences_whose_length_is_not_known(function: Callable[[Any], Any]) -> None:
+    _check(lambda x: ops.mean(ops.sum(ops.square(function(x)), axis=-1)), [4], (None, None, 2))
 
 
 @pytest.mark.parametrize(
@@ -229,8 +288,14 @@ def _through(x: Any, made: list[Any]) -> Any:
         lambda x: tf.boolean_mask(x, x[:, 0, 0] > 0),
         lambda x: tf.tensordot(x, tf.ones([2, 3]), 1) + tf.tile(x[:, :1, :1], [1, 4, 1]),
         lambda x: ops.split(ops.stack([x, 2 * x], axis=1), 2, axis=2)[0][:, 0],
+        lambda x: tf.reshape(tf.transpose(tf.stack([x, 2.0 * x]), [2, 0, 1, 3]), [-1, 2]),
+        lambda x: tf.reduce_max(tf.RaggedTensor.from_row_lengths(tf.reshape(x, [-1, 2]), tf.fill([tf.shape(x)[0]], 4)), axis=1),
+        lambda x: tf.image.crop_and_resize(x[..., None], tf.abs(ops.tile(x[:, 0], (1, 2))), tf.range(tf.shape(x)[0]), [3, 3]),
+        lambda x: tf.tensor_scatter_nd_update(
+            x, tf.stack([tf.range(tf.shape(x)[0]), tf.cast(x[:, 0, 0] > 0, tf.int32)], 1), x[:, 3] + 1.0
+        ),
     ],
-    ids=["layers", "dots", "columns", "groups", "of each", "chosen", "tensordot", "parts"],
+    ids=["layers", "dots", "columns", "groups", "of each", "chosen", "tensordot", "parts", "views", "ragged", "crops", "set"],
 )
 def test_what_treats_each_row_for_itself_is_left_alone(function: Callable[[Any], Any]) -> None:
     found: list[bool] = []

@@ -86,6 +86,8 @@ def of_all_rows(step: Step, value: tf.Tensor) -> tf.Tensor | None:
         return step.strategy.extended.sum_over_replicas([part_of_global(step, value)])[0]
     if not step.has_computed(value):
         return value
+    if not value.shape.rank and not compares_rows(step, value):
+        return step.strategy.extended.sum_over_replicas([value])[0] if is_count(step, value) else value
     found = all_rows(step, value)
     return None if found is None else JointValue.of(step, value, found).value
 

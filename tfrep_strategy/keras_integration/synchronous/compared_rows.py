@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfrep_strategy.keras_integration.synchronous.row_axes import (
     MATRIX_PRODUCTS,
+    OF_SHAPES,
     RowAxes,
     matrices,
     reduced_axes,
@@ -36,10 +37,20 @@ _OF_MATRICES = {
     "MatrixSolveLs", "MatrixTriangularSolve", "Qr", "SelfAdjointEigV2", "Svd",
 }  # fmt: skip
 _OF_ALL_ELEMENTS = {
-    "Bincount", "DenseBincount", "HistogramFixedWidth", "SegmentMaxV2", "SegmentMean", "SegmentMinV2", "SegmentProdV2",
-    "SegmentSumV2", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "UnsortedSegmentMax", "UnsortedSegmentMin",
-    "UnsortedSegmentProd",
+    "Bincount", "DenseBincount", "HistogramFixedWidth", "ScatterNd", "SegmentMaxV2", "SegmentMean", "SegmentMinV2", "SegmentProdV2",
+    "SegmentSumV2", "TensorScatterAdd", "TensorScatterUpdate",
 }  # fmt: skip
+_OF_SEGMENTS = {"UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd"}
+_AT_PLACES = {
+    "CropAndResize", "GatherNd", "GatherV2", "RaggedTensorToTensor", "ScatterNd", "TensorScatterAdd", "TensorScatterUpdate",
+}  # fmt: skip
+"""Operations that take or put something for each row if they are given the places of rows, or the lengths of ragged ones."""
+
+_MOVES = {"FloorMod", "ReverseV2", "Roll", "Slice", "StridedSlice"}
+"""Operations that make other places of the places of rows."""
+
+_SETS = {"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"}
+_PADS = {"MirrorPad", "Pad", "PadV2"}
 _WITHOUT_PARTS = {"EuclideanNorm", "Prod"}
 """Reductions whose value on all rows does not follow from that on the parts in a way that `row_reductions.py` knows."""
 
@@ -63,7 +74,7 @@ class ComparedRows:
         self._counted: set[str] = set()
         """The names of tensors with a row for each of the batch, that do not come from values."""
         self._chosen: set[str] = set()
-        """The names of tensors with some of the rows of a batch, in their order."""
+        """The names of tensors with some of the rows of a batch, in their order, and of how many these are."""
         self._multiples: dict[str, Fraction | None] = {}
         """How many rows of tensors are of one row of the batch, if not 1; None where nobody knows."""
         self._joined: dict[str, list[tuple[tf.Tensor, int]]] = {}
@@ -94,7 +105,7 @@ class ComparedRows:
         """
         outputs = {output.name for output in operation.outputs}
         from_values = [each for each in inputs if each.name in self._from_values]
-        only_shape = operation.type in ("Rank", "Shape", "ShapeN", "Size", "ZerosLike", "OnesLike")
+        only_shape = operation.type in OF_SHAPES | {"ZerosLike", "OnesLike"}
         if is_data or from_values and not only_shape or operation.op_def.is_stateful and counts:
             self._from_values |= outputs
         elif operation.type == "Fill" and counts or any(each.name in self._counted for each in inputs):
@@ -105,14 +116,27 @@ class ComparedRows:
             return
         with_rows = self._with_rows(from_values)
         self._note_multiple(operation, with_rows)
-        is_chosen = any(each.name in self._chosen for each in with_rows) or self._is_choice(operation)
-        if is_chosen and operation.type != "RaggedTensorToTensor":
-            self._chosen |= outputs
+        self._note_chosen(operation, inputs)
         joined = self._parts(operation) or next(filter(None, map(self.joined, with_rows)), [])
         if joined and not only_shape:
             self._joined.update((output.name, joined) for output in operation.outputs if self._axes[output] is not None)
 
+    def counts_chosen(self, tensor: tf.Tensor) -> bool:
+        """Returns whether a tensor without rows comes from how many rows were chosen."""
+        return tensor.name in self._chosen and self._axes[tensor] is None
+
+    def _note_chosen(self, operation: Any, inputs: Sequence[tf.Tensor]) -> None:
+        has_chosen = [each for each in inputs if each.name in self._chosen]
+        keeps = any(self._axes[each] is None for each in has_chosen) or operation.type in OF_SHAPES
+        is_chosen = has_chosen and (keeps or any(self._axes[output] is not None for output in operation.outputs))
+        if operation.type != "RaggedTensorToTensor" and (is_chosen or self._is_choice(operation)):
+            self._chosen.update(output.name for output in operation.outputs)
+
     def _parts(self, operation: Any) -> list[tuple[tf.Tensor, int]]:
+        if operation.type == "Reshape" and self._is_flattened(operation):
+            before = operation.inputs[0]
+            axis = _axis(self._axes, before)
+            return [(before, axis)] * int(before.shape[:axis].num_elements() or 0)
         if not joins_parts(self._axes, operation):
             return []
         *tensors, _ = operation.inputs
@@ -123,10 +147,10 @@ class ComparedRows:
         states = {self._found[each.name] for each in inputs if each in self}
         if _OTHERS in states:
             return _OTHERS
-        if states and self._takes_rows_at_places(operation):
-            return _OTHERS if self.joined(operation.inputs[0]) else None
-        if states and kind == "RaggedTensorToTensor":  # It places rows by their lengths.
-            return None
+        if states and kind in _AT_PLACES and self._is_for_each_row(operation):
+            return _OTHERS if any(map(self.joined, inputs)) else None
+        if states and kind in _MOVES and self._moves(operation, counts):
+            return _OTHERS
         with_rows = self._with_rows(inputs)
         valued = [each for each in with_rows if each.name in self._from_values and each not in self]
         chosen_mean = kind == "Mean" and any(each.name in self._chosen for each in valued)
@@ -134,29 +158,50 @@ class ComparedRows:
             return _OTHERS
         if kind == "Reshape" and valued and self._regroups(operation):
             return _OTHERS
-        if kind == "Tile" and counts and valued:
+        if kind in ("BroadcastTo", "Tile") and counts and valued and self._makes_pairs(operation, counts):
+            return _OTHERS
+        if kind in _OF_SEGMENTS and valued and operation.inputs[2].name not in {each.name for each in counts}:
             return _OTHERS
         if kind == "Fill" and len(counts) > 1 or chosen_mean and self._is_over_rows(operation):
             return _OTHERS
         if kind == "Where" and valued or _CHOICE in states:
             return _CHOICE
+        if kind in _SETS and valued:
+            return _PLACES
         is_offset = kind == "Cumsum" and bool(valued) and _is_along_an_input(self._axes, operation)  # Of integers, see below.
         return _PLACES if states or is_offset or kind == "Range" and counts else None
 
     def _with_rows(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return [each for each in tensors if self._axes[each] is not None]
 
-    def _takes_rows_at_places(self, operation: Any) -> bool:
-        """Whether an operation takes from rows those at places that were counted, such as rows that a mask chooses."""
+    def _is_for_each_row(self, operation: Any) -> bool:
+        """Whether one of `_AT_PLACES` is given places of rows, such as those that a mask chooses, and does what it does to each."""
         if operation.type not in ("GatherNd", "GatherV2"):
-            return False
+            return True
         rows = operation.inputs[0]
         along = operation.inputs[2] if operation.type == "GatherV2" else None
         is_along_rows = self._axes[rows] == 0 and (along is None or tf.get_static_value(along) == 0)
         return is_along_rows and rows not in self and rows.name in self._from_values
 
+    def _moves(self, operation: Any, counts: Sequence[tf.Tensor]) -> bool:
+        places = operation.inputs[0]
+        if places not in self or (axis := self._axes[places]) is None:
+            return False
+        if operation.type == "FloorMod":
+            return bool(counts)
+        if operation.type in _RULES:
+            return _RULES[operation.type](operation, axis)
+        return _is_along_an_input(self._axes, operation)
+
+    def _makes_pairs(self, operation: Any, counts: Sequence[tf.Tensor]) -> bool:
+        before, after = operation.inputs[0], operation.outputs[0]
+        axis = _axis(self._axes, before)
+        if operation.type == "Tile":
+            return True
+        return len(counts) > 1 or after.shape.rank - before.shape.rank + axis > 0 and after.shape[0] is None
+
     def _is_choice(self, operation: Any) -> bool:
-        return any(self._found.get(each.name) == _CHOICE for each in operation.inputs)
+        return operation.type == "DynamicPartition" or any(self._found.get(each.name) == _CHOICE for each in operation.inputs)
 
     def _note_multiple(self, operation: Any, with_rows: Sequence[tf.Tensor]) -> None:
         if not with_rows:
@@ -183,7 +228,16 @@ class ComparedRows:
         outer, new_outer = before.shape[:axis].num_elements(), after.shape[:new_axis].num_elements()
         multiple = self._multiple_after(reshape)
         is_other_order = outer is not None and new_outer is not None and outer != new_outer
+        is_other_order = is_other_order and not self._is_flattened(reshape)
         return is_other_order or multiple is not None and multiple.denominator != 1
+
+    def _is_flattened(self, reshape: Any) -> bool:
+        """Whether parts that were stacked before the rows, such as views, come one behind the other."""
+        before, after = reshape.inputs[0], reshape.outputs[0]
+        axis, rest = self._axes[before], before.shape.rank - after.shape.rank
+        if not axis or rest != axis or self._axes[after] != 0 or self.joined(before):
+            return False
+        return bool(before.shape[:axis].num_elements()) and before.shape[axis + 1 :].as_list() == after.shape[1:].as_list()
 
     def _are_in_matrix(self, tensors: Sequence[tf.Tensor]) -> bool:
         known = self._from_values | self._counted
@@ -215,6 +269,9 @@ def mixes_rows_by_itself(axes: RowAxes, operation: Any, with_rows: Sequence[tf.T
         return _cuts_or_joins(axes, operation, with_rows)
     if kind in _OF_ALL_ELEMENTS:
         return True
+    if kind in _PADS:
+        widths = tf.get_static_value(operation.inputs[1])
+        return widths is not None and any(widths[_axis(axes, each)].any() for each in with_rows)
     first = operation.inputs[0]
     if first.name not in {each.name for each in with_rows}:
         return False

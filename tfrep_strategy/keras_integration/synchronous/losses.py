@@ -51,7 +51,9 @@ class Losses(SynchronousBase):
 
     def compute_loss(self, original: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Computes a loss that mixes rows from the rows of all replicas; others from this replica's own."""
-        if not self._sees_part or not (mixes_rows(loss, y_pred) or _is_own_and_mixes_rows(loss, original, y_true, y_pred)):
+        if not self._sees_part or _were_compared(y_true, y_pred):
+            return original(loss, y_true, y_pred, sample_weight)
+        if not (mixes_rows(loss, y_pred) or _is_own_and_mixes_rows(loss, original, y_true, y_pred)):
             return original(loss, y_true, y_pred, sample_weight)
         return loss_of_whole_batch(self.strategy, original, loss, y_true, y_pred, sample_weight)
 
@@ -146,11 +148,11 @@ class Losses(SynchronousBase):
             return original(metric, *args, **kwargs)
         if _are_scalars(original, args, kwargs):
             return self._update_with_scalars(original, metric, args, kwargs)
-        if isinstance(metric, keras.metrics.Sum) and is_of_keras(original):
-            return _update_sum(original, metric, *args, **kwargs)
         if (whole := self._of_compared_rows((args, kwargs))) is not None:
             args, kwargs = whole
             return _update_on_first_replica(original, metric, args, kwargs)
+        if isinstance(metric, keras.metrics.Sum) and is_of_keras(original):
+            return _update_sum(original, metric, *args, **kwargs)
         if not (_is_of_rows_together(metric, args, kwargs) or metric_needs_all_rows(metric, original, args, kwargs)):
             with _updates_metric.to(True):
                 return original(metric, *args, **kwargs)
@@ -160,8 +162,9 @@ class Losses(SynchronousBase):
         """Updates a metric of the user's own with scalars of the global batch, on the first replica alone."""
         step: Any = current_step()
         flat = [ops.convert_to_tensor(value) for value in keras.tree.flatten((args, kwargs))]
-        summed = self.strategy.extended.sum_over_replicas([part_of_global(step, value) for value in flat])
-        args, kwargs = keras.tree.pack_sequence_as((args, kwargs), summed)
+        whole = [of_all_rows(step, value) for value in flat]
+        whole = [value if new is None else new for value, new in zip(flat, whole, strict=True)]
+        args, kwargs = keras.tree.pack_sequence_as((args, kwargs), whole)
         _update_on_first_replica(original, metric, args, kwargs)
 
     def _of_compared_rows(self, given: Any) -> Any | None:
@@ -213,13 +216,22 @@ def _are_scalars(update: Any, args: Any, kwargs: Any) -> bool:
     step, given = current_step(), keras.tree.flatten((args, kwargs))
     if step is None or step.is_in_branch or is_of_keras(update) or not given:
         return False
-    return all(tf.is_symbolic_tensor(value) and value.dtype.is_floating and value.shape.rank == 0 for value in given)
+    return all(tf.is_symbolic_tensor(value) and value.dtype.is_numeric and value.shape.rank == 0 for value in given)
 
 
 def _is_of_rows_together(metric: Any, args: Any, kwargs: Any) -> bool:
     """Whether a metric of Keras, made with an axis that is the batch, compares the rows with each other."""
     predictions = args[1] if len(args) > 1 else kwargs.get("y_pred")
     return predictions is not None and is_of_keras(type(metric)) and mixes_rows(metric, predictions)
+
+
+def _were_compared(y_true: Any, y_pred: Any) -> bool:
+    """Whether a step of the user's own has compared rows for what it gives to a loss, whose value is then followed in the graph."""
+    step = current_step()
+    if step is None or not step.is_own:
+        return False
+    given = [value for value in keras.tree.flatten((y_true, y_pred)) if tf.is_symbolic_tensor(value)]
+    return any(compares_rows(step, value) for value in given)
 
 
 def _is_own_and_mixes_rows(loss: Any, compute: Any, y_true: Any, y_pred: Any) -> bool:

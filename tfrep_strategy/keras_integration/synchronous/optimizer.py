@@ -14,7 +14,7 @@ from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is
-from tfrep_strategy.keras_integration.synchronous.batch_sums import are_rows, part_of_global
+from tfrep_strategy.keras_integration.synchronous.batch_sums import are_rows, compares_rows, part_of_global
 from tfrep_strategy.keras_integration.synchronous.layers import creates_partial_sums
 from tfrep_strategy.keras_integration.synchronous.sharded_updates import ShardedUpdates
 
@@ -80,7 +80,12 @@ class Updates(ShardedUpdates):
         if step is None:
             return original(optimizer, loss)
         loss = tf.convert_to_tensor(loss)
-        scaled = original(optimizer, loss if are_rows(step, loss) else part_of_global(step, loss))
+        if are_rows(step, loss):
+            if compares_rows(step, loss):
+                loss = part_of_global(step, tf.reduce_sum(loss))
+        else:
+            loss = part_of_global(step, loss)
+        scaled = original(optimizer, loss)
         step.note_scaled_loss(scaled, optimizer)
         return scaled
 

@@ -15,28 +15,44 @@ MATRIX_PRODUCTS = {
 }
 """Operations on matrices, and by which attributes they exchange the last two dimensions of each."""
 
+OF_SHAPES = {"Rank", "Shape", "ShapeN", "Size"}
+_MADE = {"BroadcastTo", "Fill", "Range", "Tile"}
+"""Operations that make as many rows as they are told."""
+
 _NOWHERE = -1
 
 
 class RowAxes:
-    """Finds the dimension of rows: the first, if its size is not known, or that to which an operation has moved it."""
+    """Finds the dimension of rows: the first, if its size is not known, or that to which an operation has moved it.
+
+    Only what comes from the batch, or was made for each of its rows, has rows. The length of a sentence is not known either.
+    """
 
     def __init__(self) -> None:
+        self._of_rows: set[str] = set()
         self._moved: dict[str, int] = {}
         """The dimensions of tensors, by their names, that are not the first one of unknown size."""
 
     def __getitem__(self, tensor: tf.Tensor) -> int | None:
         """Returns the dimension; None if the tensor has no rows."""
+        if tensor.name not in self._of_rows:
+            return None
         axis = self._moved.get(tensor.name, _usual(tensor))
         return None if axis == _NOWHERE else axis
 
-    def follow(self, operation: Any, counts: Sequence[tf.Tensor] = ()) -> None:
+    def follow(self, operation: Any, is_data: bool, inputs: Sequence[tf.Tensor], counts: Sequence[tf.Tensor]) -> None:
         """Notes where an operation has moved the rows.
 
         Args:
             operation: The next one of the graph.
-            counts: Those of its inputs, or of the dimensions that make them up, that come from the number of rows.
+            is_data: Whether it brings the batch.
+            inputs: Those of its inputs that differ between replicas.
+            counts: Those, or the dimensions that make them up, that are numbers of rows.
         """
+        if operation.type not in OF_SHAPES:
+            is_made = bool(counts) and (operation.type in _MADE or operation.op_def.is_stateful or "Random" in operation.type)
+            if is_data or is_made or any(self[each] is not None for each in inputs):
+                self._of_rows.update(output.name for output in operation.outputs)
         if len(operation.outputs) != 1 or not operation.outputs[0].shape.rank:
             return
         output = operation.outputs[0]
@@ -53,8 +69,12 @@ class RowAxes:
         kind, inputs = operation.type, operation.inputs
         if kind in MATRIX_PRODUCTS:
             return self._of_product(operation, output)
+        if kind == "Einsum":
+            return self._of_einsum(operation)
         if not inputs or (axis := self[inputs[0]]) is None:
             return self._of_elements(inputs, output)
+        if kind == "BroadcastTo":
+            return int(output.shape.rank - inputs[0].shape.rank + axis)
         if kind == "Transpose":
             order = tf.get_static_value(inputs[1])
             return _only_unknown(inputs[0], output) if order is None else order.tolist().index(axis)
@@ -84,14 +104,22 @@ class RowAxes:
                 return int(output.shape.rank - matrix.shape.rank + axis)
         return None
 
+    def _of_einsum(self, einsum: Any) -> int | None:
+        given, _, result = einsum.get_attr("equation").decode().partition("->")
+        terms = zip(given.split(","), einsum.inputs, strict=True)
+        labels = [term[axis] for term, tensor in terms if (axis := self[tensor]) is not None and "." not in term]
+        if not labels or "." in result:
+            return None
+        return next((result.index(label) for label in labels if label in result), _NOWHERE)
+
     def _of_elements(self, inputs: Sequence[tf.Tensor], output: tf.Tensor) -> int | None:
         """Returns the dimension of an operation on elements, whose tensors are aligned at their last dimensions."""
-        moved = [(self._moved[t.name], t.shape.rank) for t in inputs if t.name in self._moved]
-        if output.shape.rank != max([t.shape.rank or 0 for t in inputs], default=0) or not moved:
+        if output.shape.rank != max([t.shape.rank or 0 for t in inputs], default=0):
             return None
-        if all(self[tensor] is None for tensor in inputs):
-            return _NOWHERE
-        return next((output.shape.rank - rank + axis for axis, rank in moved if axis != _NOWHERE), None)
+        found = [int(output.shape.rank - t.shape.rank + axis) for t in inputs if (axis := self[t]) is not None]
+        if not found:
+            return _NOWHERE if any(self._moved.get(t.name) == _NOWHERE for t in inputs) else None
+        return _usual(output) if _usual(output) in found else found[0]
 
 
 class StridedSlice(NamedTuple):

@@ -148,7 +148,7 @@ class RowGrowth:
             kind == "L2Loss" and axis is not None
             or kind in MATRIX_PRODUCTS and self._axes.are_contracted(operation)
             or kind == "Einsum" and self._contracted(operation) == 1
-            or kind == "UnsortedSegmentSum" and axis == 0
+            or kind == "UnsortedSegmentSum" and axis == 0 and self[operation.inputs[2]] == 0  # Not for each row, as ragged ones.
         )  # fmt: skip
         return "sum" if adds_up else None
 
@@ -164,8 +164,8 @@ class RowGrowth:
                 self._dependent.update(output.name for output in operation.outputs if self.told.get(output.name) == 1)
             self._follow_rows(operation, is_data)
             counts = self._counts(operation)
-            self._axes.follow(operation, counts)
             inputs = [each for each in operation.inputs if self.told.get(each.name) != 0]
+            self._axes.follow(operation, is_data, inputs, list(filter(self._is_count, counts)))
             self.compared.follow(operation, is_data, inputs, counts)
             power = self._of(operation)
             if power != 0:
@@ -176,8 +176,11 @@ class RowGrowth:
     def _counts(self, operation: Any) -> list[tf.Tensor]:
         """Returns what an operation gets that comes from the number of rows, such as a dimension of a shape."""
         parts = [part for each in operation.inputs for part in (each.op.inputs if each.op.type == "Pack" else [each])]
-        sure = operation.type in ("Fill", "Range")
-        return [part for part in parts if part.dtype.is_integer and (self[part] == 1 if sure else self[part] != 0)]
+        sure = operation.type in ("Fill", "Range")  # Other sizes are not known to be numbers of rows.
+        return [part for part in parts if part.dtype.is_integer and (self._is_count(part) if sure else self[part] != 0)]
+
+    def _is_count(self, tensor: tf.Tensor) -> bool:
+        return self[tensor] == 1 or isinstance(self[tensor], _Shape)
 
     def _follow_reduced(self, operation: Any) -> None:
         inputs = [each.name for each in operation.inputs if self.told.get(each.name) != 0]
@@ -194,7 +197,7 @@ class RowGrowth:
             return
         if operation.type in _REPEATABLE:
             self._normalized.add(output.name)
-        else:
+        elif output.dtype.is_floating:  # Others are masks and lengths.
             self.compared.note(output)
 
     def _is_free_of_weights(self, tensor: tf.Tensor) -> bool:
@@ -224,7 +227,7 @@ class RowGrowth:
         if kind in ("Sum", "L2Loss"):
             return _plus(powers[0], int(axis is not None and (kind == "L2Loss" or axis in reduced_axes(operation))))
         if kind == "UnsortedSegmentSum":
-            return _plus(powers[0], int(axis == 0))
+            return _plus(powers[0], int(axis == 0 and powers[2] == 0))
         if kind == "Einsum":
             return self._contracted(operation) if set(powers) == {0} else None
         if kind == "Prod":

@@ -84,7 +84,7 @@ def reductions(step: Step, value: tf.Tensor) -> Reductions | None:
             waiting.pop()
         elif kind is not None and together is None:
             found.kinds[kind].append(tensor)
-            degrees[tensor.name] = _DEGREES[kind]
+            degrees[tensor.name] = 1 if grows.compared.counts_chosen(tensor) else _DEGREES[kind]
         elif not _can_be_repeated(grows, tensor, together):
             return None
         elif unknown := [each for each in inputs if each.name not in degrees]:
@@ -161,9 +161,10 @@ def _kind(grows: RowGrowth, tensor: tf.Tensor) -> str | None:
     """Returns where the walk ends at a tensor, and as what; None if it goes on."""
     if grows.told.get(tensor.name) == 1:
         return "share"
-    if grows.is_of_shape(tensor) and grows[tensor] == 0 or not grows.depends_on_rows(tensor):
+    has_rows = grows.axis(tensor) is not None
+    if grows.is_of_shape(tensor) and grows[tensor] == 0 and not has_rows or not grows.depends_on_rows(tensor):
         return "alike"
-    if grows.axis(tensor) is not None:
+    if has_rows:
         return None if grows.is_normalized(tensor) else "rows"
     return grows.reduction(tensor)
 

@@ -32,7 +32,7 @@ class Tapes(SynchronousBase):
         was_scaled = step.was_scaled(target)
         if not positions or step.loss_is_scaled and not was_scaled:
             return original(tape, target, sources, *args, **kwargs)
-        weighed = [] if was_scaled or args or kwargs else _weighed(step, target, at_once=any(map(overwrites, flat)))
+        weighed = [] if was_scaled or args or kwargs else _all_weighed(step, target, at_once=any(map(overwrites, flat)))
         if weighed:
             target, weights = map(list, zip(*weighed, strict=True))
             kwargs = {"output_gradients": weights}
@@ -62,6 +62,17 @@ class Tapes(SynchronousBase):
         for i, total in zip(given, context.all_reduce("sum", [dense(own[i]) for i in given]), strict=True):
             summed[i] = total
         return summed
+
+
+def _all_weighed(step: Step, target: Any, at_once: bool) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """Takes a loss apart, or several, whose gradients a tape adds up."""
+    if not isinstance(target, (list, tuple)) or not all(map(tf.is_symbolic_tensor, target)):
+        return _weighed(step, target, at_once)
+    weighed = [_weighed(step, each, at_once) for each in target]
+    if not any(weighed):
+        return []
+    means = [[(each, tf.fill(tf.shape(each), tf.cast(step.share.value, each.dtype)))] for each in target]
+    return [pair for found, mean in zip(weighed, means, strict=True) for pair in found or mean]
 
 
 def _weighed(step: Step, target: Any, at_once: bool) -> list[tuple[tf.Tensor, tf.Tensor]]:
