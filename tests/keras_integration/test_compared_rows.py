@@ -111,6 +111,10 @@ def _ragged(x: Any) -> Any:
     return tf.RaggedTensor.from_tensor(x[..., 0], lengths=tf.cast(x[:, 0, 0] > 0, tf.int32) + 1)
 
 
+def _padded(x: Any) -> Any:
+    return _ragged(x).to_tensor(shape=[None, 4])
+
+
 def _mean_of(rows: Any) -> Any:
     return tf.reduce_sum(rows) / tf.cast(tf.shape(rows)[0], tf.float32)
 
@@ -177,7 +181,7 @@ COMPARED: dict[str, Callable[[Any], Any]] = {
     "hits of classes": lambda x: _mean_of(tf.linalg.diag_part(_confusion(x))) * ops.mean(x**2),
     "a loss of Keras of pairs": lambda x: keras.losses.Dice()(tf.eye(tf.shape(x)[0]), ops.sigmoid(_gram_matrix(x))),
     "rows before others": lambda x: ops.mean(ops.concatenate([x[:, 0], tf.constant(_CODES)[: -ops.shape(x)[0]]], axis=0)[:7] ** 2),
-    "sentences of some lengths": lambda x: ops.mean(tf.reduce_mean(_ragged(x), 1) ** 2) + ops.mean(_ragged(x).to_tensor(shape=[None, 4])[:, 0]),
+    "sentences of some lengths": lambda x: ops.mean(tf.reduce_mean(_ragged(x), 1) ** 2) + ops.mean(_padded(x)[:, 0]),
     "pairs, and a mean beside": lambda x: _gram(x) + 3.0 * ops.mean(x**2) + ops.sqrt(ops.mean(x**2)) + 0.1 * ops.sum(x),
     "pairs of normalized rows": lambda x: _gram((x - ops.mean(x, 0)) / (ops.std(x, 0) + 0.1)),
 }

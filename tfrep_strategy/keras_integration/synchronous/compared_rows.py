@@ -234,8 +234,8 @@ class ComparedRows:
     def _is_flattened(self, reshape: Any) -> bool:
         """Whether parts that were stacked before the rows, such as views, come one behind the other."""
         before, after = reshape.inputs[0], reshape.outputs[0]
-        axis, rest = self._axes[before], before.shape.rank - after.shape.rank
-        if not axis or rest != axis or self._axes[after] != 0 or self.joined(before):
+        axis = self._axes[before]
+        if not axis or self._axes[after] != 0 or before.shape.rank - after.shape.rank != axis or self.joined(before):
             return False
         return bool(before.shape[:axis].num_elements()) and before.shape[axis + 1 :].as_list() == after.shape[1:].as_list()
 

@@ -42,6 +42,11 @@ _REPEATABLE = REDUCTIONS | {
 }  # fmt: skip
 """Operations that do the same to each row."""
 
+_VALUES_OF = dict.fromkeys(("BroadcastTo", "Reshape", "Slice", "StridedSlice", "Tile"), slice(1)) | {
+    "Fill": slice(1, 2), "Range": slice(0),
+}  # fmt: skip
+"""Of operations with inputs that are sizes, such as the length of the longest sentence: the others."""
+
 REDUCED = ("sum", "mean", "max", "min")
 """How rows are put together, besides that they are counted."""
 
@@ -183,7 +188,8 @@ class RowGrowth:
         return self[tensor] == 1 or isinstance(self[tensor], _Shape)
 
     def _follow_reduced(self, operation: Any) -> None:
-        inputs = [each.name for each in operation.inputs if self.told.get(each.name) != 0]
+        inputs = [each.name for each in operation.inputs[_VALUES_OF.get(operation.type, slice(None))]]
+        inputs = [name for name in inputs if self.told.get(name) != 0]
         for output in operation.outputs:
             if self._axes[output] is None:
                 if any(name in self._reduced for name in inputs) or self.together(output) is not None:
@@ -197,7 +203,7 @@ class RowGrowth:
             return
         if operation.type in _REPEATABLE:
             self._normalized.add(output.name)
-        elif output.dtype.is_floating:  # Others are masks and lengths.
+        else:
             self.compared.note(output)
 
     def _is_free_of_weights(self, tensor: tf.Tensor) -> bool:
