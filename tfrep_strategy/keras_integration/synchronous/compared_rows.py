@@ -37,9 +37,14 @@ _OF_MATRICES = {
     "MatrixSolveLs", "MatrixTriangularSolve", "Qr", "SelfAdjointEigV2", "Svd",
 }  # fmt: skip
 _OF_ALL_ELEMENTS = {
-    "Bincount", "DenseBincount", "HistogramFixedWidth", "ScatterNd", "SegmentMaxV2", "SegmentMean", "SegmentMinV2", "SegmentProdV2",
-    "SegmentSumV2", "TensorScatterAdd", "TensorScatterUpdate",
+    "HistogramFixedWidth", "SegmentMaxV2", "SegmentMean", "SegmentMinV2", "SegmentProdV2", "SegmentSumV2",
 }  # fmt: skip
+_SCATTERS = {"ScatterNd": 0, "TensorScatterAdd": 1, "TensorScatterUpdate": 1}
+"""Operations that put something at indices, and which input these are."""
+
+_OF_VECTORS = {"Bincount", "DenseBincount"}
+"""Operations that count for each row in matrices, and in vectors that have several elements for a row, at offsets."""
+
 _OF_SEGMENTS = {"UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd"}
 _AT_PLACES = {
     "CropAndResize", "GatherNd", "GatherV2", "RaggedTensorToTensor", "ScatterNd", "TensorScatterAdd", "TensorScatterUpdate",
@@ -158,6 +163,8 @@ class ComparedRows:
             return _OTHERS
         if kind == "Reshape" and valued and self._regroups(operation):
             return _OTHERS
+        if kind in _OF_VECTORS and any(each.shape.rank == 1 and self._multiples.get(each.name, 1) == 1 for each in valued):
+            return _OTHERS
         if kind in ("BroadcastTo", "Tile") and counts and valued and self._makes_pairs(operation, counts):
             return _OTHERS
         if kind in _OF_SEGMENTS and valued and operation.inputs[2].name not in {each.name for each in counts}:
@@ -267,8 +274,8 @@ def mixes_rows_by_itself(axes: RowAxes, operation: Any, with_rows: Sequence[tf.T
         return rank is not None and len({rank - each.shape.rank + _axis(axes, each) for each in with_rows}) > 1
     if kind in ("ConcatV2", "Split", "SplitV", "Unpack"):
         return _cuts_or_joins(axes, operation, with_rows)
-    if kind in _OF_ALL_ELEMENTS:
-        return True
+    if kind in _OF_ALL_ELEMENTS or kind in _SCATTERS:
+        return kind not in _SCATTERS or operation.inputs[_SCATTERS[kind]].name in {each.name for each in with_rows}
     if kind in _PADS:
         widths = tf.get_static_value(operation.inputs[1])
         return widths is not None and any(widths[_axis(axes, each)].any() for each in with_rows)

@@ -51,7 +51,7 @@ class RowAxes:
         """
         if operation.type not in OF_SHAPES:
             is_made = bool(counts) and (operation.type in _MADE or operation.op_def.is_stateful or "Random" in operation.type)
-            if is_data or is_made or any(self[each] is not None for each in inputs):
+            if is_data or is_made or any(map(self._may_have_rows, inputs)):
                 self._of_rows.update(output.name for output in operation.outputs)
         if len(operation.outputs) != 1 or not operation.outputs[0].shape.rank:
             return
@@ -60,6 +60,11 @@ class RowAxes:
         axis = self._of_output(operation, output) if axis is None else axis
         if axis is not None and axis != _usual(output) and (axis == _NOWHERE or output.shape[axis] is None):
             self._moved[output.name] = axis
+
+    def _may_have_rows(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor has rows, if only in a dimension that nobody knows: loops keep them in lists, for example."""
+        is_number = tensor.shape.rank == 0 and tensor.dtype != tf.variant
+        return tensor.name in self._of_rows and self._moved.get(tensor.name) != _NOWHERE and not is_number
 
     def are_contracted(self, product: Any) -> bool:
         """Returns whether a product of matrices adds up the rows."""
@@ -96,6 +101,8 @@ class RowAxes:
         return self._of_elements(inputs, output)
 
     def _of_product(self, product: Any, output: tf.Tensor) -> int | None:
+        if self.are_contracted(product):
+            return _NOWHERE
         for place, (matrix, _, outer) in enumerate(matrices(product)):
             axis = self[matrix]
             if axis == outer:

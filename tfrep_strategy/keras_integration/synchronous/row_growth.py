@@ -42,9 +42,9 @@ _REPEATABLE = REDUCTIONS | {
 }  # fmt: skip
 """Operations that do the same to each row."""
 
-_VALUES_OF = dict.fromkeys(("BroadcastTo", "Reshape", "Slice", "StridedSlice", "Tile"), slice(1)) | {
-    "Fill": slice(1, 2), "Range": slice(0),
-}  # fmt: skip
+_VALUES_OF = {"Fill": slice(1, 2), "Range": slice(0)} | dict.fromkeys(
+    ("Bincount", "BroadcastTo", "DenseBincount", "OneHot", "Reshape", "Slice", "StridedSlice", "Tile"), slice(1)
+)
 """Of operations with inputs that are sizes, such as the length of the longest sentence: the others."""
 
 REDUCED = ("sum", "mean", "max", "min")
