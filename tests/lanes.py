@@ -110,6 +110,7 @@ LANES = {
     "rows": (
         "keras_integration/test_compared_rows.py::test_what_compares_rows_is_computed_from_all[one alone",
         "keras_integration/test_compared_rows.py::test_what_compares_rows_is_computed_from_all[three",
+        "keras_integration/test_compared_rows_of_keras.py",
         "keras_integration/test_empty_parts.py",
         "keras_integration/test_every_layer.py",
         "keras_integration/test_every_operation.py",

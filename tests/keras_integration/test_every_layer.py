@@ -139,11 +139,11 @@ def test_a_row_and_no_rows(traced: bool) -> None:
                     layer(tf.nest.map_structure(lambda x: keras.Input(x.shape[1:], dtype=x.dtype), inputs))
 
                 def step(shards: Any, layer: Any = layer) -> Any:
-                    return strategy.run(lambda part: tf.nest.flatten(layer(part, **_training(layer))), (shards,))
+                    return strategy.run(lambda part: tf.nest.flatten(layer(part, **training_of(layer))), (shards,))
 
                 run = tf.function(step, autograph=False) if traced else step
                 found = [strategy.experimental_local_results(each)[0] for each in run(strategy.extended.shard(inputs))]
-                for ours, one_device in zip(found, tf.nest.flatten(layer(inputs, **_training(layer))), strict=True):
+                for ours, one_device in zip(found, tf.nest.flatten(layer(inputs, **training_of(layer))), strict=True):
                     if ours.dtype != tf.string:
                         compare(ours, one_device, rtol=1e-4, atol=1e-5)
             except Exception as error:
@@ -151,7 +151,7 @@ def test_a_row_and_no_rows(traced: bool) -> None:
     assert not failed, "\n".join(failed)
 
 
-def _training(layer: Any) -> dict[str, bool]:
+def training_of(layer: Any) -> dict[str, bool]:
     # Statistics of a batch would change with each call.
     changes = isinstance(layer, (L.BatchNormalization, L.SpectralNormalization))
     return {"training": not changes} if layer._call_has_training_arg else {}
