@@ -179,6 +179,8 @@ class Step:
         """Whether the step and its losses are Keras's, and none of these is a sum, so that its loss is a mean."""
         self.gathers = False
         """Whether the step has asked for rows of other replicas, so that a sum over rows may be that of the global batch."""
+        self.gathered: dict[str, tuple[tf.Tensor, tf.Tensor]] = {}
+        """By the name of a tensor whose rows were gathered: how many each replica has, and those of all."""
         self.joint_values: dict[str, Any] = {}
         """By the name of a tensor: what the replicas have computed together in its place."""
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

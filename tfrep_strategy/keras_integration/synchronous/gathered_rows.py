@@ -13,7 +13,7 @@ from tfrep_strategy.keras_integration.synchronous.row_reductions import Reductio
 
 
 class GatheredRows:
-    """Gathers what a comparison of rows needs. All replicas have to make it.
+    """Gathers what a comparison of rows needs, each tensor once in a step. All replicas have to make it.
 
     Args:
         step: What the replica knows of the step.
@@ -26,17 +26,20 @@ class GatheredRows:
     def __init__(self, step: Step, found: Reductions) -> None:
         self._step, self._places = step, found.places
         rows, shapes = found.kinds["all_rows"], found.kinds["shape"]
-        self._own_sizes = {own.name: self._sizes(own.name, tf.shape(own)) for own in rows}
-        self._own_sizes |= {own.name: self._sizes(own.name, own) for own in shapes}
-        self._table: dict[str, tf.Tensor] = self._all_sizes()
+        new_rows, new_shapes = ([own for own in each if own.name not in step.gathered] for each in (rows, shapes))
+        self._own_sizes = {own.name: self._sizes(own.name, tf.shape(own)) for own in new_rows}
+        self._own_sizes |= {own.name: self._sizes(own.name, own) for own in new_shapes}
+        tables = self._all_sizes()
+        step.gathered.update((own.name, (tables[own.name], self._gathered(own))) for own in new_rows)
+        step.gathered.update((own.name, (tables[own.name], self._whole_shape(own, tables[own.name]))) for own in new_shapes)
         self.of_all: dict[str, list[tf.Tensor]] = {
-            "all_rows": [self._gathered(own) for own in rows],
-            "shape": [self._whole_shape(own) for own in shapes],
+            "all_rows": [step.gathered[own.name][1] for own in rows],
+            "shape": [step.gathered[own.name][1] for own in shapes],
         }
 
     def own_part(self, own: tf.Tensor, of_all: tf.Tensor) -> tf.Tensor:
         """Returns this replica's rows of a tensor that has those of all replicas, as those of `own` were gathered."""
-        table, replica = self._table[own.name], self._replica
+        (table, _), replica = self._step.gathered[own.name], self._replica
         whole = self._cut(own.name, tf.convert_to_tensor(of_all), tf.reduce_sum(table, 0))
         parts = []
         for part, sizes in zip(whole, tf.unstack(table, axis=1), strict=True):
@@ -66,9 +69,9 @@ class GatheredRows:
         parts = self._cut(own.name, tf.stop_gradient(own), tf.stack(self._own_sizes[own.name]))
         return note_global(self._put_together(own.name, [self._communicator.all_gather(part) for part in parts]))
 
-    def _whole_shape(self, own: tf.Tensor) -> tf.Tensor:
+    def _whole_shape(self, own: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
         axis, _ = self._places[own.name]
-        total = tf.cast(tf.reduce_sum(self._table[own.name]), own.dtype)
+        total = tf.cast(tf.reduce_sum(table), own.dtype)
         return note_global(tf.concat([own[:axis], total[tf.newaxis], own[axis + 1 :]], 0))
 
     def _cut(self, name: str, tensor: tf.Tensor, sizes: tf.Tensor) -> Sequence[tf.Tensor]:
