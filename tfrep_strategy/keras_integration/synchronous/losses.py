@@ -170,9 +170,11 @@ class Losses(SynchronousBase):
     def _of_compared_rows(self, given: Any) -> Any | None:
         """Returns what all replicas give together, if a step of the user's own has compared rows for it, and None otherwise."""
         step: Any = current_step()
-        flat = [None if value is None else ops.convert_to_tensor(value) for value in keras.tree.flatten(given)]
-        if not step.is_own or not any(value is not None and value.shape.rank and compares_rows(step, value) for value in flat):
+        flat = keras.tree.flatten(given)
+        tensors = [each for each in flat if tf.is_symbolic_tensor(each) and each.shape.rank]
+        if not step.is_own or not any(compares_rows(step, each) for each in tensors):
             return None
+        flat = [None if value is None else ops.convert_to_tensor(value) for value in flat]
         whole = [value if value is None else of_all_rows(step, value) for value in flat]
         if any(value is not None and new is None for value, new in zip(flat, whole, strict=True)):
             return None
