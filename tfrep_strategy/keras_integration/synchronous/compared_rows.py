@@ -45,7 +45,7 @@ _SCATTERS = {"ScatterNd": 0, "TensorScatterAdd": 1, "TensorScatterUpdate": 1}
 _OF_VECTORS = {"Bincount", "DenseBincount"}
 """Operations that count for each row in matrices, and in vectors that have several elements for a row, at offsets."""
 
-_OF_SEGMENTS = {"UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd"}
+_OF_SEGMENTS = {"UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd", "UnsortedSegmentSum"}
 _AT_PLACES = {
     "CropAndResize", "GatherNd", "GatherV2", "RaggedTensorToTensor", "ScatterNd", "TensorScatterAdd", "TensorScatterUpdate",
 }  # fmt: skip
@@ -156,9 +156,13 @@ class ComparedRows:
             return _OTHERS if any(map(self.joined, inputs)) else None
         if states and kind in _MOVES and self._moves(operation, counts):
             return _OTHERS
+        if states and kind in _OF_SEGMENTS and self._has_segments_for_rows(operation, counts):
+            return None
         with_rows = self._with_rows(inputs)
         valued = [each for each in with_rows if each.name in self._from_values and each not in self]
         chosen_mean = kind == "Mean" and any(each.name in self._chosen for each in valued)
+        if kind == "StridedSlice" and valued and _is_of_splits(operation):
+            return _PLACES
         if mixes_rows_by_itself(self._axes, operation, valued) or kind in _OF_DIAGONALS and self._are_in_matrix(with_rows):
             return _OTHERS
         if kind == "Reshape" and valued and self._regroups(operation):
@@ -167,7 +171,7 @@ class ComparedRows:
             return _OTHERS
         if kind in ("BroadcastTo", "Tile") and counts and valued and self._makes_pairs(operation, counts):
             return _OTHERS
-        if kind in _OF_SEGMENTS and valued and operation.inputs[2].name not in {each.name for each in counts}:
+        if kind in _OF_SEGMENTS - {"UnsortedSegmentSum"} and valued and not self._has_segments_for_rows(operation, counts):
             return _OTHERS
         if kind == "Fill" and len(counts) > 1 or chosen_mean and self._is_over_rows(operation):
             return _OTHERS
@@ -199,6 +203,10 @@ class ComparedRows:
         if operation.type in _RULES:
             return _RULES[operation.type](operation, axis)
         return _is_along_an_input(self._axes, operation)
+
+    @staticmethod
+    def _has_segments_for_rows(operation: Any, counts: Sequence[tf.Tensor]) -> bool:
+        return operation.inputs[2].name in {each.name for each in counts}
 
     def _makes_pairs(self, operation: Any, counts: Sequence[tf.Tensor]) -> bool:
         before, after = operation.inputs[0], operation.outputs[0]
@@ -293,6 +301,11 @@ def mixes_rows_by_itself(axes: RowAxes, operation: Any, with_rows: Sequence[tf.T
     if kind in _WITHOUT_PARTS:
         return axis in reduced_axes(operation)
     return kind in _RULES and _RULES[kind](operation, axis)
+
+
+def _is_of_splits(operation: Any) -> bool:
+    """Whether an operation takes some of a vector of whole numbers, as where the rows of ragged tensors begin and end."""
+    return operation.inputs[0].shape.rank == 1 and operation.inputs[0].dtype.is_integer and 0 in strided_slice(operation).cut
 
 
 def joins_parts(axes: RowAxes, operation: Any) -> bool:

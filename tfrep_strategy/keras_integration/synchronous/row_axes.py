@@ -96,6 +96,8 @@ class RowAxes:
         if kind == "Reshape":
             return _only_unknown(inputs[0], output)
         if kind in REDUCTIONS:
+            if tf.get_static_value(inputs[1]) is None:
+                return None  # Backward undoes a broadcast that the run may have made.
             gone = reduced_axes(operation)
             return _NOWHERE if axis in gone else axis if operation.get_attr("keep_dims") else axis - sum(i < axis for i in gone)
         return self._of_elements(inputs, output)
