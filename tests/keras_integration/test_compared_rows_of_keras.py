@@ -21,7 +21,8 @@ OTHERWISE = {
     "associative_scan": "loses the dimension of rows",
     "ctc_decode": "has rows in the second dimension of its result",
     "vstack": "puts both inputs one behind the other, which is told apart",
-    "RandAugment": "chooses by the first of its random numbers",
+    "AugMix": "takes single elements of vectors, in some of the ways that it chooses while it is traced",
+    "RandAugment": "takes single elements of vectors, in some of the ways that it chooses while it is traced",
     "RandomElasticTransform": "moves pictures by what it draws for the first one",
 }
 
