@@ -76,8 +76,6 @@ class ComparedRows:
         self._from_values: set[str] = set()
         """The names of tensors that come from values of rows, and not only from their number."""
         self._found: dict[str, str] = {}
-        self._counted: set[str] = set()
-        """The names of tensors with a row for each of the batch, that do not come from values."""
         self._chosen: set[str] = set()
         """The names of tensors with some of the rows of a batch, in their order, and of how many these are."""
         self._multiples: dict[str, Fraction | None] = {}
@@ -113,8 +111,6 @@ class ComparedRows:
         only_shape = operation.type in OF_SHAPES | {"ZerosLike", "OnesLike"}
         if is_data or from_values and not only_shape or operation.op_def.is_stateful and counts:
             self._from_values |= outputs
-        elif operation.type == "Fill" and counts or any(each.name in self._counted for each in inputs):
-            self._counted |= outputs
         found = self._of(operation, inputs, counts)
         if found is not None:
             self._found.update(dict.fromkeys(outputs, found))
@@ -161,9 +157,9 @@ class ComparedRows:
         with_rows = self._with_rows(inputs)
         valued = [each for each in with_rows if each.name in self._from_values and each not in self]
         chosen_mean = kind == "Mean" and any(each.name in self._chosen for each in valued)
-        if kind == "StridedSlice" and valued and _is_of_splits(operation):
-            return _PLACES
-        if mixes_rows_by_itself(self._axes, operation, valued) or kind in _OF_DIAGONALS and self._are_in_matrix(with_rows):
+        if not _is_of_lengths(operation) and mixes_rows_by_itself(self._axes, operation, valued):
+            return _OTHERS
+        if kind in _OF_DIAGONALS and self._are_in_matrix(with_rows):
             return _OTHERS
         if kind == "Reshape" and valued and self._regroups(operation):
             return _OTHERS
@@ -177,10 +173,7 @@ class ComparedRows:
             return _OTHERS
         if kind == "Where" and valued or _CHOICE in states:
             return _CHOICE
-        if kind in _SETS and valued:
-            return _PLACES
-        is_offset = kind == "Cumsum" and bool(valued) and _is_along_an_input(self._axes, operation)  # Of integers, see below.
-        return _PLACES if states or is_offset or kind == "Range" and counts else None
+        return _PLACES if states or kind == "Range" and counts or self._makes_places(operation, valued) else None
 
     def _with_rows(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return [each for each in tensors if self._axes[each] is not None]
@@ -193,6 +186,12 @@ class ComparedRows:
         along = operation.inputs[2] if operation.type == "GatherV2" else None
         is_along_rows = self._axes[rows] == 0 and (along is None or tf.get_static_value(along) == 0)
         return is_along_rows and rows not in self and rows.name in self._from_values
+
+    def _makes_places(self, operation: Any, valued: Sequence[tf.Tensor]) -> bool:
+        """Whether an operation makes places of values: sets, and sums and parts of lengths, of which ragged tensors are made."""
+        if operation.type in _SETS:
+            return bool(valued)
+        return _is_of_lengths(operation) and mixes_rows_by_itself(self._axes, operation, valued)
 
     def _moves(self, operation: Any, counts: Sequence[tf.Tensor]) -> bool:
         places = operation.inputs[0]
@@ -255,8 +254,7 @@ class ComparedRows:
         return bool(before.shape[:axis].num_elements()) and before.shape[axis + 1 :].as_list() == after.shape[1:].as_list()
 
     def _are_in_matrix(self, tensors: Sequence[tf.Tensor]) -> bool:
-        known = self._from_values | self._counted
-        return any(each.name in known and _axis(self._axes, each) >= each.shape.rank - 2 for each in tensors)
+        return any(_axis(self._axes, each) >= each.shape.rank - 2 for each in tensors)
 
     def _is_over_rows(self, reduction: Any) -> bool:
         return self._axes[reduction.inputs[0]] in reduced_axes(reduction)
@@ -282,8 +280,10 @@ def mixes_rows_by_itself(axes: RowAxes, operation: Any, with_rows: Sequence[tf.T
         return rank is not None and len({rank - each.shape.rank + _axis(axes, each) for each in with_rows}) > 1
     if kind in ("ConcatV2", "Split", "SplitV", "Unpack"):
         return _cuts_or_joins(axes, operation, with_rows)
-    if kind in _OF_ALL_ELEMENTS or kind in _SCATTERS:
-        return kind not in _SCATTERS or operation.inputs[_SCATTERS[kind]].name in {each.name for each in with_rows}
+    if kind in _OF_ALL_ELEMENTS:
+        return True
+    if kind in _SCATTERS:
+        return operation.inputs[_SCATTERS[kind]].name in {each.name for each in with_rows}
     if kind in _PADS:
         widths = tf.get_static_value(operation.inputs[1])
         return widths is not None and any(widths[_axis(axes, each)].any() for each in with_rows)
@@ -296,16 +296,17 @@ def mixes_rows_by_itself(axes: RowAxes, operation: Any, with_rows: Sequence[tf.T
     if kind in _OF_MATRICES:
         return axis >= rank - 2
     if kind in _ALONG_AN_INPUT:
-        is_of_lengths = kind == "Cumsum" and first.dtype.is_integer  # These are places, of which ragged tensors are made.
-        return not is_of_lengths and _is_along_an_input(axes, operation)
+        return _is_along_an_input(axes, operation)
     if kind in _WITHOUT_PARTS:
         return axis in reduced_axes(operation)
     return kind in _RULES and _RULES[kind](operation, axis)
 
 
-def _is_of_splits(operation: Any) -> bool:
-    """Whether an operation takes some of a vector of whole numbers, as where the rows of ragged tensors begin and end."""
-    return operation.inputs[0].shape.rank == 1 and operation.inputs[0].dtype.is_integer and 0 in strided_slice(operation).cut
+def _is_of_lengths(operation: Any) -> bool:
+    """Whether an operation adds up or cuts a vector of whole numbers, such as where the rows of ragged tensors begin and end."""
+    if operation.type not in ("Cumsum", "StridedSlice"):
+        return False
+    return bool(operation.inputs[0].shape.rank == 1 and operation.inputs[0].dtype.is_integer)
 
 
 def joins_parts(axes: RowAxes, operation: Any) -> bool:

@@ -32,10 +32,10 @@ from tfrep_strategy.keras_integration.synchronous.own_functions import (
     metric_needs_all_rows,
 )
 from tfrep_strategy.keras_integration.synchronous.whole_batch import (
-    is_first_replica,
     loss_of_whole_batch,
     mixes_rows,
     sees_whole_batch,
+    update_on_first_replica,
     update_with_whole_batch,
 )
 
@@ -111,7 +111,7 @@ class Losses(SynchronousBase):
         """Weighs a scalar without a weight, such as the loss of a custom step, by the replica's share of the batch."""
         step = current_step()
         if step is not None and self._sees_part and (whole := self._of_compared_rows((values, sample_weight))) is not None:
-            return _update_on_first_replica(original, metric, whole, {})
+            return update_on_first_replica(original, metric, whole, {})
         if step is not None and _have_one_weight(values, sample_weight):
             values = ops.mean(ops.cast(values, metric.dtype))  # As Keras does, later.
         if step is not None and not sees_whole_batch.value and not keras.ops.shape(values):
@@ -150,7 +150,7 @@ class Losses(SynchronousBase):
             return self._update_with_scalars(original, metric, args, kwargs)
         if (whole := self._of_compared_rows((args, kwargs))) is not None:
             args, kwargs = whole
-            return _update_on_first_replica(original, metric, args, kwargs)
+            return update_on_first_replica(original, metric, args, kwargs)
         if isinstance(metric, keras.metrics.Sum) and is_of_keras(original):
             return _update_sum(original, metric, *args, **kwargs)
         if not (_is_of_rows_together(metric, args, kwargs) or metric_needs_all_rows(metric, original, args, kwargs)):
@@ -165,7 +165,7 @@ class Losses(SynchronousBase):
         whole = [of_all_rows(step, value) for value in flat]
         whole = [value if new is None else new for value, new in zip(flat, whole, strict=True)]
         args, kwargs = keras.tree.pack_sequence_as((args, kwargs), whole)
-        _update_on_first_replica(original, metric, args, kwargs)
+        update_on_first_replica(original, metric, args, kwargs)
 
     def _of_compared_rows(self, given: Any) -> Any | None:
         """Returns what all replicas give together, if a step of the user's own has compared rows for it, and None otherwise."""
@@ -189,13 +189,6 @@ class Losses(SynchronousBase):
     def _divides_by_replicas(self) -> bool:
         """Whether losses are divided by the number of replicas: in a custom loop, whose gradients are summed."""
         return current_step() is None and not sees_whole_batch.value and self.in_replica
-
-
-def _update_on_first_replica(original: Any, metric: Any, args: Any, kwargs: Any) -> None:
-    """Updates the state of a metric, which reads as the sum over the replicas, with what all of them have."""
-    if is_first_replica():
-        with sees_whole_batch.to(True):
-            original(metric, *args, **kwargs)
 
 
 def _update_sum(original: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:

@@ -71,9 +71,9 @@ def reductions(step: Step, value: tf.Tensor) -> Reductions | None:
         RowsAreFixedError: The step is traced for one number of rows.
     """
     grows = growth_of(step, value)
-    found = Reductions({kind: [] for kind in _DEGREES}, [], set(), {}, 0, {})
     if value in grows.compared:
-        return _of_compared(grows, value, found)
+        return _of_compared(grows, value)
+    found = _nothing()
     degrees: dict[str, float] = {}
     waiting = [value] if grows.axis(value) is None else []
     while waiting:
@@ -101,12 +101,15 @@ def reductions(step: Step, value: tf.Tensor) -> Reductions | None:
 
 def all_rows(step: Step, value: tf.Tensor) -> Reductions | None:
     """Walks back from a tensor with rows to those from which the same tensor of all replicas can be computed; see `reductions`."""
-    found = Reductions({kind: [] for kind in _DEGREES}, [], set(), {}, 0, {})
-    return _of_compared(growth_of(step, value), value, found)
+    return _of_compared(growth_of(step, value), value)
 
 
-def _of_compared(grows: RowGrowth, value: tf.Tensor, found: Reductions) -> Reductions | None:
-    known: set[str] = set()
+def _nothing() -> Reductions:
+    return Reductions({kind: [] for kind in _DEGREES}, [], set(), {}, 0, {})
+
+
+def _of_compared(grows: RowGrowth, value: tf.Tensor) -> Reductions | None:
+    found, known = _nothing(), set[str]()
     waiting = [value]
     while waiting:
         tensor = waiting[-1]

@@ -85,12 +85,17 @@ def update_with_whole_batch(strategy: KerasStrategy, update: Any, metric: Any, a
     own = keras.tree.map_structure(lambda v: v if v is None else keras.ops.convert_to_tensor(v), (args, kwargs))
     rows = tf.shape(keras.tree.flatten(own)[0])[0]
     (args, kwargs), _ = _rows_of_all(strategy, own, rows)
-    if is_first_replica():
+    update_on_first_replica(update, metric, args, kwargs)
+
+
+def update_on_first_replica(update: Any, metric: Any, args: Any, kwargs: Any) -> None:
+    """Updates the state of a metric, which reads as the sum over the replicas, with what all of them have."""
+    if _is_first_replica():
         with sees_whole_batch.to(True):
             update(metric, *args, **kwargs)
 
 
-def is_first_replica() -> bool:
+def _is_first_replica() -> bool:
     """Whether the calling replica is replica 0, which keeps the state of what is not a sum."""
     replica: Any = tf.distribute.get_replica_context().replica_id_in_sync_group
     return int(tf.get_static_value(replica)) == 0
