@@ -23,7 +23,7 @@ from tfrep_strategy._version import __version__
 from tfrep_strategy.nvidia import driver_gpus
 
 RESULTS = Path(__file__).parent / "results"
-_PLACES = ("two logical devices", "two processes", "several devices")
+_PLACES = ("two logical devices", "two processes", "deterministic operations", "several devices")
 _LIMIT_SECONDS = 540.0
 _HEADINGS = ("place", "check", "expected", "found", "")
 

@@ -63,17 +63,31 @@ def compared(name: str, program: Program, strategy: Any) -> Finding:
 
 def two_logical_devices() -> Iterator[Finding]:
     """One GPU cut in two, which is Colab's case; the CPU where there is none."""
+    devices = _halves()
+    if "GPU" in devices[0]:
+        yield from placement()
+    yield from programs_and_speed(devices)
+
+
+def _halves() -> list[str]:
+    """Cuts a GPU in two, or the CPU where there is none."""
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
         limit = int(_SHARE_OF_MEMORY * min(gpu.total_bytes for gpu in driver_gpus()) / 2**20)
         cut = [tf.config.LogicalDeviceConfiguration(memory_limit=limit)] * 2
         tf.config.set_logical_device_configuration(gpus[0], cut)
         tf.config.set_visible_devices(gpus[:1], "GPU")
-        devices = ["GPU:0", "GPU:1"]
-        yield from placement()
-    else:
-        devices = tfrep.use_logical_cpus(2)
-    yield from programs_and_speed(devices)
+        return ["GPU:0", "GPU:1"]
+    return tfrep.use_logical_cpus(2)
+
+
+def deterministic_operations() -> Iterator[Finding]:
+    """Two logical devices whose operations are deterministic: replicas stay equal bit by bit, with sparse gradients too."""
+    keras.utils.set_random_seed(0)
+    tf.config.experimental.enable_op_determinism()
+    strategy = tfrep.MirroredStrategy(_halves(), check_sync_every=1)
+    for name in ("embedding, Adam", "fit"):
+        yield compared(name, PROGRAMS[name], strategy)
 
 
 def several_devices() -> Iterator[Finding]:
@@ -83,10 +97,9 @@ def several_devices() -> Iterator[Finding]:
 
 def programs_and_speed(devices: list[str]) -> Iterator[Finding]:
     """Compares every program with one device, then measures."""
-    strategy = tfrep.MirroredStrategy(devices)
-    strategy.check_sync_every = 3  # Replicas are compared with each other too, bit by bit.
     for name, program in wanted_programs(sys.argv[2:]).items():
-        yield compared(name, program, strategy)
+        # Replicas are compared with each other too, bit by bit.
+        yield compared(name, program, tfrep.MirroredStrategy(devices, **({"check_sync_every": 3} | program.settings)))
     if not sys.argv[2:] or "speed" in sys.argv[2:]:
         yield from speed(tfrep.MirroredStrategy(devices[:1]), tfrep.MirroredStrategy(devices))
 
@@ -100,11 +113,12 @@ def placement() -> Iterator[Finding]:
     """Where a collective runs: beside its ordering token, whatever device was asked for."""
 
     def device_of(dtype: Any) -> tuple[bool, str]:
+        number = int(dtype.as_datatype_enum)
         with tf.device("GPU:0"):
             token = tf.raw_ops.VarHandleOp(dtype=dtype, shape=[], shared_name=f"token_{dtype.name}")
             result = tf.function(
                 lambda: tf.raw_ops.CollectiveReduceV2(
-                    input=tf.ones([4]), group_size=1, group_key=77, instance_key=1 + int(dtype.as_datatype_enum),
+                    input=tf.ones([4]), group_size=1, group_key=76 + number, instance_key=1 + number,
                     ordering_token=[token], merge_op="Add", final_op="Id", communication_hint="nccl",
                 )
             )()  # fmt: skip
@@ -134,11 +148,10 @@ def two_processes() -> Iterator[Finding]:
 def every_program(names: list[str]) -> dict[str, Any]:
     """Runs on every rank: compares programs with one device, on this rank's own device."""
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    strategy = tfrep.MultiWorkerStrategy("tf")
-    strategy.check_sync_every = 3
     found: dict[str, Any] = {}
     for name, program in wanted_programs(names).items():
         try:
+            strategy = tfrep.MultiWorkerStrategy("tf", **({"check_sync_every": 3} | program.settings))
             found[name] = largest_difference(program.run(strategy), program.run(None))
         except Exception as error:
             found[name] = f"{type(error).__name__}: {str(error)[:200]}"
@@ -208,6 +221,7 @@ def timed_fit(strategy: Any, net: str, batch: int, steps: int) -> Callable[[], f
 PLACES: dict[str, Callable[[], Iterator[Finding]]] = {
     "two logical devices": two_logical_devices,
     "two processes": two_processes,
+    "deterministic operations": deterministic_operations,
     "several devices": several_devices,
 }
 

@@ -55,6 +55,8 @@ NCCL_DTYPES = frozenset(
     tf.as_dtype(dtype) for attr in _nccl_operation.attr if attr.name == "T" for dtype in attr.allowed_values.list.type
 )
 
+operations_are_deterministic = _private("util._pywrap_determinism", "is_enabled")
+
 # Values.
 DistributedValues = _private("distribute.values", "DistributedValues")
 DistributedVariable = _private("distribute.values", "DistributedVariable")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -10,12 +11,14 @@ import pytest
 import tensorflow as tf
 from gpu_kernels import has_gpu_kernel, without_gpu_kernel
 
+from tfrep_strategy.communicators import gpus as gpus_module
 from tfrep_strategy.communicators.gpus import (
     identity_of_gpu,
     nccl_connects,
     physical_by_logical,
     shared_gpus,
     warn_if_shared,
+    warn_of_sparse_gradients,
 )
 from tfrep_strategy.communicators.ring import RingCommunicator
 from tfrep_strategy.shares import Share
@@ -43,8 +46,28 @@ def test_collectives_run_on_the_gpu_with_their_order(dtype: str) -> None:
         assert (operation.device, order.dtype, order.op.device) == (GPU, tf.resource, GPU)
         assert has_gpu_kernel(order.op.node_def)
         assert operation.get_attr("communication_hint") == b"nccl"
+        assert operation.get_attr("T") != tf.int32
     # A shape is taken where the tensor is: anywhere else, all of the tensor would be copied there.
     assert {operation.device for operation in graph.get_operations() if operation.type == "Shape"} == {GPU}
+
+
+@pytest.mark.parametrize("nccl", [True, False])
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int16", "int32", "int64", "uint32", "float16", "float32", "complex64"])
+def test_no_collective_between_gpus_is_of_int32(dtype: str, nccl: bool) -> None:
+    """TensorFlow refuses it while the collective runs, whichever transport it takes."""
+    with tf.Graph().as_default() as graph, tf.device(GPU):
+        communicator = RingCommunicator(0, 2, GPU, next(_keys), nccl=nccl)
+        communicator.grid_from = None if nccl else 1
+        tensors = [tf.compat.v1.placeholder(dtype, shape) for shape in ([None, 3], [2], [])]
+        sent = {"gather": communicator.all_gather(tensors[0]), "equal": communicator.all_gather_equal(tensors[1])}
+        sent |= {"to all": communicator.all_to_all(tensors[0], tf.constant([1, 1]))[0], "root": communicator.broadcast(tensors)[0]}
+        if dtype not in ("bool", "complex64"):
+            sent |= {"sum": communicator.all_reduce(tensors)[0], "part": communicator.reduce_scatter(tensors[1])}
+        communicator.of_equal_shapes("sum", tensors)
+    assert {tensor.dtype.name for tensor in sent.values()} == {dtype}
+    collectives = [operation for operation in graph.get_operations() if operation.type.startswith("Collective")]
+    assert len(collectives) >= 6
+    assert not [operation.name for operation in collectives if operation.get_attr("T") == tf.int32]
 
 
 @pytest.mark.parametrize("nccl", [True, False])
@@ -81,14 +104,25 @@ def test_which_gpus_nccl_connects() -> None:
     assert not nccl_connects([])
 
 
+def test_sparse_gradients_on_gpus_are_warned_of_unless_operations_are_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_sparse_gradients(["CPU:0", "CPU:1"])
+        monkeypatch.setattr(gpus_module, "operations_are_deterministic", lambda: True)
+        warn_of_sparse_gradients([GPU])
+    monkeypatch.undo()
+    with pytest.warns(UserWarning, match="enable_op_determinism"):
+        warn_of_sparse_gradients([GPU])
+
+
 def test_the_physical_gpu_of_a_logical_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert physical_by_logical(["GPU:0", "GPU:1"], {}) == ["GPU:0", "GPU:1"]
     assert physical_by_logical(["GPU:1", "GPU:0"], {"GPU:1": 2}) == ["GPU:1", "GPU:1", "GPU:0"]
-    gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in (2, 3)]
-    parts = {gpus[0].name: [object(), object()], gpus[1].name: None}
+    devices = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in (2, 3)]
+    parts = {devices[0].name: [object(), object()], devices[1].name: None}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,GPU-77")
     with (
-        mock.patch.object(tf.config, "get_visible_devices", return_value=gpus),
+        mock.patch.object(tf.config, "get_visible_devices", return_value=devices),
         mock.patch.object(tf.config, "get_logical_device_configuration", lambda gpu: parts[gpu.name]),
         mock.patch("ctypes.CDLL", side_effect=OSError),
     ):

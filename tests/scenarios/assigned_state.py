@@ -71,7 +71,7 @@ def codebook_of_moving_averages() -> dict[str, Any]:
     x = np.random.RandomState(0).randn(17, 4, 3).astype("float32")
     ends = [layers.Dense(3, kernel_initializer=init(seed)) for seed in (1, 2)]
     model = keras.Sequential([keras.Input((4, 3)), ends[0], Codebook(), ends[1]])
-    model.compile(_O.SGD(0.1), "mse")
+    model.compile(_O.SGD(0.1), "mse", jit_compile=False)  # On a GPU, Keras has no int32 variables in XLA.
     return trained(model, x, x, batch_size=8)
 
 

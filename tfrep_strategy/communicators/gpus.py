@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
+from tfrep_strategy._tensorflow import operations_are_deterministic
 from tfrep_strategy.errors import message
 
 
@@ -52,6 +53,25 @@ def warn_if_shared(gpus: Sequence[str | None]) -> None:
                 "Several replicas share a GPU. NCCL refuses that, so TensorFlow sums gradients without it.",
                 hint="give each replica a GPU of its own; several on one are no faster than one.",
                 replicas_by_gpu=shared,
+            ),
+            stacklevel=2,
+        )
+
+
+def warn_of_sparse_gradients(devices: Sequence[str]) -> None:
+    """Warns if sparse gradients may make replicas on these devices differ in their last bits.
+
+    GPUs add up the slices of a row in any order, unless TensorFlow's operations are deterministic. Each replica adds them up
+    for itself.
+    """
+    on_gpu = tf.DeviceSpec.from_string(devices[0] if "/" in devices[0] else f"/device:{devices[0]}").device_type == "GPU"
+    if on_gpu and not operations_are_deterministic():
+        warnings.warn(
+            message(
+                "Gradients are sparse, as those of embeddings are. GPUs add up their slices in any order, so that the"
+                " replicas' weights may come to differ in the last bits.",
+                hint="tf.config.experimental.enable_op_determinism() before the first step.",
+                devices=list(devices),
             ),
             stacklevel=2,
         )

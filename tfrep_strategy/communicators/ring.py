@@ -82,6 +82,7 @@ class RingCommunicator(Communicator):
         self.rank, self.size = rank, size
         self._device, self._group_key, self._group_name, self._place = device, group_key, group_name, place
         self._nccl = nccl
+        self._is_on_gpu = tf.DeviceSpec.from_string(device if "/" in device else f"/device:{device}").device_type == "GPU"
         self._functions: dict[Any, Any] = {}
         self._in_flight: weakref.WeakKeyDictionary[Any, collections.deque[str]] = weakref.WeakKeyDictionary()
         # With a time limit, TensorFlow keeps two threads asleep for every collective until the limit is over, even if the
@@ -267,6 +268,10 @@ class RingCommunicator(Communicator):
         place: str | None = None,
         **options: Any,
     ) -> tf.Tensor:
+        if tensor.dtype == tf.int32 and self._is_on_gpu:
+            # TensorFlow keeps int32 in the memory of the host, and refuses it between GPUs.
+            return tf.cast(self._run(operation, kind, tf.cast(tensor, tf.int64), brought, place, **options), tf.int32)
+
         def run(tensor: tf.Tensor, instance_key: tf.Tensor, order: tf.Tensor) -> tf.Tensor:
             with tf.device(self._device):
                 return operation(

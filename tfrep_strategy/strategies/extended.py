@@ -16,6 +16,7 @@ from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.batches import as_tensors, shard
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.communicators.compression import compressed_gather, compressed_scatter, compressed_sum
+from tfrep_strategy.communicators.gpus import warn_of_sparse_gradients
 from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.keras_integration.settings import Setting
@@ -146,6 +147,8 @@ class SynchronousExtended:
             Their sums over the replicas.
         """
         own = [gradients.dense(g) if self.strategy.densify_sparse_gradients else g for g in replica_gradients]
+        if self._num_replicas_in_sync > 1 and any(isinstance(g, tf.IndexedSlices) for g in own):
+            warn_of_sparse_gradients(self.worker_devices)
         return timed_collectives(functools.partial(self._aggregate, in_parts=in_parts), own)
 
     def _aggregate(self, own: Sequence[Any], in_parts: bool) -> list[Any]:
