@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import tensorflow as tf
 from gpu_kernels import has_gpu_kernel, without_gpu_kernel
+from needs import needs_horovod
 
 from tfrep_strategy.communicators import gpus as gpus_module
 from tfrep_strategy.communicators.gpus import (
@@ -158,6 +159,42 @@ def choices(strategy: Any) -> list[Any]:
         total = None if communicator._nccl else float(communicator.all_reduce([tf.constant(1.0 + strategy.rank)])[0])
         found.append((communicator._nccl, total, sum("share a GPU" in str(w.message) for w in warned)))
     return found
+
+
+def places(strategy: Any) -> list[Any]:
+    """Makes communicators of a Horovod that says it has NCCL, on made-up GPUs, and sums over each."""
+    import horovod.tensorflow as hvd
+
+    from tfrep_strategy.communicators import horovod
+
+    found: list[Any] = []
+    for gpus in (["a 07", "a 0f"], ["a 07", "a 07"], [None, None], ["a 07", None]):
+        with (
+            mock.patch.object(hvd, "nccl_built", return_value=True),
+            mock.patch.object(horovod, "identity_of_gpu", lambda device, gpus=gpus: gpus[strategy.rank]),
+            warnings.catch_warnings(record=True) as warned,
+        ):
+            warnings.simplefilter("always")
+            communicator = horovod.HorovodCommunicator()
+
+        @tf.function(autograph=False)
+        def total(communicator: Any = communicator) -> tf.Tensor:
+            return communicator.all_reduce([tf.constant(1.0 + strategy.rank)])[0]
+
+        operations = total.get_concrete_function().graph.get_operations()
+        devices = {operation.device for operation in operations if operation.type == "HorovodAllreduce"}
+        on_host = all("CPU:0" in device for device in devices)
+        found.append((on_host, float(total()), sum("share a GPU" in str(w.message) for w in warned)))
+    return found
+
+
+@needs_horovod
+def test_horovod_takes_the_way_through_the_host_where_nccl_connects_no_gpus(worker_pool: Any) -> None:
+    for rank, (distinct, shared, cpus, mixed) in enumerate(worker_pool("horovod", 2).run(places)):
+        assert distinct == (False, 3.0, 0)
+        assert shared == (True, 3.0, 1 - rank)  # Rank 0 says so, once.
+        assert cpus == (False, 3.0, 0)
+        assert mixed == (True, 3.0, 0)
 
 
 def test_ranks_agree_on_nccl(worker_pool: Any) -> None:

@@ -75,7 +75,7 @@ def _named(name: str, environment: Any, device: str | None) -> Communicator:
     if name == "horovod":
         from tfrep_strategy.communicators.horovod import HorovodCommunicator
 
-        return HorovodCommunicator()
+        return HorovodCommunicator(device=device)
     if environment.size == 1:
         return SingleCommunicator()
     if name == "mpi":

@@ -50,7 +50,7 @@ def warn_if_shared(gpus: Sequence[str | None]) -> None:
     if shared:
         warnings.warn(
             message(
-                "Several replicas share a GPU. NCCL refuses that, so TensorFlow sums gradients without it.",
+                "Several replicas share a GPU. NCCL refuses that, so gradients are summed without it.",
                 hint="give each replica a GPU of its own; several on one are no faster than one.",
                 replicas_by_gpu=shared,
             ),

@@ -24,8 +24,10 @@ from tfrep_strategy.communicators.base import (
     uncarry_moved,
 )
 from tfrep_strategy.communicators.forking import sockets_closed_in_children
+from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects, warn_if_shared
 from tfrep_strategy.communicators.naming import structural_name
 from tfrep_strategy.communicators.order import Order
+from tfrep_strategy.devices import replica_device
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.packing import Packed
 from tfrep_strategy.rendezvous.connections import LOOPBACK
@@ -41,6 +43,7 @@ class HorovodCommunicator(Communicator):
 
     Args:
         process_set: A `horovod.tensorflow.ProcessSet`, for a subgroup. Default: all processes.
+        device: The device of this process's replica. Default: chosen by the local rank.
 
     Raises:
         ConfigurationError: Horovod is not installed, or was built for another TensorFlow.
@@ -52,7 +55,10 @@ class HorovodCommunicator(Communicator):
     _groups: ClassVar[dict[tuple[int, ...], HorovodCommunicator | None]] = {}
     """The communicator of each group of global ranks. Horovod refuses a second process set of the same ranks."""
 
-    def __init__(self, process_set: Any = None) -> None:
+    _on_host = False
+    """Whether tensors go through the memory of the host, because NCCL cannot connect the ranks' GPUs."""
+
+    def __init__(self, process_set: Any = None, device: str | None = None) -> None:
         try:
             import horovod.tensorflow as hvd
         except Exception as error:  # Horovod raises errors of several types if its library does not load.
@@ -63,7 +69,8 @@ class HorovodCommunicator(Communicator):
                 )
             ) from error
         self._hvd = hvd
-        if process_set is None:
+        is_of_all = process_set is None
+        if is_of_all:
             if not hvd.is_initialized():
                 self._start()
             process_set = hvd.global_process_set
@@ -72,6 +79,16 @@ class HorovodCommunicator(Communicator):
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         self._order = Order(f"tfrep_horovod_order_{process_set.process_set_id}", "CPU:0")
         self._ops = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
+        if is_of_all and self.size > 1 and hvd.nccl_built():
+            self._choose_memory(device or replica_device(self.local_rank))
+
+    def _choose_memory(self, device: str) -> None:
+        """Leaves tensors on the GPUs if NCCL connects them. All ranks must call it."""
+        self._on_host = True
+        gpus = self.all_gather_object(identity_of_gpu(device))
+        if self.rank == 0:
+            warn_if_shared(gpus)
+        self._on_host = any(gpus) and not nccl_connects(gpus)
 
     def _start(self) -> None:
         # All ranks have to decide alike. A rank may be the only one of its number on a machine, so its HOROVOD_CROSS_SIZE may be 1.
@@ -164,6 +181,10 @@ class HorovodCommunicator(Communicator):
         name = structural_name(f"group{group}.{kind}" if group else kind)
         operation = getattr(self._mpi, f"horovod_{kind}")
         options |= {"name": name, "ignore_name_scope": True, "process_set_id": group}
+        with tf.device("CPU:0") if self._on_host else contextlib.nullcontext():
+            return self._run(operation, tensors, options)
+
+    def _run(self, operation: Any, tensors: Any, options: dict[str, Any]) -> Any:
         if tf.executing_eagerly():
             return operation(tensors, **options)
         # Horovod's operations are not marked as stateful. TensorFlow's optimizer would evaluate one whose inputs are constant,
@@ -195,7 +216,9 @@ class HorovodCommunicator(Communicator):
                         ranks=ranks,
                     )
                 ) from error
-            self._groups[members] = HorovodCommunicator(process_set) if self.rank in ranks else None
+            group = self._groups[members] = HorovodCommunicator(process_set) if self.rank in ranks else None
+            if group is not None:
+                group._on_host = self._on_host
         return self._groups[members]
 
     def abort(self, reason: str) -> None:

@@ -15,7 +15,9 @@ from tfrep_strategy.devices import full_name
 from tfrep_strategy.profiles.times import HOST_COLLECTIVE
 
 # What replicas say to each other is not meant to be compiled. The others only pass values on.
-_NOT_MEANT = ("Collective", "Horovod", "Nccl", "ScopedAllocator", "Placeholder", "_Arg", "_Retval")
+_NOT_MEANT = ("Collective", "Horovod", "Nccl", "ScopedAllocator", "Placeholder", "VarHandleOp", "_Arg", "_Retval")
+# Their values decide the shapes of their results. Beside collectives, XLA fails or computes something else with such shapes.
+_OF_OPEN_SHAPES = ("Where", "Unique", "DynamicPartition")
 
 
 def compiled_between_collectives(step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -65,7 +67,7 @@ def _compiled_for_all_replicas(graph: Any) -> Iterator[None]:
     """
     scope = _scopes.setdefault(graph, _Scope())
     if not scope.num_inside:
-        scope.stack.enter_context(tf.xla.experimental.jit_scope(_is_compiled if _has_cluster() else True))
+        scope.stack.enter_context(tf.xla.experimental.jit_scope(_is_compiled))
     scope.num_inside += 1
     try:
         yield
@@ -76,12 +78,12 @@ def _compiled_for_all_replicas(graph: Any) -> Iterator[None]:
 
 
 def _is_compiled(node: Any) -> bool:
-    """Says whether XLA compiles an operation where ranks are tasks of TensorFlow's cluster.
+    """Says whether XLA compiles an operation.
 
     For `tf.slice` at a place that is no constant, as in the gradient of `tf.pad`, TensorFlow adds constants on /job:localhost.
-    It then refuses to compile them together with the others, which are on /job:worker.
+    Where ranks are tasks of its cluster, it then refuses to compile them together with the others, which are on /job:worker.
     """
-    return node.op != "Slice"
+    return not node.op.startswith(_OF_OPEN_SHAPES) and (node.op != "Slice" or not _has_cluster())
 
 
 def _has_cluster() -> bool:
