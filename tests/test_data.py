@@ -14,6 +14,8 @@ import pytest
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
+from tfrep_strategy.agreement import Agreement
+from tfrep_strategy.data import LocalReplicas, _destinations
 
 
 def saying(log: str, work: Callable[[], Any]) -> str:
@@ -262,3 +264,21 @@ def test_ranks_that_read_different_data(communicator: str, worker_pool: Any) -> 
         assert said.startswith("1 ")
         assert "The ranks read different batches" in said
         assert re.search("4,? 6", said)
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_ahead"),
+    [
+        ((tf.TensorSpec([None, 224, 224, 3]), tf.TensorSpec([None], tf.int64)), True),
+        ((tf.TensorSpec([None, 32, 32, 3], tf.uint8), tf.TensorSpec([None], tf.int64)), False),
+        (tf.TensorSpec([4096, 32, 32, 3], tf.uint8), True),
+        (tf.TensorSpec([None, None]), False),
+        (tf.TensorSpec([], tf.float32), False),
+        ((tf.TensorSpec([None, 224, 224, 3]), tf.TensorSpec([None], tf.string)), False),
+    ],
+)
+def test_only_large_batches_are_moved_to_gpus_ahead(spec: Any, is_ahead: bool) -> None:
+    for kind, expected in (("GPU", int(is_ahead)), ("CPU", 0)):
+        devices = (f"/device:{kind}:0", f"/device:{kind}:1")
+        replicas = LocalReplicas(0, devices, Agreement(0, 1, tf.identity, False))
+        assert _destinations(replicas, None, spec) == (devices, expected)
