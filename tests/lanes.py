@@ -111,6 +111,10 @@ LANES = {
         "keras_integration/test_compared_rows.py::test_what_compares_rows_is_computed_from_all[one alone",
         "keras_integration/test_compared_rows.py::test_what_compares_rows_is_computed_from_all[three",
         "keras_integration/test_compared_rows_of_keras.py",
+        *(
+            f"keras_integration/test_ragged_rows.py::test_two_replicas[{name}"
+            for name in ("dense", "first of", "how many", "ids", "largest", "lengths", "limits", "mean", "sorted", "sums", "times")
+        ),
         "keras_integration/test_empty_parts.py",
         "keras_integration/test_every_layer.py",
         "keras_integration/test_every_operation.py",

@@ -7,6 +7,7 @@ these together with less.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -60,6 +61,9 @@ _WITHOUT_PARTS = {"EuclideanNorm", "Prod"}
 """Reductions whose value on all rows does not follow from that on the parts in a way that `row_reductions.py` knows."""
 
 _OF_DIAGONALS = {"MatrixBandPart", "MatrixDiag", "MatrixDiagPartV3", "MatrixDiagV3", "MatrixSetDiagV3"}
+_TENSORFLOW = os.path.dirname(tf.__file__)
+_RAGGED = os.path.join("ops", "ragged", "")
+
 _PLACES, _CHOICE, _OTHERS = "places", "choice", "others"
 """What a tensor was computed from: places of rows among the batch, those of some that were chosen, or other rows."""
 
@@ -138,12 +142,17 @@ class ComparedRows:
             before = operation.inputs[0]
             axis = _axis(self._axes, before)
             return [(before, axis)] * int(before.shape[:axis].num_elements() or 0)
-        if not joins_parts(self._axes, operation):
+        if not joins_parts(self._axes, operation) or _is_of_ragged_rows(operation):
             return []
         *tensors, _ = operation.inputs
         return [part for each in tensors for part in self.joined(each) or [(each, _axis(self._axes, each))]]
 
     def _of(self, operation: Any, inputs: Sequence[tf.Tensor], counts: Sequence[tf.Tensor]) -> str | None:
+        found = self._judged(operation, inputs, counts)
+        is_new = found is not None and not any(each in self for each in inputs)
+        return None if is_new and _is_of_ragged_rows(operation) else found
+
+    def _judged(self, operation: Any, inputs: Sequence[tf.Tensor], counts: Sequence[tf.Tensor]) -> str | None:
         kind = operation.type
         states = {self._found[each.name] for each in inputs if each in self}
         if _OTHERS in states:
@@ -307,6 +316,16 @@ def _is_of_lengths(operation: Any) -> bool:
     if operation.type not in ("Cumsum", "StridedSlice"):
         return False
     return bool(operation.inputs[0].shape.rank == 1 and operation.inputs[0].dtype.is_integer)
+
+
+def _is_of_ragged_rows(operation: Any) -> bool:
+    """Whether TensorFlow's code of ragged tensors made an operation. It works with where rows begin and end, and compares none."""
+    for frame in reversed(operation.traceback):
+        if _RAGGED in frame.filename:
+            return True
+        if not frame.filename.startswith(_TENSORFLOW):
+            return False
+    return False
 
 
 def joins_parts(axes: RowAxes, operation: Any) -> bool:
