@@ -37,6 +37,15 @@ def test_its_checks_hold(place: str, checks: list[str], tmp_path: Path) -> None:
     assert all(name[:20] in shown for name in found)
 
 
+def test_the_profile_of_a_step_has_kernels_where_there_is_a_gpu() -> None:
+    arguments = ["halves", "dense", "--steps", "2", "--rounds", "1"]
+    command = [sys.executable, "-m", "benchmarks.gpu_profile", *arguments]
+    done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=200, check=True)
+    found = json.loads(done.stdout)
+    assert found["milliseconds"] > 0
+    assert (found["kernels"] > 0) == (found["busy_milliseconds"] > 0) == bool(driver_gpus())
+
+
 def test_without_a_gpu_it_asks_for_a_dry_run() -> None:
     if driver_gpus():
         assert "ok" in _run("--places", "two logical devices", "--checks", "fit")
