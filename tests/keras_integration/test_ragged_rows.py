@@ -58,12 +58,20 @@ COMPUTED: dict[str, Features] = {
 }
 
 
-class OfRaggedRows(keras.Model):
-    """Learns from what is computed of ragged rows, from all of them or from those that a mask chooses."""
+# How the errors of rows are put together.
+LOSSES: dict[str, Callable[[tf.Tensor, tf.RaggedTensor, tf.Tensor], tf.Tensor]] = {
+    "mean": lambda errors, rows, target: tf.reduce_mean(errors),
+    "chosen by a mask": lambda errors, rows, target: tf.reduce_mean(tf.boolean_mask(errors, target > 0)),
+    "by the number of rows": lambda errors, rows, target: tf.reduce_sum(errors) / _as_float(rows.nrows()),
+}
 
-    def __init__(self, features: Features, is_masked: bool) -> None:
+
+class OfRaggedRows(keras.Model):
+    """Learns from what is computed of ragged rows."""
+
+    def __init__(self, features: Features, loss: str) -> None:
         super().__init__()
-        self.features, self.is_masked = features, is_masked
+        self.features, self.put_together = features, LOSSES[loss]
         self.out = keras.layers.Dense(1, kernel_initializer="ones")
         self.out.build((None, 2))
         uniform = keras.initializers.RandomUniform(-0.5, 0.5, seed=3)
@@ -74,33 +82,33 @@ class OfRaggedRows(keras.Model):
         with tf.GradientTape() as tape:
             computed = self.features(rows, deep, self.table)
             errors = tf.square(self.out(tf.stack([computed, tf.reduce_sum(rows, 1)], 1)) - target)
-            loss = tf.reduce_mean(tf.boolean_mask(errors, target > 0) if self.is_masked else errors)
+            loss = self.put_together(errors, rows, target)
         pairs = zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)
         self.optimizer.apply_gradients([(gradient, variable) for gradient, variable in pairs if gradient is not None])
         return {"loss": loss, "computed": tf.reduce_mean(computed)}
 
 
-def _trained(strategy: Any, features: Features, is_masked: bool, jit_compile: bool = False) -> list[Any]:
+def _trained(strategy: Any, features: Features, loss: str, jit_compile: bool = False) -> list[Any]:
     target = tf.random.stateless_normal([_ROWS, 1], [1, 2])
     data = tf.data.Dataset.from_tensor_slices((_RAGGED, _DEEP, target)).batch(8)
     with contextlib.nullcontext() if strategy is None else strategy.scope():
-        model = OfRaggedRows(features, is_masked)
+        model = OfRaggedRows(features, loss)
         model.compile(keras.optimizers.SGD(0.01), jit_compile=jit_compile)
     history = model.fit(data, epochs=2, verbose=0).history
     return [history["loss"], history["computed"], *model.get_weights()]
 
 
-@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", COMPUTED)
-def test_two_replicas(name: str, is_masked: bool) -> None:
-    found = _trained(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]), COMPUTED[name], is_masked)
-    for value, expected in zip(found, _trained(None, COMPUTED[name], is_masked), strict=True):
+def test_two_replicas(name: str, loss: str) -> None:
+    found = _trained(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]), COMPUTED[name], loss)
+    for value, expected in zip(found, _trained(None, COMPUTED[name], loss), strict=True):
         np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["masked", "kinds of lengths", "sums of a table"])
 def test_xla_and_what_values_decide_the_shape_of(name: str) -> None:
     """XLA would compute with the largest possible shapes: it failed here, "Shapes must match"."""
-    found = _trained(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]), COMPUTED[name], True, jit_compile=True)
-    for value, expected in zip(found, _trained(None, COMPUTED[name], True), strict=True):
+    found = _trained(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]), COMPUTED[name], "chosen by a mask", jit_compile=True)
+    for value, expected in zip(found, _trained(None, COMPUTED[name], "chosen by a mask"), strict=True):
         np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)

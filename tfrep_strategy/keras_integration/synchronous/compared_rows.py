@@ -142,7 +142,7 @@ class ComparedRows:
             before = operation.inputs[0]
             axis = _axis(self._axes, before)
             return [(before, axis)] * int(before.shape[:axis].num_elements() or 0)
-        if not joins_parts(self._axes, operation) or _is_of_ragged_rows(operation):
+        if not joins_parts(self._axes, operation) or is_of_ragged_rows(operation):
             return []
         *tensors, _ = operation.inputs
         return [part for each in tensors for part in self.joined(each) or [(each, _axis(self._axes, each))]]
@@ -150,7 +150,7 @@ class ComparedRows:
     def _of(self, operation: Any, inputs: Sequence[tf.Tensor], counts: Sequence[tf.Tensor]) -> str | None:
         found = self._judged(operation, inputs, counts)
         is_new = found is not None and not any(each in self for each in inputs)
-        return None if is_new and _is_of_ragged_rows(operation) else found
+        return None if is_new and is_of_ragged_rows(operation) else found
 
     def _judged(self, operation: Any, inputs: Sequence[tf.Tensor], counts: Sequence[tf.Tensor]) -> str | None:
         kind = operation.type
@@ -318,8 +318,11 @@ def _is_of_lengths(operation: Any) -> bool:
     return bool(operation.inputs[0].shape.rank == 1 and operation.inputs[0].dtype.is_integer)
 
 
-def _is_of_ragged_rows(operation: Any) -> bool:
-    """Whether TensorFlow's code of ragged tensors made an operation. It works with where rows begin and end, and compares none."""
+def is_of_ragged_rows(operation: Any) -> bool:
+    """Returns whether TensorFlow's code of ragged tensors made an operation.
+
+    That code works with where rows begin and end in the tensors that it was given. It compares no rows.
+    """
     for frame in reversed(operation.traceback):
         if _RAGGED in frame.filename:
             return True

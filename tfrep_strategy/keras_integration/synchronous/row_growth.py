@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy.keras_integration.protocol import Step
-from tfrep_strategy.keras_integration.synchronous.compared_rows import ComparedRows
+from tfrep_strategy.keras_integration.synchronous.compared_rows import ComparedRows, is_of_ragged_rows
 from tfrep_strategy.keras_integration.synchronous.open_rows import RowsAreFixedError
 from tfrep_strategy.keras_integration.synchronous.row_axes import MATRIX_PRODUCTS, REDUCTIONS, RowAxes, reduced_axes
 
@@ -137,11 +137,18 @@ class RowGrowth:
     def reduction(self, tensor: tf.Tensor) -> str | None:
         """Returns what a tensor is: a "sum", "mean", "max" or "min" over rows, or a "count" of them; else None."""
         if (tensor.op.type == "Size" or self.is_of_shape(tensor)) and self[tensor] == 1:
+            return None if is_of_ragged_rows(tensor.op) else "count"
+        if self._is_number_of_ragged_rows(tensor):
             return "count"
         together, power = self.together(tensor), self[tensor]
         if together in ("sum", "mean"):  # A sum of rows that were divided by their number is a mean.
             return "sum" if power == 1 else "mean" if power == 0 and tensor.dtype.is_floating else None
         return together
+
+    def _is_number_of_ragged_rows(self, tensor: tf.Tensor) -> bool:
+        """Whether this is `nrows()`: one less than there are places where rows begin and end."""
+        operation = tensor.op
+        return operation.type == "Sub" and self.is_of_shape(operation.inputs[0]) and is_of_ragged_rows(operation)
 
     def together(self, tensor: tf.Tensor) -> str | None:
         """Returns how an operation puts rows together, whatever these are: as one of `REDUCED`, or not at all."""
