@@ -15,6 +15,15 @@ from tfrep_strategy._tensorflow import operations_are_deterministic
 from tfrep_strategy.errors import message
 
 
+def is_gpu(device: str) -> bool:
+    """Returns whether a device, such as `"GPU:0"` or a full name, is a GPU."""
+    return _spec(device).device_type == "GPU"
+
+
+def _spec(device: str) -> tf.DeviceSpec:
+    return tf.DeviceSpec.from_string(device if "/" in device else f"/device:{device}")
+
+
 def nccl_connects(gpus: Sequence[str | None]) -> bool:
     """Returns whether NCCL connects the devices of some replicas. NCCL refuses two replicas on one physical GPU.
 
@@ -64,8 +73,7 @@ def warn_of_sparse_gradients(devices: Sequence[str]) -> None:
     GPUs add up the slices of a row in any order, unless TensorFlow's operations are deterministic. Each replica adds them up
     for itself.
     """
-    on_gpu = tf.DeviceSpec.from_string(devices[0] if "/" in devices[0] else f"/device:{devices[0]}").device_type == "GPU"
-    if on_gpu and not operations_are_deterministic():
+    if is_gpu(devices[0]) and not operations_are_deterministic():
         warnings.warn(
             message(
                 "Gradients are sparse, as those of embeddings are. GPUs add up their slices in any order, so that the"
@@ -99,13 +107,12 @@ def identity_of_gpu(device: str) -> str | None:
     Args:
         device: A device name such as `"GPU:0"`, or a full name.
     """
-    spec = tf.DeviceSpec.from_string(device if "/" in device else f"/device:{device}")
-    if spec.device_type != "GPU":
+    if not is_gpu(device):
         return None
     visible = tf.config.get_visible_devices("GPU")
     parts = {gpu.name: len(tf.config.get_logical_device_configuration(gpu) or [None]) for gpu in visible}
     physical = physical_by_logical([gpu.name for gpu in visible], parts)
-    index = spec.device_index or 0
+    index = _spec(device).device_index or 0
     if index >= len(physical):  # TensorFlow itself refuses to place operations there.
         return None
     return f"{socket.gethostname()} {_address(int(physical[index].rpartition(':')[2]))}"

@@ -29,7 +29,7 @@ from tfrep_strategy.communicators.base import (
     uncarry,
     uncarry_moved,
 )
-from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects, warn_if_shared
+from tfrep_strategy.communicators.gpus import identity_of_gpu, is_gpu, nccl_connects, warn_if_shared
 from tfrep_strategy.communicators.grid import GATHERED, Grid
 from tfrep_strategy.communicators.naming import in_nested_graph, structural_name
 from tfrep_strategy.communicators.order import Order
@@ -82,7 +82,7 @@ class RingCommunicator(Communicator):
         self.rank, self.size = rank, size
         self._device, self._group_key, self._group_name, self._place = device, group_key, group_name, place
         self._nccl = nccl
-        self._is_on_gpu = tf.DeviceSpec.from_string(device if "/" in device else f"/device:{device}").device_type == "GPU"
+        self._is_on_gpu = is_gpu(device)
         self._functions: dict[Any, Any] = {}
         self._in_flight: weakref.WeakKeyDictionary[Any, collections.deque[str]] = weakref.WeakKeyDictionary()
         # With a time limit, TensorFlow keeps two threads asleep for every collective until the limit is over, even if the

@@ -137,18 +137,20 @@ class RowGrowth:
     def reduction(self, tensor: tf.Tensor) -> str | None:
         """Returns what a tensor is: a "sum", "mean", "max" or "min" over rows, or a "count" of them; else None."""
         if (tensor.op.type == "Size" or self.is_of_shape(tensor)) and self[tensor] == 1:
-            return None if is_of_ragged_rows(tensor.op) else "count"
-        if self._is_number_of_ragged_rows(tensor):
+            is_one_more = any(map(self._is_number_of_ragged_rows, tensor.consumers()))
+            return None if is_one_more else "count"
+        if self._is_number_of_ragged_rows(tensor.op):
             return "count"
         together, power = self.together(tensor), self[tensor]
         if together in ("sum", "mean"):  # A sum of rows that were divided by their number is a mean.
             return "sum" if power == 1 else "mean" if power == 0 and tensor.dtype.is_floating else None
         return together
 
-    def _is_number_of_ragged_rows(self, tensor: tf.Tensor) -> bool:
-        """Whether this is `nrows()`: one less than there are places where rows begin and end."""
-        operation = tensor.op
-        return operation.type == "Sub" and self.is_of_shape(operation.inputs[0]) and is_of_ragged_rows(operation)
+    def _is_number_of_ragged_rows(self, operation: Any) -> bool:
+        """Whether an operation computes `nrows()`: one less than there are places where rows begin and end."""
+        if operation.type != "Sub" or tf.get_static_value(operation.inputs[1]) != 1:
+            return False
+        return self.is_of_shape(operation.inputs[0]) and is_of_ragged_rows(operation)
 
     def together(self, tensor: tf.Tensor) -> str | None:
         """Returns how an operation puts rows together, whatever these are: as one of `REDUCED`, or not at all."""
