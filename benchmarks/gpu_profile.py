@@ -25,6 +25,7 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import tfrep_strategy as tfrep
+from benchmarks.gpu_programs import halves
 from benchmarks.report import machine
 from tfrep_strategy.nvidia import driver_gpus
 
@@ -88,20 +89,11 @@ def _one(make: Callable[[], Any]) -> Callable[[], Any]:
     return strategy
 
 
-def _halves() -> Any:
-    gpus = tf.config.list_physical_devices("GPU")
-    if not gpus:
-        return tfrep.MirroredStrategy(tfrep.use_logical_cpus(2))
-    cut = [tf.config.LogicalDeviceConfiguration(memory_limit=_HALF_MIB)] * 2
-    tf.config.set_logical_device_configuration(gpus[0], cut)
-    return tfrep.MirroredStrategy(["GPU:0", "GPU:1"])
-
-
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "plain": _one(lambda: None),
     "mirrored": _one(lambda: tfrep.MirroredStrategy(["GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"])),
     "multi-worker": _one(lambda: tfrep.MultiWorkerStrategy("tf")),
-    "halves": _halves,
+    "halves": lambda: tfrep.MirroredStrategy(halves(_HALF_MIB)),
 }
 
 

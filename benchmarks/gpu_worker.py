@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
-from benchmarks.gpu_programs import PROGRAMS, Program, largest_difference
+from benchmarks.gpu_programs import PROGRAMS, Program, halves, largest_difference
 from tfrep_strategy.nvidia import driver_gpus
 
 Finding = dict[str, Any]
@@ -70,15 +70,8 @@ def two_logical_devices() -> Iterator[Finding]:
 
 
 def _halves() -> list[str]:
-    """Cuts a GPU in two, or the CPU where there is none."""
-    gpus = tf.config.list_physical_devices("GPU")
-    if gpus:
-        limit = int(_SHARE_OF_MEMORY * min(gpu.total_bytes for gpu in driver_gpus()) / 2**20)
-        cut = [tf.config.LogicalDeviceConfiguration(memory_limit=limit)] * 2
-        tf.config.set_logical_device_configuration(gpus[0], cut)
-        tf.config.set_visible_devices(gpus[:1], "GPU")
-        return ["GPU:0", "GPU:1"]
-    return tfrep.use_logical_cpus(2)
+    sizes = [gpu.total_bytes for gpu in driver_gpus()]
+    return halves(int(_SHARE_OF_MEMORY * min(sizes, default=0) / 2**20))
 
 
 def deterministic_operations() -> Iterator[Finding]:
@@ -99,7 +92,7 @@ def programs_and_speed(devices: list[str]) -> Iterator[Finding]:
     """Compares every program with one device, then measures."""
     for name, program in wanted_programs(sys.argv[2:]).items():
         # Replicas are compared with each other too, bit by bit.
-        yield compared(name, program, tfrep.MirroredStrategy(devices, **({"check_sync_every": 3} | program.settings)))
+        yield compared(name, program, tfrep.MirroredStrategy(devices, check_sync_every=3, **program.settings))
     if not sys.argv[2:] or "speed" in sys.argv[2:]:
         yield from speed(tfrep.MirroredStrategy(devices[:1]), tfrep.MirroredStrategy(devices))
 
@@ -151,7 +144,7 @@ def every_program(names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, program in wanted_programs(names).items():
         try:
-            strategy = tfrep.MultiWorkerStrategy("tf", **({"check_sync_every": 3} | program.settings))
+            strategy = tfrep.MultiWorkerStrategy("tf", check_sync_every=3, **program.settings)
             found[name] = largest_difference(program.run(strategy), program.run(None))
         except Exception as error:
             found[name] = f"{type(error).__name__}: {str(error)[:200]}"

@@ -22,6 +22,7 @@ from keras.src.trainers.trainer import Trainer, model_supports_jit  # noqa: E402
 from test_one_device_answer import assert_same  # noqa: E402
 
 import tfrep_strategy as tfrep  # noqa: E402
+from benchmarks.gpu_programs import halves  # noqa: E402
 
 _MEMORY_MIB = 4096  # Several such programs have room on a GPU.
 # Kernels of GPUs add in other orders, which depend on the size of a batch.
@@ -46,13 +47,7 @@ def set_up(with_xla: bool) -> None:
 
 def mirrored(names: list[str]) -> Iterator[dict[str, Any]]:
     """Two replicas of one process: on halves of a GPU, or on logical CPUs."""
-    gpus = tf.config.list_physical_devices("GPU")
-    if gpus:
-        cut = [tf.config.LogicalDeviceConfiguration(memory_limit=_MEMORY_MIB)] * 2
-        tf.config.set_logical_device_configuration(gpus[0], cut)
-        strategy = tfrep.MirroredStrategy(["GPU:0", "GPU:1"])
-    else:
-        strategy = tfrep.MirroredStrategy(tfrep.use_logical_cpus(2))
+    strategy = tfrep.MirroredStrategy(halves(_MEMORY_MIB))
     for name in names:
         yield {"place": "mirrored", **compared(strategy, name)}
 
