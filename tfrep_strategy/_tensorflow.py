@@ -75,6 +75,10 @@ default_graph_stack = _private("framework.ops", "_default_graph_stack")
 # Whether a gradient tape of this thread records.
 tape_is_recording = _private("eager.record", "could_possibly_record")
 
+# Gradients of one's own, with fewer operations than `tf.custom_gradient` has. Tapes know of them, and nothing else does.
+record_operation = _private("eager.record", "record_operation")
+stop_recording = _private("eager.record", "stop_recording")
+
 # Graphs of branches and loop bodies.
 BranchGraph = _private("ops.control_flow_v2_func_graphs", "ControlFlowFuncGraph")
 CondGradientGraph = _private("ops.cond_v2", "_CondGradFuncGraph")

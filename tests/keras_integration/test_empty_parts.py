@@ -138,6 +138,37 @@ def test_gradients_of_gradients(rows: int, traced: bool) -> None:
         np.testing.assert_allclose(sum(parts), one_device, rtol=1e-5, atol=1e-5)
 
 
+_WAYS: dict[str, Callable[[Any], Any]] = {
+    "a function": lambda call: tf.function(call, autograph=False),
+    "a loop": lambda call: lambda images: tf.while_loop(lambda i, _: i < 1, lambda i, x: (i + 1, call(x)), (0, images))[1],
+    "a branch": lambda call: lambda images: tf.cond(tf.reduce_all(images < 2), lambda: call(images), lambda: images),
+    "recomputed": tf.recompute_grad,
+}
+"""Ways to call a layer whose gradients TensorFlow takes of a graph, or takes again: not all of them ask a tape."""
+
+
+@pytest.mark.parametrize("way", _WAYS)
+def test_gradients_of_graphs(way: str) -> None:
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"])
+    with strategy.scope():
+        layer = layers.Conv2D(3, 3, padding="same", activation="tanh")
+        layer(keras.Input(_IMAGE))
+    call = _WAYS[way](layer)
+
+    def gradients(images: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(call(images) ** 2)
+        return tape.gradient(total, layer.trainable_variables)
+
+    step = tf.function(lambda shards: strategy.run(gradients, (shards,)), autograph=False)
+    for rows in (1, 4):
+        images = tf.constant(np.random.RandomState(0).uniform(size=(rows, *_IMAGE)), tf.float32)
+        found = step(strategy.extended.shard(images))
+        for values, one_device in zip(found, gradients(images), strict=True):
+            parts = map(np.asarray, strategy.experimental_local_results(values))
+            np.testing.assert_allclose(sum(parts), one_device, rtol=1e-5, atol=1e-5)
+
+
 @tf.custom_gradient
 def _of_unknown_rank(x: tf.Tensor) -> Any:
     return tf.identity(x), lambda gradient: tf.numpy_function(lambda array: 2 * array, [gradient], gradient.dtype)

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfrep_strategy._tensorflow import record_operation, stop_recording
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 
 
@@ -107,7 +108,8 @@ def _with_a_row(fn: Callable[[Any], Any], inputs: Any) -> Any:
     """Calls a function of rows on a row of zeros where there is none, and takes its result away.
 
     Where there are rows, padding by nothing and slicing off nothing copy nothing, forward and backward. Each is the gradient of
-    the other, by far fewer operations than TensorFlow's gradients have: nets have many layers, and processes many replicas.
+    the other, by far fewer operations than TensorFlow's gradients have: nets have many layers, and processes many replicas. Where no
+    tape asks, as in the gradient of a traced function, TensorFlow's own gradients give the same.
 
     Args:
         fn: What is to be called with `inputs`; each row of its results depends on one row only.
@@ -115,12 +117,16 @@ def _with_a_row(fn: Callable[[Any], Any], inputs: Any) -> Any:
     """
     first = tf.nest.flatten(inputs)[0]
     zero, one = tf.constant([0]), tf.constant([1])
-    rows = tf.strided_slice(tf.shape(first), zero, one, one)
-    missing = tf.cast(tf.equal(rows, zero), tf.int32)
+
+    def first_rows(x: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+        return tf.raw_ops.StridedSlice(input=x, begin=zero, end=number, strides=one)
+
+    rows = first_rows(tf.raw_ops.Shape(input=first), one)
 
     @functools.cache
     def paddings(rank: int) -> tf.Tensor:
-        return missing * [[0, 1], *[[0, 0]] * (rank - 1)]
+        of_no_rows = tf.constant([[0, 1], *[[0, 0]] * (rank - 1)])
+        return tf.raw_ops.Maximum(x=tf.raw_ops.Sub(x=of_no_rows, y=rows), y=zero)
 
     def pad(x: tf.Tensor, by: tf.Tensor, others: tf.TensorShape) -> tf.Tensor:
         # Not `tf.pad`: oneDNN fuses a `Pad` with the convolution after it, and the kernel of both ignores padded rows.
@@ -129,19 +135,23 @@ def _with_a_row(fn: Callable[[Any], Any], inputs: Any) -> Any:
         return padded
 
     def cut(y: tf.Tensor, others: tf.TensorShape) -> tf.Tensor:
-        part = tf.strided_slice(y, zero, rows, one)
+        part = first_rows(y, rows)
         part.set_shape([first.shape[0], *others])
         return part
 
     # Gradients get their static shapes from what they belong to: those of users may have none.
-    @tf.custom_gradient
-    def with_a_row(x: tf.Tensor) -> Any:
-        others = x.shape[1:]
-        return pad(x, paddings(x.shape.rank), others), lambda gradient: cut(gradient, others)
+    def with_a_row(x: tf.Tensor) -> tf.Tensor:
+        by, others = paddings(x.shape.rank), x.shape[1:]
+        with stop_recording():
+            padded = pad(x, by, others)
+        record_operation("WithARow", [padded], [x], lambda gradient: [cut(gradient, others)])
+        return padded
 
-    @tf.custom_gradient
-    def without_it(y: tf.Tensor) -> Any:
+    def without_it(y: tf.Tensor) -> tf.Tensor:
         by, others = paddings(y.shape.rank), y.shape[1:]
-        return cut(y, others), lambda gradient: pad(gradient, by, others)
+        with stop_recording():
+            part = cut(y, others)
+        record_operation("WithoutARow", [part], [y], lambda gradient: [pad(gradient, by, others)])
+        return part
 
     return tf.nest.map_structure(without_it, fn(tf.nest.map_structure(with_a_row, inputs)))
