@@ -98,6 +98,25 @@ def test_a_name_that_means_loopback_on_its_own_machine(start: Start) -> None:
     assert [[met.host for met in each.result(LIMIT)] for each in meetings] == [["127.0.0.1"] * 2] * 2
 
 
+def test_process_0_does_not_take_itself_for_another(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks at such a name whether another one is there, each time that it says whom it awaits."""
+    monkeypatch.setattr("tfrep_strategy.rendezvous.meeting.LINE_SECONDS", 0.5)
+    looked = threading.Semaphore(0)
+    look = _Host._look_for_another_host
+
+    def counted(host: _Host) -> None:
+        look(host)
+        looked.release()
+
+    monkeypatch.setattr(_Host, "_look_for_another_host", counted)
+    at = f"localhost:{free_ports(1, '')[0]}"
+    host = start(0, 2, at, False)
+    for _ in range(3):
+        assert looked.acquire(timeout=SOON)
+    guest = start(1, 2, at, False)
+    assert len(host.result(LIMIT)) == len(guest.result(LIMIT)) == 2
+
+
 def until_listening(host: str, port: int) -> None:
     for _ in range(200):
         with contextlib.suppress(ConnectionRefusedError), socket.create_connection((host, port)):

@@ -94,8 +94,12 @@ class _Visit(Visit):
         """Goes there again and again, until it gets an answer."""
         return self.insist(self.once)
 
-    def once(self, patience: int | None = None) -> list[Met]:
+    def once(self, patience: int | None = None, silence: float | None = None) -> list[Met]:
         """Goes there once.
+
+        Args:
+            patience: How many seconds to wait until it is let in. Default: as `enter`.
+            silence: For how many seconds it may then hear nothing. Default: 30.
 
         Raises:
             OSError, EOFError: Nobody is there, or the connection broke.
@@ -103,7 +107,7 @@ class _Visit(Visit):
         with self.enter(patience) as connection:
             set_patience(connection, 0)
             problem = f"{self.place.named([0])} has gone silent"
-            while connection.poll(max(0.0, min(3 * LINE_SECONDS, self.deadline - time.monotonic()))):
+            while connection.poll(max(0.0, min(silence or 3 * LINE_SECONDS, self.deadline - time.monotonic()))):
                 kind, content = json.loads(connection.recv_bytes(_LONGEST_ANSWER))
                 if kind == "all":
                     return [Met(**each) for each in content]
@@ -154,7 +158,7 @@ class _Host:
         return sorted(set(range(1, self._place.count)) - {each.number for each in self._here.values()})
 
     def _serve(self) -> None:
-        guests = self._reception.guests(_LOOK_SECONDS)
+        guests = [guest for guest in self._reception.guests(_LOOK_SECONDS) if not self._is_this_process(guest)]
         for key, _ in self._selector.select(0):  # It said all before, so that now it has ended. It may come again.
             connection: Connection = key.fileobj  # type: ignore[assignment]
             self._selector.unregister(connection)
@@ -166,6 +170,13 @@ class _Host:
                 self._selector.register(guest.connection, selectors.EVENT_READ)
         for guest in guests:
             self._look_at(guest)
+
+    def _is_this_process(self, guest: Guest) -> bool:
+        """Whether it has come to its own address, where it looks for another process 0. It then goes away again."""
+        is_own = guest.said is not None and guest.said.mark == self._own.mark
+        if is_own:
+            guest.connection.close()
+        return is_own
 
     def _look_at(self, guest: Guest) -> None:
         if guest.said is None:  # Anybody may come and say anything. The others are still waited for.
@@ -198,7 +209,7 @@ class _Host:
     def _look_for_another_host(self) -> None:
         """Goes to the address itself. If another process 0 listens there, both get an error, and all that wait."""
         with contextlib.suppress(OSError, EOFError):
-            self._visit.once(patience=1)
+            self._visit.once(patience=1, silence=1)
 
     def _tell_all(self) -> list[Met]:
         statements = sorted([self._own, *self._here.values()], key=lambda each: each.number)

@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -75,21 +76,24 @@ class Statement:
     versions: dict[str, str]
     told: dict[str, Any]
     host: str = LOOPBACK
+    mark: str = ""
+    """Drawn for each statement that a process makes, so that it knows its own."""
 
     @classmethod
     def of(cls, place: Place, told: Mapping[str, Any]) -> Statement:
         """Returns the statement of this process."""
-        return cls(place.number, place.count, f"{socket.gethostname()}, process {os.getpid()}", versions(), dict(told))
+        who = f"{socket.gethostname()}, process {os.getpid()}"
+        return cls(place.number, place.count, who, versions(), dict(told), mark=secrets.token_hex(8))
 
     @classmethod
     def from_json(cls, text: bytes) -> Statement:
-        """Reads a statement. That of another version may say more.
+        """Reads a statement. That of another version may say more, or have no mark.
 
         Raises:
             KeyError, TypeError, ValueError: It is none.
         """
         said = json.loads(text)
-        return cls(**{each.name: said[each.name] for each in fields(cls)})
+        return cls(**{each.name: said[each.name] for each in fields(cls) if each.name in said})
 
     def to_json(self, host: str) -> bytes:
         """Returns the statement, with the address from which it is sent."""
