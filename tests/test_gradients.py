@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 import tensorflow as tf
 
-from tfrep_strategy.gradients import aggregate, buckets, dense
+from tfrep_strategy.gradients import aggregate, buckets, dense, transformed
 
 
 def sparse(values: list[list[float]], rows: list[int]) -> tf.IndexedSlices:
@@ -40,3 +43,12 @@ def test_few_collectives_and_the_order_that_was_given() -> None:
     assert (float(first[0]), float(last[0, 0])) == (2.0, 10.0)
     np.testing.assert_array_equal(rows.indices, [3, 3])
     np.testing.assert_array_equal(dense(rows)[3], [2.0, 4.0])
+
+
+def test_an_error_of_a_transformer_of_pairs_is_told() -> None:
+    def refuses(pairs: Any) -> Any:
+        raise ValueError(f"no gradient of {[name for _, name in pairs]}")
+
+    with pytest.raises(TypeError) as raised:  # Of bare gradients, which it cannot take either.
+        transformed(refuses, [tf.constant(1.0)], ["kernel"])
+    assert str(raised.value.__cause__) == "no gradient of ['kernel']"

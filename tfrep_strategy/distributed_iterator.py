@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -106,8 +106,8 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         self._iterators = iterators
         self._reading = reading
         self._first_batch = first_batch
-        self._traced = collections.Counter[int]()
-        """How many steps were read while a function was traced, by the id of its graph."""
+        self._traced: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """How many steps were read while a function was traced, by its graph."""
 
     def __iter__(self) -> ReplicaIterator:
         return self
@@ -124,8 +124,8 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         return batch
 
     def _refuse_to_unroll(self) -> None:
-        graph = id(tf.compat.v1.get_default_graph())
-        self._traced[graph] += 1
+        graph = tf.compat.v1.get_default_graph()
+        self._traced[graph] = self._traced.get(graph, 0) + 1
         if self._traced[graph] > _MOST_UNROLLED:
             raise ConfigurationError(
                 message(

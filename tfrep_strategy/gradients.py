@@ -92,14 +92,18 @@ def transformed(
         >>> transformed(lambda gradients: [2 * g for g in gradients], [tf.constant(1.0)], ["v"])[0].numpy().item()
         2.0
     """
+    of_pairs: Exception | None = None
     try:
         result = list(transform(list(zip(gradients, variables, strict=True))))
         are_pairs = [isinstance(one, tuple) and len(one) == 2 and one[1] is v for one, v in zip(result, variables, strict=True)]
-    except (TypeError, ValueError, AttributeError):
-        are_pairs = []
+    except (TypeError, ValueError, AttributeError) as error:
+        are_pairs, of_pairs = [], error
     if are_pairs and all(are_pairs):
         return [gradient for gradient, _ in result]
-    result = list(transform(list(gradients)))
+    try:
+        result = list(transform(list(gradients)))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise error from of_pairs  # Whichever of the two ways the transformer is for: its own error is there.
     if len(result) != len(gradients):
         raise ConfigurationError(
             message(

@@ -24,6 +24,7 @@ from sharded_training import (
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
+from tfrep_strategy.strategies.part_variables import PartVariable
 
 
 @pytest.mark.parametrize("name", ["Adam", "Muon", "loss_scale"])
@@ -76,6 +77,39 @@ def test_slots_take_their_part_of_the_memory(name: str, worker_pool: Any) -> Non
     for found in (of_replicas, of_processes):
         assert whole <= sum(found) <= 1.02 * whole
         assert max(found) <= 1.02 * whole / len(found)
+
+
+class Reads(keras.callbacks.Callback):
+    """A callback of one rank, which reads the optimizer."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.total = sum(float(np.abs(v.numpy()).sum()) for v in self.model.optimizer.variables)
+
+
+def wholes_held(strategy: Any, folder: str) -> tuple[float, list[bool]]:
+    """Returns what the callback of rank 0 has read, and on which occasions this rank holds whole slots."""
+    shards = sharded(strategy)
+    with shards.scope():
+        model = large("adam")
+        reads = Reads()
+        x = np.ones((8, 64), "float32")
+        model.fit(x, x, batch_size=8, verbose=0, callbacks=[reads] if strategy.rank == 0 else [])
+        variables = [v for v in shards.extended.replica_variables.values() if isinstance(v, PartVariable)]
+        holds = [any(v.held is not None for v in variables)]
+        with pytest.raises(ValueError, match="extension"):
+            model.save(f"{folder}/model.unknown")
+        holds.append(any(v.held is not None for v in variables))
+    return getattr(reads, "total", 0.0), holds
+
+
+def test_who_needs_whole_slots_holds_them(worker_pool: Any, tmp_path: Any) -> None:
+    model = large("adam")
+    x = np.ones((8, 64), "float32")
+    model.fit(x, x, batch_size=8, verbose=0, callbacks=[reads := Reads()])
+    (total, of_0), (_, of_1) = worker_pool("tf", 2).run(wholes_held, str(tmp_path))
+    assert total == pytest.approx(reads.total, rel=1e-5)
+    assert of_0 == [True, False]
+    assert of_1 == [False, False]
 
 
 class Signs(keras.optimizers.Optimizer):

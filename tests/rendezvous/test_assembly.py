@@ -221,6 +221,15 @@ def test_a_machine_that_stands_still_is_lost(
     assert "has said nothing for 5 seconds." in caplog.text
 
 
+@pytest.mark.parametrize("odd", [b"", b"{", b"7", b"[1]"])
+def test_a_meeting_that_says_odd_things_is_lost(odd: bytes) -> None:
+    (here, there) = Pipe()
+    with here:
+        seat = Seat(there, lambda *_: None)
+        here.send_bytes(odd)
+        told_to(seat, "lost")
+
+
 def test_a_meeting_that_stands_still_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFREP_TIMEOUT", "0")
     (here, there), (other, patient) = Pipe(), Pipe()

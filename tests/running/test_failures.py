@@ -30,6 +30,14 @@ def test_information_of_tensorflow_is_left_out(tmp_path: Path) -> None:
     assert last_lines(log) == [f"line {i}" for i in range(10, 30)]
 
 
+def test_a_large_log_is_read_from_its_end(tmp_path: Path) -> None:
+    log = tmp_path / "rank1.log"
+    own = "".join(f"line {i}\n" for i in range(500_000))
+    log.write_text(own + "a farewell\n" * 500_000)
+    assert last_lines(log, len(own)) == [f"line {i}" for i in range(499_980, 500_000)]
+    assert last_lines(log) == ["a farewell"] * 20
+
+
 def test_a_rank_that_wrote_nothing(tmp_path: Path) -> None:
     (tmp_path / "rank1.log").write_text(OF_TENSORFLOW)
     failure = Failure(1, 137, "", noted=False, log_size=None)

@@ -111,7 +111,7 @@ class LocalCluster:
                 return
             try:
                 print(json.dumps([job, index]), file=self._process.stdin)
-            except OSError:
+            except (OSError, ValueError):  # The pipe is broken, or closed.
                 raise PeerError(message("The servers of the cluster have ended.", logs=str(self.log_dir))) from None
             self._changed.wait_for(lambda: name in self._pids or self._is_over, START_SECONDS)
             if name not in self._pids:

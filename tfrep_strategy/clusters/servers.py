@@ -7,7 +7,6 @@ ended or was killed, all servers are killed, and their logs removed.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -32,7 +31,7 @@ NAMES = {"worker": "Worker {}", "ps": "Parameter server {}"}
 
 
 def main(arguments: list[str], own_path: list[str]) -> None:
-    """Is the whole life of the process.
+    """Starts servers when it is told to, until its orders end. Returns never.
 
     Args:
         arguments: The cluster as JSON, the folder of the servers' logs, the one that goes with the cluster, and the patience with
@@ -53,25 +52,36 @@ def main(arguments: list[str], own_path: list[str]) -> None:
         import tensorflow  # noqa: F401  (what the forks share)
 
     servers: dict[tuple[str, int], int] = {}
-    lock = threading.Lock()
+    lock, reaping = threading.Lock(), threading.Lock()
 
     def answer(**content: Any) -> None:
         with lock:
             print(json.dumps(content), file=answers)
 
-    def wait(name: str, pid: int) -> None:
-        _, status = os.waitpid(pid, 0)
-        answer(ended=name, pid=pid, code=os.waitstatus_to_exitcode(status))
+    def wait(job: str, index: int, pid: int) -> None:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        with reaping:  # From here on, the system may give the number to any process.
+            _, status = os.waitpid(pid, 0)
+            if servers.get((job, index)) == pid:
+                del servers[job, index]
+        answer(ended=f"{job}{index}", pid=pid, code=os.waitstatus_to_exitcode(status))
+
+    def kill(job: str, index: int, pid: int) -> bool:
+        with reaping:
+            is_server = servers.get((job, index)) == pid
+            if is_server:
+                os.kill(pid, signal.SIGKILL)
+        return is_server
 
     def watch(job: str) -> None:
         """Kills a server that is stopped or silent. For the others it is then as any that is killed."""
         look = Watch(_signs(folder, job), patience, NAMES[job]).look
         while True:
             time.sleep(LOOK_SECONDS)
-            if frozen := look({index: pid for (of, index), pid in list(servers.items()) if of == job}):
+            pids = {index: pid for (of, index), pid in list(servers.items()) if of == job}
+            frozen = look(pids)
+            if frozen and frozen.rank in pids and kill(job, frozen.rank, pids[frozen.rank]):
                 answer(frozen=NAMES[job].format(frozen.rank), seen=frozen.seen)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(servers[job, frozen.rank], signal.SIGKILL)
 
     for job in cluster:
         _signs(folder, job).mkdir()
@@ -87,18 +97,17 @@ def main(arguments: list[str], own_path: list[str]) -> None:
                     os.close(stream.fileno())
                 _serve(cluster, job, index, log_dir / f"{name}.log", Path(folder), parent)
             servers[job, index] = pid
-            threading.Thread(target=wait, args=(name, pid), daemon=True).start()
+            threading.Thread(target=wait, args=(job, index, pid), daemon=True).start()
             answer(started=name, pid=pid)
     finally:
-        for pid in servers.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for (job, index), pid in list(servers.items()):
+            kill(job, index, pid)
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
 
 def _serve(cluster: dict[str, list[str]], job: str, index: int, log: Path, folder: Path, parent: int) -> None:
-    """Is the life of one server; never returns."""
+    """Runs one server from start to end. Returns never."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

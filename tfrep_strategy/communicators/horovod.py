@@ -78,7 +78,7 @@ class HorovodCommunicator(Communicator):
         self.rank, self.size = process_set.rank(), process_set.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         self._order = Order(f"tfrep_horovod_order_{process_set.process_set_id}", "CPU:0")
-        self._ops = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
+        self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
         if is_of_all and self.size > 1 and hvd.nccl_built():
             self._choose_memory(device or replica_device(self.local_rank))
 

@@ -80,5 +80,5 @@ def has_rows(dataset: tf.data.Dataset) -> bool:
 
 
 def is_same_in_every_step(dataset: Any) -> bool:
-    """Returns whether a data set repeats one element without an end."""
+    """Returns whether a data set repeats one element, so that each step has the same."""
     return isinstance(dataset, kinds.Repeat) and isinstance(dataset._input_dataset, kinds.Tensor)

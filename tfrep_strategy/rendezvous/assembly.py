@@ -20,7 +20,7 @@ from typing import Any
 
 from tfrep_strategy.errors import message
 from tfrep_strategy.limits import machine_silence
-from tfrep_strategy.rendezvous.connections import LOOPBACK, is_loopback
+from tfrep_strategy.rendezvous.connections import LOOPBACK, is_loopback, shut_down
 from tfrep_strategy.rendezvous.listening import listen, unusable
 from tfrep_strategy.rendezvous.meeting import Met
 from tfrep_strategy.rendezvous.reception import Guest, Reception
@@ -121,6 +121,12 @@ class _Member:
     def send(self, kind: str, content: Any) -> None:
         with contextlib.suppress(OSError), self.sending:  # It has ended.
             self.connection.send_bytes(json.dumps([kind, content]).encode())
+
+    def part(self) -> None:
+        """Closes the connection, while another thread may be sending."""
+        shut_down(self.connection)
+        with self.sending:
+            self.connection.close()
 
 
 class Assembly:
@@ -237,7 +243,7 @@ class Assembly:
         member = _Member(guest.connection, guest.said, is_ready=False)
         if problem := self._misfit(member.statement):
             member.send("error", {"text": problem, "lost": False})
-            member.connection.close()
+            member.part()
             return
         if is_loopback(self._own_host):
             self._own_host = guest.reached
@@ -293,7 +299,7 @@ class Assembly:
 
     def _lose(self, member: _Member) -> None:
         self._members.remove(member)
-        member.connection.close()
+        member.part()
         if member in self._round and member.report is None:
             self._lost.append(member.who)
 

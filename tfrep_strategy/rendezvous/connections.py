@@ -226,9 +226,14 @@ def _bind_to_first_free(listener: socket.socket, host: str, chosen: Iterator[int
 
 def hang_up(connection: Connection) -> None:
     """Ends a connection and closes it. The other end notices this even if another process has the same connection open."""
+    shut_down(connection)
+    connection.close()
+
+
+def shut_down(connection: Connection) -> None:
+    """Ends a connection, and leaves it open for threads that use it: what they send and hear fails."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as own:
         own.shutdown(socket.SHUT_RDWR)
-    connection.close()
 
 
 def set_patience(connection: Connection, seconds: int) -> None:

@@ -11,11 +11,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tfrep_strategy.limits import machine_silence
-from tfrep_strategy.rendezvous.connections import hang_up, set_patience
+from tfrep_strategy.rendezvous.connections import set_patience, shut_down
 
 SIGN, SIGN_SECONDS = "sign", 2.0
 """What both ends of a seat say that often. The kernel of a machine answers also when its processes stand still."""
 _LONGEST_ANSWER = 1 << 26
+_LOST = "lost", None
 
 
 class Seat:
@@ -48,19 +49,28 @@ class Seat:
             self.tell(SIGN)
 
     def _listen(self) -> None:
-        kind = ""
-        while kind != "lost":
+        try:
+            while (heard := self._next()) != _LOST:
+                if heard[0] != SIGN:
+                    self._told(*heard)
+                    self.inbox.put(heard)
+        finally:
             try:
-                kind, content = self._next()
-            except (OSError, EOFError):
-                kind, content = "lost", None
-            if kind != SIGN:
-                self._told(kind, content)
-                self.inbox.put((kind, content))
-        self._is_over.set()
-        hang_up(self._connection)
+                self._told(*_LOST)
+            finally:
+                self.inbox.put(_LOST)  # Somebody may wait for it without a limit.
+                self._is_over.set()
+                shut_down(self._connection)
+                with self._sending:
+                    self._connection.close()
 
     def _next(self) -> tuple[str, Any]:
+        try:
+            return self._received()
+        except (OSError, EOFError, ValueError, TypeError):  # The other end has gone, or says what nobody understands.
+            return _LOST
+
+    def _received(self) -> tuple[str, Any]:
         silent = 0.0
         # Seconds in which this process stood still are not counted.
         while not self._connection.poll(SIGN_SECONDS):

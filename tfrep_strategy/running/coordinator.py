@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,10 @@ from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.running.joining import refuse_inside_a_run
 from tfrep_strategy.running.runs import make_log_dir
 from tfrep_strategy.validation import check_fields
+
+_SHORT_LIFE_SECONDS = 5.0
+"""A worker that ends sooner again is started after a pause, which doubles each time."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 
 SERVER_LOST = 75
 """Exit code of a coordinator that lost a server: with the cluster started again, it can resume from a checkpoint."""
@@ -139,6 +145,8 @@ class _RestartingCluster(LocalCluster):
         self._stopping = threading.Event()
         self._kept_logs = log_dir
         self._lost_servers: list[int] = []
+        self._started: dict[int, float] = {}
+        self._pauses: dict[int, float] = {}
         super().__init__(workers, servers, self._answer_end, log_dir)
 
     def __enter__(self) -> _RestartingCluster:
@@ -166,8 +174,17 @@ class _RestartingCluster(LocalCluster):
             self._lost_servers.append(index)
 
     def _start_again(self, index: int) -> None:
-        with contextlib.suppress(Exception):
+        now = time.monotonic()
+        has_lived = now - self._started.get(index, -math.inf) > _SHORT_LIFE_SECONDS
+        self._pauses[index] = 0.0 if has_lived else min(max(_FIRST_PAUSE, 2 * self._pauses[index]), _LONGEST_PAUSE)
+        if self._stopping.wait(self._pauses[index]):
+            return
+        self._started[index] = time.monotonic()
+        try:
             self.start("worker", index)
+        except PeerError as error:
+            if not self._stopping.is_set():
+                print(f"tfrep: worker {index} was not started again. {error}", file=sys.stderr)
 
 
 @contextlib.contextmanager

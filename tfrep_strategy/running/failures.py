@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections import deque
@@ -10,7 +11,7 @@ from pathlib import Path
 from tfrep_strategy.processes.ranks import Failure
 from tfrep_strategy.startup_log import log_lines
 
-_LAST_LINES = 20
+_LAST_LINES, _LAST_BYTES = 20, 1 << 20
 _OF_TENSORFLOW = re.compile(log_lines("IW"))
 
 
@@ -53,7 +54,7 @@ def last_lines(log: Path, size: int | None = None) -> list[str]:
 
     Args:
         log: The file.
-        size: How many bytes of it to look at. Default: all.
+        size: How many bytes of it count. Default: all. No more than the last MiB of them is read.
 
     Returns:
         The lines; at most 20.
@@ -64,6 +65,8 @@ def last_lines(log: Path, size: int | None = None) -> list[str]:
         ['epoch 1', 'epoch 2']
     """
     with open(log, "rb") as file:
-        text = file.read(-1 if size is None else size).decode("utf-8", "replace")
+        end = os.fstat(file.fileno()).st_size if size is None else size
+        file.seek(max(0, end - _LAST_BYTES))
+        text = file.read(end - file.tell()).decode("utf-8", "replace")
     own = (line.rstrip() for line in text.splitlines() if not _OF_TENSORFLOW.match(line))
     return list(deque(own, _LAST_LINES))

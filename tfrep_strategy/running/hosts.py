@@ -157,7 +157,9 @@ class OnHost:
     def start(self, *args: Any, **kwargs: Any) -> Remote:
         """Starts the launcher; the arguments are those of `Remote` after the command."""
         command = piped_command(LAUNCHER)
-        return Remote(self.name, command if is_this_machine(self.name) else ssh_to(self.name, command), *args, **kwargs)
+        # By that variable a launcher tells how ssh has reached it. Here it would tell from where the user has come.
+        here = ["env", "-u", "SSH_CONNECTION", *command]
+        return Remote(self.name, here if is_this_machine(self.name) else ssh_to(self.name, command), *args, **kwargs)
 
     def hint(self) -> str:
         """Returns what the user can look at if the launcher says nothing."""
@@ -343,7 +345,12 @@ class Launchers:
         """Returns where the first host listens, as the others reach it: where ssh has reached it, or where ssh has come from."""
         hellos = [each.said["hello"] for each in self._remotes]
         seen = [hello["seen_from"] for hello in hellos if hello["seen_from"]]
-        return with_port(self._machines[0].address or hellos[0]["address"] or seen[0], hellos[0]["port"])
+        found = next(filter(None, [self._machines[0].address, hellos[0]["address"], *seen]), None)
+        if found is None:
+            what = f"The address at which the other hosts reach {self._remotes[0].host} is not known."
+            hint = "have the command of TFREP_SSH set SSH_CONNECTION on the host, as OpenSSH does."
+            raise ConfigurationError(message(what, hint=hint, hosts=[each.name for each in self._machines]))
+        return with_port(found, hellos[0]["port"])
 
 
 def _given(options: Options, program: Sequence[str], restarts: int) -> dict[str, Any]:

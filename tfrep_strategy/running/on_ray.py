@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 import signal
 import sys
 import time
@@ -23,7 +22,7 @@ from tfrep_strategy.processes.shared_folder import shared_folder
 from tfrep_strategy.rendezvous.connections import LOOPBACK
 from tfrep_strategy.running.hosts import LAUNCHER, Launchers, OnHost, say_what_is_awaited
 from tfrep_strategy.running.rounds import Losses, how_lost, no_backup_dir, where_it_goes_on
-from tfrep_strategy.running.runs import Options, RunFailed, backup_dir_of, make_log_dir
+from tfrep_strategy.running.runs import Options, RunFailed, backup_dir_of, log_folder
 
 _NO_GPU = "-1"
 _LEAST_SECONDS = 0.1
@@ -158,14 +157,6 @@ def _folders_made(options: Options, cluster: RayCluster) -> Iterator[Options]:
             raise no_backup_dir(options.max_restarts, engine="ray")
         yield options
         return
-    log_dir = make_log_dir(options.log_dir)
-    is_left = False
-    try:
+    with log_folder(options.log_dir) as log_dir:
         folder = backup_dir_of(options, log_dir)
         yield replace(options, log_dir=log_dir, backup_dir=folder.place if folder else None)
-    except RunFailed as failed:
-        is_left = failed.was_lost or not failed.failure.stopped_by_signal
-        raise
-    finally:
-        if options.log_dir is None and not is_left:
-            shutil.rmtree(log_dir, ignore_errors=True)

@@ -288,53 +288,51 @@ def run_to_end(
     """
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
     patience, grace = Patience.of_environment(), grace_seconds(for_a_backup=options.is_backed_up)
-    log_dir = make_log_dir(options.log_dir)
-    backup_dir = backup_dir_of(options, log_dir)
-    profile_dir = profile_folder(options.profile_dir, options.log_dir)
-    more_environ = profile_environ(options.profile, profile_dir)
-    if backup_dir is not None:
-        more_environ |= backup_dir.environ
-    own_seed = common_hash_seed()
-    last: Round | None = None
-    with announced(log_dir, note_dir, profile_dir):
-        for this in rounds or rounds_here(events, options.max_restarts, backup_dir):
-            last = this
-            clear_notes(note_dir)
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            seed = this.nodes.hash_seed if this.nodes else None
-            server = servers.of(seed) if servers else None
-            more_environ["PYTHONHASHSEED"] = server.hash_seed if server else seed or own_seed
-            with _output_shown(options, this, log_dir), _commands(options, arguments, this, more_environ) as commands:
-                start: Start = start_process
-                if server is not None:
-                    start = server.starter(commands, this.events, deadline)
-                    if server.problem and options.fork:
-                        print(f"tfrep: ranks are not forked: {server.problem}.", file=sys.stderr)
-                has_peers = (this.nodes.size if this.nodes else options.size) > 1 and options.strategy != "mirrored"
-                this.failure = run_ranks(
-                    commands,
-                    this.events,
-                    log_dir=log_dir,
-                    note_dir=note_dir,
-                    timeout=left,
-                    logs_all=options.prefix,
-                    first_rank=this.first_rank,
-                    again=this.number > 0,
-                    # Nobody waits for a rank that is alone, unless the run can go on from backups.
-                    patience=patience if has_peers or options.is_backed_up else None,
-                    grace=grace,
-                    start=start,
-                    temporary=[note_dir],
-                )
-            if this.failure is not None:
-                this.story = describe(this.failure, timeout=options.timeout, log_dir=log_dir)
-    failure = last.failure if last else None
-    if failure is None and backup_dir is not None and last and last.first_rank == 0 and not last.keeps_backups:
-        backup_dir.remove_backups()
-    if options.log_dir is None and (failure is None or failure.stopped_by_signal):
-        shutil.rmtree(log_dir, ignore_errors=True)
-    if last and failure is not None:
-        raise RunFailed(last.story, failure, log_dir)
+    with log_folder(options.log_dir) as log_dir:
+        backup_dir = backup_dir_of(options, log_dir)
+        profile_dir = profile_folder(options.profile_dir, options.log_dir)
+        more_environ = profile_environ(options.profile, profile_dir)
+        if backup_dir is not None:
+            more_environ |= backup_dir.environ
+        own_seed = common_hash_seed()
+        last: Round | None = None
+        with announced(log_dir, note_dir, profile_dir):
+            for this in rounds or rounds_here(events, options.max_restarts, backup_dir):
+                last = this
+                clear_notes(note_dir)
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                seed = this.nodes.hash_seed if this.nodes else None
+                server = servers.of(seed) if servers else None
+                more_environ["PYTHONHASHSEED"] = server.hash_seed if server else seed or own_seed
+                with _output_shown(options, this, log_dir), _commands(options, arguments, this, more_environ) as commands:
+                    start: Start = start_process
+                    if server is not None:
+                        start = server.starter(commands, this.events, deadline)
+                        if server.problem and options.fork:
+                            print(f"tfrep: ranks are not forked: {server.problem}.", file=sys.stderr)
+                    has_peers = (this.nodes.size if this.nodes else options.size) > 1 and options.strategy != "mirrored"
+                    this.failure = run_ranks(
+                        commands,
+                        this.events,
+                        log_dir=log_dir,
+                        note_dir=note_dir,
+                        timeout=left,
+                        logs_all=options.prefix,
+                        first_rank=this.first_rank,
+                        again=this.number > 0,
+                        # Nobody waits for a rank that is alone, unless the run can go on from backups.
+                        patience=patience if has_peers or options.is_backed_up else None,
+                        grace=grace,
+                        start=start,
+                        temporary=[note_dir],
+                    )
+                if this.failure is not None:
+                    this.story = describe(this.failure, timeout=options.timeout, log_dir=log_dir)
+        failure = last.failure if last else None
+        if failure is None and backup_dir is not None and last and last.first_rank == 0 and not last.keeps_backups:
+            backup_dir.remove_backups()
+        if last and failure is not None:
+            raise RunFailed(last.story, failure, log_dir)
 
 
 @contextlib.contextmanager
@@ -385,6 +383,27 @@ def backup_dir_of(options: Options, log_dir: Path) -> SharedFolder | None:
     folder = SharedFolder(log_dir / "backups")
     folder.remove_backups()  # Of an earlier run, which nobody has asked to continue.
     return folder
+
+
+@contextlib.contextmanager
+def log_folder(wanted: str | os.PathLike[str] | None) -> Iterator[Path]:
+    """Makes the folder of a run's logs. A temporary one is left if a rank has failed, for who wants to know why.
+
+    Raises:
+        ConfigurationError: It cannot be made.
+    """
+    log_dir, is_left = make_log_dir(wanted), wanted is not None
+    try:
+        yield log_dir
+    except RunFailed as failed:
+        is_left = is_left or failed.was_lost or not failed.failure.stopped_by_signal
+        raise
+    except Exception:
+        is_left = is_left or any(log_dir.iterdir())
+        raise
+    finally:
+        if not is_left:
+            shutil.rmtree(log_dir, ignore_errors=True)
 
 
 def make_log_dir(wanted: str | os.PathLike[str] | None) -> Path:

@@ -151,7 +151,7 @@ class StepFunction:
             self._sync.finish()
         self._collect()
         self._write_metrics()
-        if self._retried and self._updates:
+        if self._retried and self._updates and self._totals is not None:
             # A worker that died may have added to a counter on the server before another one did the step again.
             for variable, base, added in zip(self._layout.counters, self._base, self._added(), strict=True):
                 variable.assign(base + added)

@@ -162,11 +162,13 @@ class _Agreement(NamedTuple):
         look_at_batches: The phases in which one of them looks at single batches.
         may_stop_alone: Those in which one of them may stop for reasons that the others do not have.
         some_are_lone: Whether a process has a callback for itself.
+        own_is_lone: Whether this one has.
     """
 
     look_at_batches: frozenset[str]
     may_stop_alone: frozenset[str]
     some_are_lone: bool
+    own_is_lone: bool
 
 
 def _agreed(strategy: KerasStrategy, callbacks: list[Any]) -> tuple[_Agreement, list[Any]]:
@@ -186,7 +188,7 @@ def _agreed(strategy: KerasStrategy, callbacks: list[Any]) -> tuple[_Agreement, 
         if first or destination is None
     ]
     in_step = [LoneCallback(callback, strategy) if is_lone else callback for callback, is_lone in own]
-    agreement = _Agreement(look_at_batches, may_stop_alone, bool(kinds))
+    agreement = _Agreement(look_at_batches, may_stop_alone, bool(kinds), any(is_lone for _, is_lone in own))
     return agreement, [*beginning_whole(callback for callback, _ in own), *in_step]
 
 
@@ -239,7 +241,7 @@ class _Before(_Together):
         if self._agreement.some_are_lone:
             self._strategy.extended.synchronize_new_variables()
             self._strategy.extended.merge_replica_state()
-            self._strategy.extended.collect_parts()
+            self._strategy.extended.collect_parts(reads=self._agreement.own_is_lone)
 
 
 class _After(_Together):

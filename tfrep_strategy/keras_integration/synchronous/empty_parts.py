@@ -108,8 +108,8 @@ def _with_a_row(fn: Callable[[Any], Any], inputs: Any) -> Any:
     """Calls a function of rows on a row of zeros where there is none, and takes its result away.
 
     Where there are rows, padding by nothing and slicing off nothing copy nothing, forward and backward. Each is the gradient of
-    the other, by far fewer operations than TensorFlow's gradients have: nets have many layers, and processes many replicas. Where no
-    tape asks, as in the gradient of a traced function, TensorFlow's own gradients give the same.
+    the other, by far fewer operations than TensorFlow's gradients have: nets have many layers, and processes many replicas.
+    Where no tape asks, as in the gradient of a traced function, TensorFlow's own gradients give the same.
 
     Args:
         fn: What is to be called with `inputs`; each row of its results depends on one row only.

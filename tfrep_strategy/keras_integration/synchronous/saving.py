@@ -101,5 +101,7 @@ def written_once(strategy: KerasStrategy, filepath: Any) -> Iterator[bool]:
     strategy.extended.collect_parts(reads=is_first or not is_path)
     # Keras makes an optimizer of its own when it first saves, to see which attributes every optimizer has.
     with failing_together(strategy), is_coordinated.to(True), strategy.extended.acting_alone():
-        yield is_first or not is_path
-        strategy.extended.release_parts()
+        try:
+            yield is_first or not is_path
+        finally:
+            strategy.extended.release_parts()
