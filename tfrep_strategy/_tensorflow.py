@@ -25,7 +25,8 @@ def _private(module: str, name: str, package: str = "tensorflow.python") -> Any:
         return getattr(importlib.import_module(f"{package}.{module}"), name)
     except (ImportError, AttributeError) as error:
         raise UnsupportedVersionError(
-            f"TensorFlow {tf.__version__} moved `{name}` out of `{package}.{module}`, which tfrep_strategy needs."
+            f"TensorFlow {tf.__version__} moved `{name}` out of `{package}.{module}`, which tfrep_strategy needs.\n"
+            f"Hint: pip install --upgrade tfrep_strategy, or use an older TensorFlow ({MINIMUM_TENSORFLOW} or newer)."
         ) from error
 
 

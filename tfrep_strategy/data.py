@@ -247,7 +247,11 @@ def distribute_from_function(
             dataset = dataset_fn(tf.distribute.InputContext(number, index, replicas.total))
         if not isinstance(dataset, tf.data.Dataset):
             raise ConfigurationError(
-                message("The function must return a tf.data.Dataset.", returned=type(dataset).__name__)
+                message(
+                    "The function must return a tf.data.Dataset.",
+                    hint="wrap generators in tf.data.Dataset.from_generator, arrays in from_tensor_slices.",
+                    returned=type(dataset).__name__,
+                )
             )
         devices, buffer = _destinations(replicas, options, dataset.element_spec)
         own = devices[len(pipelines) : len(pipelines) + 1] if per_replica else devices
@@ -283,6 +287,7 @@ def _check(options: tf.distribute.InputOptions | None) -> None:
         raise ConfigurationError(
             message(
                 "A buffer size must be 0 or more.",
+                hint="leave it out, or use 1 or 2.",
                 experimental_per_replica_buffer_size=options.experimental_per_replica_buffer_size,
             )
         )

@@ -360,7 +360,8 @@ def _zip(*sources: Any, strict: bool = False) -> Any:
     if tf.executing_eagerly():
         return zip(*sources, strict=strict)
     if strict:
-        raise ConfigurationError(message("A tf.function cannot compare the lengths of distributed data.", strict=strict))
+        hint = "leave strict out, or zip outside tf.function."
+        raise ConfigurationError(message("A tf.function cannot compare the lengths of distributed data.", hint, strict=strict))
     return ZippedIterator([iter(source) for source in sources])
 
 

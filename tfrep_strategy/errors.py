@@ -2,7 +2,7 @@
 
 A message says what happened, then what was received, then what to do::
 
-    Unknown communicator. Received: communicator='mpi'
+    Unknown communicator. Received: communicator='nccl'
     Hint: use "auto", "horovod" or "tf".
 """
 

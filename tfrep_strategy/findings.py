@@ -29,7 +29,7 @@ class Finding:
 
 
 def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
-    """Is the whole life of the process that is asked.
+    """Runs the process that is asked from start to end.
 
     Args:
         arguments: The file for its findings.

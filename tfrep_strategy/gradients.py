@@ -108,6 +108,7 @@ def transformed(
         raise ConfigurationError(
             message(
                 "A gradient transformer must return one gradient for each that it gets.",
+                hint="return None for a gradient that is to be left out.",
                 transformer=transform,
                 gradients=len(gradients),
                 returned=len(result),

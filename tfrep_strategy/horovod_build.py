@@ -176,7 +176,8 @@ def install_wheel(wheel: Path) -> None:
     for arguments in (["--no-deps", "--force-reinstall", str(wheel)], _PYTHON_NEEDS):
         done = subprocess.run([*_pip("install"), "--quiet", *arguments], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise TfrepError(message(f"pip could not install Horovod.\n{done.stderr.strip()}", wheel=wheel.name))
+            what, hint = f"pip could not install Horovod.\n{done.stderr.strip()}", "see what pip says above."
+            raise TfrepError(message(what, hint, wheel=wheel.name))
 
 
 def first_error(log: str) -> str:

@@ -226,7 +226,8 @@ def change_source(source: Path) -> None:
         text = (source / name).read_text("utf-8")
         for old, new in changes.items():
             if text.count(old) != 1:
-                raise TfrepError(message("Horovod's source differs from the release.", file=name, missing=old))
+                hint = "leave HOROVOD's source as it was downloaded; remove it, and install again."
+                raise TfrepError(message("Horovod's source differs from the release.", hint, file=name, missing=old))
             text = text.replace(old, new)
         (source / name).write_text(text, "utf-8")
     for name, text in ADDED.items():

@@ -112,10 +112,12 @@ class LocalCluster:
             try:
                 print(json.dumps([job, index]), file=self._process.stdin)
             except (OSError, ValueError):  # The pipe is broken, or closed.
-                raise PeerError(message("The servers of the cluster have ended.", logs=str(self.log_dir))) from None
+                hint = "make a new cluster; their logs may tell why."
+                raise PeerError(message("The servers of the cluster have ended.", hint, logs=str(self.log_dir))) from None
             self._changed.wait_for(lambda: name in self._pids or self._is_over, START_SECONDS)
             if name not in self._pids:
-                raise PeerError(message("A task of the cluster does not start.", task=name, logs=str(self.log_dir)))
+                hint = "see its log, and how much memory is left."
+                raise PeerError(message("A task of the cluster does not start.", hint, task=name, logs=str(self.log_dir)))
 
     def kill(self, job: str, index: int) -> None:
         """Kills a task without warning, as `kill -9` does, and returns when it is gone.

@@ -90,7 +90,8 @@ def flow_of(group: ReplicaGroup | None) -> Flow:
     if context is None or (context.num_replicas_in_sync == 1 and not hasattr(strategy.extended, "communicator_of")):
         return Flow(SingleCommunicator(), None)
     if group is not None and group.strategy is not strategy:
-        raise ConfigurationError(message("The group belongs to another strategy.", group=group))
+        hint = "make it with the strategy in whose scope it is used."
+        raise ConfigurationError(message("The group belongs to another strategy.", hint, group=group))
     replica = replica_id()
     communicator: Communicator
     if group is not None:

@@ -57,7 +57,11 @@ def to_tensor(kind: str, leaf: Any) -> tf.Tensor:
         tensor = tf.convert_to_tensor(leaf)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            message(f"{kind} on replica {replica_id()}: a leaf is not a tensor ({error}).", type=type(leaf).__name__)
+            message(
+                f"{kind} on replica {replica_id()}: a leaf is not a tensor ({error}).",
+                hint="pass tensors, or what tf.convert_to_tensor takes, in nests of lists, tuples and dicts.",
+                type=type(leaf).__name__,
+            )
         ) from None
     if tensor.shape.rank is None or tensor.dtype in (tf.resource, tf.variant):
         raise ConfigurationError(
@@ -89,7 +93,8 @@ def check_equal(calls: Sequence[tuple[int, Call]]) -> list[int]:
         if not same or not all(_fit(call, a, b) for a, b in zip(call.specs, other.specs, strict=True)):
             raise DesyncError(
                 f"Replicas {first} and {replica} called different collectives.\n"
-                f"Replica {first} called {call}\nReplica {replica} called {other}"
+                f"Replica {first} called {call}\nReplica {replica} called {other}\n"
+                "Hint: all replicas must call the same collectives in the same order, with shapes that fit."
             )
     sizes = [d for _, each in calls for spec in each.specs for d in _fixed_sizes(each, spec.shape.as_list())]
     return [replica for replica, _ in calls] if None in sizes and len(calls) > 1 else []
@@ -172,7 +177,8 @@ def check_op(op: str, tensor: tf.Tensor) -> None:
 def check_rows(kind: str, tensor: tf.Tensor) -> None:
     """Refuses a scalar."""
     if tensor.shape.rank == 0:
-        raise ConfigurationError(message(f"{kind} needs tensors with at least one dimension.", shape=tensor.shape))
+        hint = "give a scalar a dimension: tf.reshape(x, [1])."
+        raise ConfigurationError(message(f"{kind} needs tensors with at least one dimension.", hint, shape=tensor.shape))
 
 
 def check_root(root: int, group: ReplicaGroup | None, size: int) -> int:

@@ -146,6 +146,7 @@ def _to_splits(splits: Any, size: int) -> tf.Tensor:
         raise ConfigurationError(
             message(
                 f"all_to_all on replica {replica_id()}: splits needs one number of rows for each replica.",
+                hint="pass a vector of whole numbers: how many rows go to replica 0, to replica 1, and so on.",
                 splits=splits,
                 num_replicas=size,
             )

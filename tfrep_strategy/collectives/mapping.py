@@ -69,7 +69,8 @@ def map_reduce(fn: Callable[[Any], Nest], items: Any, op: str = "sum", *, group:
     """
     items = _listed(items)
     if not items:
-        raise ConfigurationError(message("map_reduce needs at least one item.", items=items))
+        hint = "pass a list with an item or more, the same on all replicas."
+        raise ConfigurationError(message("map_reduce needs at least one item.", hint, items=items))
     communicator = flow_of(group).communicator
     spread = Spread(fn, items, communicator.rank, communicator.size)
     for spec in tf.nest.flatten(spread.specs[0]):

@@ -43,9 +43,13 @@ class Spread:
         for i, spec in enumerate(self.specs):
             if tf.nest.map_structure(lambda s: s.dtype, spec) != first:
                 raise ConfigurationError(
-                    message(f"Items 0 and {i} gave nests of different structures or dtypes.", item_0=self.specs[0],
-                            **{f"item_{i}": spec})
-                )  # fmt: skip
+                    message(
+                        f"Items 0 and {i} gave nests of different structures or dtypes.",
+                        hint="have the function return the same structure for every item; tf.cast gives results one dtype.",
+                        item_0=self.specs[0],
+                        **{f"item_{i}": spec},
+                    )
+                )
 
     def _tensors(self, item: Any) -> Nest:
         return tf.nest.map_structure(tf.convert_to_tensor, self._fn(item))

@@ -45,5 +45,9 @@ class ContextCommunicator(Communicator):
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         raise ConfigurationError(
-            message("Groups of replicas need a strategy of this package.", strategy=type(self._context.strategy).__name__)
+            message(
+                "Groups of replicas need a strategy of this package.",
+                hint="use tfrep.MirroredStrategy or tfrep.MultiWorkerStrategy.",
+                strategy=type(self._context.strategy).__name__,
+            )
         )

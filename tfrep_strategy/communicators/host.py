@@ -78,7 +78,8 @@ class HostCommunicator(Communicator):
         def exchange(arrays: Arrays) -> Arrays:
             rows, counts = arrays
             if counts.sum() != len(rows):
-                raise ConfigurationError(message("The splits are not all rows.", rows=len(rows), splits=counts.tolist()))
+                hint = "let the splits add up to the number of rows."
+                raise ConfigurationError(message("The splits are not all rows.", hint, rows=len(rows), splits=counts.tolist()))
             return self.exchange_rows(rows, counts)
 
         rows, counts = self._call("all_to_all", "", exchange, tensors)

@@ -16,7 +16,7 @@ from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, 
 from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects
 from tfrep_strategy.communicators.naming import replica_name
 from tfrep_strategy.communicators.ring import RingCommunicator
-from tfrep_strategy.errors import ConfigurationError, DesyncError
+from tfrep_strategy.errors import ConfigurationError, DesyncError, message
 from tfrep_strategy.packing import Packed
 
 _REDUCTIONS = {"min": tf.minimum, "max": tf.maximum, "product": tf.multiply}
@@ -202,7 +202,8 @@ class LocalCommunicator(Communicator):
         def check(calls: Sequence[Sequence[tf.TensorShape]]) -> None:
             first, own = calls
             if len(first) != len(own) or not all(a.is_compatible_with(b) for a, b in zip(first, own, strict=True)):
-                raise DesyncError(f"{kind}: the replicas pass tensors of different shapes, {first} and {own}.")
+                what, hint = "The replicas pass tensors of different shapes.", "pass one shape on all replicas."
+                raise DesyncError(message(what, hint, collective=kind, shapes=first, other_shapes=own))
 
         first = self._matching("shapes", [tensor.shape for tensor in tensors], check)
         if _is_branch_of(self._shared_graph()) and all(shape.is_fully_defined() for shape in first):

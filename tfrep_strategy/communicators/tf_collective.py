@@ -174,6 +174,8 @@ class TensorFlowCommunicator(RingCommunicator):
                 message(
                     f"TensorFlow's runtime could not connect the {self.size} processes.",
                     hint=f"look for the reason in the output of the other ranks; the limit is {_REGISTER_SECONDS} seconds.",
+                    rank=self.rank,
+                    size=self.size,
                 )
             ) from error
 

@@ -72,7 +72,12 @@ class Environment(ABC):
         hosts = checked(list[str], "hosts", hosts, hint=f"correct the hosts that {self.name} gives.")
         if len(hosts) != size:
             raise ConfigurationError(
-                message(f"{self.name}: one host per rank is needed.", hosts=hosts, size=size)
+                message(
+                    f"{self.name}: one host per rank is needed.",
+                    hint="list the host of every rank, in the order of the ranks.",
+                    hosts=hosts,
+                    size=size,
+                )
             )
         if local_size is None:
             local_size = Counter(hosts)[hosts[rank]]
@@ -81,7 +86,12 @@ class Environment(ABC):
         _check_place("local_rank", local_rank, "local_size", local_size, self.name)
         if local_size > size:
             raise ConfigurationError(
-                message(f"{self.name}: local_size must not be above size.", local_size=local_size, size=size)
+                message(
+                    f"{self.name}: local_size must not be above size.",
+                    hint="local_size counts the ranks of this machine, size those of all.",
+                    local_size=local_size,
+                    size=size,
+                )
             )
         if addresses is not None:
             addresses = _checked_addresses(addresses, size, self.name)
@@ -220,7 +230,12 @@ def _checked_addresses(given: Sequence[str], size: int, environment: str) -> lis
     addresses = checked(list[Address], "addresses", given, hint=f"correct the addresses that {environment} gives.")
     if len(addresses) != size:
         raise ConfigurationError(
-            message(f"{environment}: one address per rank is needed.", addresses=addresses, size=size)
+            message(
+                f"{environment}: one address per rank is needed.",
+                hint='list "host:port" for every rank, in the order of the ranks.',
+                addresses=addresses,
+                size=size,
+            )
         )
     for address, uses in Counter(addresses).items():
         if uses > 1:

@@ -17,9 +17,10 @@ from typing import Any
 
 import keras
 
-from tfrep_strategy.errors import UnsupportedVersionError
+from tfrep_strategy.errors import UnsupportedVersionError, message
 
 _MISSING = object()
+_HINT = "pip install --upgrade tfrep_strategy, or use an older Keras (3.12 or newer)."
 
 
 def keras_internal(module: str, name: str | None = None) -> Any:
@@ -33,7 +34,8 @@ def keras_internal(module: str, name: str | None = None) -> Any:
         return found if name is None else getattr(found, name)
     except (ImportError, AttributeError) as error:
         missing = f"`keras.src.{module}`" + (f".{name}" if name else "")
-        raise UnsupportedVersionError(f"Keras {keras.__version__} moved {missing}, which tfrep_strategy needs.") from error
+        what = f"Keras {keras.__version__} moved {missing}, which tfrep_strategy needs."
+        raise UnsupportedVersionError(message(what, _HINT)) from error
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ class Patch:
         except (ImportError, AttributeError):
             found = _MISSING
         if found is _MISSING and self._adds is None and not self._optional:
-            raise UnsupportedVersionError(f"Keras {keras.__version__} has no `{self.target}`, which tfrep_strategy replaces.")
+            what = f"Keras {keras.__version__} has no `{self.target}`, which tfrep_strategy replaces."
+            raise UnsupportedVersionError(message(what, _HINT))
         return owner, name, found
 
     def check(self) -> None:
@@ -151,10 +154,8 @@ class Patch:
             return
         signature = str(inspect.signature(found))
         if signature not in self.expects:
-            raise UnsupportedVersionError(
-                f"Keras {keras.__version__} has another `{self.target}` than the one that tfrep_strategy replaces."
-                f" Received: {signature}\nExpected: {' or '.join(self.expects)}"
-            )
+            what = f"Keras {keras.__version__} has another `{self.target}` than the one that tfrep_strategy replaces."
+            raise UnsupportedVersionError(message(what, _HINT, signature=signature, expected=" or ".join(self.expects)))
 
     def install(self) -> None:
         """Replaces the attribute."""

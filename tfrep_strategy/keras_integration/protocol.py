@@ -153,7 +153,7 @@ class KerasExtended(Protocol):
         """Returns a context in which the error of a collective says which process has ended, where one has."""
 
     def count_steps(self, model: Any, count: int) -> None:
-        """Is told how many steps a model has done."""
+        """Hears how many steps a model has done."""
 
 
 class Step:

@@ -29,7 +29,7 @@ _TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.
 
 
 def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
-    """Is the whole life of the process, and in a fork that of a rank.
+    """Runs the process from start to end, and in each fork a rank.
 
     Args:
         arguments: The descriptor of the orders, and the module whose `preload` imports what ranks need. What follows is there to be

@@ -132,7 +132,7 @@ def start_watcher(name: str, number: int) -> Watcher | None:
 
 
 def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
-    """Is the whole life of the watcher.
+    """Runs the watcher from start to end.
 
     Args:
         arguments: The folder of the signs, the name, the number and the id of the process to look at, as JSON.

@@ -94,6 +94,7 @@ def per_pipeline(strategy: tf.distribute.Strategy, mode: InputReplicationMode, i
             raise ConfigurationError(
                 message(
                     "Under this strategy an input function must return a tf.data.Dataset.",
+                    hint="wrap a callable: tf.data.Dataset.range(n).map(lambda i: make_batch(i)).",
                     strategy=type(strategy).__name__,
                     returned=type(made[0]).__name__,
                 )
@@ -183,6 +184,7 @@ def make_input(strategy: tf.distribute.Strategy, mode: InputReplicationMode, inp
     raise ConfigurationError(
         message(
             "An input function must return a tf.data.Dataset, or a callable that returns a nest of tensors.",
+            hint="return one of these on every replica.",
             returned=[type(m).__name__ for m in made],
             first_replica=process.replicas[0],
         )

@@ -75,7 +75,8 @@ class TpuReplicator(Replicator):
             tf.tpu.experimental.initialize_tpu_system(resolver)
             strategy = tf.distribute.TPUStrategy(resolver)
         except (ValueError, RuntimeError, OSError, tf.errors.OpError) as error:
-            raise ConfigurationError(message("TensorFlow finds no TPU here.", tpu=tpu)) from error
+            hint = "give the name of a TPU, or use MirroredReplicator."
+            raise ConfigurationError(message("TensorFlow finds no TPU here.", hint, tpu=tpu)) from error
         check_cores(strategy.num_replicas_in_sync, num_workers, num_tpu_cores_per_worker)
         super().__init__(strategy, **options)
 
@@ -85,6 +86,7 @@ def check_cores(present: int, num_workers: int, num_tpu_cores_per_worker: int) -
         raise ConfigurationError(
             message(
                 f"The TPU has {present} cores.",
+                hint="num_workers times num_tpu_cores_per_worker must be this number.",
                 num_workers=num_workers,
                 num_tpu_cores_per_worker=num_tpu_cores_per_worker,
             )

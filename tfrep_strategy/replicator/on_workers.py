@@ -62,4 +62,5 @@ class ParameterServerReplicator(Replicator):
 
     def _check_strategy(self) -> None:
         if not isinstance(self.strategy, tf.distribute.ParameterServerStrategy):
-            raise ConfigurationError(message("A parameter-server strategy is needed.", type=type(self.strategy).__name__))
+            hint = "pass a tfrep.ParameterServerStrategy."
+            raise ConfigurationError(message("A parameter-server strategy is needed.", hint, type=type(self.strategy).__name__))

@@ -46,7 +46,7 @@ def launch(
         args: Its positional arguments.
         num_replicas: How many replicas take part.
         kwargs: The function's keyword arguments.
-        communicator: "horovod", "tf", "shared_memory", or "auto": common memory, unless there are GPUs.
+        communicator: "horovod", "tf", "mpi", "shared_memory", or "auto": common memory, unless there are GPUs.
         strategy: "multi-worker": one process per replica; "mirrored": one process with all replicas; `None`: one
             process per replica that has to make its own strategy.
         timeout: Seconds after which the run is stopped; by default it may take for ever.
@@ -107,7 +107,7 @@ def results(call: bytes, options: Options, servers: ForkServers | None = None) -
 
 
 def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
-    """Is the whole life of a rank.
+    """Runs a rank from start to end.
 
     Args:
         arguments: Folder of the call and its results; "scope" if the strategy's scope is to be entered.

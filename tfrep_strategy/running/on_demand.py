@@ -32,4 +32,5 @@ def profile_run(run: str, seconds: float, profile_dir: Path | None = None) -> No
     write_summary(reports, run_folder)
     show_summary(reports, f"{seconds:g} seconds", run_folder, sys.stdout)
     if all(report.problem for report in reports):
-        raise PeerError(message("No process of the run could be traced.", run=run))
+        hint = "see the problem of each process above; one can only be traced once at a time."
+        raise PeerError(message("No process of the run could be traced.", hint, run=run))

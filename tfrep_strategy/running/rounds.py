@@ -53,7 +53,7 @@ class Losses:
         self._last: Step | None = None
 
     def are_again_at(self, step: Step | None) -> bool:
-        """Is called when a rank was lost. Returns whether the loss before was at the same step.
+        """Notes that a rank was lost. Returns whether the loss before was at the same step.
 
         Args:
             step: Where it was lost; None if no step had begun.
@@ -62,7 +62,7 @@ class Losses:
         return step is not None and step == before
 
     def forbid_another_start(self, step: Step | None) -> bool:
-        """Is called when a rank was lost. Returns whether another start would end at the same step again, and says so.
+        """Notes that a rank was lost. Returns whether another start would end at the same step again, and says so.
 
         Args:
             step: Where it was lost; None if no step had begun.

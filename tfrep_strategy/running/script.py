@@ -120,7 +120,7 @@ def run_ranks_of_script(
 
 
 def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
-    """Is the whole life of a rank.
+    """Runs a rank from start to end.
 
     Args:
         arguments: Folder of the notes and signs of life if a launcher of this package reads them, folder of the logs if this

@@ -31,8 +31,8 @@ class MultiWorkerStrategy(SynchronousStrategy):
     """Synchronous training with one replica in each process, with the answer that one device gives.
 
     Args:
-        communicator: `"horovod"`, `"tf"` (TensorFlow's own collectives), `"shared_memory"` (ranks of one machine), `"auto"`
-            (what `TFREP_COMMUNICATOR` names; without it common memory for ranks of one machine without GPUs, else TensorFlow's if
+        communicator: `"horovod"`, `"tf"` (TensorFlow's own collectives), `"mpi"`, `"shared_memory"` (ranks of one machine),
+            `"auto"` (what `TFREP_COMMUNICATOR` names; without it common memory for ranks of one machine without GPUs, else TensorFlow's if
             the environment knows the address of every process, else Horovod), a name of `register_communicator`, or a
             `Communicator` of all processes.
         device: Device of this process's replica, such as `"GPU:0"`. Default: a GPU, or the CPU if there is none. If the

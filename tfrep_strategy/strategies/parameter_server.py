@@ -276,7 +276,8 @@ def _checked_jobs(resolver: Any) -> dict[str, list[str]]:
         spec, own_job, own_index = tf.train.ClusterSpec(resolver.cluster_spec()), resolver.task_type, resolver.task_id
     except Exception as error:  # TensorFlow reads `TF_CONFIG` without checking it.
         setting = {name: os.environ[name] for name in TfConfigEnvironment.variables if name in os.environ}
-        raise ConfigurationError(message(f"The cluster cannot be read ({shortened(str(error))}).", **setting)) from error
+        what, hint = f"The cluster cannot be read ({shortened(str(error))}).", 'it maps "worker" and "ps" to lists of "host:port".'
+        raise ConfigurationError(message(what, hint, **setting)) from error
     jobs = {job: spec.job_tasks(job) for job in spec.jobs}
     for job, what in (("ps", "parameter server"), ("worker", "worker")):
         if not jobs.get(job):

@@ -311,7 +311,8 @@ class PeerMonitor:
             self._silent, self._answered = what[0], time.monotonic()
         elif kind == "hang" and self._hang is None:
             self._hang = message(f"Rank {what[0]} has {what[2]} for {what[1]:.0f} seconds, and others wait.",
-                                 hint="find out what it is doing; TFREP_TIMEOUT sets the limit.")  # fmt: skip
+                                 hint="find out what it is doing; TFREP_TIMEOUT sets the limit.",
+                                 rank=what[0], TFREP_TIMEOUT=self._limit)  # fmt: skip
             _log.error(self._hang)
             self._start_abort(self._hang)
         elif kind == "frozen":  # The watcher of rank 0 says so, and kills it.

@@ -82,7 +82,8 @@ def _receive(stack: contextlib.ExitStack, name: str, size: int, memory_bytes: in
                         give(ranks[rank], b"link", [end.fileno()])
     except OSError as error:
         os.close(memory)
-        raise PeerError(f"A rank ended while the ranks were being connected: {error}.") from None
+        what, hint = f"A rank ended while the ranks were being connected: {error}.", "see the output of the other ranks."
+        raise PeerError(message(what, hint, size=size)) from None
     for link in ranks.values():
         link.settimeout(None)
     return Links(0, [None, *(ranks[rank] for rank in range(1, size))], memory)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from tfrep_strategy.common_memory import new_memory
 from tfrep_strategy.communicators.forking import close_in_children
 from tfrep_strategy.errors import PeerError
+from tfrep_strategy.errors import message as message_of
 
 LONGEST_MESSAGE = 1 << 14
 """The longest message in bytes. A socket holds the two that a member may be ahead, so to send never waits."""
@@ -150,7 +151,8 @@ def take(link: socket.socket, most: int) -> tuple[bytes, list[int]]:
     """
     message, descriptors, _, _ = socket.recv_fds(link, LONGEST_MESSAGE, most, socket.MSG_CMSG_CLOEXEC)
     if not message:
-        raise PeerError("A rank has ended its connection while the ranks were being connected.")
+        what = "A rank has ended its connection while the ranks were being connected."
+        raise PeerError(message_of(what, hint="see the output of the other ranks."))
     return message, descriptors
 
 

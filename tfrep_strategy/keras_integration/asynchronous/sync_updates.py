@@ -67,7 +67,7 @@ class SyncUpdates:
         return any(result.out_of_data for result in self._results)
 
     def add(self, result: Any) -> None:
-        """Is told of a step whose gradient is for the present update."""
+        """Hears of a step whose gradient is for the present update."""
         self._results.append(result)
 
     def finish(self) -> None:

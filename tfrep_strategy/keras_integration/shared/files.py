@@ -68,7 +68,7 @@ def download_whole(original: Any, url: str, filename: str, reporthook: Any = Non
 def written_whole(
     path: str | os.PathLike[str], num_bytes: int = 0, largest: int | None = None, parents: bool = False
 ) -> Iterator[str]:
-    """Is `whole` for what Keras writes: a full disk is an error in HDF5 too, and errors show the path that was asked for.
+    """Does what `whole` does for files of Keras: a full disk is an error in HDF5 too, and errors show the path that was asked for.
 
     Args:
         path: As of `whole`.
@@ -90,7 +90,7 @@ def written_whole(
 
 @contextlib.contextmanager
 def shown_as(unfinished: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Has Keras and TensorFlow show the path that was asked for, where they print or log the one that they write to.
+    """Lets Keras and TensorFlow show the path that was asked for, where they print or log the one that they write to.
 
     Args:
         unfinished: Where they write.

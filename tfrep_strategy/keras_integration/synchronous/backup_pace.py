@@ -50,6 +50,6 @@ class Pace:
         return min(max(1, round(_SECONDS_BETWEEN_LOOKS * steps_done / max(seconds, 1e-6))), 10 * steps_done + 1)
 
     def note_cost(self, seconds: float) -> None:
-        """Is told for how long training has waited for a backup."""
+        """Hears for how long training has waited for a backup."""
         self._cost = seconds
         self._looked = Pace.last_saved = time.monotonic()

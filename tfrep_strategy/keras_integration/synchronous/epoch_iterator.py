@@ -62,7 +62,7 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         self._may_end_before = self._common_batches is not None and self._of_replicas.steps_per_batch != 1
         self._data = x
         self.before_step: Callable[[int], None] | None = None
-        """Is called before each step, when all callbacks have seen the one before."""
+        """What to call before each step, when all callbacks have seen the one before."""
         self.profile: ProfiledFit | None = None
         """Marks the steps in traces, from before each execution until all callbacks have seen it."""
         self._mark, self._is_marked = contextlib.ExitStack(), False

@@ -59,7 +59,7 @@ class Shelf:
             return (self._untaken[place - self._taken],)
 
     def take(self, count: int) -> None:
-        """Is told that steps have taken so many batches."""
+        """Hears that steps have taken so many batches."""
         with self._lock:
             for _ in range(min(count, len(self._untaken))):
                 self._untaken.popleft()
@@ -89,7 +89,7 @@ class GeneratorReading:
         adapter.generator = lambda: itertools.chain(first, self._shelf.read(self._generator))
 
     def note_steps(self, iterator: Any, count: int) -> None:
-        """Is told how many batches steps have taken from an iterator."""
+        """Hears how many batches steps have taken from an iterator."""
         if iterator is not self._iterator:
             self._iterator, self._num_read = iterator, 0
         before, self._num_read = self._num_read, self._num_read + count
