@@ -32,9 +32,9 @@ class MultiWorkerStrategy(SynchronousStrategy):
 
     Args:
         communicator: `"horovod"`, `"tf"` (TensorFlow's own collectives), `"mpi"`, `"shared_memory"` (ranks of one machine),
-            `"auto"` (what `TFREP_COMMUNICATOR` names; without it common memory for ranks of one machine without GPUs, else TensorFlow's if
-            the environment knows the address of every process, else Horovod), a name of `register_communicator`, or a
-            `Communicator` of all processes.
+            `"auto"` (what `TFREP_COMMUNICATOR` names; without it common memory for ranks of one machine without GPUs, else
+            TensorFlow's if the environment knows the address of every process, else Horovod), a name of
+            `register_communicator`, or a `Communicator` of all processes.
         device: Device of this process's replica, such as `"GPU:0"`. Default: a GPU, or the CPU if there is none. If the
             processes see several GPUs, each takes one by its local rank, and shows TensorFlow only this one.
         bucket_bytes: Gradients are sent in buckets of about this many bytes. `"measured"`: two short measurements tell what
