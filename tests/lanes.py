@@ -111,14 +111,63 @@ LANES = {
         "keras_integration/test_compared_rows.py::test_what_compares_rows_is_computed_from_all[one alone",
         "keras_integration/test_compared_rows.py::test_what_compares_rows_is_computed_from_all[three",
         "keras_integration/test_compared_rows_of_keras.py",
-        *(
-            f"keras_integration/test_ragged_rows.py::test_two_replicas[{name}"
-            for name in ("dense", "first of", "how many", "ids", "largest", "lengths", "limits", "mean", "sorted", "sums", "times")
-        ),
         "keras_integration/test_empty_parts.py",
         "keras_integration/test_every_layer.py",
         "keras_integration/test_every_operation.py",
         "strategies/test_batches_of_one_size.py",
+    ),
+    "ragged": (
+        "keras_integration/test_ragged_rows.py::test_two_replicas[d",
+        *(
+            f"keras_integration/test_ragged_rows.py::test_two_replicas[{name}"
+            for name in ("first", "how many", "ids", "kinds", "l", "masked", "mean", "sorted", "sums", "times")
+        ),
+        "keras_integration/test_ragged_rows.py::test_xla_and_what_values_decide_the_shape_of[kinds",
+        "keras_integration/test_ragged_rows.py::test_xla_and_what_values_decide_the_shape_of[sums",
+        "keras_integration/test_losses_of_replicas.py::test_added_losses_are_those_of_one_device[a",
+        "keras_integration/test_losses_of_replicas.py::test_added_losses_are_those_of_one_device[before",
+        "keras_integration/test_losses_of_replicas.py::test_added_losses_are_those_of_one_device[dice-2",
+        "keras_integration/test_losses_of_replicas.py::test_added_losses_are_those_of_one_device[twice-2",
+    ),
+    "resumed": (
+        "keras_integration/test_fit_descriptions.py::test_an_ordinary_program_repeats_nothing",
+        *(
+            f"keras_integration/test_resumed_fits.py::test_a_resumed_fit[{name}"
+            for name in ("a_", "generated", "metrics", "noise", "shuffled", "stateful", "unseeded", "validation")
+        ),
+    ),
+    "wires": (
+        "communicators/peers/test_checked.py::test_debug_checks_what_runs_in_functions[horovod",
+        "communicators/peers/test_checked.py::test_debug_names_who_has_not_called",
+        "communicators/test_bucket_size.py::test_more_replicas",
+        "communicators/test_compression.py::test_as_many_digits",
+        "communicators/test_compression.py::test_gathered_rows",
+        "communicators/test_compression.py::test_half_the_bytes",
+        "communicators/test_compression.py::test_training_on_devices",
+        "communicators/test_compression.py::test_training_is_near_that_of_one_device[shared",
+        "communicators/test_defaults.py::test_a_transport",
+        "communicators/test_defaults.py::test_horovod",
+        "communicators/test_defaults.py::test_tensorflows_ring",
+        "communicators/test_grid.py::test_members",
+        "communicators/test_own.py::test_an_installed_transport",
+        "communicators/test_pipelining.py::test_a_sum_overlaps_the_backward_pass[shared",
+        "communicators/test_pipelining.py::test_order_of_collectives[horovod",
+        "strategies/test_common_memory.py::test_two_processes[c",
+        "strategies/test_common_memory.py::test_two_processes[s",
+        "strategies/test_common_strategy.py::test_processes[horovod",
+        "strategies/test_several_strategies.py::test_a_strategy_that_only_one_rank_has_forgotten[shared",
+        "strategies/test_several_strategies.py::test_a_strategy_that_only_one_rank_has_forgotten[tf",
+        "strategies/test_several_strategies.py::test_steps_of_several_strategies_interleave[shared",
+    ),
+    "package": (
+        "processes/test_cores.py",
+        "test_docstrings.py",
+        "test_doctor.py::test_it_",
+        "test_doctor.py::test_self_test",
+        "test_leaks.py",
+        "test_package.py",
+        "test_readme.py::test_python_blocks",
+        "test_workers.py",
     ),
     "optimizers": (
         "keras_integration/test_every_optimizer.py::test_two_processes",
@@ -170,7 +219,9 @@ chosen below. Those of `versions` are sessions of `noxfile.py`.
 
 _KINDS = ("mirrored", "tf", "horovod")
 
-SPLIT = {"programs": _KINDS, "scenarios": _KINDS, "versions": ("oldest", "colab")}
+_HALVES = tuple(f"{kind}_{half}" for kind in _KINDS for half in (1, 2))
+
+SPLIT = {"programs": _KINDS, "scenarios": _HALVES, "versions": ("oldest", "colab")}
 """Lanes that are too long for one go, and their parts: `programs_tf`."""
 
 QUICK = (
@@ -298,9 +349,9 @@ def lane_of(path: Path, name: str) -> str | None:
     """
     within = path.relative_to(_TESTS).as_posix()
     if within == "strategies/test_one_device_answer.py":
-        lane = None if _kind(name) == _chosen_kind(name) else "scenarios"
-    else:
-        lane = next((lane for lane, beginnings in LANES.items() if f"{within}::{name}".startswith(beginnings)), None)
+        half = 1 + _drawn(name) // len(_KINDS) % 2
+        return None if half == 1 and _kind(name) == _chosen_kind(name) else f"scenarios_{_kind(name)}_{half}"
+    lane = next((lane for lane, beginnings in LANES.items() if f"{within}::{name}".startswith(beginnings)), None)
     return f"{lane}_{_kind(name)}" if lane in SPLIT else lane
 
 
@@ -337,11 +388,16 @@ def _kind(name: str) -> str:
 
 
 def _chosen_kind(name: str) -> str:
-    """Returns the one kind of replicas on which the short lane runs a scenario; the lane `scenarios` has the others."""
+    """Returns the one kind of replicas on which the short lane runs a scenario, if it does."""
     if name.startswith("test_four_processes"):
         return "horovod"  # All in one pool.
+    return _KINDS[_drawn(name) % len(_KINDS)]
+
+
+def _drawn(name: str) -> int:
+    """Returns a number for the scenario of a test, the same for all kinds of replicas."""
     scenario = name.partition("[")[2].removesuffix("]").removeprefix("tf-").removeprefix("horovod-")
-    return _KINDS[zlib.crc32(scenario.encode()) % len(_KINDS)]
+    return zlib.crc32(scenario.encode())
 
 
 def all_lanes() -> list[str]:
