@@ -24,7 +24,7 @@ from tfrep_strategy.distributed_iterator import (
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
-from tfrep_strategy.pipelines.own_part import Place, cut_low, cutting, maps_examples
+from tfrep_strategy.pipelines.own_part import OwnReplicas, cut_low, cutting, maps_examples
 
 _PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
 _POLICIES = tf.data.experimental.AutoShardPolicy
@@ -197,7 +197,7 @@ def distribute(
         own = ReplicaDataset([pipeline], Reading(devices, agreement), int(tf.data.UNKNOWN_CARDINALITY))
         own.steps_per_batch = replicas.total if policy == _POLICIES.OFF else None
         return own
-    place = Place(replicas.total, replicas.first, count)
+    place = OwnReplicas(replicas.total, replicas.first, count)
     reads_ahead = _reads_ahead(dataset, options)
     shards = _cut(dataset, place, agreement, reads_ahead, first_batch)
     if buffer and count > 1:
@@ -328,7 +328,7 @@ def _reads_ahead(dataset: tf.data.Dataset, options: tf.distribute.InputOptions |
 
 def _cut(
     dataset: tf.data.Dataset,
-    place: Place,
+    place: OwnReplicas,
     agreement: Agreement,
     reads_ahead: bool,
     first_batch: FirstBatch | None,
@@ -373,7 +373,7 @@ def explain(dataset: tf.data.Dataset, replicas: LocalReplicas) -> str:
         return "Each process reads a pipeline of its own."
     if why := _why_at_the_end(_reads_ahead(dataset, None)):
         return f"Each of {replicas.agreement.size} processes computes all of it: {why}."
-    low = cut_low(dataset, Place(replicas.total, replicas.first, len(replicas.devices)), None)
+    low = cut_low(dataset, OwnReplicas(replicas.total, replicas.first, len(replicas.devices)), None)
     own = ", ".join(low.above) or "nothing"
     said = f"Each of {replicas.agreement.size} processes computes for its own examples only: {own}."
     return f"{said} It computes the rest for all: {low.reason}." if low.reason else said

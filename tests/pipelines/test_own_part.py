@@ -19,7 +19,7 @@ from tfrep_strategy._tensorflow import dataset_kinds, parts_of_dataset
 from tfrep_strategy.batches import shard
 from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
 from tfrep_strategy.keras_integration.patching import keras_internal
-from tfrep_strategy.pipelines.own_part import Cut, Place, cut_low
+from tfrep_strategy.pipelines.own_part import CutDataset, OwnReplicas, cut_low
 from tfrep_strategy.pipelines.shuffles import seed_generator
 
 _array_data = keras_internal("trainers.data_adapters.array_data_adapter")
@@ -293,7 +293,7 @@ PIPELINES: dict[str, tuple[Callable[[], tf.data.Dataset], tuple[str, ...], str]]
 }
 
 
-def assert_parts_equal(make: Callable[[], tf.data.Dataset], place: Place) -> Cut:
+def assert_parts_equal(make: Callable[[], tf.data.Dataset], place: OwnReplicas) -> CutDataset:
     """Compares the steps of `make()` with those of a cut at its end, over three epochs."""
     whole, read = make(), make()
     cut, noted = cut_low(read, place, None), cut_low(read, place, FirstBatch(lambda fingerprint: None))
@@ -311,7 +311,7 @@ def assert_parts_equal(make: Callable[[], tf.data.Dataset], place: Place) -> Cut
 @pytest.mark.parametrize("name", PIPELINES)
 def test_parts_are_those_of_whole_batches(name: str) -> None:
     make, above, reason = PIPELINES[name]
-    for place in (Place(3, 0, 1), Place(3, 2, 1), Place(5, 1, 2)):
+    for place in (OwnReplicas(3, 0, 1), OwnReplicas(3, 2, 1), OwnReplicas(5, 1, 2)):
         cut = assert_parts_equal(make, place)
         assert cut.above == above
         assert cut.reason.startswith(reason)
@@ -336,12 +336,12 @@ def test_the_pipelines_of_guides(tmp_path: Path) -> None:
         return files.map(tf.io.read_file, tf.data.AUTOTUNE).map(lambda b: tf.io.decode_jpeg(b, 3)).batch(5)
 
     for make in (from_directory, from_files):
-        assert "batch" in assert_parts_equal(make, Place(2, 1, 1)).above
+        assert "batch" in assert_parts_equal(make, OwnReplicas(2, 1, 1)).above
 
 
 def test_an_order_that_was_drawn_before_goes_on() -> None:
     whole, read = (numbers().map(halves).shuffle(5, seed=2).batch(6) for _ in range(2))
-    cut = cut_low(read, Place(2, 1, 1), None).dataset
+    cut = cut_low(read, OwnReplicas(2, 1, 1), None).dataset
     for epoch, of_part in enumerate((False, True, False, True, True)):  # The user reads the data set now and then, too.
         expected = [np.array_split(batch, 2)[1] if of_part else batch for batch in whole.as_numpy_iterator()]
         found = [step.parts[0] if of_part else step for step in (cut if of_part else read)]
@@ -350,7 +350,7 @@ def test_an_order_that_was_drawn_before_goes_on() -> None:
 
 def test_an_order_goes_on_when_the_data_set_is_gone() -> None:
     whole = numbers().map(halves).shuffle(5, seed=2).batch(6)
-    cut = cut_low(numbers().map(halves).shuffle(5, seed=2).batch(6), Place(2, 0, 1), None).dataset
+    cut = cut_low(numbers().map(halves).shuffle(5, seed=2).batch(6), OwnReplicas(2, 0, 1), None).dataset
     gc.collect()
     for _ in range(3):
         expected = [np.array_split(batch, 2)[0] for batch in whole.as_numpy_iterator()]
@@ -361,13 +361,13 @@ def test_an_order_that_is_not_known_is_left() -> None:
     large = Dataset.from_tensor_slices(np.zeros((2, 33 * 2**20), "uint8"))
     on_device = numbers().apply(tf.data.experimental.copy_to_device("CPU:0"))
     for data in (large, on_device):
-        cut = cut_low(data.map(doubles).shuffle(2, seed=1).batch(2), Place(2, 0, 1), None)
+        cut = cut_low(data.map(doubles).shuffle(2, seed=1).batch(2), OwnReplicas(2, 0, 1), None)
         assert cut.above == ()
         assert cut.reason.startswith("`shuffle` comes after `map(doubles)`, and its order is not known")
         assert cut.reason.endswith("; write `shuffle` before `map`")
         assert list(cut.dataset.take(1))
         one_order = data.map(doubles).shuffle(2, seed=1, reshuffle_each_iteration=False).batch(2)
-        assert cut_low(one_order, Place(2, 0, 1), None).above == ("batch", "map(doubles)")
+        assert cut_low(one_order, OwnReplicas(2, 0, 1), None).above == ("batch", "map(doubles)")
 
 
 def test_text_counts_by_its_length() -> None:
@@ -385,7 +385,7 @@ def test_each_process_computes_its_own_examples_only() -> None:
             with tf.control_dependencies([tf.debugging.Assert(tf.reduce_any(value == own), ["not this process's:", value])]):
                 return tf.identity(value)
 
-        list(cut_low(numbers().map(refuses).batch(6), Place(3, rank, 1), None).dataset)
+        list(cut_low(numbers().map(refuses).batch(6), OwnReplicas(3, rank, 1), None).dataset)
 
 
 def rows_gathered(dataset: tf.data.Dataset) -> int:
@@ -407,7 +407,7 @@ def rows_gathered(dataset: tf.data.Dataset) -> int:
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": "batch"}])
 def test_a_process_takes_its_own_rows_of_arrays_only(options: dict[str, Any]) -> None:
     assert rows_gathered(of_keras(**options)) == 23
-    each = [rows_gathered(cut_low(of_keras(**options), Place(3, rank, 1), None).dataset) for rank in range(3)]
+    each = [rows_gathered(cut_low(of_keras(**options), OwnReplicas(3, rank, 1), None).dataset) for rank in range(3)]
     assert each == [9, 9, 5], "of batches of 5, 5, 5, 5 and 3 rows"
 
 
@@ -416,7 +416,7 @@ def test_the_first_batch_is_noted_where_it_is_cut(changed: int) -> None:
     noted: list[Fingerprint] = []
     for source in (np.arange(8), np.where(np.arange(8) == changed, 9, np.arange(8))):
         first_batch = FirstBatch(noted.append)
-        list(cut_low(Dataset.from_tensor_slices(source).map(halves).batch(4), Place(2, 0, 1), first_batch).dataset)
+        list(cut_low(Dataset.from_tensor_slices(source).map(halves).batch(4), OwnReplicas(2, 0, 1), first_batch).dataset)
         first_batch.check()
     assert noted[0].digest != noted[1].digest
     names = [leaf.name for leaf in noted[0].leaves]
@@ -497,6 +497,6 @@ def test_drawn_pipelines(draws: int) -> None:
     )
     @given(make=pipelines(), size=st.integers(1, 5), rank=st.integers(0, 4))
     def run(make: Callable[[], tf.data.Dataset], size: int, rank: int) -> None:
-        assert_parts_equal(make, Place(size, rank % size, 1))
+        assert_parts_equal(make, OwnReplicas(size, rank % size, 1))
 
     run()

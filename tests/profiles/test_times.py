@@ -11,7 +11,7 @@ import tensorflow as tf
 from packaging.version import Version
 
 from tfrep_strategy._tensorflow import XSpace
-from tfrep_strategy.profiles.summary import Report
+from tfrep_strategy.profiles.summary import TraceReport
 from tfrep_strategy.profiles.times import times_of
 from tfrep_strategy.profiles.tracer import Trace
 
@@ -56,7 +56,7 @@ class Plane:
         return key
 
 
-def told(space: Any, folder: Path) -> Report:
+def told(space: Any, folder: Path) -> TraceReport:
     """Returns what is read of a trace, in milliseconds."""
     path = folder / "vm.xplane.pb"
     path.write_bytes(space.SerializeToString())
@@ -72,7 +72,7 @@ def made() -> tuple[Any, Plane]:
     return space, host
 
 
-def milliseconds(report: Report) -> tuple[float, ...]:
+def milliseconds(report: TraceReport) -> tuple[float, ...]:
     seconds = (report.compute, report.collectives, report.input, report.idle)
     return tuple(round(1000 * value, 3) for value in seconds)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tfrep_strategy.rendezvous.assembly import ANY, Assembly, Ended, Report, Verdict
+from tfrep_strategy.rendezvous.assembly import ANY, Assembly, RoundEnd, RoundReport, Verdict
 from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.rendezvous.seat import Seat
 from tfrep_strategy.rendezvous.statements import Place, Statement
@@ -27,8 +27,8 @@ class Run:
 
     def __init__(self, count: int, least: int | None = None, *, seconds: float = LIMIT, seconds_to_end: float = LIMIT) -> None:
         self.place = Place(f"127.0.0.1:{free_ports(1)[0]}", 0, count, one_machine=True, noun="node")
-        self.heard: list[Ended] = []
-        self.verdict: Callable[[Ended], Verdict] = lambda ended: Verdict(again=not ended.ended_well, text="Again.")
+        self.heard: list[RoundEnd] = []
+        self.verdict: Callable[[RoundEnd], Verdict] = lambda ended: Verdict(again=not ended.ended_well, text="Again.")
         self.assembly = Assembly(
             self.place, least, SECRET, seconds=seconds, seconds_to_end=seconds_to_end, decide=self.decide
         )
@@ -36,7 +36,7 @@ class Run:
         self.told_by_0 = own.told
         self.own = Seat(self.assembly.begin(own), lambda *_: None)
 
-    def decide(self, ended: Ended) -> Verdict:
+    def decide(self, ended: RoundEnd) -> Verdict:
         self.heard.append(ended)
         return self.verdict(ended)
 
@@ -63,7 +63,7 @@ def told_to(seat: Seat, kind: str) -> Any:
 
 
 def reports(seat: Seat, outcome: str, number: int = 0, **more: Any) -> None:
-    seat.tell("report", asdict(Report(number, outcome, **more)))
+    seat.tell("report", asdict(RoundReport(number, outcome, **more)))
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +129,7 @@ def test_the_last_that_is_needed_comes_just_in_time(start: Callable[..., Run], m
 def test_a_meeting_that_breaks_down_ends_for_all(start: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
     run = start(2)
 
-    def breaks(ended: Ended) -> Verdict:
+    def breaks(ended: RoundEnd) -> Verdict:
         raise OSError(116, "Stale file handle")
 
     run.verdict = breaks

@@ -35,7 +35,7 @@ _BATCHES = (kinds.Batch, kinds.ParallelBatch)
 _MAPS = (kinds.Map, kinds.ParallelMap)
 
 
-class Place(NamedTuple):
+class OwnReplicas(NamedTuple):
     """Which replicas of all belong to this process.
 
     Attributes:
@@ -49,7 +49,7 @@ class Place(NamedTuple):
     local: int
 
 
-class Cut(NamedTuple):
+class CutDataset(NamedTuple):
     """A pipeline that computes the parts of one process.
 
     Attributes:
@@ -63,7 +63,7 @@ class Cut(NamedTuple):
     reason: str
 
 
-def cut_low(dataset: tf.data.Dataset, place: Place, first_batch: FirstBatch | None) -> Cut:
+def cut_low(dataset: tf.data.Dataset, place: OwnReplicas, first_batch: FirstBatch | None) -> CutDataset:
     """Cuts the batches of a pipeline for the replicas of this process, as low in the pipeline as it goes.
 
     Args:
@@ -76,7 +76,7 @@ def cut_low(dataset: tf.data.Dataset, place: Place, first_batch: FirstBatch | No
     """
     cutter = _Cutter(place, first_batch)
     shards = cutter.batches(dataset)
-    return Cut(shards.with_options(dataset.options()), tuple(cutter.above), cutter.reason)
+    return CutDataset(shards.with_options(dataset.options()), tuple(cutter.above), cutter.reason)
 
 
 def maps_examples(dataset: tf.data.Dataset) -> bool:
@@ -84,7 +84,7 @@ def maps_examples(dataset: tf.data.Dataset) -> bool:
     return any(_has_maps(part) for part in parts_of_dataset(dataset) if isinstance(part, _BATCHES))
 
 
-def cutting(spec: Any, place: Place) -> Callable[..., Shards]:
+def cutting(spec: Any, place: OwnReplicas) -> Callable[..., Shards]:
     """Returns the function, for `tf.data.Dataset.map`, that cuts whole batches of a specification."""
 
     @tf.autograph.experimental.do_not_convert
@@ -97,7 +97,7 @@ def cutting(spec: Any, place: Place) -> Callable[..., Shards]:
 class _Cutter:
     """Walks down a pipeline to where it can be cut, and builds it anew from there."""
 
-    def __init__(self, place: Place, first_batch: FirstBatch | None) -> None:
+    def __init__(self, place: OwnReplicas, first_batch: FirstBatch | None) -> None:
         self._place = place
         self._first_batch = first_batch
         self.above: list[str] = []

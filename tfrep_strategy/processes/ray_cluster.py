@@ -155,7 +155,7 @@ class RayCluster:
     def start(self, bundle: int, command: Sequence[str]) -> RayProcess:
         """Starts a process in a place."""
         # Output and what is told must not wait for each other.
-        actor = self._ray.remote(concurrency_groups={TOLD: 1})(ray_place.Place)
+        actor = self._ray.remote(concurrency_groups={TOLD: 1})(ray_place.PlaceOnRay)
         return RayProcess(self._ray, actor.options(**self._in(bundle)).remote(list(command)))
 
     def _in(self, bundle: int) -> dict[str, Any]:

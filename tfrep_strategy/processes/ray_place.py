@@ -14,14 +14,14 @@ _OF_RAY = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 _LONGEST_READ = 1 << 16
 
 
-class Place:
+class PlaceOnRay:
     """An actor of Ray, which runs a process.
 
     Args:
         command: Its command line.
 
     Example:
-        >>> place = Place(["cat"])
+        >>> place = PlaceOnRay(["cat"])
         >>> place.tell(b"ready")
         >>> place.end()
         >>> list(place.output())

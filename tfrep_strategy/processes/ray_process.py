@@ -19,7 +19,7 @@ class RayProcess:
 
     Args:
         ray: The module `ray`, which is connected.
-        actor: A `Place`.
+        actor: A `PlaceOnRay`.
 
     Attributes:
         stdin: Its standard input.

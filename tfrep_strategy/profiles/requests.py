@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
-from tfrep_strategy.profiles.summary import Report
+from tfrep_strategy.profiles.summary import TraceReport
 
 _LOOK_SECONDS = 0.5
 _WAIT_SECONDS = 0.01
@@ -151,7 +151,7 @@ class Asked:
         if seconds is None:
             self._wait_for("started", _START_SECONDS)
 
-    def end(self) -> list[Report]:
+    def end(self) -> list[TraceReport]:
         """Ends the traces, and waits for their reports.
 
         Returns:
@@ -166,14 +166,14 @@ class Asked:
         left = max(0.0, (self._request.stop or 0.0) - time.time())
         try:
             found = self._wait_for("report", left + _ANSWER_SECONDS)
-            reports = {who: Report(**json.loads(path.read_text("utf-8"))) for who, path in found.items()}
+            reports = {who: TraceReport(**json.loads(path.read_text("utf-8"))) for who, path in found.items()}
         except FileNotFoundError:
             reports = {}
         with contextlib.suppress(FileNotFoundError):
             (self._folder / _REQUEST).unlink()
         if not reports and not self._alive():
             raise PeerError(message("The run has ended while it was profiled.", hint="take fewer seconds.", run=str(self._folder)))
-        missing = (Report(who, problem="it has ended, or did not answer.") for who in self._pids if who not in reports)
+        missing = (TraceReport(who, problem="it has ended, or did not answer.") for who in self._pids if who not in reports)
         return sorted([*reports.values(), *missing], key=lambda report: (len(report.who), report.who))
 
     def _wait_for(self, what: str, seconds: float) -> dict[str, Path]:

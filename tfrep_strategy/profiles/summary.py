@@ -12,7 +12,7 @@ SUMMARY_NAME = "tfrep_summary.json"
 
 
 @dataclass(frozen=True)
-class Report:
+class TraceReport:
     """What the trace of one process says. The four shares of the time add up to `traced`.
 
     Attributes:
@@ -36,7 +36,7 @@ class Report:
     problem: str = ""
 
 
-def write_summary(reports: Sequence[Report], run_folder: Path) -> None:
+def write_summary(reports: Sequence[TraceReport], run_folder: Path) -> None:
     """Writes the reports beside the traces, as JSON.
 
     Args:
@@ -44,13 +44,13 @@ def write_summary(reports: Sequence[Report], run_folder: Path) -> None:
         run_folder: The folder of the traces.
 
     Example:
-        >>> write_summary([Report("rank0", traced=1.0, idle=1.0)], Path())
+        >>> write_summary([TraceReport("rank0", traced=1.0, idle=1.0)], Path())
     """
     run_folder.mkdir(parents=True, exist_ok=True)
     (run_folder / SUMMARY_NAME).write_text(json.dumps([asdict(report) for report in reports], indent=1), "utf-8")
 
 
-def show_summary(reports: Sequence[Report], what: str, run_folder: Path, stream: TextIO) -> None:
+def show_summary(reports: Sequence[TraceReport], what: str, run_folder: Path, stream: TextIO) -> None:
     """Writes a table with a row for each process, and where the traces are.
 
     Args:
@@ -60,7 +60,7 @@ def show_summary(reports: Sequence[Report], what: str, run_folder: Path, stream:
         stream: Where to write it.
 
     Example:
-        >>> show_summary([Report("rank0", traced=1.0, compute=0.9, idle=0.1, steps=9)], "steps 5 to 13", Path(), sys.stdout)
+        >>> show_summary([TraceReport("rank0", traced=1.0, compute=0.9, idle=0.1, steps=9)], "steps 5 to 13", Path(), sys.stdout)
         tfrep: profile of steps 5 to 13, in milliseconds...
     """
     from rich.console import Console

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tfrep_strategy._tensorflow import XSpace, operation_definition
-from tfrep_strategy.profiles.summary import Report
+from tfrep_strategy.profiles.summary import TraceReport
 
 WINDOW = "tfrep_profile"
 """The event that lasts as long as the trace."""
@@ -55,7 +55,7 @@ class Operation(NamedTuple):
     span: _Span
 
 
-def times_of(file: Path, who: str) -> Report:
+def times_of(file: Path, who: str) -> TraceReport:
     """Reads the trace of a process.
 
     Args:
@@ -84,7 +84,7 @@ def times_of(file: Path, who: str) -> Report:
     covered = [length(sum((spans[kind] for kind in range(last + 1)), []), begin, end) for last in range(_TRANSFER + 1)]
     compute, collectives, waits, transfers = np.diff([0.0, *covered]).tolist()
     traced = (end - begin) / 1e12
-    return Report(who, traced, compute, collectives + transfers, waits, traced - covered[-1], steps)
+    return TraceReport(who, traced, compute, collectives + transfers, waits, traced - covered[-1], steps)
 
 
 def _events(plane: Any) -> Iterator[tuple[str, Any, _Span]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from tfrep_strategy.profiles.summary import Report
+from tfrep_strategy.profiles.summary import TraceReport
 from tfrep_strategy.profiles.times import WINDOW, times_of
 
 
@@ -45,7 +45,7 @@ class Trace:
         """Begins the time that the report is about."""
         self._window = tf.profiler.experimental.Trace(WINDOW)
 
-    def end(self) -> Report:
+    def end(self) -> TraceReport:
         """Ends the trace, and gives the file its name.
 
         Returns:
@@ -64,4 +64,4 @@ class Trace:
         finally:
             if self._unfinished:
                 shutil.rmtree(self._unfinished, ignore_errors=True)
-        return Report(self._who, problem=self._problem)
+        return TraceReport(self._who, problem=self._problem)

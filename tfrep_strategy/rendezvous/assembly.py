@@ -41,7 +41,7 @@ ANY = -1
 
 
 @dataclass(frozen=True)
-class Report:
+class RoundReport:
     """How a round ended for a process.
 
     Attributes:
@@ -62,7 +62,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RoundEnd:
     """How a round ended.
 
     Attributes:
@@ -74,7 +74,7 @@ class Ended:
         exit_code: Of a process that was asked to end.
     """
 
-    failures: Sequence[Report]
+    failures: Sequence[RoundReport]
     lost: Sequence[str]
     left: Sequence[str]
     has_grown: bool
@@ -104,7 +104,7 @@ class _Member:
     connection: Connection
     statement: Statement
     is_ready: bool = True
-    report: Report | None = None
+    report: RoundReport | None = None
     failed_at: float = 0.0
     silent: float = 0.0
     sending: threading.Lock = field(default_factory=threading.Lock)
@@ -152,7 +152,7 @@ class Assembly:
         *,
         seconds: float,
         seconds_to_end: float,
-        decide: Callable[[Ended], Verdict],
+        decide: Callable[[RoundEnd], Verdict],
     ) -> None:
         self._place, self._least, self._seconds, self._decide = place, least, seconds, decide
         self._seconds_to_end = seconds_to_end
@@ -272,7 +272,7 @@ class Assembly:
         member.silent = 0.0
         try:
             kind, content = json.loads(member.connection.recv_bytes(_LONGEST_REPORT))
-            report = Report(**content) if kind == "report" else None
+            report = RoundReport(**content) if kind == "report" else None
         except (OSError, EOFError, ValueError, TypeError):  # It has ended, or says what nobody understands.
             self._lose(member)
             return
@@ -380,7 +380,7 @@ class Assembly:
         in_order = sorted(reported, key=lambda each: each.failed_at)
         reports = [each.report for each in in_order if each.report is not None]
         left = [each for each in reported if each.report is not None and each.report.outcome == "left"]
-        ended = Ended(
+        ended = RoundEnd(
             failures=[each for each in reports if each.outcome == "failed"],
             lost=self._lost,
             left=[each.who for each in left],

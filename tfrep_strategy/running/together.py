@@ -24,7 +24,7 @@ from tfrep_strategy.processes.identity import common_hash_seed
 from tfrep_strategy.processes.nodes import Nodes, told_by
 from tfrep_strategy.processes.ranks import GRACE_SECONDS, Events, Failure
 from tfrep_strategy.processes.shared_folder import SharedFolder, check_reached, marked, shared_folder
-from tfrep_strategy.rendezvous.assembly import ANY, Assembly, Ended, Report, Verdict
+from tfrep_strategy.rendezvous.assembly import ANY, Assembly, RoundEnd, RoundReport, Verdict
 from tfrep_strategy.rendezvous.confinement import is_this_machine
 from tfrep_strategy.rendezvous.meeting import Met
 from tfrep_strategy.rendezvous.seat import Seat
@@ -191,16 +191,16 @@ class Launcher:
         yield this
         self._seat.tell("report", asdict(self._report(this)))
 
-    def _report(self, this: Round) -> Report:
+    def _report(self, this: Round) -> RoundReport:
         failure = this.failure
         if failure is None:
-            return Report(this.number, "well")
+            return RoundReport(this.number, "well")
         if self._signals:
-            return Report(this.number, "left", exit_code=128 + self._signals[0])
+            return RoundReport(this.number, "left", exit_code=128 + self._signals[0])
         if failure.stopped_by_signal:
-            return Report(this.number, "told")
+            return RoundReport(this.number, "told")
         ago = max(0.0, time.monotonic() - failure.time)
-        return Report(this.number, "failed", this.story, failure.exit_code, failure.was_lost, ago)
+        return RoundReport(this.number, "failed", this.story, failure.exit_code, failure.was_lost, ago)
 
     def _hear(self, kind: str, content: Any) -> None:
         """Passes on an order to end to the ranks of the round. It may come before they are started."""
@@ -267,7 +267,7 @@ class _Judge:
         """Forgets the steps of an earlier run, and must not be called while another launcher is machine 0."""
         self._progress.clear()
 
-    def decide(self, ended: Ended) -> Verdict:
+    def decide(self, ended: RoundEnd) -> Verdict:
         """Tells whether there is another round."""
         step = self._progress.read()
         self._progress.clear()

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
 from tfrep_strategy.profiles import requests
-from tfrep_strategy.profiles.summary import Report, show_summary, write_summary
+from tfrep_strategy.profiles.summary import TraceReport, show_summary, write_summary
 from tfrep_strategy.profiles.times import STEP
 from tfrep_strategy.profiles.tracer import Trace
 from tfrep_strategy.profiles.wanted import TracedSteps, folder_of_environment, new_run_folder, steps_of_environment
@@ -30,7 +30,7 @@ class Traces(Protocol):
 
     run_folder: Path
 
-    def end(self) -> list[Report]:
+    def end(self) -> list[TraceReport]:
         """Ends them. Returns the reports; none where another process shows them."""
 
     def abandon(self) -> None:
@@ -51,7 +51,7 @@ class TracesOfRanks:
         strategy.extended.barrier()  # Else the first step would wait for the rank that starts its trace last.
         self._trace.begin()
 
-    def end(self) -> list[Report]:
+    def end(self) -> list[TraceReport]:
         reports = self._strategy.extended.all_gather_object(self._trace.end())
         return reports if self._strategy.extended.is_chief else []
 
@@ -71,13 +71,13 @@ class TracesOfCluster:
         except (TfrepError, OSError) as error:
             self._problem = str(error)
 
-    def end(self) -> list[Report]:
+    def end(self) -> list[TraceReport]:
         try:
             if self._asked is not None:
                 return self._asked.end()
         except (TfrepError, OSError) as error:
             self._problem = str(error)
-        return [Report("coordinator", problem=self._problem)]
+        return [TraceReport("coordinator", problem=self._problem)]
 
     def abandon(self) -> None:
         self.end()
