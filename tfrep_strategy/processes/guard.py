@@ -10,19 +10,19 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from tfrep_strategy.processes.groups import Group
+
 # What a rank's death would orphan is found through the rank, so it is looked for before anything is killed.
 _GUARD = """
-import contextlib, json, os, shutil, signal, sys
-groups = [int(line) for line in sys.stdin]
+import contextlib, json, shutil, signal, sys
+lines = list(sys.stdin)
 sys.path[:] = json.loads(sys.argv[1])
 import psutil
-members = []
+from tfrep_strategy.processes.groups import Group
+groups = [Group(*map(int, line.split())) for line in lines]
+members = [member for group in groups for member in group.descendants()]
 for group in groups:
-    with contextlib.suppress(psutil.Error):
-        members += psutil.Process(group).children(recursive=True)
-for group in groups:
-    with contextlib.suppress(OSError):
-        os.killpg(group, signal.SIGKILL)
+    group.send(signal.SIGKILL)
 for member in members:
     with contextlib.suppress(psutil.Error):
         member.kill()
@@ -32,7 +32,7 @@ for folder in sys.argv[2:]:
 
 
 @contextlib.contextmanager
-def guard(temporary: Sequence[Path]) -> Iterator[Callable[[int], None]]:
+def guard(temporary: Sequence[Path]) -> Iterator[Callable[[Group], None]]:
     """Starts a process that kills groups and removes folders if this process dies while the body runs.
 
     Args:
@@ -48,7 +48,7 @@ def guard(temporary: Sequence[Path]) -> Iterator[Callable[[int], None]]:
     arguments = [sys.executable, "-I", "-S", "-c", _GUARD, json.dumps(sys.path), *map(os.path.abspath, temporary)]
     process = subprocess.Popen(arguments, stdin=subprocess.PIPE, text=True, bufsize=1, start_new_session=True)
     try:
-        yield lambda pid: print(pid, file=process.stdin)
+        yield lambda group: print(group.leader, group.started, file=process.stdin)
     finally:
         process.kill()
         process.communicate()

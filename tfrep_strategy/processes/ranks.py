@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import queue
 import signal
 import subprocess
@@ -25,6 +24,7 @@ import psutil
 
 from tfrep_strategy.errors import message
 from tfrep_strategy.limits import warning_signal
+from tfrep_strategy.processes.groups import Group
 from tfrep_strategy.processes.guard import guard
 from tfrep_strategy.processes.notes import Note, read_notes
 from tfrep_strategy.processes.signs_of_life import LOOK_SECONDS, Frozen, Patience, Watch
@@ -272,22 +272,22 @@ class _Run:
         self._start = start
         self._watch = watch
         self._frozen: Frozen | None = None
-        self._processes: list[Process] = []
+        self._groups: list[Group] = []
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
         self._ended_at: dict[int, float] = {}
 
-    def start(self, rank: int, command: Command, streams: Streams) -> int:
-        """Starts a rank and a thread that reports its end; returns its process id."""
+    def start(self, rank: int, command: Command, streams: Streams) -> Group:
+        """Starts a rank and a thread that reports its end; returns its group."""
         process = self._start(command, streams)
-        self._processes.append(process)
+        self._groups.append(Group.of(process.pid))
         self._pids[rank] = process.pid
         threading.Thread(target=self._report_end, args=(rank, process), daemon=True).start()
-        return process.pid
+        return self._groups[-1]
 
     def wait(self, deadline: float | None) -> int | None:
         """Waits until all ranks ended well, or one failed or is frozen; returns the number of a signal that came instead."""
-        while len(self._codes) < len(self._processes):
+        while len(self._codes) < len(self._groups):
             left = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
             try:
                 rank, code = self._events.get(timeout=min(left, LOOK_SECONDS))
@@ -329,8 +329,8 @@ class _Run:
 
         A scheduler may ask several times. Who types Ctrl-C, or decides over several launchers, does not want to wait.
         """
-        trees = [member for process in self._processes for member in _descendants(process.pid)]
-        if len(self._codes) < len(self._processes):
+        trees = [member for group in self._groups for member in group.descendants()]
+        if len(self._codes) < len(self._groups):
             self._signal(trees, first_signal)
         signals: list[int] = []
         self._take_ends(grace, signals, _IMPATIENT)
@@ -346,7 +346,7 @@ class _Run:
     def _take_ends(self, seconds: float, signals: list[int], impatient: Collection[int] = ()) -> None:
         """Waits until all have ended, for some seconds, or until an impatient signal comes. Notes the signals."""
         deadline = time.monotonic() + seconds
-        while len(self._codes) < len(self._processes) and (left := deadline - time.monotonic()) > 0:
+        while len(self._codes) < len(self._groups) and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 rank, code = self._events.get(timeout=left)
                 if rank is not None:
@@ -390,17 +390,8 @@ class _Run:
         self._codes[rank], self._ended_at[rank] = code, time.monotonic()
 
     def _signal(self, trees: Sequence[psutil.Process], number: int) -> None:
-        for process in self._processes:
-            # The group may outlive its leader, and may be gone.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, number)
+        for group in self._groups:  # It may outlive its leader.
+            group.send(number)
         for member in trees:
             with contextlib.suppress(psutil.Error):
                 member.send_signal(number)
-
-
-def _descendants(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.Error:
-        return []
