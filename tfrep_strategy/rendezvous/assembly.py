@@ -20,7 +20,7 @@ from typing import Any
 
 from tfrep_strategy.errors import message
 from tfrep_strategy.limits import machine_silence
-from tfrep_strategy.rendezvous.connections import LOOPBACK, is_loopback, shut_down
+from tfrep_strategy.rendezvous.connections import LOOPBACK, hang_up, is_loopback
 from tfrep_strategy.rendezvous.listening import listen, unusable
 from tfrep_strategy.rendezvous.meeting import Met
 from tfrep_strategy.rendezvous.reception import Guest, Reception
@@ -122,11 +122,8 @@ class _Member:
         with contextlib.suppress(OSError), self.sending:  # It has ended.
             self.connection.send_bytes(json.dumps([kind, content]).encode())
 
-    def part(self) -> None:
-        """Closes the connection, while another thread may be sending."""
-        shut_down(self.connection)
-        with self.sending:
-            self.connection.close()
+    def hang_up(self) -> None:
+        hang_up(self.connection, self.sending)
 
 
 class Assembly:
@@ -218,7 +215,7 @@ class Assembly:
                 except (OSError, EOFError):
                     here.remove(connection)
         for member in self._members:
-            member.connection.close()
+            member.hang_up()
 
     def _look(self) -> None:
         for guest in self._reception.guests(_LOOK_SECONDS):
@@ -243,7 +240,7 @@ class Assembly:
         member = _Member(guest.connection, guest.said, is_ready=False)
         if problem := self._misfit(member.statement):
             member.send("error", {"text": problem, "lost": False})
-            member.part()
+            member.hang_up()
             return
         if is_loopback(self._own_host):
             self._own_host = guest.reached
@@ -299,7 +296,7 @@ class Assembly:
 
     def _lose(self, member: _Member) -> None:
         self._members.remove(member)
-        member.part()
+        member.hang_up()
         if member in self._round and member.report is None:
             self._lost.append(member.who)
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -224,16 +225,17 @@ def _bind_to_first_free(listener: socket.socket, host: str, chosen: Iterator[int
     listener.bind((host, 0))
 
 
-def hang_up(connection: Connection) -> None:
-    """Ends a connection and closes it. The other end notices this even if another process has the same connection open."""
-    shut_down(connection)
-    connection.close()
+def hang_up(connection: Connection, sending: contextlib.AbstractContextManager[Any] | None = None) -> None:
+    """Ends a connection and closes it. The other end notices this even if another process has the same connection open.
 
-
-def shut_down(connection: Connection) -> None:
-    """Ends a connection, and leaves it open for threads that use it: what they send and hear fails."""
+    Args:
+        connection: The connection.
+        sending: The lock of those who send, if other threads do: a descriptor that is closed meanwhile may be another's by then.
+    """
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as own:
         own.shutdown(socket.SHUT_RDWR)
+    with sending or contextlib.nullcontext():
+        connection.close()
 
 
 def set_patience(connection: Connection, seconds: int) -> None:

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tfrep_strategy.limits import machine_silence
-from tfrep_strategy.rendezvous.connections import set_patience, shut_down
+from tfrep_strategy.rendezvous.connections import hang_up, set_patience
 
 SIGN, SIGN_SECONDS = "sign", 2.0
 """What both ends of a seat say that often. The kernel of a machine answers also when its processes stand still."""
@@ -60,9 +60,7 @@ class Seat:
             finally:
                 self.inbox.put(_LOST)  # Somebody may wait for it without a limit.
                 self._is_over.set()
-                shut_down(self._connection)
-                with self._sending:
-                    self._connection.close()
+                hang_up(self._connection, self._sending)
 
     def _next(self) -> tuple[str, Any]:
         try:

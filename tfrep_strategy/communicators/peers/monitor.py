@@ -275,7 +275,7 @@ class PeerMonitor:
 
     def _listen(self) -> None:
         with contextlib.ExitStack() as stack:
-            stack.callback(hang_up, self._connection)
+            stack.callback(hang_up, self._connection, self._sending)
             while True:
                 try:
                     pause = _TICK_SECONDS if self.ended else state_seconds(self._limit)
