@@ -85,7 +85,8 @@ def test_ranks_are_those_of_one_run(communicator: str, first: str, start: Callab
     order = [0, 1] if first == "here" else [1, 0]
     where = ",".join(f"{HOSTS[each]}:{places}" for each, places in zip(order, (1, 2), strict=True))
     options = ["--prefix", "--communicator", communicator, "--export", "MY_TOKEN"]
-    code, output, errors = ended(start("--hosts", where, *options, PROGRAM, "tells", MY_TOKEN=SECRET, MY_OTHER=SECRET))
+    own = {"MY_TOKEN": SECRET, "MY_OTHER": SECRET, "SSH_CONNECTION": "203.0.113.9 51000 198.51.100.7 22"}  # The user's own session.
+    code, output, errors = ended(start("--hosts", where, *options, PROGRAM, "tells", **own))
     assert code == 0, errors
     found = found_in(output)
     assert len(found) == 3
