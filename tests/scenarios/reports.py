@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from scenarios.base import dense, regression, scenario, trained
 
@@ -111,3 +112,70 @@ def terminate_on_nan() -> dict[str, Any]:
     ]
     model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0, callbacks=stop)
     return {"batches": batches}
+
+
+class F1OfLabels(keras.metrics.F1Score):
+    """It makes its variables in its first update."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        super().update_state(keras.ops.one_hot(keras.ops.cast(y_true[:, 0], "int32"), 3), y_pred, sample_weight)
+
+
+class MakesMetricsLate(keras.Model):
+    """A model with steps of its own, which Keras does not build before they are traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.f1 = dense(out=3, activation="softmax"), F1OfLabels(name="f1")
+
+    def build(self, shape: Any) -> None:
+        self.recall = keras.metrics.RecallAtPrecision(0.4, name="recall")
+
+    def call(self, x: Any) -> Any:
+        return self.net(x)
+
+    def told(self, y: Any, p: Any) -> tuple[Any, dict[str, Any]]:
+        loss = keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y[:, 0], p))
+        self.f1.update_state(y, p)
+        self.recall.update_state(y == 1, p[:, 1:2])
+        whole = {"finite": tf.math.is_finite(loss), "low": loss < 1.05, "tenths": tf.cast(loss * 10, "int32")}
+        return loss, whole | {"bare": loss, "f1": self.f1.result(), "recall": self.recall.result()}
+
+    def train_step(self, batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss, logs = self.told(y, self(x))
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True))
+        self.optimizer.apply([])
+        return logs
+
+    def test_step(self, batch: Any) -> Any:
+        return self.told(batch[1], self(batch[0]))[1]
+
+
+@scenario
+def metrics_made_late_and_truths() -> dict[str, Any]:
+    model = MakesMetricsLate()
+    model.compile(_O.SGD(0.5))
+    x, _ = regression()
+    return trained(model, x, np.random.RandomState(1).randint(0, 3, [len(x), 1]))
+
+
+@scenario
+def a_model_that_asks_how_many_rows_there_are() -> dict[str, Any]:
+    class Pads(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return x + tf.zeros([x.shape[0], 1])
+
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.pads = dense(), Pads()
+
+        def call(self, x: Any) -> Any:
+            return self.pads(self.net(x))
+
+    x, _ = regression(32)
+    models = [Model(), Model(), keras.Sequential([Pads()])]
+    models[0](x[:2])
+    return {"predict": [model.predict(x, batch_size=16, verbose=0) for model in models]}

@@ -29,7 +29,7 @@ class SynchronousBase(KerasDriver):
 
         Training in float8 keeps the largest values that tensors had in such variables; that of all replicas is the largest.
         """
-        named = zip(gradients, variables, strict=True)
+        named = zip(gradients, variables, strict=False)  # If there are more of one, Keras says so.
         places = [i for i, (g, v) in enumerate(named) if g is not None and overwrites(v)]
         if not places:
             return {}

@@ -87,7 +87,12 @@ def of_all_rows(step: Step, value: tf.Tensor) -> tf.Tensor | None:
     if not step.has_computed(value):
         return value
     if not value.shape.rank and not compares_rows(step, value):
-        return step.strategy.extended.sum_over_replicas([value])[0] if is_count(step, value) else value
+        if is_count(step, value):
+            return step.strategy.extended.sum_over_replicas([value])[0]
+        if step.gathers or step.is_in_branch or not growth_of(step, value).depends_on_rows(value):
+            return value
+        parts = reductions(step, value)
+        return value if parts is None else JointValue.of(step, value, parts).value
     found = all_rows(step, value)
     return None if found is None else JointValue.of(step, value, found).value
 

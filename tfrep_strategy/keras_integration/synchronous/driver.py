@@ -235,25 +235,35 @@ class SynchronousDriver(
 
     def make_predict_function(self, original: Any, model: Any, force: bool = False) -> None:
         """Makes a predict function that also takes whole batches, as `predict_on_batch` gives them."""
-        strategy = self.strategy
-        if strategy.extended.compiles_whole_steps or not model.jit_compile:
-            original(model, force=force)
-        else:
-            split = SplitPrediction(model)
-            original(split, force=force)
-            model.predict_function = split.predict_function
-        if getattr(model.predict_function, "takes_whole_batches", False):
+        extended = self.strategy.extended
+
+        def made(force: bool) -> Any:
+            if extended.compiles_whole_steps or not model.jit_compile:
+                original(model, force=force)
+            else:
+                split = SplitPrediction(model)
+                original(split, force=force)
+                model.predict_function = split.predict_function
+            return model.predict_function
+
+        run, untraced = made(force), [True]
+        if getattr(run, "takes_whole_batches", False):
             return
-        run, extended, untraced = model.predict_function, strategy.extended, [True]
 
         def function(batches: Any) -> Any:
+            nonlocal run
             self._check_first_batch()
             with extended.watching_peers():
                 if self.has_several:
                     batches = [batch if isinstance(batch, Shards) else extended.shard(batch) for batch in batches]
-                if untraced and hasattr(run, "get_concrete_function"):
-                    # Else it would be traced for the size of the first batch, and again for the last, smaller one.
-                    run.get_concrete_function(tf.nest.map_structure(_of_any_size, batches))
+                if untraced and model.built and hasattr(run, "get_concrete_function"):
+                    try:
+                        # Else it would be traced for the size of the first batch, and again for the last, smaller one.
+                        run.get_concrete_function(tf.nest.map_structure(_of_any_size, batches))
+                    except (TfrepError, tf.errors.OpError):
+                        raise
+                    except Exception:  # A model may ask how many rows there are, as on one device. Other errors come again.
+                        run, model.predict_function = made(force=True), function
                 untraced.clear()
                 outputs = run(batches)
             return extended.kept_outputs(outputs)
@@ -262,8 +272,15 @@ class SynchronousDriver(
         model.predict_function = function
 
     def reduce_per_replica(self, original: Any, values: Any, strategy: Any, reduction: str) -> Any:
-        """Gathers the predictions of all replicas, in input order, on every process."""
-        return strategy.extended.gather_outputs(values) if reduction == "concat" else original(values, strategy, reduction)
+        """Gathers the predictions of all replicas, in input order, on every process. Of truths and strings there is no mean."""
+        if reduction == "concat":
+            return strategy.extended.gather_outputs(values)
+
+        def told(value: Any) -> Any:
+            first = strategy.experimental_local_results(value)[0]
+            return first if tf.is_tensor(first) and first.dtype in (tf.bool, tf.string) else value
+
+        return original(tf.nest.map_structure(told, values), strategy, reduction)
 
     def _check_first_batch(self) -> None:
         """Compares what the ranks have read first, once."""

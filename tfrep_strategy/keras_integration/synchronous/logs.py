@@ -65,14 +65,13 @@ def with_global_logs(model: Any, phase: str, strategy: KerasStrategy, step_funct
     A step may compute with results, as in `tf.exp(self.loss.result())`. It is then traced again, and each result is that of
     all replicas at once. An eager step gets such results in any case, since nobody knows what it will do with them.
     """
-    metrics = model.metrics
     own_logs = _with_own_logs.setdefault(model, set())
     uses_results = False
 
     def step_with_global_logs(batch: Any) -> Any:
         nonlocal uses_results
         are_global = uses_results or tf.executing_eagerly()
-        with noted_results(metrics) as told, _are_global.to(are_global):
+        with noted_results(model.metrics) as told, _are_global.to(are_global):
             logs = step_function(batch)
         if not are_global and any(_is_used(number) for number, _, _ in told.values()):
             uses_results = True
@@ -110,8 +109,13 @@ def _global_means(strategy: KerasStrategy, values: list[Any]) -> list[tf.Tensor]
     parts = {i: part_of_global(step, t) for i, t in enumerate(tensors) if t.dtype.is_floating}
     parts |= {i: t for i, t in enumerate(tensors) if t.dtype.is_integer and is_count(step, t) and not compares_rows(step, t)}
     known = dict(zip(parts, strategy.extended.sum_over_replicas(list(parts.values())), strict=True))
-    known |= {i: of_all_rows(step, t) for i, t in enumerate(tensors) if i not in known and compares_rows(step, t)}
+    known |= {i: of_all_rows(step, t) for i, t in enumerate(tensors) if i not in known and (compares_rows(step, t) or _is_told(t))}
     return [t if known.get(i) is None else known[i] for i, t in enumerate(tensors)]
+
+
+def _is_told(value: tf.Tensor) -> bool:
+    """Whether a value is one truth or whole number, such as whether a loss is finite."""
+    return value.shape.rank == 0 and (value.dtype.is_bool or value.dtype.is_integer)
 
 
 def _global_results(strategy: KerasStrategy, results: Iterable[Result]) -> dict[Result, list[tf.Tensor]]:

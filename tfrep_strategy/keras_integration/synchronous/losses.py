@@ -132,8 +132,9 @@ class Losses(SynchronousBase):
         original(layer, loss)
 
     def make_metric(self, original: Any, metric: Any, *args: Any, **kwargs: Any) -> None:
-        """Finds the metrics of users, whose updates may need the whole batch."""
+        """Finds the metrics of users, whose updates may need the whole batch, and those that a model makes when it is built."""
         KerasDriver.update_metric.install_in(type(metric))
+        KerasDriver.metric_result.install_in(type(metric))
         original(metric, *args, **kwargs)
 
     def make_loss(self, original: Any, loss: Any, *args: Any, **kwargs: Any) -> None:

@@ -106,6 +106,8 @@ class Updates(ShardedUpdates):
             with _applied_gradients.to("global"):
                 return original(optimizer, strategy.extended.mean_over_processes(list(grads)), trainable_variables)
         grads, step = list(grads), current_step()
+        if not grads:
+            return original(optimizer, grads, trainable_variables)
         if step is not None and step.are_global(grads) and not self._accumulates_locally(optimizer):
             with _applied_gradients.to("global"):
                 return original(optimizer, grads, trainable_variables)

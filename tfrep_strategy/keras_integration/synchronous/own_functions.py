@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -114,10 +115,21 @@ def _is_sum(metric: Any, update: Callable[..., Any], batch: Any, mark: Any) -> b
         return [np.asarray(end, "float64") - np.asarray(start, "float64") for end, start in zip(ends, starts, strict=True)]
 
     whole, first, rest = _whole_and_parts(batch, mark)
+    metric = _with_variables(metric, update, whole)
     zeros = [tf.zeros(variable.shape, variable.dtype) for variable in metric.variables]
     moved = [zero + tf.cast(2, zero.dtype) for zero in zeros]
     sums = [a + b for a, b in zip(added(first, zeros), added(rest, zeros), strict=True)]
     return all(map(_is_close, added(whole, moved), sums))
+
+
+def _with_variables(metric: Any, update: Callable[..., Any], batch: Any) -> Any:
+    """Returns the metric; if it makes its variables in its first update, which is still to come, a copy that has made them."""
+    if metric.variables and getattr(metric, "_built", True):
+        return metric
+    copied = copy.deepcopy(metric)
+    with _StatelessScope():
+        update(copied, *batch[0], **batch[1])
+    return copied
 
 
 def _is_close(one: Any, other: Any) -> bool:
