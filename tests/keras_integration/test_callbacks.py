@@ -351,3 +351,120 @@ def test_a_folder_that_another_rank_makes_first(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="file"):
         _fit(model, [keras.callbacks.ModelCheckpoint(tmp_path / "file" / "best.keras")])
+
+
+class _Pictures(keras.callbacks.TensorBoard):
+    """Asks the model at the end of an epoch, as those do that draw what it predicts."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        self.seen = self.model.predict(np.ones((4, 4), "float32"), verbose=0).tolist()
+
+
+class _Stops(keras.callbacks.ModelCheckpoint):
+    """Looks at batches, and ends training for a reason that only one process has."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_end(batch, logs)
+        self.losses = [*getattr(self, "losses", []), logs["loss"]]
+        if len(self.losses) == 3 and tfrep.auto_strategy().rank == 1:
+            self.model.stop_training = True
+
+
+class _Rows(keras.callbacks.CSVLogger):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, dict(logs) | {"norm": float(np.linalg.norm(self.model.get_weights()[0]))})
+
+
+def _derived(strategy: Any, folder: str) -> dict[str, Any]:
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = _model()
+    pictures, rows, stops = _Pictures(f"{folder}/board"), _Rows(f"{folder}/rows.csv"), _Stops(f"{folder}/best.keras")
+    _fit(model, [pictures, rows, stops])
+    return {"seen": pictures.seen, "losses": stops.losses, "weights": model.get_weights()}
+
+
+def test_callbacks_that_are_derived_from_those_that_write(tmp_path: Path, worker_pool: Any) -> None:
+    first, second = worker_pool("tf", 2).run(_derived, str(tmp_path))
+    assert first["losses"] == second["losses"]
+    assert len(first["losses"]) == 3
+    assert first["seen"] == second["seen"]
+    for mine, theirs in zip(first["weights"], second["weights"], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert {path.name for path in tmp_path.iterdir()} == {"board", "rows.csv", "best.keras"}
+    [events] = (tmp_path / "board" / "train").glob("events.*")
+    assert events.stat().st_size
+    header, *lines = (tmp_path / "rows.csv").read_text().splitlines()
+    assert "norm" in header
+    assert len(lines) == 1
+
+
+def _embeddings(strategy: Any, folder: str) -> list[float]:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Embedding(9, 4), keras.layers.Flatten(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    board = keras.callbacks.TensorBoard(folder, embeddings_freq=1)
+    x, y = np.ones((8, 3), "int32"), np.ones((8, 1), "float32")
+    return model.fit(x, y, epochs=3, verbose=0, callbacks=[board]).history["loss"]
+
+
+def test_a_board_of_embeddings_saves_the_model_alone(tmp_path: Path, worker_pool: Any) -> None:
+    pytest.importorskip("tensorboard", reason="keras.callbacks.TensorBoard needs tensorboard for embeddings")
+    first, second = worker_pool("tf", 2).run(_embeddings, str(tmp_path))
+    assert first == second
+    assert len(first) == 3
+    assert len(list((tmp_path / "train").glob("keras_embedding*"))) == 3
+
+
+class _MakesAMetric(keras.callbacks.Callback):
+    def on_train_end(self, logs: Any = None) -> None:
+        self.kept = keras.metrics.Mean()
+
+
+def _normalized_after(strategy: Any) -> list[Any]:
+    x = np.random.RandomState(0).randn(32, 3).astype("float32")
+    kept = []
+    with strategy.scope():
+        for callbacks in ([_MakesAMetric()] if strategy.rank == 0 else [], []):
+            model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            model.fit(x, x[:, :1], batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
+            kept.append([*callbacks, model])
+        model.evaluate(x, x[:, :1], verbose=0)
+        return [v.numpy() for v in model.non_trainable_variables]
+
+
+def test_what_a_callback_of_rank_0_makes_leaves_the_state_of_replicas_in_order(worker_pool: Any) -> None:
+    first, second = worker_pool("tf", 2).run(_normalized_after)
+    for mine, theirs in zip(first, second, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+class _AsksAndTrains(keras.callbacks.Callback):
+    """Predicts, and trains another model, in the middle of a `fit`; notes what became of what the driver knows of that one."""
+
+    def __init__(self, strategy: Any, other: Any) -> None:
+        super().__init__()
+        self.extended, self.other = strategy.extended, other
+        self.known: list[Any] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        driver = self.extended.keras_driver
+        self.extended.validations_done = 3  # As after a restart.
+        before = driver.is_fitting, driver.given_to_fit, driver.steps_of_fit, driver.profile
+        self.model.predict(np.ones((2, 4), "float32"), verbose=0)
+        x = np.ones((8, 4), "float32")
+        self.other.fit(x, x[:, :1], validation_data=(x, x[:, :1]), verbose=0)
+        after = driver.is_fitting, driver.given_to_fit, driver.steps_of_fit, driver.profile
+        self.known.append((all(a is b for a, b in zip(before, after, strict=True)), self.extended.validations_done))
+        self.extended.validations_done = 0
+
+
+def test_a_fit_inside_of_a_fit() -> None:
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model, other = _model(), _model()
+    asks = _AsksAndTrains(strategy, other)
+    _fit(model, [asks])
+    assert asks.known == [(True, 3)] * 2

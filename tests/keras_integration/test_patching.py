@@ -6,11 +6,13 @@ Runs with any Keras: `PYTHONPATH=folder/of/another/keras python -m pytest tests/
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import keras
 import pytest
 
+import tfrep_strategy as tfrep
 from tfrep_strategy import keras_integration
 from tfrep_strategy.errors import UnsupportedVersionError
 from tfrep_strategy.keras_integration.patching import Patch, markdown
@@ -152,3 +155,23 @@ def test_nothing_but_a_patch_changes_keras(path: Path) -> None:
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     for target in _changed(tree):
         assert not re.match(rf"(vars\()?({'|'.join(names)})\b", ast.unparse(target)), ast.unparse(target)
+
+
+def test_classes_that_are_made_in_functions_are_freed() -> None:
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def make() -> weakref.ref[type]:
+        class Own(keras.metrics.Mean):
+            def update_state(self, *args: Any, **kwargs: Any) -> Any:
+                return super().update_state(*args, **kwargs)
+
+            def result(self) -> Any:
+                return super().result()
+
+        with strategy.scope():
+            Own()
+        return weakref.ref(Own)
+
+    made = [make() for _ in range(3)]
+    gc.collect()
+    assert [each() for each in made] == [None] * 3

@@ -51,7 +51,9 @@ def test_what_callbacks_remember_travels_in_the_file_of_the_weights(tmp_path: Pa
         return keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
 
     stop = keras.callbacks.EarlyStopping("loss")
-    stop.best, stop.wait, stop.best_weights = np.float32(0.25), 2, [np.arange(6.0).reshape(2, 3), np.float16([1, -0.0])]
+    of_two_bytes = keras.ops.convert_to_numpy(keras.ops.ones((2,), "bfloat16"))
+    stop.best, stop.wait = np.float32(0.25), 2
+    stop.best_weights = [np.arange(6.0).reshape(2, 3), np.float16([1, -0.0]), of_two_bytes]
     given = [Remembers({"a": [1, None, "x"], "b": float("inf")}), stop, Remembers([True]), keras.callbacks.TensorBoard("logs")]
     path, written = str(tmp_path / "own.weights.h5"), model()
     weights = weights_in_memory(written)

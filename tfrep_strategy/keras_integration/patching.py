@@ -11,6 +11,7 @@ import importlib
 import inspect
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +101,7 @@ class Patch:
         self.everywhere, self.in_subclasses, self._optional = everywhere, in_subclasses, optional
         self.find_driver, self._does, self._adds, self._instead = driver, does, adds, instead
         self._changed: list[tuple[Any, str, Any]] = []
+        self._changed_classes: weakref.WeakSet[type] = weakref.WeakSet()  # Of users, who may make one in each call of a function.
 
     def __set_name__(self, owner: Any, name: str) -> None:
         self.name = name
@@ -180,7 +182,8 @@ class Patch:
         base, name, _ = self.find()
         for owner in kind.__mro__:
             if name in vars(owner) and owner is not base and not hasattr(vars(owner)[name], "is_patched"):
-                self._set(owner, name, self._replacement(vars(owner)[name]))
+                setattr(owner, name, self._replacement(vars(owner)[name]))
+                self._changed_classes.add(owner)
 
     def uninstall(self) -> None:
         """Puts back what was there."""
@@ -190,6 +193,11 @@ class Patch:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
+        if self._changed_classes:
+            _, name, _ = self.find()
+            for kind in self._changed_classes:
+                setattr(kind, name, vars(kind)[name].__wrapped__)
+            self._changed_classes.clear()
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
         self._changed.append((owner, name, _namespace(owner).get(name, _MISSING)))

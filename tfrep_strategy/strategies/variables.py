@@ -83,7 +83,9 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
         """Whether a replica has assigned to it inside a step, so that replicas may hold different values."""
         self.held: np.ndarray | None = None
         """The value over all replicas, for a time in which this process acts alone."""
-        self._distribute_strategy.extended.replica_variables[next(_creation_order)] = self
+        extended = self._distribute_strategy.extended
+        if not extended.reads_alone:  # Else the other processes do not make it.
+            extended.replica_variables[next(_creation_order)] = self
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
         self.differs = True

@@ -12,6 +12,7 @@ from typing import Any
 import h5py
 import keras
 import numpy as np
+import tensorflow as tf
 
 OF_KERAS = (
     keras.callbacks.EarlyStopping,
@@ -73,6 +74,7 @@ def write_beside_weights(weights: io.BytesIO, content: dict[str, Any]) -> None:
         group["content"] = text
         for i, array in enumerate(arrays):
             group[str(i)] = array
+            group[str(i)].attrs["dtype"] = array.dtype.name
 
 
 def read_beside_weights(path: str) -> dict[str, Any] | None:
@@ -87,7 +89,13 @@ def read_beside_weights(path: str) -> dict[str, Any] | None:
         group = file[_GROUP]
 
         def array_of(found: dict[str, Any]) -> Any:
-            return group[str(found[_ARRAY])][()] if list(found) == [_ARRAY] else found
+            if list(found) != [_ARRAY]:
+                return found
+            data = group[str(found[_ARRAY])]
+            array = data[()]
+            if data.dtype.kind == "V":  # HDF5 has no bfloat16 and float8, and keeps their bytes.
+                array = array.view(tf.as_dtype(data.attrs["dtype"]).as_numpy_dtype)
+            return array
 
         return json.loads(group["content"].asstr()[()], object_hook=array_of)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -44,6 +47,10 @@ _DECIDE_ALIKE = (*_CHECKPOINTS, keras.callbacks.TensorBoard, keras.callbacks.Ter
 
 _STOPS = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
 """The attribute of a model by which callbacks end each phase."""
+
+
+_PATHS: dict[type, str] = {keras.callbacks.CSVLogger: "filename", keras.callbacks.TensorBoard: "log_dir"}
+"""The attributes of callbacks that hold where they write to."""
 
 
 def _destination(callback: Any, is_lone: bool) -> str | None:
@@ -174,7 +181,7 @@ class _Agreement(NamedTuple):
 def _agreed(strategy: KerasStrategy, callbacks: list[Any]) -> tuple[_Agreement, list[Any]]:
     """Compares the callbacks of all processes, and returns those that this one runs."""
     look_at_batches = frozenset[str]().union(*map(_phases_seen_by_batch, callbacks))
-    of_their_own = [callback for callback in callbacks if not isinstance(callback, _DECIDE_ALIKE)]
+    of_their_own = [each for each in callbacks if not isinstance(each, _DECIDE_ALIKE) or _phases_of_users(each)]
     may_stop_alone = frozenset[str]().union(*map(_phases_seen_by_batch, of_their_own))
     ranks = strategy.extended.all_gather_object((look_at_batches, may_stop_alone, list(map(Given.of, callbacks))))
     kinds = find_lone([given for _, _, given in ranks])
@@ -182,13 +189,15 @@ def _agreed(strategy: KerasStrategy, callbacks: list[Any]) -> tuple[_Agreement, 
     are_lone = [Given.of(callback).kind in kinds for callback in callbacks]
     destinations = list(map(_destination, callbacks, are_lone))
     firsts = strategy.extended.first_with(destinations)
-    own = [
-        (callback, is_lone)
-        for callback, is_lone, destination, first in zip(callbacks, are_lone, destinations, firsts, strict=True)
-        if first or destination is None
-    ]
+    own = []
+    for callback, is_lone, destination, first in zip(callbacks, are_lone, destinations, firsts, strict=True):
+        if first or destination is None:
+            own.append((callback, is_lone or _saves_alone(callback)))
+        elif not is_lone and _writes_more(callback):
+            own.append((_writing_elsewhere(callback), False))
     in_step = [LoneCallback(callback, strategy) if is_lone else callback for callback, is_lone in own]
-    agreement = _Agreement(look_at_batches, may_stop_alone, bool(kinds), any(is_lone for _, is_lone in own))
+    some_are_lone = bool(kinds) or any(map(_saves_alone, callbacks))
+    agreement = _Agreement(look_at_batches, may_stop_alone, some_are_lone, any(is_lone for _, is_lone in own))
     return agreement, [*beginning_whole(callback for callback, _ in own), *in_step]
 
 
@@ -269,15 +278,45 @@ class _After(_Together):
 def _phases_seen_by_batch(callback: Any) -> frozenset[str]:
     """Returns in which phases a callback looks at single batches."""
     if isinstance(callback, (keras.callbacks.ProgbarLogger, keras.callbacks.BackupAndRestore)):
-        return frozenset()
+        return _phases_of_users(callback)
     if isinstance(callback, DeclaredCallback) and not callback.looks_at_batches:
         return frozenset()
     if isinstance(callback, _CHECKPOINTS):
-        return frozenset(["train"] if callback.save_freq != "epoch" else [])
+        return _phases_of_users(callback).union(["train"] if callback.save_freq != "epoch" else [])
     if isinstance(callback, keras.callbacks.TensorBoard):
-        return frozenset(["train"] if callback.update_freq != "epoch" else [])
+        return _phases_of_users(callback).union(["train"] if callback.update_freq != "epoch" else [])
     phases = [phase for phase in _STOPS if not _is_default(getattr(callback, f"on_{phase}_batch_end"))]
     return frozenset(phases if _is_default(callback.on_batch_end) else [*phases, "train"])
+
+
+def _phases_of_users(callback: Any) -> frozenset[str]:
+    """Returns in which phases a callback of the user's own, derived from one of Keras, does something of its own after a batch."""
+    phases = [phase for phase in _STOPS if _is_users(callback, f"on_{phase}_batch_end")]
+    return frozenset([*phases, "train"] if _is_users(callback, "on_batch_end") else phases)
+
+
+def _is_users(callback: Any, hook: str) -> bool:
+    return not getattr(type(callback), hook).__module__.startswith(("keras.", "tfrep_strategy."))
+
+
+def _saves_alone(callback: Any) -> bool:
+    """Whether a callback that one process runs saves the model by itself."""
+    return isinstance(callback, keras.callbacks.TensorBoard) and bool(callback.embeddings_freq) and not _writes_more(callback)
+
+
+def _writes_more(callback: Any) -> bool:
+    """Whether a callback is of the user's own, derived from one that writes. It may ask the model, as all processes have to."""
+    hooks = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]
+    return isinstance(callback, tuple(_PATHS)) and any(_is_users(callback, hook) for hook in hooks)
+
+
+def _writing_elsewhere(callback: Any) -> Any:
+    """Has a callback write into a temporary folder, since another process writes where it would."""
+    name = next(name for kind, name in _PATHS.items() if isinstance(callback, kind))
+    folder = tempfile.mkdtemp(prefix="tfrep-callback-")
+    weakref.finalize(callback, shutil.rmtree, folder, ignore_errors=True)
+    setattr(callback, name, os.path.join(folder, os.path.basename(getattr(callback, name))))
+    return callback
 
 
 @contextlib.contextmanager

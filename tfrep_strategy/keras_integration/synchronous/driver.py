@@ -56,7 +56,8 @@ class SynchronousDriver(
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
-        self._is_evaluating = False
+        self._is_called = False
+        self.profile: Any = None
         self._compared_calls: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
     # A call begins.
@@ -82,8 +83,12 @@ class SynchronousDriver(
         self._refuse_foreign(model, "fit")
         given = _given(original, model, args, kwargs)
         old_objects.refuse_old_callbacks(given.get("callbacks"))
-        self.strategy.extended.given_beside = {"validation_data": given.get("validation_data")}
-        self.is_fitting, self.given_to_fit = True, given
+        extended = self.strategy.extended
+        # A callback may train another model meanwhile.
+        outer = self.is_fitting, self.given_to_fit, self.steps_of_fit, self.profile, self._is_called
+        beside, done = extended.given_beside, extended.validations_done
+        self.is_fitting, self.given_to_fit, self.steps_of_fit, self._is_called = True, given, None, False
+        extended.given_beside, extended.validations_done = {"validation_data": given.get("validation_data")}, 0
         try:
             with (
                 keeping_requests(),
@@ -92,24 +97,21 @@ class SynchronousDriver(
             ):
                 return original(model, *args, **kwargs)
         finally:
-            self.strategy.extended.given_beside = {}
-            self.strategy.extended.validations_done = 0
-            self.is_fitting, self.given_to_fit, self.steps_of_fit = False, {}, None
+            self.is_fitting, self.given_to_fit, self.steps_of_fit, self.profile, self._is_called = outer
+            extended.given_beside, extended.validations_done = beside, done
 
     def evaluate(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Merges state that results depend on."""
         self._refuse_foreign(model, "evaluate")
         self._merge_state()
-        before, self._is_evaluating = self._is_evaluating, True
-        try:
+        with self._called():
             return original(model, *args, **kwargs)
-        finally:
-            self._is_evaluating = before
 
     def predict(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Merges state that predictions depend on."""
         self._merge_state()
-        return original(model, *args, **kwargs)
+        with self._called():
+            return original(model, *args, **kwargs)
 
     def train_on_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Compares what the ranks give to the first call."""
@@ -129,6 +131,15 @@ class SynchronousDriver(
         self._merge_state()
         self._compare_first_call("predict_on_batch", original, model, args, kwargs)
         return original(model, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _called(self) -> Iterator[None]:
+        """Notes that what is read meanwhile is no validation data of `fit`: a callback may evaluate and predict, too."""
+        before, self._is_called = self._is_called, True
+        try:
+            yield
+        finally:
+            self._is_called = before
 
     def _refuse_foreign(self, model: Any, method: str) -> None:
         if self.has_several:
@@ -155,7 +166,7 @@ class SynchronousDriver(
         if self.is_fitting and self.steps_of_fit is None:
             self.steps_of_fit = steps  # What comes later is for validation.
             steps.profile = self.profile
-        elif self.is_fitting and not self._is_evaluating:
+        elif self.is_fitting and not self._is_called:
             done, self.strategy.extended.validations_done = self.strategy.extended.validations_done, 0
             steps.pass_over_validations(done)
         return steps
