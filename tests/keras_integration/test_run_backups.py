@@ -194,15 +194,16 @@ def test_backups_take_a_fiftieth_of_the_time(monkeypatch: pytest.MonkeyPatch) ->
     assert pace.is_due()
 
 
-class Stops(keras.callbacks.Callback):
-    """Stops training after some seconds."""
+class StopsAfter(keras.callbacks.Callback):
+    """Stops training after some backups, or when it takes too long."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, costs: list[float], number: int) -> None:
         super().__init__()
-        self._end = time.monotonic() + seconds
+        self._costs, self._number = costs, number
+        self._end = time.monotonic() + 200.0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.model.stop_training = time.monotonic() > self._end
+        self.model.stop_training = len(self._costs) >= self._number or time.monotonic() > self._end
 
 
 def test_a_fit_waits_a_fiftieth_of_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +225,7 @@ def test_a_fit_waits_a_fiftieth_of_its_time(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(backup_pace.Pace, "last_saved", 0.0)  # The first is due at once.
         costs.clear()
         began = time.monotonic()
-        model.fit(x, x[:, :1], batch_size=16, epochs=10_000, verbose=0, callbacks=[Stops(8.0)])
+        model.fit(x, x[:, :1], batch_size=16, epochs=10_000, verbose=0, callbacks=[StopsAfter(costs, 3)])
         seconds = time.monotonic() - began
     assert len(costs) >= 3
     assert min(costs) > 0
