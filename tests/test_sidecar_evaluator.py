@@ -54,6 +54,17 @@ def test_each_new_checkpoint_is_evaluated(tmp_path: Path) -> None:
     assert history["loss"][-1] < history["loss"][0]
 
 
+def test_metrics_of_several_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "softmax")])
+    model.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.F1Score(name="f1")])
+    model.save_weights(tmp_path / "ckpt-1.weights.h5")
+    data = np.ones((8, 4), "float32"), np.eye(3, dtype="float32")[np.arange(8) % 3]
+    evaluator = tfrep.SidecarEvaluator(model, data, tmp_path, max_evaluations=1, poll_seconds=0.01, timeout=60)
+    [scores] = evaluator.start()["f1"]
+    assert np.shape(scores) == (3,)
+    assert "f1: [" in capsys.readouterr().out
+
+
 def test_it_stops_when_nothing_comes(tmp_path: Path) -> None:
     evaluator = tfrep.SidecarEvaluator(_model(), _data(), tmp_path / "none", poll_seconds=0.05, timeout=0.3)
     assert evaluator.start() == {}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds, message
 from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
@@ -102,7 +103,7 @@ class SidecarEvaluator:
             self.history.setdefault("checkpoint", []).append(evaluations if number is None else number)
             for name, value in logs.items():
                 self.history.setdefault(name, []).append(value)
-            shown = " - ".join(f"{metric}: {value:.4f}" for metric, value in logs.items())
+            shown = " - ".join(f"{metric}: {_shown(value)}" for metric, value in logs.items())
             print(f"{path.name}: {shown}", flush=True)
             if self.max_evaluations is not None and max(number or 0, evaluations) >= self.max_evaluations:
                 break
@@ -170,3 +171,7 @@ def _number(name: str) -> int | None:
 def _natural_order(name: str) -> list[Any]:
     """Returns a sort key that orders numbers in names by their values."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+
+def _shown(value: Any) -> str:
+    return np.array2string(value, precision=4) if np.ndim(value) else f"{value:.4f}"

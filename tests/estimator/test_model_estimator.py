@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 import warnings
 from pathlib import Path
@@ -49,6 +50,28 @@ def test_each_call_goes_on_where_the_one_before_ended(tmp_path: Path) -> None:
     np.testing.assert_allclose(other.get_variable_value("hidden/kernel"), expected[0], rtol=1e-5, atol=1e-6)
     assert other.get_variable_value("global_step") == 5
     assert any(name.endswith("/iteration") for name in other.get_variable_names())
+
+
+def test_a_folder_that_was_removed_is_begun_anew(tmp_path: Path) -> None:
+    model = estimator_in(tmp_path)
+    for _ in range(2):
+        model.train(input_fn, max_steps=3)
+        expected = one_device(global_batches([ALL])[:3])["weights"]
+        np.testing.assert_allclose(model.get_variable_value("hidden/kernel"), expected[0], rtol=1e-5, atol=1e-6)
+        assert model.get_variable_value("global_step") == 3
+        shutil.rmtree(tmp_path)
+    assert model.evaluate(input_fn, steps=1)["global_step"] == 0
+
+
+def test_metrics_of_several_numbers(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((X.shape[1],)), keras.layers.Dense(2, "softmax")])
+    model.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.F1Score(name="f1")])
+    labels = np.eye(2, dtype="float32")[np.arange(len(X)) % 2]
+    estimator = estimator_in(tmp_path, model)
+    estimator.train(lambda: tf.data.Dataset.from_tensor_slices((X, labels)).batch(8), steps=2)
+    results = estimator.evaluate(lambda: tf.data.Dataset.from_tensor_slices((X, labels)).batch(8))
+    assert results["f1"].shape == (2,)
+    assert isinstance(results["loss"], float)
 
 
 def test_features_by_name_and_outputs_by_name(tmp_path: Path) -> None:

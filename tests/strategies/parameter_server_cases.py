@@ -153,6 +153,43 @@ def test_new_data_of_the_same_kind_needs_no_new_program(strategy: Any) -> None:
     assert len(model.train_function._traced) == len(model.test_function._traced) == 1
 
 
+def test_sentences_of_any_length_need_two_programs(strategy: Any) -> None:
+    with strategy.scope():
+        layers = [keras.layers.Embedding(9, 4), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((None,), dtype="int32"), *layers])
+        model.compile("sgd", "mse")
+    sentences = tf.data.Dataset.range(1, 9).map(lambda n: (tf.ones([n], tf.int32), tf.zeros([1])))
+    batches = sentences.padded_batch(1, padded_shapes=([None], [1]))
+    model.fit(batches, verbose=0)
+    model.evaluate(batches, verbose=0)
+    assert model.predict(batches, verbose=0).shape == (8, 1)
+    assert len(model.train_function._traced) == len(model.test_function._traced) == len(model.predict_function._traced) == 2
+
+
+class Tells(keras.Sequential):
+    """A step of its own, before which Keras makes no metrics, and which tells more than they do."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        return super().train_step(data) | {"stage": 2.0, "parts": {"ones": keras.ops.mean(keras.ops.ones_like(data[1]))}}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_metrics_of_a_step_of_ones_own(strategy: Any, steps: int) -> None:
+    x, y = make_data(5 * BATCH)
+    with strategy.scope():
+        model = Tells([keras.Input(x.shape[1:]), keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mae", RowCount()], steps_per_execution=steps)
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0).history
+    alone = keras.Sequential([keras.Input(x.shape[1:]), keras.layers.Dense(1, kernel_initializer="ones")])
+    alone.compile("sgd", "mse", metrics=["mae"])
+    expected = alone.evaluate(x, y, verbose=0, return_dict=True)
+    for name in ("loss", "mae"):
+        assert history[name] == pytest.approx([expected[name]] * 2, rel=1e-5)
+    assert history["rows"] == [5.0 * BATCH] * 2
+    assert history["stage"] == [2.0] * 2
+    assert history["ones"] == [1.0] * 2
+
+
 def test_no_step_is_done_and_not_counted_where_data_ends(strategy: Any) -> None:
     model = make_model(strategy, metrics=[RowCount()], steps_per_execution=4)
     with pytest.warns(UserWarning, match="ran out of data"):

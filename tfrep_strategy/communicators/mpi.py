@@ -97,7 +97,8 @@ class MpiCommunicator(HostCommunicator):
 
     def broadcast_arrays(self, arrays: Arrays, root: int) -> Arrays:
         results = [array.copy() for array in arrays]
-        self._finish([self._group.Ibcast(_bytes(result), root) for result in results])
+        pieces = [flat[i : i + _PIECE] for flat in map(_bytes, results) for i in range(0, len(flat), _PIECE)]
+        self._finish([self._group.Ibcast(piece, root) for piece in pieces])
         return results
 
     @contextlib.contextmanager
@@ -127,6 +128,10 @@ class MpiCommunicator(HostCommunicator):
 
 def _width(array: np.ndarray) -> int:
     return math.prod(array.shape[1:])
+
+
+_PIECE = 1 << 30
+"""How many bytes are broadcast at a time: MPI counts them in 32 bits."""
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from tfrep_strategy.estimator.input_functions import InputFn, batches_for, datas
 from tfrep_strategy.estimator.rebuilt_models import SavedModel, check_model
 from tfrep_strategy.estimator.run_config import RunConfig, check_strategy, strategy_for
 from tfrep_strategy.estimator.session_hooks import HookCalls, Session
-from tfrep_strategy.estimator.summaries import summaries_in
+from tfrep_strategy.estimator.summaries import plain, summaries_in
 from tfrep_strategy.estimator.training_steps import EvaluationSteps, TrainingSteps
 from tfrep_strategy.strategies.of_process import process_communicator
 
@@ -135,9 +135,8 @@ class Estimator:
             raise ConfigurationError(
                 message("Each rank would train by itself.", hint=hint, train_distribute=strategy, ranks=ranks)
             )
-        copy = self._copy(strategy, trains=True)
         latest = self._latest_of_chief()
-        start = copy.restore(latest)
+        copy, start = self._restored(strategy, latest, trains=True)
         if max_steps is not None and start >= max_steps:
             return self
         manager = tf.train.CheckpointManager(
@@ -185,7 +184,7 @@ class Estimator:
             name: Names the folder of the summaries: "eval_NAME" instead of "eval".
 
         Returns:
-            The metrics and "loss", by name, as floats; "global_step" as an int.
+            The metrics and "loss", by name, as floats, or arrays of what has several numbers; "global_step" as an int.
 
         Raises:
             ConfigurationError: `steps` is no whole number.
@@ -193,8 +192,7 @@ class Estimator:
         """
         _check_steps(steps=steps)
         strategy = strategy_for(self.config.eval_distribute)
-        copy = self._copy(strategy, trains=False)
-        step = copy.restore(checkpoint_path or self._latest_of_chief())
+        copy, step = self._restored(strategy, checkpoint_path or self._latest_of_chief())
         calls = HookCalls(hooks, Session(copy.model, step))
         calls.begin()
         with self._reading(strategy, input_fn, steps, repeats=False) as data:
@@ -202,7 +200,7 @@ class Estimator:
             logs = copy.model.evaluate(data, callbacks=between, return_dict=True, verbose=0)
         calls.check()
         calls.end()
-        results = {metric: float(value) for metric, value in logs.items()}
+        results = plain(logs)
         with summaries_in(os.path.join(self.model_dir, f"eval_{name}" if name else "eval")) as summaries:
             summaries.write(step, results)
         return {**results, "global_step": step}
@@ -233,8 +231,7 @@ class Estimator:
             >>> [next(iter(each.values())).shape for each in estimator.predict(lambda: x[:2])]
             [(1,), (1,)]
         """
-        copy = self._copy(strategy_for(None), trains=False)
-        copy.restore(checkpoint_path or self.latest_checkpoint())
+        copy, _ = self._restored(strategy_for(None), checkpoint_path or self.latest_checkpoint())
         predict = tf.function(lambda features: copy.model(features, training=False), reduce_retracing=True)
         for element in dataset_of(input_fn, tf.distribute.InputContext(), repeats=False):
             outputs = _named(copy.model, predict(element[0] if isinstance(element, tuple) else element))
@@ -276,8 +273,8 @@ class Estimator:
                     serving_input_receiver_fn=serving_input_receiver_fn,
                 )
             )
-        copy = self._copy(strategy_for(self.config.train_distribute), trains=True)
-        step = copy.restore(checkpoint_path or self._latest_of_chief())
+        strategy = strategy_for(self.config.train_distribute)
+        copy, step = self._restored(strategy, checkpoint_path or self._latest_of_chief(), trains=True)
         path = os.path.join(os.fspath(export_dir_base), str(step))
         copy.model.export(path, verbose=False)
         return path
@@ -302,17 +299,20 @@ class Estimator:
         return keras.ops.convert_to_numpy(variables[name])
 
     def _variables(self) -> dict[str, Any]:
-        copy = self._copy(strategy_for(None), trains=False)
-        step = copy.restore(self.latest_checkpoint())
+        copy, step = self._restored(strategy_for(None), self.latest_checkpoint())
         named = {variable.path: variable for variable in (*copy.model.variables, *copy.model.optimizer.variables)}
         return {**named, "global_step": np.int64(step)}
 
-    def _copy(self, strategy: Any, trains: bool) -> SavedModel:
-        """Returns the model for a strategy. An evaluation during a training has a model of its own."""
+    def _restored(self, strategy: Any, path: str | None, trains: bool = False) -> tuple[SavedModel, int]:
+        """Returns the model for a strategy as a checkpoint has it, or as it was given where there is none; and the global step.
+
+        An evaluation during a training has a model of its own.
+        """
         check_strategy(strategy=strategy)
-        if (strategy, trains) not in self._copies:
-            self._copies[strategy, trains] = SavedModel(self._given, strategy, self._custom_objects)
-        return self._copies[strategy, trains]
+        place = strategy, trains
+        if place not in self._copies or path is None:  # It may have been trained, and its checkpoints removed.
+            self._copies[place] = SavedModel(self._given, strategy, self._custom_objects)
+        return self._copies[place], self._copies[place].restore(path)
 
     def _latest_of_chief(self) -> str | None:
         return process_communicator().broadcast_object(self.latest_checkpoint())

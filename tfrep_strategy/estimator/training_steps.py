@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import tensorflow as tf
 from tfrep_strategy.estimator.rebuilt_models import SavedModel
 from tfrep_strategy.estimator.run_config import RunConfig
 from tfrep_strategy.estimator.session_hooks import HookCalls
-from tfrep_strategy.estimator.summaries import Summaries
+from tfrep_strategy.estimator.summaries import Summaries, plain
 from tfrep_strategy.keras_integration.shared.declared_callback import DeclaredCallback
 from tfrep_strategy.strategies.of_process import process_communicator
 
@@ -72,6 +73,7 @@ class TrainingSteps(DeclaredCallback):
         super().__init__()
         self._config, self._calls, self._summaries, self._save = config, calls, summaries, save
         self._start = self._passed = self.done = saved.global_step
+        self._counting = threading.Lock()
         self._clock = CheckpointClock(config, self._start)
         self._rate_at = self._start, time.monotonic()
         self.looks_at_batches = calls.some_have_hooks
@@ -84,9 +86,8 @@ class TrainingSteps(DeclaredCallback):
         self._calls.before_run()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.done = max(
-            self.done, self._start + batch + 1
-        )  # Threads may come in any order if no hook looks at batches.
+        with self._counting:  # Threads may come in any order if no hook looks at batches.
+            self.done = max(self.done, self._start + batch + 1)
         if self.looks_at_batches:
             self._calls.session.global_step = self.done
             self._calls.after_run(logs or {})
@@ -99,7 +100,7 @@ class TrainingSteps(DeclaredCallback):
             return
         self._passed = step
         if self._is_summarized(step):
-            self._summaries.write(step, {name: float(value) for name, value in self.model.get_metrics_result().items()})
+            self._summaries.write(step, plain(self.model.get_metrics_result()))
         if self._config.log_step_count_steps and step % self._config.log_step_count_steps == 0:
             (step_before, before), self._rate_at = self._rate_at, (step, time.monotonic())
             rate = (step - step_before) / (self._rate_at[1] - before)

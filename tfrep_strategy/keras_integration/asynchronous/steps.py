@@ -55,6 +55,7 @@ class StepFunction:
         self._runner = strategy.extended.step_runner
         self._updates = updates
         self._traced: dict[Any, Any] = {}
+        self._arguments: dict[str, Any] = {}
         self._own_logs: set[str] = set()
         """The logs that are no results of metrics, though their names may be."""
         self._pending: list[Any] = []
@@ -219,24 +220,43 @@ class StepFunction:
 
     def _trace(self, data: Any) -> tuple[Any, Any]:
         on_worker = isinstance(data, PerWorkerValues)
-        argument = data._values[0]._type_spec if on_worker else tf.nest.map_structure(_relaxed_spec, data)
+        argument = data._values[0]._type_spec if on_worker else self._open(tf.nest.map_structure(_relaxed_spec, data))
         key = str(argument), self.model.steps_per_execution
         if key not in self._traced:
-            layout = StepLayout()
-            # Each argument that the coordinator sends costs a message.
-            layout.is_numbered = self._sync is not None or _draws_random_numbers(self.model)
-            arguments = (argument, tf.TensorSpec([2], tf.int64)) if layout.is_numbered else (argument,)
-            function = tf.function(lambda data, *number: self._steps(data, on_worker, layout, *number), autograph=False)
-            with self.strategy.scope(), self.strategy.extended.tracing():
-                concrete = function.get_concrete_function(*arguments)
-            self._traced[key] = concrete, layout
+            known = len(self._metric_variables())
+            traced = self._traced_anew(argument, on_worker)
+            if len(self._metric_variables()) > known:  # The step has made metrics, which the layout lacks.
+                traced = self._traced_anew(argument, on_worker)
+            self._traced[key] = traced
         return self._traced[key]
+
+    def _open(self, argument: Any) -> Any:
+        """Leaves open what has differed between batches, so that sentences of another length need no other program."""
+        kind = str(tf.nest.map_structure(_kind_of, argument))
+        before = self._arguments.get(kind, argument)
+        self._arguments[kind] = tf.nest.map_structure(
+            lambda one, other: one if one == other else one.most_specific_common_supertype([other]) or other, before, argument
+        )
+        return self._arguments[kind]
+
+    def _traced_anew(self, argument: Any, on_worker: bool) -> tuple[Any, StepLayout]:
+        layout = StepLayout()
+        # Each argument that the coordinator sends costs a message.
+        layout.is_numbered = self._sync is not None or _draws_random_numbers(self.model)
+        arguments = (argument, tf.TensorSpec([2], tf.int64)) if layout.is_numbered else (argument,)
+        function = tf.function(lambda data, *number: self._steps(data, on_worker, layout, *number), autograph=False)
+        with self.strategy.scope(), self.strategy.extended.tracing():
+            concrete = function.get_concrete_function(*arguments)
+        return concrete, layout
+
+    def _metric_variables(self) -> list[Any]:
+        return _distinct(v for metric in self.model.metrics for v in metric.variables)
 
     def _steps(self, data: Any, on_worker: bool, layout: StepLayout, number: tf.Tensor | None = None) -> tf.Tensor:
         model = self.model
         for metric in _flat(model.metrics):
             make_exact(metric)
-        layout.metrics = _distinct(v for metric in model.metrics for v in metric.variables)
+        layout.metrics = self._metric_variables()
         layout.counters = _counters(model) if self._updates and self._sync is None else []
         step = AsyncStep() if number is None else AsyncStep(number[0], self._sync, number[1])
         count = len(data) if not on_worker else model.steps_per_execution if self._sync is None else 1
@@ -249,7 +269,7 @@ class StepFunction:
                 step.number = None if number is None else number[0] * count + index
                 logs = one_step(batch)
             sums = [tf.reshape(tf.cast(v.read_value(), tf.float64), [-1]) for v in metrics + counters]
-        logs = logs if isinstance(logs, dict) else {}
+        logs = {name: tf.convert_to_tensor(value) for name, value in logs.items()} if isinstance(logs, dict) else {}
         layout.describe(logs)
         return tf.concat([*sums, *(tf.reshape(tf.cast(value, tf.float64), [-1]) for value in logs.values())], 0)
 
@@ -261,6 +281,7 @@ class StepFunction:
                 with noted_results(self.model.metrics) as told:
                     logs = self._step_function(batch)
                 if isinstance(logs, dict):
+                    logs = _flat_logs(logs)
                     self._own_logs = {name for name, value in logs.items() if id(value) not in told}
                 return logs
 
@@ -319,6 +340,14 @@ def _draws_random_numbers(model: Any) -> bool:
     return any(variable.name == "seed_generator_state" for variable in model.variables)
 
 
+def _flat_logs(logs: dict[str, Any]) -> dict[str, Any]:
+    """Takes the logs of dictionaries among them as Keras does."""
+    flat: dict[str, Any] = {}
+    for name, value in logs.items():
+        flat |= _flat_logs(value) if isinstance(value, dict) else {name: value}
+    return flat
+
+
 def _flat(metrics: Any) -> Iterator[Any]:
     for metric in metrics:
         yield metric
@@ -345,6 +374,11 @@ def as_tensors(batch: Any) -> Any:
 
 def _is_tensor(value: Any) -> bool:
     return tf.is_tensor(value) or isinstance(value, tf.experimental.Optional)
+
+
+def _kind_of(spec: Any) -> tuple[Any, ...]:
+    rank = getattr(getattr(spec, "shape", None), "rank", None)
+    return type(spec).__name__, getattr(spec, "dtype", None), getattr(spec, "ragged_rank", None), rank
 
 
 def _relaxed_spec(value: Any) -> Any:
