@@ -121,12 +121,31 @@ class F1OfLabels(keras.metrics.F1Score):
         super().update_state(keras.ops.one_hot(keras.ops.cast(y_true[:, 0], "int32"), 3), y_pred, sample_weight)
 
 
+class LargestError(keras.metrics.Metric):
+    """It is no sum, holds another metric, and makes its own variable in its first update. Keras does not know its class."""
+
+    def __init__(self, scale: float, name: str) -> None:
+        super().__init__(name=name)
+        self.scale, self.largest, self.parts = scale, None, [keras.metrics.Mean()]
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        if self.largest is None:
+            self.largest = self.add_variable((), "zeros", name="largest")
+        error = keras.ops.abs(keras.ops.cast(y_true, "float32") - y_pred) * self.scale
+        self.largest.assign(keras.ops.maximum(self.largest, keras.ops.max(error)))
+        self.parts[0].update_state(error)
+
+    def result(self) -> Any:
+        return self.largest + self.parts[0].result()
+
+
 class MakesMetricsLate(keras.Model):
     """A model with steps of its own, which Keras does not build before they are traced."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net, self.f1 = dense(out=3, activation="softmax"), F1OfLabels(name="f1")
+        self.error = LargestError(2.0, "error")
 
     def build(self, shape: Any) -> None:
         self.recall = keras.metrics.RecallAtPrecision(0.4, name="recall")
@@ -138,8 +157,9 @@ class MakesMetricsLate(keras.Model):
         loss = keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y[:, 0], p))
         self.f1.update_state(y, p)
         self.recall.update_state(y == 1, p[:, 1:2])
+        self.error.update_state(y, p)
         whole = {"finite": tf.math.is_finite(loss), "low": loss < 1.05, "tenths": tf.cast(loss * 10, "int32")}
-        return loss, whole | {"bare": loss, "f1": self.f1.result(), "recall": self.recall.result()}
+        return loss, whole | {"bare": loss, "f1": self.f1.result(), "recall": self.recall.result(), "error": self.error.result()}
 
     def train_step(self, batch: Any) -> Any:
         x, y = batch

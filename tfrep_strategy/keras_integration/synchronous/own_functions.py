@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import copy
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ from tfrep_strategy.keras_integration.patching import keras_internal
 
 _StatelessScope: Any = keras_internal("backend.common.stateless_scope", "StatelessScope")
 _MeanMetricWrapper: Any = keras_internal("metrics.reduction_metrics", "MeanMetricWrapper")
+_Tracker: Any = keras_internal("utils.tracking", "Tracker")
 _ROWS, _FIRST = 4, 1
 _TOLERANCE = 2e-5
 _MARKS = (None, 0, -1, 255, -100, float("nan"))
@@ -30,6 +30,8 @@ _MARKED = 0.8, 0.2, 0.6, 0.4
 """How much of each made-up row is marked: more of some than of others, so that the rows that count differ between the parts."""
 
 _answers: Any = weakref.WeakKeyDictionary()
+_numbers_of_variables: Any = weakref.WeakKeyDictionary()
+"""How many variables metrics have when they have been updated."""
 
 
 def loss_needs_all_rows(loss: Any, compute: Callable[..., Any], y_true: Any, y_pred: Any) -> bool:
@@ -68,6 +70,20 @@ def metric_needs_all_rows(metric: Any, update: Callable[..., Any], args: Any, kw
     if is_of_keras(update) or not _are_rows(args, kwargs):
         return False
     return _tried(metric, update.__qualname__, lambda mark: not _is_sum(metric, update, (args, kwargs), mark))
+
+
+def make_variables(metric: Any, update: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Makes the variables that a metric makes in its first update, where that is to come in a branch. Every replica calls it.
+
+    Args:
+        metric: One that `metric_needs_all_rows` has tried.
+        update: As there, as the others.
+        args: The arguments of the update.
+        kwargs: Its keyword arguments.
+    """
+    if len(metric.variables) < _numbers_of_variables.get(metric, 0):
+        with _StatelessScope():
+            update(metric, *args, **kwargs)
 
 
 def _are_rows(args: Any, kwargs: Any) -> bool:
@@ -123,12 +139,35 @@ def _is_sum(metric: Any, update: Callable[..., Any], batch: Any, mark: Any) -> b
 
 
 def _with_variables(metric: Any, update: Callable[..., Any], batch: Any) -> Any:
-    """Returns the metric; if it makes its variables in its first update, which is still to come, a copy that has made them."""
-    if metric.variables and getattr(metric, "_built", True):
-        return metric
-    copied = copy.deepcopy(metric)
+    """Returns a copy that has made the variables that the metric would make in its first update."""
+    copied = _copied(metric)
     with _StatelessScope():
         update(copied, *batch[0], **batch[1])
+    _numbers_of_variables[metric] = len(copied.variables)
+    return copied
+
+
+def _copied(metric: Any) -> Any:
+    """Returns a copy of a metric, and of those that it holds. It has the same variables, and makes others for itself.
+
+    Keras would copy it by saving and loading, which takes classes that it knows.
+    """
+    copied = object.__new__(type(metric))
+    copies = {id(each): _copied(each) for each in metric._metrics}
+    stores = {"_variables": list(metric._variables), "_metrics": list(copies.values())}
+    kinds = {name: (is_one, stores[f"_{name}"]) for name, (is_one, _) in metric._tracker.config.items()}
+    tracker = _Tracker(kinds)
+    tracker.stored_ids = {name: set(map(id, store)) for name, (_, store) in kinds.items()}
+
+    def own(value: Any) -> Any:
+        if isinstance(value, list):
+            return tracker.track([own(each) for each in value])
+        if isinstance(value, dict):
+            return tracker.track({name: own(each) for name, each in value.items()})
+        return copies.get(id(value), value)
+
+    vars(copied).update({name: own(value) for name, value in vars(metric).items() if name not in stores})
+    vars(copied).update(stores, _tracker=tracker)
     return copied
 
 
