@@ -382,7 +382,8 @@ def _derived(strategy: Any, folder: str) -> dict[str, Any]:
         model = _model()
     pictures, rows, stops = _Pictures(f"{folder}/board"), _Rows(f"{folder}/rows.csv"), _Stops(f"{folder}/best.keras")
     _fit(model, [pictures, rows, stops])
-    return {"seen": pictures.seen, "losses": stops.losses, "weights": model.get_weights()}
+    paths = [pictures.log_dir, rows.filename]
+    return {"seen": pictures.seen, "losses": stops.losses, "weights": model.get_weights(), "paths": paths}
 
 
 def test_callbacks_that_are_derived_from_those_that_write(tmp_path: Path, worker_pool: Any) -> None:
@@ -390,6 +391,7 @@ def test_callbacks_that_are_derived_from_those_that_write(tmp_path: Path, worker
     assert first["losses"] == second["losses"]
     assert len(first["losses"]) == 3
     assert first["seen"] == second["seen"]
+    assert first["paths"] == second["paths"] == [f"{tmp_path}/board", f"{tmp_path}/rows.csv"]
     for mine, theirs in zip(first["weights"], second["weights"], strict=True):
         np.testing.assert_array_equal(mine, theirs)
     assert {path.name for path in tmp_path.iterdir()} == {"board", "rows.csv", "best.keras"}

@@ -166,6 +166,24 @@ def test_sentences_of_any_length_need_two_programs(strategy: Any) -> None:
     assert len(model.train_function._traced) == len(model.test_function._traced) == len(model.predict_function._traced) == 2
 
 
+def test_a_step_may_need_to_know_how_long_sentences_are(strategy: Any) -> None:
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = keras.layers.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            return self.inner(x + tf.zeros([x.shape[1], 1]))
+
+    with strategy.scope():
+        model = Model()
+        model.compile("sgd", "mse")
+    for length in (3, 5, 3, 7):
+        x = np.ones((4, length, 2), "float32")
+        model.fit(x, np.ones((4, length, 1), "float32"), verbose=0)
+    assert int(model.optimizer.iterations) == 4
+
+
 class Tells(keras.Sequential):
     """A step of its own, before which Keras makes no metrics, and which tells more than they do."""
 

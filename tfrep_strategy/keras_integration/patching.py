@@ -196,7 +196,9 @@ class Patch:
         if self._changed_classes:
             _, name, _ = self.find()
             for kind in self._changed_classes:
-                setattr(kind, name, vars(kind)[name].__wrapped__)
+                found: Any = vars(kind).get(name)
+                if hasattr(found, "is_patched"):  # Else somebody has replaced it since.
+                    setattr(kind, name, found.__wrapped__)
             self._changed_classes.clear()
 
     def _set(self, owner: Any, name: str, value: Any) -> None:

@@ -10,16 +10,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import tfrep_strategy
 from tfrep_strategy.processes.groups import Group
+
+_ABOVE_THE_PACKAGE = os.path.dirname(next(iter(tfrep_strategy.__path__)))
 
 # What a rank's death would orphan is found through the rank, so it is looked for before anything is killed.
 _GUARD = """
 import contextlib, json, shutil, signal, sys
-lines = list(sys.stdin)
 sys.path[:] = json.loads(sys.argv[1])
 import psutil
 from tfrep_strategy.processes.groups import Group
-groups = [Group(*map(int, line.split())) for line in lines]
+groups = [Group(*map(int, line.split())) for line in sys.stdin]
 members = [member for group in groups for member in group.descendants()]
 for group in groups:
     group.send(signal.SIGKILL)
@@ -45,7 +47,8 @@ def guard(temporary: Sequence[Path]) -> Iterator[Callable[[Group], None]]:
         >>> with guard([]) as watch_group:
         ...     pass
     """
-    arguments = [sys.executable, "-I", "-S", "-c", _GUARD, json.dumps(sys.path), *map(os.path.abspath, temporary)]
+    path = json.dumps([_ABOVE_THE_PACKAGE, *sys.path])
+    arguments = [sys.executable, "-I", "-S", "-c", _GUARD, path, *map(os.path.abspath, temporary)]
     process = subprocess.Popen(arguments, stdin=subprocess.PIPE, text=True, bufsize=1, start_new_session=True)
     try:
         yield lambda group: print(group.leader, group.started, file=process.stdin)

@@ -399,7 +399,7 @@ def log_folder(wanted: str | os.PathLike[str] | None) -> Iterator[Path]:
         is_left = is_left or failed.was_lost or not failed.failure.stopped_by_signal
         raise
     except Exception:
-        is_left = is_left or any(log_dir.iterdir())
+        is_left = is_left or any(log_dir.glob("rank*.log"))
         raise
     finally:
         if not is_left:

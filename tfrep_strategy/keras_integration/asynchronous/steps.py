@@ -220,7 +220,17 @@ class StepFunction:
 
     def _trace(self, data: Any) -> tuple[Any, Any]:
         on_worker = isinstance(data, PerWorkerValues)
-        argument = data._values[0]._type_spec if on_worker else self._open(tf.nest.map_structure(_relaxed_spec, data))
+        argument = data._values[0]._type_spec if on_worker else tf.nest.map_structure(_relaxed_spec, data)
+        opened = argument if on_worker else self._open(argument)
+        try:
+            return self._traced_for(opened, on_worker)
+        except (TypeError, ValueError):
+            if opened == argument:
+                raise
+        self._arguments[_kinds_of(argument)] = None  # A step may need to know how long sentences are.
+        return self._traced_for(argument, on_worker)
+
+    def _traced_for(self, argument: Any, on_worker: bool) -> tuple[Any, StepLayout]:
         key = str(argument), self.model.steps_per_execution
         if key not in self._traced:
             known = len(self._metric_variables())
@@ -232,8 +242,10 @@ class StepFunction:
 
     def _open(self, argument: Any) -> Any:
         """Leaves open what has differed between batches, so that sentences of another length need no other program."""
-        kind = str(tf.nest.map_structure(_kind_of, argument))
+        kind = _kinds_of(argument)
         before = self._arguments.get(kind, argument)
+        if before is None:
+            return argument
         self._arguments[kind] = tf.nest.map_structure(
             lambda one, other: one if one == other else one.most_specific_common_supertype([other]) or other, before, argument
         )
@@ -374,6 +386,10 @@ def as_tensors(batch: Any) -> Any:
 
 def _is_tensor(value: Any) -> bool:
     return tf.is_tensor(value) or isinstance(value, tf.experimental.Optional)
+
+
+def _kinds_of(argument: Any) -> str:
+    return str(tf.nest.map_structure(_kind_of, argument))
 
 
 def _kind_of(spec: Any) -> tuple[Any, ...]:

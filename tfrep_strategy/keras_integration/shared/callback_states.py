@@ -93,7 +93,8 @@ def read_beside_weights(path: str) -> dict[str, Any] | None:
                 return found
             data = group[str(found[_ARRAY])]
             array = data[()]
-            if data.dtype.kind == "V":  # HDF5 has no bfloat16 and float8, and keeps their bytes.
+            # HDF5 has no bfloat16 and float8, and keeps their bytes.
+            if data.dtype.kind == "V" and data.dtype.names is None and "dtype" in data.attrs:
                 array = array.view(tf.as_dtype(data.attrs["dtype"]).as_numpy_dtype)
             return array
 

@@ -52,6 +52,9 @@ _STOPS = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_
 _PATHS: dict[type, str] = {keras.callbacks.CSVLogger: "filename", keras.callbacks.TensorBoard: "log_dir"}
 """The attributes of callbacks that hold where they write to."""
 
+_told: Any = weakref.WeakKeyDictionary()
+"""Of callbacks that write into temporary folders: the attribute, what it was, and what removes the folder."""
+
 
 def _destination(callback: Any, is_lone: bool) -> str | None:
     if is_lone and isinstance(callback, keras.callbacks.ModelCheckpoint):
@@ -170,12 +173,14 @@ class _Agreement(NamedTuple):
         may_stop_alone: Those in which one of them may stop for reasons that the others do not have.
         some_are_lone: Whether a process has a callback for itself.
         own_is_lone: Whether this one has.
+        elsewhere: Those of this process that write into temporary folders.
     """
 
     look_at_batches: frozenset[str]
     may_stop_alone: frozenset[str]
     some_are_lone: bool
     own_is_lone: bool
+    elsewhere: tuple[Any, ...]
 
 
 def _agreed(strategy: KerasStrategy, callbacks: list[Any]) -> tuple[_Agreement, list[Any]]:
@@ -183,22 +188,26 @@ def _agreed(strategy: KerasStrategy, callbacks: list[Any]) -> tuple[_Agreement, 
     look_at_batches = frozenset[str]().union(*map(_phases_seen_by_batch, callbacks))
     of_their_own = [each for each in callbacks if not isinstance(each, _DECIDE_ALIKE) or _phases_of_users(each)]
     may_stop_alone = frozenset[str]().union(*map(_phases_seen_by_batch, of_their_own))
-    ranks = strategy.extended.all_gather_object((look_at_batches, may_stop_alone, list(map(Given.of, callbacks))))
-    kinds = find_lone([given for _, _, given in ranks])
+    for callback in callbacks:
+        _write_where_told(callback)
+    own = look_at_batches, may_stop_alone, list(map(Given.of, callbacks)), any(map(_saves_alone, callbacks))
+    ranks = strategy.extended.all_gather_object(own)
+    kinds = find_lone([given for _, _, given, _ in ranks])
     look_at_batches, may_stop_alone = (frozenset().union(*(said[i] for said in ranks)) for i in (0, 1))
     are_lone = [Given.of(callback).kind in kinds for callback in callbacks]
     destinations = list(map(_destination, callbacks, are_lone))
     firsts = strategy.extended.first_with(destinations)
-    own = []
+    run = []
     for callback, is_lone, destination, first in zip(callbacks, are_lone, destinations, firsts, strict=True):
         if first or destination is None:
-            own.append((callback, is_lone or _saves_alone(callback)))
+            run.append((callback, is_lone or _saves_alone(callback)))
         elif not is_lone and _writes_more(callback):
-            own.append((_writing_elsewhere(callback), False))
-    in_step = [LoneCallback(callback, strategy) if is_lone else callback for callback, is_lone in own]
-    some_are_lone = bool(kinds) or any(map(_saves_alone, callbacks))
-    agreement = _Agreement(look_at_batches, may_stop_alone, some_are_lone, any(is_lone for _, is_lone in own))
-    return agreement, [*beginning_whole(callback for callback, _ in own), *in_step]
+            run.append((_writing_elsewhere(callback), False))
+    in_step = [LoneCallback(callback, strategy) if is_lone else callback for callback, is_lone in run]
+    some_are_lone = bool(kinds) or any(saves_alone for *_, saves_alone in ranks)
+    own_is_lone, elsewhere = any(is_lone for _, is_lone in run), tuple(each for each, _ in run if each in _told)
+    agreement = _Agreement(look_at_batches, may_stop_alone, some_are_lone, own_is_lone, elsewhere)
+    return agreement, [*beginning_whole(callback for callback, _ in run), *in_step]
 
 
 class _Together(keras.callbacks.Callback):
@@ -266,6 +275,8 @@ class _After(_Together):
     def on_train_end(self, logs: Any = None) -> None:
         """Returns everywhere when the files that callbacks write at the end are there."""
         self._strategy.extended.all_gather_object(None)
+        for callback in self._agreement.elsewhere:
+            _write_where_told(callback)
 
     def _wants_to_stop(self, phase: str) -> bool:
         return bool(getattr(self.model, _STOPS[phase], False))  # In a loop of one's own a model may not know of stopping.
@@ -311,12 +322,19 @@ def _writes_more(callback: Any) -> bool:
 
 
 def _writing_elsewhere(callback: Any) -> Any:
-    """Has a callback write into a temporary folder, since another process writes where it would."""
+    """Has a callback write into a temporary folder, since another process writes where it would. Undo: `_write_where_told`."""
     name = next(name for kind, name in _PATHS.items() if isinstance(callback, kind))
-    folder = tempfile.mkdtemp(prefix="tfrep-callback-")
-    weakref.finalize(callback, shutil.rmtree, folder, ignore_errors=True)
-    setattr(callback, name, os.path.join(folder, os.path.basename(getattr(callback, name))))
+    told, folder = getattr(callback, name), tempfile.mkdtemp(prefix="tfrep-callback-")
+    _told[callback] = name, told, weakref.finalize(callback, shutil.rmtree, folder, ignore_errors=True)
+    setattr(callback, name, os.path.join(folder, os.path.basename(told)))
     return callback
+
+
+def _write_where_told(callback: Any) -> None:
+    if callback in _told:
+        name, path, remove = _told.pop(callback)
+        setattr(callback, name, path)
+        remove()
 
 
 @contextlib.contextmanager
