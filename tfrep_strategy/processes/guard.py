@@ -10,17 +10,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import tfrep_strategy
-from tfrep_strategy.processes.groups import Group
+from tfrep_strategy.processes.process_groups import Group
 
-_ABOVE_THE_PACKAGE = os.path.dirname(next(iter(tfrep_strategy.__path__)))
+_ABOVE_THE_PACKAGE = str(Path(__file__).resolve().parents[2])
 
 # What a rank's death would orphan is found through the rank, so it is looked for before anything is killed.
 _GUARD = """
 import contextlib, json, shutil, signal, sys
 sys.path[:] = json.loads(sys.argv[1])
 import psutil
-from tfrep_strategy.processes.groups import Group
+from tfrep_strategy.processes.process_groups import Group
 groups = [Group(*map(int, line.split())) for line in sys.stdin]
 members = [member for group in groups for member in group.descendants()]
 for group in groups:

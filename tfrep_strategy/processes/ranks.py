@@ -24,9 +24,9 @@ import psutil
 
 from tfrep_strategy.errors import message
 from tfrep_strategy.limits import warning_signal
-from tfrep_strategy.processes.groups import Group
 from tfrep_strategy.processes.guard import guard
 from tfrep_strategy.processes.notes import Note, read_notes
+from tfrep_strategy.processes.process_groups import Group
 from tfrep_strategy.processes.signs_of_life import LOOK_SECONDS, Frozen, Patience, Watch
 
 GRACE_SECONDS = 3.0

@@ -9,7 +9,7 @@ import subprocess
 
 import psutil
 
-from tfrep_strategy.processes.groups import Group
+from tfrep_strategy.processes.process_groups import Group
 
 LIMIT = 30
 
