@@ -139,13 +139,25 @@ class LargestError(keras.metrics.Metric):
         return self.largest + self.parts[0].result()
 
 
+class TotalLoss(keras.metrics.Metric):
+    """It is updated with a scalar, and makes its variable then."""
+
+    def update_state(self, loss: Any) -> None:
+        if not self.variables:
+            self.total = self.add_variable((), "zeros", name="total")
+        self.total.assign_add(loss)
+
+    def result(self) -> Any:
+        return self.total * 1.0
+
+
 class MakesMetricsLate(keras.Model):
     """A model with steps of its own, which Keras does not build before they are traced."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net, self.f1 = dense(out=3, activation="softmax"), F1OfLabels(name="f1")
-        self.error = LargestError(2.0, "error")
+        self.error, self.total = LargestError(2.0, "error"), TotalLoss(name="total")
 
     def build(self, shape: Any) -> None:
         self.recall = keras.metrics.RecallAtPrecision(0.4, name="recall")
@@ -158,8 +170,10 @@ class MakesMetricsLate(keras.Model):
         self.f1.update_state(y, p)
         self.recall.update_state(y == 1, p[:, 1:2])
         self.error.update_state(y, p)
+        self.total.update_state(loss)
         whole = {"finite": tf.math.is_finite(loss), "low": loss < 1.05, "tenths": tf.cast(loss * 10, "int32")}
-        return loss, whole | {"bare": loss, "f1": self.f1.result(), "recall": self.recall.result(), "error": self.error.result()}
+        metrics = (self.f1, self.recall, self.error, self.total)
+        return loss, whole | {"bare": loss} | {metric.name: metric.result() for metric in metrics}
 
     def train_step(self, batch: Any) -> Any:
         x, y = batch

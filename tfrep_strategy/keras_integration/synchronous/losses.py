@@ -29,7 +29,6 @@ from tfrep_strategy.keras_integration.synchronous.losses_of_replicas import Loss
 from tfrep_strategy.keras_integration.synchronous.own_functions import (
     is_of_keras,
     loss_needs_all_rows,
-    make_variables,
     metric_needs_all_rows,
 )
 from tfrep_strategy.keras_integration.synchronous.whole_batch import (
@@ -158,7 +157,6 @@ class Losses(SynchronousBase):
         if not (_is_of_rows_together(metric, args, kwargs) or metric_needs_all_rows(metric, original, args, kwargs)):
             with _updates_metric.to(True):
                 return original(metric, *args, **kwargs)
-        make_variables(metric, original, args, kwargs)
         return update_with_whole_batch(self.strategy, original, metric, args, kwargs)
 
     def _update_with_scalars(self, original: Any, metric: Any, args: Any, kwargs: Any) -> Any:

@@ -73,15 +73,15 @@ def metric_needs_all_rows(metric: Any, update: Callable[..., Any], args: Any, kw
 
 
 def make_variables(metric: Any, update: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Makes the variables that a metric makes in its first update, where that is to come in a branch. Every replica calls it.
+    """Makes the variables that a metric makes in its first update, which only one replica is to do. Every replica calls it.
 
     Args:
-        metric: One that `metric_needs_all_rows` has tried.
-        update: As there, as the others.
+        metric: The metric.
+        update: Its `update_state`, as a function of the metric and its arguments.
         args: The arguments of the update.
         kwargs: Its keyword arguments.
     """
-    if len(metric.variables) < _numbers_of_variables.get(metric, 0):
+    if len(metric.variables) < _numbers_of_variables.get(metric, 1):
         with _StatelessScope():
             update(metric, *args, **kwargs)
 

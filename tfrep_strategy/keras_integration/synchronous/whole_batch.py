@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_step
 from tfrep_strategy.keras_integration.settings import Setting
+from tfrep_strategy.keras_integration.synchronous.own_functions import make_variables
 from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
 
 _mask = keras_internal("backend.common.masking")
@@ -90,6 +91,7 @@ def update_with_whole_batch(strategy: KerasStrategy, update: Any, metric: Any, a
 
 def update_on_first_replica(update: Any, metric: Any, args: Any, kwargs: Any) -> None:
     """Updates the state of a metric, which reads as the sum over the replicas, with what all of them have."""
+    make_variables(metric, update, args, kwargs)
     if _is_first_replica():
         with sees_whole_batch.to(True):
             update(metric, *args, **kwargs)
