@@ -75,11 +75,7 @@ def metric_needs_all_rows(metric: Any, update: Callable[..., Any], args: Any, kw
 def make_variables(metric: Any, update: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Makes the variables that a metric makes in its first update, which only one replica is to do. Every replica calls it.
 
-    Args:
-        metric: The metric.
-        update: Its `update_state`, as a function of the metric and its arguments.
-        args: The arguments of the update.
-        kwargs: Its keyword arguments.
+    The arguments are those of `metric_needs_all_rows`.
     """
     if len(metric.variables) < _numbers_of_variables.get(metric, 1):
         with _StatelessScope():
