@@ -99,7 +99,7 @@ def progress_dir() -> str:
         >>> progress_dir() == backup_dir()
         True
     """
-    return os.environ.get("TFREP_PROGRESS_DIR", backup_dir())
+    return os.environ.get("TFREP_PROGRESS_DIR") or backup_dir()
 
 
 def backup_seconds() -> float | None:

@@ -107,6 +107,14 @@ class LearningRateWarmup(keras.callbacks.LearningRateScheduler):
             raise ConfigurationError(
                 message("The model has no optimizer of Keras.", hint="compile it with one.", optimizer=optimizer)
             )
+        if hasattr(optimizer, "optimizers"):
+            raise ConfigurationError(
+                message(
+                    "The optimizer has a learning rate for each of several optimizers.",
+                    hint="give each of them a schedule, or use keras.callbacks.LearningRateScheduler.",
+                    optimizer=optimizer,
+                )
+            )
         if not isinstance(optimizer._learning_rate, keras.Variable):
             raise ConfigurationError(
                 message(

@@ -75,7 +75,7 @@ class TpuReplicator(Replicator):
             tf.tpu.experimental.initialize_tpu_system(resolver)
             strategy = tf.distribute.TPUStrategy(resolver)
         except (ValueError, RuntimeError, OSError, tf.errors.OpError) as error:
-            hint = "give the name of a TPU, or use MirroredReplicator."
+            hint = "give the name of a TPU, or use tfrep.Replicator(tfrep.MirroredStrategy())."
             raise ConfigurationError(message("TensorFlow finds no TPU here.", hint, tpu=tpu)) from error
         check_cores(strategy.num_replicas_in_sync, num_workers, num_tpu_cores_per_worker)
         super().__init__(strategy, **options)

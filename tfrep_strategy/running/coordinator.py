@@ -114,6 +114,7 @@ def run_coordinator(
                     environ = inherited_environ() | {
                         "PYTHONUNBUFFERED": "1",
                         "TFREP_STRATEGY": "parameter-server",
+                        "TFREP_RESTARTS": str(attempt),
                         "TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": "chief", "index": 0}}),
                         **of_profile,
                     }

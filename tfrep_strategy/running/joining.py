@@ -123,7 +123,7 @@ def join_outer_run(outer: Environment, options: Options, arguments: Sequence[str
         "strategy": options.strategy if options.strategy == "mirrored" else None,
     }
     conflicts = {name: value for name, value in wanted.items() if value is not None}
-    if conflicts or "TFREP_NUM_REPLICAS" in os.environ:
+    if conflicts or os.environ.get("TFREP_NUM_REPLICAS"):
         what = "`tfrep run` would start a run of its own in each of them"
         remedy = "leave these options out, so that the processes are the ranks" if conflicts else "call it outside of a run"
         raise _refusal(outer, what, remedy, conflicts)

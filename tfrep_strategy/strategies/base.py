@@ -40,8 +40,8 @@ GradientAggregator = Callable[[list[Any], Communicator], list[Any]]
 class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
     """Base of the strategies whose replicas train in step. Use one of its subclasses.
 
-    The settings below are arguments of its constructor, and attributes that can be set before the next step. What Keras and the
-    rest of this package ask of a strategy is on `extended`.
+    The settings below are arguments of its constructor, and attributes. All but `shard_optimizer_state` can be set before the next
+    step. What Keras and the rest of this package ask of a strategy is on `extended`.
 
     Attributes:
         bucket_bytes: Gradients are sent in buckets of about this many bytes.
@@ -171,6 +171,11 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
             'One process reads the data set and computes all of it.'
         """
         return explain(dataset, self.extended.local_replicas(stop_together=False))
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among those of the run; 0 if this process has all replicas."""
+        return 0
 
     def assert_in_sync(self, model_or_variables: Any, every: int | None = None) -> None:
         """Raises unless all replicas hold the same values, bit by bit. Every process must call it.

@@ -106,7 +106,8 @@ class MirroredStrategy(SynchronousStrategy):
         shard_optimizer_state: Whether each replica keeps its part of the optimizer's slots only, and updates its part of the
             weights (ZeRO-1). The answer and the files are the same; see docs/sharded_optimizer.md.
 
-    Every argument is an attribute, too. Those that name devices are fixed; the others can be set before the next step.
+    Every argument is an attribute, too. Those that name devices, `devices_per_replica` and `shard_optimizer_state` are fixed; the
+    others can be set before the next step.
 
     Raises:
         ConfigurationError: A device does not exist or is named twice, or a setting cannot be used.

@@ -32,9 +32,9 @@ class MultiWorkerStrategy(SynchronousStrategy):
 
     Args:
         communicator: `"horovod"`, `"tf"` (TensorFlow's own collectives), `"mpi"`, `"shared_memory"` (ranks of one machine),
-            `"auto"` (what `TFREP_COMMUNICATOR` names; without it common memory for ranks of one machine without GPUs, else
-            TensorFlow's if the environment knows the address of every process, else Horovod), a name of
-            `register_communicator`, or a `Communicator` of all processes.
+            `"auto"` (common memory for ranks of one machine without GPUs, else TensorFlow's if the environment knows the
+            address of every process, else Horovod or MPI; see docs/environment.md), a name of `register_communicator`, or a
+            `Communicator` of all processes.
         device: Device of this process's replica, such as `"GPU:0"`. Default: a GPU, or the CPU if there is none. If the
             processes see several GPUs, each takes one by its local rank, and shows TensorFlow only this one.
         bucket_bytes: Gradients are sent in buckets of about this many bytes. `"measured"`: two short measurements tell what
@@ -55,8 +55,8 @@ class MultiWorkerStrategy(SynchronousStrategy):
             `batch_size / size` examples on each rank. An epoch lasts until the last rank has read its data. `predict`
             returns to each rank the predictions for its own rows.
 
-    Every argument is an attribute, too. `communicator` (the object) and `device` are fixed. The others can be set before the
-    next step, and `rank_data` before the next `fit` or `predict`.
+    Every argument is an attribute, too. `communicator` (the object), `device` and `shard_optimizer_state` are fixed. The others can
+    be set before the next step, and `rank_data` before the next `fit` or `predict`.
 
     Raises:
         ConfigurationError: The communicator or another setting is unknown, the communicator connects other processes than the
@@ -117,7 +117,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
 
     @property
     def rank(self) -> int:
-        """The number of this process, 0 to `num_replicas_in_sync - 1`."""
+        """The number of this process, and of its replica: 0 to `num_replicas_in_sync - 1`."""
         return self.communicator.rank
 
     def scope(self) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 import tfrep_strategy as tfrep
 
 strategy = tfrep.MultiWorkerStrategy()
-rank, size = tfrep.replica_id(), tfrep.num_replicas()
+rank, size = strategy.rank, strategy.num_replicas_in_sync
 print(f"rank {rank} of {size}")
 
 keras.utils.set_random_seed(100)

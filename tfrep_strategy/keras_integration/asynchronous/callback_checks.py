@@ -9,6 +9,7 @@ import keras
 
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.shared.callback_states import CHECKPOINTS
 from tfrep_strategy.keras_integration.shared.old_objects import refuse_old_callbacks
 
 _is_default = keras_internal("utils.python_utils", "is_default")
@@ -60,7 +61,7 @@ def check_callbacks(phase: str, method: Any, model: Any, args: Any, kwargs: Any)
 
 
 def _accepts_remote_logs(callback: Any) -> bool:
-    if isinstance(callback, (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)):
+    if isinstance(callback, (*CHECKPOINTS, keras.callbacks.BackupAndRestore)):
         return callback.save_freq == "epoch"
     if isinstance(callback, keras.callbacks.TensorBoard):
         return callback.update_freq == "epoch"

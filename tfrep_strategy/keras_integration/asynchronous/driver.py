@@ -23,6 +23,7 @@ from tfrep_strategy.keras_integration.shared.backups import Backups
 from tfrep_strategy.keras_integration.shared.csv_files import CsvFiles
 from tfrep_strategy.keras_integration.shared.metric_results import MetricResults
 from tfrep_strategy.keras_integration.shared.model_files import ModelFiles
+from tfrep_strategy.keras_integration.shared.other_optimizers import with_inner
 from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfCluster, check_cluster, profiled
 
 _Trainer = keras_internal("backend.tensorflow.trainer", "TensorFlowTrainer")
@@ -129,9 +130,9 @@ class AsynchronousDriver(Updates, SharedState, Parts, MetricResults, ModelFiles,
 
     def _adopt(self, optimizer: Any) -> None:
         """Takes over an optimizer that was made outside the strategy's scope, so that its slots are on the servers."""
-        while isinstance(optimizer, keras.optimizers.Optimizer) and not optimizer.built:
-            optimizer._distribution_strategy = self.strategy
-            optimizer = getattr(optimizer, "inner_optimizer", None)
+        for each in with_inner(optimizer):
+            if not each.built:
+                each._distribution_strategy = self.strategy
 
     # What a step does.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,12 @@ from tfrep_strategy._tensorflow import PerWorkerValues
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.asynchronous.local_variables import kept_on_worker, new_local
 from tfrep_strategy.keras_integration.asynchronous.state import AsyncStep, make_exact, traced_step
+from tfrep_strategy.keras_integration.asynchronous.step_layout import StepLayout
 from tfrep_strategy.keras_integration.asynchronous.sync_updates import SyncUpdates
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared.metric_results import noted_results
+from tfrep_strategy.keras_integration.shared.other_optimizers import with_inner
 from tfrep_strategy.keras_integration.shared.xla import compiled_between_collectives
 
 _trainer = keras_internal("backend.tensorflow.trainer")
@@ -76,7 +78,8 @@ class StepFunction:
         """What the last call has returned: the logs of the epoch when its steps are done."""
         self._shown: dict[str, float] = {}
         self._shown_at, self._retried = 0.0, False
-        self._base: Any = None
+        self._base: dict[int, np.ndarray] = {}
+        """What each sum was before the first step; Keras before 3.15 goes on with the metrics of the last single batch."""
 
     def begin(self) -> None:
         """Forgets what a training or an evaluation has left that was interrupted. No step of it runs any more."""
@@ -122,8 +125,9 @@ class StepFunction:
             self.take_out_of_data()
             raise StopIteration
         concrete, layout = self._trace(data)
-        if self._base is None and self._updates:
-            self._base = [variable.numpy() for variable in layout.counters]
+        for variable in layout.metrics + layout.counters:
+            if id(variable) not in self._base:
+                self._base[id(variable)] = variable.numpy()
         arguments: tuple[Any, ...] = (data,)
         if layout.is_numbered:
             arguments = (data, tf.constant([self.strategy.extended.next_step_number(), update], tf.int64))
@@ -151,11 +155,11 @@ class StepFunction:
         if self._sync is not None:
             self._sync.finish()
         self._collect()
-        self._write_metrics()
+        if self._totals is not None:
+            self._write(self._layout.metrics)
         if self._retried and self._updates and self._totals is not None:
             # A worker that died may have added to a counter on the server before another one did the step again.
-            for variable, base, added in zip(self._layout.counters, self._base, self._added(), strict=True):
-                variable.assign(base + added)
+            self._write(self._layout.counters)
         logs, shown, handed_out = self._logs, self._read_metrics(), self._handed_out
         self._reset()
         self._is_drained = True
@@ -190,20 +194,25 @@ class StepFunction:
                 self._totals = totals if self._totals is None else self._totals + totals
         self._pending = waiting
 
-    def _added(self) -> list[np.ndarray]:
-        return self._layout.split(self._totals)[len(self._layout.metrics) :]
+    def _sums(self) -> dict[int, np.ndarray]:
+        """Returns what metrics and counters are after the steps that are done, in their own dtypes."""
+        added = self._layout.split(self._totals)
+        return {
+            id(variable): (self._base[id(variable)] + each).astype(tf.as_dtype(variable._dtype).as_numpy_dtype)
+            for variable, each in zip(self._layout.metrics + self._layout.counters, added, strict=True)
+        }
 
-    def _write_metrics(self) -> None:
-        if self._totals is not None:
-            for variable, total in zip(self._layout.metrics, self._layout.split(self._totals), strict=False):
-                variable.assign(total.astype(tf.as_dtype(variable._dtype).as_numpy_dtype))
+    def _write(self, variables: Sequence[Any]) -> None:
+        sums = self._sums()
+        for variable in variables:
+            variable.assign(sums[id(variable)])
 
     def _read_metrics(self) -> dict[str, float]:
         """Computes the metrics of the steps that are done, from sums that are here already."""
         if self._totals is None:
             return {}
-        sums = zip(self._layout.metrics, self._layout.split(self._totals), strict=False)
-        values = [(variable, tf.constant(total, variable._dtype)) for variable, total in sums]
+        sums = self._sums()
+        values = [(variable, tf.constant(sums[id(variable)], variable._dtype)) for variable in self._layout.metrics]
         with _StatelessScope(state_mapping=values):
             return keras_internal("utils.python_utils", "pythonify_logs")(self.model.get_metrics_result())
 
@@ -306,40 +315,6 @@ def run_on_worker(strategy: Any, step_function: Any, batch: Any, reduction: str)
     return _trainer.reduce_per_replica(outputs, strategy, reduction)
 
 
-class StepLayout:
-    """How the numbers of a step's result are laid out: metrics, counters, logs."""
-
-    def __init__(self) -> None:
-        self.metrics: list[Any] = []
-        self.counters: list[Any] = []
-        self.is_numbered = False
-        self.log_shapes: dict[str, tuple[int, ...]] = {}
-        self.size = 0
-
-    def describe(self, logs: dict[str, Any]) -> None:
-        """Notes which logs follow the sums."""
-        self.log_shapes = {name: tuple(value.shape) for name, value in logs.items()}
-        self.size = sum(int(np.prod(v.shape)) for v in self.metrics + self.counters)
-
-    def read_logs(self, values: np.ndarray) -> dict[str, Any]:
-        """Reads the logs of a step from its result."""
-        logs, start = {}, self.size
-        for name, shape in self.log_shapes.items():
-            size = int(np.prod(shape))
-            logs[name] = values[start : start + size].reshape(shape) if shape else float(values[start])
-            start += size
-        return logs
-
-    def split(self, totals: np.ndarray) -> list[np.ndarray]:
-        """Cuts the sums into the values of the single variables."""
-        values, start = [], 0
-        for variable in self.metrics + self.counters:
-            size = int(np.prod(variable.shape))
-            values.append(totals[start : start + size].reshape(tuple(variable.shape)))
-            start += size
-        return values
-
-
 def _all_or_none(batches: list[Any]) -> list[Any]:
     """Makes batches that are there when all are: where the data ends before, none of their steps is done."""
     leaves = tf.nest.flatten(batches, expand_composites=True)
@@ -371,12 +346,8 @@ def _distinct(variables: Any) -> list[Any]:
 
 
 def _counters(model: Any) -> list[Any]:
-    """Returns the counters of steps: of the optimizer, and of what it wraps."""
-    counters, optimizer = [], getattr(model, "optimizer", None)
-    while optimizer is not None:
-        counters.append(optimizer._iterations)
-        optimizer = getattr(optimizer, "inner_optimizer", None)
-    return _distinct(counters)
+    """Returns the counters of steps: of the optimizer, and of those inside it."""
+    return _distinct(optimizer._iterations for optimizer in with_inner(getattr(model, "optimizer", None)))
 
 
 def as_tensors(batch: Any) -> Any:

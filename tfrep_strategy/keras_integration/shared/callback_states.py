@@ -14,12 +14,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+ORBAX = (keras.callbacks.OrbaxCheckpoint,) if hasattr(keras.callbacks, "OrbaxCheckpoint") else ()
+"""Keras has it since 3.14."""
+
+CHECKPOINTS = (keras.callbacks.ModelCheckpoint, *ORBAX)
+
 OF_KERAS = (
+    *CHECKPOINTS,
     keras.callbacks.EarlyStopping,
-    keras.callbacks.ModelCheckpoint,
     keras.callbacks.ReduceLROnPlateau,
     keras.callbacks.SwapEMAWeights,
-    *([keras.callbacks.OrbaxCheckpoint] if hasattr(keras.callbacks, "OrbaxCheckpoint") else ()),  # Keras has it since 3.13.
 )
 """Those of Keras's callbacks whose decisions depend on what they remember. What others remember belongs to the process."""
 

@@ -27,6 +27,14 @@ def other_optimizers(model: Any) -> dict[str, Any]:
     return found
 
 
+def with_inner(optimizer: Any) -> Iterator[Any]:
+    """Yields an optimizer of Keras, and those inside it (`LossScaleOptimizer`, `MultiOptimizer`)."""
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        yield optimizer
+        for inner in (getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())):
+            yield from with_inner(inner)
+
+
 def places_of(model: Any) -> Places:
     """Describes those that are built, in what JSON can hold."""
     numbers = {id(weight): number for number, weight in enumerate(model.weights)}

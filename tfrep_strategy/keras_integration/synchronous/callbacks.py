@@ -16,6 +16,7 @@ import keras
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.shared import backups
+from tfrep_strategy.keras_integration.shared.callback_states import CHECKPOINTS, ORBAX
 from tfrep_strategy.keras_integration.shared.csv_files import beginning_whole
 from tfrep_strategy.keras_integration.shared.declared_callback import DeclaredCallback
 from tfrep_strategy.keras_integration.shared.other_optimizers import other_optimizers
@@ -37,12 +38,7 @@ _DESTINATIONS: dict[type, Callable[[Any], str]] = {
 }
 """Callbacks that do nothing but write or show, and where to; of those with the same destination one writes."""
 
-_ORBAX = (keras.callbacks.OrbaxCheckpoint,) if hasattr(keras.callbacks, "OrbaxCheckpoint") else ()
-"""Keras has it since 3.13."""
-
-_CHECKPOINTS = (keras.callbacks.ModelCheckpoint, *_ORBAX)
-
-_DECIDE_ALIKE = (*_CHECKPOINTS, keras.callbacks.TensorBoard, keras.callbacks.TerminateOnNaN)
+_DECIDE_ALIKE = (*CHECKPOINTS, keras.callbacks.TensorBoard, keras.callbacks.TerminateOnNaN)
 """Callbacks whose decisions about a batch are the same everywhere, because its logs are."""
 
 _STOPS = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
@@ -59,7 +55,7 @@ _told: Any = weakref.WeakKeyDictionary()
 def _destination(callback: Any, is_lone: bool) -> str | None:
     if is_lone and isinstance(callback, keras.callbacks.ModelCheckpoint):
         return os.path.abspath(callback.filepath)
-    if is_lone and isinstance(callback, _ORBAX):
+    if is_lone and isinstance(callback, ORBAX):
         return os.path.abspath(callback.directory)
     if is_lone and Given.of(callback).tracks:
         return Given.of(callback).kind
@@ -292,7 +288,7 @@ def _phases_seen_by_batch(callback: Any) -> frozenset[str]:
         return _phases_of_users(callback)
     if isinstance(callback, DeclaredCallback) and not callback.looks_at_batches:
         return frozenset()
-    if isinstance(callback, _CHECKPOINTS):
+    if isinstance(callback, CHECKPOINTS):
         return _phases_of_users(callback).union(["train"] if callback.save_freq != "epoch" else [])
     if isinstance(callback, keras.callbacks.TensorBoard):
         return _phases_of_users(callback).union(["train"] if callback.update_freq != "epoch" else [])

@@ -21,8 +21,8 @@ class EmptyParts(SynchronousBase):
     """What operations of the backend do that fail on no rows."""
 
     def conv(self, original: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Convolves or pools; the kernels of GPUs take no rows as they are."""
-        if "GPU" in getattr(inputs, "device", ""):
+        """Convolves or pools; the kernels of GPUs take no rows as they are, but Keras (before 3.14) may refuse them."""
+        if "GPU" in getattr(inputs, "device", "") and inputs.shape[:1] != [0]:
             return original(inputs, *args, **kwargs)
         return self._on_rows(lambda x: original(x, *args, **kwargs), inputs)
 

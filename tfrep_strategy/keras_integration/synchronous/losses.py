@@ -59,17 +59,15 @@ class Losses(SynchronousBase):
 
     def apply_mask(self, original: Any, sample_weight: Any, mask: Any, dtype: Any, reduction: str | None) -> Any:
         """Makes the weight of an unmasked entry the one that it has in the global batch."""
-        weight = original(sample_weight, mask, dtype, reduction)
         if not self._sees_part or mask is None or reduction not in ("mean", "sum_over_batch_size"):
-            return weight
+            return original(sample_weight, mask, dtype, reduction)
         total = ops.cast(ops.size(mask), dtype)
         valid = ops.sum(ops.cast(mask, dtype))
         all_total, all_valid = map(ops.stop_gradient, self.strategy.extended.sum_over_replicas([total, valid]))
         step = current_step()
         # A step weighs by rows, which have other lengths on each replica where each reads its own data.
         entries = all_total if step is None else step.share.unweigh(total)
-        local, wanted = ops.divide_no_nan(total, valid), ops.divide_no_nan(entries, all_valid)
-        return weight * ops.divide_no_nan(wanted, local)
+        return original(sample_weight, mask, dtype, None) * ops.divide_no_nan(entries, all_valid)
 
     def reduce_loss(
         self, original: Any, values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size"

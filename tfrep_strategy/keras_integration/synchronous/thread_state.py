@@ -17,9 +17,8 @@ from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 
 _global_state = keras_internal("backend.common.global_state")
-_seed_generator = keras_internal("random.seed_generator")
 _TRACKERS = ("GLOBAL_STATE_TRACKER", "GLOBAL_SETTINGS_TRACKER")
-
+_SEED_GENERATOR = "global_seed_generator"
 
 _state_of_caller: Setting[CallerState | None] = Setting(None)
 """On the thread of a replica: the state of the thread that runs the strategy."""
@@ -54,10 +53,10 @@ class CallerState:
     def seed_generator(self, make: Callable[[], Any]) -> Any:
         """Returns the generator of the caller, which has one from now on."""
         shared = self._callers[0]
-        if shared.get(_seed_generator.GLOBAL_SEED_GENERATOR) is None:
+        if shared.get(_SEED_GENERATOR) is None:
             with self.outside_replicas():
-                shared[_seed_generator.GLOBAL_SEED_GENERATOR] = make()
-        return shared[_seed_generator.GLOBAL_SEED_GENERATOR]
+                shared[_SEED_GENERATOR] = make()
+        return shared[_SEED_GENERATOR]
 
 
 def _state_of_this_thread(tracker: str) -> dict[str, Any]:
@@ -75,6 +74,6 @@ class Seeds(SynchronousBase):
         """Draws them from one generator on all replicas of a process, and in all steps."""
         caller = _state_of_caller.value
         own = _state_of_this_thread("GLOBAL_STATE_TRACKER")
-        if caller is not None and own.get(_seed_generator.GLOBAL_SEED_GENERATOR) is None:
-            own[_seed_generator.GLOBAL_SEED_GENERATOR] = caller.seed_generator(original)
+        if caller is not None and own.get(_SEED_GENERATOR) is None:
+            own[_SEED_GENERATOR] = caller.seed_generator(original)
         return original()
