@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -37,15 +38,15 @@ def taken(reader: Iterator[Any], count: int) -> list[Any]:
 def test_what_was_read_ahead_comes_again() -> None:
     generator = numbers()
     shelf = Shelf.of(generator)
-    first = shelf.read(generator)
+    first = shelf.read(generator, *shelf.begin())
     assert taken(first, 6) == [0, 1, 2, 3, 4, 5]
     shelf.take(2)
-    second = Shelf.of(generator).read(generator)
+    second = Shelf.of(generator).read(generator, *shelf.begin())
     assert taken(second, 7) == [2, 3, 4, 5, 6, 7, 8]
     assert list(first) == []  # It was told to end.
     shelf.take(7)
-    assert list(shelf.read(generator)) == list(range(9, 100))
-    assert list(shelf.read(generator)) == list(range(9, 100))
+    for _ in range(2):
+        assert list(shelf.read(generator, *shelf.begin())) == list(range(9, 100))
     assert Shelf.of(numbers()) is not shelf
 
 
@@ -53,14 +54,22 @@ def test_what_steps_have_taken_is_left_out_of_the_next_epoch() -> None:
     generator = numbers()
     reading = GeneratorReading(generator)
     adapter = SimpleNamespace(_first_batches=taken(reading.for_adapter(), 2), generator=None)
-    reading.go_on_in(adapter)
-    one, other = object(), object()
+    reading.read_by(adapter)
+    reading.begin()
     assert taken(adapter.generator(), 5) == [0, 1, 2, 3, 4]
-    reading.note_steps(one, 1)
-    reading.note_steps(one, 2)
+    reading.note_steps(1)
+    reading.note_steps(2)
+    reading.begin()
     assert taken(adapter.generator(), 4) == [0, 1, 3, 4]  # Keras begins each pipeline with the first two.
-    reading.note_steps(other, 1)
+    reading.note_steps(1)
+    reading.begin()
     assert taken(adapter.generator(), 3) == [0, 1, 3]
+    assert not reading.is_interrupted
+    other = GeneratorReading(generator)
+    assert reading.is_interrupted
+    assert taken(other.for_adapter(), 1) == [3]
+    reading.begin(goes_on=True)
+    assert taken(adapter.generator(), 2) == [3, 4]
 
 
 def test_a_slow_generator_is_asked_by_one_at_a_time() -> None:
@@ -75,13 +84,101 @@ def test_a_slow_generator_is_asked_by_one_at_a_time() -> None:
 
     generator = slow()
     shelf, old = Shelf.of(generator), []
-    ahead = threading.Thread(target=lambda: old.extend(shelf.read(generator)), daemon=True)
+    ahead = threading.Thread(target=lambda: old.extend(shelf.read(generator, *shelf.begin())), daemon=True)
     ahead.start()
     assert started.wait(20.0)
+    shelf.take(1)  # Does not wait for the generator.
     goes_on.set()
-    assert list(shelf.read(generator)) == [0, 1, 2, 3]
+    assert list(shelf.read(generator, *shelf.begin())) == [1, 2, 3]
     ahead.join(20.0)
     assert old == [0, 1, 2, 3][: len(old)]
+
+
+def test_a_callback_gives_a_generator_what_it_waits_for() -> None:
+    waiting: queue.Queue[Any] = queue.Queue()
+    rows = np.ones([2, 3], np.float32), np.ones([2, 1], np.float32)
+
+    class Gives(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            for _ in range(STEPS):
+                waiting.put(rows)
+
+    def from_queue() -> Iterator[Any]:
+        while True:
+            yield waiting.get(timeout=20.0)
+
+    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    waiting.put(rows)  # Keras looks at two batches before the first epoch.
+    waiting.put(rows)
+    history = model.fit(from_queue(), steps_per_epoch=STEPS, epochs=3, verbose=0, callbacks=[Gives()]).history
+    assert len(history["loss"]) == 3
+    waiting.put(rows)  # What reads ahead ends.
+
+
+class Stops(keras.callbacks.Callback):
+    """Ends an epoch after a batch."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.after = after
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.stop_training = batch + 1 == self.after
+
+
+def counted() -> Iterator[Any]:
+    """Yields batches whose rows are all one number."""
+    for number in range(1000):
+        yield np.full([2, 1], number, np.float32), np.full([2, 1], number, np.float32)
+
+
+class Total(keras.metrics.Metric):
+    """Lists, as digits, which batches an epoch has seen: the sum of 2 ** number."""
+
+    def __init__(self) -> None:
+        super().__init__(name="seen")
+        self.total = self.add_weight(shape=(), initializer="zeros", dtype="float64")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(keras.ops.sum(2.0 ** keras.ops.cast(y_true, "float64")) / 2.0)
+
+    def result(self) -> Any:
+        return self.total + 0.0
+
+
+def batches_of(value: float) -> list[int]:
+    return [number for number in range(64) if int(value) >> number & 1]
+
+
+def order_of_batches(strategy: Any) -> list[list[int]]:
+    """Trains, validates and is stopped on one generator; returns which batches each epoch and validation has had."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[Total()])
+    generator = counted()
+    given = {"steps_per_epoch": 4, "validation_steps": 3, "verbose": 0}
+    history = model.fit(generator, epochs=2, validation_data=generator, **given).history
+    found = [batches_of(each) for pair in zip(history["seen"], history["val_seen"], strict=True) for each in pair]
+    stopped = model.fit(generator, steps_per_epoch=8, verbose=0, callbacks=[Stops(3)]).history["seen"]
+    found += [batches_of(stopped[0])]
+    for _ in range(2):
+        found += [batches_of(model.fit(generator, steps_per_epoch=1, verbose=0).history["seen"][0])]
+    return found
+
+
+ORDER = [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9, 10], [4, 5, 11], [12, 13, 14], [15], [16]]
+"""No batch is lost; a second validation begins with the two batches that Keras has kept from the first one."""
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_one_generator_for_training_and_validation(num_replicas: int) -> None:
+    assert order_of_batches(tfrep.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])) == ORDER
+
+
+def test_one_generator_for_training_and_validation_of_processes(worker_pool: Any) -> None:
+    assert worker_pool("tf", 2).run(order_of_batches) == [ORDER, ORDER]
 
 
 def trained(strategy: Any) -> dict[str, Any]:

@@ -14,7 +14,9 @@ import threading
 import time
 
 from tfrep_strategy._tensorflow import OwnedIterator
+from tfrep_strategy.tensorflow_integration.pipeline_ends import PipelineIterator
 
+_ITERATORS = (OwnedIterator, PipelineIterator)
 _LIMIT_SECONDS = 5.0
 """The time limit for all pipelines. A generator may wait for an event that never happens."""
 
@@ -29,7 +31,7 @@ def end_pipelines() -> None:
     threads = []
     for each in gc.get_objects():  # Includes unreachable objects. Collecting them here could wait forever.
         # `isinstance` would run the code of some objects.
-        if type(each) is OwnedIterator and (resource := vars(each).pop("_iterator_resource", None)) is not None:
+        if type(each) in _ITERATORS and (resource := vars(each).pop("_iterator_resource", None)) is not None:
             # A thread drops the last reference. If that blocks, the thread is abandoned.
             threads.append(threading.Thread(target=[resource].clear, daemon=True, name="tfrep-pipeline-end"))
             del resource

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import keras
@@ -54,7 +54,7 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         finally:
             strategy.extended.notes_first_batch = True
         if self._generator is not None:
-            self._generator.go_on_in(self.data_adapter)
+            self._generator.read_by(self.data_adapter)
         self._of_replicas = self._distributed_dataset
         self.part_spec = self._of_replicas.part_spec
         self._common_batches = _batches_of_all(strategy, self._distributed_dataset, self._num_batches, self.data_adapter)
@@ -66,6 +66,7 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         self.profile: ProfiledFit | None = None
         """Marks the steps in traces, from before each execution until all callbacks have seen it."""
         self._mark, self._is_marked = contextlib.ExitStack(), False
+        self._noted_steps: Generator[Any, None, None] | None = None
 
     def reset(self) -> None:
         """Forgets the state of an epoch, but not that the data of another process is shorter."""
@@ -110,8 +111,12 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
     @contextlib.contextmanager
     def catch_stop_iteration(self) -> Iterator[None]:
         """Ends the mark of a step that a callback has made the last one, or that has failed."""
-        with super().catch_stop_iteration(), self._mark:
-            yield
+        try:
+            with super().catch_stop_iteration(), self._mark:
+                yield
+        finally:
+            if self._noted_steps is not None:
+                self._noted_steps.close()  # So that the last step is noted now, also where a callback has ended the epoch.
 
     def _passes_over(self, step: tuple[int, int, Iterator[Any]], batches: int) -> bool:
         first, last, iterator = step
@@ -123,14 +128,28 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
 
     def _enumerate_iterator(self) -> Iterator[Any]:
         steps: Iterator[Any] = super()._enumerate_iterator()
-        return steps if self._generator is None else self._noted(steps, self._generator)
+        if self._generator is None:
+            return steps
+        self._noted_steps = self._noted(steps, self._generator)
+        return self._noted_steps
 
-    def _noted(self, steps: Iterator[Any], generator: GeneratorReading) -> Iterator[Any]:
+    def _get_iterator(self) -> Any:
+        if self._generator is not None:
+            self._generator.begin()
+        return super()._get_iterator()
+
+    def _noted(self, steps: Iterator[Any], generator: GeneratorReading) -> Generator[Any, None, None]:
+        other = None
         for first, last, iterator in steps:
+            if generator.is_interrupted:
+                generator.begin(goes_on=True)
+                other = iter(super()._get_iterator())
+                if self._current_iterator is not None:
+                    self._current_iterator = other
             try:
-                yield first, last, iterator
+                yield first, last, iterator if other is None else other
             finally:
-                generator.note_steps(iterator, last - first + 1)
+                generator.note_steps(last - first + 1)
 
     def pass_over(self, epochs: int, left_early: bool = False) -> None:
         """Has the order of the data go on as if so many epochs had been read, the last of them perhaps not to its end."""

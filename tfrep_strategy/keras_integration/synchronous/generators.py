@@ -28,35 +28,50 @@ class Shelf:
     def __init__(self) -> None:
         self._untaken: deque[Any] = deque()
         self._taken = 0
-        self._readers = 0
+        self._reader = 0
         self._lock = threading.Lock()
+        self._asking = threading.Lock()
+        """Held while the generator runs, which may wait for what the next step, or a callback, gives it."""
 
     @classmethod
     def of(cls, generator: Iterator[Any]) -> Shelf:
         """Returns the one shelf of a generator."""
         return cls._of.setdefault(generator, cls())
 
-    def read(self, generator: Iterator[Any]) -> Iterator[Any]:
-        """Yields copies of all batches that no step has taken; whoever has read before gets no more."""
+    def begin(self) -> tuple[int, int]:
+        """Returns the number of a new reader, and its place: at the first batch that no step has taken. Others get no more."""
         with self._lock:
-            self._readers += 1
-            reader = self._readers
-            place = self._taken
+            self._reader += 1
+            return self._reader, self._taken
+
+    def is_read_by(self, reader: int) -> bool:
+        """Whether no other reader has begun since."""
+        return reader == self._reader
+
+    def read(self, generator: Iterator[Any], reader: int, place: int) -> Iterator[Any]:
+        """Yields copies of the batches from a place on, as long as no other reader begins."""
         while (batch := self._batch(generator, reader, place)) is not None:
             # TensorFlow may write into memory that it shares with an aligned array.
             yield keras.tree.map_structure(lambda v: v.copy() if isinstance(v, np.ndarray) else v, batch[0])
             place += 1
 
     def _batch(self, generator: Iterator[Any], reader: int, place: int) -> tuple[Any] | None:
-        with self._lock:
-            if reader != self._readers:
-                return None
-            if place - self._taken == len(self._untaken):
+        while True:
+            with self._lock:
+                if reader != self._reader:
+                    return None
+                if place - self._taken < len(self._untaken):
+                    return (self._untaken[place - self._taken],)
+            with self._asking:
+                with self._lock:
+                    if reader != self._reader or place - self._taken < len(self._untaken):
+                        continue
                 try:
-                    self._untaken.append(next(generator))
+                    batch = next(generator)
                 except StopIteration:
                     return None
-            return (self._untaken[place - self._taken],)
+                with self._lock:
+                    self._untaken.append(batch)
 
     def take(self, count: int) -> None:
         """Hears that steps have taken so many batches."""
@@ -75,22 +90,38 @@ class GeneratorReading:
 
     def __init__(self, generator: Iterator[Any]) -> None:
         self._generator, self._shelf = generator, Shelf.of(generator)
-        self._num_first, self._num_read, self._iterator = 0, 0, None
+        self._reader = self._shelf.begin()
+        self._first: list[Any] = []
+        self._repeated: list[Any] = []
+        self._num_repeated = 0
+        self._has_begun = False
 
     def for_adapter(self) -> Iterator[Any]:
         """Returns a generator for Keras's adapter, which takes the first batches from it to see what they are."""
-        return self._shelf.read(self._generator)
+        return self._shelf.read(self._generator, *self._reader)
 
-    def go_on_in(self, adapter: Any) -> None:
-        """Has each pipeline begin, as Keras's, with the first batches, and go on with those that nobody has taken."""
-        first = adapter._first_batches
-        self._num_first = len(first)
-        self._shelf.take(self._num_first)
-        adapter.generator = lambda: itertools.chain(first, self._shelf.read(self._generator))
+    def read_by(self, adapter: Any) -> None:
+        """Has the pipelines of an adapter read as this object says."""
+        self._first = adapter._first_batches
+        adapter.generator = lambda: itertools.chain(self._repeated, self._shelf.read(self._generator, *self._reader))
 
-    def note_steps(self, iterator: Any, count: int) -> None:
-        """Hears how many batches steps have taken from an iterator."""
-        if iterator is not self._iterator:
-            self._iterator, self._num_read = iterator, 0
-        before, self._num_read = self._num_read, self._num_read + count
-        self._shelf.take(max(0, self._num_read - self._num_first) - max(0, before - self._num_first))
+    def begin(self, goes_on: bool = False) -> None:
+        """Hears that a pipeline is made. All but the first begin with the first batches, as Keras's do.
+
+        They go on with those that nobody has taken. One that `goes_on` in place of another has only these.
+        """
+        self._reader = self._shelf.begin()
+        self._repeated = self._first if self._has_begun and not goes_on else []
+        self._num_repeated = len(self._repeated)
+        self._has_begun = True
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether somebody else has begun to read the generator, such as the validation of the same `fit`."""
+        return not self._shelf.is_read_by(self._reader[0])
+
+    def note_steps(self, count: int) -> None:
+        """Hears how many batches steps have taken from the last pipeline."""
+        repeated = min(count, self._num_repeated)
+        self._num_repeated -= repeated
+        self._shelf.take(count - repeated)
