@@ -123,7 +123,7 @@ def gradients_that_wait_for_a_sum(strategy: Any, compression: str | None) -> lis
 
     class Noting(keras.optimizers.SGD):
         def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-            super().update_step(called(note, gradient) if "last" in variable.path else gradient, variable, learning_rate)
+            super().update_step(called(note, gradient) if "last" in variable.name else gradient, variable, learning_rate)
 
     with strategy.scope():
         layers = [

@@ -33,6 +33,30 @@ class Whitened(layers.Layer):
         return (x - self.average) / ops.sqrt(self.square + 1e-3) / self.largest
 
 
+class Counting(layers.Layer):
+    """Counts rows in variables that ask for sums."""
+
+    def build(self, shape: Any) -> None:
+        made = {"shape": (), "initializer": "zeros", "trainable": False, "aggregation": "sum"}
+        self.rows = self.add_weight(dtype="int64", name="rows", **made)
+        self.left = keras.Variable(100.0, trainable=False, aggregation="sum", name="left")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.rows.assign_add(ops.cast(ops.shape(x)[0], "int64"))
+            self.left.assign_sub(ops.sum(ops.ones_like(x[:, 0])))
+        return x
+
+
+@scenario
+def counts_that_replicas_add_up() -> dict[str, Any]:
+    counting = Counting()
+    model = keras.Sequential([keras.Input((4,)), counting, layers.Dense(1, kernel_initializer=init(1))])
+    model.compile(_O.SGD(0.05), "mse")
+    found = trained(model, *regression(33))
+    return found | {"rows": ops.convert_to_numpy(counting.rows), "left": ops.convert_to_numpy(counting.left)}
+
+
 @scenario
 def moving_averages_of_rows() -> dict[str, Any]:
     whitened = Whitened()

@@ -66,6 +66,50 @@ def variable_without_gradient() -> dict[str, Any]:
     return {"weights": model.get_weights()}
 
 
+class OfTensorFlow(_O.Optimizer):
+    """Written as for `tf.keras`: it gets TensorFlow's variables, which can scatter, and takes gradients that are slices."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        assert isinstance(variable, tf.Variable)
+        rate = tf.cast(learning_rate, variable.dtype.base_dtype)
+        if isinstance(gradient, tf.IndexedSlices):
+            variable.scatter_sub(tf.IndexedSlices(rate * gradient.values, gradient.indices))
+        else:
+            variable.assign_sub(rate * gradient + 0.001 * variable.read_value(), use_locking=True)
+
+
+@scenario
+def an_optimizer_written_for_tensorflow() -> dict[str, Any]:
+    embedding = layers.Embedding(9, 4, embeddings_initializer=init(1))
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), embedding, layers.Flatten()])
+    model.add(layers.Dense(1, kernel_initializer=init(2)))
+    model.compile(OfTensorFlow(0.1), "mse")
+    x = np.random.RandomState(0).randint(9, size=(33, 3))
+    return trained(model, x, x.sum(1, keepdims=True).astype("float32"))
+
+
+class AppliesAnIterator(keras.Sequential):
+    """Clips its gradients, and updates some of its variables."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        chosen = self.trainable_variables[:2]
+        gradients = [tf.clip_by_value(gradient, -0.1, 0.1) for gradient in tape.gradient(loss, chosen)]
+        self.optimizer.apply(gradients, (variable for variable in chosen))
+        return {"loss": loss}
+
+
+@scenario
+def gradients_applied_to_an_iterator() -> dict[str, Any]:
+    first, second = (layers.Dense(n, kernel_initializer=init(n)) for n in (4, 1))
+    model = AppliesAnIterator([keras.Input((4,)), first, second])
+    model.compile(_O.SGD(0.1))
+    history = model.fit(*regression(33), batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    return {"weights": model.get_weights(), "history": history, "iterations": int(model.optimizer.iterations)}
+
+
 @scenario
 def mixed_bfloat16() -> dict[str, Any]:
     keras.config.set_dtype_policy("mixed_bfloat16")

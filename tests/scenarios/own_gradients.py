@@ -136,6 +136,65 @@ def scaled_losses_of_ones_own() -> dict[str, Any]:
 
 
 @scenario
+def sums_whose_gradients_pass_through_collectives() -> dict[str, Any]:
+    """Sums over rows, and a root of one, behind a batch normalization with the statistics of all rows; an argument of the tape."""
+
+    def step(model: Any, x: Any, y: Any, of_losses: Callable[[Any], Any], **told: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss = of_losses(tf.square(model(x, training=True) - y))
+        variables = model.trainable_variables
+        gradients = tape.gradient(loss, variables, **told)
+        model.optimizer.apply([0.05 * gradient for gradient in gradients], variables)
+        return {"norm": tf.linalg.global_norm(gradients)}
+
+    def normalized(of_losses: Callable[[Any], Any], **told: Any) -> dict[str, Any]:
+        model = Stepping(functools.partial(step, of_losses=of_losses, **told))
+        first, second = model.net.layers
+        model.net = keras.Sequential([first, keras.layers.BatchNormalization(synchronized=True, momentum=0.5), second])
+        x, y = regression(37)
+        model(x[:1])
+        model.compile(_O.SGD(0.1))
+        history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+        return {"weights": model.get_weights(), "history": history}
+
+    return {
+        "sum": normalized(tf.reduce_sum),
+        "root": normalized(lambda losses: tf.sqrt(tf.reduce_sum(losses))),
+        "sum and mean": normalized(lambda losses: 0.1 * tf.reduce_sum(losses) + tf.reduce_mean(losses)),
+        "sum, unconnected_gradients": normalized(tf.reduce_sum, unconnected_gradients="zero"),
+        "rows, none": normalized(lambda losses: losses, unconnected_gradients=tf.UnconnectedGradients.NONE),
+    }
+
+
+@scenario
+def penalties_beside_a_scaled_loss() -> dict[str, Any]:
+    """What a step adds to a loss after `scale_loss` counts once, as on one device."""
+
+    def step(model: Any, x: Any, y: Any, put_together: Callable[..., Any]) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            errors = tf.square(model(x, training=True) - y)
+            scaled = model.optimizer.scale_loss(tf.reduce_mean(errors))
+            penalty = tf.add_n([tf.reduce_sum(tf.square(variable)) for variable in model.trainable_variables])
+            target = put_together(scaled, penalty, tf.reduce_mean(tf.abs(errors)), tf.reduce_sum(errors))
+        variables = model.trainable_variables
+        model.optimizer.apply(tape.gradient(target, variables), variables)
+        return {"loss": tf.reduce_mean(errors)}
+
+    def of(put_together: Callable[..., Any], optimizer: Any = None) -> dict[str, Any]:
+        return fitted(functools.partial(step, put_together=put_together), optimizer=optimizer or _O.SGD(0.05))
+
+    return {
+        "weights": of(lambda scaled, penalty, mean, total: scaled + 0.1 * penalty),
+        "mean": of(lambda scaled, penalty, mean, total: 0.5 * (scaled + mean)),
+        "list": of(lambda scaled, penalty, mean, total: [scaled, 0.1 * penalty, 0.01 * total]),
+        "dynamic": of(
+            lambda scaled, penalty, mean, total: scaled + penalty + total,
+            _O.LossScaleOptimizer(_O.SGD(0.05), initial_scale=64.0),
+        ),
+    }
+
+
+@scenario
 def several_gradients_of_one_tape() -> dict[str, Any]:
     """A persistent tape; sources that are variables and rows; a sum over parts of the batch; a gradient within a branch."""
 

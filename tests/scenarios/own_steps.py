@@ -43,6 +43,39 @@ def custom_train_step() -> dict[str, Any]:
     return {"weights": model.get_weights(), "history": history.history}
 
 
+@scenario
+def scalars_with_weights() -> dict[str, Any]:
+    """Metrics of Keras that get a loss and one weight: how many rows there are, or a number of the step's own."""
+
+    class Net(keras.Model):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.means = {name: keras.metrics.Mean(name=name) for name in ("by_rows", "by_number")}
+            self.sums = {name: keras.metrics.Sum(name=name) for name in ("sum_by_rows", "sum_by_number")}
+
+        @property
+        def metrics(self) -> list[Any]:
+            return [*self.means.values(), *self.sums.values()]
+
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            x, y = batch
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            rows = tf.cast(tf.shape(x)[0], tf.float32)
+            self.means["by_rows"].update_state(loss, sample_weight=rows)
+            self.means["by_number"].update_state(loss, sample_weight=16)
+            self.sums["sum_by_rows"].update_state(loss, sample_weight=rows)
+            self.sums["sum_by_number"].update_state(loss, sample_weight=16.0)
+            return {metric.name: metric.result() for metric in self.metrics}
+
+    inputs = keras.Input((4,))
+    model = Net(inputs, layers.Dense(1, kernel_initializer=init(2))(inputs))
+    model.compile(_O.SGD(0.05))
+    x, y = regression(33)
+    return {"history": model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history}
+
+
 class OwnLogs(keras.Model):
     """Logs bare losses beside results of metrics, and uses the old `minimize`."""
 

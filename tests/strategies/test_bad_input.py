@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -80,6 +81,49 @@ def test_what_was_made_outside_the_scope_is_refused(worker_pool: Any) -> None:
     expected = [f"`{method}` got {what} made outside the strategy's scope." for method, what in wanted]
     assert _made_outside(tfrep.MirroredStrategy(["CPU:0", "CPU:1"])) == expected
     assert worker_pool("tf", 2).run(_made_outside) == [expected] * 2
+
+
+def _trained_by_what_was_made_outside(strategy: Any) -> list[str]:
+    """Wraps an optimizer that was made outside the scope."""
+    makers: list[Callable[[Any], Any]] = [keras.optimizers.LossScaleOptimizer]
+    if hasattr(keras.optimizers, "MultiOptimizer"):
+        makers.append(lambda optimizer: keras.optimizers.MultiOptimizer(lambda variable: optimizer))
+    errors = []
+    for make in makers:
+        outside = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5))
+        with strategy.scope():
+            model = dense()
+            model.compile(make(outside), "mse")
+        with pytest.raises(ConfigurationError) as error:
+            model.fit(*regression(), verbose=0)
+        errors.append(str(error.value).partition(" Received")[0])
+    return errors
+
+
+def test_an_optimizer_inside_another_one_is_made_in_the_scope(worker_pool: Any) -> None:
+    for errors in (
+        _trained_by_what_was_made_outside(tfrep.MirroredStrategy(["CPU:0", "CPU:1"])),
+        *worker_pool("tf", 2).run(_trained_by_what_was_made_outside),
+    ):
+        assert set(errors) == {"A step got an optimizer made outside the strategy's scope."}
+
+
+def _built_outside(strategy: Any) -> list[str]:
+    """Builds an optimizer after the scope."""
+    errors = []
+    for make in (keras.optimizers.Adam, lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01))):
+        with strategy.scope():
+            model = dense()
+            model.compile(make(), "mse")
+        with pytest.raises(ConfigurationError) as error:
+            model.optimizer.build(model.trainable_variables)
+        errors.append(str(error.value).partition(" Received")[0])
+    return errors
+
+
+def test_an_optimizer_is_built_in_the_scope(worker_pool: Any) -> None:
+    found = [_built_outside(tfrep.MirroredStrategy(["CPU:0", "CPU:1"])), *worker_pool("tf", 2).run(_built_outside)]
+    assert {error for errors in found for error in errors} == {"An optimizer is built outside the strategy's scope."}
 
 
 def _compiled_outside(strategy: Any) -> dict[str, Any]:

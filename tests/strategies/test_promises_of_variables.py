@@ -222,6 +222,15 @@ def checkpoints(strategy: Any) -> None:
                 np.testing.assert_allclose(plain[name], [turn, 3.0], err_msg=name)
             strategy.extended.barrier()
 
+    with strategy.scope():
+        count = tf.Variable(0, dtype=tf.int64, trainable=False, synchronization=_S.ON_READ, aggregation=_A.SUM)
+    count.assign(7)
+    path = tf.train.Checkpoint(count=count).save(str(folder / "count"))
+    strategy.extended.barrier()
+    count.assign(0)
+    tf.train.Checkpoint(count=count).restore(path).assert_consumed()
+    assert int(count) == 7
+
     variable, step = make(strategy, (_S.ON_WRITE, _A.MEAN), 1.0), tf.Variable(0)
     checkpoint = tf.train.Checkpoint(variable=variable, step=step)
     manager = tf.train.CheckpointManager(checkpoint, str(folder / "kept"), max_to_keep=2, step_counter=step)

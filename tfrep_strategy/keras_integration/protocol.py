@@ -186,13 +186,14 @@ class Step:
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         # By the id of a tensor, and with the tensor: an id is given again when its tensor has gone.
         self._optimizers: dict[int, tuple[Any, int]] = {}
+        self._is_weighed = False
         self._global_gradients: dict[int, Any] = {}
         self._means: dict[int, Any] = {}
 
     @property
     def loss_is_scaled(self) -> bool:
-        """Whether the loss that gradients are taken of now was multiplied by the share."""
-        return any(self.scaled_losses.values())
+        """Whether the loss that gradients are taken of now was multiplied by the share, or is weighed where they begin."""
+        return self._is_weighed or any(self.scaled_losses.values())
 
     @property
     def is_in_branch(self) -> bool:
@@ -209,10 +210,19 @@ class Step:
         self._optimizers[id(loss)] = loss, id(optimizer)
 
     @contextlib.contextmanager
-    def taking_global(self, target: Any) -> Iterator[None]:
-        """Opens a block that takes gradients of a target. They become global, so that their optimizer has to weigh them."""
+    def taking_global(self, target: Any, is_weighed: bool) -> Iterator[None]:
+        """Opens a block that takes gradients of a target. They become global, so that their optimizer has to weigh them.
+
+        Args:
+            target: What the gradients are of.
+            is_weighed: Whether they begin with what each addend of the target counts in the global batch.
+        """
         if not self.was_scaled(target):
-            yield
+            was_weighed, self._is_weighed = self._is_weighed, is_weighed
+            try:
+                yield
+            finally:
+                self._is_weighed = was_weighed
             return
         _, optimizer = self._optimizers[id(tf.nest.flatten(target)[0])]
         before = self.scaled_losses[optimizer]

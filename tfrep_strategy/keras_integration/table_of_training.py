@@ -126,15 +126,15 @@ class TrainingPatches:
 
     build_optimizer = patch(
         "optimizers.base_optimizer:BaseOptimizer.build", "(self, variables)",
-        why="refuses variables that were made outside the scope",
+        why="refuses variables that were made outside the scope", driver=of_optimizer,
     )
     build_loss_scaling = patch(
         "optimizers.loss_scale_optimizer:LossScaleOptimizer.build", "(self, var_list)",
-        why="notes that the optimizer inside gets gradients which are global already",
+        why="notes that the optimizer inside gets gradients which are global already", driver=of_optimizer,
     )
     build_several = patch(
         "optimizers.multi_optimizer:MultiOptimizer.build", "(self, var_list)", optional=True,
-        why="the same, for several inside",
+        why="the same, for several inside", driver=of_optimizer,
     )
     scale_loss = patch(
         "optimizers.base_optimizer:BaseOptimizer.scale_loss", "(self, loss)",

@@ -134,6 +134,22 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
             return value
         return tf.where(step.share.value > 0, value, self.read_value())
 
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds. A sum is restored as it is assigned: TensorFlow would divide it."""
+
+        def restore(tensors: Any, shapes: Any) -> Any:
+            return self.assign(tensors[0])
+
+        def made(make: Any, *name: str) -> Any:
+            saveable = make(*name)
+            saveable.restore = restore
+            return saveable
+
+        of_tensorflow = super()._gather_saveables_for_checkpoint()
+        if self.aggregation != tf.VariableAggregation.SUM:
+            return of_tensorflow
+        return {key: functools.partial(made, make) for key, make in of_tensorflow.items()}
+
     def spread_initial_value(self) -> None:
         """Keeps the initial value of a `SUM` variable on the first replica only, so that it counts once."""
         if self.aggregation == tf.VariableAggregation.SUM:

@@ -14,6 +14,8 @@ from tfrep_strategy.keras_integration.shared.old_objects import refuse_old_callb
 
 _is_default = keras_internal("utils.python_utils", "is_default")
 
+_SAVE: Any = (*CHECKPOINTS, keras.callbacks.BackupAndRestore)
+
 _HOOKS = {
     "train": ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end"),
     "test": ("on_test_batch_begin", "on_test_batch_end"),
@@ -61,7 +63,7 @@ def check_callbacks(phase: str, method: Any, model: Any, args: Any, kwargs: Any)
 
 
 def _accepts_remote_logs(callback: Any) -> bool:
-    if isinstance(callback, (*CHECKPOINTS, keras.callbacks.BackupAndRestore)):
+    if isinstance(callback, _SAVE):
         return callback.save_freq == "epoch"
     if isinstance(callback, keras.callbacks.TensorBoard):
         return callback.update_freq == "epoch"

@@ -17,7 +17,7 @@ import tensorflow as tf
 ORBAX = (keras.callbacks.OrbaxCheckpoint,) if hasattr(keras.callbacks, "OrbaxCheckpoint") else ()
 """Keras has it since 3.14."""
 
-CHECKPOINTS = (keras.callbacks.ModelCheckpoint, *ORBAX)
+CHECKPOINTS: tuple[Any, ...] = (keras.callbacks.ModelCheckpoint, *ORBAX)
 
 OF_KERAS = (
     *CHECKPOINTS,

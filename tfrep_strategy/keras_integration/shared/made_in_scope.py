@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfrep_strategy.errors import ConfigurationError, message
 
@@ -34,6 +35,25 @@ def refuse_foreign_parts(model: Any, strategy: Any) -> None:
     for metric in _metrics_given_to(model):
         if any(_is_foreign(variable, strategy) for variable in metric.variables):
             _refuse("`compile`", "a metric", strategy, metric=metric.name, model=model.name)
+
+
+def refuse_foreign_optimizer(optimizer: Any, strategy: Any) -> None:
+    """Refuses an optimizer that was made or is built elsewhere, also inside one that was not: each replica would count its steps.
+
+    Raises:
+        ConfigurationError: when it was not made, or is not built, in the scope of the strategy.
+    """
+    if optimizer._distribution_strategy is not strategy:
+        _refuse("A step", "an optimizer", strategy, optimizer=optimizer.name)
+    if not tf.distribute.has_strategy():
+        raise ConfigurationError(
+            message(
+                "An optimizer is built outside the strategy's scope.",
+                hint="call `build` inside `with strategy.scope():`, or leave it out: `fit` builds it.",
+                optimizer=optimizer.name,
+                strategy=type(strategy).__name__,
+            )
+        )
 
 
 def refuse_foreign_variables(variables: Sequence[Any], strategy: Any) -> None:

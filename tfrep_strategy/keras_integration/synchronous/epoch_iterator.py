@@ -36,6 +36,7 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
     _distributed_dataset: Any
     _epoch_iterator: Any
     _num_batches: int | None
+    _current_iterator: Any
 
     def __init__(self, driver: Any, **kwargs: Any) -> None:
         strategy = driver.strategy

@@ -9,12 +9,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is
-from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
+from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase, sums_what_is_written
 from tfrep_strategy.shares import Share
 
+_in_stateless_scope = keras_internal("backend.common.stateless_scope", "in_stateless_scope")
 _GOLDEN = 0x9E3779B9
 
 creates_partial_sums = Setting(False)
@@ -51,6 +53,21 @@ class Layers(SynchronousBase):
             original(variable, value)
         finally:
             variable._synchronization, variable._aggregation = told
+
+    def add_to_variable(self, original: Any, variable: Any, value: Any) -> Any:
+        """Sums what replicas add to a variable that asks for sums; Keras assigns, which would sum its old value, too."""
+        return value if self._adds_up(variable, "assign_add", value) else original(variable, value)
+
+    def subtract_from_variable(self, original: Any, variable: Any, value: Any) -> Any:
+        """Does the same with what is taken away."""
+        return value if self._adds_up(variable, "assign_sub", value) else original(variable, value)
+
+    def _adds_up(self, variable: Any, method: str, value: Any) -> bool:
+        if not self.in_replica or _in_stateless_scope() or not sums_what_is_written(variable._value):
+            return False
+        value = variable._convert_to_tensor(value, dtype=variable._dtype)
+        getattr(variable._value, method)(tf.broadcast_to(value, variable.shape))
+        return True
 
     def next_seed(self, original: Any, generator: Any, ordered: bool = True) -> Any:
         """Gives each replica another seed, and replica 0 that of one device; the generator's state stays equal everywhere."""

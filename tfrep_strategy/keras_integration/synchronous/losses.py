@@ -15,7 +15,7 @@ from keras import ops
 
 from tfrep_strategy.keras_integration.driver import KerasDriver
 from tfrep_strategy.keras_integration.patching import keras_internal
-from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.protocol import Step, current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 from tfrep_strategy.keras_integration.synchronous.batch_sums import (
@@ -31,6 +31,7 @@ from tfrep_strategy.keras_integration.synchronous.own_functions import (
     loss_needs_all_rows,
     metric_needs_all_rows,
 )
+from tfrep_strategy.keras_integration.synchronous.row_growth import depends_on_rows
 from tfrep_strategy.keras_integration.synchronous.whole_batch import (
     loss_of_whole_batch,
     mixes_rows,
@@ -117,6 +118,8 @@ class Losses(SynchronousBase):
             (values,) = step.share.silenced([as_mean(step, ops.cast(values, metric.dtype))])
             if sample_weight is None:
                 sample_weight = step.share.as_weight(metric.dtype)
+            elif _is_the_same_everywhere(step, sample_weight):
+                sample_weight = ops.cast(sample_weight, metric.dtype) * step.share.as_weight(metric.dtype)
         return original(metric, values, sample_weight=sample_weight)
 
     def add_loss(self, original: Any, layer: Any, loss: Any) -> None:
@@ -194,7 +197,10 @@ def _update_sum(original: Any, metric: Any, values: Any, sample_weight: Any = No
     """Adds a replica's part of a scalar, such as the loss of a custom step. A sum over its rows, and rows, count whole."""
     step: Any = current_step()
     if not ops.shape(values) and (sample_weight is None or not ops.shape(sample_weight)):
-        values = part_of_global(step, ops.cast(values, metric.dtype))
+        values = ops.cast(values, metric.dtype)
+        if sample_weight is not None:
+            values, sample_weight = values * ops.cast(sample_weight, metric.dtype), None
+        values = part_of_global(step, values)
     return original(metric, values, sample_weight=sample_weight)
 
 
@@ -203,6 +209,13 @@ def _have_one_weight(values: Any, sample_weight: Any) -> bool:
     if sample_weight is None or _get_keras_mask(values) is not None:
         return False
     return not ops.shape(sample_weight) and bool(ops.shape(values))
+
+
+def _is_the_same_everywhere(step: Step, weight: Any) -> bool:
+    """Whether the weight of a mean comes from no rows, as the size of the global batch does; a replica's own count of rows does."""
+    if not step.is_own or tf.executing_eagerly() or step.rows_are_fixed or ops.shape(weight):
+        return False
+    return not depends_on_rows(step, weight) if step.has_computed(weight) else not tf.is_tensor(weight)
 
 
 def _are_scalars(update: Any, args: Any, kwargs: Any) -> bool:

@@ -14,9 +14,10 @@ from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is
+from tfrep_strategy.keras_integration.synchronous.base import overwrites
 from tfrep_strategy.keras_integration.synchronous.batch_sums import are_rows, compares_rows, part_of_global
 from tfrep_strategy.keras_integration.synchronous.layers import creates_partial_sums
-from tfrep_strategy.keras_integration.synchronous.sharded_updates import ShardedUpdates
+from tfrep_strategy.keras_integration.synchronous.sharded_updates import ShardedUpdates, update_each
 
 _BaseOptimizer = keras_internal("optimizers.base_optimizer", "BaseOptimizer")
 
@@ -50,6 +51,7 @@ class Updates(ShardedUpdates):
         old_objects.refuse_old_optimizer(optimizer, "A step")
         if self.has_several:
             made_in_scope.refuse_foreign_variables(variables, self.strategy)
+            made_in_scope.refuse_foreign_optimizer(optimizer, self.strategy)
         if self.shards:
             self.strategy.extended.synchronize_new_variables()  # A slot may begin as its variable.
             self.deal_out(optimizer, variables)
@@ -57,6 +59,8 @@ class Updates(ShardedUpdates):
 
     def build_loss_scaling(self, original: Any, optimizer: Any, var_list: Any) -> None:
         """Notes that optimizers inside are built for global gradients."""
+        if self.has_several:
+            made_in_scope.refuse_foreign_optimizer(optimizer, self.strategy)
         with _builds_inner.to(True):
             original(optimizer, var_list)
 
@@ -66,6 +70,7 @@ class Updates(ShardedUpdates):
         """Lets accumulators of gradients hold a part of the sum on each process, and sharded slots a part of the whole."""
         accumulates = name == "gradient_accumulator" and self._accumulates_locally(optimizer)
         accumulates = accumulates and not _builds_inner.value  # That one gets gradients which are global already.
+        accumulates = accumulates and not overwrites(reference_variable)  # So are largest values.
         cut = self.cut_of_slot(optimizer, reference_variable, name)
         with creates_partial_sums.to(accumulates), self.strategy.extended.cut_of_new_variables.to(cut):
             return original(optimizer, reference_variable, name=name, **kwargs)
@@ -106,6 +111,7 @@ class Updates(ShardedUpdates):
             with _applied_gradients.to("global"):
                 return original(optimizer, strategy.extended.mean_over_processes(list(grads)), trainable_variables)
         grads, step = list(grads), current_step()
+        trainable_variables = None if trainable_variables is None else list(trainable_variables)  # It may be an iterator.
         if not grads:
             return original(optimizer, grads, trainable_variables)
         if step is not None and step.are_global(grads) and not self._accumulates_locally(optimizer):
@@ -168,7 +174,7 @@ class Updates(ShardedUpdates):
             are_parts = applied == "parts" or applied == "local" and self.takes_parts(optimizer, grads, trainable_variables)
             self.update_in_parts(optimizer, grads, trainable_variables, learning_rate, are_parts)
         else:
-            _BaseOptimizer._backend_update_step(optimizer, grads, trainable_variables, learning_rate)
+            update_each(optimizer, grads, trainable_variables, learning_rate)
 
     def check_finite(self, original: Any, optimizer: Any, grads: Any) -> Any:
         """Lets an overflow in the part of one replica be one of the whole gradient, and finds that of a sum of finite parts."""

@@ -95,7 +95,7 @@ class ShardedUpdates(SynchronousBase):
             gradient if are_parts and not isinstance(gradient, tf.IndexedSlices) else cut.part(gradient, rank)
             for cut, gradient in zip(cuts, grads, strict=True)
         ]
-        _BaseOptimizer._backend_update_step(optimizer, own, parts, learning_rate)
+        update_each(optimizer, own, parts, learning_rate)
         bucket_bytes = self.strategy.extended.bucket_bytes_for(grads)
         updated = sharding.gather_parts(cuts, [part.value for part in parts], communicator, bucket_bytes)
         for variable, value in zip(variables, updated, strict=True):
@@ -105,7 +105,7 @@ class ShardedUpdates(SynchronousBase):
         _refuse_other_state(optimizer)
         owners = [self._owners[optimizer][optimizer._var_key(variable)] for variable in variables]
         own = [i for i, owner in enumerate(owners) if owner == communicator.rank]
-        _BaseOptimizer._backend_update_step(optimizer, [grads[i] for i in own], [variables[i] for i in own], learning_rate)
+        update_each(optimizer, [grads[i] for i in own], [variables[i] for i in own], learning_rate)
         changed = [(owner, each) for owner, v in zip(owners, variables, strict=True) for each in (v, *_factors(optimizer, v))]
         owned_by = [owner for owner, _ in changed]
         values = sharding.exchange_owned(owned_by, [tf.convert_to_tensor(each) for _, each in changed], communicator)
@@ -148,6 +148,12 @@ class _Part:
 
     def scatter_update(self, slices: tf.IndexedSlices) -> None:
         self.value = tf.tensor_scatter_nd_update(self.value, slices.indices[:, tf.newaxis], slices.values)
+
+
+def update_each(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
+    """Updates variables one after the other. An optimizer of the user's own gets TensorFlow's, as from Keras."""
+    given = [v.value if isinstance(v, keras.Variable) else v for v in variables]
+    _BaseOptimizer._backend_update_step(optimizer, grads, given, learning_rate)
 
 
 def is_by_elements(optimizer: Any) -> bool:

@@ -19,25 +19,30 @@ from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
 class Tapes(SynchronousBase):
     """What tapes do inside a step."""
 
-    def take_gradient(self, original: Any, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+    def take_gradient(
+        self, original: Any, tape: Any, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Makes the gradients of variables global, so that a norm, a clip or an update by hand is that of one device.
 
         Others are as TensorFlow gives them: the gradient of a tensor belongs to the rows of this replica, and in a branch
-        replicas may not meet. What a user has made of a scaled loss is not known to have the share or not.
+        replicas may not meet. What a user has made of a scaled loss stays a part, which `apply` sums.
         """
         step, flat = current_step(), tf.nest.flatten(sources)
         if step is None or not (step.is_own and self.has_several and self.in_replica) or step.is_in_branch:
-            return original(tape, target, sources, *args, **kwargs)
+            return original(tape, target, sources, output_gradients, *args, **kwargs)
         positions = [i for i, source in enumerate(flat) if isinstance(source, (tf.Variable, keras.Variable))]
         was_scaled = step.was_scaled(target)
-        if not positions or step.loss_is_scaled and not was_scaled:
-            return original(tape, target, sources, *args, **kwargs)
-        weighed = [] if was_scaled or args or kwargs else _all_weighed(step, target, at_once=any(map(overwrites, flat)))
+        is_part = step.loss_is_scaled and not was_scaled
+        weighed: list[tuple[tf.Tensor, tf.Tensor]] = []
+        if positions and output_gradients is None and not was_scaled:
+            at_once = any(map(overwrites, flat))
+            weighed = _all_beside_scaled(step, target) if is_part else _all_weighed(step, target, at_once)
         if weighed:
-            target, weights = map(list, zip(*weighed, strict=True))
-            kwargs = {"output_gradients": weights}
-        with step.taking_global(target):
-            gradients = tf.nest.flatten(original(tape, target, sources, *args, **kwargs))
+            target, output_gradients = map(list, zip(*weighed, strict=True))
+        if not positions or is_part:
+            return original(tape, target, sources, output_gradients, *args, **kwargs)
+        with step.taking_global(target, is_weighed=bool(weighed)):
+            gradients = tf.nest.flatten(original(tape, target, sources, output_gradients, *args, **kwargs))
             own = [gradients[i] for i in positions]
             whole = self.what_overwrites(own, [flat[i] for i in positions])
             if was_scaled or weighed:
@@ -71,8 +76,7 @@ def _all_weighed(step: Step, target: Any, at_once: bool) -> list[tuple[tf.Tensor
     weighed = [_weighed(step, each, at_once) for each in target]
     if not any(weighed):
         return []
-    means = [[(each, tf.fill(tf.shape(each), tf.cast(step.share.value, each.dtype)))] for each in target]
-    return [pair for found, mean in zip(weighed, means, strict=True) for pair in found or mean]
+    return [pair for found, each in zip(weighed, target, strict=True) for pair in found or [_mean(step, each)]]
 
 
 def _weighed(step: Step, target: Any, at_once: bool) -> list[tuple[tf.Tensor, tf.Tensor]]:
@@ -88,10 +92,58 @@ def _weighed(step: Step, target: Any, at_once: bool) -> list[tuple[tf.Tensor, tf
     sums, means, joint = addends(step, target)
     if not sums and (not joint or tape_is_recording()):  # An outer tape would not see through what replicas compute together.
         is_scalar = at_once and isinstance(target, tf.Tensor)
-        return [(target, tf.cast(step.share.value, target.dtype))] if is_scalar else []
+        return [_mean(step, target)] if is_scalar else []
     weighed = [(value, tf.ones_like(value)) for value in sums]
     weighed += [(value, tf.cast(step.share.value, value.dtype)) for value in means]
     return weighed + [addend for value in joint for addend in value.addends()]
+
+
+def _all_beside_scaled(step: Step, target: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """Takes apart what comes from a loss that has the share: that loss counts whole, what was added to it as without it."""
+    flat = tf.nest.flatten(target)
+    if not all(map(step.has_computed, flat)) or not any(_comes_from_scaled(step, each) for each in flat):
+        return []
+    return [pair for each in flat for pair in _beside_scaled(step, each)]
+
+
+def _beside_scaled(step: Step, value: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    if not _comes_from_scaled(step, value):
+        return _weighed(step, value, at_once=False) or [_mean(step, value)]
+    addends = [] if step.was_scaled(value) else _times_constants(value)
+    if not addends:
+        return [(value, tf.ones_like(value))]
+    return [(part, weight * times) for each, times in addends for part, weight in _beside_scaled(step, each)]
+
+
+def _times_constants(value: tf.Tensor) -> list[tuple[tf.Tensor, Any]]:
+    """Returns of what a number is the sum, each with its constant factor; nothing if it is no such sum."""
+    kind, inputs = value.op.type, list(value.op.inputs)
+    if kind in ("Add", "AddV2", "AddN", "Identity"):
+        return [(each, 1.0) for each in inputs]
+    if kind == "Sub":
+        return [(inputs[0], 1.0), (inputs[1], -1.0)]
+    if kind in ("Mul", "RealDiv"):
+        for each, other in (inputs, inputs[::-1])[: 1 + (kind == "Mul")]:
+            if (times := tf.get_static_value(other)) is not None:
+                return [(each, times if kind == "Mul" else 1.0 / times)]
+    return []
+
+
+def _mean(step: Step, value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    return value, tf.fill(tf.shape(value), tf.cast(step.share.value, value.dtype))
+
+
+def _comes_from_scaled(step: Step, value: tf.Tensor) -> bool:
+    """Whether a number was computed from a loss that has the share, which is a number, too."""
+    left, seen = [value], set()
+    while left:
+        tensor = left.pop()
+        if step.was_scaled(tensor):
+            return True
+        if tensor.shape.rank == 0 and tensor.name not in seen:
+            seen.add(tensor.name)
+            left += tensor.op.inputs
+    return False
 
 
 def with_global_gradients(step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
