@@ -97,6 +97,19 @@ def test_data_that_ends_in_the_middle_of_a_step(capfd, steps):
     assert "the middle of a step. The step is left out. Replicas without a batch: [1]" in capfd.readouterr().err
 
 
+def test_scalars_that_end_in_the_middle_of_a_step(capfd):
+    repl = _pair()
+
+    def input_fn():
+        return tf.data.Dataset.range(5)
+
+    found = [[int(v) for v in repl.local_results(repl.run(tf.identity, input_fn))] for _ in range(2)]
+    assert found == [[0, 1], [2, 3]]
+    with pytest.raises(tf.errors.OutOfRangeError):
+        repl.run(tf.identity, input_fn)
+    assert "Replicas without a batch: [1]" in capfd.readouterr().err
+
+
 def test_compiles_once_and_keeps_the_iterator():
     repl, traces = _pair(), []
 

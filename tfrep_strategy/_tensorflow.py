@@ -119,6 +119,7 @@ class dataset_kinds:  # noqa: N801 It is used as a module is.
 
     Batch = _private("data.ops.batch_op", "_BatchDataset")
     Cache = _private("data.ops.cache_op", "CacheDataset")
+    Chosen = _private("data.ops.directed_interleave_op", "_DirectedInterleaveDataset")
     Map = _private("data.ops.map_op", "_MapDataset")
     Options = _private("data.ops.dataset_ops", "_OptionsDataset")
     ParallelBatch = _private("data.ops.batch_op", "_ParallelBatchDataset")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -24,6 +24,28 @@ class Agreement:
     ) -> None:
         self.rank, self.size, self.stop_together = rank, size, stop_together
         self._sum = sum_over_processes
+
+    def has_step(self, there: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Returns whether this process has read what a step needs: if all stop together, a batch for each of its replicas.
+
+        Args:
+            there: For each pipeline of this process a bool scalar, whether it had another batch.
+
+        Returns:
+            bool scalar.
+        """
+        everyone, anyone = tf.reduce_all(there), tf.reduce_any(there)
+        if not self.stop_together or len(there) == 1:
+            return anyone
+
+        def stop() -> tf.Tensor:
+            missing = tf.reshape(tf.where(tf.logical_not(tf.stack(there))), [-1])
+            warning = tf.print("Warning: the data ended in the middle of a step. The step is left out. Replicas without a batch:",
+                               missing, output_stream=sys.stderr)  # fmt: skip
+            with tf.control_dependencies([] if warning is None else [warning]):
+                return tf.constant(False)
+
+        return tf.cond(everyone == anyone, lambda: everyone, stop)
 
     def next_step(
         self, has_batch: tf.Tensor, own: tf.Tensor, open_sizes: tf.Tensor

@@ -185,7 +185,7 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         specs = [optional.element_spec for optional, _ in optionals]
         own = [tf.where(has, num_examples(part), 0) for has, part in zip(there, elements, strict=True)]
         sizes = list(map(open_sizes, specs, elements))
-        total, goes_on, others = agreement.next_step(tf.reduce_any(there), tf.add_n(own), tf.reduce_max(sizes, 0))
+        total, goes_on, others = agreement.next_step(agreement.has_step(there), tf.add_n(own), tf.reduce_max(sizes, 0))
         if has_open_sizes(specs):
             sizes = [tf.where(has, own_sizes, others) for has, own_sizes in zip(there, sizes, strict=True)]
             elements = list(map(with_open_sizes, specs, elements, sizes))

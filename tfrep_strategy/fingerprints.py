@@ -18,7 +18,7 @@ _TEXT = 1024
 _GOLDEN = 0.6180339887498949
 HINT = (
     "give all ranks the same data: each trains on its part of every batch. Usual causes: an order that follows a `set`,"
-    " generators without a seed, `x[rank::size]`. If each rank should read its own data, use"
+    " generators without a seed (PyTorch's, too: torch.manual_seed), `x[rank::size]`. If each rank should read its own data, use"
     ' MultiWorkerStrategy(rank_data="own"), AutoShardPolicy.OFF, or strategy.distribute_datasets_from_function. If the data'
     ' differs only by random augmentation, use rank_data="unchecked".'
 )

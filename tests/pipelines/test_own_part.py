@@ -99,6 +99,16 @@ def still_beside_nothing(value: tf.Tensor, _: None) -> tuple[tf.Tensor, None]:
 
 
 @tf.autograph.experimental.do_not_convert
+def beside_its_mean(batch: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    return batch, tf.reduce_mean(batch, 0, keepdims=True)
+
+
+@tf.autograph.experimental.do_not_convert
+def swapped(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    return y, x
+
+
+@tf.autograph.experimental.do_not_convert
 def divides_by_size(batch: tf.Tensor) -> tf.Tensor:
     return batch / tf.cast(tf.shape(batch)[0], tf.float32)
 
@@ -234,6 +244,33 @@ PIPELINES: dict[str, tuple[Callable[[], tf.data.Dataset], tuple[str, ...], str]]
     "one order": (
         lambda: numbers().map(halves).shuffle(23, seed=2, reshuffle_each_iteration=False).batch(4),
         ("batch", "map(halves)"),
+        "",
+    ),
+    "one order for None": (
+        lambda: numbers().map(halves).shuffle(23, seed=2, reshuffle_each_iteration=None).batch(4),
+        ("batch", "map(halves)"),
+        "",
+    ),
+    "taken in turn, one without an end": (
+        lambda: Dataset.sample_from_datasets(
+            [Dataset.range(23), Dataset.range(100, 107).repeat()], [0.5, 0.5], seed=1, stop_on_empty_dataset=True
+        ).map(halves).batch(8),
+        ("batch", "map(halves)"),
+        "",
+    ),
+    "a mean beside its batch": (
+        lambda: Dataset.from_tensor_slices(_X).map(halves).batch(8).map(beside_its_mean).map(tf.subtract),
+        (),
+        "`map(subtract)` gets whole batches, and may mix their rows or draw numbers (tensors that may have different numbers",
+    ),
+    "streams of other sizes, swapped": (
+        lambda: Dataset.zip((numbers().map(halves).batch(6), Dataset.range(8).batch(2))).map(swapped),
+        (),
+        "`map(swapped)` gets whole batches, and may mix their rows or draw numbers (tensors that may have different numbers",
+    ),
+    "streams of one size, swapped": (
+        lambda: Dataset.zip((numbers().map(halves).batch(6), Dataset.range(23).map(doubles).batch(6))).map(swapped),
+        ("map(swapped)", "batch", "map(halves)", "batch", "map(doubles)"),
         "",
     ),
     "nests": (lambda: numbers().map(named).batch(4), ("batch", "map(named)"), ""),

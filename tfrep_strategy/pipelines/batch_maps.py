@@ -32,8 +32,9 @@ def of_any_size(dataset: Any) -> tuple[Any, str | None]:
     if unsized is None:
         return None, "it knows the size of its batches"
     given = [(leaf, leaf.shape.rank != 0 and not is_same_in_every_step(part)) for part in below for leaf in _leaves(part)]
-    if len({leaf.shape[0] for leaf, is_cut in given if is_cut} - {None}) > 1:
-        return None, "tensors of different numbers of rows"
+    sizes = [leaf.shape[0] for leaf, is_cut in given if is_cut]
+    if len(set(sizes)) > 1 or len(sizes) > 1 and sizes[0] is None and _rows_of(dataset._input_dataset) is None:
+        return None, "tensors that may have different numbers of rows"
     mixing = operation_that_mixes_rows(unsized._map_func.function, [is_cut for _, is_cut in given])
     return (unsized, None) if mixing is None else (None, mixing)
 
@@ -52,6 +53,22 @@ def _unsized(dataset: Any, below: list[Any]) -> Any:
     except Exception:  # Of the user's function, which may raise anything when it does not get the size that it expects.
         return None
     return again if are_alike(dataset._map_func.function, again._map_func.function) else None
+
+
+def _rows_of(dataset: Any) -> Any:
+    """Returns what decides how many rows all tensors of a batch have; None if nothing is known to."""
+    if isinstance(dataset, (kinds.Batch, kinds.ParallelBatch)):
+        drops = bool(dataset._drop_remainder)
+        return int(dataset._batch_size), None if drops else int(dataset._input_dataset.cardinality())
+    if isinstance(dataset, (kinds.Options, kinds.Prefetch, kinds.Take, kinds.Skip, kinds.Repeat)):
+        return _rows_of(dataset._input_dataset)
+    if isinstance(dataset, (kinds.Map, kinds.ParallelMap)):
+        return _rows_of(dataset._input_dataset) if of_any_size(dataset)[1] is None else None
+    if isinstance(dataset, kinds.Zip):
+        found = {_rows_of(part) for part in dataset._inputs() if not is_same_in_every_step(part)}
+        rows = found.pop() if len(found) == 1 else None
+        return None if rows is None or rows[1] == tf.data.UNKNOWN_CARDINALITY else rows
+    return None
 
 
 def _has_any_size(dataset: Any) -> bool:

@@ -210,7 +210,7 @@ class _Cutter:
         total, first, count = self._place
         size, drops = int(dataset._batch_size), bool(dataset._drop_remainder)
         known = Batches(int(lifted.source.cardinality()), size, drops)
-        if self._first_batch is None and are_known(known, self._place, dataset.element_spec):
+        if self._first_batch is None and _tells_its_end(lifted.source) and are_known(known, self._place, dataset.element_spec):
             return own_batches(lifted, known, self._place)
 
         # To start an iterator costs for every operation in a function, in every epoch.
@@ -305,6 +305,12 @@ class _Examples:
         together = Map(" and ".join(m.name for m in maps), mapped, parallel[0] if parallel else None)
         source = tf.data.Dataset.zip(tf.nest.pack_sequence_as(dataset._datasets, [lifted.source for lifted in each]))
         return Lifted(source, (together,))
+
+
+def _tells_its_end(dataset: tf.data.Dataset) -> bool:
+    """Whether a data set ends if its cardinality says so. That of one which takes from several is endless if one of these is."""
+    is_endless = int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
+    return not is_endless or not any(isinstance(part, kinds.Chosen) for part in parts_of_dataset(dataset))
 
 
 _COUNTING = (kinds.Take, kinds.Skip, kinds.Repeat)

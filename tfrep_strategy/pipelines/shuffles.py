@@ -56,7 +56,7 @@ def seed_generator(shuffle: Any) -> tf.Tensor | None:
     Returns:
         A scalar of dtype `tf.resource`; None if the description would be too large, or TensorFlow makes none.
     """
-    if not shuffle._reshuffle_each_iteration:
+    if shuffle._reshuffle_each_iteration is False:  # None means True.
         return tf.raw_ops.DummySeedGenerator()
     if _bytes_described(shuffle) > _MOST_BYTES:
         return None

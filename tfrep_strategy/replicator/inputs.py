@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -189,20 +188,3 @@ def make_input(strategy: tf.distribute.Strategy, mode: InputReplicationMode, inp
             first_replica=process.replicas[0],
         )
     )
-
-
-def whole_step(batch: Any) -> Any:
-    """Ends the data, with a warning, if some replica has no batch for the step: it could not compute a mean."""
-    if not isinstance(batch, Shards) or len(batch.parts) == 1:
-        return batch
-    missing = tf.reshape(tf.where(tf.stack([num_examples(part) for part in batch.parts]) == 0), [-1])
-
-    def end() -> tf.Tensor:
-        warning = tf.print("Warning: the data ended in the middle of a step. The step is left out. Replicas without a batch:",
-                           missing, output_stream=sys.stderr)  # fmt: skip
-        with tf.control_dependencies([] if warning is None else [warning]):
-            return iter(tf.data.Dataset.range(0)).get_next()
-
-    ended = tf.cond(tf.size(missing) > 0, end, lambda: tf.constant(0, tf.int64))
-    with tf.control_dependencies([ended]):
-        return tf.nest.map_structure(tf.identity, batch, expand_composites=True)

@@ -14,7 +14,7 @@ from tfrep_strategy._tensorflow import converted_by_autograph
 from tfrep_strategy.errors import ConfigurationError, check_count, message
 from tfrep_strategy.keras_integration.shared.old_objects import refuse_old_optimizer
 from tfrep_strategy.old_spellings import OF_REPLICATORS, ShowsNewNames, takes_no_session
-from tfrep_strategy.replicator.inputs import InputFn, InputReplicationMode, make_input, whole_step
+from tfrep_strategy.replicator.inputs import InputFn, InputReplicationMode, make_input
 from tfrep_strategy.strategies.auto import auto_strategy
 
 StepFn = Callable[..., Any]
@@ -201,7 +201,7 @@ class Replicator(ShowsNewNames):
         def one_step(*iterator: Any) -> Any:
             if source is None:
                 return strategy.run(self._checked(step_fn))
-            batch = source() if callable(source) else whole_step(next(iterator[0]))
+            batch = source() if callable(source) else next(iterator[0])
             return strategy.run(self._checked(step_fn), args=(batch,))
 
         def program(*iterator: Any) -> Any:
