@@ -267,6 +267,17 @@ def test_a_batch_at_a_time(strategy: Any) -> None:
     assert model.test_on_batch(x, y) == pytest.approx(single.test_on_batch(x, y), rel=1e-4)
 
 
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer")
+def test_an_optimizer_of_several_that_was_made_outside(strategy: Any) -> None:
+    x, y = make_data(16)
+    inner = keras.optimizers.SGD(0.05), keras.optimizers.Adam(0.01)
+    optimizer = keras.optimizers.MultiOptimizer(lambda variable: inner[variable.path.endswith("bias")])
+    model = make_model(strategy, optimizer=optimizer)
+    history = model.fit(x, y, batch_size=4, epochs=3, verbose=0).history["loss"]
+    assert history[-1] < history[0]
+    assert [int(each.iterations) for each in (optimizer, *optimizer.optimizers)] == [12, 12, 12]
+
+
 class BareLoss(keras.Sequential):
     """Its log has the name of a metric, and is none."""
 

@@ -126,7 +126,7 @@ class TrainingPatches:
 
     build_optimizer = patch(
         "optimizers.base_optimizer:BaseOptimizer.build", "(self, variables)",
-        why="refuses variables that were made outside the scope", driver=of_optimizer,
+        why="refuses what was made outside the scope, or takes it over (servers)", driver=of_optimizer,
     )
     build_loss_scaling = patch(
         "optimizers.loss_scale_optimizer:LossScaleOptimizer.build", "(self, var_list)",

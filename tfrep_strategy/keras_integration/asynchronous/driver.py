@@ -23,7 +23,6 @@ from tfrep_strategy.keras_integration.shared.backups import Backups
 from tfrep_strategy.keras_integration.shared.csv_files import CsvFiles
 from tfrep_strategy.keras_integration.shared.metric_results import MetricResults
 from tfrep_strategy.keras_integration.shared.model_files import ModelFiles
-from tfrep_strategy.keras_integration.shared.other_optimizers import with_inner
 from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfCluster, check_cluster, profiled
 
 _Trainer = keras_internal("backend.tensorflow.trainer", "TensorFlowTrainer")
@@ -121,18 +120,17 @@ class AsynchronousDriver(Updates, SharedState, Parts, MetricResults, ModelFiles,
             spec = iterator.element_spec
             data_batch = tf.nest.map_structure(lambda s: None if isinstance(s, tf.OptionalSpec) else s, spec)
         with self.strategy.scope():
-            self._adopt(model.optimizer)
             if all(getattr(type(model), name) is getattr(_Trainer, name) for name in ("train_step", "test_step")):
                 model._symbolic_build(data_batch=data_batch)
             elif model.built and isinstance(model.optimizer, keras.optimizers.Optimizer) and not model.optimizer.built:
                 # Nothing says what else such a step calls; what it makes lazily is made when it is traced.
                 model.optimizer.build(model.trainable_variables)
 
-    def _adopt(self, optimizer: Any) -> None:
+    def build_optimizer(self, original: Any, optimizer: Any, variables: Any) -> None:
         """Takes over an optimizer that was made outside the strategy's scope, so that its slots are on the servers."""
-        for each in with_inner(optimizer):
-            if not each.built:
-                each._distribution_strategy = self.strategy
+        if not optimizer.built:
+            optimizer._distribution_strategy = self.strategy
+        original(optimizer, variables)
 
     # What a step does.
 
