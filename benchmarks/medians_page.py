@@ -7,19 +7,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import markdown_table, measured_on, page_from_command_line, replace_written
+from benchmarks.pages import markdown_table, measured_on, page_from_command_line, ratios_table, replace_written
 
 
 def write_page(page: Path, results: Path) -> None:
-    """Replaces a table in a page.
+    """Replaces the tables in a page.
 
     Args:
         page: The page, with the marks of this module.
         results: The JSON of a benchmark whose variants took turns.
     """
     written = json.loads(results.read_text("utf-8"))
-    text = f"`{results.as_posix()}`. {measured_on(written['machine'])}\n\n{_table(written['results'])}"
-    replace_written(page, "benchmarks.medians_page", text)
+    parts = [f"`benchmarks/results/{results.name}`. {measured_on(written['machine'])}", _table(written["results"])]
+    goals = [
+        {**line, "this": f"{workload}: {line['this']}"}
+        for workload, summary in written["results"].items()
+        for line in summary["ratios"]
+        if "target" in line
+    ]
+    if goals:
+        parts.append(ratios_table("what", goals))
+    replace_written(page, "benchmarks.medians_page", "\n\n".join(parts))
 
 
 def _table(workloads: Mapping[str, Any]) -> str:

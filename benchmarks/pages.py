@@ -61,3 +61,18 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns a table of Markdown."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def ratios_table(what: str, ratios: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a table of the ratios of times that a benchmark has goals for, each with its interval.
+
+    Args:
+        what: The heading of what was measured.
+        ratios: As `benchmarks.turns` writes them.
+    """
+    rows = []
+    for each in ratios:
+        low, high = each["interval"]
+        goal = f"{each['target']:.2f}" + ("" if each["ratio"] <= each["target"] else " (missed)")
+        rows.append([each["this"], each["other"], f"{each['ratio']:.2f}", f"{low:.2f} to {high:.2f}", goal])
+    return markdown_table([what, "against", "ratio", "95 % interval", "goal"], rows)

@@ -22,7 +22,7 @@ ALONE = "2 processes, each alone (Keras)"
 IN_STEP = "2 processes, alone in step (Keras)"
 """The same, but at the end of each step they wait for each other, as all must that train one model in step."""
 
-# Filters of convolutions with strides of 2, and widths of dense layers; 0.01, 0.6, 5.1 and 0.07 million parameters.
+# Filters of convolutions with strides of 2, and widths of dense layers; 0.003, 0.6, 5.1 and 0.06 million parameters.
 NETS: dict[str, dict[str, Any]] = {
     "tiny": {"widths": [32, 64, 10], "batch": 64, "steps": 200},
     "10 ms": {"widths": [512, 640, 384, 10], "batch": 256, "steps": 40},

@@ -12,7 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.pages import markdown_table, measured_on, page_from_command_line, replace_written, save_figure
+from benchmarks.pages import measured_on, page_from_command_line, ratios_table, replace_written, save_figure
 from benchmarks.step import NETS
 
 _OURS, _PEERS = "C0", "0.7"
@@ -29,18 +29,8 @@ def write_page(page: Path, results: Path) -> None:
     save_figure(_bars(measured["results"]), page, "steps")
     parts = [measured_on(measured["machine"]), "![Examples per second of each net](figures/steps.svg)"]
     for name, summary in measured["results"].items():
-        parts += [f"The net '{name}', batches of {NETS[name]['batch']}:", _ratios(summary)]
+        parts += [f"The net '{name}', batches of {NETS[name]['batch']}:", ratios_table("a step of", summary["ratios"])]
     replace_written(page, "benchmarks.step_page", "\n\n".join(parts))
-
-
-def _ratios(summary: Mapping[str, Any]) -> str:
-    rows = []
-    for each in summary["ratios"]:
-        low, high = each["interval"]
-        ratio = f"{each['ratio']:.2f}"
-        reached = "" if each["ratio"] <= each["target"] else " (missed)"
-        rows.append([each["this"], each["other"], ratio, f"{low:.2f} to {high:.2f}", f"{each['target']:.2f}{reached}"])
-    return markdown_table(["a step of", "against", "ratio", "95 % interval", "goal"], rows)
 
 
 def _bars(results: Mapping[str, Any]) -> Figure:

@@ -216,7 +216,15 @@ def test_memory(tmp_path):
     assert "predictions held" in text
 
 
-@pytest.mark.parametrize(("module", "page", "measured"), [("speed_page", "speed", "scale"), ("step_page", "benchmarks", "step")])
+_PAGES = [
+    ("speed_page", "speed", "scale"),
+    ("step_page", "benchmarks", "step"),
+    ("medians_page", "benchmarks", "all_reduce"),
+    ("medians_page", "collectives", "collectives"),
+]
+
+
+@pytest.mark.parametrize(("module", "page", "measured"), _PAGES)
 def test_pages_say_what_was_measured(module, page, measured, tmp_path):
     """What is written into a page comes from the results beside it, which say where and of what they are."""
     results = _REPOSITORY / "benchmarks" / "results" / f"{measured}.json"
