@@ -52,3 +52,31 @@ def test_an_error_of_a_transformer_of_pairs_is_told() -> None:
     with pytest.raises(TypeError) as raised:  # Of bare gradients, which it cannot take either.
         transformed(refuses, [tf.constant(1.0)], ["kernel"])
     assert str(raised.value.__cause__) == "no gradient of ['kernel']"
+
+
+@pytest.mark.parametrize("in_function", [False, True])
+@pytest.mark.parametrize("takes_pairs", [False, True])
+def test_state_of_a_transformer_changes_once(takes_pairs: bool, in_function: bool) -> None:
+    calls, kernel = tf.Variable(0), tf.Variable([[1.0, 2.0]])
+
+    def transform(given: list[Any]) -> list[Any]:
+        calls.assign_add(1)
+        gradients = [gradient for gradient, _ in given] if takes_pairs else given
+        gradients = [tf.transpose(gradient, [1, 0]) * tf.cast(calls, tf.float32) for gradient in gradients]
+        return list(zip(gradients, [kernel], strict=True)) if takes_pairs else gradients
+
+    def step() -> Any:
+        return transformed(transform, [tf.constant([[1.0, 3.0]])], [kernel])[0]
+
+    step = tf.function(step) if in_function else step
+    for count in (1, 2):
+        np.testing.assert_array_equal(step(), [[1.0 * count], [3.0 * count]])
+        assert int(calls) == count
+
+
+def test_a_transformer_may_look_at_values() -> None:
+    def clipped(pairs: list[Any]) -> list[Any]:
+        return [(min(float(gradient.numpy()), 1.0), variable) for gradient, variable in pairs]
+
+    for _ in range(2):
+        assert transformed(clipped, [tf.constant(5.0)], ["kernel"]) == [1.0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +15,12 @@ from tfrep_strategy.errors import ConfigurationError, message
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 AllReduce = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 AllGather = Callable[[tf.Tensor], tf.Tensor]
+
+_OTHER_FORM = (TypeError, ValueError, AttributeError, NotImplementedError, tf.errors.OpError)
+"""What a transformer of gradients may raise if it gets pairs, and the other way round."""
+
+_known_forms: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+"""Of each transformer, whether it takes pairs."""
 
 
 def aggregate(
@@ -92,17 +100,20 @@ def transformed(
         >>> transformed(lambda gradients: [2 * g for g in gradients], [tf.constant(1.0)], ["v"])[0].numpy().item()
         2.0
     """
-    of_pairs: Exception | None = None
-    try:
-        result = list(transform(list(zip(gradients, variables, strict=True))))
-        are_pairs = [isinstance(one, tuple) and len(one) == 2 and one[1] is v for one, v in zip(result, variables, strict=True)]
-    except (TypeError, ValueError, AttributeError) as error:
-        are_pairs, of_pairs = [], error
-    if are_pairs and all(are_pairs):
-        return [gradient for gradient, _ in result]
+    pairs = list(zip(gradients, variables, strict=True))
+    takes_pairs, of_pairs = _takes_pairs(transform, gradients, variables)
+    if takes_pairs:
+        _remember(transform, True)
+        return [gradient for gradient, _ in transform(pairs)]
     try:
         result = list(transform(list(gradients)))
-    except (TypeError, ValueError, AttributeError) as error:
+        _remember(transform, False)
+    except _OTHER_FORM as error:
+        if of_pairs is not None and tf.executing_eagerly():  # It may look at values, which the trial does not have.
+            with contextlib.suppress(*_OTHER_FORM):
+                result = list(transform(pairs))
+                if _are_pairs(result, variables):
+                    return [gradient for gradient, _ in result]
         raise error from of_pairs  # Whichever of the two ways the transformer is for: its own error is there.
     if len(result) != len(gradients):
         raise ConfigurationError(
@@ -115,6 +126,47 @@ def transformed(
             )
         )
     return result
+
+
+def _takes_pairs(
+    transform: Callable[[list[Any]], Sequence[Any]], gradients: Sequence[Gradient], variables: Sequence[Any]
+) -> tuple[bool, Exception | None]:
+    """Tries, in a graph that never runs, whether a transformer takes pairs: it may have state, which a trial must not change.
+
+    Returns:
+        Whether it does; and its error, if it got pairs and raised one.
+    """
+    with contextlib.suppress(TypeError):
+        if (known := _known_forms.get(_function_of(transform))) is not None:
+            return known, None
+    with tf.__internal__.FuncGraph("trial").as_default():
+        try:
+            result = list(transform(list(zip(map(_placeholder, gradients), variables, strict=True))))
+            return _are_pairs(result, variables), None
+        except _OTHER_FORM as error:
+            return False, error
+
+
+def _function_of(transform: Any) -> Any:
+    """Returns what stays the same of a transformer: a method is another object each time that it is asked for."""
+    return getattr(transform, "__func__", transform)
+
+
+def _remember(transform: Any, takes_pairs: bool) -> None:
+    with contextlib.suppress(TypeError):  # Some objects have no weak references.
+        _known_forms[_function_of(transform)] = takes_pairs
+
+
+def _placeholder(gradient: Gradient) -> Gradient:
+    if gradient is None:
+        return None
+    return tf.nest.map_structure(lambda t: tf.compat.v1.placeholder(t.dtype, t.shape), gradient, expand_composites=True)
+
+
+def _are_pairs(result: Sequence[Any], variables: Sequence[Any]) -> bool:
+    if len(result) != len(variables) or not result:
+        return False
+    return all(isinstance(one, tuple) and len(one) == 2 and one[1] is v for one, v in zip(result, variables, strict=True))
 
 
 def known_bytes(gradients: Sequence[Gradient]) -> int:

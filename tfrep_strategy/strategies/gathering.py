@@ -25,10 +25,10 @@ def gathered(value: Any, communicator: Communicator) -> Any:
     if isinstance(value, tf.RaggedTensor):
         return tf.RaggedTensor.from_row_lengths(gathered(value.values, communicator), gather(value.row_lengths()))
     if isinstance(value, tf.SparseTensor):
-        rows = gather(value.dense_shape[:1])
-        before = tf.reduce_sum(rows[: communicator.rank])
+        shapes = gather(value.dense_shape[tf.newaxis])
+        before = tf.reduce_sum(shapes[: communicator.rank, 0])
         offset = tf.concat([[before], tf.zeros([tf.size(value.dense_shape) - 1], tf.int64)], 0)
-        shape = tf.concat([[tf.reduce_sum(rows)], value.dense_shape[1:]], 0)
+        shape = tf.concat([[tf.reduce_sum(shapes[:, 0])], tf.reduce_max(shapes[:, 1:], 0)], 0)
         return tf.SparseTensor(gather(value.indices + offset), gather(value.values), shape)
     return gather(value[tf.newaxis] if value.shape.rank == 0 else value)
 
