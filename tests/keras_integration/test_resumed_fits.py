@@ -279,10 +279,20 @@ PROGRAMS: dict[Callable[[Asks], list[Any]], tuple[int, int]] = {
     a_sequence_with_noise_of_its_own: (2, 2),
     noise_in_a_map: (2, 2),
 }
+"""Programs, and the epoch and the batch, counted over all `fit`s, in which each is asked to end."""
+
+BEGIN_WITH_A_FINISHED_FIT = (
+    a_fit_after_one_that_was_stopped,
+    shuffled_validation_of_a_finished_fit,
+    generated_validation_of_a_finished_fit,
+    a_sequence,
+)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_resumed_fit(program: Callable[[Asks], list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_fit(
+    program: Callable[[Asks], list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TFREP_BACKUP_SECONDS", "0")
 
     def run(place: tuple[int, int] | None) -> list[Any]:
@@ -296,5 +306,11 @@ def test_a_resumed_fit(program: Callable[[Asks], list[Any]], tmp_path: Path, mon
     monkeypatch.setenv("TFREP_BACKUP_DIR", str(tmp_path))
     with pytest.raises(SystemExit):
         run(PROGRAMS[program])
-    for found, expected in zip(run(None), undisturbed, strict=True):
+    capfd.readouterr()
+    resumed = run(None)
+    told = capfd.readouterr().err
+    assert told.count("fit goes on from its backup") == 1, told
+    assert f", batch {PROGRAMS[program][1] + 1}." in told
+    assert told.count("It is not repeated.") == (program in BEGIN_WITH_A_FINISHED_FIT), told
+    for found, expected in zip(resumed, undisturbed, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -95,7 +95,7 @@ def test_a_threshold_of_keras_has_its_sign_after_a_restart() -> None:
 
 @pytest.mark.parametrize("batches", [3, 4])
 def test_weights_that_were_swapped_at_the_end_of_an_epoch(
-    batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The run is asked to end inside an epoch, and after one."""
     monkeypatch.setenv("TFREP_BACKUP_SECONDS", "0")
@@ -117,6 +117,7 @@ def test_weights_that_were_swapped_at_the_end_of_an_epoch(
     with pytest.raises(SystemExit):
         trained(batches)
     np.testing.assert_allclose(trained(100)[0], undisturbed[0], rtol=1e-6)
+    assert f"fit goes on from its backup: epoch {batches // 2}, batch {batches % 2}." in capfd.readouterr().err
 
 
 class Dies(keras.callbacks.Callback):
@@ -138,7 +139,7 @@ class Dies(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("place", [(0, 1), (1, 1)])
 def test_rows_of_a_csv_file_are_those_of_the_undisturbed_run(
-    place: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TFREP_BACKUP_SECONDS", "0")
     monkeypatch.chdir(tmp_path)
@@ -161,6 +162,8 @@ def test_rows_of_a_csv_file_are_those_of_the_undisturbed_run(
         rows(Dies(*place))
     assert len(Path("log.csv").read_text().splitlines()) == place[0] + 3
     assert rows() == undisturbed
+    epoch, batch = place
+    assert f"fit goes on from its backup: epoch {epoch}, batch {batch}." in capfd.readouterr().err
 
 
 def test_a_file_of_weights_alone(tmp_path: Path) -> None:
