@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 import tensorflow as tf
-from workers import WorkerFailure
+from workers import WorkerFailure, WorkerPool
 
 
 def _sum_of_ranks(strategy, factor):
@@ -39,3 +39,9 @@ def test_pool_keeps_its_processes_and_recovers(worker_pool, communicator, work, 
         pool.run(work, limit=limit)
     assert not any(psutil.pid_exists(pid) for _, pid in first)
     assert [total for total, _ in pool.run(_sum_of_ranks, 5)] == [5, 5]
+
+
+def test_a_worker_that_cannot_start_is_reported_at_once(monkeypatch):
+    monkeypatch.setattr("workers._BOOTSTRAP", "raise SystemExit('this machine has no TensorFlow')")
+    with WorkerPool("tf", 2) as pool, pytest.raises(WorkerFailure, match="Rank 1: The process ended.*\n.*has no TensorFlow"):
+        pool.run(_sum_of_ranks, 3, limit=10.0)

@@ -16,7 +16,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from tfrep_strategy.processes.identity import identities, inherited_environ
 from tfrep_strategy.running.by_value import dumps
 
 _BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from workers import main; main(*sys.argv[2:])"
-_KEY = b"tfrep-tests"
 _PEER_SECONDS = 5.0
 """How long the others may go on once one rank has failed: a peer of theirs is missing, they may wait for ever."""
 
@@ -97,22 +97,22 @@ class WorkerPool:
 
     def _start(self) -> None:
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tfrep-pool-")))
-        listener = self._stack.enter_context(Listener(str(folder / "socket"), "AF_UNIX", authkey=_KEY))
         environ = inherited_environ() | {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
         environ["TMPDIR"] = str(folder)  # AutoGraph writes files there, which a process that is killed leaves behind.
         self._logs = [folder / f"rank{rank}.log" for rank in range(self.size)]
         self._processes: list[subprocess.Popen[bytes]] = []
+        connections = []
         for rank, own in enumerate(self._stack.enter_context(identities(self.communicator, self.size))):
-            command = [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), listener.address, str(rank), self.communicator]
-            with open(self._logs[rank], "wb") as log:
-                process = subprocess.Popen(command, env=environ | own, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            connection, theirs = Pipe()
+            connections.append(self._stack.enter_context(connection))
+            command = [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(theirs.fileno()), self.communicator]
+            with theirs, open(self._logs[rank], "wb") as log:
+                process = subprocess.Popen(
+                    command, env=environ | own, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()]
+                )
             self._stack.callback(_end, process)
             self._processes.append(process)
-        accepted: dict[int, Connection] = {}
-        while len(accepted) < self.size:  # A worker connects before it imports anything that could fail.
-            connection = self._stack.enter_context(listener.accept())
-            accepted[connection.recv()] = connection
-        self._connections = [accepted[rank] for rank in range(self.size)]
+        self._connections = connections
         self._collect(120.0)
 
     def _collect(self, limit: float) -> list[Any]:
@@ -152,11 +152,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait(10)
 
 
-def main(address: str, rank: str, communicator: str) -> None:
+def main(descriptor: str, communicator: str) -> None:
     """Is the life of a worker: makes its strategy, then runs what it is sent until its parent is gone."""
     faulthandler.register(signal.SIGUSR1)
-    connection = Client(address, "AF_UNIX", authkey=_KEY)
-    connection.send(int(rank))
+    os.set_inheritable(int(descriptor), False)
+    connection = Connection(int(descriptor))
     threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
     state: dict[str, Any] = {}
 
