@@ -112,14 +112,14 @@ def changed():
 strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
 with strategy.scope():
     trained()
-installed = changed()
+installed, outside = changed(), trained()
 keras_integration.uninstall()
 left, again = changed(), trained()
 keras_integration.install()
 keras_integration.install()
 reinstalled = changed()
 keras_integration.uninstall()
-print(json.dumps([plain == again, installed, left, reinstalled, changed()]))
+print(json.dumps([plain == outside, plain == again, installed, left, reinstalled, changed()]))
 """
 
 
@@ -127,7 +127,8 @@ def test_uninstall_leaves_keras_as_if_it_had_never_been_touched() -> None:
     environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
     done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
-    is_same, installed, left, reinstalled, left_again = json.loads(done.stdout.splitlines()[-1])
+    is_same_outside, is_same, installed, left, reinstalled, left_again = json.loads(done.stdout.splitlines()[-1])
+    assert is_same_outside, "outside a scope, Keras trains to the same numbers as before"
     assert is_same, "plain Keras trains to the same numbers as before"
     assert "keras.src.backend.tensorflow.trainer.TensorFlowTrainer.fit" in installed
     assert "keras.src.trainers.compile_utils.CompileMetrics.result" in installed
