@@ -172,9 +172,12 @@ def with_a_process(run: str) -> Iterator[tuple[Links, int]]:
     """Gives rank 0 of 2, and the process that is rank 1, which says something and then does nothing."""
     other = os.fork()
     if not other:
-        links = meet(run, 1, 2, 4096, LIMIT)
-        links.exchange(b"met")
-        signal.pause()
+        try:
+            links = meet(run, 1, 2, 4096, LIMIT)
+            links.exchange(b"met")
+            signal.pause()
+        finally:
+            os._exit(1)  # Else a failure would go on with the tests of its parent.
     try:
         with contextlib.closing(meet(run, 0, 2, 4096, LIMIT)) as links:
             assert links.exchange(b"a") == [b"a", b"met"]
