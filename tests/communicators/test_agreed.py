@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
@@ -10,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import tensorflow as tf
@@ -21,26 +23,25 @@ from tfrep_strategy.communicators.shared_memory.greeting import socket_name
 pytestmark = pytest.mark.skipif(not SHARES_MEMORY, reason="common memory needs Linux")
 
 
-def chosen(strategy: Any, spoil: Callable[[Any], Any], has_gpu: list[bool]) -> tuple[str, float, list[str]]:
+def chosen(strategy: Any, spoil: Callable[[Any], Callable[[], None]], has_gpu: list[bool]) -> tuple[str, float, list[str]]:
     """Which communicator a rank gets if rank 1 has done something, a sum over it, and what it warns of."""
-    agreed._MEETING_SECONDS = 2.0
     connected, environment = strategy.communicator, strategy.extended.environment
-    kept = spoil(environment) if strategy.rank == 1 else None
-    with warnings.catch_warnings(record=True) as caught:
+    with contextlib.ExitStack() as stack:
+        if strategy.rank == 1:
+            stack.callback(spoil(environment))
+        stack.enter_context(mock.patch.object(agreed, "_MEETING_SECONDS", 2.0))
+        caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         found = agreed.over_common_memory(connected, environment, has_gpu=has_gpu[strategy.rank])
-    if kept is not None:
-        kept()
-    total = float(tf.function(lambda: found.all_reduce([tf.constant(1.0 + strategy.rank)]))()[0])
-    told = found.all_gather_object(found.name)
-    assert told == [found.name] * 2
-    if found is not connected:
-        found.close()
+    with contextlib.nullcontext() if found is connected else contextlib.closing(found):
+        total = float(tf.function(lambda: found.all_reduce([tf.constant(1.0 + strategy.rank)]))()[0])
+        told = found.all_gather_object(found.name)
+        assert told == [found.name] * 2
     return found.name, total, [str(each.message) for each in caught]
 
 
-def nothing(environment: Any) -> None:
-    pass
+def nothing(environment: Any) -> Callable[[], None]:
+    return lambda: None
 
 
 def limit(environment: Any, more_files: int = 2) -> Callable[[], None]:
@@ -74,7 +75,7 @@ CPUS = [False, False]
     ],
 )
 def test_all_ranks_or_none(
-    worker_pool: Any, spoil: Callable[[Any], Any], has_gpu: list[bool], expected: str, warned: str | None
+    worker_pool: Any, spoil: Callable[[Any], Callable[[], None]], has_gpu: list[bool], expected: str, warned: str | None
 ) -> None:
     found = worker_pool("tf", 2).run(chosen, spoil, has_gpu)
     assert [each[:2] for each in found] == [(expected, 3.0)] * 2

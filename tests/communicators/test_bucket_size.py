@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -47,16 +48,19 @@ def trained(strategy: Any, settings: list[Any], width: int = 700) -> list[tuple[
             found.append(find(*args))  # noqa: B023
             return found[-1]  # noqa: B023
 
-        before, process_extended.find_bucket_bytes = mine.communicator.bucket_bytes, counted
+        before = mine.communicator.bucket_bytes
         keras.utils.set_random_seed(1)
         with mine.scope():
             model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(width), keras.layers.Dense(width)])
             model.compile(keras.optimizers.SGD(0.1), "mse")
         x = np.random.RandomState(0).randn(22, 8).astype("float32")
-        model.fit(x, np.tile(x[:, :1], width), batch_size=8, verbose=0)
-        used = mine.extended.bucket_bytes_for(model.trainable_variables)
+        try:
+            with mock.patch.object(process_extended, "find_bucket_bytes", counted):
+                model.fit(x, np.tile(x[:, :1], width), batch_size=8, verbose=0)
+            used = mine.extended.bucket_bytes_for(model.trainable_variables)
+        finally:
+            mine.communicator.bucket_bytes = before
         results.append((used, len(found), model.get_weights()))
-        mine.communicator.bucket_bytes, process_extended.find_bucket_bytes = before, find
     return results
 
 

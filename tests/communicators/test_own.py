@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,17 +38,24 @@ def train(strategy: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
     return model.get_weights(), history.history
 
 
-def train_through_folder(strategy: Any, scripts: str, folder: str) -> tuple[list[np.ndarray], dict[str, Any], float]:
-    sys.path.insert(0, scripts)
-    os.environ["FOLDER_TRANSPORT"] = folder
-    from folder_transport import FolderCommunicator
+@contextlib.contextmanager
+def folder_transport(scripts: str, folder: str) -> Iterator[type[tfrep.Communicator]]:
+    """Gives the class of the transport, and leaves a process of a pool as it was."""
+    path, variables = mock.patch.object(sys, "path", [scripts, *sys.path]), mock.patch.dict(os.environ, FOLDER_TRANSPORT=folder)
+    with path, variables, mock.patch.dict("tfrep_strategy.transports._registered"):
+        from folder_transport import FolderCommunicator
 
-    tfrep.register_communicator("folder", FolderCommunicator)
-    own = tfrep.MultiWorkerStrategy("folder")
-    assert own.communicator.name == "folder"
-    group = own.new_group([1])
-    alone = tf.function(lambda: own.run(lambda: tfrep.all_sum(1.0 + tfrep.replica_id(), group=group)))()
-    return *train(own), float(alone)
+        yield FolderCommunicator
+
+
+def train_through_folder(strategy: Any, scripts: str, folder: str) -> tuple[list[np.ndarray], dict[str, Any], float]:
+    with folder_transport(scripts, folder) as kind:
+        tfrep.register_communicator("folder", kind)
+        own = tfrep.MultiWorkerStrategy("folder")
+        assert own.communicator.name == "folder"
+        group = own.new_group([1])
+        alone = tf.function(lambda: own.run(lambda: tfrep.all_sum(1.0 + tfrep.replica_id(), group=group)))()
+        return *train(own), float(alone)
 
 
 def test_a_registered_transport_trains(tmp_path: Path, worker_pool: Any) -> None:
@@ -60,12 +69,9 @@ def test_a_registered_transport_trains(tmp_path: Path, worker_pool: Any) -> None
 
 
 def differ(strategy: Any, scripts: str, folder: str) -> list[str]:
-    sys.path.insert(0, scripts)
-    os.environ["FOLDER_TRANSPORT"] = folder
-    from folder_transport import FolderCommunicator
-
     own = {**versions(), **({"Keras": "3.0"} if strategy.rank == 1 else {})}
-    made = FolderCommunicator(strategy.extended.environment)
+    with folder_transport(scripts, folder) as kind:
+        made = kind(strategy.extended.environment)  # type: ignore[call-arg]
     with mock.patch("tfrep_strategy.communicators.versions", return_value=own), pytest.raises(ConfigurationError) as caught:
         tfrep.MultiWorkerStrategy(made)
     return str(caught.value).splitlines()
