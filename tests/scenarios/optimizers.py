@@ -114,8 +114,8 @@ def gradients_applied_to_an_iterator() -> dict[str, Any]:
 def mixed_bfloat16() -> dict[str, Any]:
     keras.config.set_dtype_policy("mixed_bfloat16")
     model = dense()
-    model.compile(_O.SGD(0.01), "mse")
-    model.fit(*regression(32), batch_size=16, epochs=1, shuffle=False, verbose=0)
+    model.compile(_O.SGD(0.1), "mse")
+    model.fit(*regression(32), batch_size=16, epochs=4, shuffle=False, verbose=0)
     return {"weights_rough": model.get_weights()}
 
 
@@ -123,8 +123,8 @@ def mixed_bfloat16() -> dict[str, Any]:
 def mixed_float16() -> dict[str, Any]:
     keras.config.set_dtype_policy("mixed_float16")
     model = dense()
-    model.compile(_O.SGD(0.01), "mse", jit_compile=False)
-    model.fit(*regression(32), batch_size=16, epochs=1, shuffle=False, verbose=0)
+    model.compile(_O.SGD(0.1), "mse", jit_compile=False)
+    model.fit(*regression(32), batch_size=16, epochs=4, shuffle=False, verbose=0)
     return {"weights_rough": model.get_weights(), "scale": float(model.optimizer.dynamic_scale)}
 
 
