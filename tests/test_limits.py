@@ -6,7 +6,14 @@ from collections.abc import Callable
 import pytest
 
 from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.limits import longest_silence, meeting_seconds, timeout_seconds
+from tfrep_strategy.limits import (
+    backup_seconds,
+    grace_seconds,
+    longest_silence,
+    machine_silence,
+    meeting_seconds,
+    timeout_seconds,
+)
 
 LIMITS = [
     ("TFREP_TIMEOUT", timeout_seconds, 600.0, True),
@@ -30,3 +37,32 @@ def test_a_limit(
         monkeypatch.setenv(variable, value)
         with pytest.raises(ConfigurationError, match=f"{variable}='{value}'"):
             seconds()
+
+
+@pytest.mark.parametrize(("timeout", "silence"), [("", 15.0), ("100", 15.0), ("7", 7.0), ("2", 5.0), ("0", math.inf)])
+def test_a_machine_may_be_silent_for_less_time_than_a_rank(timeout: str, silence: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFREP_TIMEOUT", timeout)
+    assert machine_silence() == silence
+
+
+def test_seconds_between_backups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TFREP_BACKUP_SECONDS", raising=False)
+    assert backup_seconds() is None
+    for value, seconds in (("0", 0.0), ("2.5", 2.5)):
+        monkeypatch.setenv("TFREP_BACKUP_SECONDS", value)
+        assert backup_seconds() == seconds
+    for value in ("soon", "-3", "nan", "inf"):
+        monkeypatch.setenv("TFREP_BACKUP_SECONDS", value)
+        with pytest.raises(ConfigurationError, match=f"TFREP_BACKUP_SECONDS='{value}'"):
+            backup_seconds()
+
+
+def test_a_rank_that_writes_a_backup_has_more_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TFREP_GRACE", raising=False)
+    assert (grace_seconds(for_a_backup=False), grace_seconds(for_a_backup=True)) == (3.0, 25.0)
+    monkeypatch.setenv("TFREP_GRACE", "1.5")
+    assert grace_seconds(for_a_backup=False) == grace_seconds(for_a_backup=True) == 1.5
+    for value in ("soon", "-3", "0", "nan", "inf"):
+        monkeypatch.setenv("TFREP_GRACE", value)
+        with pytest.raises(ConfigurationError, match=f"TFREP_GRACE='{value}'"):
+            grace_seconds(for_a_backup=True)
