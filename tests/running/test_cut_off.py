@@ -55,7 +55,8 @@ def test_a_cut_cable(cut_off: str, hosts: list[str], secret: dict[str, str], tmp
             each.terminate()
             each.communicate()
     assert both[0].returncode == 0, said
-    alone = subprocess.run([sys.executable, SCRIPT, "6", "0"], env=environ(), capture_output=True, text=True, check=True)
+    command = [sys.executable, SCRIPT, "6", "0"]
+    alone = subprocess.run(command, env=environ(), capture_output=True, text=True, check=True, timeout=LIMIT)
     [found], [expected] = found_in(output), found_in(alone.stdout)
     assert " was lost. All ranks are started again." in said
     assert found["replicas"] == (1 if cut_off == "for ever" else 2)

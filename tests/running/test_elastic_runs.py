@@ -62,7 +62,7 @@ def test_four_then_two_then_three_replicas(communicator: str, kind: str, tmp_pat
         second.communicate(timeout=LIMIT)
     assert (first.returncode, third.returncode) == (0, 0), said + said_there
     one = [sys.executable, SCRIPT, EPOCHS, "0", *more_arguments]
-    alone = subprocess.run(one, env=environ(), capture_output=True, text=True, check=True)
+    alone = subprocess.run(one, env=environ(), capture_output=True, text=True, check=True, timeout=LIMIT)
     [found], [expected] = found_in(output), found_in(alone.stdout)
     assert found["replicas"] == 3
     assert said.count("fit goes on from its backup: epoch ") == 2

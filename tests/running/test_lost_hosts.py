@@ -50,7 +50,8 @@ def test_a_loss_changes_nothing(lose: Callable[..., None], start: Callable, mach
     assert code == 0, errors
     assert "All ranks are started again (1 of 1)." in errors
     assert "fit goes on from its backup: epoch 1" in errors
-    alone = subprocess.run([sys.executable, PROGRAM[0], "3", "0"], env=environ(), capture_output=True, text=True, check=True)
+    command = [sys.executable, PROGRAM[0], "3", "0"]
+    alone = subprocess.run(command, env=environ(), capture_output=True, text=True, check=True, timeout=LIMIT)
     [found], [expected] = found_in(output), found_in(alone.stdout)
     np.testing.assert_allclose(found["weights"], expected["weights"], rtol=1e-5, atol=1e-6)  # type: ignore[arg-type]
     assert list(backups.iterdir()) == []

@@ -31,7 +31,8 @@ IMPATIENT = {"TFREP_TIMEOUT": "10"}
 @pytest.fixture(scope="module")
 def weights() -> list[float]:
     """What one device learns in two epochs."""
-    alone = subprocess.run([sys.executable, PROGRAM, "2", "0"], env=environ(), capture_output=True, text=True, check=True)
+    command = [sys.executable, PROGRAM, "2", "0"]
+    alone = subprocess.run(command, env=environ(), capture_output=True, text=True, check=True, timeout=LIMIT)
     [found] = found_in(alone.stdout)
     return found["weights"]  # type: ignore[return-value]
 
