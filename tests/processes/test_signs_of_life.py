@@ -88,7 +88,7 @@ def test_a_silent_rank_that_does_nothing_is_named_and_ended(run: Runner, caplog:
     failure = run(SLEEP, WAIT_WITH_THE_LOCK, patience=Patience(NEVER, 2.0, 30.0, 60.0))
     assert failure is not None
     assert (failure.rank, failure.exit_code) == (1, TIMED_OUT)
-    what = r"has given no sign of life for \d seconds, in which it used 0\.\d of CPU time \(state: sleeping; native code may .*\)"
+    what = r"has given no sign of life for \d+ seconds, in which it used 0\.\d of CPU time \(state: sleeping; native code may .*\)"
     assert re.fullmatch(what, failure.frozen)
     assert not caplog.records
 

@@ -77,7 +77,7 @@ def test_a_stopped_process_is_named_to_others_and_killed(start: Start, tmp_path:
     assert connection.poll(20.0)
     kind, number, seen = connection.recv()
     assert (kind, number) == ("frozen", 7)
-    assert re.fullmatch(r"is stopped \(state T\), for \d seconds by now", seen)
+    assert re.fullmatch(r"is stopped \(state T\), for \d+ seconds by now", seen)
     with pytest.raises(EOFError):
         connection.recv()
     assert process.wait(10) == -signal.SIGKILL

@@ -92,7 +92,7 @@ def test_a_rank_that_is_alone_and_stopped_is_a_reason(
     with deferred_signals() as events:
         run_to_end(options, [sys.executable, "-c", stops], tmp_path, events)
     said = capfd.readouterr().err
-    assert re.search(r"rank 0 is stopped \(state T\), for \d seconds by now\. All ranks are started again \(1 of 1\)", said)
+    assert re.search(r"rank 0 is stopped \(state T\), for \d+ seconds by now\. All ranks are started again \(1 of 1\)", said)
 
 
 def test_a_rank_that_is_alone_and_has_no_backup_may_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -152,7 +153,9 @@ def test_debug_names_who_has_not_called(communicator: str, monkeypatch: pytest.M
     for kind, text in results:
         assert kind == "DesyncError"
         assert "rank 0: all_reduce(float32[3], sum) at " in text
-        assert "rank 1: nothing for 2 seconds; before that barrier() at " in text
+        silent = re.search(r"rank 1: nothing for (\d+) seconds; before that barrier\(\) at ", text)
+        assert silent is not None, text
+        assert int(silent[1]) >= 2
 
 
 def test_the_line_is_the_users() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import threading
 import time
@@ -219,10 +220,7 @@ def test_a_silent_rank_is_reported_with_what_it_called_last() -> None:
         first.send(Report((0, 1, 2), 1, later, True, True))
         third.send(Report((0, 1, 2), 1, later, True, True))
         _, text = receive(first)
-    assert (
-        f"rank 1: nothing for 1 seconds; before that {SUM}" in text
-        or f"nothing for 0 seconds; before that {SUM}" in text
-    )
+    assert re.search(rf"rank 1: nothing for \d+ seconds; before that {re.escape(str(SUM))}", text), text
     assert f"rank 2: {later}" in text
 
 
