@@ -251,17 +251,21 @@ def gradient_inputs(replica, size, dtypes):
     }
 
 
-def loss_of(outputs, replica):
-    """A weighted sum of all outputs of a replica, which has weights of its own."""
+def loss_of(outputs, replica, looks_up=False):
+    """A weighted sum of all outputs of a replica, which has weights of its own; or of rows that are looked up in them."""
     losses = []
     for y in tf.nest.flatten(outputs):
+        y = tf.gather(y, [0, tf.shape(y)[0] - 1, 0]) if looks_up else y
         weights = tf.cast(tf.range(tf.size(y)) % 7 + 1 + replica, tf.float32)
         losses.append(tf.reduce_sum(tf.cast(tf.math.real(y * tf.cast(tf.reshape(weights, tf.shape(y)), y.dtype)), tf.float32)))
     return tf.add_n(losses)
 
 
-def run_gradients(strategy, mode, dtypes=DIFFERENTIABLE):
-    """Compares the gradients of `sum_r loss_r` with those of one device that has all values."""
+def run_gradients(strategy, mode, dtypes=DIFFERENTIABLE, looks_up=False):
+    """Compares the gradients of `sum_r loss_r` with those of one device that has all values.
+
+    If a loss looks rows up, the gradient that comes back to the collective is `tf.IndexedSlices`.
+    """
     size = strategy.num_replicas_in_sync
     calls = differentiable(size)
 
@@ -271,9 +275,9 @@ def run_gradients(strategy, mode, dtypes=DIFFERENTIABLE):
         otherwise = lambda: tf.nest.map_structure(lambda v: tf.zeros([], v.dtype), x)  # noqa: E731
         with tf.GradientTape() as tape:
             tape.watch(x)
-            loss = loss_of(in_mode(mode, y, otherwise)(x), replica)
+            loss = loss_of(in_mode(mode, y, otherwise)(x), replica, looks_up)
         gradients = tape.gradient(loss, x)
-        return {f"{name} {dtype}": gradients[name][dtype] for name in x for dtype in x[name]}
+        return {f"{name} {dtype}": tf.convert_to_tensor(gradients[name][dtype]) for name in x for dtype in x[name]}
 
     found = on_replicas(strategy, step, mode)
     xs = [gradient_inputs(r, size, dtypes) for r in range(size)]
@@ -283,13 +287,13 @@ def run_gradients(strategy, mode, dtypes=DIFFERENTIABLE):
         for name in calls:
             for dtype in xs[0][name]:
                 outputs = expected_outputs(name, [x[name][dtype] for x in xs])
-                losses += [loss_of(y, r) for r, y in enumerate(outputs)]
+                losses += [loss_of(y, r, looks_up) for r, y in enumerate(outputs)]
         loss = tf.add_n(losses)
     wanted = tape.gradient(loss, xs, unconnected_gradients="zero")
     for replica, result in enumerate(found, strategy.extended.first_local_replica):
         for key, got in result.items():
             name, _, dtype = key.rpartition(" ")
-            expected = wanted[replica][name][dtype].numpy()
+            expected = tf.convert_to_tensor(wanted[replica][name][dtype]).numpy()
             tolerance = 3e-2 if dtype in ("float16", "bfloat16") else 1e-5
             wide = np.complex128 if "complex" in dtype else np.float64
             np.testing.assert_allclose(

@@ -31,6 +31,8 @@ def checks(size):
         yield f"forward-{mode}", programs.run_forward, (mode, programs.DTYPES if every else programs.FEW)
         every = ALL or (size == 2 and mode in ("eager", "function"))
         yield f"gradients-{mode}", programs.run_gradients, (mode, programs.DIFFERENTIABLE if every else ["float32"])
+        if size < 3 and mode in ("eager", "function"):
+            yield f"look-ups-{mode}", programs.run_gradients, (mode, ["float32"], True)
     if size > 2:
         yield "group-eager", programs.run_forward, ("eager", programs.FEW, [0, 2])
     if size == 3:

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.communicators import Communicator
+from tfrep_strategy.gradients import dense
 from tfrep_strategy.keras_integration.protocol import Step
 
 Tensors = Sequence[tf.Tensor]
@@ -55,7 +56,7 @@ class Flow:
 
             return _of_this_graph(ys), gradient
 
-        return _list(tf.custom_gradient(forward)(*tensors))
+        return _list(_differentiable(forward)(*tensors))
 
     def _extremum_gradient(self, xs: Tensors, ys: Tensors, totals: Tensors) -> list[tf.Tensor]:
         """Sends the gradient, in equal parts, to the replicas that have the extremum."""
@@ -87,7 +88,7 @@ class Flow:
 
             return communicator.all_gather(x), gradient
 
-        return tf.custom_gradient(forward)(tensor) if tensor.dtype.is_floating else communicator.all_gather(tensor)
+        return _differentiable(forward)(tensor) if tensor.dtype.is_floating else communicator.all_gather(tensor)
 
     def broadcast(self, tensors: Tensors, root: int) -> list[tf.Tensor]:
         """Gives each replica the tensors of `root`."""
@@ -103,9 +104,9 @@ class Flow:
             return _of_this_graph(communicator.broadcast(list(xs), root)), gradient
 
         if all(t.dtype.is_floating for t in tensors):
-            return _list(tf.custom_gradient(forward)(*tensors))
+            return _list(_differentiable(forward)(*tensors))
         return [
-            _list(tf.custom_gradient(forward)(t))[0] if t.dtype.is_floating else communicator.broadcast([t], root)[0]
+            _list(_differentiable(forward)(t))[0] if t.dtype.is_floating else communicator.broadcast([t], root)[0]
             for t in tensors
         ]
 
@@ -130,7 +131,7 @@ class Flow:
 
             return communicator.reduce_scatter(x, op), gradient
 
-        return tf.custom_gradient(forward)(tensor) if tensor.dtype.is_floating else communicator.reduce_scatter(tensor, op)
+        return _differentiable(forward)(tensor) if tensor.dtype.is_floating else communicator.reduce_scatter(tensor, op)
 
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Sends `splits[r]` rows to replica r. Returns the received rows, and how many came from each replica."""
@@ -145,10 +146,25 @@ class Flow:
 
             return (rows, received), gradient
 
-        return tf.custom_gradient(forward)(tensor) if tensor.dtype.is_floating else communicator.all_to_all(tensor, splits)
+        return _differentiable(forward)(tensor) if tensor.dtype.is_floating else communicator.all_to_all(tensor, splits)
 
     def _back(self, dys: Tensors, send: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> list[tf.Tensor]:
         return send(list(dys)) if self._step is None else self._step.send_back(send, dys)
+
+
+def _differentiable(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Does what `tf.custom_gradient` does. The gradient of a result whose rows are looked up arrives dense, not as slices."""
+
+    def with_dense_gradients(*xs: tf.Tensor) -> Any:
+        ys, gradient = forward(*xs)
+        shapes = [y.shape for y in tf.nest.flatten(ys)]
+        return ys, lambda *dys: gradient(*map(_dense, dys, shapes))
+
+    return tf.custom_gradient(with_dense_gradients)
+
+
+def _dense(gradient: Any, shape: tf.TensorShape) -> Any:
+    return tf.ensure_shape(dense(gradient), shape) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def _of_this_graph(tensors: Tensors) -> list[tf.Tensor]:
