@@ -21,6 +21,7 @@ from tfrep_strategy.errors import PeerError
 
 LATE_SECONDS = 3.0
 HANG_SECONDS = 20.0
+GROUP_SECONDS = 12.0
 
 
 def end(way: str, folder: Path) -> None:
@@ -72,19 +73,32 @@ def loop(strategy: tf.distribute.Strategy, ends: bool, way: str, folder: Path) -
         step() if number % 2 else strategy.run(lambda: tfrep.all_reduce(tf.ones([3])))
 
 
+def sum_in_group(strategy: tf.distribute.Strategy, ends: bool) -> None:
+    """Ranks 0 and 1 sum without the rank that ends; rank 1 comes long after its end."""
+    group = strategy.new_group([0, 1])
+    if ends:
+        return
+    if strategy.rank == 1:
+        time.sleep(GROUP_SECONDS)
+    for _ in range(2):
+        assert strategy.run(lambda: tfrep.all_sum(1.0, group=group)) == 2.0
+
+
 def main(communicator: str, way: str, rank: int, folder: Path) -> None:
     strategy = tfrep.MultiWorkerStrategy(communicator)
     ends = strategy.rank == rank
     way, _, kind = way.partition("-")
     try:
-        if kind == "loop":
+        if kind == "group":
+            sum_in_group(strategy, ends)
+        elif kind == "loop":
             loop(strategy, ends, way, folder)
         elif kind == "stuck":
             while ends and not (folder / "stuck").exists():
                 time.sleep(0.05)
             if ends:
                 end(way, folder)
-            with strategy.communicator.monitor.watching():
+            with strategy.communicator.monitor.watching(range(strategy.num_replicas_in_sync)):
                 (folder / "stuck").touch()
                 time.sleep(600.0)
         else:

@@ -136,6 +136,13 @@ def test_loops_of_ones_own_and_calls_that_nothing_can_end(communicator: str, way
     assert more in outcome.output[0]
 
 
+@pytest.mark.parametrize("communicator", ["tf", "shared_memory"])  # Horovod ends on all ranks when it ends on one.
+def test_a_group_goes_on_without_a_rank_that_is_not_in_it(communicator: str, tmp_path: Path) -> None:
+    outcome = run_ranks(communicator, 3, "leave-group", 2, tmp_path)
+    assert outcome.codes == [0, 0, 0], outcome.output
+    assert {file.name for file in tmp_path.glob("done*")} == {"done0", "done1", "done2"}
+
+
 @EACH
 def test_a_rank_that_hangs_is_given_up(communicator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFREP_TIMEOUT", "5")

@@ -14,11 +14,14 @@ from typing import Any
 
 import psutil
 import pytest
+import tensorflow as tf
 
 from tfrep_strategy.communicators.peers.ended import PeerLostError
 from tfrep_strategy.communicators.peers.hub import Hub
 from tfrep_strategy.communicators.peers.monitor import PeerMonitor
 from tfrep_strategy.communicators.peers.reports import Call, Report
+from tfrep_strategy.communicators.single import SingleCommunicator
+from tfrep_strategy.errors import DesyncError
 from tfrep_strategy.rendezvous.connections import connect
 
 ALL = pytest.mark.parametrize("communicator", ["tf", "horovod", "shared_memory"])
@@ -163,6 +166,37 @@ def test_who_is_silent_is_told_to_those_who_speak(monkeypatch: pytest.MonkeyPatc
         kind, rank, seconds, what = receive(first)
         assert (kind, rank, what) == ("hang", 1, "said nothing")
         assert seconds >= 4.0
+
+
+def test_a_rank_that_has_ended_well_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFREP_TIMEOUT", "1")
+    with star(2) as (first, second):
+        second.send(("state", None, 5.0))
+        receive(second)
+        second.send(("ended", False, None))
+        assert receive(first) == ("ended", [(1, False, None)])
+        for _ in range(2):
+            first.send(("state", 5.0, 0.0))
+            assert receive(first)[0] == "silent"
+
+
+def test_a_refused_collective_is_not_blamed_for_a_later_error() -> None:
+    monitor = PeerMonitor.start(SingleCommunicator())
+
+    def fail(refused: Exception | None) -> None:
+        with monitor.watching(range(1)):
+            if refused:
+                monitor.refuse_in_function(refused)
+            raise tf.errors.InvalidArgumentError(None, None, "spoiled")
+
+    try:
+        with pytest.raises(DesyncError, match="refused"):
+            fail(DesyncError("refused"))
+        monitor.refuse_in_function(DesyncError("refused in a function that nobody watches"))
+        with pytest.raises(tf.errors.InvalidArgumentError, match="spoiled"):
+            fail(None)
+    finally:
+        monitor.close()
 
 
 def test_equal_calls_are_agreed_on() -> None:

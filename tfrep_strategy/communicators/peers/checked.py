@@ -60,7 +60,7 @@ class CheckedCommunicator(Communicator):
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context whose errors of collectives name a rank that has ended; see `PeerMonitor.watching`."""
-        return self.monitor.watching()
+        return self.monitor.watching(self._group)
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
         return self._call("all_reduce", op, tensors, lambda ts: self.inner.all_reduce(ts, op)) if tensors else []
@@ -118,7 +118,7 @@ class CheckedCommunicator(Communicator):
         self.monitor.check(self._group)
         shapes = tuple((tensor.dtype.name, tuple(tensor.shape)) for tensor in tensors)
         call = Call(kind, option, shapes, user_line())
-        with self.monitor.watching(single=True):
+        with self.monitor.watching(self._group, single=True):
             self.monitor.report(self._group, call)
             return work(tensors)
 

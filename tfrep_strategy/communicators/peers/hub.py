@@ -150,6 +150,7 @@ class Hub:
             _, lost, error = said
             del self._ranks[connection]
             self._ended.add(rank)
+            self._idle_since.pop(rank, None)
             self._failed |= {rank} if lost or error is not None else set()
             self._goodbyes.append((rank, lost, error))
             self._selector.unregister(connection)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
-import itertools
 import logging
 import os
 import sys
@@ -23,6 +22,7 @@ from tfrep_strategy.communicators.peers.ended import Ended, PeerLostError, lost
 from tfrep_strategy.communicators.peers.followed import Followed
 from tfrep_strategy.communicators.peers.hub import Hub, state_seconds
 from tfrep_strategy.communicators.peers.reports import Call, Report
+from tfrep_strategy.communicators.peers.watched import WatchedCall, innermost, missing
 from tfrep_strategy.communicators.position import Position
 from tfrep_strategy.errors import DesyncError, PeerError, message
 from tfrep_strategy.limits import is_debugging, timeout_seconds
@@ -89,13 +89,12 @@ class PeerMonitor:
         self._agreed: set[Any] = set()
         self._refused: dict[Any, str] = {}
         self.refused_in_function: Exception | None = None
-        self._calls: dict[int, tuple[float, bool]] = {}
+        self._calls: list[WatchedCall] = []
         self._idle_since = self._told_state = time.monotonic()
         self._limit = timeout_seconds()
         self._silent: dict[int, float] = {}
         self._answered = time.monotonic()
         self._followed: list[Followed] = []
-        self._call_ids = itertools.count()
         self._aborting: threading.Thread | None = None
         self._closing = False
         close_in_children(self, PeerMonitor._leave_to_parent)
@@ -159,10 +158,11 @@ class PeerMonitor:
     # Used by callers of collectives.
 
     @contextlib.contextmanager
-    def watching(self, single: bool = False) -> Iterator[None]:
+    def watching(self, group: Sequence[int], single: bool = False) -> Iterator[None]:
         """Aborts the collectives inside if they would wait forever, and raises an error that names the rank.
 
         Args:
+            group: The ranks that take part. Others may end meanwhile, if they end well.
             single: Whether the body is one collective, to which the time limit applies. A body of several collectives may
                 take long. It is aborted if it waits while another rank calls nothing for as long as the limit.
 
@@ -171,27 +171,30 @@ class PeerMonitor:
             DesyncError: The ranks called different collectives.
             PeerError: The time limit, `TFREP_TIMEOUT`, was reached, and no rank has ended.
         """
-        number = next(self._call_ids)
-        self._calls[number] = time.monotonic(), single
+        call = WatchedCall(group, single, list(self._calls))
+        if call.is_outermost:
+            self.refused_in_function = None
+        self._calls.append(call)
         try:
             yield
         except (PeerLostError, DesyncError):
             raise
         except _FAILURES as error:
             explained, self.refused_in_function = self.refused_in_function, None
-            explained = explained or self._explain(time.monotonic() - self._calls[number][0])
+            explained = explained or (None if call.is_seen(error) else self._explain(call))
             if explained is None:
                 raise
             raise explained from error
         finally:
-            del self._calls[number]
+            self._calls.remove(call)
+            call.end()
             self._idle_since = time.monotonic()
 
     def check(self, group: Sequence[int]) -> None:
         """Raises unless the ranks of a group can still call collectives together.
 
         Raises:
-            PeerLostError: A rank of the group has ended.
+            PeerLostError: A rank has ended that the group needs.
             DesyncError: The ranks called different collectives before.
             PeerError: The others have waited too long for a rank.
         """
@@ -199,8 +202,7 @@ class PeerMonitor:
             raise DesyncError(self._desync)
         if self._hang:
             raise PeerError(self._hang)
-        ended = [each for each in self.ended if each.rank in group]
-        if ended:
+        if ended := missing(group, self.ended):
             raise lost(ended[0])
 
     def report(self, group: Sequence[int], call: Call) -> None:
@@ -215,14 +217,14 @@ class PeerMonitor:
             PeerLostError: A rank ended meanwhile.
             PeerError: The other ranks called nothing within the time limit, `TFREP_TIMEOUT`.
         """
-        self.check([each.rank for each in self.ended if each.failed])
+        self.check(())
         number = self._numbers[group]
         self._numbers[group] += 1
         key, began = (group, number), time.monotonic()
 
         def heard() -> bool:
             now = time.monotonic()
-            left = any(each.rank in group and (each.failed or now - each.when > _LEFT_SECONDS) for each in self.ended)
+            left = any(each.failed or now - each.when > _LEFT_SECONDS for each in missing(group, self.ended))
             told = key in self._agreed or key in self._refused or bool(self._desync or self._hang)
             return told or left or now - began > self._limit or not self._thread.is_alive()
 
@@ -334,12 +336,12 @@ class PeerMonitor:
         if failed and now - failed[0].when > _LOST_SECONDS:
             self._start_abort(str(failed[0]))
             return True
-        calls = list(self._calls.values())
-        if self.ended:
-            began = min([began for began, _ in calls], default=now)
-            if now - max(began, self.ended[0].when) > _LEFT_SECONDS:
-                self._start_abort(str(self.ended[0]))
-        if any(single and now - began > self._limit for began, single in calls):
+        calls = list(self._calls)
+        for call in innermost(calls):
+            for ended in missing(call.group, self.ended):
+                if now - max(call.waits_since, ended.when) > _LEFT_SECONDS:
+                    self._start_abort(str(ended))
+        if any(call.single and now - call.began > self._limit for call in calls):
             self._start_abort(f"A collective has not finished within {self._limit:.0f} seconds.")
         return self._aborting is not None
 
@@ -349,7 +351,7 @@ class PeerMonitor:
         if now - self._told_state < state_seconds(self._limit):
             return
         self._told_state = now
-        calls = [now - began for began, _ in list(self._calls.values())]
+        calls = [now - call.began for call in list(self._calls)]
         self._send(("state", max(calls, default=None), now - self._idle_since))
 
     def _look(self) -> None:
@@ -377,15 +379,15 @@ class PeerMonitor:
         _log.critical("%s A running collective could not be aborted, so this process ends now.", reason)
         os._exit(1)
 
-    def _explain(self, waited: float) -> Exception | None:
+    def _explain(self, call: WatchedCall) -> Exception | None:
+        waited = time.monotonic() - call.began
         with self._news:
-            self._news.wait_for(lambda: bool(self._desync or self._hang or self.ended), _NEWS_SECONDS)
+            self._news.wait_for(lambda: bool(self._desync or self._hang or missing(call.group, self.ended)), _NEWS_SECONDS)
         if self._desync:
             return DesyncError(self._desync)
         if self._hang:
             return PeerError(self._hang)
-        ended = sorted(self.ended, key=lambda each: not each.failed)
-        if ended:
+        if ended := missing(call.group, self.ended):
             return lost(ended[0])
         if waited < 0.9 * self._limit:
             return None
