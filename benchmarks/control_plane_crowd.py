@@ -163,7 +163,7 @@ class Crowd:
 
         def report(monitor: PeerMonitor) -> None:
             for _ in range(calls):
-                with monitor.watching(single=True):
+                with monitor.watching(group, single=True):
                     monitor.report(group, call)
 
         began = time.monotonic()
