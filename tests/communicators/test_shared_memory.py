@@ -150,6 +150,25 @@ def test_overflows_are_results() -> None:
     assert np.isinf(out[0])
 
 
+def test_a_scripts_time_limit_for_sockets_is_none_of_the_links() -> None:
+    """Members wait longer than that for each other: rank 1 for rank 2, and in a group."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.2)
+    try:
+
+        def work(links: Links) -> Any:
+            group = links.subgroup([0, 1], bytes_for(2)) if links.rank < 2 else None
+            time.sleep(0.6 * links.rank)
+            told = [links.exchange(b"%d" % links.rank)]
+            time.sleep(0.6 * links.rank)
+            return [*told, group.exchange(b"in a group")] if group else told
+
+        found = together(3, work, name_of(test_a_scripts_time_limit_for_sockets_is_none_of_the_links))
+    finally:
+        socket.setdefaulttimeout(before)
+    assert found == [*[[[b"0", b"1", b"2"], [b"in a group"] * 2]] * 2, [[b"0", b"1", b"2"]]]
+
+
 def test_groups_have_connections_of_their_own() -> None:
     def work(links: Links) -> Any:
         members = [0, 2, 3]

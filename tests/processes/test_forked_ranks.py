@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -73,6 +74,16 @@ def test_a_fork_knows_what_a_process_knows(server: ForkServer, reads: bool, tmp_
     assert fork["environ"]["TF_CONFIG"] == "its own"
     assert fork == process
     assert [lines[1:] for lines in said] == [["at exit"], ["at exit"]]
+
+
+def test_a_time_limit_for_sockets_in_the_launching_program(marker: str, tmp_path: Path) -> None:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.2)
+    try:
+        with forking(quick.__name__, marker) as server:
+            assert run(server, tmp_path, rank("import time; time.sleep(0.6)")) is None
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 def test_logs_go_on(server: ForkServer, tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ class ForkServer:
         self._answers = queue.SimpleQueue[int | None]()
         self._codes: dict[int, Future[int]] = {}
         self._orders, theirs = socket.socketpair()
+        for end in (self._orders, theirs):
+            end.settimeout(None)  # Whatever the program has set for new sockets.
         with theirs:
             self._process = subprocess.Popen(
                 module_command("tfrep_strategy.processes.fork_server", str(theirs.fileno()), module, *shown),

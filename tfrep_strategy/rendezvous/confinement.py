@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
 import socket
 import struct
 import threading
@@ -21,7 +20,7 @@ import psutil
 
 from tfrep_strategy.errors import message
 from tfrep_strategy.limits import trusted_networks
-from tfrep_strategy.rendezvous.connections import LOOPBACK, is_loopback
+from tfrep_strategy.rendezvous.connections import LOOPBACK, duplicate, is_loopback
 from tfrep_strategy.rendezvous.packet_filter import attach
 from tfrep_strategy.rendezvous.shut_port import Shutter, shut
 from tfrep_strategy.validation import Network
@@ -271,13 +270,7 @@ def _duplicate(connection: Any) -> Iterator[socket.socket]:
     Raises:
         OSError: It is closed, and its descriptor may be used for something else.
     """
-    number = os.dup(connection.fd)
-    try:
-        own = socket.socket(fileno=number)
-    except OSError:
-        os.close(number)
-        raise
-    with own:
+    with duplicate(connection.fd) as own:
         if own.getsockname()[1] != connection.laddr.port:
             raise OSError("the socket was closed")
         yield own

@@ -225,6 +225,30 @@ def _bind_to_first_free(listener: socket.socket, host: str, chosen: Iterator[int
     listener.bind((host, 0))
 
 
+@contextlib.contextmanager
+def duplicate(descriptor: int) -> Iterator[socket.socket]:
+    """Yields another socket of an open connection. The connection blocks, or does not, as before.
+
+    A script may have called `socket.setdefaulttimeout`, after which no new socket blocks, nor what shares its connection.
+
+    Args:
+        descriptor: Descriptor of a socket. It stays open.
+
+    Raises:
+        OSError: It is closed, or is no socket.
+    """
+    number = os.dup(descriptor)
+    try:
+        blocks = os.get_blocking(number)
+        own = socket.socket(fileno=number)
+    except OSError:
+        os.close(number)
+        raise
+    with own:
+        own.setblocking(blocks)
+        yield own
+
+
 def hang_up(connection: Connection, sending: contextlib.AbstractContextManager[Any] | None = None) -> None:
     """Ends a connection and closes it. The other end notices this even if another process has the same connection open.
 
@@ -232,7 +256,7 @@ def hang_up(connection: Connection, sending: contextlib.AbstractContextManager[A
         connection: The connection.
         sending: The lock of those who send, if other threads do: a descriptor that is closed meanwhile may be another's by then.
     """
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as own:
+    with contextlib.suppress(OSError), duplicate(connection.fileno()) as own:
         own.shutdown(socket.SHUT_RDWR)
     with sending or contextlib.nullcontext():
         connection.close()
@@ -240,5 +264,5 @@ def hang_up(connection: Connection, sending: contextlib.AbstractContextManager[A
 
 def set_patience(connection: Connection, seconds: int) -> None:
     """Sets how many seconds a read from a connection may take; 0 for no limit."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as own:
+    with duplicate(connection.fileno()) as own:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, 0))

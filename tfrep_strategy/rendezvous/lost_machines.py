@@ -7,15 +7,13 @@ them: a connection to a lost machine is closed, and TensorFlow notices that.
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import threading
 import weakref
 from collections.abc import Collection, Iterable
 
 import psutil
 
-from tfrep_strategy.rendezvous.connections import is_loopback, notice_loss
+from tfrep_strategy.rendezvous.connections import duplicate, is_loopback, notice_loss
 
 _LOOK_SECONDS = 5.0
 """How often to look for new connections."""
@@ -50,5 +48,5 @@ def _watch(ports: Collection[int], is_over: threading.Event) -> None:
 
 def _check(descriptor: int) -> None:
     # It may have been closed meanwhile.
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as peer:
+    with contextlib.suppress(OSError), duplicate(descriptor) as peer:
         notice_loss(peer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import queue
 import socket
 import threading
@@ -15,7 +14,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tfrep_strategy.rendezvous.connections import connection_of, prove
+from tfrep_strategy.rendezvous.connections import connection_of, duplicate, prove
 
 _MOST_AT_ONCE = 256
 """How many are greeted at once. When more come, they wait until one has been greeted."""
@@ -131,5 +130,5 @@ class Reception:
 
 def _hang_up(connection: Connection) -> None:
     """Ends a read of another thread from a connection."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as own:
+    with contextlib.suppress(OSError), duplicate(connection.fileno()) as own:
         own.shutdown(socket.SHUT_RDWR)

@@ -80,6 +80,7 @@ def _listening(port: int, networks: Sequence[Network]) -> Iterator[socket.socket
         OSError: The port is in use, or the system has no such programs.
     """
     with socket.socket(_family(), socket.SOCK_STREAM) as first:
+        first.settimeout(None)  # Whatever the script has set for new sockets.
         if first.family == socket.AF_INET6:
             first.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -180,6 +180,18 @@ def test_a_rank_that_has_ended_well_does_not_hang(monkeypatch: pytest.MonkeyPatc
             assert receive(first)[0] == "silent"
 
 
+def test_a_scripts_time_limit_for_sockets_does_not_disturb_it() -> None:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.2)
+    try:
+        with star(2) as (first, second):
+            time.sleep(0.6)
+            second.send(("ended", False, None))
+            assert receive(first) == ("ended", [(1, False, None)])
+    finally:
+        socket.setdefaulttimeout(before)
+
+
 def test_a_refused_collective_is_not_blamed_for_a_later_error() -> None:
     monitor = PeerMonitor.start(SingleCommunicator())
 

@@ -84,8 +84,6 @@ def _receive(stack: contextlib.ExitStack, name: str, size: int, memory_bytes: in
         os.close(memory)
         what, hint = f"A rank ended while the ranks were being connected: {error}.", "see the output of the other ranks."
         raise PeerError(message(what, hint, size=size)) from None
-    for link in ranks.values():
-        link.settimeout(None)
     return Links(0, [None, *(ranks[rank] for rank in range(1, size))], memory)
 
 
@@ -123,7 +121,6 @@ def _join(stack: contextlib.ExitStack, name: str, rank: int, size: int, deadline
                 links.append(stack.enter_context(socket.socket(fileno=end)))
     except (OSError, PeerError) as error:
         raise PeerError(_missing(f"Rank 0 did not connect this rank with the others: {error}")) from None
-    first.settimeout(None)
     return Links(rank, links, files[0])
 
 

@@ -41,6 +41,8 @@ class Links:
     def __init__(self, rank: int, sockets: Sequence[socket.socket | None], memory: int) -> None:
         self.rank, self.size = rank, len(sockets)
         self._sockets = {other: each for other, each in enumerate(sockets) if each is not None}
+        for link in self._sockets.values():
+            link.settimeout(None)  # Whatever the script has set for new sockets.
         self.memory = mmap.mmap(memory, 0)
         os.close(memory)
         self._has_core = self.size <= (os.cpu_count() or 1)
