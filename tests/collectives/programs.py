@@ -301,6 +301,44 @@ def run_gradients(strategy, mode, dtypes=DIFFERENTIABLE, looks_up=False):
             )
 
 
+# Means of integers.
+
+
+def near_the_limits(dtype, replica):
+    """Numbers whose sums are beyond the limits of a dtype; shape [6]."""
+    limits = np.iinfo(dtype)
+    quarter = limits.max // 4
+    return np.array([limits.max, limits.max - replica, 3 * quarter, limits.min, limits.min + replica, quarter], dtype)
+
+
+def run_means(strategy, mode):
+    """Compares means of integers with `tf.reduce_mean` on one device."""
+    size = strategy.num_replicas_in_sync
+    dtypes = [dtype for dtype in NUMBERS if "int" in dtype]
+
+    def call(x):
+        out = {}
+        for dtype, own in x.items():
+            out[f"all_mean {dtype}"] = tfrep.all_mean(own)
+            out[f"reduce_scatter {dtype}"] = tfrep.reduce_scatter(own, "mean")
+            items = [tf.constant(near_the_limits(dtype, i)) for i in range(5)]
+            out[f"map_reduce {dtype}"] = tfrep.map_reduce(tf.identity, items, "mean")
+        return out
+
+    def step(replica):
+        otherwise = lambda: {f"{kind} {dtype}": tf.zeros([], dtype) for dtype in dtypes  # noqa: E731
+                             for kind in ("all_mean", "reduce_scatter", "map_reduce")}  # fmt: skip
+        return in_mode(mode, call, otherwise)({dtype: tf.constant(near_the_limits(dtype, replica)) for dtype in dtypes})
+
+    for replica, result in enumerate(on_replicas(strategy, step, mode), strategy.extended.first_local_replica):
+        for dtype in dtypes:
+            values = np.stack([near_the_limits(dtype, i) for i in range(5)])
+            mean = tf.reduce_mean(values[:size], 0).numpy()
+            np.testing.assert_array_equal(result[f"all_mean {dtype}"], mean, dtype)
+            np.testing.assert_array_equal(result[f"reduce_scatter {dtype}"], np.array_split(mean, size)[replica], dtype)
+            np.testing.assert_array_equal(result[f"map_reduce {dtype}"], tf.reduce_mean(values, 0).numpy(), dtype)
+
+
 # In `fit`.
 
 

@@ -43,7 +43,7 @@ def checks(size):
 def everywhere(request, worker_pool):
     """Gives `everywhere(fn, *args)`, which runs `fn(strategy, *args)` in every process of a strategy."""
     kind, size = request.param
-    if kind in ("tf", "horovod"):
+    if kind in ("tf", "horovod", "shared_memory"):
         pool = worker_pool(kind, size)
         return lambda fn, *args: pool.run(fn, *args, limit=900 if ALL else 240)
     strategy = tfrep.MultiWorkerStrategy() if kind == "alone" else tfrep.MirroredStrategy([f"CPU:{i}" for i in range(size)])
@@ -58,6 +58,15 @@ def everywhere(request, worker_pool):
 )
 def test_as_on_one_device(everywhere, check, args):
     everywhere(check, *args)
+
+
+KINDS = [("mirrored", 2), ("mirrored", 3), *((kind, 2) for kind in ("tf", "horovod", "shared_memory"))]
+
+
+@pytest.mark.parametrize("mode", ["eager", "cond"])
+@pytest.mark.parametrize("everywhere", KINDS, ids=lambda s: f"{s[0]}-{s[1]}", indirect=True)
+def test_means_of_integers_near_their_limits(everywhere, mode):
+    everywhere(programs.run_means, mode)
 
 
 @functools.cache

@@ -8,10 +8,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import converted_by_autograph
+from tfrep_strategy.communicators.base import mean_of_sum
 from tfrep_strategy.errors import ConfigurationError, message
 
 Nest = Any
-_IDENTITY = {"sum": 0, "mean": 0, "product": 1}
+_IDENTITY = {"sum": 0, "product": 1}
 
 
 class Spread:
@@ -93,13 +94,12 @@ class Spread:
     def reduce(self, op: str, all_reduce: Callable[[Nest, str], Nest]) -> Nest:
         """Reduces the results of all items: first on each replica, then over the replicas."""
         own = self.own()
-        partial = reduce_nests(own, "sum" if op == "mean" else op) if own else self._nothing(op)
-        total = all_reduce(partial, "sum" if op == "mean" else op)
         if op != "mean":
-            return total
-        count = len(self._items)
+            return all_reduce(reduce_nests(own, op) if own else self._nothing(op), op)
+        wide = [tf.nest.map_structure(_wide, nest) for nest in own or [self._nothing("sum")]]
+        total = all_reduce(reduce_nests(wide, "sum"), "sum")
         return tf.nest.map_structure(
-            lambda t: tf.truncatediv(t, tf.cast(count, t.dtype)) if t.dtype.is_integer else t / tf.cast(count, t.dtype), total
+            lambda t, spec: tf.cast(mean_of_sum(t, len(self._items)), spec.dtype), total, self.specs[0]
         )
 
     def has_static_shapes(self) -> bool:
@@ -127,6 +127,11 @@ class Spread:
             for spec, nothing in zip(specs, self._nothing_of_first(), strict=True)
         ]
         return tf.nest.pack_sequence_as(self.specs[0], flat)
+
+
+def _wide(tensor: tf.Tensor) -> tf.Tensor:
+    """Casts integers of few bits, whose sum may be beyond their limits where their mean is not."""
+    return tf.cast(tensor, tf.int64) if tensor.dtype.is_integer and tensor.dtype.size < tf.int64.size else tensor
 
 
 def reduce_nests(nests: Sequence[Nest], op: str) -> Nest:

@@ -32,14 +32,22 @@ def carry(tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
     """
     if op in ("min", "max") and tensor.dtype.is_floating:
         return _in_order(tensor, op)
+    if tensor.dtype == tf.int32 and op == "mean":  # Its sum has no limits that the mean does not have.
+        return tf.cast(tensor, tf.int64)
     if tensor.dtype != tf.uint64:
         return tf.cast(tensor, _CARRIERS.get(tensor.dtype, tensor.dtype))
     # Sums and products are the same modulo 2**64. For min and max the cast must keep the order.
     return tf.bitcast(_flip_sign_bit(tensor) if op in ("min", "max") else tensor, tf.int64)
 
 
-def uncarry(tensor: tf.Tensor, dtype: tf.DType, op: str = "sum") -> tf.Tensor:
+def uncarry(tensor: tf.Tensor, dtype: tf.DType, op: str = "sum", size: int = 1) -> tf.Tensor:
     """Undoes `carry`.
+
+    Args:
+        tensor: The result of the reduction. For "mean" it is the sum.
+        dtype: The dtype of the original.
+        op: The reduction.
+        size: For "mean": how many tensors were added.
 
     Example:
         >>> uncarry(carry(tf.constant([7], tf.uint64), "max"), tf.uint64, "max").numpy().tolist()
@@ -47,10 +55,11 @@ def uncarry(tensor: tf.Tensor, dtype: tf.DType, op: str = "sum") -> tf.Tensor:
     """
     if op in ("min", "max") and dtype.is_floating:
         return tf.cast(tf.bitcast(_flip_if_negative(tensor), _ORDERED[tensor.dtype]), dtype)
-    if dtype != tf.uint64:
-        return tf.cast(tensor, dtype)
-    tensor = tf.bitcast(tensor, tf.uint64)
-    return _flip_sign_bit(tensor) if op in ("min", "max") else tensor
+    if dtype == tf.uint64:
+        tensor = tf.bitcast(tensor, tf.uint64)
+    if op == "mean":
+        tensor = mean_of_sum(tensor, size)
+    return _flip_sign_bit(tensor) if dtype == tf.uint64 and op in ("min", "max") else tf.cast(tensor, dtype)
 
 
 _ORDERED = {tf.int64: tf.float64, tf.int32: tf.float32}

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, uncarry
+from tfrep_strategy.communicators.base import Communicator, carry, uncarry
 from tfrep_strategy.errors import ConfigurationError, message
 
 _REDUCTIONS = {"min": tf.reduce_min, "max": tf.reduce_max, "product": tf.reduce_prod}
@@ -37,7 +37,7 @@ class ContextCommunicator(Communicator):
         if op in _REDUCTIONS:
             return uncarry(_REDUCTIONS[op](self.all_gather(carried[tf.newaxis]), axis=0), tensor.dtype, op)
         total = self._context.all_reduce(tf.distribute.ReduceOp.SUM, carried)
-        return uncarry(mean_of_sum(total, self.size) if op == "mean" else total, tensor.dtype)
+        return uncarry(total, tensor.dtype, op, self.size)
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         tensor = tf.convert_to_tensor(tensor)

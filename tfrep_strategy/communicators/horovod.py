@@ -18,7 +18,6 @@ from tfrep_strategy.communicators.base import (
     Communicator,
     carry,
     carry_moved,
-    mean_of_sum,
     outside_xla,
     uncarry,
     uncarry_moved,
@@ -139,9 +138,7 @@ class HorovodCommunicator(Communicator):
             else:
                 results = self._call("grouped_allreduce", [carried[i] for i in members], **options)
             for i, result in zip(members, results, strict=True):
-                if op == "mean":
-                    result = mean_of_sum(result, self.size)
-                reduced[i] = tf.ensure_shape(uncarry(result, tensors[i].dtype, op), tensors[i].shape)
+                reduced[i] = tf.ensure_shape(uncarry(result, tensors[i].dtype, op, self.size), tensors[i].shape)
         return reduced
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -155,8 +152,7 @@ class HorovodCommunicator(Communicator):
             return super().reduce_scatter(tensor, op)
         options = {"reduce_op": self._ops["sum"], "prescale_factor": 1.0, "postscale_factor": 1.0}
         result = self._call("reducescatter", carry(tensor, op), **options)
-        result = mean_of_sum(result, self.size) if op == "mean" else result
-        return tf.ensure_shape(uncarry(result, tensor.dtype, op), [None, *tensor.shape[1:]])
+        return tf.ensure_shape(uncarry(result, tensor.dtype, op, self.size), [None, *tensor.shape[1:]])
 
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         self.check_root(root)

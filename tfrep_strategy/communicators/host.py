@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, outside_xla, uncarry
+from tfrep_strategy.communicators.base import Communicator, carry, outside_xla, uncarry
 from tfrep_strategy.communicators.order import Order
 from tfrep_strategy.errors import ConfigurationError, DesyncError, PeerError, message
 from tfrep_strategy.profiles.times import HOST_COLLECTIVE
@@ -51,8 +51,7 @@ class HostCommunicator(Communicator):
         reduced = self._call("all_reduce", op, lambda arrays: self.reduce_arrays(arrays, op), carried)
         results = []
         for tensor, carrier in zip(tensors, reduced, strict=True):
-            result = mean_of_sum(carrier, self.size) if op == "mean" else carrier
-            results.append(tf.ensure_shape(uncarry(result, tensor.dtype, op), tensor.shape))
+            results.append(tf.ensure_shape(uncarry(carrier, tensor.dtype, op, self.size), tensor.shape))
         return results
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -69,8 +68,7 @@ class HostCommunicator(Communicator):
             return [self.scatter_array(arrays[0], [base + (rank < longer) for rank in range(self.size)], op)]
 
         (own,) = self._call("reduce_scatter", op, scatter, [_carried(tensor, op)])
-        own = mean_of_sum(own, self.size) if op == "mean" else own
-        return tf.ensure_shape(uncarry(own, tensor.dtype, op), [None, *tensor.shape[1:]])
+        return tf.ensure_shape(uncarry(own, tensor.dtype, op, self.size), [None, *tensor.shape[1:]])
 
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         tensors = [tf.convert_to_tensor(tensor), tf.cast(splits, tf.int32)]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import NCCL_DTYPES, BranchGraph, PerReplica, nccl_all_sum, run_independently
-from tfrep_strategy.communicators.base import Communicator, carry, mean_of_sum, outside_xla, uncarry
+from tfrep_strategy.communicators.base import Communicator, carry, outside_xla, uncarry
 from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects
 from tfrep_strategy.communicators.naming import replica_name
 from tfrep_strategy.communicators.ring import RingCommunicator
@@ -93,7 +93,7 @@ class LocalCommunicator(Communicator):
         else:
             reduced = self._meet(carried, reduce)
         return [
-            uncarry(mean_of_sum(total, self.size) if op == "mean" else total, tensor.dtype, op)
+            uncarry(total, tensor.dtype, op, self.size)
             for total, tensor in zip(reduced, tensors, strict=True)
         ]
 

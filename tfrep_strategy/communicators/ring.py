@@ -23,7 +23,6 @@ from tfrep_strategy.communicators.base import (
     carry,
     carry_moved,
     from_bits,
-    mean_of_sum,
     outside_xla,
     to_bits,
     uncarry,
@@ -115,7 +114,7 @@ class RingCommunicator(Communicator):
         self.check_op(op)
         tensors = [tf.convert_to_tensor(t) for t in tensors]
         reduced = self._reduce_all([carry(t, op) for t in tensors], op, tensors)
-        return [uncarry(result, tensor.dtype, op) for result, tensor in zip(reduced, tensors, strict=True)]
+        return [uncarry(result, tensor.dtype, op, self.size) for result, tensor in zip(reduced, tensors, strict=True)]
 
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         self.check_root(root)
@@ -129,17 +128,15 @@ class RingCommunicator(Communicator):
         return [uncarry(total, t.dtype) if stays else from_bits(total, t.dtype) for total, t, stays in received]
 
     def _reduce_all(self, carried: list[tf.Tensor], op: str, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Reduces tensors of dtypes that the ring knows; `tensors` are what the caller passed."""
+        """Reduces tensors of dtypes that the ring knows; for a mean, it sums. `tensors` are what the caller passed."""
         packed = Packed(carried)
         return packed.unpack([self._reduce(flat, op, tensors) for flat in packed.flats])
 
     def _reduce(self, flat: tf.Tensor, op: str, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
         options = {"merge_op": _MERGE_OPS[op]}
         if self._is_short(flat):
-            result = self._run(self._grid.reduce, "all_reduce", flat, tensors, **options)
-        else:
-            result = self._run(tf.raw_ops.CollectiveReduceV2, "all_reduce", flat, tensors, **options, final_op="Id")
-        return mean_of_sum(result, self.size) if op == "mean" else result
+            return self._run(self._grid.reduce, "all_reduce", flat, tensors, **options)
+        return self._run(tf.raw_ops.CollectiveReduceV2, "all_reduce", flat, tensors, **options, final_op="Id")
 
     def _is_short(self, flat: tf.Tensor) -> bool:
         if self.grid_from is None or self._nccl or flat.dtype not in GATHERED:
@@ -213,8 +210,7 @@ class RingCommunicator(Communicator):
             parts = tf.reshape(carried, tf.concat([[self.size, rows // self.size], tf.shape(carried)[1:]], 0))
             received = self._run(tf.raw_ops.CollectiveAllToAllV2, "reduce_scatter", parts, [tensor])
             total = tf.reduce_sum(received, 0)
-        result = mean_of_sum(total, self.size) if op == "mean" else total
-        return tf.ensure_shape(uncarry(result, tensor.dtype, op), [rows // self.size, *tensor.shape[1:]])
+        return tf.ensure_shape(uncarry(total, tensor.dtype, op, self.size), [rows // self.size, *tensor.shape[1:]])
 
     def _shapes_of_all(self, method: str, tensor: tf.Tensor, more: Any = ()) -> tf.Tensor:
         """Gathers the dimensions of each member's tensor, and more numbers. Refuses tensors whose dtypes or rows differ.
