@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
+from tfrep_strategy.errors import ConfigurationError
 
 NUMBERS = ["float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32",
            "uint64", "complex64", "complex128"]  # fmt: skip
@@ -337,6 +339,60 @@ def run_means(strategy, mode):
             np.testing.assert_array_equal(result[f"all_mean {dtype}"], mean, dtype)
             np.testing.assert_array_equal(result[f"reduce_scatter {dtype}"], np.array_split(mean, size)[replica], dtype)
             np.testing.assert_array_equal(result[f"map_reduce {dtype}"], tf.reduce_mean(values, 0).numpy(), dtype)
+
+
+# Extremes of special numbers.
+
+
+def special(dtype, replica):
+    """NaN on the first replica, on another, on all; numbers of both signs, zeros and infinities."""
+    nan, inf, most = np.nan, np.inf, float(tf.as_dtype(dtype).max)
+    if replica == 0:
+        numbers = [nan, 1.0, nan, -2.0, -0.0, -inf, inf, -1.5, nan, inf, most]
+    else:
+        numbers = [1.0, nan, nan, 3.0, 0.0, 2.0, -inf, -2.5, inf, nan, -most]
+    return tf.constant(np.array(numbers), dtype)
+
+
+def run_extremes(strategy, mode):
+    """Compares the least and the largest numbers with those of one device, which keeps NaN."""
+    size = strategy.num_replicas_in_sync
+    dtypes = ["float16", "bfloat16", "float32", "float64"]
+
+    def call(x):
+        out = {}
+        for op in ("min", "max"):
+            out |= {f"all_reduce {op} {dtype}": value for dtype, value in tfrep.all_reduce(x, op).items()}
+            out |= {f"reduce_scatter {op} {dtype}": value for dtype, value in tfrep.reduce_scatter(x, op).items()}
+        return out
+
+    def step(replica):
+        return in_mode(mode, call, None)({dtype: special(dtype, replica) for dtype in dtypes})
+
+    for replica, result in enumerate(on_replicas(strategy, step, mode), strategy.extended.first_local_replica):
+        for op in ("min", "max"):
+            for dtype in dtypes:
+                wanted = _REDUCTIONS[op](tf.stack([special(dtype, i) for i in range(size)]), 0).numpy().astype(np.float64)
+                found = {kind: result[f"{kind} {op} {dtype}"].astype(np.float64) for kind in ("all_reduce", "reduce_scatter")}
+                np.testing.assert_array_equal(found["all_reduce"], wanted, f"{op} {dtype}")
+                np.testing.assert_array_equal(found["reduce_scatter"], np.array_split(wanted, size)[replica], f"{op} {dtype}")
+
+
+# Splits that are not all rows.
+
+
+def run_wrong_splits(strategy):
+    """They are refused on the rank that passes them, before it sends anything. All can go on, and exchange rows."""
+    @tf.function(input_signature=[tf.TensorSpec([None]), tf.TensorSpec([None], tf.int32)], autograph=False)
+    def exchange(rows, splits):
+        return strategy.run(lambda: tfrep.all_to_all(rows, splits)[0])
+
+    for splits in ([1, 1], [2, 2], [4, -1]):
+        for call in (exchange, lambda rows, splits: strategy.run(lambda: tfrep.all_to_all(rows, splits))):
+            with pytest.raises((ConfigurationError, tf.errors.InvalidArgumentError), match="the splits are not all rows"):
+                call(tf.ones([3]), tf.constant(splits))
+            assert float(strategy.run(lambda: tfrep.all_sum(1.0))) == strategy.num_replicas_in_sync
+    assert exchange(tf.ones([3]), tf.constant([1, 2])).shape[0] == 2 * (strategy.rank + 1)
 
 
 # In `fit`.

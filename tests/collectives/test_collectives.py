@@ -69,6 +69,17 @@ def test_means_of_integers_near_their_limits(everywhere, mode):
     everywhere(programs.run_means, mode)
 
 
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("everywhere", KINDS, ids=lambda s: f"{s[0]}-{s[1]}", indirect=True)
+def test_extremes_keep_what_is_no_number(everywhere, mode):
+    everywhere(programs.run_extremes, mode)
+
+
+@pytest.mark.parametrize("everywhere", KINDS[2:], ids=lambda s: f"{s[0]}-{s[1]}", indirect=True)
+def test_splits_that_are_not_all_rows_are_refused(everywhere):
+    everywhere(programs.run_wrong_splits)
+
+
 @functools.cache
 def _one_device():
     return programs.weights_after_fit(None)

@@ -186,6 +186,9 @@ def test_shapes_that_do_not_do(run):
         run(lambda: tfrep.all_to_all(tf.ones(3)))
     with pytest.raises(ConfigurationError, match=r"splits=\[1, 1, 1\], num_replicas=2"):
         run(lambda: tfrep.all_to_all(tf.ones(3), [1, 1, 1]))
+    for splits in ([1, 1], [4, -1]):
+        with pytest.raises(ConfigurationError, match="splits are not all rows.*rows=3, splits="):
+            run(lambda splits=splits: tfrep.all_to_all(tf.ones(3), splits))
     with pytest.raises(ConfigurationError, match="a leaf is not a tensor"):
         run(lambda: tfrep.all_sum({"a": object()}))
     with pytest.raises(ConfigurationError, match="sparse and ragged"):

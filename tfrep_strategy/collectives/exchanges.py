@@ -96,7 +96,7 @@ def all_to_all(nest: Nest, splits: Any = None, *, group: ReplicaGroup | None = N
         from each replica (int32 of shape `[num_replicas]`).
 
     Raises:
-        ConfigurationError: A tensor is a scalar, `splits` has another length, or the rows do not divide.
+        ConfigurationError: A tensor is a scalar, `splits` has another length or another sum, or the rows do not divide.
 
     Example:
         >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -115,7 +115,7 @@ def all_to_all(nest: Nest, splits: Any = None, *, group: ReplicaGroup | None = N
             if outside or splits is None:
                 own = _even_splits(tensor, size)
             else:
-                own = _to_splits(splits, size)
+                own = _to_splits(splits, size, tensor)
             rows, received = exchange_rows(flow, tensor, own)
             counts[:] = [tf.zeros([len(group)], tf.int32) if outside and group is not None else received]
             result.append(rows)
@@ -140,7 +140,7 @@ def _even_splits(tensor: tf.Tensor, size: int) -> tf.Tensor:
     return tf.fill([size], count // size)
 
 
-def _to_splits(splits: Any, size: int) -> tf.Tensor:
+def _to_splits(splits: Any, size: int, tensor: tf.Tensor) -> tf.Tensor:
     own = tf.convert_to_tensor(splits, tf.int32)
     if own.shape.rank != 1 or own.shape[0] not in (None, size):
         raise ConfigurationError(
@@ -151,4 +151,18 @@ def _to_splits(splits: Any, size: int) -> tf.Tensor:
                 num_replicas=size,
             )
         )
-    return tf.ensure_shape(own, [size])
+    known, rows = tf.get_static_value(own), tensor.shape[0]
+    if known is not None and rows is not None and (known.sum() != rows or known.min() < 0):
+        raise ConfigurationError(
+            message(
+                f"all_to_all on replica {replica_id()}: the splits are not all rows.",
+                hint="let the splits add up to the number of rows.",
+                rows=rows,
+                splits=known.tolist(),
+            )
+        )
+    # Compared before anything is sent, so that replicas can go on if all are refused.
+    what = "all_to_all: the splits are not all rows; let them add up to the number of rows."
+    checks = [tf.debugging.assert_equal(tf.reduce_sum(own), tf.shape(tensor)[0], what), tf.debugging.assert_non_negative(own, what)]
+    with tf.control_dependencies([] if tf.executing_eagerly() else checks):
+        return tf.ensure_shape(tf.identity(own), [size])

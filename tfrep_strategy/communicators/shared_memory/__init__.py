@@ -101,7 +101,7 @@ class SharedMemoryCommunicator(HostCommunicator):
                 self._running = running
                 try:
                     return talk(arrays)
-                except DesyncError:
+                except (ConfigurationError, DesyncError):  # Raised before anything was sent, or by all.
                     raise
                 except BaseException as error:  # Nobody may wait for what this rank does not send.
                     self.abort(f"A collective has failed: {error!r}")
