@@ -27,7 +27,7 @@ OF_PACKAGE = {
     "DistributedGradientTape": "write tf.GradientTape(): optimizer.apply sums gradients, in a step of strategy.run.",
     "init": _LEAVE_OUT + "making a strategy, or `tfrep run`, connects the processes.",
     "shutdown": _LEAVE_OUT + "processes part when they end.",
-    "rank": "write tfrep.replica_id() in a step, and tfrep.is_chief() or strategy.rank outside of it.",
+    "rank": "write tfrep.replica_id() in a step, and tfrep.is_chief() outside of it, or the rank of a MultiWorkerStrategy.",
     "current_replica_id": "write tfrep.replica_id(), in a step.",
     "size": "write tfrep.num_replicas() in a step, and strategy.num_replicas_in_sync outside of it.",
     "local_rank": _LEAVE_OUT + "each process takes its own GPU.",

@@ -30,8 +30,6 @@ def carry(tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
         >>> carry(tf.constant([200], tf.uint8)).dtype.name
         'int32'
     """
-    if op in ("min", "max") and tensor.dtype.is_floating:
-        return _in_order(tensor, op)
     if tensor.dtype == tf.int32 and op == "mean":  # Its sum has no limits that the mean does not have.
         return tf.cast(tensor, tf.int64)
     if tensor.dtype != tf.uint64:
@@ -53,32 +51,11 @@ def uncarry(tensor: tf.Tensor, dtype: tf.DType, op: str = "sum", size: int = 1) 
         >>> uncarry(carry(tf.constant([7], tf.uint64), "max"), tf.uint64, "max").numpy().tolist()
         [7]
     """
-    if op in ("min", "max") and dtype.is_floating:
-        return tf.cast(tf.bitcast(_flip_if_negative(tensor), _ORDERED[tensor.dtype]), dtype)
     if dtype == tf.uint64:
         tensor = tf.bitcast(tensor, tf.uint64)
     if op == "mean":
         tensor = mean_of_sum(tensor, size)
     return _flip_sign_bit(tensor) if dtype == tf.uint64 and op in ("min", "max") else tf.cast(tensor, dtype)
-
-
-_ORDERED = {tf.int64: tf.float64, tf.int32: tf.float32}
-
-
-def _in_order(tensor: tf.Tensor, op: str) -> tf.Tensor:
-    """Returns integers in the order of some floats. What is no number is the largest, or the smallest.
-
-    Horovod and MPI compare floats, and lose what is no number by chance; of 0.0 and -0.0 they take whichever comes first.
-    """
-    kind = tf.int64 if tensor.dtype == tf.float64 else tf.int32
-    tensor = tf.cast(tensor, _ORDERED[kind])
-    end = tf.constant(kind.max if op == "max" else kind.min, kind)
-    return tf.where(tf.math.is_nan(tensor), end, _flip_if_negative(tf.bitcast(tensor, kind)))
-
-
-def _flip_if_negative(bits: tf.Tensor) -> tf.Tensor:
-    """Flips all bits of a negative integer but its sign: the larger a negative float is, the smaller are its bits."""
-    return tf.where(bits < 0, tf.bitwise.bitwise_xor(bits, tf.constant(bits.dtype.max, bits.dtype)), bits)
 
 
 _BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64, 16: tf.int64}

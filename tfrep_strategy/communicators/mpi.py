@@ -64,7 +64,11 @@ class MpiCommunicator(HostCommunicator):
     def reduce_arrays(self, arrays: Arrays, op: str) -> Arrays:
         results = [np.empty_like(array) for array in arrays]
         pairs = list(zip(arrays, results, strict=True))
-        self._finish([self._group.Iallreduce(*pair, self._ops[op]) for pair in pairs])
+        if op in ("min", "max"):  # Which of 0.0 and -0.0 is the smaller one may depend on the order: one rank decides.
+            self._finish([self._group.Ireduce(*pair, self._ops[op]) for pair in pairs])
+            self._finish([self._group.Ibcast(result) for result in results])
+        else:
+            self._finish([self._group.Iallreduce(*pair, self._ops[op]) for pair in pairs])
         return results
 
     def gather_array(self, array: np.ndarray) -> np.ndarray:

@@ -172,11 +172,6 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
         """
         return explain(dataset, self.extended.local_replicas(stop_together=False))
 
-    @property
-    def rank(self) -> int:
-        """The number of this process among those of the run; 0 if this process has all replicas."""
-        return 0
-
     def assert_in_sync(self, model_or_variables: Any, every: int | None = None) -> None:
         """Raises unless all replicas hold the same values, bit by bit. Every process must call it.
 

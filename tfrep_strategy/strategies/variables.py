@@ -137,11 +137,11 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
         """Returns what a checkpoint holds. A sum is restored as it is assigned: TensorFlow would divide it."""
 
-        def restore(tensors: Any, shapes: Any) -> Any:
-            return self.assign(tensors[0])
+        def restore(restored_tensors: Any, restored_shapes: Any) -> Any:
+            return self.assign(restored_tensors[0])
 
-        def made(make: Any, *name: str) -> Any:
-            saveable = make(*name)
+        def made(make: Any, *args: Any, **kwargs: Any) -> Any:
+            saveable = make(*args, **kwargs)
             saveable.restore = restore
             return saveable
 

@@ -8,8 +8,8 @@ import numpy as np
 import tfrep_strategy as tfrep
 
 strategy = tfrep.MultiWorkerStrategy()
-rank, size = strategy.rank, strategy.num_replicas_in_sync
-print(f"rank {rank} of {size}")
+is_first, size = tfrep.is_chief(), strategy.num_replicas_in_sync
+print(f"one of {size}")
 
 keras.utils.set_random_seed(100)
 with np.load("digits.npz") as data:
@@ -24,12 +24,12 @@ with strategy.scope():
     )
 
 callbacks = [keras.callbacks.LearningRateScheduler(lambda epoch: 0.001 * min(1.0, (epoch + 1) / 2))]
-if rank == 0:
+if is_first:
     callbacks.append(keras.callbacks.ModelCheckpoint("./checkpoint-{epoch}.keras"))
 history = model.fit(
-    x[:1000], y[:1000], batch_size=100, epochs=2, callbacks=callbacks, verbose=1 if rank == 0 else 0
+    x[:1000], y[:1000], batch_size=100, epochs=2, callbacks=callbacks, verbose=1 if is_first else 0
 ).history
 score = model.evaluate(x[1000:], y[1000:], verbose=0)
-everyone = tfrep.all_gather_object({"rank": rank, "loss": round(score[0], 6)})
+everyone = tfrep.all_gather_object({"is_first": is_first, "loss": round(score[0], 6)})
 assert len({each["loss"] for each in everyone}) == 1
 print(json.dumps({"history": history, "score": score}))
