@@ -26,6 +26,7 @@ from tfrep_strategy.communicators.forking import sockets_closed_in_children
 from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects, warn_if_shared
 from tfrep_strategy.communicators.naming import structural_name
 from tfrep_strategy.communicators.order import Order
+from tfrep_strategy.communicators.ordered import from_ordered, to_ordered
 from tfrep_strategy.devices import replica_device
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.packing import Packed
@@ -121,7 +122,7 @@ class HorovodCommunicator(Communicator):
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
         self.check_op(op)
         tensors = [tf.convert_to_tensor(t) for t in tensors]
-        carried = [carry(t, op) for t in tensors]
+        carried = [self._carried(t, op) for t in tensors]
         reduced: list[Any] = [None] * len(tensors)
         by_dtype: dict[Any, list[int]] = {}
         for i, tensor in enumerate(carried):
@@ -138,8 +139,16 @@ class HorovodCommunicator(Communicator):
             else:
                 results = self._call("grouped_allreduce", [carried[i] for i in members], **options)
             for i, result in zip(members, results, strict=True):
-                reduced[i] = tf.ensure_shape(uncarry(result, tensors[i].dtype, op, self.size), tensors[i].shape)
+                reduced[i] = tf.ensure_shape(self._uncarried(result, tensors[i].dtype, op), tensors[i].shape)
         return reduced
+
+    def _carried(self, tensor: tf.Tensor, op: str) -> tf.Tensor:
+        carried = carry(tensor, op)
+        return carried if self._hvd.nccl_built() and not self._on_host else to_ordered(carried, op)
+
+    def _uncarried(self, tensor: tf.Tensor, dtype: tf.DType, op: str) -> tf.Tensor:
+        ordered = dtype.is_floating and not tensor.dtype.is_floating
+        return uncarry(from_ordered(tensor, dtype, op) if ordered else tensor, dtype, op, self.size)
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         tensor = tf.convert_to_tensor(tensor)

@@ -12,6 +12,7 @@ import numpy as np
 
 from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.host import Arrays, HostCommunicator
+from tfrep_strategy.communicators.ordered import from_ordered_array, to_ordered_array
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
 from tfrep_strategy.limits import timeout_seconds
 
@@ -62,14 +63,10 @@ class MpiCommunicator(HostCommunicator):
         MpiCommunicator._aborted = reason
 
     def reduce_arrays(self, arrays: Arrays, op: str) -> Arrays:
-        results = [np.empty_like(array) for array in arrays]
-        pairs = list(zip(arrays, results, strict=True))
-        if op in ("min", "max"):  # Which of 0.0 and -0.0 is the smaller one may depend on the order: one rank decides.
-            self._finish([self._group.Ireduce(*pair, self._ops[op]) for pair in pairs])
-            self._finish([self._group.Ibcast(result) for result in results])
-        else:
-            self._finish([self._group.Iallreduce(*pair, self._ops[op]) for pair in pairs])
-        return results
+        sent = [to_ordered_array(array, op) for array in arrays]  # MPI's own may lose NaN, or depend on the order for 0.0 and -0.0.
+        results = [np.empty_like(array) for array in sent]
+        self._finish([self._group.Iallreduce(*pair, self._ops[op]) for pair in zip(sent, results, strict=True)])
+        return [from_ordered_array(result, array.dtype, op) for result, array in zip(results, arrays, strict=True)]
 
     def gather_array(self, array: np.ndarray) -> np.ndarray:
         rows = np.empty(self.size, np.int64)
@@ -81,10 +78,11 @@ class MpiCommunicator(HostCommunicator):
         return result
 
     def scatter_array(self, array: np.ndarray, rows: Sequence[int], op: str) -> np.ndarray:
-        result = np.empty((rows[self.rank], *array.shape[1:]), array.dtype)
+        sent = to_ordered_array(array, op)
+        result = np.empty((rows[self.rank], *array.shape[1:]), sent.dtype)
         if _width(array):
-            self._finish([self._group.Ireduce_scatter(array, result, [_width(array) * own for own in rows], self._ops[op])])
-        return result
+            self._finish([self._group.Ireduce_scatter(sent, result, [_width(array) * own for own in rows], self._ops[op])])
+        return from_ordered_array(result, array.dtype, op)
 
     def exchange_rows(self, array: np.ndarray, splits: np.ndarray) -> Arrays:
         counts = np.empty(self.size, np.int32)
