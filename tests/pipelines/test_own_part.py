@@ -252,8 +252,8 @@ PIPELINES: dict[str, tuple[Callable[[], tf.data.Dataset], tuple[str, ...], str]]
         "",
     ),
     "taken in turn, one without an end": (
-        lambda: Dataset.sample_from_datasets(
-            [Dataset.range(23), Dataset.range(100, 107).repeat()], [0.5, 0.5], seed=1, stop_on_empty_dataset=True
+        lambda: Dataset.choose_from_datasets(
+            [Dataset.range(9).repeat(), Dataset.range(100, 107).repeat()], Dataset.range(2).repeat(10)
         ).map(halves).batch(8),
         ("batch", "map(halves)"),
         "",
