@@ -74,9 +74,16 @@ def test_state_of_a_transformer_changes_once(takes_pairs: bool, in_function: boo
         assert int(calls) == count
 
 
-def test_a_transformer_may_look_at_values() -> None:
-    def clipped(pairs: list[Any]) -> list[Any]:
-        return [(min(float(gradient.numpy()), 1.0), variable) for gradient, variable in pairs]
+def test_transformers_that_cannot_be_tried_in_a_graph() -> None:
+    made: list[tf.Variable] = []
 
-    for _ in range(2):
-        assert transformed(clipped, [tf.constant(5.0)], ["kernel"]) == [1.0]
+    def looks(pairs: Any) -> Any:
+        return [(g if g.numpy() < 1.0 else g / 2.0, v) for g, v in pairs]
+
+    def makes(gradients: Any) -> Any:
+        made.extend([] if made else [tf.Variable(3.0)])
+        return [made[0] * g for g in gradients]
+
+    assert float(transformed(looks, [tf.constant(4.0)], ["kernel"])[0]) == 2.0
+    step = tf.function(lambda gradient: transformed(makes, [gradient], ["kernel"]))
+    assert [float(step(tf.constant(x))[0]) for x in (1.0, 2.0)] == [3.0, 6.0]

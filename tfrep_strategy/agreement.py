@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+_OF_RANKS = ("the data of rank", "ended before that of the other ranks, so the epoch ends here for all.")
+
 
 class Agreement:
     """Lets the processes agree on each step, also if some of them have no batch for it.
@@ -34,18 +36,10 @@ class Agreement:
         Returns:
             bool scalar.
         """
-        everyone, anyone = tf.reduce_all(there), tf.reduce_any(there)
-        if not self.stop_together or len(there) == 1:
-            return anyone
-
-        def stop() -> tf.Tensor:
-            missing = tf.reshape(tf.where(tf.logical_not(tf.stack(there))), [-1])
-            warning = tf.print("Warning: the data ended in the middle of a step. The step is left out. Replicas without a batch:",
-                               missing, output_stream=sys.stderr)  # fmt: skip
-            with tf.control_dependencies([] if warning is None else [warning]):
-                return tf.constant(False)
-
-        return tf.cond(everyone == anyone, lambda: everyone, stop)
+        if not self.stop_together:
+            return tf.reduce_any(there)
+        what = "the data ended in the middle of a step. The step is left out. Replicas without a batch:"
+        return self._all_have(tf.stack(there), what)
 
     def next_step(
         self, has_batch: tf.Tensor, own: tf.Tensor, open_sizes: tf.Tensor
@@ -65,7 +59,7 @@ class Agreement:
             return own, has_batch, open_sizes
         told = self._gather(tf.concat([[tf.where(has_batch, own, -1)], open_sizes], 0))
         there = told[:, 0] >= 0
-        goes_on = self._all_have(there) if self.stop_together else tf.reduce_any(there)
+        goes_on = self._all_have(there, *_OF_RANKS) if self.stop_together else tf.reduce_any(there)
         return tf.reduce_sum(tf.maximum(told[:, 0], 0)), goes_on, tf.reduce_max(told[:, 1:], 0)
 
     def all_read(self, has_batch: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
@@ -85,7 +79,7 @@ class Agreement:
         one_size = tf.reduce_all((sizes == tf.reduce_max(sizes)) | (sizes < 0))
         said = "The ranks read different batches: all have to read the same data. Received: examples of each rank="
         with tf.control_dependencies([tf.debugging.Assert(one_size, [said, sizes], summarize=-1)]):
-            return self._all_have(sizes >= 0)
+            return self._all_have(sizes >= 0, *_OF_RANKS)
 
     def _gather(self, own: tf.Tensor) -> tf.Tensor:
         """Returns the vectors of all ranks, one in each row."""
@@ -93,14 +87,13 @@ class Agreement:
         return tf.reshape(self._sum(tf.reshape(rows, [-1])), [self.size, -1])
 
     @staticmethod
-    def _all_have(has_data: tf.Tensor) -> tf.Tensor:
-        """Returns whether a bool vector over the ranks is true everywhere; warns if it is true on some ranks only."""
+    def _all_have(has_data: tf.Tensor, before: str, after: str = "") -> tf.Tensor:
+        """Returns whether a bool vector is true everywhere; if it is true in some places only, warns and names the others."""
         ended = tf.reshape(tf.where(tf.logical_not(has_data)), [-1])
 
         def stop() -> tf.Tensor:
-            warning = tf.print("Warning: the data of rank", ended, "ended before that of the other ranks, so the epoch ends"
-                               " here for all.", output_stream=sys.stderr)  # fmt: skip
-            with tf.control_dependencies([] if warning is None else [warning]):
+            printed = tf.print("Warning:", before, ended, after, output_stream=sys.stderr)
+            with tf.control_dependencies([] if printed is None else [printed]):
                 return tf.constant(False)
 
         everyone, anyone = tf.reduce_all(has_data), tf.reduce_any(has_data)

@@ -15,12 +15,12 @@ from tfrep_strategy.errors import ConfigurationError, message
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 AllReduce = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 AllGather = Callable[[tf.Tensor], tf.Tensor]
+Transform = Callable[[list[Any]], Sequence[Any]]
 
-_OTHER_FORM = (TypeError, ValueError, AttributeError, NotImplementedError, tf.errors.OpError)
-"""What a transformer of gradients may raise if it gets pairs, and the other way round."""
-
-_known_forms: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-"""Of each transformer, whether it takes pairs."""
+_REFUSALS = (TypeError, ValueError, AttributeError, tf.errors.OpError)
+"""What a transformer raises that gets pairs in place of gradients, or the other way round."""
+_form_of: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""Whether a transformer takes pairs or gradients: `_of_pairs` or `_of_gradients`."""
 
 
 def aggregate(
@@ -79,7 +79,7 @@ def dense(gradient: Gradient) -> Gradient:
 
 
 def transformed(
-    transform: Callable[[list[Any]], Sequence[Any]], gradients: Sequence[Gradient], variables: Sequence[Any]
+    transform: Transform, gradients: Sequence[Gradient], variables: Sequence[Any]
 ) -> list[Gradient]:
     """Applies a function of (gradient, variable) pairs, or of gradients.
 
@@ -100,21 +100,36 @@ def transformed(
         >>> transformed(lambda gradients: [2 * g for g in gradients], [tf.constant(1.0)], ["v"])[0].numpy().item()
         2.0
     """
-    pairs = list(zip(gradients, variables, strict=True))
-    takes_pairs, of_pairs = _takes_pairs(transform, gradients, variables)
-    if takes_pairs:
-        _remember(transform, True)
-        return [gradient for gradient, _ in transform(pairs)]
-    try:
-        result = list(transform(list(gradients)))
-        _remember(transform, False)
-    except _OTHER_FORM as error:
-        if of_pairs is not None and tf.executing_eagerly():  # It may look at values, which the trial does not have.
-            with contextlib.suppress(*_OTHER_FORM):
-                result = list(transform(pairs))
-                if _are_pairs(result, variables):
-                    return [gradient for gradient, _ in result]
-        raise error from of_pairs  # Whichever of the two ways the transformer is for: its own error is there.
+    known = None
+    with contextlib.suppress(TypeError):  # It may be no key.
+        known = _form_of.get(transform)
+    forms = [known] if known else _fitting_forms(transform, gradients, variables) or [_of_pairs, _of_gradients]
+    refusal: Exception | None = None
+    for form in forms:
+        try:
+            result = form(transform, gradients, variables)
+        except _REFUSALS as error:
+            if form is forms[-1]:
+                raise error from refusal  # Whichever of the two forms the transformer has: its own error is there.
+            refusal = error
+        else:
+            break
+    if gradients:
+        with contextlib.suppress(TypeError):
+            _form_of[transform] = form
+    return result
+
+
+def _of_pairs(transform: Transform, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
+    result = list(transform(list(zip(gradients, variables, strict=True))))
+    for one, variable in zip(result, variables, strict=True):
+        if not isinstance(one, tuple) or len(one) != 2 or one[1] is not variable:
+            raise TypeError(f"This is not a pair of a gradient and its variable: {one}")
+    return [gradient for gradient, _ in result]
+
+
+def _of_gradients(transform: Transform, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
+    result = list(transform(list(gradients)))
     if len(result) != len(gradients):
         raise ConfigurationError(
             message(
@@ -128,45 +143,21 @@ def transformed(
     return result
 
 
-def _takes_pairs(
-    transform: Callable[[list[Any]], Sequence[Any]], gradients: Sequence[Gradient], variables: Sequence[Any]
-) -> tuple[bool, Exception | None]:
-    """Tries, in a graph that never runs, whether a transformer takes pairs: it may have state, which a trial must not change.
+def _fitting_forms(transform: Transform, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Any]:
+    """Returns the form of a transformer in a list, which is empty if that cannot be told.
 
-    Returns:
-        Whether it does; and its error, if it got pairs and raised one.
+    It is called in graphs that are thrown away, so that no state changes. Whatever it raises there, it raises again when it is
+    called for real.
     """
-    with contextlib.suppress(TypeError):
-        if (known := _known_forms.get(_function_of(transform))) is not None:
-            return known, None
-    with tf.__internal__.FuncGraph("trial").as_default():
-        try:
-            result = list(transform(list(zip(map(_placeholder, gradients), variables, strict=True))))
-            return _are_pairs(result, variables), None
-        except _OTHER_FORM as error:
-            return False, error
+    for form in (_of_pairs, _of_gradients):
+        with contextlib.suppress(Exception), tf.__internal__.FuncGraph("trial").as_default(), tf.variable_creator_scope(_refuse):
+            form(transform, gradients, variables)
+            return [form]
+    return []
 
 
-def _function_of(transform: Any) -> Any:
-    """Returns what stays the same of a transformer: a method is another object each time that it is asked for."""
-    return getattr(transform, "__func__", transform)
-
-
-def _remember(transform: Any, takes_pairs: bool) -> None:
-    with contextlib.suppress(TypeError):  # Some objects have no weak references.
-        _known_forms[_function_of(transform)] = takes_pairs
-
-
-def _placeholder(gradient: Gradient) -> Gradient:
-    if gradient is None:
-        return None
-    return tf.nest.map_structure(lambda t: tf.compat.v1.placeholder(t.dtype, t.shape), gradient, expand_composites=True)
-
-
-def _are_pairs(result: Sequence[Any], variables: Sequence[Any]) -> bool:
-    if len(result) != len(variables) or not result:
-        return False
-    return all(isinstance(one, tuple) and len(one) == 2 and one[1] is v for one, v in zip(result, variables, strict=True))
+def _refuse(creator: Any, **options: Any) -> Any:
+    raise RuntimeError("A variable that is made on trial would end with the graph.")
 
 
 def known_bytes(gradients: Sequence[Gradient]) -> int:

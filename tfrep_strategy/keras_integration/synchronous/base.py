@@ -46,12 +46,6 @@ class SynchronousBase(KerasDriver):
         return tf.distribute.get_replica_context() is not None
 
 
-def sums_what_is_written(variable: Any) -> bool:
-    """Whether a variable of TensorFlow becomes the sum of what the replicas assign or add to it."""
-    is_sum = getattr(variable, "aggregation", None) == tf.VariableAggregation.SUM
-    return is_sum and variable.synchronization != tf.VariableSynchronization.ON_READ
-
-
 def overwrites(variable: Any) -> bool:
     """Whether an optimizer overwrites a variable with its gradient."""
     return getattr(variable, "overwrite_with_gradient", False)

@@ -13,7 +13,7 @@ from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is
-from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase, sums_what_is_written
+from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 from tfrep_strategy.shares import Share
 
 _in_stateless_scope = keras_internal("backend.common.stateless_scope", "in_stateless_scope")
@@ -63,7 +63,7 @@ class Layers(SynchronousBase):
         return value if self._adds_up(variable, "assign_sub", value) else original(variable, value)
 
     def _adds_up(self, variable: Any, method: str, value: Any) -> bool:
-        if not self.in_replica or _in_stateless_scope() or not sums_what_is_written(variable._value):
+        if not self.in_replica or _in_stateless_scope() or not _sums_what_is_written(variable._value):
             return False
         value = variable._convert_to_tensor(value, dtype=variable._dtype)
         getattr(variable._value, method)(tf.broadcast_to(value, variable.shape))
@@ -152,6 +152,12 @@ def _is_weighed(layer: Any) -> bool:
     step = current_step()
     renorm = getattr(layer, "renorm", False)  # Newer than the oldest Keras.
     return step is not None and step.strategy.num_replicas_in_sync > 1 and not layer.synchronized and not renorm
+
+
+def _sums_what_is_written(variable: Any) -> bool:
+    """Whether a variable of TensorFlow becomes the sum of what the replicas assign or add to it."""
+    is_sum = getattr(variable, "aggregation", None) == tf.VariableAggregation.SUM
+    return is_sum and variable.synchronization != tf.VariableSynchronization.ON_READ
 
 
 def _is_moving_state(variable: Any) -> bool:

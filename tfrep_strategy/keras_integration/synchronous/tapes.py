@@ -33,10 +33,9 @@ class Tapes(SynchronousBase):
         positions = [i for i, source in enumerate(flat) if isinstance(source, (tf.Variable, keras.Variable))]
         was_scaled = step.was_scaled(target)
         is_part = step.loss_is_scaled and not was_scaled
-        weighed: list[tuple[tf.Tensor, tf.Tensor]] = []
-        if positions and output_gradients is None and not was_scaled:
-            at_once = any(map(overwrites, flat))
-            weighed = _all_beside_scaled(step, target) if is_part else _all_weighed(step, target, at_once)
+        is_own_loss = _comes_from_scaled(step, target) if is_part else not was_scaled
+        takes_apart = positions and output_gradients is None and is_own_loss
+        weighed = _all_weighed(step, target, at_once=any(map(overwrites, flat))) if takes_apart else []
         if weighed:
             target, output_gradients = map(list, zip(*weighed, strict=True))
         if not positions or is_part:
@@ -98,44 +97,13 @@ def _weighed(step: Step, target: Any, at_once: bool) -> list[tuple[tf.Tensor, tf
     return weighed + [addend for value in joint for addend in value.addends()]
 
 
-def _all_beside_scaled(step: Step, target: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """Takes apart what comes from a loss that has the share: that loss counts whole, what was added to it as without it."""
-    flat = tf.nest.flatten(target)
-    if not all(map(step.has_computed, flat)) or not any(_comes_from_scaled(step, each) for each in flat):
-        return []
-    return [pair for each in flat for pair in _beside_scaled(step, each)]
-
-
-def _beside_scaled(step: Step, value: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    if not _comes_from_scaled(step, value):
-        return _weighed(step, value, at_once=False) or [_mean(step, value)]
-    addends = [] if step.was_scaled(value) else _times_constants(value)
-    if not addends:
-        return [(value, tf.ones_like(value))]
-    return [(part, weight * times) for each, times in addends for part, weight in _beside_scaled(step, each)]
-
-
-def _times_constants(value: tf.Tensor) -> list[tuple[tf.Tensor, Any]]:
-    """Returns of what a number is the sum, each with its constant factor; nothing if it is no such sum."""
-    kind, inputs = value.op.type, list(value.op.inputs)
-    if kind in ("Add", "AddV2", "AddN", "Identity"):
-        return [(each, 1.0) for each in inputs]
-    if kind == "Sub":
-        return [(inputs[0], 1.0), (inputs[1], -1.0)]
-    if kind in ("Mul", "RealDiv"):
-        for each, other in (inputs, inputs[::-1])[: 1 + (kind == "Mul")]:
-            if (times := tf.get_static_value(other)) is not None:
-                return [(each, times if kind == "Mul" else 1.0 / times)]
-    return []
-
-
 def _mean(step: Step, value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return value, tf.fill(tf.shape(value), tf.cast(step.share.value, value.dtype))
 
 
-def _comes_from_scaled(step: Step, value: tf.Tensor) -> bool:
-    """Whether a number was computed from a loss that has the share, which is a number, too."""
-    left, seen = [value], set()
+def _comes_from_scaled(step: Step, target: Any) -> bool:
+    """Whether a target was computed from a loss that has the share. Both are numbers, and so is what is between them."""
+    left, seen = list(filter(step.has_computed, tf.nest.flatten(target))), set()
     while left:
         tensor = left.pop()
         if step.was_scaled(tensor):
