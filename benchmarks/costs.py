@@ -262,6 +262,15 @@ class Links:
         latency = 2 * (n - nodes) * self.inside_s + 2 * (nodes - 1) * self.between_s
         return latency + 2 * (n - 1) / n * size / self.bytes_per_s
 
+    def half_ring_s(self, n: int, size: float) -> float:
+        """Returns the seconds of a reduce-scatter or of an all-gather: each is half of a ring's all-reduce."""
+        return self.ring_s(n, size) / 2
+
+    def exchange_s(self, n: int, size: float) -> float:
+        """Returns the seconds of an all-to-all: each replica sends a part to each other one, one after the other."""
+        near = min(n, self.per_node) - 1
+        return near * self.inside_s + (n - 1 - near) * self.between_s + (n - 1) / n * size / self.bytes_per_s
+
     def tree_s(self, n: int, size: float) -> float:
         """Returns the seconds of an all-reduce in a double binary tree of machines."""
         nodes = math.ceil(n / self.per_node)
@@ -291,21 +300,30 @@ MESSAGES = {
 }
 
 
-def predicted_all_reduces(replicas: Sequence[int] = (64, 1024)) -> dict[str, dict[str, dict[str, float]]]:
-    """Predicts all-reduces on machines that were not measured.
+def predicted_collectives(replicas: Sequence[int] = (64, 1024)) -> dict[str, dict[str, dict[str, float]]]:
+    """Predicts collectives on machines that were not measured.
 
     Returns:
         Milliseconds, by links, message, and algorithm with the number of replicas.
     """
+
+    def reduced(links: Links, n: int, size: float) -> dict[str, float]:
+        of_tf = {"tf": links.short_or_long_s(n, size)} if links.per_node == 1 else {}
+        return {"ring": links.ring_s(n, size), "tree": links.tree_s(n, size), **of_tf}
+
+    def of_each(links: Links, n: int) -> dict[str, dict[str, float]]:
+        weights = 4.0 * RESNET50_PARAMETERS
+        return {
+            **{message: reduced(links, n, size) for message, size in MESSAGES.items()},
+            "sharded state: gradients of ResNet-50 are scattered": {"ring": links.half_ring_s(n, weights)},
+            "... and its weights are gathered": {"ring": links.half_ring_s(n, weights)},
+            "each exchanges 100 MB with all the others (`all_to_all`)": {"pairs": links.exchange_s(n, 1e8)},
+        }
+
     return {
         links.name: {
-            message: {
-                f"{name}, {n}": 1e3 * seconds(n, size)
-                for n in replicas
-                for name, seconds in (("ring", links.ring_s), ("tree", links.tree_s), ("tf", links.short_or_long_s))
-                if name != "tf" or links.per_node == 1
-            }
-            for message, size in MESSAGES.items()
+            message: {f"{name}, {n}": 1e3 * of_each(links, n)[message][name] for n in replicas for name in names}
+            for message, names in of_each(links, replicas[0]).items()
         }
         for links in (H200, ETHERNET)
     }

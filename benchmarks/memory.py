@@ -48,7 +48,11 @@ def variants(processes: int, replicas: int) -> list[Variant]:
             for name in usable_communicators()
             for n in numbers
         ),
-        Variant(f"{processes} processes, tf, on the chief", {"strategy": "tf", "chief_only": True}, processes),
+        *(
+            Variant(f"{n} processes, tf, on the chief", {"strategy": "tf", "chief_only": True}, n)
+            for n in numbers
+            if n >= min(4, processes)
+        ),
         Variant("stock mirrored, 2", {"strategy": "stock mirrored"}),
     ]
 

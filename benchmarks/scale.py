@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import control_plane
-from benchmarks.costs import PRIMITIVES, InMemory, Primitive, fit, line, predicted_all_reduces
+from benchmarks.costs import PRIMITIVES, InMemory, Primitive, fit, line, predicted_collectives
 from benchmarks.crews import Crew, Variant, usable_communicators
 from benchmarks.report import write_json
 from benchmarks.speed_page import write_page
@@ -88,12 +88,12 @@ def measure_control(fitted: Sequence[int], tried: int, seconds: float) -> dict[s
     Args:
         fitted: Numbers of ranks that are fitted.
         tried: A larger number.
-        seconds: How long those train that are tried.
+        seconds: How long they train. Each rank tells its state every 30 seconds.
 
     Returns:
         The measurements by the number of ranks, and what was predicted for the last.
     """
-    measured = {n: control_plane.measure(n, 3, seconds if n == tried else 1.0) for n in (*fitted, tried)}
+    measured = {n: control_plane.measure(n, 3, seconds) for n in (*fitted, tried)}
     lines = {key: line({n: measured[n][key] for n in fitted}) for key in _GROWING}
     return {
         "measured": {str(n): each for n, each in measured.items()},
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--control", nargs="+", type=int, default=(64, 128, 256, 1024), metavar="RANKS",
                         help="numbers of ranks of the control plane; the last is predicted from the others")  # fmt: skip
     parser.add_argument("--few", nargs="+", type=int, default=(2, 3, 4, 8), metavar="RANKS", help="the same, of few ranks")
-    parser.add_argument("--seconds", type=float, default=30.0, help="how long the last of these train")
+    parser.add_argument("--seconds", type=float, default=30.0, help="how long they train")
     parser.add_argument("--json", metavar="PATH", help="also write the results there")
     parser.add_argument(
         "--page", type=Path, metavar="PATH", help="with --json: also write tables and figures into this page"
@@ -151,9 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             name: measure(name, chosen.primitives, chosen.processes, chosen.rounds, chosen.floats)
             for name in chosen.communicators
         },
-        "control of few": measure_control(chosen.few[:-1], chosen.few[-1], 1.0),
+        "control of few": measure_control(chosen.few[:-1], chosen.few[-1], chosen.seconds),
         "control": measure_control(chosen.control[:-1], chosen.control[-1], chosen.seconds),
-        "predicted_ms": predicted_all_reduces(),
+        "predicted_ms": predicted_collectives(),
     }
     show(results)
     control_plane.show(results["control"]["measured"])

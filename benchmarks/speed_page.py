@@ -85,9 +85,10 @@ def _control(control: Mapping[str, Any]) -> str:
 
 def _predicted(predicted: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Iterable[str]:
     for links, messages in predicted.items():
-        yield f"{links[0].upper()}{links[1:]}: milliseconds of an all-reduce."
-        heads = ["", *next(iter(messages.values()))]
-        yield markdown_table(heads, [[name, *(f"{ms:.2f}" for ms in each.values())] for name, each in messages.items()])
+        yield f"{links[0].upper()}{links[1:]}: milliseconds."
+        heads = list(dict.fromkeys(head for each in messages.values() for head in each))
+        rows = [[name, *(f"{each[head]:.2f}" if head in each else "" for head in heads)] for name, each in messages.items()]
+        yield markdown_table(["", *heads], rows)
 
 
 def _collectives(measured: Mapping[str, Any]) -> Figure:

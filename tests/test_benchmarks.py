@@ -252,6 +252,8 @@ def test_costs_are_found_again():
     assert ETHERNET.ring_s(64, 1e8) == pytest.approx(126 * 50e-6 + 126 / 64 * 1e8 / 3.125e9)
     # Of the 126 messages, 14 are between the 8 machines.
     assert H200.ring_s(64, 0.0) == pytest.approx(112 * 3.4e-6 + 14 * 9.6e-6)
+    # An all-to-all: 7 messages within the machine, and 56 to others.
+    assert H200.exchange_s(64, 6.4e7) == pytest.approx(7 * 3.4e-6 + 56 * 9.6e-6 + 6.3e7 / 4e11)
 
 
 def test_ratio_is_taken_round_by_round():
