@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,11 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.keras_integration.synchronous.lone_callbacks import Given, find_lone
+from tfrep_strategy.keras_integration.synchronous.lone_callbacks import Given, LoneCallback, find_lone
 
 
 def _model() -> Any:
@@ -124,6 +127,67 @@ def test_what_changes_training_has_to_be_everywhere(worker_pool: Any) -> None:
     assert first == second
     assert "Only some ranks were given a ReduceLROnPlateau" in first
     assert "ranks_with_it=[0]" in first
+
+
+class _Draws(keras.callbacks.Callback):
+    """Shows some pictures, which it draws by lot."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        random.random()
+        np.random.rand(3)
+        tf.random.uniform([])
+
+
+class _Shuffled(keras.utils.PyDataset):
+    """Is shuffled by Keras, and by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = np.random.RandomState(0).randn(24, 4).astype("float32")
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        rows = self.x[4 * index : 4 * index + 4]
+        return rows, rows[:, :1]
+
+    def on_epoch_end(self) -> None:
+        np.random.shuffle(self.x)
+
+
+def _drawing_on_rank_0(strategy: Any) -> list[np.ndarray]:
+    keras.utils.set_random_seed(5)
+    with strategy.scope() if strategy is not None else contextlib.nullcontext():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    callbacks = [_Draws()] if strategy is not None and strategy.rank == 0 else []
+    model.fit(_Shuffled(), epochs=3, shuffle=True, verbose=0, callbacks=callbacks)
+    return model.get_weights()
+
+
+def test_what_a_callback_of_rank_0_draws_changes_nothing(worker_pool: Any) -> None:
+    expected = _drawing_on_rank_0(None)
+    for found in worker_pool("tf", 2).run(_drawing_on_rank_0):
+        for mine, wanted in zip(found, expected, strict=True):
+            np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-6)
+
+
+class _SetsTheRate(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch:
+            self.model.optimizer.learning_rate = 0.5
+
+
+def test_a_callback_of_some_ranks_that_sets_the_learning_rate() -> None:
+    strategy = tfrep.MultiWorkerStrategy()
+    with strategy.scope():
+        model = _model()
+    lone = LoneCallback(_SetsTheRate(), strategy)
+    lone.set_model(model)
+    lone.on_epoch_end(0)
+    with pytest.raises(ConfigurationError, match=r"A _SetsTheRate that not all ranks were given.*learning_rate=0.5\nHint: give it"):
+        lone.on_epoch_end(1)
 
 
 class _Stopping(keras.callbacks.Callback):

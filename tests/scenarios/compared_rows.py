@@ -240,3 +240,31 @@ def hard_examples() -> dict[str, Any]:
     for model in models.values():
         model.compile(_O.SGD(0.02, momentum=0.9), "mse")
     return {name: trained(model, *regression(33)) for name, model in models.items()}
+
+
+@scenario
+def accuracy_within_a_batch() -> dict[str, Any]:
+    """Keras's own step calls a `compute_loss` that compares rows, updates metrics with that, and takes a gradient."""
+
+    class Pairs(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = _encoder(1), _encoder(3)
+            self.accuracy = keras.metrics.SparseCategoricalAccuracy(name="within")
+            self.share = keras.metrics.Mean(name="share")
+
+        def call(self, x: Any) -> Any:
+            return self.first(x), self.second(x)
+
+        def compute_loss(self, x: Any, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True) -> Any:
+            similarities = ops.matmul(y_pred[0], ops.transpose(y_pred[1]))
+            labels = ops.arange(ops.shape(similarities)[0])
+            self.accuracy.update_state(labels, similarities)
+            self.share.update_state(ops.mean(y_pred[0]), sample_weight=2.0)
+            losses = keras.losses.sparse_categorical_crossentropy(labels, similarities, from_logits=True)
+            return ops.mean(losses)
+
+    model = Pairs()
+    model.compile(_O.SGD(0.05))
+    x, _ = regression(33)
+    return trained(model, x, epochs=2)

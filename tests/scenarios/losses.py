@@ -263,3 +263,25 @@ def masked_sequence() -> dict[str, Any]:
     )
     model.compile(_O.SGD(0.1), "mse")
     return trained(model, x, rng.randn(21, 6, 1).astype("float32"), batch_size=8)
+
+
+class _PenalizesRows(layers.Layer):
+    """Adds a loss for each row, as layers that were written for Keras 2 do, and one for each column."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.01 * keras.ops.sum(keras.ops.square(x), axis=-1))
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x), axis=0))
+        return x
+
+
+@scenario
+def added_losses_of_rows() -> dict[str, Any]:
+    """Keras adds them up."""
+
+    def of(**settings: Any) -> dict[str, Any]:
+        hidden = layers.Dense(6, "tanh", kernel_initializer=init(1))
+        model = keras.Sequential([keras.Input((4,)), hidden, _PenalizesRows(), layers.Dense(1, kernel_initializer=init(2))])
+        model.compile(_O.SGD(0.05), "mse", **settings)
+        return trained(model, *regression(), epochs=2)
+
+    return {"compiled": of(), "eager": of(run_eagerly=True)}

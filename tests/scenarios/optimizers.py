@@ -194,3 +194,22 @@ def float8() -> dict[str, Any]:
         variables = [variable for variable in model.variables if "seed" not in variable.path]
         results[f"{kind.__name__} {accumulated}"] = {"weights_rough": [keras.ops.convert_to_numpy(v) for v in variables]}
     return results
+
+
+class Noisy(_O.SGD):
+    """Adds noise to each update (stochastic gradient Langevin dynamics)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(gradient, variable, learning_rate)
+        self.assign_add(variable, 0.01 * keras.random.normal(variable.shape, seed=self.seeds))
+
+
+@scenario
+def noise_in_an_update() -> dict[str, Any]:
+    model = dense()
+    model.compile(Noisy(0.05), "mse")
+    return trained(model, *regression(), epochs=2)

@@ -217,3 +217,46 @@ def several_gradients_of_one_tape() -> dict[str, Any]:
         return {"loss": loss, "of_rows": tf.reduce_mean(tf.square(of_rows)), "norm": tf.linalg.global_norm(gradients)}
 
     return fitted(step)
+
+
+@scenario
+def penalty_on_gradients_of_inputs() -> dict[str, Any]:
+    """The gradient of a row counts as on one device, where the mean is over all rows; that of a sum counts whole."""
+
+    def step(model: Any, x: Any, y: Any) -> dict[str, Any]:
+        with tf.GradientTape() as outer:
+            with tf.GradientTape(persistent=True) as inner:
+                inner.watch(x)
+                loss = model.loss_of(x, y)
+                total = tf.reduce_sum(tf.square(model(x, training=True)))
+            of_mean, of_sum = inner.gradient(loss, x), inner.gradient(total, [x])[0]
+            penalty = tf.reduce_sum(tf.square(of_mean)) + 0.001 * tf.reduce_sum(tf.square(of_sum))
+            target = loss + penalty
+        model.optimizer.apply(outer.gradient(target, model.trainable_variables), model.trainable_variables)
+        return {"loss": loss, "penalty": penalty}
+
+    return fitted(step, rows=33)
+
+
+@scenario
+def learning_to_learn_in_two_steps() -> dict[str, Any]:
+    """The second inner step takes a gradient of tensors, which are the same on all replicas."""
+
+    def step(model: Any, x: Any, y: Any) -> dict[str, Any]:
+        def loss_of(w: Any) -> Any:
+            return tf.reduce_mean(tf.square(tf.tanh(x @ w[0] + w[1]) @ w[2] + w[3] - y))
+
+        variables = model.trainable_variables
+        with tf.GradientTape() as outer:
+            w = [tf.identity(variable) for variable in variables]
+            for _ in range(3):
+                with tf.GradientTape() as inner:
+                    inner.watch(w)
+                    loss = loss_of(w)
+                gradients, norm = tf.clip_by_global_norm(inner.gradient(loss, w), 0.5)
+                w = [each - 0.1 * gradient for each, gradient in zip(w, gradients, strict=True)]
+            later = loss_of(w)
+        model.optimizer.apply(outer.gradient(later, variables), variables)
+        return {"loss": loss, "later": later, "norm": norm}
+
+    return fitted(step)

@@ -310,3 +310,54 @@ def sparse_gradients_without_run() -> dict[str, Any]:
             optimizer.apply(tape.gradient(loss, table.trainable_weights), table.trainable_weights)
         weights += table.get_weights()
     return {"tables": weights}
+
+
+@scenario
+def logs_of_several_numbers() -> dict[str, Any]:
+    """Counts, sums, means and quotients for each class."""
+
+    class PerClass(keras.Model):
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            x, y = batch
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, predicted := self(x, training=True))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            classes = keras.ops.cast(y > keras.ops.convert_to_tensor([-1.0, 0.0, 1.0]), "float32")
+            counts, errors = keras.ops.sum(classes, axis=0), keras.ops.abs(predicted - y)
+            return {
+                "loss": loss,
+                "counts": counts,
+                "whole": keras.ops.sum(keras.ops.cast(classes, "int32"), axis=0),
+                "error": keras.ops.sum(classes * errors, axis=0) / keras.ops.maximum(counts, 1.0),
+                "mean": keras.ops.mean(predicted * classes, axis=0),
+                "largest": keras.ops.max(errors * classes, axis=0),
+            }
+
+    inputs = keras.Input((4,))
+    model = PerClass(inputs, dense()(inputs))
+    model.compile(_O.SGD(0.05), "mse")
+    x, y = regression()
+    history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    return {"history": history, "weights": model.get_weights()}
+
+
+@scenario
+def checked_numbers() -> dict[str, Any]:
+    """A check that passes a sum on makes no mean of it."""
+
+    class Checked(keras.Model):
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            x, y = batch
+            with tf.GradientTape() as tape:
+                errors = tf.debugging.check_numerics(tf.square(self(x, training=True) - y), "errors")
+                total = tf.debugging.check_numerics(tf.reduce_sum(errors) / 64.0, "total")
+                loss = tf.ensure_shape(total, []) + tf.debugging.check_numerics(0.1 * tf.reduce_mean(errors), "mean")
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss, "quotient": tf.debugging.check_numerics(tf.reduce_sum(errors), "sum") / tf.norm(total)}
+
+    inputs = keras.Input((4,))
+    model = Checked(inputs, dense()(inputs))
+    model.compile(_O.SGD(0.05))
+    x, y = regression()
+    history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    return {"history": history, "weights": model.get_weights()}

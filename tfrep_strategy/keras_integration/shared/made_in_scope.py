@@ -24,6 +24,17 @@ def refuse_foreign_model(model: Any, strategy: Any, method: str) -> None:
         _refuse(f"`{method}`", "a model", strategy, model=model.name)
 
 
+def refuse_foreign_metrics(model: Any, strategy: Any, method: str) -> None:
+    """Refuses metrics that a model has beside those of `compile`, and that were made elsewhere: each process would log its rows.
+
+    Raises:
+        ConfigurationError: when one of them was not made in the scope of the strategy.
+    """
+    for metric in model.metrics:
+        if any(_is_foreign(variable, strategy) for variable in metric.variables):
+            _refuse(f"`{method}`", "a metric", strategy, metric=metric.name, model=model.name)
+
+
 def refuse_foreign_parts(model: Any, strategy: Any) -> None:
     """Refuses what `compile` was given and what was made elsewhere.
 

@@ -72,7 +72,8 @@ class Layers(SynchronousBase):
     def next_seed(self, original: Any, generator: Any, ordered: bool = True) -> Any:
         """Gives each replica another seed, and replica 0 that of one device; the generator's state stays equal everywhere."""
         seed = original(generator, ordered=ordered)
-        if not self.in_replica or not self.has_several:
+        # What an optimizer adds to the one value of a variable is one number, too.
+        if not self.in_replica or not self.has_several or assigns_as_is.value:
             return seed
         context: Any = tf.distribute.get_replica_context()
         # The same operations on every replica, so that all trace the same program.

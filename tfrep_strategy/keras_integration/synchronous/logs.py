@@ -12,6 +12,7 @@ from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared.metric_results import MetricResults, Result, Told, noted_results
+from tfrep_strategy.keras_integration.synchronous.assigned_values import of_all_replicas
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 from tfrep_strategy.keras_integration.synchronous.batch_sums import compares_rows, is_count, of_all_rows, part_of_global
 from tfrep_strategy.keras_integration.synchronous.open_rows import TraceAgainError
@@ -106,9 +107,12 @@ def _is_used(value: Any) -> bool:
 def _global_means(strategy: KerasStrategy, values: list[Any]) -> list[tf.Tensor]:
     step: Any = current_step()
     tensors = [tf.convert_to_tensor(value) for value in values]
-    parts = {i: part_of_global(step, t) for i, t in enumerate(tensors) if t.dtype.is_floating}
-    parts |= {i: t for i, t in enumerate(tensors) if t.dtype.is_integer and is_count(step, t) and not compares_rows(step, t)}
-    known = dict(zip(parts, strategy.extended.sum_over_replicas(list(parts.values())), strict=True))
+    whole = {i: of_all_replicas(t) for i, t in enumerate(tensors) if t.shape.rank}
+    whole = {i: each for i, each in whole.items() if each is not None}
+    rest = {i: t for i, t in enumerate(tensors) if i not in whole}
+    parts = {i: part_of_global(step, t) for i, t in rest.items() if t.dtype.is_floating}
+    parts |= {i: t for i, t in rest.items() if t.dtype.is_integer and is_count(step, t) and not compares_rows(step, t)}
+    known = whole | dict(zip(parts, strategy.extended.sum_over_replicas(list(parts.values())), strict=True))
     known |= {i: of_all_rows(step, t) for i, t in enumerate(tensors) if i not in known and (compares_rows(step, t) or _is_told(t))}
     return [t if known.get(i) is None else known[i] for i, t in enumerate(tensors)]
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 
+from tfrep_strategy._tensorflow import random_state, set_random_state
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.synchronous.saving import is_coordinated
@@ -78,6 +82,8 @@ def find_lone(ranks: Sequence[Sequence[Given]]) -> dict[str, list[int]]:
 class LoneCallback(keras.callbacks.Callback):
     """Runs a callback of this process without asking the others, which do not run it.
 
+    The random numbers that it draws are its own, so that all ranks go on drawing alike. It must not change the learning rate.
+
     Args:
         callback: The callback.
         strategy: Whose state it reads as this process has it; it was merged before.
@@ -98,10 +104,40 @@ class LoneCallback(keras.callbacks.Callback):
 
 def _forwarding(hook: str) -> Callable[..., None]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> None:
-        with self._strategy.extended.acting_alone(), is_coordinated.to(True):
+        before = _learning_rate(self.model)
+        with self._strategy.extended.acting_alone(), is_coordinated.to(True), _own_random_numbers():
             getattr(self.callback, hook)(*args, **kwargs)
+        if (rate := _learning_rate(self.model)) != before:
+            raise ConfigurationError(
+                message(
+                    f"A {type(self.callback).__name__} that not all ranks were given has changed the learning rate.",
+                    hint="give it to all ranks; what it writes is written once all the same.",
+                    hook=hook,
+                    before=before,
+                    learning_rate=rate,
+                )
+            )
 
     return forward
+
+
+def _learning_rate(model: Any) -> float | None:
+    """Returns the learning rate, if a callback may set it: a schedule sets it by the number of steps."""
+    optimizer = getattr(model, "optimizer", None)
+    found = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
+    return float(keras.ops.convert_to_numpy(found)) if isinstance(found, keras.Variable) else None
+
+
+@contextlib.contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    of_python, of_numpy, (seed, of_tensorflow) = random.getstate(), np.random.get_state(), random_state()
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        if seed is not None:
+            set_random_state(seed, of_tensorflow)
 
 
 for _hook in [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]:

@@ -19,6 +19,7 @@ from tfrep_strategy.keras_integration.protocol import Step, current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 from tfrep_strategy.keras_integration.synchronous.batch_sums import (
+    are_rows,
     as_mean,
     can_follow,
     compares_rows,
@@ -126,7 +127,7 @@ class Losses(SynchronousBase):
         """Lets a loss that a layer sums over rows be weighed as others are, which are means. Each replica has losses of its own."""
         step = current_step()
         if step is not None and self._sees_part:
-            loss = keras.tree.map_structure(lambda value: as_mean(step, value), loss)
+            loss = keras.tree.map_structure(lambda value: _added(step, value), loss)
         several = self.in_replica and self.strategy.extended.num_local_replicas > 1
         if several and not isinstance(layer._losses, LossesOfReplicas):
             vars(layer)["_losses"] = LossesOfReplicas(layer._losses)  # Keras would make an ordinary list of it.
@@ -191,6 +192,15 @@ class Losses(SynchronousBase):
     def _divides_by_replicas(self) -> bool:
         """Whether losses are divided by the number of replicas: in a custom loop, whose gradients are summed."""
         return current_step() is None and not sees_whole_batch.value and self.in_replica
+
+
+def _added(step: Step, value: Any) -> tf.Tensor:
+    """Returns a loss that a layer adds as one that the share can weigh. Keras's own steps add up what is no scalar."""
+    value = ops.convert_to_tensor(value)
+    if step.is_own or not value.shape.rank:
+        return as_mean(step, value)
+    total = ops.sum(value)
+    return step.share.unweigh(total) if are_rows(step, value) else as_mean(step, total)
 
 
 def _update_sum(original: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:

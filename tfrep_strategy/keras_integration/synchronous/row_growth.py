@@ -23,17 +23,21 @@ PRODUCTS = {"Mul": 1, "MulNoNan": 1, "Div": -1, "DivNoNan": -1, "RealDiv": -1}
 """Products and quotients, with the power of the second factor."""
 
 _SMALL = 1e-3
-AS_FIRST_INPUT = {
-    "Abs", "Cast", "ExpandDims", "GatherV2", "Identity", "Max", "Mean", "Min", "Neg", "Reshape", "Slice", "Squeeze", "StopGradient",
-    "StridedSlice", "Transpose", "Unpack",
+CHECKED = {"CheckNumerics", "CheckNumericsV2", "EnsureShape", "PreventGradient", "Print"}
+"""Operations that look at a tensor and pass it on."""
+
+AS_FIRST_INPUT = CHECKED | {
+    "Abs", "BroadcastTo", "Cast", "ExpandDims", "GatherV2", "Identity", "Max", "Mean", "Min", "Neg", "Reshape", "Slice", "Squeeze",
+    "StopGradient", "StridedSlice", "Tile", "Transpose", "Unpack",
 }  # fmt: skip
+_DRAWS = {"Multinomial", "ParameterizedTruncatedNormal", "StatelessMultinomial", "TruncatedNormal"}
 _DATA = {"IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue"}
 SOURCES = _DATA | {"Placeholder"}
 """Operations from which a step gets what it did not compute."""
 
 _AS_ALL_INPUTS = ADDITIONS | {"Maximum", "Minimum", "SelectV2"}
 _MAY_ADD_UP = {"Einsum", "L2Loss", "Size", "Sum", "UnsortedSegmentSum"}
-_REPEATABLE = REDUCTIONS | {
+_REPEATABLE = REDUCTIONS | CHECKED | {
     "Abs", "Add", "AddV2", "Cast", "Div", "DivNoNan", "Elu", "Equal", "Erf", "Exp", "ExpandDims", "Expm1", "Greater",
     "GreaterEqual", "Identity", "Less", "LessEqual", "Log", "Log1p", "LogicalAnd", "LogicalNot", "LogicalOr", "Maximum", "Minimum",
     "Mul", "MulNoNan", "Neg", "NotEqual", "Pow", "RealDiv", "Relu", "Relu6", "Reshape", "Rsqrt", "SelectV2", "Selu", "Sigmoid",
@@ -84,6 +88,26 @@ def depends_on_rows(step: Step, value: tf.Tensor) -> bool:
     Where nobody can tell, in an eager step or a branch, it was.
     """
     return not step.has_computed(value) or _followed(step, value.graph).depends_on_rows(value)
+
+
+def has_rows(step: Step, value: tf.Tensor) -> bool:
+    """Returns whether a tensor has a dimension for the rows of the batch, as far as the graph tells."""
+    grows = _followed(step, value.graph)
+    return grows.axis(value) is not None or bool(value.shape.rank) and grows.is_of_rows(value)
+
+
+def is_drawn(step: Step, value: tf.Tensor) -> bool:
+    """Returns whether a tensor was computed from random numbers, of which each replica draws its own."""
+    grows, left, seen = _followed(step, value.graph), [value], set()
+    while left:
+        tensor = left.pop()
+        if tensor.name in seen or grows.told.get(tensor.name) == 0:
+            continue
+        seen.add(tensor.name)
+        if "Random" in tensor.op.type or tensor.op.type in _DRAWS:
+            return True
+        left += tensor.op.inputs
+    return False
 
 
 class _Shape(NamedTuple):
@@ -157,7 +181,7 @@ class RowGrowth:
         operation, kind = tensor.op, tensor.op.type
         axis = self._axes[operation.inputs[0]] if operation.inputs else None
         if kind in ("Max", "Mean", "Min", "Sum"):
-            return kind.lower() if axis is not None and axis in reduced_axes(operation) else None
+            return kind.lower() if axis is not None and self._removes_rows(operation) else None
         adds_up = (
             kind == "L2Loss" and axis is not None
             or kind in MATRIX_PRODUCTS and self._axes.are_contracted(operation)
@@ -165,6 +189,12 @@ class RowGrowth:
             or kind == "UnsortedSegmentSum" and axis == 0 and self[operation.inputs[2]] == 0  # Not for each row, as ragged ones.
         )  # fmt: skip
         return "sum" if adds_up else None
+
+    def _removes_rows(self, reduction: Any) -> bool:
+        """Whether a reduction of a tensor with rows has none. Backward undoes broadcasts along axes that only the run knows."""
+        if tf.get_static_value(reduction.inputs[1]) is None:
+            return self._axes[reduction.outputs[0]] is None
+        return self._axes[reduction.inputs[0]] in reduced_axes(reduction)
 
     def follow(self, graph: Any) -> None:
         """Goes through the operations that were added to the graph since the last call."""
@@ -240,7 +270,7 @@ class RowGrowth:
         if kind == "Size":
             return int(axis is not None)
         if kind in ("Sum", "L2Loss"):
-            return _plus(powers[0], int(axis is not None and (kind == "L2Loss" or axis in reduced_axes(operation))))
+            return _plus(powers[0], int(axis is not None and (kind == "L2Loss" or self._removes_rows(operation))))
         if kind == "UnsortedSegmentSum":
             return _plus(powers[0], int(axis == 0 and powers[2] == 0))
         if kind == "Einsum":

@@ -18,6 +18,7 @@ from tfrep_strategy.keras_integration.synchronous.row_axes import MATRIX_PRODUCT
 from tfrep_strategy.keras_integration.synchronous.row_growth import (
     ADDITIONS,
     AS_FIRST_INPUT,
+    CHECKED,
     PRODUCTS,
     REDUCED,
     SOURCES,
@@ -174,7 +175,7 @@ def _kind(grows: RowGrowth, tensor: tf.Tensor) -> str | None:
 
 def _can_be_repeated(grows: RowGrowth, tensor: tf.Tensor, together: str | None) -> bool:
     """Whether an operation gives the value of one device if its inputs have theirs."""
-    if tensor.op.type in SOURCES or tensor.op.op_def.is_stateful:
+    if tensor.op.type in SOURCES or (tensor.op.op_def.is_stateful and tensor.op.type not in CHECKED):
         return False
     treats_rows = together is not None or grows.is_normalized(tensor)
     return treats_rows or all(grows.axis(each) is None for each in tensor.op.inputs)

@@ -13,7 +13,7 @@ from tfrep_strategy.gradients import dense, dense_buckets
 from tfrep_strategy.keras_integration.protocol import Step, current_step
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase, overwrites
 from tfrep_strategy.keras_integration.synchronous.batch_sums import addends, are_rows, compares_rows
-from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
+from tfrep_strategy.keras_integration.synchronous.row_growth import depends_on_rows, has_rows, is_drawn, note_global
 
 
 class Tapes(SynchronousBase):
@@ -24,18 +24,21 @@ class Tapes(SynchronousBase):
     ) -> Any:
         """Makes the gradients of variables global, so that a norm, a clip or an update by hand is that of one device.
 
-        Others are as TensorFlow gives them: the gradient of a tensor belongs to the rows of this replica, and in a branch
-        replicas may not meet. What a user has made of a scaled loss stays a part, which `apply` sums.
+        So are those of tensors that are the same on all replicas, such as weights after a step of MAML. The gradient of rows
+        belongs to those of this replica, of which the loss counts its share. In a branch replicas may not meet. What a user has
+        made of a scaled loss stays a part, which `apply` sums.
         """
         step, flat = current_step(), tf.nest.flatten(sources)
         if step is None or not (step.is_own and self.has_several and self.in_replica) or step.is_in_branch:
             return original(tape, target, sources, output_gradients, *args, **kwargs)
-        positions = [i for i, source in enumerate(flat) if isinstance(source, (tf.Variable, keras.Variable))]
+        asks_for_all = output_gradients is None
+        positions = [i for i, source in enumerate(flat) if _is_one_value(step, source, asks_for_all)]
+        of_rows = [source for source in flat if step.has_computed(source) and has_rows(step, source)]
         was_scaled = step.was_scaled(target)
         is_part = step.loss_is_scaled and not was_scaled
         is_own_loss = _comes_from_scaled(step, target) if is_part else not was_scaled
-        takes_apart = positions and output_gradients is None and is_own_loss
-        weighed = _all_weighed(step, target, at_once=any(map(overwrites, flat))) if takes_apart else []
+        takes_apart = (positions or of_rows) and asks_for_all and is_own_loss
+        weighed = _all_weighed(step, target, bool(of_rows) or any(map(overwrites, flat))) if takes_apart else []
         if weighed:
             target, output_gradients = map(list, zip(*weighed, strict=True))
         if not positions or is_part:
@@ -98,7 +101,14 @@ def _weighed(step: Step, target: Any, at_once: bool) -> list[tuple[tf.Tensor, tf
 
 
 def _mean(step: Step, value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    return value, tf.fill(tf.shape(value), tf.cast(step.share.value, value.dtype))
+    return value, tf.ones_like(value) * tf.cast(step.share.value, value.dtype)
+
+
+def _is_one_value(step: Step, source: Any, tensors: bool) -> bool:
+    """Whether a source has the same value on all replicas: a variable, or a tensor that was computed from such alone."""
+    if isinstance(source, (tf.Variable, keras.Variable)):
+        return True
+    return tensors and step.has_computed(source) and not depends_on_rows(step, source) and not is_drawn(step, source)
 
 
 def _comes_from_scaled(step: Step, target: Any) -> bool:
