@@ -192,3 +192,62 @@ def test_a_strategy_of_tensorflow_itself(one_replica, stock_mirrored):
         repl.run(step, lambda ctx: tf.data.Dataset.range(4).batch(ctx.get_per_replica_batch_size(3)))
     with pytest.raises(ConfigurationError, match="Under this strategy an input function must return a tf.data.Dataset"):
         repl.run(step, lambda: lambda: tf.ones([1]))
+
+
+class _Weight:
+    """A step that pulls a weight towards the mean of a batch, and what a replicator makes of it."""
+
+    def __init__(self, repl):
+        self.repl = repl
+        with repl.context():
+            self.weight = keras.Variable(0.0)
+            self.optimizer = keras.optimizers.SGD(1.0)
+
+    def step(self, batch=None):
+        target = tf.reduce_mean(tf.cast(1.0 if batch is None else batch, tf.float32))
+        with tf.GradientTape() as tape:
+            loss = -self.weight * target
+        self.optimizer.apply(tape.gradient(loss, [self.weight]), [self.weight])
+        return loss
+
+    def after(self, *runs):
+        for input_fn, steps in runs:
+            self.repl.run(self.step, input_fn, steps=steps)
+        return float(self.weight)
+
+
+@pytest.mark.parametrize("mode", ["SINGLE", "PER_WORKER", "PER_REPLICA"])
+def test_python_makes_a_batch_for_each_step(mode):
+    """Each is used once and in order, also those that were made while the step was compiled, in loops too."""
+
+    def input_fn(ctx):
+        numbers = iter(range(ctx.input_pipeline_id, 1000, ctx.num_input_pipelines))
+        return lambda: np.full([3], next(numbers), np.float32)
+
+    repl = tfrep.Replicator(
+        tfrep.MirroredStrategy(["CPU:0", "CPU:1"]), input_replication_mode=tfrep.InputReplicationMode[mode]
+    )
+    assert _Weight(repl).after((input_fn, 1), (input_fn, 1), (input_fn, 1), (input_fn, 4)) == sum(range(14)) / 2
+
+
+def test_batches_of_python_may_have_other_numbers_of_rows_but_no_other_dtype():
+    batches = iter([{"a": np.ones([2, 3]), "b": 1}, {"a": np.ones([5, 3]), "b": 2}, {"a": np.ones([5, 3]), "b": 2.5}])
+    repl, taken = tfrep.Replicator(tfrep.MirroredStrategy(["CPU:0"])), lambda: lambda: next(batches)
+    step = lambda batch: tf.shape(batch["a"])[0] + batch["b"]  # noqa: E731
+    assert [int(repl.run(step, taken)), int(repl.run(step, taken))] == [3, 7]
+    with pytest.raises(tf.errors.OpError, match="A batch has another dtype than the first one"):
+        repl.run(step, taken)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_gradients_of_steps_without_batches_are_averaged(replicas):
+    repl = tfrep.Replicator(tfrep.MirroredStrategy([f"CPU:{i}" for i in range(replicas)]))
+    assert _Weight(repl).after((None, 1), (None, 2)) == pytest.approx(3.0)
+
+
+def _without_batches(strategy):
+    return _Weight(tfrep.Replicator(strategy)).after((None, 2))
+
+
+def test_gradients_of_steps_without_batches_are_averaged_over_processes(worker_pool):
+    assert worker_pool("tf", 2).run(_without_batches) == pytest.approx([2.0, 2.0])

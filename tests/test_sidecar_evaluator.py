@@ -90,6 +90,31 @@ def _save(folder: Path, name: str, written: float) -> float:
     return model.evaluate(_data(), verbose=0)
 
 
+@pytest.mark.parametrize("known", [["x"], ["c", "b", "a"]])
+def test_what_preprocessing_layers_of_a_saved_model_have_learned(known: list[str], tmp_path: Path) -> None:
+    """The evaluator's own model was adapted to something else."""
+    x = np.random.RandomState(0).normal(100.0, 5.0, (8, 2)).astype("float32")
+    words = np.array([["a"], ["b"]] * 4)
+
+    def model(numbers: np.ndarray, vocabulary: Any) -> Any:
+        scale, look_up = keras.layers.Normalization(), keras.layers.StringLookup(
+            output_mode="multi_hot", max_tokens=5, pad_to_max_tokens=True
+        )
+        scale.adapt(numbers)
+        look_up.adapt(vocabulary)
+        inputs = keras.Input((2,)), keras.Input((1,), dtype="string")
+        both = keras.layers.Concatenate()([scale(inputs[0]), look_up(inputs[1])])
+        made = keras.Model(inputs, keras.layers.Dense(1)(both))
+        made.compile("sgd", "mse")
+        return made
+
+    trained = model(x, words)
+    data = tf.data.Dataset.from_tensor_slices(((x, words), x[:, :1])).batch(4)
+    trained.save(tmp_path / "ckpt-1.keras")
+    history = tfrep.SidecarEvaluator(model(x * 7.0, known), data, tmp_path, max_evaluations=1, poll_seconds=0.05).start()
+    assert history["loss"] == pytest.approx([trained.evaluate(data, verbose=0)], rel=1e-5)
+
+
 def test_the_newest_is_the_one_that_was_written_last(tmp_path: Path) -> None:
     """Whatever the numbers in the names are: epochs, or decimals of a loss."""
     _save(tmp_path, "01-0.90.keras", 1000)

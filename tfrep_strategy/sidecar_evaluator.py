@@ -16,6 +16,7 @@ import numpy as np
 
 from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds, message
 from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
+from tfrep_strategy.keras_integration.shared.copied_models import copy_state
 
 _SUFFIXES = (".weights.h5", ".keras")
 
@@ -145,7 +146,8 @@ class SidecarEvaluator:
                     # The table of contents is written last; without it the file is not a zip file.
                     if not zipfile.is_zipfile(path):
                         raise OSError(f"{path} is not complete.")
-                    self.model.set_weights(keras.models.load_model(path, compile=False).get_weights())
+                    if copy_state(keras.models.load_model(path, compile=False), self.model):
+                        self.model.test_function = None
                 else:
                     self.model.load_weights(path)
                 return True

@@ -126,6 +126,44 @@ def test_a_model_that_is_a_class(tmp_path: Path) -> None:
     np.testing.assert_allclose(estimator.get_variable_value(kernel), expected.get_weights()[0], rtol=1e-5, atol=1e-6)
 
 
+def test_what_preprocessing_layers_have_learned(tmp_path: Path) -> None:
+    """Beside weights: numbers that `Normalization` keeps, and vocabularies."""
+    x = np.random.RandomState(0).normal(1000.0, 5.0, (16, 4)).astype("float32")
+    words = tf.constant([["a"], ["b"], ["c"], ["a"]] * 4)
+    scale, look_up = keras.layers.Normalization(), keras.layers.StringLookup(output_mode="one_hot")
+    scale.adapt(x)
+    look_up.adapt(words)
+    inputs = {"x": keras.Input((4,), name="x"), "word": keras.Input((1,), dtype="string", name="word")}
+    both = keras.layers.Concatenate()([scale(inputs["x"]), look_up(inputs["word"])])
+    model = keras.Model(inputs, keras.layers.Dense(1)(both))
+    model.compile("sgd", "mse")
+    features, y = {"x": x, "word": words}, x[:, :1] - 1000.0
+    expected = model.evaluate(features, y, verbose=0)
+    found = estimator_in(tmp_path, model).evaluate(lambda: tf.data.Dataset.from_tensor_slices((features, y)).batch(16))
+    assert found["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_functions_of_one_name_and_of_none(tmp_path: Path) -> None:
+    def weighted(weight: float) -> Any:
+        def loss(y: Any, predicted: Any) -> Any:
+            return weight * keras.ops.mean(keras.ops.square(y - predicted), -1)
+
+        return loss
+
+    factor = 3.0
+    inputs = keras.Input((4,))
+    scaled = keras.layers.Lambda(lambda x: x / factor)(inputs)
+    outputs = {name: keras.layers.Dense(1, name=name)(scaled) for name in ("a", "b", "c")}
+    model = keras.Model(inputs, outputs)
+    losses = {"a": weighted(1.0), "b": weighted(10.0), "c": lambda y, predicted: keras.ops.abs(y - predicted)}
+    model.compile("sgd", losses)
+    y = dict.fromkeys(outputs, Y)
+    expected = model.evaluate(X, y, batch_size=len(X), return_dict=True, verbose=0)
+    found = estimator_in(tmp_path, model).evaluate(lambda: tf.data.Dataset.from_tensor_slices((X, y)).batch(len(X)))
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-5), name
+
+
 def test_steps_and_max_steps(tmp_path: Path) -> None:
     estimator = estimator_in(tmp_path)
     hook = Records()

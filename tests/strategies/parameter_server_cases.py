@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
+from tfrep_strategy.keras_integration.asynchronous.worker_data import WorkerData
 
 ROWS, BATCH = 200, 10
 
@@ -585,3 +586,22 @@ def test_throughput_and_warmup(strategy: Any, kind: str) -> None:
     with_momentum = make_model(strategy, keras.optimizers.SGD(0.05, momentum=0.9))
     with pytest.raises(ConfigurationError, match="momentum_correction=False"):
         with_momentum.fit(x, y, verbose=0, callbacks=[tfrep.callbacks.LearningRateWarmup(0.05)])
+
+
+def _shuffled(context: Any) -> tf.data.Dataset:
+    return tf.data.Dataset.range(10_000).shuffle(10_000).repeat().batch(8)
+
+
+def test_workers_read_in_other_orders_though_there_is_a_global_seed(strategy: Any) -> None:
+    """TensorFlow traces the pipeline of all workers once, and cannot tell them apart in it."""
+    keras.utils.set_random_seed(1)
+    read = WorkerData(strategy, tfrep.DatasetCreator(_shuffled))
+    take = tf.function(lambda iterator: next(iterator))
+    iterator = iter(read)
+    taken = [strategy.coordinator.schedule(take, args=(iterator,)) for _ in range(12)]
+    strategy.coordinator.join()
+    assert len({tuple(each.fetch().numpy()) for each in taken}) == 12
+    repl = tfrep.ParameterServerReplicator(strategy)
+    assert len({tuple(each.numpy()) for each in repl.run(lambda batch: batch, _shuffled, steps=12)}) == 12
+    with pytest.raises(ConfigurationError, match="Unknown reduction"):
+        repl.reduce([tf.ones([2])], "avg")

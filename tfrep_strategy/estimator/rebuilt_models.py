@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.keras_integration.shared.copied_models import cloned, compile_as, copy_state
 from tfrep_strategy.keras_integration.shared.custom_objects import custom_objects_of
 
 
@@ -52,17 +53,16 @@ def rebuilt(model: Any, strategy: Any, custom_objects: Mapping[str, Any] | None)
     """
     with scope_of(strategy), keras.saving.custom_object_scope({**custom_objects_of(model), **(custom_objects or {})}):
         try:
-            copy = keras.models.clone_model(model)
+            copy = cloned(model)
             if not copy.built:
                 copy.build(model.get_build_config()["input_shape"])
+            compile_as(model, copy)
         except (NotImplementedError, TypeError, ValueError) as error:
-            hint = "give its class get_config, or write it as keras.Model(inputs, outputs)."
+            hint = "give its classes get_config, and its functions names; or write it as keras.Model(inputs, outputs)."
             raise ConfigurationError(
                 message(f"The model cannot be built again: {error}", hint=hint, keras_model=model.name)
             ) from error
-        config = {**model.get_compile_config(), "steps_per_execution": 1}  # Hooks see every step.
-        copy.compile_from_config(config)
-        copy.set_weights(model.get_weights())
+        copy_state(model, copy)
     if not copy.compiled:
         hint = "override get_compile_config and compile_from_config."
         raise ConfigurationError(message("The model has a compile of its own.", hint=hint, keras_model=model.name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -13,6 +13,7 @@ from tfrep_strategy.batches import num_examples
 from tfrep_strategy.distributed_iterator import Reading, ReplicaIterator
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.replicator.python_batches import PythonBatches
 from tfrep_strategy.strategies.base import SynchronousStrategy
 
 InputFn = Callable[..., Any]
@@ -93,7 +94,7 @@ def per_pipeline(strategy: tf.distribute.Strategy, mode: InputReplicationMode, i
             raise ConfigurationError(
                 message(
                     "Under this strategy an input function must return a tf.data.Dataset.",
-                    hint="wrap a callable: tf.data.Dataset.range(n).map(lambda i: make_batch(i)).",
+                    hint="wrap a callable: tf.data.Dataset.from_generator(make_batches, output_signature=...).",
                     strategy=type(strategy).__name__,
                     returned=type(made[0]).__name__,
                 )
@@ -139,14 +140,20 @@ class _Process(NamedTuple):
             return made[0]
         return tf.data.Dataset.choose_from_datasets(made, tf.data.Dataset.range(len(made)).repeat())
 
-    def take(self, mode: InputReplicationMode, made: list[Callable[[], Any]]) -> tuple[Any, ...]:
+    def take(self, mode: InputReplicationMode, made: Sequence[Callable[[], Any]]) -> tuple[Any, ...]:
         """Takes a batch for each replica of this process."""
         if mode == InputReplicationMode.SINGLE:
             taken = [made[0]() for _ in range(self.total)]
             own = [taken[replica] for replica in self.replicas]
         else:
             own = [made[i % len(made)]() for i in range(len(self.replicas))]
-        return tuple(tf.nest.map_structure(tf.convert_to_tensor, batch) for batch in own)
+        return tuple(own)
+
+
+def no_input(strategy: SynchronousStrategy) -> Shards:
+    """Returns what the replicas get whose step takes no batch: each counts as much as any other."""
+    _, devices, _ = strategy.extended.local_replicas(stop_together=True)
+    return Shards(tuple(tf.zeros([1]) for _ in devices), tf.constant(strategy.num_replicas_in_sync, tf.int64))
 
 
 def make_input(strategy: tf.distribute.Strategy, mode: InputReplicationMode, input_fn: InputFn) -> Any:
@@ -155,7 +162,7 @@ def make_input(strategy: tf.distribute.Strategy, mode: InputReplicationMode, inp
     Args:
         strategy: The strategy whose replicas read.
         mode: How often the input function is called.
-        input_fn: Returns a `tf.data.Dataset` of per-replica batches, or a callable that returns such a batch.
+        input_fn: Returns a `tf.data.Dataset` of per-replica batches, or a callable that returns such a batch in each step.
 
     Returns:
         An iterator of steps, or a function that returns the `Shards` of the next step.
@@ -172,9 +179,10 @@ def make_input(strategy: tf.distribute.Strategy, mode: InputReplicationMode, inp
         dataset = process.joined(mode, made)
         return ReplicaIterator((iter(dataset),), Reading(devices, agreement, as_shards=True))
     if all(callable(m) for m in made):
+        functions = [PythonBatches(m) for m in made]
 
         def batches() -> Shards:
-            parts = process.take(mode, made)
+            parts = process.take(mode, functions)
             rows = tf.add_n([num_examples(part) for part in parts])
             total, *_ = agreement.next_step(tf.constant(True), rows, tf.zeros([0], tf.int64))
             return Shards(parts, total)

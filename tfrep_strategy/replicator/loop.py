@@ -14,8 +14,9 @@ from tfrep_strategy._tensorflow import converted_by_autograph
 from tfrep_strategy.errors import ConfigurationError, check_count, message
 from tfrep_strategy.keras_integration.shared.old_objects import refuse_old_optimizer
 from tfrep_strategy.old_spellings import OF_REPLICATORS, ShowsNewNames, takes_no_session
-from tfrep_strategy.replicator.inputs import InputFn, InputReplicationMode, make_input
+from tfrep_strategy.replicator.inputs import InputFn, InputReplicationMode, make_input, no_input
 from tfrep_strategy.strategies.auto import auto_strategy
+from tfrep_strategy.strategies.base import SynchronousStrategy
 
 StepFn = Callable[..., Any]
 
@@ -140,8 +141,8 @@ class Replicator(ShowsNewNames):
             step_fn: The step, called as `step_fn(batch)`, or as `step_fn()` without an `input_fn`. It is compiled once, and
                 returns a nest of tensors.
             input_fn: Called once for each pipeline, as `input_fn(input_context)` or `input_fn()`. It returns a
-                `tf.data.Dataset` of per-replica batches, or a callable that returns a per-replica batch. Later calls of
-                `run` continue the same iterator.
+                `tf.data.Dataset` of per-replica batches, or a callable that returns a per-replica batch: tensors of operations,
+                or what Python makes, for which it is called in each step. Later calls of `run` continue the same iterator.
             steps: How many steps this call runs.
 
         Returns:
@@ -200,7 +201,11 @@ class Replicator(ShowsNewNames):
 
         def one_step(*iterator: Any) -> Any:
             if source is None:
-                return strategy.run(self._checked(step_fn))
+                step = self._checked(step_fn)
+                if not isinstance(strategy, SynchronousStrategy):
+                    return strategy.run(step)
+                # Else the gradients of the replicas would be added up, and not averaged.
+                return strategy.run(lambda nothing: step(), args=(no_input(strategy),))
             batch = source() if callable(source) else next(iterator[0])
             return strategy.run(self._checked(step_fn), args=(batch,))
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy.collectives.checks import check_op
 from tfrep_strategy.collectives.spread_work import reduce_nests
 from tfrep_strategy.errors import ConfigurationError, check_count, message
+from tfrep_strategy.keras_integration.asynchronous.worker_data import drawn_by_each_worker
 from tfrep_strategy.old_spellings import takes_no_session
 from tfrep_strategy.replicator.inputs import InputFn, per_pipeline
 from tfrep_strategy.replicator.loop import Replicator, StepFn
@@ -53,12 +55,21 @@ class ParameterServerReplicator(Replicator):
         return [each.fetch() for each in scheduled]
 
     def reduce(self, value: Any, op: str = "mean") -> Any:
-        """Reduces the results of the steps of one `run`."""
+        """Reduces the results of the steps of one `run`.
+
+        Raises:
+            ConfigurationError: There is no such reduction.
+        """
+        for leaf in tf.nest.flatten(value):
+            check_op(op, tf.convert_to_tensor(leaf))
         return reduce_nests(value, op)
 
     def _make_input(self, input_fn: InputFn) -> Any:
-        mode = self.input_replication_mode
-        return iter(self._coordinator.create_per_worker_dataset(lambda: per_pipeline(self.strategy, mode, input_fn)))
+        def pipeline() -> Any:
+            with drawn_by_each_worker(self.strategy.num_workers):
+                return per_pipeline(self.strategy, self.input_replication_mode, input_fn)
+
+        return iter(self._coordinator.create_per_worker_dataset(pipeline))
 
     def _check_strategy(self) -> None:
         if not isinstance(self.strategy, tf.distribute.ParameterServerStrategy):

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import PerWorkerValues
+from tfrep_strategy._tensorflow import PerWorkerValues, use_random_seed
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
 from tfrep_strategy.keras_integration.patching import keras_internal
@@ -36,7 +36,12 @@ class WorkerData:
         if isinstance(source, DatasetCreator):
             creator = source
             source = lambda: strategy.distribute_datasets_from_function(creator, creator.input_options)  # noqa: E731
-        self._distributed = strategy.coordinator.create_per_worker_dataset(source)
+
+        def read() -> Any:
+            with drawn_by_each_worker(strategy.num_workers):
+                return source()
+
+        self._distributed = strategy.coordinator.create_per_worker_dataset(read if callable(source) else source)
         self.element_spec = self._distributed.element_spec
 
     def __iter__(self) -> PerWorkerValues:
@@ -112,3 +117,24 @@ class _WorkerAdapter(_DataAdapter):  # type: ignore[misc, valid-type]
     """Stands for data that the coordinator does not see."""
 
     num_batches = batch_size = has_partial_batch = partial_batch_size = None
+
+
+@contextlib.contextmanager
+def drawn_by_each_worker(num_workers: int) -> Iterator[None]:
+    """Has random operations of a pipeline that is traced in the body draw other numbers on each of several workers.
+
+    TensorFlow traces the pipeline of all workers once. The global seed would become a constant of it, and all workers would read
+    the same batches. Operations with a seed of their own keep it.
+
+    Args:
+        num_workers: How many workers there are. A single one draws by the global seed.
+    """
+    if num_workers == 1:
+        yield
+        return
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    before = use_random_seed(graph, None)
+    try:
+        yield
+    finally:
+        use_random_seed(graph, before)

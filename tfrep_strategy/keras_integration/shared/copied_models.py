@@ -1,0 +1,73 @@
+"""A model that is made like another one: how it is compiled, and all that its layers know."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import keras
+
+
+def cloned(model: Any) -> Any:
+    """Makes a model with the same layers, not compiled. Keras refuses layers of a function that only this process knows."""
+
+    def clone(layer: Any) -> Any:
+        if type(layer) is not keras.layers.Lambda:
+            return type(layer).from_config(layer.get_config())
+        own = {"arguments": layer.arguments, "mask": layer.mask, "name": layer.name, "trainable": layer.trainable}
+        return keras.layers.Lambda(layer.function, layer._output_shape, dtype=layer.dtype_policy, **own)
+
+    is_made_of_layers = type(model).__module__.startswith("keras.") and type(model) is not keras.Model
+    has_lambdas = any(type(layer) is keras.layers.Lambda for layer in model._flatten_layers())
+    options = {"clone_function": clone, "recursive": True} if has_lambdas and is_made_of_layers else {}
+    before, model.compiled = model.compiled, False  # Else Keras would compile the copy, too.
+    try:
+        return keras.models.clone_model(model, **options)
+    finally:
+        model.compiled = before
+
+
+def compile_as(model: Any, copy: Any) -> None:
+    """Compiles a model like another one, but for one step per execution. Optimizers, losses and metrics are made again.
+
+    Args:
+        model: A compiled model.
+        copy: The one to compile.
+    """
+    if type(model).compile is keras.Model.compile and type(model).get_compile_config is keras.Model.get_compile_config:
+        # Two functions may have one name, by which Keras would find them, and those without a name are not found.
+        given = {name: keras.tree.map_structure(_made_again, value) for name, value in model._compile_config.config.items()}
+        copy.compile(**{**given, "steps_per_execution": 1})
+        copy.optimizer.build(copy.trainable_variables)
+    else:
+        copy.compile_from_config({**model.get_compile_config(), "steps_per_execution": 1})
+
+
+def _made_again(given: Any) -> Any:
+    kinds = (keras.optimizers.Optimizer, keras.losses.Loss, keras.metrics.Metric)
+    return type(given).from_config(given.get_config()) if isinstance(given, kinds) else given
+
+
+def copy_state(model: Any, copy: Any) -> bool:
+    """Gives a model the weights of another one of the same layers, and what preprocessing layers have learned beside weights.
+
+    Args:
+        model: The one that has them.
+        copy: The one that gets them.
+
+    Returns:
+        Whether vocabularies have changed, which compiled functions do not see.
+    """
+    copy.set_weights(model.get_weights())
+    has_changed = False
+    for known, layer in zip(model._flatten_layers(), copy._flatten_layers(), strict=True):
+        if hasattr(layer, "get_vocabulary") and known.get_vocabulary() != layer.get_vocabulary():
+            with tempfile.TemporaryDirectory(prefix="tfrep-vocabulary-") as folder:
+                known.save_assets(folder)
+                if os.listdir(folder):  # Else the vocabulary is part of the config.
+                    layer.load_assets(folder)
+            has_changed = True
+        elif hasattr(layer, "finalize_state"):  # `Normalization` computes with other numbers than its weights.
+            layer.finalize_state()
+    return has_changed
