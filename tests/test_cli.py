@@ -62,7 +62,7 @@ def test_a_script_runs_as_python_would_run_it(project, strategy):
         "argv": ["scripts/place.py", "-n", "3", "--strategy", "mine", "--help"],
         "path": str(project / "scripts"),
         "name": "__main__",
-        "main": "scripts/place.py",
+        "main": str(project / "scripts" / "place.py"),
         "replicas": 2,
         "same": True,
         "experimental": True,
@@ -78,6 +78,10 @@ def test_a_script_runs_as_python_would_run_it(project, strategy):
 
 
 def test_all_ranks_are_shown_with_their_rank(tmp_path):
+    """Also where logs of an earlier run are left, which were longer."""
+    (tmp_path / "logs").mkdir()
+    for rank in range(2):
+        (tmp_path / "logs" / f"rank{rank}.log").write_text(f"rank {rank}: of an earlier run\n" * 1000)
     done = tfrep("run", "-n", "2", "--prefix", "--log-dir", "logs", str(SCRIPTS / "speaks.py"), cwd=tmp_path)
     assert done.returncode == 3
     for rank in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -80,6 +81,27 @@ def test_other_changes_of_the_source_make_another_wheel(source, tmp_path, monkey
     added = build_wheel(cache_dir=tmp_path)
     monkeypatch.setitem(CHANGES, "setup.py", {"old": "new"})
     assert len({before, added, build_wheel(cache_dir=tmp_path)}) == 3
+
+
+def test_a_wheel_of_another_processor_is_not_taken(source, tmp_path):
+    wheel = build_wheel(cache_dir=tmp_path)
+    other = wheel.rename(wheel.with_name("horovod-0.28.1-cp310-cp310-linux_other.whl"))
+    assert build_wheel(cache_dir=tmp_path) == wheel
+    assert other.exists()
+
+
+def test_each_mpi_has_a_wheel(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(horovod_build, "_check_tools", lambda extras: None)
+    found = set()
+    for name in ("openmpi", "mpich", "openmpi"):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "mpicxx").write_text(f"#!/bin/sh\necho g++ -I/opt/{name}/include\n")
+        (folder / "mpicxx").chmod(0o755)
+        with monkeypatch.context() as patched:
+            patched.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+            found.add(build_wheel(["mpi"], tmp_path).parent)
+    assert len(found) == 2
 
 
 def test_two_at_once_build_once(source, tmp_path):

@@ -61,7 +61,7 @@ def main() -> None:
 def _print_error(error: Exception) -> None:
     from rich.console import Console
 
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"tfrep: {error}", markup=False)
+    Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(f"tfrep: {error}", markup=False)
 
 
 def _show_version(wanted: bool) -> None:
@@ -180,10 +180,12 @@ def run(
     """
     from tfrep_strategy.processes.nodes import Node
     from tfrep_strategy.running import Options, RunFailed, run_script
+    from tfrep_strategy.running.user_variables import wanted_strategy, with_user_variables
 
     own_arguments = arguments or []
     if own_arguments[:1] == ["--"]:
         del own_arguments[0]
+    strategy = strategy if _is_given(context, "strategy") else wanted_strategy()
     _check_options(context, strategy)
     if strategy == "parameter-server":
         from tfrep_strategy.running.coordinator import ClusterOptions, run_coordinator
@@ -204,7 +206,7 @@ def run(
         profile=profile, profile_dir=profile_dir, fork=fork,
     )  # fmt: skip
     try:
-        run_script(script, own_arguments, options, as_module=as_module)
+        run_script(script, own_arguments, with_user_variables(options), as_module=as_module)
     except RunFailed as failed:
         sys.stdout.flush()
         _print_error(failed)

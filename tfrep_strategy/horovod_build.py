@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
 from tfrep_strategy.horovod_source import ADDED, CHANGES, MARK, change_source
 from tfrep_strategy.nvidia import driver_cuda, find_nccl, nccl_problem, newer_major
+from tfrep_strategy.quotas import usable_cores
 from tfrep_strategy.validation import made_folder
 
 HOROVOD_VERSION = "0.28.1"
@@ -157,7 +159,7 @@ def build_wheel(extras: Iterable[str] = (), cache_dir: str | os.PathLike[str] | 
             )
     folder = made_folder("cache_dir", _cache(cache_dir) / _key(chosen))
     with FileLock(folder / "lock"):
-        wheel = next(folder.glob("*.whl"), None)
+        wheel = next((each for each in folder.glob("*.whl") if each.stem.endswith((f"_{platform.machine()}", "-any"))), None)
         if wheel is None:
             _check_tools(chosen)
             wheel = _build(chosen, folder)
@@ -207,6 +209,9 @@ def _key(extras: Sequence[str]) -> str:
 
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     built_in = ["gloo", *extras]
+    if "mpi" in extras:  # One library cannot talk through another's.
+        shown = subprocess.run([_which("mpicxx") or "true", "-show"], capture_output=True, check=False).stdout
+        built_in += [hashlib.sha256(shown).hexdigest()[:8]]
     if "nccl" in extras:
         cuda, nccl = _find_cuda(), find_nccl()
         built_in += [f"cuda{cuda and cuda.version}", f"nccl{nccl and nccl.version}"]
@@ -364,7 +369,7 @@ def _build_environ(extras: Sequence[str]) -> dict[str, str]:
             "HOROVOD_NCCL_LIB": str(nccl.library.parent),
             "HOROVOD_NCCL_LINK": "SHARED",
         }
-    return {"MAKEFLAGS": f"-j{os.cpu_count() or 1}"} | os.environ | switches
+    return {"MAKEFLAGS": f"-j{usable_cores()}"} | os.environ | switches
 
 
 def _run(command: Sequence[str], environ: dict[str, str]) -> Iterator[str]:

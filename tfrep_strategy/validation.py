@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import signal
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -185,6 +186,32 @@ def made_folder(name: str, wanted: str | os.PathLike[str]) -> Path:
         what = f"Cannot make the folder ({getattr(error, 'strerror', error)})."
         raise ConfigurationError(message(what, hint="name another one.", **{name: str(wanted)})) from None
     return folder
+
+
+def writable(name: str, wanted: str | os.PathLike[str]) -> Path:
+    """Makes the folder that a setting names, if there is none, and makes sure that files can be written there.
+
+    Args:
+        name: Name of the setting, for messages.
+        wanted: Path of the folder.
+
+    Returns:
+        Its absolute path.
+
+    Raises:
+        ConfigurationError: It cannot be made, or nothing can be written there.
+
+    Example:
+        >>> writable("log_dir", "logs").name
+        'logs'
+    """
+    folder = made_folder(name, wanted)
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        what = f"Cannot write to the folder ({error.strerror})."
+        raise ConfigurationError(message(what, hint="name another one.", **{name: str(wanted)})) from None
 
 
 def check_scheme(address: str, known: Collection[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -51,3 +53,27 @@ def test_what_follows_a_body_that_raises(tmp_path: Path, capfd: pytest.CaptureFi
     (tmp_path / "log").write_text("nobody looks any more")
     time.sleep(0.2)
     assert not capfd.readouterr().out
+
+
+def test_nobody_reads_or_the_terminal_lacks_a_letter(tmp_path: Path) -> None:
+    """The body goes on, and ends as it would without an output."""
+    program = """
+import sys, time
+from pathlib import Path
+from tfrep_strategy.processes.output import lines_shown
+log = Path(sys.argv[1])
+with lines_shown({"> ": log}):
+    log.write_text("\u2501 one\\n" * 100_000, "utf-8")
+    time.sleep(0.5)
+sys.stderr.write("well")
+sys.stdout = None  # Python would complain about what it cannot write when it ends.
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "log")]
+    environ = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"> ? one\n"
+        process.stdout.close()
+        assert process.stderr.read() == b"well"
+        assert process.wait(30) == 0

@@ -15,8 +15,9 @@ from test_nodes import SCRIPTS
 
 from tfrep_strategy.processes.ranks import Events
 from tfrep_strategy.running import hosts
+from tfrep_strategy.running.failures import RunFailed
 from tfrep_strategy.running.on_host import _Listener
-from tfrep_strategy.running.runs import Options, RunFailed
+from tfrep_strategy.running.runs import Options
 
 LIMIT = 20
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from tfrep_strategy.cli import _print_error
 from tfrep_strategy.processes.ranks import Failure
-from tfrep_strategy.running.failures import describe, last_lines
+from tfrep_strategy.running.failures import RunFailed, describe, last_lines
+from tfrep_strategy.running.rounds import how_lost
+from tfrep_strategy.running.run_logs import log_folder
 
 OF_TENSORFLOW = """\
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
@@ -55,3 +60,30 @@ def test_what_comes_after_the_failure_is_left_out(tmp_path: Path) -> None:
         "  epoch 1\n  Traceback (most recent call last):\n  ValueError: seven\n"
         f"Logs: {tmp_path}"
     )
+
+
+@pytest.mark.parametrize(
+    ("code", "was_lost", "how"),
+    [(137, True, "rank 1 was lost (SIGKILL)"), (168, True, "rank 1 was lost (signal 40)"), (255, False, ""), (143, False, "")],
+)
+def test_who_was_lost(code: int, was_lost: bool, how: str, tmp_path: Path) -> None:
+    failure = Failure(1, code)
+    assert failure.was_lost == was_lost
+    assert f"failed with exit code {code}" in describe(failure, timeout=None, log_dir=tmp_path)
+    if was_lost:
+        assert how_lost(failure) == how
+
+
+@pytest.mark.parametrize(("code", "is_left"), [(1, True), (137, True), (124, True), (143, False), (130, False)])
+def test_logs_are_left_unless_somebody_has_stopped_the_run(code: int, is_left: bool) -> None:
+    """A launcher that hears of a failure elsewhere knows the exit code, and no rank."""
+    with pytest.raises(RunFailed), log_folder(None) as folder:
+        raise RunFailed("The run is over.", Failure(None, code))
+    assert folder.exists() == is_left
+    if is_left:
+        folder.rmdir()
+
+
+def test_lines_are_shown_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
+    _print_error(ValueError("train.py:100: UserWarning :x: [bold]"))
+    assert capfd.readouterr().err == "tfrep: train.py:100: UserWarning :x: [bold]\n"

@@ -132,6 +132,11 @@ def test_a_result_that_cannot_travel_is_an_error(temporary_files):
         )
 
 
+def test_a_function_that_ends_its_process(temporary_files):
+    with pytest.raises(PeerError, match=r"Ranks \[0, 1\] ended before the function returned.*\nHint: let it return"):
+        launch(lambda: sys.exit(0), num_replicas=2, timeout=LIMIT)
+
+
 def test_time_limit(temporary_files):
     with pytest.raises(PeerError, match="more than 0.5 seconds"):
         launch(time.sleep, (60,), communicator="tf", strategy=None, timeout=0.5)

@@ -16,7 +16,8 @@ from test_joining import SCRIPTS, environ, found_in, outputs_of
 
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.processes.ranks import deferred_signals
-from tfrep_strategy.running.runs import Options, RunFailed, run_to_end
+from tfrep_strategy.running.failures import RunFailed
+from tfrep_strategy.running.runs import Options, run_to_end
 
 KILL = "import os, signal; os.kill(os.getpid(), signal.{name})"
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import signal
 import socket
+import threading
 import warnings
 from typing import Any, ClassVar
 
@@ -77,7 +79,8 @@ class TensorFlowCommunicator(RingCommunicator):
         device = full_name(device or replica_device(self.local_rank))
         super().__init__(self.rank, self.size, device, group_key(name), name, position=Position())
         if self.size > 1:
-            self.choose_transport()
+            self.choose_transport()  # The ranks talk, so TensorFlow's threads run by now.
+            _heed_sigterm_as_before()
         if "CPU" in device:
             self.bucket_bytes = _CPU_BUCKET_BYTES
             # Processes that share cores are faster if one of them works, and the others wait for its only piece.
@@ -193,3 +196,10 @@ class TensorFlowCommunicator(RingCommunicator):
                     address=addresses[rank],
                 )
             ) from error
+
+
+def _heed_sigterm_as_before() -> None:
+    """Has SIGTERM do what it did before TensorFlow's coordination, which only notes it for the checkpoints of other strategies."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)

@@ -33,7 +33,17 @@ def module_command(module: str, *arguments: str) -> list[str]:
         >>> module_command("tfrep_strategy.running.script", "notes", "", "script", "train.py")[1]
         '-c'
     """
-    return [sys.executable, "-c", _BOOTSTRAP.format(module=module), json.dumps(sys.path), *arguments]
+    return [sys.executable, "-c", _BOOTSTRAP.format(module=module), json.dumps(search_path()), *arguments]
+
+
+def search_path() -> list[str]:
+    """Returns where Python looks for modules. It ignores all else that a program has put there, such as paths that are no text.
+
+    Example:
+        >>> "" in search_path() or len(search_path()) > 0
+        True
+    """
+    return [each for each in sys.path if isinstance(each, str)]
 
 
 def piped_command(module: str) -> list[str]:

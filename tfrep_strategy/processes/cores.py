@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 
+from tfrep_strategy.quotas import bound_cores, usable_cores
+
 THREADS_VARIABLE = "TF_NUM_INTRAOP_THREADS"
 """By which TensorFlow learns how many threads an operation may take. It reads the variable when it starts its devices."""
 
 
 def threads_of_rank(ranks: int) -> int:
     """Returns how many threads an operation of one of several ranks may take, so that all together take each core once.
+
+    A core that a container may not use counts for none.
 
     Args:
         ranks: How many of them have the cores of this process together.
@@ -18,7 +22,7 @@ def threads_of_rank(ranks: int) -> int:
         >>> threads_of_rank(10_000)
         1
     """
-    return max(1, _own_cores() // ranks)
+    return max(1, usable_cores() // ranks)
 
 
 def thread_variables(ranks: int) -> dict[str, str]:
@@ -36,8 +40,4 @@ def thread_variables(ranks: int) -> dict[str, str]:
 
 def is_bound() -> bool:
     """Returns whether some cores of the machine are not for this process: its launcher may have given them to other ranks."""
-    return _own_cores() < (os.cpu_count() or 1)
-
-
-def _own_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return bound_cores() < (os.cpu_count() or 1)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from tfrep_strategy.processes.command import search_path
 from tfrep_strategy.processes.process_groups import Group
 
 _ABOVE_THE_PACKAGE = str(Path(__file__).resolve().parents[2])
@@ -46,7 +47,7 @@ def guard(temporary: Sequence[Path]) -> Iterator[Callable[[Group], None]]:
         >>> with guard([]) as watch_group:
         ...     pass
     """
-    path = json.dumps([_ABOVE_THE_PACKAGE, *sys.path])
+    path = json.dumps([_ABOVE_THE_PACKAGE, *search_path()])
     arguments = [sys.executable, "-I", "-S", "-c", _GUARD, path, *map(os.path.abspath, temporary)]
     process = subprocess.Popen(arguments, stdin=subprocess.PIPE, text=True, bufsize=1, start_new_session=True)
     try:

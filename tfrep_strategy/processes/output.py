@@ -62,5 +62,13 @@ class _Growing:
             *lines, self._rest = (self._rest + new).split(b"\n")
             if is_complete and self._rest:
                 lines.append(self._rest)
-            sys.stdout.writelines(f"{self._prefix}{line.decode('utf-8', 'replace')}\n" for line in lines)
-            sys.stdout.flush()
+            with contextlib.suppress(OSError, ValueError):  # Nobody reads any more. The run goes on, and the logs have it all.
+                for line in lines:
+                    _write(f"{self._prefix}{line.decode('utf-8', 'replace')}\n")
+                sys.stdout.flush()
+
+
+def _write(text: str) -> None:
+    """Writes to the standard output. What its encoding does not have becomes question marks."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))

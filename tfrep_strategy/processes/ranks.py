@@ -90,6 +90,10 @@ Start = Callable[[Command, Streams], Process]
 """Starts a rank as the leader of a session of its own."""
 
 
+_STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+"""The signals that end a run when its launcher gets them."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """How a run failed.
@@ -115,7 +119,7 @@ class Failure:
     @property
     def stopped_by_signal(self) -> bool:
         """Whether a signal to the launcher, and no rank, ended the run."""
-        return self.rank is None and self.exit_code != TIMED_OUT
+        return self.rank is None and self.exit_code - 128 in _STOPPING
 
     @property
     def was_lost(self) -> bool:
@@ -123,8 +127,8 @@ class Failure:
 
         An error of the script would come again. A rank that was asked to end (SIGTERM) was not lost.
         """
-        # What is killed leaves no note; `sys.exit(-1)`, whose exit code is above 128 too, does.
-        killed = self.exit_code > 128 and self.exit_code != 128 + signal.SIGTERM
+        # What is killed leaves no note; `sys.exit(-1)` does, and its exit code, 255, is that of no signal.
+        killed = self.exit_code - 128 in signal.valid_signals() - {signal.SIGTERM}
         return self.rank is not None and (bool(self.frozen) or (killed and not self.noted))
 
 
@@ -159,7 +163,7 @@ def deferred_signals() -> Iterator[Events]:
 
     previous = {}
     if threading.current_thread() is threading.main_thread():
-        for number in {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} | ({warning} if warning else set()):
+        for number in _STOPPING | ({warning} if warning else set()):
             # Ignored on purpose, as by nohup: stays ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
                 previous[number] = signal.signal(number, remember)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.validation import checked, made_folder, variable
+from tfrep_strategy.validation import checked, variable, writable
 
 _SKIPPED = 5
 """Steps before those that are traced, if only their number is given. The first ones are compiled, and fill caches."""
@@ -146,13 +144,7 @@ def writable_folder(folder: Path) -> Path:
         >>> writable_folder(Path("profile")).name
         'profile'
     """
-    made = made_folder("profile_dir", folder)
-    try:
-        with tempfile.TemporaryFile(dir=made):
-            return made
-    except OSError as error:
-        what = f"Cannot write to the folder ({error.strerror})."
-        raise ConfigurationError(message(what, hint="name another one.", profile_dir=str(folder))) from None
+    return writable("profile_dir", folder)
 
 
 def new_run_folder(folder: Path) -> Path:

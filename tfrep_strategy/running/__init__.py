@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from tfrep_strategy.running.failures import RunFailed
 from tfrep_strategy.running.function import launch
-from tfrep_strategy.running.runs import Options, RunFailed
+from tfrep_strategy.running.runs import Options
 from tfrep_strategy.running.script import run_script
 
 __all__ = ["Options", "RunFailed", "launch", "run_script"]

@@ -25,7 +25,7 @@ from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
 from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.running.joining import refuse_inside_a_run
-from tfrep_strategy.running.runs import make_log_dir
+from tfrep_strategy.running.run_logs import make_log_dir
 from tfrep_strategy.validation import check_fields
 
 _SHORT_LIFE_SECONDS = 5.0

@@ -9,10 +9,45 @@ from collections import deque
 from pathlib import Path
 
 from tfrep_strategy.processes.ranks import Failure
+from tfrep_strategy.progress import Step
 from tfrep_strategy.startup_log import log_lines
 
 _LAST_LINES, _LAST_BYTES = 20, 1 << 20
 _OF_TENSORFLOW = re.compile(log_lines("IW"))
+
+
+class RunFailed(Exception):  # noqa: N818
+    """A run that did not end well; its text is the story for the user.
+
+    Args:
+        story: What happened.
+        failure: Who failed, and how.
+        log_dir: Folder of the log files; None if each host has its own.
+        was_lost: Whether a rank or a host was lost, so that the run may end well if it is started again.
+        step: The step at which it was lost; None if that is not known.
+        over_at: When all its ranks have ended (`time.monotonic()`), if some may go on that nobody can reach; else 0.
+
+    Example:
+        >>> print(RunFailed("Rank 0 failed.", Failure(0, 3)))
+        Rank 0 failed.
+    """
+
+    def __init__(
+        self,
+        story: str,
+        failure: Failure,
+        log_dir: Path | None = None,
+        *,
+        was_lost: bool = False,
+        step: Step | None = None,
+        over_at: float = 0.0,
+    ) -> None:
+        super().__init__(story)
+        self.failure = failure
+        self.log_dir = log_dir
+        self.was_lost = was_lost
+        self.step = step
+        self.over_at = over_at
 
 
 def describe(failure: Failure, *, timeout: float | None, log_dir: Path) -> str:
@@ -31,11 +66,11 @@ def describe(failure: Failure, *, timeout: float | None, log_dir: Path) -> str:
         'Rank 0 failed with exit code 3; all ranks were ended. Its output is above.'
     """
     if failure.stopped_by_signal:
-        return f"The run was stopped by {signal.Signals(failure.exit_code - 128).name}."
+        return f"The run was stopped by {signal_name(failure.exit_code - 128)}."
     if failure.rank is None:
         return f"The run was stopped: it took more than {timeout:g} seconds.\nLogs: {log_dir}"
     code = failure.exit_code
-    by_signal = f" ({signal.Signals(code - 128).name})" if code - 128 in set(signal.Signals) else ""
+    by_signal = f" ({signal_name(code - 128)})" if code - 128 in signal.valid_signals() else ""
     what = failure.frozen or f"failed with exit code {code}{by_signal}"
     what = f"Rank {failure.rank} {what}; all ranks were ended."
     if failure.frozen:
@@ -47,6 +82,16 @@ def describe(failure: Failure, *, timeout: float | None, log_dir: Path) -> str:
     if not lines:
         return f"{what} It wrote nothing.\nLogs: {log_dir}"
     return f"{what} Its last lines:\n" + "".join(f"  {line}\n" for line in lines) + f"Logs: {log_dir}"
+
+
+def signal_name(number: int) -> str:
+    """Returns what a signal is called. Most real-time signals have no name.
+
+    Example:
+        >>> signal_name(9), signal_name(40)
+        ('SIGKILL', 'signal 40')
+    """
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def last_lines(log: Path, size: int | None = None) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tfrep_strategy.environments import detect_environment
-from tfrep_strategy.errors import PeerError
+from tfrep_strategy.errors import PeerError, message
 from tfrep_strategy.preemption import heed_warning
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.forked_ranks import ForkServers
@@ -18,10 +18,12 @@ from tfrep_strategy.processes.ranks import deferred_signals
 from tfrep_strategy.processes.signs_of_life import give_signs
 from tfrep_strategy.profiles.requests import answer_requests
 from tfrep_strategy.running.by_value import dumps
+from tfrep_strategy.running.failures import RunFailed
 from tfrep_strategy.running.forks import fork_servers
 from tfrep_strategy.running.joining import warn_inside_a_run
-from tfrep_strategy.running.runs import Options, RunFailed, run_to_end
+from tfrep_strategy.running.runs import Options, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
+from tfrep_strategy.running.user_variables import with_user_variables
 from tfrep_strategy.startup_log import quiet_start
 
 
@@ -65,6 +67,7 @@ def launch(
     """
     warn_inside_a_run("`tfrep.launch`")
     options = Options(num_replicas, strategy=strategy, communicator=communicator, timeout=timeout, fork=fork)
+    options = with_user_variables(options)
     call = dumps((fn, tuple(args), dict(kwargs or {})))
     with fork_servers(options, shown=(__name__,)) as servers:
         return results(call, options, servers)
@@ -103,6 +106,10 @@ def results(call: bytes, options: Options, servers: ForkServers | None = None) -
                 )
             raise PeerError(story) from None
         processes = 1 if options.strategy == "mirrored" else options.size
+        left = [rank for rank in range(processes) if not _result(folder, rank).exists()]
+        if left:
+            what = f"Ranks {left} ended before the function returned, without an error."
+            raise PeerError(message(what, hint="let it return, and not end its process (sys.exit, absl.app.run).", ranks=left))
         return [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(processes)]
 
 

@@ -16,18 +16,22 @@ from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
 from tfrep_strategy.limits import grace_seconds, machine_silence, meeting_seconds, ssh_command, timeout_seconds
-from tfrep_strategy.processes.command import piped_command
+from tfrep_strategy.processes.command import piped_command, search_path
 from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.processes.ranks import Events, Failure
 from tfrep_strategy.processes.remote import Remote, ssh_to
 from tfrep_strategy.progress import Step
 from tfrep_strategy.rendezvous.addresses import with_port
 from tfrep_strategy.rendezvous.confinement import is_this_machine
+from tfrep_strategy.running.failures import RunFailed
 from tfrep_strategy.running.rounds import Losses, no_backup_dir
-from tfrep_strategy.running.runs import Options, RunFailed
+from tfrep_strategy.running.runs import Options
 
 LAUNCHER = "tfrep_strategy.running.on_host"
 """The module of a launcher on a host."""
+_OF_NETWORKS = ("HOROVOD_GLOO_IFACE",)
+"""Variables that other hosts need, though they tell a process of Horovod who it is."""
+
 EXPORTED = ("CUDA_", "GLOO_", "HOROVOD_", "KERAS_", "LD_LIBRARY_PATH", "NCCL_", "OMP_", "PYTHON", "TFREP_", "TF_", "XLA_")
 """How variables are named that other hosts get, beside `PATH`."""
 BEAT_SECONDS = 2.0
@@ -358,10 +362,14 @@ def _given(options: Options, program: Sequence[str], restarts: int) -> dict[str,
     missing = [name for name in options.export if name not in os.environ]
     if missing:
         raise ConfigurationError(message("Variables that are to be exported are not set.", hint="set them.", export=missing))
-    environ = inherited_environ()
+    environ = inherited_environ() | {name: os.environ[name] for name in _OF_NETWORKS if name in os.environ}
+    refused = [name for name in options.export if name not in environ]
+    if refused:
+        what = "Variables that tell a process its rank, or its run, cannot be exported: each rank gets its own."
+        raise ConfigurationError(message(what, hint="leave them out; most of them are options of `tfrep run`.", export=refused))
     chosen = {name for name in environ if name == "PATH" or name.startswith(EXPORTED) or name in options.export}
     return {
-        "path": [os.path.abspath(each) for each in sys.path],
+        "path": [os.path.abspath(each) for each in search_path()],
         "folder": os.getcwd(),
         "environ": {name: environ[name] for name in chosen},
         "secret": secrets.token_hex(32),

@@ -17,8 +17,10 @@ from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.identity import RUN_VARIABLES, common_hash_seed
 from tfrep_strategy.processes.nodes import Node
 from tfrep_strategy.processes.shared_folder import shared_folder
+from tfrep_strategy.processes.under_init import run_under_init
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder
-from tfrep_strategy.running.runs import Options, make_log_dir
+from tfrep_strategy.running.run_logs import make_log_dir
+from tfrep_strategy.running.runs import Options
 from tfrep_strategy.validation import Rank, Size, variable
 
 _HASH_SEED = "0"
@@ -141,6 +143,8 @@ def join_outer_run(outer: Environment, options: Options, arguments: Sequence[str
     command = module_command("tfrep_strategy.running.script", "", log_dir, *arguments)
     sys.stdout.flush()
     sys.stderr.flush()
+    if os.getpid() == 1:
+        sys.exit(run_under_init(command, environ))
     os.execve(command[0], command, environ)
 
 

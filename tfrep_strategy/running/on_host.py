@@ -23,9 +23,10 @@ from tfrep_strategy.processes.nodes import Node, meet_nodes
 from tfrep_strategy.processes.ranks import Events, deferred_signals
 from tfrep_strategy.processes.shared_folder import check_reached, marked, shared_folder
 from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.running.failures import RunFailed
 from tfrep_strategy.running.hosts import ALL_ENDED_WELL, BEAT_SECONDS
 from tfrep_strategy.running.rounds import Round, steps_noted
-from tfrep_strategy.running.runs import Options, RunFailed
+from tfrep_strategy.running.runs import Options
 from tfrep_strategy.running.script import check_script, run_ranks_of_script
 
 

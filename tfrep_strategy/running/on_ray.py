@@ -20,9 +20,11 @@ from tfrep_strategy.processes.ray_process import LOST, RayProcess
 from tfrep_strategy.processes.remote import Remote
 from tfrep_strategy.processes.shared_folder import shared_folder
 from tfrep_strategy.rendezvous.connections import LOOPBACK
+from tfrep_strategy.running.failures import RunFailed
 from tfrep_strategy.running.hosts import LAUNCHER, Launchers, OnHost, say_what_is_awaited
 from tfrep_strategy.running.rounds import Losses, how_lost, no_backup_dir, where_it_goes_on
-from tfrep_strategy.running.runs import Options, RunFailed, backup_dir_of, log_folder
+from tfrep_strategy.running.run_logs import log_folder
+from tfrep_strategy.running.runs import Options, backup_dir_of
 
 _NO_GPU = "-1"
 _LEAST_SECONDS = 0.1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from tfrep_strategy.processes.nodes import Nodes
 from tfrep_strategy.processes.ranks import Events, Failure
 from tfrep_strategy.processes.shared_folder import SharedFolder
 from tfrep_strategy.progress import Progress, Step
+from tfrep_strategy.running.failures import signal_name
 
 
 @dataclass
@@ -119,7 +119,7 @@ def how_lost(failure: Failure) -> str:
         >>> how_lost(Failure(1, 137))
         'rank 1 was lost (SIGKILL)'
     """
-    return f"rank {failure.rank} {failure.frozen or f'was lost ({signal.Signals(failure.exit_code - 128).name})'}"
+    return f"rank {failure.rank} {failure.frozen or f'was lost ({signal_name(failure.exit_code - 128)})'}"
 
 
 def twice_at(step: Step | None) -> str:

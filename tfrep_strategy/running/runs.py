@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,16 +28,16 @@ from tfrep_strategy.processes.identity import (
 from tfrep_strategy.processes.nodes import Node
 from tfrep_strategy.processes.notes import clear_notes
 from tfrep_strategy.processes.output import lines_shown
-from tfrep_strategy.processes.ranks import Command, Events, Failure, Start, run_ranks, start_process
+from tfrep_strategy.processes.ranks import Command, Events, Start, run_ranks, start_process
 from tfrep_strategy.processes.ray_cluster import RayPlaces
 from tfrep_strategy.processes.shared_folder import SharedFolder, is_address, require_file_system, shared_folder
 from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
-from tfrep_strategy.progress import Step
 from tfrep_strategy.rendezvous.horovod_server import warn_of_open_ranks
-from tfrep_strategy.running.failures import describe
+from tfrep_strategy.running.failures import RunFailed, describe
 from tfrep_strategy.running.rounds import Round, no_backup_dir, rounds_here
-from tfrep_strategy.validation import MOST_PROCESSES, MOST_RANKS, check_fields, made_folder
+from tfrep_strategy.running.run_logs import log_folder, rank_logs, remove_logs
+from tfrep_strategy.validation import MOST_PROCESSES, MOST_RANKS, check_fields
 
 STRATEGIES = ("auto", "mirrored", "multi-worker")
 """What a run may be asked for."""
@@ -225,40 +223,6 @@ class Options:
             )
 
 
-class RunFailed(Exception):  # noqa: N818
-    """A run that did not end well; its text is the story for the user.
-
-    Args:
-        story: What happened.
-        failure: Who failed, and how.
-        log_dir: Folder of the log files; None if each host has its own.
-        was_lost: Whether a rank or a host was lost, so that the run may end well if it is started again.
-        step: The step at which it was lost; None if that is not known.
-        over_at: When all its ranks have ended (`time.monotonic()`), if some may go on that nobody can reach; else 0.
-
-    Example:
-        >>> print(RunFailed("Rank 0 failed.", Failure(0, 3)))
-        Rank 0 failed.
-    """
-
-    def __init__(
-        self,
-        story: str,
-        failure: Failure,
-        log_dir: Path | None = None,
-        *,
-        was_lost: bool = False,
-        step: Step | None = None,
-        over_at: float = 0.0,
-    ) -> None:
-        super().__init__(story)
-        self.failure = failure
-        self.log_dir = log_dir
-        self.was_lost = was_lost
-        self.step = step
-        self.over_at = over_at
-
-
 def run_to_end(
     options: Options,
     arguments: Sequence[str],
@@ -283,6 +247,7 @@ def run_to_end(
         RunFailed: A rank failed or is frozen, the time was over, or a signal came.
 
     Example:
+        >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as notes:
         ...     run_to_end(Options(num_replicas=2), ["true"], Path(notes), Events())
     """
@@ -300,11 +265,14 @@ def run_to_end(
             for this in rounds or rounds_here(events, options.max_restarts, backup_dir):
                 last = this
                 clear_notes(note_dir)
+                own_logs = rank_logs(log_dir, this.first_rank, 1 if options.strategy == "mirrored" else options.size)
+                if this.number == 0:
+                    remove_logs(own_logs)
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 seed = this.nodes.hash_seed if this.nodes else None
                 server = servers.of(seed) if servers else None
                 more_environ["PYTHONHASHSEED"] = server.hash_seed if server else seed or own_seed
-                with _output_shown(options, this, log_dir), _commands(options, arguments, this, more_environ) as commands:
+                with _output_shown(options, this, own_logs), _commands(options, arguments, this, more_environ) as commands:
                     start: Start = start_process
                     if server is not None:
                         start = server.starter(commands, this.events, deadline)
@@ -336,15 +304,15 @@ def run_to_end(
 
 
 @contextlib.contextmanager
-def _output_shown(options: Options, this: Round, log_dir: Path) -> Iterator[None]:
+def _output_shown(options: Options, this: Round, logs: Mapping[int, Path]) -> Iterator[None]:
     """Shows the output of all ranks of this machine, if that is wanted."""
     if this.nodes and this.first_rank:
-        print(f"{this.nodes.own.name} has {this.nodes.describe()}. Their output is in {log_dir}", file=sys.stderr)
+        folder = logs[this.first_rank].parent
+        print(f"{this.nodes.own.name} has {this.nodes.describe()}. Their output is in {folder}", file=sys.stderr)
     if not options.prefix:
         yield
         return
-    ranks = range(this.first_rank, this.first_rank + (1 if options.strategy == "mirrored" else options.size))
-    with lines_shown({f"[{rank}] ": log_dir / f"rank{rank}.log" for rank in ranks}, only_new=this.number > 0):
+    with lines_shown({f"[{rank}] ": log for rank, log in logs.items()}, only_new=this.number > 0):
         yield
 
 
@@ -383,35 +351,3 @@ def backup_dir_of(options: Options, log_dir: Path) -> SharedFolder | None:
     folder = SharedFolder(log_dir / "backups")
     folder.remove_backups()  # Of an earlier run, which nobody has asked to continue.
     return folder
-
-
-@contextlib.contextmanager
-def log_folder(wanted: str | os.PathLike[str] | None) -> Iterator[Path]:
-    """Makes the folder of a run's logs. A temporary one is left if a rank has failed, for who wants to know why.
-
-    Raises:
-        ConfigurationError: It cannot be made.
-    """
-    log_dir, is_left = make_log_dir(wanted), wanted is not None
-    try:
-        yield log_dir
-    except RunFailed as failed:
-        is_left = is_left or failed.was_lost or not failed.failure.stopped_by_signal
-        raise
-    except Exception:
-        is_left = is_left or any(log_dir.glob("rank*.log"))
-        raise
-    finally:
-        if not is_left:
-            shutil.rmtree(log_dir, ignore_errors=True)
-
-
-def make_log_dir(wanted: str | os.PathLike[str] | None) -> Path:
-    """Returns the folder that logs are written to; a temporary one where none is wanted.
-
-    Raises:
-        ConfigurationError: It cannot be made.
-    """
-    if wanted is None:
-        return Path(tempfile.mkdtemp(prefix="tfrep-logs-"))
-    return made_folder("log_dir", wanted)

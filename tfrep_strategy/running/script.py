@@ -6,7 +6,10 @@ import os
 import runpy
 import sys
 import tempfile
+import types
+import zipfile
 from collections.abc import Iterable, Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 from tfrep_strategy.environments import detect_environment
@@ -143,8 +146,20 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
             sys.path[:] = own_path if getattr(sys.flags, "safe_path", False) else [first, *own_path[1:]]
             if kind == "module":
                 runpy.run_module(target, run_name="__main__", alter_sys=True)
-            else:
+            elif os.path.isdir(target) or zipfile.is_zipfile(target):
                 runpy.run_path(target, run_name="__main__")
+            else:
+                _run_file(target)
+
+
+def _run_file(target: str) -> None:
+    """Runs a file as `python target` does: its path is absolute, but in `sys.argv`. `runpy.run_path` leaves both as they are."""
+    path = os.path.abspath(target)
+    loader = SourceFileLoader("__main__", path)
+    main = types.ModuleType("__main__")
+    main.__file__, main.__loader__ = path, loader
+    sys.modules["__main__"] = main
+    exec(loader.source_to_code(loader.get_data(path), path), main.__dict__)
 
 
 def _write_to(log: Path) -> None:

@@ -31,8 +31,9 @@ from tfrep_strategy.rendezvous.seat import Seat
 from tfrep_strategy.rendezvous.secret import shared_secret
 from tfrep_strategy.rendezvous.statements import Statement
 from tfrep_strategy.rendezvous.visiting import Visit
+from tfrep_strategy.running.failures import RunFailed
 from tfrep_strategy.running.rounds import Losses, Round, twice_at, where_it_goes_on
-from tfrep_strategy.running.runs import Options, RunFailed
+from tfrep_strategy.running.runs import Options
 
 _log = logging.getLogger(__name__)
 

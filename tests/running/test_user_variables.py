@@ -1,0 +1,146 @@
+"""Variables that the user sets count where no option says anything else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from test_joining import LIMIT, _tasks_of_torchrun, environ
+
+import tfrep_strategy as tfrep
+from tfrep_strategy.processes.command import module_command
+from tfrep_strategy.running import Options, hosts
+from tfrep_strategy.running.user_variables import with_user_variables
+
+CHOSEN = {
+    "TFREP_BACKUP_DIR": "backups", "TFREP_COMMUNICATOR": "tf", "TFREP_PROFILE": "3:5", "TFREP_PROFILE_DIR": "traces",
+    "TFREP_STRATEGY": "multi-worker",
+}  # fmt: skip
+
+
+def test_options_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in CHOSEN.items():
+        monkeypatch.setenv(name, value)
+    found = with_user_variables(Options())
+    assert (found.backup_dir, found.communicator, found.profile, found.profile_dir) == ("backups", "tf", "3:5", "traces")
+    assert found.strategy == "multi-worker"
+    own = Options(2, strategy="mirrored", communicator="horovod", backup_dir="mine", profile="1", profile_dir="here")
+    assert with_user_variables(own) == own
+
+
+def test_those_of_an_outer_run_are_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**CHOSEN, "TFREP_RESTARTS": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert with_user_variables(Options()) == Options()
+
+
+def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFREP_COMMUNICATOR", "pigeons")
+    with pytest.raises(tfrep.errors.ConfigurationError, match="Received: TFREP_COMMUNICATOR='pigeons'"):
+        with_user_variables(Options())
+
+
+def test_what_other_hosts_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MINE", "NOT_MINE", "RANK", "HOROVOD_RANK", "HOROVOD_GLOO_IFACE", "TFREP_COMMUNICATOR"):
+        monkeypatch.setenv(name, "eth7")
+    options = Options(hosts="localhost:1,127.0.0.1:1", export=("MINE",))
+    given = hosts._given(options, ["script", "train.py"], 0)["environ"]
+    assert {name for name, value in given.items() if value == "eth7"} == {"MINE", "HOROVOD_GLOO_IFACE"}
+    with pytest.raises(tfrep.errors.ConfigurationError, match=r"cannot be exported.*export=\['RANK', 'TFREP_COMMUNICATOR'\]"):
+        hosts._given(replace(options, export=("RANK", "MINE", "TFREP_COMMUNICATOR")), ["script", "train.py"], 0)
+
+
+def test_folders_that_take_no_files() -> None:
+    command = [sys.executable, "-m", "tfrep_strategy.cli", "run", "-n", "2", "--log-dir", "/proc/self", __file__]
+    done = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("tfrep: Cannot write to the folder (")
+    assert "Received: log_dir='/proc/self'" in done.stderr
+
+
+def test_a_search_path_with_other_things_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ignores what is no text there."""
+    monkeypatch.setattr(sys, "path", [Path("/somewhere"), *sys.path])
+    assert "/somewhere" not in module_command("a.module")[-1]
+
+
+SAYS = """
+import os, sys, time
+from pathlib import Path
+import tfrep_strategy as tfrep
+tfrep.barrier()
+names = ("TFREP_COMMUNICATOR", "TFREP_BACKUP_DIR")
+Path(sys.argv[1], "rank" + os.environ["RANK"]).write_text(" ".join(os.environ.get(name, "") for name in names) + f" {os.getpid()}")
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@contextlib.contextmanager
+def two_tasks(folder: Path, seconds: int, first: Sequence[str] = ()) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Starts two ranks as another launcher does, each of which calls `tfrep run`."""
+    (folder / "says.py").write_text(SAYS)
+    command = [sys.executable, "-m", "tfrep_strategy.cli", "run", str(folder / "says.py"), str(folder), str(seconds)]
+    own = {"TFREP_COMMUNICATOR": "tf", "TFREP_BACKUP_DIR": str(folder / "backups"), "XDG_CACHE_HOME": str(folder / "cache")}
+    tasks = [
+        subprocess.Popen([*first, *command] if not rank else command, cwd=folder, env=environ(**own, **task))
+        for rank, task in enumerate(_tasks_of_torchrun())
+    ]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.kill()
+            task.wait()
+
+
+def test_ranks_of_another_launcher_hear_of_them(tmp_path: Path) -> None:
+    with two_tasks(tmp_path, 0) as tasks:
+        assert [task.wait(LIMIT) for task in tasks] == [0, 0]
+    for rank in range(2):
+        assert (tmp_path / f"rank{rank}").read_text().split()[:2] == ["tf", str(tmp_path / "backups")]
+
+
+def test_a_run_hears_of_them(tmp_path: Path) -> None:
+    says = tmp_path / "says.py"
+    says.write_text("import os; print('FOUND', os.environ['TFREP_COMMUNICATOR'], os.environ['TFREP_BACKUP_DIR'])")
+    command = [sys.executable, "-m", "tfrep_strategy.cli", "run", "-n", "2", str(says)]
+    own = environ(TFREP_COMMUNICATOR="tf", TFREP_BACKUP_DIR=str(tmp_path / "backups"))
+    done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines() == [f"FOUND tf {tmp_path / 'backups'}"]
+
+
+def written_by(task: subprocess.Popen[bytes], path: Path) -> str:
+    """Waits until a file has three words, and returns them."""
+    deadline = time.monotonic() + LIMIT
+    while not path.exists() or len(path.read_text().split()) < 3:
+        assert task.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return path.read_text()
+
+
+def _can_make_namespaces() -> bool:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        return False
+    return subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not _can_make_namespaces(), reason="namespaces of processes cannot be made here")
+def test_the_first_process_of_a_container(tmp_path: Path) -> None:
+    """The kernel shields process 1 from signals. So the rank is another process, and is told of them."""
+    with two_tasks(tmp_path, 600, ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]) as tasks:
+        assert int(written_by(tasks[0], tmp_path / "rank0").split()[2]) > 1
+        (first,) = psutil.Process(tasks[0].pid).children()
+        first.terminate()
+        assert tasks[0].wait(30) == 128 + signal.SIGTERM
