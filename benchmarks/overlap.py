@@ -61,8 +61,21 @@ def _steps(communicator: str) -> list[dict[str, Any]]:
         command = [sys.executable, "-m", "tfrep_strategy.cli", "run", "-n", "2", "--communicator", communicator]
         command += ["--profile", "6:11", "--profile-dir", folder, str(_PROGRAM)]
         subprocess.run(command, check=True, timeout=_LIMIT_SECONDS, stdout=subprocess.DEVNULL)
-        (trace,) = Path(folder).glob("plugins/profile/*/*rank0.xplane.pb")
-        space = XSpace.FromString(trace.read_bytes())
+        return traced_steps(Path(folder))
+
+
+def traced_steps(folder: Path) -> list[dict[str, Any]]:
+    """Reads what rank 0 did in each step of a trace.
+
+    Args:
+        folder: What `tfrep run --profile-dir` got.
+
+    Returns:
+        Of each step: its milliseconds, those in which collectives were under way, in which gradients were computed, and in which
+        both were; and when each operation began and ended.
+    """
+    (trace,) = folder.glob("plugins/profile/*/*rank0.xplane.pb")
+    space = XSpace.FromString(trace.read_bytes())
     (host,) = [plane for plane in space.planes if plane.name == "/host:CPU"]
     found = list(operations(host))
     return [_step(found, *span) for span in sorted(spans_named(host, STEP))]

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import control_plane
-from benchmarks.costs import PRIMITIVES, InMemory, Primitive, fit, line, predicted_collectives
+from benchmarks.costs import PRIMITIVES, InMemory, Primitive, fit, line
 from benchmarks.crews import Crew, Variant, usable_communicators
 from benchmarks.report import write_json
 from benchmarks.speed_page import write_page
@@ -153,7 +153,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         },
         "control of few": measure_control(chosen.few[:-1], chosen.few[-1], chosen.seconds),
         "control": measure_control(chosen.control[:-1], chosen.control[-1], chosen.seconds),
-        "predicted_ms": predicted_collectives(),
     }
     show(results)
     control_plane.show(results["control"]["measured"])

@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.control_plane import TARGETS, TITLES
-from benchmarks.costs import PRIMITIVES, Costs
+from benchmarks.costs import PRIMITIVES, Costs, predicted_collectives
 from benchmarks.pages import markdown_table, measured_on, page_from_command_line, replace_written, save_figure
 
 _DRAWN = ("all_reduce sum", "all_gather", "all_to_all")
@@ -44,7 +44,7 @@ def _written(measured: Mapping[str, Any]) -> str:
         _control(results["control of few"]),
         _control(results["control"]),
     ]
-    parts += ["### Predicted for 64 and 1,024 replicas", *_predicted(results["predicted_ms"])]
+    parts += ["### Predicted for 64 and 1,024 replicas", *_predicted(predicted_collectives())]
     return "\n\n".join(parts)
 
 

@@ -42,7 +42,7 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float]:
         name, steps, batch = question["name"], question["steps"], question["batch"] // size
         if name not in models:
             with strategy.scope() if strategy is not None else contextlib.nullcontext():
-                models[name] = _model(keras, **{key: question[key] for key in ("widths", "filters") if key in question})
+                models[name] = make_model(keras, **{key: question[key] for key in ("widths", "filters") if key in question})
                 models[name].compile(
                     _optimizer(keras, settings["strategy"]),
                     "sparse_categorical_crossentropy",
@@ -54,7 +54,14 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float]:
     return train
 
 
-def _model(keras: Any, widths: list[int], filters: Sequence[int] = ()) -> Any:
+def make_model(keras: Any, widths: Sequence[int], filters: Sequence[int] = ()) -> Any:
+    """Makes one of the nets of `benchmarks.step`.
+
+    Args:
+        keras: Keras, or the Keras of before.
+        widths: Of the inputs, of the dense layers, and of the outputs.
+        filters: Of the convolutions before them.
+    """
     keras.utils.set_random_seed(0)
     layers = []
     if filters:

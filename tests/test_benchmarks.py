@@ -154,6 +154,31 @@ def test_overlap(tmp_path):
     assert (tmp_path / "figures" / "overlap.svg").is_file()
 
 
+def test_traffic(tmp_path):
+    results, text = _run(tmp_path, "traffic", "--nets", "tiny", "--settings", "float32", "bf16")
+    assert set(results["tiny"]) >= {"tf", "shared_memory"}
+    assert ("Horovod's milliseconds" in text) == horovod_is_installed()
+    for communicator, settings in results["tiny"].items():
+        plain, compressed = settings.values()
+        if communicator == "shared_memory":  # Other programs use the loopback interface, too.
+            assert plain["bytes"] > 2 * 4 * 2762, "two ranks bring their gradients"
+            assert compressed["bytes"] < 0.6 * plain["bytes"]
+        assert compressed["collectives"] > plain["collectives"] > 0, "parts are exchanged, and their sums gathered"
+        for each in settings.values():
+            assert 0 < each["collectives_ms"] < each["step_ms"]
+            if communicator == "horovod":
+                assert 0 < each["horovod_ms"]["sending"] < each["horovod_ms"]["all"]
+
+
+def test_growth(tmp_path):
+    results, text = _run(tmp_path, "growth", "--rounds", "1", "--processes", "1", "2")
+    alone, together = results["1"], results["2"]
+    assert "MB that the chief writes" in text
+    assert alone["arrays_mb"] == pytest.approx(2 * together["arrays_mb"]), "a rank reads its own rows"
+    assert together["checkpoint_others_mb"] < 0.1 < together["checkpoint_chief_mb"]
+    assert all(value > 0 for key, value in together.items() if key.endswith("cpu_s"))
+
+
 def test_all_reduce(tmp_path):
     results, text = _run(tmp_path, "all_reduce", "--rounds", "2", "--times", "2")
     assert set(results) == {"20 x 1 MB", "1 x 20 MB", "10 floats"}
@@ -221,6 +246,8 @@ _PAGES = [
     ("step_page", "benchmarks", "step"),
     ("medians_page", "benchmarks", "all_reduce"),
     ("medians_page", "collectives", "collectives"),
+    ("traffic_page", "benchmarks", "traffic"),
+    ("growth_page", "speed", "growth"),
 ]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import keras
 import ml_dtypes
@@ -13,6 +16,7 @@ import tensorflow as tf
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.communicators.compression import compressed_gather, compressed_sum
+from tfrep_strategy.communicators.shared_memory import memory
 from tfrep_strategy.digits import load_digits
 
 _HALVES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16}
@@ -60,8 +64,32 @@ def test_gathered_rows(worker_pool: Any) -> None:
         np.testing.assert_array_equal(counts, [[3], [3], [2**40]])
 
 
-def bytes_of_sums(strategy: Any, times: int) -> list[int]:
-    """Returns the bytes that went over the loopback interface, which both ranks use: plain, and compressed."""
+@contextlib.contextmanager
+def over_loopback() -> Iterator[Callable[[], int]]:
+    """Counts the bytes that go over the loopback interface, which both ranks use."""
+    yield lambda: psutil.net_io_counters(pernic=True)["lo"].bytes_sent
+
+
+@contextlib.contextmanager
+def through_memory() -> Iterator[Callable[[], int]]:
+    """Counts the bytes that this rank writes to common memory: what it brings, and its parts of results."""
+    written = []
+    read, reduce_in_order = memory.Row.read, memory.reduce_in_order
+
+    def counted_read(row: Any, start: int, into: np.ndarray) -> None:
+        written.append(min(row.size - start, len(into)) * into.itemsize)
+        read(row, start, into)
+
+    def counted_reduction(parts: Any, op: str, out: np.ndarray) -> None:
+        written.append(out.nbytes)
+        reduce_in_order(parts, op, out)
+
+    with mock.patch.object(memory.Row, "read", counted_read), mock.patch.object(memory, "reduce_in_order", counted_reduction):
+        yield lambda: sum(written)
+
+
+def bytes_of_sums(strategy: Any, times: int, counting: Callable[[], Any]) -> list[int]:
+    """Returns the bytes that travelled: plain, and compressed."""
     communicator, value = strategy.communicator, tf.ones([_FLOATS])
     plain = tf.function(lambda: communicator.all_reduce([value]))
     compressed = tf.function(lambda: compressed_sum(communicator, [value], "bf16"))
@@ -69,19 +97,24 @@ def bytes_of_sums(strategy: Any, times: int) -> list[int]:
     for sum_up in (plain, compressed):
         assert float(sum_up()[0][-1]) == 2.0
         communicator.barrier()
-        before = psutil.net_io_counters(pernic=True)["lo"].bytes_sent
-        for _ in range(times):
-            sum_up()
-        communicator.barrier()
-        found.append(psutil.net_io_counters(pernic=True)["lo"].bytes_sent - before)
+        with counting() as count:
+            before = count()
+            for _ in range(times):
+                sum_up()
+            communicator.barrier()
+            found.append(count() - before)
     return found
 
 
-@pytest.mark.parametrize("communicator", ["tf", "horovod"])
-def test_half_the_bytes(communicator: str, worker_pool: Any) -> None:
+@pytest.mark.parametrize(
+    ("communicator", "counting", "least"),
+    [("tf", over_loopback, 2.0), ("horovod", over_loopback, 2.0), ("shared_memory", through_memory, 1.5)],
+)
+def test_half_the_bytes(communicator: str, counting: Any, least: float, worker_pool: Any) -> None:
+    """A sum of two sends all that both bring. To common memory, a rank writes what it brings, and half of the result."""
     times = 5
-    plain, compressed = worker_pool(communicator, 2).run(bytes_of_sums, times)[0]
-    assert plain >= times * 2 * _FLOATS * 4
+    plain, compressed = worker_pool(communicator, 2).run(bytes_of_sums, times, counting)[0]
+    assert plain >= times * least * _FLOATS * 4
     assert compressed < 0.6 * plain
 
 
@@ -104,15 +137,18 @@ def trained(compression: str | None) -> list[np.ndarray]:
             strategy.compression = None
 
 
-def trained_in_scope(strategy: Any, compression: str) -> list[np.ndarray]:
+def trained_in_scope(strategy: Any, compression: str, options: dict[str, Any]) -> list[np.ndarray]:
+    if options:
+        strategy = tfrep.MultiWorkerStrategy(strategy.communicator.name, **options)
     with strategy.scope():
         return trained(compression)
 
 
+@pytest.mark.parametrize("options", [{}, {"shard_optimizer_state": True}])
 @pytest.mark.parametrize("communicator", ["tf", "horovod", "shared_memory"])
-def test_training_is_near_that_of_one_device(communicator: str, worker_pool: Any) -> None:
+def test_training_is_near_that_of_one_device(communicator: str, options: dict[str, Any], worker_pool: Any) -> None:
     expected = trained(None)
-    for found in worker_pool(communicator, 2).run(trained_in_scope, "bf16"):
+    for found in worker_pool(communicator, 2).run(trained_in_scope, "bf16", options):
         assert any(np.any(a != b) for a, b in zip(found, expected, strict=True))
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_allclose(a, b, atol=2e-3)

@@ -23,6 +23,8 @@ from sharded_training import (
     trained,
 )
 
+CREWS = [("tf", 2), ("tf", 3), ("horovod", 3), ("shared_memory", 2), ("shared_memory", 3)]
+
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("size", [2, 3])
@@ -33,7 +35,7 @@ def test_mirrored_replicas(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("communicator", "size"), [("tf", 2), ("horovod", 2), ("tf", 3), ("horovod", 3)])
+@pytest.mark.parametrize(("communicator", "size"), CREWS)
 def test_processes(name: str, communicator: str, size: int, worker_pool: Any) -> None:
     for found in worker_pool(communicator, size).run(in_scope, name, meanwhile=lambda: on_one_device(name)):
         same(found, on_one_device(name))
