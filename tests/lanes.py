@@ -34,6 +34,7 @@ LANES = {
         "running/test_forks.py",
         "running/test_function.py",
         "running/test_joining.py",
+        "running/test_user_variables.py",
         "test_benchmarks.py::test_demo",
         "test_cli.py",
         "test_demo.py",

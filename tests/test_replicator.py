@@ -235,7 +235,7 @@ def test_batches_of_python_may_have_other_numbers_of_rows_but_no_other_dtype():
     repl, taken = tfrep.Replicator(tfrep.MirroredStrategy(["CPU:0"])), lambda: lambda: next(batches)
     step = lambda batch: tf.shape(batch["a"])[0] + batch["b"]  # noqa: E731
     assert [int(repl.run(step, taken)), int(repl.run(step, taken))] == [3, 7]
-    with pytest.raises(tf.errors.OpError, match="A batch has another dtype than the first one"):
+    with pytest.raises(tf.errors.OpError, match="A batch has another dtype, or other rows"):
         repl.run(step, taken)
 
 

@@ -180,12 +180,17 @@ def run(
     """
     from tfrep_strategy.processes.nodes import Node
     from tfrep_strategy.running import Options, RunFailed, run_script
-    from tfrep_strategy.running.user_variables import wanted_strategy, with_user_variables
+    from tfrep_strategy.running.user_variables import chosen_by_user
 
     own_arguments = arguments or []
     if own_arguments[:1] == ["--"]:
         del own_arguments[0]
-    strategy = strategy if _is_given(context, "strategy") else wanted_strategy()
+    if not _is_given(context, "strategy"):
+        strategy = chosen_by_user("TFREP_STRATEGY") or strategy
+    if not _is_given(context, "communicator"):
+        communicator = chosen_by_user("TFREP_COMMUNICATOR") or communicator
+    profile = profile or chosen_by_user("TFREP_PROFILE")
+    backup_dir = backup_dir or chosen_by_user("TFREP_BACKUP_DIR")
     _check_options(context, strategy)
     if strategy == "parameter-server":
         from tfrep_strategy.running.coordinator import ClusterOptions, run_coordinator
@@ -206,7 +211,7 @@ def run(
         profile=profile, profile_dir=profile_dir, fork=fork,
     )  # fmt: skip
     try:
-        run_script(script, own_arguments, with_user_variables(options), as_module=as_module)
+        run_script(script, own_arguments, options, as_module=as_module)
     except RunFailed as failed:
         sys.stdout.flush()
         _print_error(failed)

@@ -30,6 +30,16 @@ def usable_cores() -> int:
     return max(1, math.ceil(min([bound_cores(), *_quotas()])))
 
 
+def cores_of_container() -> int:
+    """Returns how many cores all processes of this container may keep busy, whatever this one is bound to.
+
+    Example:
+        >>> usable_cores() <= cores_of_container()
+        True
+    """
+    return max(1, math.ceil(min([os.cpu_count() or 1, *_quotas()])))
+
+
 def _quotas() -> Iterator[float]:
     """Yields the quotas of this process's control group, and of those that it is in, in cores (Linux: `man 7 cgroups`)."""
     for line in _read(Path("/proc/self/cgroup")).splitlines():

@@ -131,11 +131,13 @@ def test_what_preprocessing_layers_have_learned(tmp_path: Path) -> None:
     x = np.random.RandomState(0).normal(1000.0, 5.0, (16, 4)).astype("float32")
     words = tf.constant([["a"], ["b"], ["c"], ["a"]] * 4)
     scale, look_up = keras.layers.Normalization(), keras.layers.StringLookup(output_mode="one_hot")
+    bins = keras.layers.Discretization(num_bins=4, output_mode="multi_hot")
     scale.adapt(x)
+    bins.adapt(x)
     look_up.adapt(words)
     inputs = {"x": keras.Input((4,), name="x"), "word": keras.Input((1,), dtype="string", name="word")}
-    both = keras.layers.Concatenate()([scale(inputs["x"]), look_up(inputs["word"])])
-    model = keras.Model(inputs, keras.layers.Dense(1)(both))
+    all_of_them = keras.layers.Concatenate()([scale(inputs["x"]), bins(inputs["x"]), look_up(inputs["word"])])
+    model = keras.Model(inputs, keras.layers.Dense(1)(all_of_them))
     model.compile("sgd", "mse")
     features, y = {"x": x, "word": words}, x[:, :1] - 1000.0
     expected = model.evaluate(features, y, verbose=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from tfrep_strategy.cli import _print_error
 from tfrep_strategy.processes.ranks import Failure
 from tfrep_strategy.running.failures import RunFailed, describe, last_lines
 from tfrep_strategy.running.rounds import how_lost
-from tfrep_strategy.running.run_logs import log_folder
+from tfrep_strategy.running.run_logs import log_folder, rank_logs
 
 OF_TENSORFLOW = """\
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
@@ -87,3 +89,15 @@ def test_logs_are_left_unless_somebody_has_stopped_the_run(code: int, is_left: b
 def test_lines_are_shown_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
     _print_error(ValueError("train.py:100: UserWarning :x: [bold]"))
     assert capfd.readouterr().err == "tfrep: train.py:100: UserWarning :x: [bold]\n"
+
+
+def test_logs_of_an_earlier_run_are_removed_but_not_where_the_output_goes(tmp_path: Path) -> None:
+    logs = rank_logs(tmp_path, 0, 3)
+    for log in list(logs.values())[:2]:
+        log.write_text("of an earlier run")
+    removes = "import sys; from pathlib import Path; from tfrep_strategy.running.run_logs import *; print('shown')"
+    removes += "; remove_logs(rank_logs(Path(sys.argv[1]), 0, 3))"
+    with open(logs[0], "wb") as output:
+        subprocess.run([sys.executable, "-c", removes, str(tmp_path)], stdout=output, check=True, timeout=60)
+    assert logs[0].read_text() == "shown\n"
+    assert not logs[1].exists()

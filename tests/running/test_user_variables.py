@@ -20,34 +20,23 @@ from test_joining import LIMIT, _tasks_of_torchrun, environ
 import tfrep_strategy as tfrep
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.running import Options, hosts
-from tfrep_strategy.running.user_variables import with_user_variables
-
-CHOSEN = {
-    "TFREP_BACKUP_DIR": "backups", "TFREP_COMMUNICATOR": "tf", "TFREP_PROFILE": "3:5", "TFREP_PROFILE_DIR": "traces",
-    "TFREP_STRATEGY": "multi-worker",
-}  # fmt: skip
+from tfrep_strategy.running.user_variables import chosen_by_user
 
 
-def test_options_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in CHOSEN.items():
-        monkeypatch.setenv(name, value)
-    found = with_user_variables(Options())
-    assert (found.backup_dir, found.communicator, found.profile, found.profile_dir) == ("backups", "tf", "3:5", "traces")
-    assert found.strategy == "multi-worker"
-    own = Options(2, strategy="mirrored", communicator="horovod", backup_dir="mine", profile="1", profile_dir="here")
-    assert with_user_variables(own) == own
-
-
-def test_those_of_an_outer_run_are_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**CHOSEN, "TFREP_RESTARTS": "0"}.items():
-        monkeypatch.setenv(name, value)
-    assert with_user_variables(Options()) == Options()
+@pytest.mark.parametrize("of_a_run", [None, "TFREP_RESTARTS", "TFREP_NUM_REPLICAS"])
+def test_those_of_an_outer_run_are_not_the_users(of_a_run: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFREP_BACKUP_DIR", "backups")
+    monkeypatch.setenv("TFREP_COMMUNICATOR", "tf")
+    if of_a_run is not None:
+        monkeypatch.setenv(of_a_run, "1")
+    found = chosen_by_user("TFREP_BACKUP_DIR"), chosen_by_user("TFREP_COMMUNICATOR")
+    assert found == (("backups", "tf") if of_a_run is None else (None, None))
 
 
 def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFREP_COMMUNICATOR", "pigeons")
     with pytest.raises(tfrep.errors.ConfigurationError, match="Received: TFREP_COMMUNICATOR='pigeons'"):
-        with_user_variables(Options())
+        chosen_by_user("TFREP_COMMUNICATOR")
 
 
 def test_what_other_hosts_get(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,14 +99,22 @@ def test_ranks_of_another_launcher_hear_of_them(tmp_path: Path) -> None:
         assert (tmp_path / f"rank{rank}").read_text().split()[:2] == ["tf", str(tmp_path / "backups")]
 
 
-def test_a_run_hears_of_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], "tf {}/backups multi-worker"),
+        (["--communicator", "shared_memory", "--backup-dir", "mine"], "shared_memory {}/mine multi-worker"),
+    ],
+)
+def test_a_run_hears_of_them_where_no_option_says_it(options: list[str], expected: str, tmp_path: Path) -> None:
     says = tmp_path / "says.py"
-    says.write_text("import os; print('FOUND', os.environ['TFREP_COMMUNICATOR'], os.environ['TFREP_BACKUP_DIR'])")
-    command = [sys.executable, "-m", "tfrep_strategy.cli", "run", "-n", "2", str(says)]
-    own = environ(TFREP_COMMUNICATOR="tf", TFREP_BACKUP_DIR=str(tmp_path / "backups"))
+    names = "TFREP_COMMUNICATOR", "TFREP_BACKUP_DIR", "TFREP_STRATEGY"
+    says.write_text(f"import os; print('FOUND', *map(os.environ.get, {names}))")
+    command = [sys.executable, "-m", "tfrep_strategy.cli", "run", "-n", "2", *options, str(says)]
+    own = environ(TFREP_COMMUNICATOR="tf", TFREP_BACKUP_DIR=str(tmp_path / "backups"), TFREP_STRATEGY="multi-worker")
     done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == [f"FOUND tf {tmp_path / 'backups'}"]
+    assert done.stdout.splitlines() == [f"FOUND {expected.format(tmp_path)}"]
 
 
 def written_by(task: subprocess.Popen[bytes], path: Path) -> str:

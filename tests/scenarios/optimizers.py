@@ -213,3 +213,24 @@ def noise_in_an_update() -> dict[str, Any]:
     model = dense()
     model.compile(Noisy(0.05), "mse")
     return trained(model, *regression(), epochs=2)
+
+
+class _WithAPenalty(keras.Model):
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, **others: Any) -> Any:
+        return super().compute_loss(x=x, y=y, y_pred=y_pred, **others) + 0.01 * keras.ops.sum(keras.ops.square(y_pred))
+
+
+@scenario
+def optimizers_behind_a_compute_loss() -> dict[str, Any]:
+    """Keras's own step calls it. A sum that overflows in half precision is found by the loss scale."""
+    results = {}
+    for name, optimizer in {
+        "accumulated": _O.SGD(0.05, gradient_accumulation_steps=2),
+        "clipped": _O.Adam(0.05, global_clipnorm=0.1),
+        "scaled": _O.LossScaleOptimizer(_O.SGD(0.05), initial_scale=2.0**127, dynamic_growth_steps=3),
+    }.items():
+        inputs = keras.Input((4,))
+        model = _WithAPenalty(inputs, dense()(inputs))
+        model.compile(optimizer, "mse")
+        results[name] = trained(model, *regression(), epochs=2)
+    return results

@@ -21,12 +21,12 @@ OPEN = {
     "logs_computed_from_results_of_metrics", "logs_of_ones_own", "logs_of_several_numbers", "loops_without_run",
     "loss_circle_in_a_custom_loop", "loss_none_eagerly", "losses_of_some_rows", "losses_that_are_no_means",
     "losses_that_users_write", "means_over_no_examples", "metrics_made_late_and_truths", "model_contrastive",
-    "model_methods_of_ones_own", "model_quantile_heads", "model_unit_normalized_metric_learning", "parts_known_to_be_empty",
-    "penalties_beside_a_scaled_loss", "penalty_on_gradients_of_inputs", "predicted_strings", "queue_of_features", "run_eagerly",
-    "scalars_with_weights", "scaled_losses_of_ones_own", "several_gradients_of_one_tape", "sharpness_aware_minimization",
-    "sparse_gradients_without_run", "sparse_ragged_and_string_inputs", "steps_per_execution_of_a_generator",
-    "steps_under_functions", "sums_over_rows_in_a_step", "sums_whose_gradients_pass_through_collectives", "two_encoders",
-    "two_scaled_optimizers", "updated_by_hand",
+    "model_methods_of_ones_own", "model_quantile_heads", "model_unit_normalized_metric_learning",
+    "optimizers_behind_a_compute_loss", "parts_known_to_be_empty", "penalties_beside_a_scaled_loss",
+    "penalty_on_gradients_of_inputs", "predicted_strings", "queue_of_features", "run_eagerly", "scalars_with_weights",
+    "scaled_losses_of_ones_own", "several_gradients_of_one_tape", "sharpness_aware_minimization", "sparse_gradients_without_run",
+    "sparse_ragged_and_string_inputs", "steps_per_execution_of_a_generator", "steps_under_functions", "sums_over_rows_in_a_step",
+    "sums_whose_gradients_pass_through_collectives", "two_encoders", "two_scaled_optimizers", "updated_by_hand",
 }  # fmt: skip
 """Those with steps or losses of their own, or whose data has no batches of one size, even if rows are left out."""
 

@@ -31,9 +31,14 @@ def run_under_init(command: Sequence[str], environ: Mapping[str, str]) -> int:
         3
     """
     child = os.spawnve(os.P_NOWAIT, command[0], list(command), environ)
-    # A terminal sends Ctrl-C to all of its processes.
-    numbers = [number for number in _PASSED_ON if number != signal.SIGINT or not os.isatty(0)]
-    previous = {number: signal.signal(number, lambda received, frame: os.kill(child, received)) for number in numbers}
+
+    def pass_on(number: int, frame: object) -> None:
+        if number == signal.SIGINT and os.isatty(0):  # A terminal sends Ctrl-C to all of its processes.
+            return
+        with contextlib.suppress(ProcessLookupError):  # It has ended.
+            os.kill(child, number)
+
+    previous = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
     try:
         while True:
             pid, status = os.wait()

@@ -66,7 +66,8 @@ class ParameterServerReplicator(Replicator):
 
     def _make_input(self, input_fn: InputFn) -> Any:
         def pipeline() -> Any:
-            with drawn_by_each_worker(self.strategy.num_workers):
+            # TensorFlow's own strategy does not say how many workers it has.
+            with drawn_by_each_worker(getattr(self.strategy, "num_workers", 2)):
                 return per_pipeline(self.strategy, self.input_replication_mode, input_fn)
 
         return iter(self._coordinator.create_per_worker_dataset(pipeline))

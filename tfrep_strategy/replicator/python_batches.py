@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -38,7 +39,7 @@ class PythonBatches:
         """Returns the next batch: tensors."""
         batch = self._make()
         leaves = tf.nest.flatten(batch)
-        if tf.executing_eagerly() or any(tf.is_tensor(leaf) and not hasattr(leaf, "numpy") for leaf in leaves):
+        if tf.executing_eagerly() or any(map(_is_of_graph, leaves)):
             return tf.nest.map_structure(tf.convert_to_tensor, batch)
         arrays = [_array(leaf) for leaf in leaves]
         self._made.append(batch)
@@ -54,12 +55,19 @@ class PythonBatches:
         return tf.nest.pack_sequence_as(batch, tensors)
 
 
+def _is_of_graph(leaf: Any) -> bool:
+    """Whether a leaf is what an operation computes in each step, or a variable that is read there."""
+    return isinstance(leaf, (tf.Variable, keras.Variable)) or tf.is_symbolic_tensor(leaf)
+
+
 def _array(leaf: Any, like: np.ndarray | None = None) -> np.ndarray:
-    """Returns a leaf as TensorFlow takes it: Python's numbers have 32 bits."""
+    """Returns a leaf as TensorFlow takes it: Python's numbers have 32 bits if these are enough."""
     array = np.asarray(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
-    if isinstance(leaf, (int, float)) and not isinstance(leaf, (bool, np.generic)):
-        array = array.astype(np.int32 if isinstance(leaf, int) else np.float32)
-    if like is not None and tf.as_dtype(array.dtype) != tf.as_dtype(like.dtype):
-        what, hint = "A batch has another dtype than the first one.", "return the same dtypes in each call."
-        raise ConfigurationError(message(what, hint, dtype=array.dtype, first=like.dtype))
+    if isinstance(leaf, float) and not isinstance(leaf, np.generic):
+        array = array.astype(np.float32)
+    elif isinstance(leaf, int) and not isinstance(leaf, (bool, np.generic)) and -(2**31) <= leaf < 2**31:
+        array = array.astype(np.int32)
+    if like is not None and (tf.as_dtype(array.dtype), array.shape[1:]) != (tf.as_dtype(like.dtype), like.shape[1:]):
+        what, hint = "A batch has another dtype, or other rows, than the first one.", "return a data set (`from_generator`)."
+        raise ConfigurationError(message(what, hint, dtype=array.dtype, shape=array.shape, first=(like.dtype, like.shape)))
     return array

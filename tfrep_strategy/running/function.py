@@ -23,7 +23,7 @@ from tfrep_strategy.running.forks import fork_servers
 from tfrep_strategy.running.joining import warn_inside_a_run
 from tfrep_strategy.running.runs import Options, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
-from tfrep_strategy.running.user_variables import with_user_variables
+from tfrep_strategy.running.user_variables import chosen_by_user
 from tfrep_strategy.startup_log import quiet_start
 
 
@@ -66,8 +66,9 @@ def launch(
         [2, 2]
     """
     warn_inside_a_run("`tfrep.launch`")
+    if communicator == "auto":
+        communicator = chosen_by_user("TFREP_COMMUNICATOR") or communicator
     options = Options(num_replicas, strategy=strategy, communicator=communicator, timeout=timeout, fork=fork)
-    options = with_user_variables(options)
     call = dumps((fn, tuple(args), dict(kwargs or {})))
     with fork_servers(options, shown=(__name__,)) as servers:
         return results(call, options, servers)

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.running.failures import RunFailed
 from tfrep_strategy.validation import writable
 
@@ -30,13 +29,15 @@ def rank_logs(log_dir: Path, first_rank: int, ranks: int) -> dict[int, Path]:
 
 
 def remove_logs(logs: Mapping[int, Path]) -> None:
-    """Removes logs of an earlier run, which would be taken for those of a new one.
+    """Removes logs of an earlier run, which would be taken for those of a new one, but not where this process writes itself.
 
     Example:
         >>> remove_logs(rank_logs(Path(), 0, 2))
     """
-    for log in logs.values():
-        log.unlink(missing_ok=True)
+    own = [os.fstat(descriptor) for descriptor in (1, 2)]
+    for log in filter(Path.exists, logs.values()):
+        if not any(os.path.samestat(log.stat(), each) for each in own):
+            log.unlink()
 
 
 @contextlib.contextmanager
@@ -66,11 +67,6 @@ def make_log_dir(wanted: str | os.PathLike[str] | None) -> Path:
     Raises:
         ConfigurationError: It cannot be made.
     """
-    if wanted is not None:
-        return writable("log_dir", wanted)
-    try:
+    if wanted is None:
         return Path(tempfile.mkdtemp(prefix="tfrep-logs-"))
-    except OSError as error:
-        what = f"There is no folder for temporary files ({error.strerror})."
-        hint = "set TMPDIR to a folder that this process can write to, and --log-dir."
-        raise ConfigurationError(message(what, hint, tried=tempfile.tempdir)) from None
+    return writable("log_dir", wanted)

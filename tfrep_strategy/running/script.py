@@ -146,7 +146,7 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
             sys.path[:] = own_path if getattr(sys.flags, "safe_path", False) else [first, *own_path[1:]]
             if kind == "module":
                 runpy.run_module(target, run_name="__main__", alter_sys=True)
-            elif os.path.isdir(target) or zipfile.is_zipfile(target):
+            elif os.path.isdir(target) or target.endswith(".pyc") or zipfile.is_zipfile(target):
                 runpy.run_path(target, run_name="__main__")
             else:
                 _run_file(target)

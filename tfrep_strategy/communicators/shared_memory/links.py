@@ -18,7 +18,7 @@ from tfrep_strategy.common_memory import new_memory
 from tfrep_strategy.communicators.forking import close_in_children
 from tfrep_strategy.errors import PeerError
 from tfrep_strategy.errors import message as message_of
-from tfrep_strategy.quotas import usable_cores
+from tfrep_strategy.quotas import cores_of_container
 
 LONGEST_MESSAGE = 1 << 14
 """The longest message in bytes. A socket holds the two that a member may be ahead, so to send never waits."""
@@ -46,7 +46,7 @@ class Links:
             link.settimeout(None)  # Whatever the script has set for new sockets.
         self.memory = mmap.mmap(memory, 0)
         os.close(memory)
-        self._has_core = self.size <= usable_cores()
+        self._has_core = self.size <= cores_of_container()
         self._looking_seconds = _MOST_LOOKING_SECONDS
         self._aborted = ""
         self._groups: weakref.WeakSet[Links] = weakref.WeakSet()

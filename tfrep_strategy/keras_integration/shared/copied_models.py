@@ -57,17 +57,34 @@ def copy_state(model: Any, copy: Any) -> bool:
         copy: The one that gets them.
 
     Returns:
-        Whether vocabularies have changed, which compiled functions do not see.
+        Whether something has changed that compiled functions have taken for constant.
     """
     copy.set_weights(model.get_weights())
-    has_changed = False
-    for known, layer in zip(model._flatten_layers(), copy._flatten_layers(), strict=True):
-        if hasattr(layer, "get_vocabulary") and known.get_vocabulary() != layer.get_vocabulary():
-            with tempfile.TemporaryDirectory(prefix="tfrep-vocabulary-") as folder:
-                known.save_assets(folder)
-                if os.listdir(folder):  # Else the vocabulary is part of the config.
-                    layer.load_assets(folder)
-            has_changed = True
-        elif hasattr(layer, "finalize_state"):  # `Normalization` computes with other numbers than its weights.
-            layer.finalize_state()
-    return has_changed
+    known, own = map(_that_have_learned, (model, copy))
+    if list(map(type, known)) != list(map(type, own)):  # Such layers are not all of a model.
+        return False
+    return any([_learns_from(layer, other) for layer, other in zip(own, known, strict=True)])
+
+
+def _that_have_learned(model: Any) -> list[Any]:
+    layers = model._flatten_layers()
+    return [each for each in layers if isinstance(each, keras.layers.Normalization) or hasattr(each, "get_vocabulary")]
+
+
+def _learns_from(layer: Any, other: Any) -> bool:
+    if isinstance(layer, keras.layers.Normalization):
+        before = _numbers(layer)
+        layer.finalize_state()  # It computes with other numbers than its weights.
+        return before != _numbers(layer)
+    if other.get_vocabulary() == layer.get_vocabulary():
+        return False
+    with tempfile.TemporaryDirectory(prefix="tfrep-vocabulary-") as folder:
+        other.save_assets(folder)
+        if os.listdir(folder):  # Else the vocabulary is part of the config.
+            layer.load_assets(folder)
+    return True
+
+
+def _numbers(layer: Any) -> list[Any]:
+    found = (getattr(layer, name, None) for name in ("mean", "variance"))
+    return [None if each is None else keras.ops.convert_to_numpy(each).tolist() for each in found]

@@ -144,7 +144,7 @@ class SynchronousDriver(
     def _refuse_foreign(self, model: Any, method: str) -> None:
         if self.has_several:
             made_in_scope.refuse_foreign_model(model, self.strategy, method)
-        if self.strategy.num_replicas_in_sync > self.strategy.extended.num_local_replicas:
+        if model.built and self.strategy.num_replicas_in_sync > self.strategy.extended.num_local_replicas:
             made_in_scope.refuse_foreign_metrics(model, self.strategy, method)
 
     def _merge_state(self) -> None:
@@ -210,8 +210,10 @@ class SynchronousDriver(
         keeps_rows = _is_all_of_keras(model, step_function)
         if self.has_several:
             step_function = undecorated(model, f"{phase}_step", step_function)
-            if _is_own(model, step_function) or _has_own_apply(model.optimizer):
+            if getattr(step_function, "__func__", None) not in _STEPS_OF_KERAS or _has_own_apply(model.optimizer):
                 step_function = with_global_gradients(step_function)
+            elif not all(map(is_of_keras, (type(model).compute_loss, type(model).compute_metrics))):
+                step_function = with_global_gradients(step_function, only_parts_are_own=True)
             step_function = with_global_logs(model, phase, strategy, step_function)
 
         def build(step_function: Any) -> Any:
@@ -314,12 +316,6 @@ def _of_any_size(value: Any) -> Any:
 
 def _has_own_steps(model: Any) -> bool:
     return any(getattr(type(model), name) is not getattr(_Trainer, name) for name in ("train_step", "test_step"))
-
-
-def _is_own(model: Any, step_function: Any) -> bool:
-    """Whether a step, or a part of it that may compute anything from the batch, is of the user's own."""
-    parts = type(model).compute_loss, type(model).compute_metrics
-    return getattr(step_function, "__func__", None) not in _STEPS_OF_KERAS or not all(map(is_of_keras, parts))
 
 
 def _has_own_apply(optimizer: Any) -> bool:

@@ -82,7 +82,8 @@ def find_lone(ranks: Sequence[Sequence[Given]]) -> dict[str, list[int]]:
 class LoneCallback(keras.callbacks.Callback):
     """Runs a callback of this process without asking the others, which do not run it.
 
-    The random numbers that it draws are its own, so that all ranks go on drawing alike. It must not change the learning rate.
+    The random numbers that it draws from Python, NumPy and TensorFlow are its own, so that all ranks go on drawing alike. It must
+    not change the learning rate.
 
     Args:
         callback: The callback.

@@ -197,7 +197,8 @@ class Losses(SynchronousBase):
 def _added(step: Step, value: Any) -> tf.Tensor:
     """Returns a loss that a layer adds as one that the share can weigh. Keras's own steps add up what is no scalar."""
     value = ops.convert_to_tensor(value)
-    if step.is_own or not value.shape.rank:
+    # The graph of a step, or part, of the user's own tells what becomes of it.
+    if not value.shape.rank or (step.is_own and not (step.only_parts_are_own and tf.executing_eagerly())):
         return as_mean(step, value)
     total = ops.sum(value)
     return step.share.unweigh(total) if are_rows(step, value) else as_mean(step, total)

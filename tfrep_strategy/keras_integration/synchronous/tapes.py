@@ -35,6 +35,8 @@ class Tapes(SynchronousBase):
         positions = [i for i, source in enumerate(flat) if _is_one_value(step, source, asks_for_all)]
         of_rows = [source for source in flat if step.has_computed(source) and has_rows(step, source)]
         was_scaled = step.was_scaled(target)
+        if was_scaled and step.only_parts_are_own:  # Keras's own step hands these gradients to `apply`.
+            return original(tape, target, sources, output_gradients, *args, **kwargs)
         is_part = step.loss_is_scaled and not was_scaled
         is_own_loss = _comes_from_scaled(step, target) if is_part else not was_scaled
         takes_apart = (positions or of_rows) and asks_for_all and is_own_loss
@@ -124,13 +126,13 @@ def _comes_from_scaled(step: Step, target: Any) -> bool:
     return False
 
 
-def with_global_gradients(step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wraps a step function of the user's own, so that tapes give it global gradients."""
+def with_global_gradients(step_function: Callable[[Any], Any], only_parts_are_own: bool = False) -> Callable[[Any], Any]:
+    """Wraps a step function of the user's own, or one that calls such, so that tapes give it global gradients."""
 
     def step(batch: Any) -> Any:
         current = current_step()
         if current is not None:
-            current.is_own = True
+            current.is_own, current.only_parts_are_own = True, only_parts_are_own
         return step_function(batch)
 
     return step
