@@ -215,9 +215,9 @@ def noise_in_an_update() -> dict[str, Any]:
     return trained(model, *regression(), epochs=2)
 
 
-class _WithAPenalty(keras.Model):
-    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, **others: Any) -> Any:
-        return super().compute_loss(x=x, y=y, y_pred=y_pred, **others) + 0.01 * keras.ops.sum(keras.ops.square(y_pred))
+class WithAPenalty(keras.Model):
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None) -> Any:
+        return super().compute_loss(x, y, y_pred, sample_weight) + 0.01 * keras.ops.sum(keras.ops.square(y_pred))
 
 
 @scenario
@@ -230,7 +230,7 @@ def optimizers_behind_a_compute_loss() -> dict[str, Any]:
         "scaled": _O.LossScaleOptimizer(_O.SGD(0.05), initial_scale=2.0**127, dynamic_growth_steps=3),
     }.items():
         inputs = keras.Input((4,))
-        model = _WithAPenalty(inputs, dense()(inputs))
+        model = WithAPenalty(inputs, dense()(inputs))
         model.compile(optimizer, "mse")
         results[name] = trained(model, *regression(), epochs=2)
     return results
