@@ -189,8 +189,8 @@ def run(
         strategy = chosen_by_user("TFREP_STRATEGY") or strategy
     if not _is_given(context, "communicator"):
         communicator = chosen_by_user("TFREP_COMMUNICATOR") or communicator
-    profile = profile or chosen_by_user("TFREP_PROFILE")
-    backup_dir = backup_dir or chosen_by_user("TFREP_BACKUP_DIR")
+    profile = chosen_by_user("TFREP_PROFILE") if profile is None else profile
+    backup_dir = chosen_by_user("TFREP_BACKUP_DIR") if backup_dir is None else backup_dir
     _check_options(context, strategy)
     if strategy == "parameter-server":
         from tfrep_strategy.running.coordinator import ClusterOptions, run_coordinator
