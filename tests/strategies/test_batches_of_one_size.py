@@ -14,12 +14,11 @@ from test_one_device_answer import assert_same, mirrored
 from tfrep_strategy.keras_integration.protocol import Step
 
 OPEN = {
-    "a_model_that_asks_how_many_rows_there_are", "a_single_row", "accuracy_within_a_batch", "added_losses_of_rows",
-    "checked_numbers", "clipped_and_accumulated", "clipped_by_global_norm", "contrastive_pretraining",
-    "counts_that_replicas_add_up", "custom_loop", "custom_train_step", "gan_with_hand_written_means", "hard_examples",
-    "learning_to_learn", "learning_to_learn_in_two_steps", "logs_computed_from_results_eagerly",
-    "logs_computed_from_results_of_metrics", "logs_of_ones_own", "logs_of_several_numbers", "loops_without_run",
-    "loss_circle_in_a_custom_loop", "loss_none_eagerly", "losses_of_some_rows", "losses_that_are_no_means",
+    "a_model_that_asks_how_many_rows_there_are", "a_single_row", "accuracy_within_a_batch", "checked_numbers",
+    "clipped_and_accumulated", "clipped_by_global_norm", "contrastive_pretraining", "custom_loop", "custom_train_step",
+    "gan_with_hand_written_means", "gradients_applied_to_an_iterator", "learning_to_learn", "learning_to_learn_in_two_steps",
+    "logs_computed_from_results_eagerly", "logs_computed_from_results_of_metrics", "logs_of_ones_own", "logs_of_several_numbers",
+    "loops_without_run", "loss_circle_in_a_custom_loop", "loss_none_eagerly", "losses_of_some_rows", "losses_that_are_no_means",
     "losses_that_users_write", "means_over_no_examples", "metrics_made_late_and_truths", "model_contrastive",
     "model_methods_of_ones_own", "model_quantile_heads", "model_unit_normalized_metric_learning",
     "optimizers_behind_a_compute_loss", "parts_known_to_be_empty", "penalties_beside_a_scaled_loss",
