@@ -305,17 +305,20 @@ def random_state() -> tuple[int | None, object]:
     return runtime._seed, runtime._rng.getstate() if runtime._seed is not None else None
 
 
-def use_random_seed(graph: Any, seed: int | None) -> int | None:
-    """Sets the seed of a graph's random operations, or of eager ones if `graph` is None. Returns the previous seed.
+@contextlib.contextmanager
+def operations_seeded(seed: int | None) -> Iterator[None]:
+    """Gives random operations of the body another global seed: eager ones, or those of the graph that is being made.
 
-    Unlike `tf.random.set_seed`, it does not change the generator that numbers operations.
+    Functions that are traced in the body inherit it. Unlike `tf.random.set_seed`, it does not change the generator that numbers
+    operations.
     """
-    if graph is not None:
-        before, graph.seed = graph.seed, seed
-    else:
-        runtime = context()
-        before, runtime._seed = runtime._seed, seed
-    return before
+    holder, name = (context(), "_seed") if tf.executing_eagerly() else (tf.compat.v1.get_default_graph(), "seed")
+    before = getattr(holder, name)
+    setattr(holder, name, seed)
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)
 
 
 def set_random_state(seed: int, state: object) -> None:

@@ -210,7 +210,8 @@ def _key(extras: Sequence[str]) -> str:
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     built_in = ["gloo", *extras]
     if "mpi" in extras:  # One library cannot talk through another's.
-        shown = subprocess.run([_which("mpicxx") or "true", "-show"], capture_output=True, check=False).stdout
+        mpicxx = _which("mpicxx")  # `_check_tools` refuses to build without one.
+        shown = subprocess.run([mpicxx, "-show"], capture_output=True, check=False).stdout if mpicxx else b""
         built_in += [hashlib.sha256(shown).hexdigest()[:8]]
     if "nccl" in extras:
         cuda, nccl = _find_cuda(), find_nccl()

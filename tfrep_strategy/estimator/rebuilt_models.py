@@ -57,12 +57,12 @@ def rebuilt(model: Any, strategy: Any, custom_objects: Mapping[str, Any] | None)
             if not copy.built:
                 copy.build(model.get_build_config()["input_shape"])
             compile_as(model, copy)
-            copy_state(model, copy)
-        except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+        except (NotImplementedError, TypeError, ValueError) as error:
             hint = "give its classes get_config, and its functions names; or write it as keras.Model(inputs, outputs)."
             raise ConfigurationError(
                 message(f"The model cannot be built again: {error}", hint=hint, keras_model=model.name)
             ) from error
+        copy_state(model, copy)
     if not copy.compiled:
         hint = "override get_compile_config and compile_from_config."
         raise ConfigurationError(message("The model has a compile of its own.", hint=hint, keras_model=model.name))

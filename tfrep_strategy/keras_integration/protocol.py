@@ -172,7 +172,7 @@ class Step:
         self.scaled_losses: collections.Counter[int] = collections.Counter()
         """By the id of an optimizer: how many losses whose gradients it will get were multiplied by the share."""
         self.is_own = False
-        """Whether a step function of the user's own runs, in which tapes give global gradients, or parts of the user's own."""
+        """Whether a step function runs that is the user's own, or that calls parts which are: tapes give them global gradients."""
         self.only_parts_are_own = False
         """Whether the step function is Keras's, and what it calls, such as `compute_loss`, the user's own."""
         self.rows_are_fixed = False

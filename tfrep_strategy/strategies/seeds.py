@@ -14,11 +14,11 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import (
     NO_SEED,
+    operations_seeded,
     random_state,
     set_random_state,
     shuffle_seeds,
     unordered_operations,
-    use_random_seed,
 )
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.errors import ConfigurationError, message
@@ -103,11 +103,5 @@ def own_random_operations(rank: int) -> Iterator[None]:
     elif rank == 0 or shared is None:
         yield
         return
-    own = (shared + rank * _GOLDEN) % 2**31
-    # Functions that are traced in the body inherit the seed.
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    before = use_random_seed(graph, own)
-    try:
+    with operations_seeded((shared + rank * _GOLDEN) % 2**31):
         yield
-    finally:
-        use_random_seed(graph, before)

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import PerWorkerValues, use_random_seed
+from tfrep_strategy._tensorflow import PerWorkerValues, operations_seeded
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
 from tfrep_strategy.keras_integration.patching import keras_internal
@@ -119,8 +119,7 @@ class _WorkerAdapter(_DataAdapter):  # type: ignore[misc, valid-type]
     num_batches = batch_size = has_partial_batch = partial_batch_size = None
 
 
-@contextlib.contextmanager
-def drawn_by_each_worker(num_workers: int) -> Iterator[None]:
+def drawn_by_each_worker(num_workers: int) -> contextlib.AbstractContextManager[None]:
     """Has random operations of a pipeline that is traced in the body draw other numbers on each of several workers.
 
     TensorFlow traces the pipeline of all workers once. The global seed would become a constant of it, and all workers would read
@@ -129,12 +128,4 @@ def drawn_by_each_worker(num_workers: int) -> Iterator[None]:
     Args:
         num_workers: How many workers there are. A single one draws by the global seed.
     """
-    if num_workers == 1:
-        yield
-        return
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    before = use_random_seed(graph, None)
-    try:
-        yield
-    finally:
-        use_random_seed(graph, before)
+    return operations_seeded(None) if num_workers > 1 else contextlib.nullcontext()

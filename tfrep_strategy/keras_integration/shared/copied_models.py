@@ -57,34 +57,25 @@ def copy_state(model: Any, copy: Any) -> bool:
         copy: The one that gets them.
 
     Returns:
-        Whether something has changed that compiled functions have taken for constant.
+        Whether there are such layers: compiled functions have taken for constant what they knew before.
     """
     copy.set_weights(model.get_weights())
-    known, own = map(_that_have_learned, (model, copy))
-    if list(map(type, known)) != list(map(type, own)):  # Such layers are not all of a model.
+    known, own = ([layer for layer in each._flatten_layers() if hasattr(layer, "adapt")] for each in (model, copy))
+    if list(map(type, known)) != list(map(type, own)):  # One of the models leaves preprocessing to its data.
         return False
-    return any([_learns_from(layer, other) for layer, other in zip(own, known, strict=True)])
+    for layer, other in zip(own, known, strict=True):
+        _learn_from(layer, other)
+    return bool(own)
 
 
-def _that_have_learned(model: Any) -> list[Any]:
-    layers = model._flatten_layers()
-    return [each for each in layers if isinstance(each, keras.layers.Normalization) or hasattr(each, "get_vocabulary")]
-
-
-def _learns_from(layer: Any, other: Any) -> bool:
-    if isinstance(layer, keras.layers.Normalization):
-        before = _numbers(layer)
-        layer.finalize_state()  # It computes with other numbers than its weights.
-        return before != _numbers(layer)
-    if other.get_vocabulary() == layer.get_vocabulary():
-        return False
+def _learn_from(layer: Any, other: Any) -> None:
+    """Does for one layer what Keras does when it loads a model."""
+    store: dict[str, Any] = {}
+    other.save_own_variables(store)
+    layer.load_own_variables(store)
+    if not hasattr(layer, "get_vocabulary") or layer.get_vocabulary() == other.get_vocabulary():
+        return
     with tempfile.TemporaryDirectory(prefix="tfrep-vocabulary-") as folder:
         other.save_assets(folder)
         if os.listdir(folder):  # Else the vocabulary is part of the config.
             layer.load_assets(folder)
-    return True
-
-
-def _numbers(layer: Any) -> list[Any]:
-    found = (getattr(layer, name, None) for name in ("mean", "variance"))
-    return [None if each is None else keras.ops.convert_to_numpy(each).tolist() for each in found]

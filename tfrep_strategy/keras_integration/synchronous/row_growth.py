@@ -31,6 +31,8 @@ AS_FIRST_INPUT = CHECKED | {
     "StopGradient", "StridedSlice", "Tile", "Transpose", "Unpack",
 }  # fmt: skip
 _DRAWS = {"Multinomial", "ParameterizedTruncatedNormal", "StatelessMultinomial", "TruncatedNormal"}
+"""Operations that draw random numbers, besides those that have "Random" in their names."""
+
 _DATA = {"IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue"}
 SOURCES = _DATA | {"Placeholder"}
 """Operations from which a step gets what it did not compute."""

@@ -31,12 +31,12 @@ class Tapes(SynchronousBase):
         step, flat = current_step(), tf.nest.flatten(sources)
         if step is None or not (step.is_own and self.has_several and self.in_replica) or step.is_in_branch:
             return original(tape, target, sources, output_gradients, *args, **kwargs)
-        asks_for_all = output_gradients is None
-        positions = [i for i, source in enumerate(flat) if _is_one_value(step, source, asks_for_all)]
-        of_rows = [source for source in flat if step.has_computed(source) and has_rows(step, source)]
         was_scaled = step.was_scaled(target)
         if was_scaled and step.only_parts_are_own:  # Keras's own step hands these gradients to `apply`.
             return original(tape, target, sources, output_gradients, *args, **kwargs)
+        asks_for_all = output_gradients is None
+        positions = [i for i, source in enumerate(flat) if _is_one_value(step, source, asks_for_all)]
+        of_rows = [source for source in flat if step.has_computed(source) and has_rows(step, source)]
         is_part = step.loss_is_scaled and not was_scaled
         is_own_loss = _comes_from_scaled(step, target) if is_part else not was_scaled
         takes_apart = (positions or of_rows) and asks_for_all and is_own_loss
