@@ -1,8 +1,7 @@
 """What it costs ranks to hear of each other, with real messages over loopback: `python -m benchmarks.control_plane`.
 
 The ranks are threads of a few processes. Each uses the package's own rendezvous and monitor; rank 0 has a process of its own. They
-train nothing. While they join, the few objects of the transport are exchanged at two further meetings. Objects of callbacks
-go through a binary tree of connections, which stands for the transport.
+train nothing. The objects of monitors and callbacks go through a binary tree of connections, which stands for the transport.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ TITLES = {
     "leave_s": "all have left: seconds",
 }
 _CALLS = 10
-EXCHANGES = 3
-"""How often the ranks meet while they join."""
 
 
 def measure(ranks: int, processes: int, seconds: float) -> dict[str, float]:
@@ -49,12 +46,12 @@ def measure(ranks: int, processes: int, seconds: float) -> dict[str, float]:
     Returns:
         The measurements, by the keys of the table.
     """
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(EXCHANGES)]
+    [port] = free_ports(1)
     processes = max(1, min(processes, (ranks - 1) // 2))  # The last loses one of its ranks, and keeps another if it can.
     bounds = [0, *(1 + (ranks - 1) * i // processes for i in range(processes + 1))]
     shares = [list(range(start, end)) for start, end in zip(bounds, bounds[1:], strict=False)]
     variants = [
-        Variant(f"ranks {share[0]} to {share[-1]}", {"ranks": share, "size": ranks, "addresses": addresses})
+        Variant(f"ranks {share[0]} to {share[-1]}", {"ranks": share, "size": ranks, "address": f"127.0.0.1:{port}"})
         for share in shares
     ]
     with contextlib.ExitStack() as stack:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import math
 import os
-import pickle
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -29,41 +27,8 @@ _SECRET = b"of a benchmark on one machine"
 _LIMIT_SECONDS = 120.0
 
 
-class ObjectsOverMeetings(Communicator):
-    """Exchanges the few objects that monitors need to find each other, each time at a meeting. It moves no tensors.
-
-    Args:
-        rank: This rank.
-        size: How many there are.
-        addresses: Where the ranks meet: a free address for each exchange.
-    """
-
-    def __init__(self, rank: int, size: int, addresses: Sequence[str]) -> None:
-        self.rank = self.local_rank = rank
-        self.size = self.local_size = size
-        self._addresses = iter(addresses)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        place = Place(next(self._addresses), self.rank, self.size, one_machine=True)
-        told = {"value": base64.b64encode(pickle.dumps(value)).decode()}
-        met = meet(place, told, secret=_SECRET, seconds=_LIMIT_SECONDS)
-        return [pickle.loads(base64.b64decode(each.told["value"])) for each in met]
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return self.all_gather_object(value if self.rank == root else None)[root]
-
-    def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
-        raise ConfigurationError("Meetings exchange objects only.")
-
-    def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        raise ConfigurationError("Meetings exchange objects only.")
-
-    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
-        raise ConfigurationError("Meetings have no groups.")
-
-
 class OverTree(Communicator):
-    """Gathers numbers over a binary tree of connections, with two messages for each of them.
+    """Stands for the transport: gathers numbers over a binary tree of connections, with two messages for each of them.
 
     Args:
         rank: This rank.
@@ -91,6 +56,9 @@ class OverTree(Communicator):
             child.send(gathered)
         return tf.constant(gathered)
 
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return self.all_gather_object(value if self.rank == root else None)[root]
+
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
         raise ConfigurationError("This tree gathers only.")
 
@@ -108,17 +76,17 @@ class Crowd:
     Args:
         ranks: Which.
         size: How many ranks the run has.
-        addresses: As many free addresses as `control_plane.EXCHANGES`.
+        address: A free address, where they meet.
     """
 
-    def __init__(self, ranks: Sequence[int], size: int, addresses: Sequence[str]) -> None:
-        self._ranks, self._size, self._addresses = list(ranks), size, addresses
+    def __init__(self, ranks: Sequence[int], size: int, address: str) -> None:
+        self._ranks, self._size, self._address = list(ranks), size, address
         self._threads = ThreadPoolExecutor(len(self._ranks))
         self.monitors: dict[int, PeerMonitor] = {}
         self._trees: dict[int, OverTree] = {}
 
     def join(self) -> dict[str, float]:
-        """Joins: the ranks meet, and their monitors connect.
+        """Joins: the ranks meet, connect their transport, and start their monitors.
 
         Returns:
             When the first began and the last ended ("began", "ended"; of `time.monotonic()`), and the CPU seconds of this process
@@ -129,11 +97,11 @@ class Crowd:
         return {"began": began, "ended": time.monotonic(), "cpu": cpu}
 
     def _join(self, rank: int) -> None:
-        communicator = ObjectsOverMeetings(rank, self._size, self._addresses)
+        place = Place(self._address, rank, self._size, one_machine=True)
         with Listener(("127.0.0.1", 0), backlog=2) as listener:
-            ports = communicator.all_gather_object(listener.address[1])
-            self._trees[rank] = OverTree(rank, self._size, listener, ports)
-        monitor = PeerMonitor.start(communicator)
+            met = meet(place, {"port": listener.address[1]}, secret=_SECRET, seconds=_LIMIT_SECONDS)
+            tree = self._trees[rank] = OverTree(rank, self._size, listener, [each.told["port"] for each in met])
+        monitor = PeerMonitor.start(tree)
         if monitor is None:
             raise RuntimeError(f"Rank {rank} has no monitor.")
         self.monitors[rank] = monitor
