@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         What is written as JSON, by workload.
     """
     parser = turns_parser("input", __doc__, rounds=5)
-    parser.add_argument("--images", type=int, default=512, help="how many files there are")
+    parser.add_argument("--images", type=int, default=4096, help="how many files there are")
     parser.add_argument("--pixels", type=int, default=384, help="height and width of an image")
     parser.add_argument("--processes", type=int, nargs="+", default=list(_SIZES), help="how many processes there are")
     chosen = parser.parse_args(arguments)

@@ -83,6 +83,9 @@ stop_recording = _private("eager.record", "stop_recording")
 # Graphs of branches and loop bodies.
 BranchGraph = _private("ops.control_flow_v2_func_graphs", "ControlFlowFuncGraph")
 CondGradientGraph = _private("ops.cond_v2", "_CondGradFuncGraph")
+cond_v2 = _private("ops", "cond_v2")
+_private("ops.cond_v2", "_build_cond")
+_private("ops.cond_v2", "_build_case")
 
 trace = _private("framework.func_graph", "func_graph_from_py_func")
 _unwrap = _private("util.tf_decorator", "unwrap")
@@ -260,6 +263,13 @@ def body_of_call(operation: Any) -> Any:
         return None
     function = operation.graph._get_function(operation.get_attr("f").name)
     return None if function is None else function.graph
+
+
+def called_graphs(operation: Any) -> list[Any]:
+    """Returns the graphs of the functions that an operation has: those of branches, of a loop, or of a call."""
+    attributes = operation.node_def.attr.values()
+    names = [each.name for given in attributes for each in (*([given.func] if given.HasField("func") else []), *given.list.func)]
+    return [function.graph for function in map(operation.graph._get_function, names) if function is not None]
 
 
 def traced_function(graph: Any) -> Any:

@@ -361,3 +361,69 @@ def checked_numbers() -> dict[str, Any]:
     x, y = regression()
     history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
     return {"history": history, "weights": model.get_weights()}
+
+
+class Branches(keras.Model):
+    """Decides by its loss whether it learns, counts or takes another step. Parts of a batch have losses of their own."""
+
+    def __init__(self, decides: Any) -> None:
+        super().__init__()
+        self.net, self.decides = dense(), decides
+        self.large = self.add_weight(shape=(), initializer="zeros", trainable=False, dtype="int32", name="large")
+
+    def call(self, x: Any) -> Any:
+        return self.net(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            errors = tf.square(self(x, training=True) - y)
+            loss = tf.reduce_mean(errors)
+        gradients = tape.gradient(loss, self.trainable_variables)
+
+        def learns(factor: float) -> Any:
+            scaled = [factor * gradient for gradient in gradients]
+            return lambda: self.optimizer.apply(scaled, self.trainable_variables) or tf.constant(factor)
+
+        def counts() -> Any:
+            self.large.assign_add(1)
+            return tf.constant(0.0)
+
+        return {"loss": loss, "taken": self.decides(loss, errors, learns, counts)}
+
+
+def _branches(decides: Any) -> dict[str, Any]:
+    x, y = regression(40)
+    y *= np.where(np.arange(40) % 16 < 7, 0.1, 1.0)[:, np.newaxis].astype("float32")
+    model = Branches(decides)
+    model(x[:1])
+    model.compile(_O.SGD(0.2))
+    history = model.fit(x, y, batch_size=16, epochs=4, shuffle=False, verbose=0)
+    assert 0 < int(model.large.numpy()) < 12, "both branches are taken"
+    return {"weights": model.get_weights(), "history": history.history}
+
+
+@scenario
+def updates_if_the_loss_is_large() -> dict[str, Any]:
+    return _branches(lambda loss, errors, learns, counts: tf.cond(loss > 1.2, learns(1.0), counts))
+
+
+@scenario
+def updates_if_an_error_is_large() -> dict[str, Any]:
+    def decides(loss: Any, errors: Any, learns: Any, counts: Any) -> Any:
+        return keras.ops.cond(tf.reduce_max(errors) > 4.5, learns(1.0), counts)
+
+    return _branches(decides)
+
+
+@scenario
+def updates_of_several_kinds() -> dict[str, Any]:
+    """A branch in a branch, and one of several."""
+
+    def decides(loss: Any, errors: Any, learns: Any, counts: Any) -> Any:
+        which, is_huge = tf.cast(loss > 1.8, tf.int32) + tf.cast(loss > 1.2, tf.int32), loss > 2.0
+        first = tf.switch_case(which, [counts, learns(0.5), learns(1.0)])
+        second = tf.cond(loss > 1.2, lambda: tf.cond(is_huge, learns(0.1), counts), lambda: tf.constant(0.0))
+        return first + second
+
+    return _branches(decides)

@@ -17,7 +17,10 @@ from tfrep_strategy.errors import ConfigurationError, check_count, message
 from tfrep_strategy.keras_integration.protocol import Shards, in_step
 from tfrep_strategy.keras_integration.synchronous.driver import SynchronousDriver
 from tfrep_strategy.old_spellings import DISTRIBUTE, OF_FUNCTIONS, OF_STRATEGIES, RUN, ShowsNewNames, gone
-from tfrep_strategy.strategies import sync_check
+from tfrep_strategy.strategies import (
+    branches,  # noqa: F401  (acts where a `tf.cond` is built)
+    sync_check,
+)
 from tfrep_strategy.strategies.checked_settings import (
     CheckedSetting,
     flag,
