@@ -1,7 +1,7 @@
 """How much of the communication is hidden behind the backward pass: `python -m benchmarks.overlap`.
 
-Two ranks train under `tfrep run --profile`. A trace tells when each operation ran. Communication is hidden while the same rank
-computes gradients.
+Two ranks train under `tfrep run --profile`, with small buckets of gradients, and with those whose size is found in the first steps.
+A trace tells when each operation ran. Communication is hidden while the same rank computes gradients.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from tfrep_strategy.profiles.times import COLLECTIVE, COMPUTE, STEP, Operation, 
 
 _PROGRAM = Path(__file__).with_name("overlap_program.py")
 _LIMIT_SECONDS = 300.0
+BUCKETS = {"4 MiB": str(4 << 20), "found": "measured"}
+"""The sizes of buckets, by their names in results, as the program takes them."""
 _BACKWARD = "gradient_tape"
 """How TensorFlow names the operations of a backward pass."""
 
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         arguments: The command line; by default this process's own.
 
     Returns:
-        What is written as JSON, by communicator.
+        What is written as JSON, by the communicator and its buckets.
     """
     installed = usable_communicators()
     parser = argparse.ArgumentParser("python -m benchmarks.overlap", description=__doc__)
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", metavar="PATH", help="also write the results there")
     parser.add_argument("--page", type=Path, metavar="PATH", help="also draw a step into the folder figures beside this page")
     chosen = parser.parse_args(arguments)
-    results = {communicator: _steps(communicator) for communicator in chosen.communicators}
+    results = {f"{name}, {size}": _steps(name, given) for name in chosen.communicators for size, given in BUCKETS.items()}
     _show(results)
     if chosen.json:
         write_json(chosen.json, results)
@@ -55,11 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return results
 
 
-def _steps(communicator: str) -> list[dict[str, Any]]:
+def _steps(communicator: str, bucket_bytes: str) -> list[dict[str, Any]]:
     """Returns what a trace says of steps 6 to 10 of rank 0."""
     with tempfile.TemporaryDirectory(prefix="tfrep-overlap-") as folder:
         command = [sys.executable, "-m", "tfrep_strategy.cli", "run", "-n", "2", "--communicator", communicator]
-        command += ["--profile", "6:11", "--profile-dir", folder, str(_PROGRAM)]
+        command += ["--profile", "6:11", "--profile-dir", folder, str(_PROGRAM), bucket_bytes]
         subprocess.run(command, check=True, timeout=_LIMIT_SECONDS, stdout=subprocess.DEVNULL)
         return traced_steps(Path(folder))
 
@@ -101,8 +103,8 @@ def _step(found: Sequence[Operation], begin: int, end: int) -> dict[str, Any]:
 
 def _show(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     table = Table(title="A step of rank 0: medians of milliseconds")
-    for heading in ("communicator", "step", "backward", "collectives", "of these behind backward"):
-        table.add_column(heading, justify="left" if heading == "communicator" else "right")
+    for heading in ("communicator, buckets", "step", "backward", "collectives", "of these behind backward"):
+        table.add_column(heading, justify="left" if heading == "communicator, buckets" else "right")
     for communicator, steps in results.items():
         keys = ("step_ms", "backward_ms", "collectives_ms", "hidden_ms")
         table.add_row(communicator, *(f"{statistics.median(step[key] for step in steps):.1f}" for key in keys))

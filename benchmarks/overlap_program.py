@@ -1,5 +1,7 @@
 """The program of `benchmarks.overlap`: a net whose gradients fill many buckets, as users write it."""
 
+import sys
+
 import keras
 import numpy as np
 
@@ -7,8 +9,9 @@ import tfrep_strategy as tfrep
 
 
 def main() -> None:
-    """Trains for twelve steps."""
-    strategy = tfrep.MultiWorkerStrategy(bucket_bytes=4 << 20)
+    """Trains for twelve steps. The first argument is the size of buckets in bytes, or "measured"."""
+    given = sys.argv[1]
+    strategy = tfrep.MultiWorkerStrategy(bucket_bytes=int(given) if given.isdigit() else given)
     with strategy.scope():
         hidden = [keras.layers.Dense(1024, activation="relu") for _ in range(8)]
         model = keras.Sequential([keras.Input((1024,)), *hidden, keras.layers.Dense(10)])

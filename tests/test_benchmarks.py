@@ -145,8 +145,8 @@ def test_switching(tmp_path):
 def test_overlap(tmp_path):
     page = tmp_path / "page.md"
     results, text = _run(tmp_path, "overlap", "--communicators", "tf", "--page", str(page))
-    assert len(results["tf"]) == 5
-    for step in results["tf"]:
+    assert {name: len(steps) for name, steps in results.items()} == {"tf, 4 MiB": 5, "tf, found": 5}
+    for step in [*results["tf, 4 MiB"], *results["tf, found"]]:
         assert 0 < step["backward_ms"] < step["step_ms"]
         assert 0 <= step["hidden_ms"] <= step["collectives_ms"]
         assert step["timeline_ms"]["collectives"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
@@ -139,3 +140,35 @@ def state_that_a_step_assigns() -> dict[str, Any]:
     model.compile(_O.SGD(0.05), "mse")
     kept = [model.average, model.total, model.centers, model.rows, model.lengths]
     return trained(model, x, y) | {"kept": [ops.convert_to_numpy(variable) for variable in kept]}
+
+
+def beside_the_scope(value: Any) -> tf.Variable:
+    """Makes a variable as a script does before it opens the scope, of which another thread knows nothing."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(tf.Variable, value, trainable=False).result()
+
+
+@scenario
+def variables_beside_the_scope() -> dict[str, Any]:
+    """A count of steps, on which a step depends, the largest loss, and a moving average of the rows."""
+    steps, largest, average = beside_the_scope(0), beside_the_scope(0.0), beside_the_scope([0.0] * 4)
+
+    class Net(keras.Model):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            step = steps.assign_add(1)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x - average, training=True) - y))
+            weight = tf.cond(steps % 2 == 0, lambda: 1.0, lambda: 0.5)
+            gradients = [weight * each for each in tape.gradient(loss, self.trainable_variables)]
+            self.optimizer.apply(gradients, self.trainable_variables)
+            largest.assign(tf.maximum(largest, loss))
+            average.assign_sub(0.1 * (average - tf.reduce_mean(x, 0)))
+            return {"loss": loss, "step": tf.cast(step, tf.float32)}
+
+    inputs = keras.Input((4,))
+    model = Net(inputs, dense()(inputs))
+    model.compile(_O.SGD(0.1))
+    x, y = regression(33)
+    history = model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0).history
+    return {"weights": model.get_weights(), "history": history, "state": [each.numpy() for each in (steps, largest, average)]}

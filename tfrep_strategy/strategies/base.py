@@ -19,6 +19,7 @@ from tfrep_strategy.keras_integration.synchronous.driver import SynchronousDrive
 from tfrep_strategy.old_spellings import DISTRIBUTE, OF_FUNCTIONS, OF_STRATEGIES, RUN, ShowsNewNames, gone
 from tfrep_strategy.strategies import (
     branches,  # noqa: F401  (acts where a `tf.cond` is built)
+    foreign_variables,  # noqa: F401  (acts where a step assigns)
     sync_check,
 )
 from tfrep_strategy.strategies.checked_settings import (
