@@ -230,6 +230,12 @@ def test_python_makes_a_batch_for_each_step(mode):
     assert _Weight(repl).after((input_fn, 1), (input_fn, 1), (input_fn, 1), (input_fn, 4)) == sum(range(14)) / 2
 
 
+def test_constants_of_python_are_made_for_each_step():
+    repl, numbers = tfrep.Replicator(tfrep.MirroredStrategy(["CPU:0"])), iter(range(10))
+    values = [repl.run(lambda batch: 2 * batch, lambda: lambda: tf.constant(next(numbers))) for _ in range(3)]
+    assert [int(value) for value in values] == [0, 2, 4]
+
+
 def test_batches_of_python_may_have_other_numbers_of_rows_but_no_other_dtype():
     batches = iter([{"a": np.ones([2, 3]), "b": 1}, {"a": np.ones([5, 3]), "b": 2}, {"a": np.ones([5, 3]), "b": 2.5}])
     repl, taken = tfrep.Replicator(tfrep.MirroredStrategy(["CPU:0"])), lambda: lambda: next(batches)

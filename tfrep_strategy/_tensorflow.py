@@ -84,6 +84,9 @@ stop_recording = _private("eager.record", "stop_recording")
 BranchGraph = _private("ops.control_flow_v2_func_graphs", "ControlFlowFuncGraph")
 CondGradientGraph = _private("ops.cond_v2", "_CondGradFuncGraph")
 cond_v2 = _private("ops", "cond_v2")
+_WITH_FUNCTIONS = {
+    "Case", "If", "PartitionedCall", "StatefulPartitionedCall", "StatelessCase", "StatelessIf", "StatelessWhile", "While",
+}  # fmt: skip
 _private("ops.cond_v2", "_build_cond")
 _private("ops.cond_v2", "_build_case")
 
@@ -267,6 +270,8 @@ def body_of_call(operation: Any) -> Any:
 
 def called_graphs(operation: Any) -> list[Any]:
     """Returns the graphs of the functions that an operation has: those of branches, of a loop, or of a call."""
+    if operation.type not in _WITH_FUNCTIONS:
+        return []
     attributes = operation.node_def.attr.values()
     names = [each.name for given in attributes for each in (*([given.func] if given.HasField("func") else []), *given.list.func)]
     return [function.graph for function in map(operation.graph._get_function, names) if function is not None]

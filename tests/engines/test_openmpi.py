@@ -135,6 +135,26 @@ def test_mpi_reduces_every_dtype_alike_on_all_ranks(tmp_path: Path) -> None:
         np.testing.assert_allclose(results, [expected] * 2, rtol=1e-2 if dtype == "bfloat16" else 1e-3, err_msg=name)
 
 
+def count_bytes() -> None:
+    sys.path.insert(0, str(TESTS / "communicators"))
+    from test_compression import _FLOATS, bytes_of_sums, over_loopback
+
+    strategy = tfrep.MultiWorkerStrategy(os.environ["COMMUNICATOR"])
+    print("FOUND " + json.dumps([4 * _FLOATS, *bytes_of_sums(strategy, 5, over_loopback)]))
+
+
+@pytest.mark.parametrize("communicator", COMMUNICATORS[1:])
+def test_half_the_bytes(communicator: str, tmp_path: Path) -> None:
+    """Of a sum with `compression="bf16"`. The loopback interface stands for the network that MPI would take."""
+    network = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self", "OMPI_MCA_btl_tcp_if_include": "lo"}
+    output, _ = mpirun(2, command(count_bytes), tmp_path, COMMUNICATOR=communicator, **network)
+    ranks = found_in(output)
+    assert len(ranks) == 2
+    for size, plain, compressed in ranks:
+        assert plain >= 5 * 2 * size
+        assert compressed < 0.6 * plain
+
+
 def find_no_addresses() -> None:
     os.environ |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}  # As on a machine of its own.
     strategy = tfrep.MultiWorkerStrategy()

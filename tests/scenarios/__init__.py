@@ -3,6 +3,7 @@
 # Each registers what it has.
 from scenarios import (  # noqa: F401
     assigned_state,
+    branches,
     compared_rows,
     composed_models,
     layer_kinds,

@@ -58,3 +58,71 @@ def test_what_changes_nothing_is_decided_by_each_replica() -> None:
     assert not [op.name for op in traced.graph.get_operations() if "Concat" in op.type or "Collective" in op.type]
     values = strategy.experimental_local_results(traced(numbers(strategy, [-1.0, 2.0])))
     assert [float(value) for value in values] == [0.0, 4.0]
+
+
+class Steps(keras.Model):
+    """Does in a step what a function says, with the errors of the rows and gradients of their mean."""
+
+    def __init__(self, does: Any) -> None:
+        super().__init__()
+        self.layer, self.does = keras.layers.Dense(1, kernel_initializer="zeros"), does
+        self.state = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.pair = tf.Variable([0.0, 0.0], trainable=False)
+
+    def call(self, x: Any) -> Any:
+        return self.layer(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            errors = tf.square(self(x) - y)
+            loss = tf.reduce_mean(errors)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.does(self, x, errors, lambda: self.optimizer.apply(gradients, self.trainable_variables) or tf.constant(0.0))
+        return {"loss": loss}
+
+
+def fitted(does: Any) -> Steps:
+    """Fits, on two replicas of one process, a batch of four rows, of which the last two have larger errors."""
+    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = Steps(does)
+        model.compile(keras.optimizers.SGD(0.1))
+    data = tf.data.Dataset.from_tensor_slices((np.ones([4, 2], "float32"), np.float32([[1], [1], [2], [2]])))
+    model.fit(data.batch(4, drop_remainder=True), verbose=0)
+    return model
+
+
+def nothing() -> Any:
+    return tf.constant(0.0)
+
+
+def test_what_nobody_can_follow_is_told_if_replicas_decide_apart() -> None:
+    def does(limit: float) -> Any:
+        def decide(model: Any, x: Any, errors: Any, update: Any) -> None:
+            loss = tf.reduce_mean(errors) + tf.reduce_sum(tf.zeros([int(x.shape[0])]))  # The step needs this number.
+            tf.cond(loss > limit, update, nothing)
+
+        return decide
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"different branches.*\n?.*decided.*\[0 1\]"):
+        fitted(does(2.0))
+    assert np.all(fitted(does(0.5)).layer.kernel.numpy() > 0)
+    assert np.all(fitted(does(9.0)).layer.kernel.numpy() == 0)
+
+
+def test_a_replica_without_chosen_rows_assigns_nothing_computed_from_them() -> None:
+    def does(model: Any, x: Any, errors: Any, update: Any) -> None:
+        chosen = tf.cast(errors > 2.0, tf.float32)
+        mean = tf.reduce_sum(errors * chosen) / tf.reduce_sum(chosen)
+        tf.cond(tf.reduce_sum(chosen) > 0, lambda: model.state.assign(mean), nothing)
+
+    assert np.isfinite(fitted(does).state.numpy())
+
+
+def test_a_slice_is_an_update() -> None:
+    def does(model: Any, x: Any, errors: Any, update: Any) -> None:
+        pair = model.pair
+        tf.cond(tf.reduce_mean(errors) > 2.0, lambda: pair[0].assign(pair[0] + 1.0), lambda: pair.read_value())
+
+    copies = fitted(does).pair.values
+    assert [copy.numpy().tolist() for copy in copies] == [[1.0, 0.0]] * 2

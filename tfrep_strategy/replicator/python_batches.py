@@ -57,16 +57,16 @@ class PythonBatches:
 
 def _is_of_graph(leaf: Any) -> bool:
     """Whether a leaf is what an operation computes in each step, or a variable that is read there."""
-    return isinstance(leaf, (tf.Variable, keras.Variable)) or tf.is_symbolic_tensor(leaf)
+    return isinstance(leaf, (tf.Variable, keras.Variable)) or tf.is_symbolic_tensor(leaf) and tf.get_static_value(leaf) is None
 
 
 def _array(leaf: Any, like: np.ndarray | None = None) -> np.ndarray:
-    """Returns a leaf as TensorFlow takes it: Python's numbers have 32 bits if these are enough."""
-    array = np.asarray(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
+    """Returns a leaf as TensorFlow takes it: Python's numbers have 32 bits if these are enough, or as many as the first had."""
+    array = np.asarray(tf.get_static_value(leaf) if tf.is_tensor(leaf) else leaf)
     if isinstance(leaf, float) and not isinstance(leaf, np.generic):
         array = array.astype(np.float32)
     elif isinstance(leaf, int) and not isinstance(leaf, (bool, np.generic)) and -(2**31) <= leaf < 2**31:
-        array = array.astype(np.int32)
+        array = array.astype(np.int32 if like is None or like.dtype != np.int64 else np.int64)
     if like is not None and (tf.as_dtype(array.dtype), array.shape[1:]) != (tf.as_dtype(like.dtype), like.shape[1:]):
         what, hint = "A batch has another dtype, or other rows, than the first one.", "return a data set (`from_generator`)."
         raise ConfigurationError(message(what, hint, dtype=array.dtype, shape=array.shape, first=(like.dtype, like.shape)))

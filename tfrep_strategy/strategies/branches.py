@@ -1,29 +1,32 @@
 """Branches that change variables or call collectives (`tf.cond`, `tf.switch_case`): all replicas take the same one.
 
 If a replica would decide by what it has computed from its rows, such as its loss, the value of all rows decides, as on one device.
-The graph of a step that Keras drives tells it. Elsewhere replicas of one process that decide otherwise get an error, since they
-would wait for each other for ever.
+The graph of a step that Keras drives tells it. Where it does not, and in loops of the user's own, replicas that decide otherwise
+get an error: they would wait for each other for ever, or their variables would part. A branch that only assigns what comes from
+rows, such as a mean over those that a mask chooses, is left to each replica, which may have none of them.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import BranchGraph, called_graphs, cond_v2
-from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy._tensorflow import BranchGraph, CondGradientGraph, called_graphs, cond_v2
+from tfrep_strategy.keras_integration.protocol import Step, current_step
 from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is
 from tfrep_strategy.keras_integration.synchronous.batch_sums import of_all_rows
+from tfrep_strategy.keras_integration.synchronous.row_growth import depends_on_rows
+from tfrep_strategy.keras_integration.synchronous.whole_batch import sees_whole_batch
 from tfrep_strategy.strategies.extended import SynchronousExtended
 
-_UPDATES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply")
-_COLLECTIVES = ("Collective",)
-"""How the names of operations begin. The collectives are those of replicas of one process; processes compare theirs."""
+_UPDATES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply", "ResourceStridedSliceAssign")
+_COLLECTIVES = ("Collective", "Horovod")
+"""How the names of operations begin."""
 _APART = (
-    "The replicas of MirroredStrategy take different branches, in which there is a collective or an update."
-    " Received: what each replica has decided ="
+    "The replicas take different branches, in which there is a collective or an update. Received: what each has decided ="
 )
 _HINT = "\nHint: decide by what is the same on all replicas, such as tfrep.all_reduce(loss, 'mean')."
 
@@ -44,26 +47,58 @@ def _deciding_a_number(build: Any) -> Any:
     return build_case
 
 
-def _decided_together(choice: tf.Tensor, branches: list[Any]) -> tf.Tensor:
+def _decided_together(choice: tf.Tensor, branches: Sequence[Any]) -> tf.Tensor:
     context = tf.distribute.get_replica_context()
     extended = context.strategy.extended if context is not None else None
     if not isinstance(extended, SynchronousExtended) or context.num_replicas_in_sync == 1 or choice.shape.rank != 0:
         return choice
-    step = current_step()
-    if step is not None and assigns_as_is.value:  # An optimizer decides by what is the same on all replicas.
+    # An optimizer decides by what is the same everywhere, a metric that sees all rows is updated by one replica, and a gradient
+    # belongs to the branch that was taken.
+    if assigns_as_is.value or sees_whole_batch.value or isinstance(branches[0], CondGradientGraph):
         return choice
-    calls_collectives = _do(branches, _COLLECTIVES)
+    step, calls_collectives = current_step(), any(_does(graph, _COLLECTIVES) for graph in branches)
+    if step is None:
+        return _alike(extended, choice) if calls_collectives and not extended.collectives_in_branches else choice
+    if not calls_collectives and not _updates_with_what_all_have(step, branches):
+        return choice
     computed = _before_branches(choice)
-    if step is not None and step.has_computed(computed) and (calls_collectives or _do(branches, _UPDATES)):
-        with tf.Graph.as_default(computed.graph):  # A branch in a branch is decided before both.
-            of_all = of_all_rows(step, computed)
-        if of_all is not None and of_all is not computed:
-            return of_all
-    if not calls_collectives or extended.collectives_in_branches:
-        return choice
+    if not step.has_computed(computed):  # In another branch, a loop or a function, by which not all replicas may come.
+        return _alike(extended, choice) if calls_collectives and not extended.collectives_in_branches else choice
+    with tf.Graph.as_default(computed.graph):  # A branch in a branch is decided before both.
+        of_all = of_all_rows(step, computed)
+        if of_all is None or of_all is computed and depends_on_rows(step, computed):
+            return _alike(extended, computed)
+    return of_all
+
+
+def _alike(extended: SynchronousExtended, choice: tf.Tensor) -> tf.Tensor:
+    """Returns a choice whose use fails if that of another replica differs."""
     told = extended.own_communicator().all_gather(tf.cast(choice, tf.int32)[tf.newaxis])
     with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(told == told[0]), [_APART, told, _HINT])]):
         return tf.identity(choice)
+
+
+def _updates_with_what_all_have(step: Step, branches: Sequence[Any]) -> bool:
+    """Whether branches have updates, and not only such as come from the replica's rows."""
+    of_updates = [map(_before_branches, values) for graph in branches for values in _given_to_updates(graph)]
+    # State is kept where a replica has no rows, as its share tells.
+    return any(not any(each is not step.share.value and depends_on_rows(step, each) for each in given) for given in of_updates)
+
+
+def _given_to_updates(graph: Any) -> list[list[tf.Tensor]]:
+    """Returns, of each update in a branch, the tensors of outside from which it is computed."""
+    outer = {inner.name: given for given, inner in graph.captures}
+    found = []
+    for operation in graph.get_operations():
+        if operation.type.startswith(_UPDATES) or any(_does(each, _UPDATES) for each in called_graphs(operation)):
+            left, seen = list(operation.inputs), set[str]()
+            while left:
+                tensor = left.pop()
+                if tensor.name not in seen:
+                    seen.add(tensor.name)
+                    left += tensor.op.inputs
+            found.append([outer[name] for name in seen if name in outer and outer[name].dtype != tf.resource])
+    return found
 
 
 def _before_branches(value: tf.Tensor) -> tf.Tensor:
@@ -76,19 +111,12 @@ def _before_branches(value: tf.Tensor) -> tf.Tensor:
     return value
 
 
-def _do(graphs: list[Any], kinds: tuple[str, ...]) -> bool:
-    """Whether graphs, or the functions that they call, have an operation of some kinds."""
-    left, seen = list(graphs), set()
-    while left:
-        graph = left.pop()
-        if id(graph) in seen:
-            continue
-        seen.add(id(graph))
-        for operation in graph.get_operations():
-            if operation.type.startswith(kinds):
-                return True
-            left += called_graphs(operation)
-    return False
+def _does(graph: Any, kinds: tuple[str, ...]) -> bool:
+    """Whether a graph, or a function that it calls, has an operation of some kinds."""
+    operations = graph.get_operations()
+    return any(each.type.startswith(kinds) for each in operations) or any(
+        _does(called, kinds) for each in operations for called in called_graphs(each)
+    )
 
 
 cond_v2._build_cond = _deciding_a_truth(cond_v2._build_cond)

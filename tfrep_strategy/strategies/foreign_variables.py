@@ -30,7 +30,9 @@ def _as_one_device(assign: Any) -> Any:
 
 
 def _is_foreign(variable: Any) -> bool:
-    return type(variable) is ResourceVariable and getattr(variable, "_distributed_container", None) is None
+    """Whether a variable is neither one of this package's nor the copy of a replica, as TensorFlow marks it or its handle."""
+    is_copy = any(hasattr(each, "_distributed_container") for each in (variable, variable.handle))
+    return type(variable) is ResourceVariable and not is_copy
 
 
 for _name in ("assign", "assign_add", "assign_sub"):

@@ -39,7 +39,8 @@ def compile_as(model: Any, copy: Any) -> None:
         # Two functions may have one name, by which Keras would find them, and those without a name are not found.
         given = {name: keras.tree.map_structure(_made_again, value) for name, value in model._compile_config.config.items()}
         copy.compile(**{**given, "steps_per_execution": 1})
-        copy.optimizer.build(copy.trainable_variables)
+        if copy.optimizer is not None:
+            copy.optimizer.build(copy.trainable_variables)
     else:
         copy.compile_from_config({**model.get_compile_config(), "steps_per_execution": 1})
 

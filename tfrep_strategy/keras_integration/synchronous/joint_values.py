@@ -144,7 +144,8 @@ def _together(step: Step, kind: str, value: tf.Tensor) -> tf.Tensor:
 
 def _extreme(step: Step, kind: str, own: tf.Tensor) -> tf.Tensor:
     """Returns the maximum or minimum over the replicas. That of no rows, which TensorFlow may make NaN, does not count."""
-    least = tf.constant(own.dtype.min if kind == "max" else own.dtype.max, own.dtype)
+    bound = kind == "min" if own.dtype.is_bool else own.dtype.min if kind == "max" else own.dtype.max
+    least = tf.constant(bound, own.dtype)
     own = tf.where(step.share.value > 0, own, least)
     return note_global(step.strategy.extended.own_communicator().all_reduce([own], kind)[0])
 

@@ -104,11 +104,15 @@ class LoneCallback(keras.callbacks.Callback):
 
 
 def _forwarding(hook: str) -> Callable[..., None]:
+    does_nothing = getattr(keras.callbacks.Callback, hook)
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> None:
+        if getattr(getattr(self.callback, hook), "__func__", None) is does_nothing:
+            return  # To look at the learning rate would wait for the step.
         before = _learning_rate(self.model)
         with self._strategy.extended.acting_alone(), is_coordinated.to(True), _own_random_numbers():
             getattr(self.callback, hook)(*args, **kwargs)
-        if (rate := _learning_rate(self.model)) != before:
+        if repr(rate := _learning_rate(self.model)) != repr(before):  # A rate that is no number equals itself here.
             raise ConfigurationError(
                 message(
                     f"A {type(self.callback).__name__} that not all ranks were given has changed the learning rate.",

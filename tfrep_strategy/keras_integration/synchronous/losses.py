@@ -159,6 +159,7 @@ class Losses(SynchronousBase):
         if not (_is_of_rows_together(metric, args, kwargs) or metric_needs_all_rows(metric, original, args, kwargs)):
             with _updates_metric.to(True):
                 return original(metric, *args, **kwargs)
+        args, kwargs = keras.tree.map_structure(_of_whole_batch_if_scalar, (args, kwargs))
         return update_with_whole_batch(self.strategy, original, metric, args, kwargs)
 
     def _update_with_scalars(self, original: Any, metric: Any, args: Any, kwargs: Any) -> Any:
@@ -227,6 +228,16 @@ def _is_the_same_everywhere(step: Step, weight: Any) -> bool:
     if not step.is_own or tf.executing_eagerly() or step.rows_are_fixed or ops.shape(weight):
         return False
     return not depends_on_rows(step, weight) if step.has_computed(weight) else not tf.is_tensor(weight)
+
+
+def _of_whole_batch_if_scalar(value: Any) -> Any:
+    """Returns what one device has in place of a number, such as the loss of a step, and other things as they are."""
+    step: Any = current_step()
+    is_number = tf.is_symbolic_tensor(value) and value.dtype.is_numeric and value.shape.rank == 0
+    if not is_number or step.is_in_branch or not step.has_computed(value) or not depends_on_rows(step, value):
+        return value
+    whole = of_all_rows(step, value)
+    return value if whole is None else whole
 
 
 def _are_scalars(update: Any, args: Any, kwargs: Any) -> bool:

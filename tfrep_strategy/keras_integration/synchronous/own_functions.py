@@ -67,7 +67,9 @@ def metric_needs_all_rows(metric: Any, update: Callable[..., Any], args: Any, kw
         if is_of_keras(fn) or not _are_rows(args, kwargs):
             return False
         return _tried(metric, "fn", lambda mark: not _is_mean_or_rows(fn, args[:2], mark))
-    if is_of_keras(update) or not _are_rows(args, kwargs):
+    numbers = [value for value in keras.tree.flatten((args, kwargs)) if isinstance(value, tf.Tensor) and not value.shape.rank]
+    rows = keras.tree.map_structure(lambda value: None if any(value is each for each in numbers) else value, (args, kwargs))
+    if is_of_keras(update) or not _are_rows(*rows):
         return False
     return _tried(metric, update.__qualname__, lambda mark: not _is_sum(metric, update, (args, kwargs), mark))
 
@@ -186,6 +188,8 @@ def _whole_and_parts(batch: Any, mark: Any) -> list[Any]:
     def made_up(value: Any) -> Any:
         if not tf.is_tensor(value):
             return value
+        if not value.shape.rank:  # A limit, say: small for one trial, and large for the others.
+            return tf.cast(0.5 if mark is None else 1000, value.dtype)
         shape = [_ROWS, *(2 if size is None else size for size in value.shape[1:])]
         sizes = np.linspace(0.1, 1.0, _ROWS).reshape([_ROWS] + [1] * (len(shape) - 1))
         made = random.uniform(size=shape) * sizes if value.dtype.is_floating else np.ones(shape)
@@ -198,7 +202,7 @@ def _whole_and_parts(batch: Any, mark: Any) -> list[Any]:
 
     whole = keras.tree.map_structure(made_up, batch)
     parts = [
-        keras.tree.map_structure(lambda v, rows=rows: v[rows] if tf.is_tensor(v) else v, whole)
+        keras.tree.map_structure(lambda v, rows=rows: v[rows] if tf.is_tensor(v) and v.shape.rank else v, whole)
         for rows in (slice(None, _FIRST), slice(_FIRST, None))
     ]
     return [whole, *parts]

@@ -53,6 +53,7 @@ _VALUES_OF = {"Fill": slice(1, 2), "Range": slice(0)} | dict.fromkeys(
 )
 """Of operations with inputs that are sizes, such as the length of the longest sentence: the others."""
 
+_TOGETHER = {"All": "min", "Any": "max", "Max": "max", "Mean": "mean", "Min": "min", "Sum": "sum"}
 REDUCED = ("sum", "mean", "max", "min")
 """How rows are put together, besides that they are counted."""
 
@@ -182,8 +183,8 @@ class RowGrowth:
         """Returns how an operation puts rows together, whatever these are: as one of `REDUCED`, or not at all."""
         operation, kind = tensor.op, tensor.op.type
         axis = self._axes[operation.inputs[0]] if operation.inputs else None
-        if kind in ("Max", "Mean", "Min", "Sum"):
-            return kind.lower() if axis is not None and self._removes_rows(operation) else None
+        if kind in _TOGETHER:
+            return _TOGETHER[kind] if axis is not None and self._removes_rows(operation) else None
         adds_up = (
             kind == "L2Loss" and axis is not None
             or kind in MATRIX_PRODUCTS and self._axes.are_contracted(operation)

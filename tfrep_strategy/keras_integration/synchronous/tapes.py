@@ -36,7 +36,7 @@ class Tapes(SynchronousBase):
             return original(tape, target, sources, output_gradients, *args, **kwargs)
         asks_for_all = output_gradients is None
         positions = [i for i, source in enumerate(flat) if _is_one_value(step, source, asks_for_all)]
-        of_rows = [source for source in flat if step.has_computed(source) and has_rows(step, source)]
+        of_rows = [source for source in flat if step.has_computed(source) and _has_own_rows(step, source)]
         is_part = step.loss_is_scaled and not was_scaled
         is_own_loss = _comes_from_scaled(step, target) if is_part else not was_scaled
         takes_apart = (positions or of_rows) and asks_for_all and is_own_loss
@@ -110,7 +110,17 @@ def _is_one_value(step: Step, source: Any, tensors: bool) -> bool:
     """Whether a source has the same value on all replicas: a variable, or a tensor that was computed from such alone."""
     if isinstance(source, (tf.Variable, keras.Variable)):
         return True
-    return tensors and step.has_computed(source) and not depends_on_rows(step, source) and not is_drawn(step, source)
+    if not tensors or not step.has_computed(source) or _has_own_rows(step, source):
+        return False
+    return not depends_on_rows(step, source) and not is_drawn(step, source)
+
+
+def _has_own_rows(step: Step, source: tf.Tensor) -> bool:
+    """Whether a tensor has something for each row of the replica, as zeros have that a step makes in the shape of its batch."""
+    if has_rows(step, source):
+        return True
+    rows = tf.get_static_value(step.rows)  # Where all batches have one size, the shape of the batch is a constant.
+    return rows is not None and bool(source.shape.rank) and source.shape[0] == rows and tf.get_static_value(source) is not None
 
 
 def _comes_from_scaled(step: Step, target: Any) -> bool:

@@ -84,7 +84,7 @@ def update_with_whole_batch(strategy: KerasStrategy, update: Any, metric: Any, a
         kwargs: What this replica gives to it by name.
     """
     own = keras.tree.map_structure(lambda v: v if v is None else keras.ops.convert_to_tensor(v), (args, kwargs))
-    rows = tf.shape(keras.tree.flatten(own)[0])[0]
+    rows = tf.shape(next(value for value in keras.tree.flatten(own) if len(value.shape)))[0]
     (args, kwargs), _ = _rows_of_all(strategy, own, rows)
     update_on_first_replica(update, metric, args, kwargs)
 
