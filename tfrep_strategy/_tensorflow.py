@@ -89,6 +89,8 @@ _WITH_FUNCTIONS = {
 }  # fmt: skip
 _private("ops.cond_v2", "_build_cond")
 _private("ops.cond_v2", "_build_case")
+parallel_loops = _private("ops.parallel_for", "control_flow_ops")
+_private("ops.parallel_for.control_flow_ops", "_pfor_impl")
 
 trace = _private("framework.func_graph", "func_graph_from_py_func")
 _unwrap = _private("util.tf_decorator", "unwrap")

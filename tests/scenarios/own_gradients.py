@@ -296,3 +296,74 @@ def adversarial_rows_of_a_known_number() -> dict[str, Any]:
         return {"loss": loss, "later": later}
 
     return fitted(step, rows=32)
+
+
+@scenario
+def second_derivatives_of_a_field() -> dict[str, Any]:
+    """A net of several coordinates, which are joined, as those that solve differential equations."""
+
+    def step(model: Any, x: Any, y: Any) -> dict[str, Any]:
+        a, others = x[:, :1], x[:, 1:]
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as outer:
+                outer.watch(a)
+                with tf.GradientTape() as inner:
+                    inner.watch(a)
+                    field = model(tf.concat([a, others], 1))
+                slope = inner.gradient(field, a)
+            curvature = outer.gradient(slope, a)
+            loss = tf.reduce_mean(tf.square(curvature + slope)) + tf.reduce_mean(tf.square(field - y))
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return {"loss": loss}
+
+    return fitted(step)
+
+
+@scenario
+def jacobians_of_rows() -> dict[str, Any]:
+    """A penalty on how fast outputs change, as a contractive autoencoder has it."""
+
+    def step(model: Any, x: Any, y: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                outputs = tf.concat([model(x), model(2.0 * x)], 1)
+            penalty = tf.reduce_mean(tf.reduce_sum(tf.square(inner.batch_jacobian(outputs, x)), [1, 2]))
+            loss = penalty + tf.reduce_mean(tf.square(outputs - y))
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return {"loss": loss, "penalty": penalty}
+
+    return fitted(step)
+
+
+def _of_each_row(model: Any, x: Any, y: Any, take: Callable[[Any], Any]) -> dict[str, Any]:
+    """Clips the gradient of each row, as for differential privacy, and learns from their mean."""
+    gradients = take(model.trainable_variables)
+    norms = tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(tf.reshape(each, [tf.shape(x)[0], -1])), 1) for each in gradients]))
+    scales = tf.minimum(1.0, 1.0 / norms)
+    means = [tf.reduce_mean(tf.reshape(scales, [-1] + [1] * (each.shape.rank - 1)) * each, 0) for each in gradients]
+    model.optimizer.apply(means, model.trainable_variables)
+    return {"loss": tf.reduce_mean(tf.square(model(x) - y))}
+
+
+@scenario
+def gradients_of_each_row() -> dict[str, Any]:
+    def step(model: Any, x: Any, y: Any) -> dict[str, Any]:
+        with tf.GradientTape(persistent=True) as tape:
+            losses = tf.reduce_mean(tf.square(model(x) - y), 1)
+        return _of_each_row(model, x, y, lambda variables: tape.jacobian(losses, variables))
+
+    return fitted(step)
+
+
+@scenario
+def gradients_of_each_row_in_a_map() -> dict[str, Any]:
+    def step(model: Any, x: Any, y: Any) -> dict[str, Any]:
+        def gradient_of(row: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(row[0][tf.newaxis]) - row[1][tf.newaxis]))
+            return tape.gradient(loss, model.trainable_variables)
+
+        return _of_each_row(model, x, y, lambda variables: tf.vectorized_map(gradient_of, (x, y)))
+
+    return fitted(step)

@@ -21,6 +21,7 @@ from tfrep_strategy.strategies import (
     branches,  # noqa: F401  (acts where a `tf.cond` is built)
     foreign_variables,  # noqa: F401  (acts where a step assigns)
     sync_check,
+    vectorized_loops,  # noqa: F401  (acts where a loop is vectorized)
 )
 from tfrep_strategy.strategies.checked_settings import (
     CheckedSetting,

@@ -289,8 +289,8 @@ class RowGrowth:
             return _Shape(places[0]) if chosen.ndim and len(places) else len(places)
         if kind in AS_FIRST_INPUT:
             return powers[0]
-        if kind in PRODUCTS:
-            return _plus(powers[0], powers[1], PRODUCTS[kind])
+        if kind in PRODUCTS or kind == "FloorDiv" and powers[1] == 1:  # All elements by rows: how many a row has.
+            return _plus(powers[0], powers[1], PRODUCTS.get(kind, -1))
         if kind in _AS_ALL_INPUTS:
             bounds = kind in ("ConcatV2", "Maximum", "Minimum", "SelectV2")
             counted = {p for p, t in zip(powers, inputs, strict=True) if not _is_negligible(t, bounds)}

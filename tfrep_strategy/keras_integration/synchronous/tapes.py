@@ -90,11 +90,11 @@ def _weighed(step: Step, target: Any, at_once: bool) -> list[tuple[tf.Tensor, tf
     backward itself notes how large they are.
     """
     if are_rows(step, target):
-        if not compares_rows(step, target):
+        if not compares_rows(step, target) or tape_is_recording():  # An outer tape would not see through what replicas compute.
             return [(target, tf.ones_like(target))]
         target = tf.reduce_sum(target)
     sums, means, joint = addends(step, target)
-    if not sums and (not joint or tape_is_recording()):  # An outer tape would not see through what replicas compute together.
+    if not sums and (not joint or tape_is_recording()):
         is_scalar = at_once and isinstance(target, tf.Tensor)
         return [_mean(step, target)] if is_scalar else []
     weighed = [(value, tf.ones_like(value)) for value in sums]
