@@ -315,6 +315,7 @@ PIPELINES: dict[str, tuple[Callable[[], tf.data.Dataset], tuple[str, ...], str]]
         (),
         "`interleave` maps in its function; write `map` after it",
     ),
+    "maps of TensorFlow's own": (lambda: numbers().batch(3).unbatch().filter(lambda n: n >= 0).batch(4), (), ""),
     "cache after map": (lambda: numbers().map(halves).cache().batch(4), (), "`cache` comes after `map`"),
     "cache after batch": (lambda: numbers().map(halves).batch(4).cache(), (), "`cache` comes after `batch`"),
     "random numbers": (

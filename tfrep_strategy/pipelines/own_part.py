@@ -353,7 +353,9 @@ def _always(value: tf.Tensor) -> tf.data.Dataset:
 
 
 def _has_maps(dataset: tf.data.Dataset) -> bool:
-    return any(isinstance(part, _MAPS) for part in parts_of_dataset(dataset))
+    """Whether there is a map of the user's. TensorFlow makes some for itself, such as `unbatch`."""
+    maps = (part._map_func._func for part in parts_of_dataset(dataset) if isinstance(part, _MAPS))
+    return any(not str(getattr(function, "__module__", "")).startswith("tensorflow.") for function in maps)
 
 
 def _makes_maps(dataset: Any) -> bool:
