@@ -108,7 +108,14 @@ def test_metrics(needs: bool, adds: Any) -> None:
     assert float(metric.result()) == before
 
 
-@pytest.mark.parametrize("given", [tf.constant(1.0), tf.constant(["a", "b"]), tf.ragged.constant([[1.0], []]), 2.0])
+@pytest.mark.parametrize("needs", [True, False])
+def test_a_number_beside_rows(needs: bool) -> None:
+    metric = _Total((lambda total, y: total + 1.0) if needs else (lambda total, y: total + ops.sum(y)))
+    update = lambda metric, y_true, y_pred, limit: metric.update_state(y_true, y_pred)  # noqa: E731
+    assert metric_needs_all_rows(metric, update, (ROWS, ROWS, tf.constant(1.0)), {}) is needs
+
+
+@pytest.mark.parametrize("given", [tf.constant(["a", "b"]), tf.ragged.constant([[1.0], []]), 2.0])
 def test_what_has_no_rows_to_put_together_is_believed(given: Any) -> None:
     metric = _Total(lambda total, y: total + 1.0)
     assert not metric_needs_all_rows(metric, _Total.update_state, (given, ROWS), {})
