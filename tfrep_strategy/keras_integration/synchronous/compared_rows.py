@@ -386,7 +386,8 @@ def _gathers(operation: Any, axis: int) -> bool:
 
 def _slices(operation: Any, axis: int) -> bool:
     if (offset := operation.inputs[1].op).type == "ConcatOffset":  # Backward takes apart what was joined, along one dimension.
-        along = tf.get_static_value(offset.inputs[0])
+        along = offset.inputs[0]
+        along = tf.get_static_value(along.op.inputs[0] if along.op.type == "FloorMod" else along)
         return along is None or along.item() % operation.inputs[0].shape.rank == axis
     begin, size = (tf.get_static_value(each, partial=True) for each in operation.inputs[1:3])
     return begin is None or size is None or begin[axis] != 0 or size[axis] not in (-1, None)
