@@ -367,3 +367,26 @@ def gradients_of_each_row_in_a_map() -> dict[str, Any]:
         return _of_each_row(model, x, y, lambda variables: tf.vectorized_map(gradient_of, (x, y)))
 
     return fitted(step)
+
+
+@scenario
+def jacobians_of_errors() -> dict[str, Any]:
+    """A step of Gauss and Newton for the last layer, and a clipped Jacobian of the mean error of each output."""
+
+    def step(model: Any, x: Any, y: Any) -> dict[str, Any]:
+        *others, kernel, _ = model.trainable_variables
+        with tf.GradientTape(persistent=True) as tape:
+            errors = (model(x) - y)[:, 0]
+            means = tf.reduce_mean(tf.square(tf.stack([errors, 2.0 * errors], 1)), 0)
+        of_rows = tf.reshape(tape.jacobian(errors, kernel), [-1, kernel.shape[0]])
+        of_means = tape.jacobian(means, others)
+        size = tf.linalg.global_norm(of_means)
+        for variable, jacobian in zip(others, of_means, strict=True):
+            variable.assign_sub(0.1 * tf.reduce_sum(jacobian, 0) / tf.maximum(1.0, size))
+        products = tf.matmul(of_rows, of_rows, transpose_a=True) + tf.eye(kernel.shape[0])
+        change = tf.linalg.solve(products, tf.linalg.matvec(of_rows, errors, transpose_a=True)[:, tf.newaxis])
+        kernel.assign_sub(0.5 * tf.reshape(change, kernel.shape))
+        longest = tf.reduce_max(tf.reduce_sum(tf.square(of_rows), 1))
+        return {"loss": tf.reduce_sum(tf.square(errors)), "size": size, "longest": longest}
+
+    return fitted(step)

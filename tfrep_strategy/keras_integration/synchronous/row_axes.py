@@ -61,6 +61,10 @@ class RowAxes:
         if axis is not None and axis != _usual(output) and (axis == _NOWHERE or output.shape[axis] is None):
             self._moved[output.name] = axis
 
+    def note(self, tensor: tf.Tensor) -> None:
+        """Notes that a tensor has rows in its first dimension."""
+        self._of_rows.add(tensor.name)
+
     def _may_have_rows(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor has rows, if only in a dimension that nobody knows: loops keep them in lists, for example."""
         is_number = tensor.shape.rank == 0 and tensor.dtype != tf.variant

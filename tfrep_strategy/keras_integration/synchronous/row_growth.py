@@ -85,6 +85,13 @@ def note_global(value: Any) -> tf.Tensor:
     return value
 
 
+def note_rows(value: tf.Tensor) -> tf.Tensor:
+    """Notes that a tensor has something for each row, which depends on no other one, whatever it was computed by."""
+    noted = tf.identity(value)
+    _graphs.setdefault(noted.graph, RowGrowth()).told_rows.add(noted.name)
+    return noted
+
+
 def depends_on_rows(step: Step, value: tf.Tensor) -> bool:
     """Returns whether a tensor was computed from the replica's rows, and not only from what all replicas have alike.
 
@@ -125,6 +132,8 @@ class RowGrowth:
     def __init__(self) -> None:
         self.told: dict[str, int] = {}
         """By the names of tensors: what the graph need not tell."""
+        self.told_rows: set[str] = set()
+        """The names of tensors of which the graph need not tell that they are rows."""
         self._found: dict[str, Any] = {}
         self._axes = RowAxes()
         self.compared = ComparedRows(self._axes)
@@ -205,6 +214,11 @@ class RowGrowth:
         captured = {tensor.name for tensor in getattr(graph, "internal_captures", ())}
         for operation in operations[self._followed :]:
             is_data = operation.type in _DATA or operation.type == "Placeholder" and operation.outputs[0].name not in captured
+            if operation.outputs and operation.outputs[0].name in self.told_rows:
+                self._dependent.add(operation.outputs[0].name)
+                self._axes.note(operation.outputs[0])
+                self.compared.follow(operation, True, [], [])
+                continue
             if is_data or any(map(self.depends_on_rows, operation.inputs)):
                 self._dependent.update(output.name for output in operation.outputs)
             else:

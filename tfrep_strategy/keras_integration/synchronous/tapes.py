@@ -13,7 +13,14 @@ from tfrep_strategy.gradients import dense, dense_buckets
 from tfrep_strategy.keras_integration.protocol import Step, current_step
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase, overwrites
 from tfrep_strategy.keras_integration.synchronous.batch_sums import addends, are_rows, compares_rows
-from tfrep_strategy.keras_integration.synchronous.row_growth import depends_on_rows, has_rows, is_drawn, note_global
+from tfrep_strategy.keras_integration.synchronous.row_growth import (
+    depends_on_rows,
+    growth_of,
+    has_rows,
+    is_drawn,
+    note_global,
+    note_rows,
+)
 
 
 class Tapes(SynchronousBase):
@@ -110,17 +117,48 @@ def _is_one_value(step: Step, source: Any, tensors: bool) -> bool:
     """Whether a source has the same value on all replicas: a variable, or a tensor that was computed from such alone."""
     if isinstance(source, (tf.Variable, keras.Variable)):
         return True
-    if not tensors or not step.has_computed(source) or _has_own_rows(step, source):
+    if not tensors or not step.has_computed(source) or _is_shaped_as_rows(step, source):
         return False
     return not depends_on_rows(step, source) and not is_drawn(step, source)
 
 
 def _has_own_rows(step: Step, source: tf.Tensor) -> bool:
-    """Whether a tensor has something for each row of the replica, as zeros have that a step makes in the shape of its batch."""
-    if has_rows(step, source):
-        return True
-    rows = tf.get_static_value(step.rows)  # Where all batches have one size, the shape of the batch is a constant.
+    """Whether a tensor has something for each row of the replica."""
+    return has_rows(step, source) or _is_shaped_as_rows(step, source)
+
+
+def _is_shaped_as_rows(step: Step, source: tf.Tensor) -> bool:
+    """Whether a tensor is a constant for each row, as zeros in the shape of the batch are where all batches have one size."""
+    rows = tf.get_static_value(step.rows)
     return rows is not None and bool(source.shape.rank) and source.shape[0] == rows and tf.get_static_value(source) is not None
+
+
+def of_all_jacobians(step: Step, target: Any, sources: Any, found: Any) -> Any:
+    """Makes the Jacobian of means over rows global, and notes that that of rows is rows.
+
+    Args:
+        step: One that Keras drives, in a replica.
+        target: What was differentiated.
+        sources: By what. Only those are looked at that are the same on all replicas, such as variables.
+        found: What the tape has found, in the structure of the sources.
+
+    Returns:
+        The same structure.
+    """
+    if not step.is_own or step.is_in_branch or not step.has_computed(target) or step.gathers or compares_rows(step, target):
+        return found
+    flat, ones = tf.nest.flatten(found), [_is_one_value(step, source, True) for source in tf.nest.flatten(sources)]
+    chosen = [i for i, is_one in enumerate(ones) if is_one and flat[i] is not None]
+    if are_rows(step, target):
+        made = [note_rows(flat[i]) for i in chosen]
+    elif growth_of(step, target)[target] == 0 and depends_on_rows(step, target) and not tape_is_recording():
+        summed = step.strategy.extended.sum_over_replicas([step.share.weigh(flat[i]) for i in chosen])
+        made = [note_global(each) for each in summed]
+    else:
+        return found
+    for i, each in zip(chosen, made, strict=True):
+        flat[i] = each
+    return tf.nest.pack_sequence_as(found, flat)
 
 
 def _comes_from_scaled(step: Step, target: Any) -> bool:
