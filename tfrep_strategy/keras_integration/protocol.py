@@ -156,6 +156,10 @@ class KerasExtended(Protocol):
         """Hears how many steps a model has done."""
 
 
+is_vectorizing: Setting[bool] = Setting(False)
+"""Whether a loop is traced whose operations come into the graph of the step."""
+
+
 class Step:
     """What a replica knows while it runs one step that Keras drives.
 
@@ -188,7 +192,7 @@ class Step:
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         # By the id of a tensor, and with the tensor: an id is given again when its tensor has gone.
         self._optimizers: dict[int, tuple[Any, int]] = {}
-        self._is_weighed = self._is_vectorizing = False
+        self._is_weighed = False
         self._global_gradients: dict[int, Any] = {}
         self._means: dict[int, Any] = {}
 
@@ -200,16 +204,7 @@ class Step:
     @property
     def is_in_branch(self) -> bool:
         """Whether the caller is in a branch, a loop or a function of its own inside the step."""
-        return not tf.executing_eagerly() and (self._is_vectorizing or tf.compat.v1.get_default_graph() is not self._graph)
-
-    @contextlib.contextmanager
-    def in_vectorized_loop(self) -> Iterator[None]:
-        """Opens a block in which a loop is traced whose operations come into the graph of the step."""
-        before, self._is_vectorizing = self._is_vectorizing, True
-        try:
-            yield
-        finally:
-            self._is_vectorizing = before
+        return not tf.executing_eagerly() and (is_vectorizing.value or tf.compat.v1.get_default_graph() is not self._graph)
 
     def has_computed(self, value: Any) -> bool:
         """Returns whether a value is a tensor of the step's graph, and of none of its branches, loops and functions."""

@@ -24,10 +24,8 @@ from tfrep_strategy.strategies.extended import SynchronousExtended
 
 _UPDATES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply", "ResourceStridedSliceAssign")
 _COLLECTIVES = ("Collective", "Horovod")
-"""How the names of operations begin."""
-_APART = (
-    "The replicas take different branches, in which there is a collective or an update. Received: what each has decided ="
-)
+"""How the names of operations begin. Collectives that are calls of Python have an assignment beside them (`Order.mark`)."""
+_APART = "The replicas take different branches, in which there is a collective or an update. Received: what each has decided ="
 _HINT = "\nHint: decide by what is the same on all replicas, such as tfrep.all_reduce(loss, 'mean')."
 
 
@@ -56,19 +54,15 @@ def _decided_together(choice: tf.Tensor, branches: Sequence[Any]) -> tf.Tensor:
     # belongs to the branch that was taken.
     if assigns_as_is.value or sees_whole_batch.value or isinstance(branches[0], CondGradientGraph):
         return choice
-    step, calls_collectives = current_step(), any(_does(graph, _COLLECTIVES) for graph in branches)
-    if step is None:
-        return _alike(extended, choice) if calls_collectives and not extended.collectives_in_branches else choice
-    if not calls_collectives and not _updates_with_what_all_have(step, branches):
-        return choice
-    computed = _before_branches(choice)
-    if not step.has_computed(computed):  # In another branch, a loop or a function, by which not all replicas may come.
-        return _alike(extended, choice) if calls_collectives and not extended.collectives_in_branches else choice
-    with tf.Graph.as_default(computed.graph):  # A branch in a branch is decided before both.
-        of_all = of_all_rows(step, computed)
-        if of_all is None or of_all is computed and depends_on_rows(step, computed):
-            return _alike(extended, computed)
-    return of_all
+    step, computed = current_step(), _before_branches(choice)
+    calls_collectives = any(_does(graph, _COLLECTIVES) for graph in branches)
+    # By what is computed in another branch, a loop or a function, not all replicas may come.
+    if step is not None and step.has_computed(computed) and (calls_collectives or _updates_with_what_all_have(step, branches)):
+        with tf.Graph.as_default(computed.graph):  # A branch in a branch is decided before both.
+            of_all = of_all_rows(step, computed)
+            is_own = of_all is None or of_all is computed and depends_on_rows(step, computed)
+            return _alike(extended, computed) if is_own else of_all
+    return _alike(extended, choice) if calls_collectives and not extended.collectives_in_branches else choice
 
 
 def _alike(extended: SynchronousExtended, choice: tf.Tensor) -> tf.Tensor:

@@ -12,17 +12,14 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import parallel_loops
-from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.protocol import current_step, is_vectorizing
 from tfrep_strategy.keras_integration.synchronous.tapes import of_all_jacobians
 
 
 def _without_meeting(vectorize: Any) -> Any:
     @functools.wraps(vectorize)
     def vectorize_alone(*args: Any, **kwargs: Any) -> Any:
-        step = current_step()
-        if step is None:
-            return vectorize(*args, **kwargs)
-        with step.in_vectorized_loop():
+        with is_vectorizing.to(True):
             return vectorize(*args, **kwargs)
 
     return vectorize_alone

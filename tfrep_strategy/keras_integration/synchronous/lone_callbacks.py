@@ -13,8 +13,11 @@ import numpy as np
 
 from tfrep_strategy._tensorflow import random_state, set_random_state
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.synchronous.saving import is_coordinated
+
+_is_default = keras_internal("utils.python_utils", "is_default")
 
 _CHANGE_TRAINING = (
     keras.callbacks.BackupAndRestore,
@@ -104,11 +107,9 @@ class LoneCallback(keras.callbacks.Callback):
 
 
 def _forwarding(hook: str) -> Callable[..., None]:
-    does_nothing = getattr(keras.callbacks.Callback, hook)
-
     def forward(self: Any, *args: Any, **kwargs: Any) -> None:
-        if getattr(getattr(self.callback, hook), "__func__", None) is does_nothing:
-            return  # To look at the learning rate would wait for the step.
+        if _is_default(getattr(self.callback, hook)):
+            return  # It does nothing. To look at the learning rate would wait for the step.
         before = _learning_rate(self.model)
         with self._strategy.extended.acting_alone(), is_coordinated.to(True), _own_random_numbers():
             getattr(self.callback, hook)(*args, **kwargs)

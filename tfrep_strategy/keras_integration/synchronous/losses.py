@@ -164,11 +164,7 @@ class Losses(SynchronousBase):
 
     def _update_with_scalars(self, original: Any, metric: Any, args: Any, kwargs: Any) -> Any:
         """Updates a metric of the user's own with scalars of the global batch, on the first replica alone."""
-        step: Any = current_step()
-        flat = [ops.convert_to_tensor(value) for value in keras.tree.flatten((args, kwargs))]
-        whole = [of_all_rows(step, value) for value in flat]
-        whole = [value if new is None else new for value, new in zip(flat, whole, strict=True)]
-        args, kwargs = keras.tree.pack_sequence_as((args, kwargs), whole)
+        args, kwargs = keras.tree.map_structure(_of_whole_batch_if_scalar, (args, kwargs))
         update_on_first_replica(original, metric, args, kwargs)
 
     def _of_compared_rows(self, given: Any) -> Any | None:

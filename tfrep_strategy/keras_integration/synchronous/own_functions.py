@@ -67,9 +67,8 @@ def metric_needs_all_rows(metric: Any, update: Callable[..., Any], args: Any, kw
         if is_of_keras(fn) or not _are_rows(args, kwargs):
             return False
         return _tried(metric, "fn", lambda mark: not _is_mean_or_rows(fn, args[:2], mark))
-    numbers = [value for value in keras.tree.flatten((args, kwargs)) if isinstance(value, tf.Tensor) and not value.shape.rank]
-    rows = keras.tree.map_structure(lambda value: None if any(value is each for each in numbers) else value, (args, kwargs))
-    if is_of_keras(update) or not _are_rows(*rows):
+    rows = [value for value in keras.tree.flatten((args, kwargs)) if not (isinstance(value, tf.Tensor) and value.shape.rank == 0)]
+    if is_of_keras(update) or not _are_rows(rows, None):
         return False
     return _tried(metric, update.__qualname__, lambda mark: not _is_sum(metric, update, (args, kwargs), mark))
 
