@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tfrep_strategy.common_memory import SHARES_MEMORY
-from tfrep_strategy.processes.cores import thread_variables
+from tfrep_strategy.processes.cores import bound_to, cores_of_ranks, thread_variables
 from tfrep_strategy.processes.identity import horovod_is_installed, identities, inherited_environ
 
 _PIPE = "TFREP_BENCHMARK_PIPE"
@@ -48,6 +48,7 @@ class Variant:
         processes: How many there are.
         communicator: How they are told about each other: "horovod" or "tf".
         environ: Environment variables that they need.
+        bound: Whether each process is bound to its own part of the cores, as by `tfrep run --bind-cores`.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Variant:
     processes: int = 1
     communicator: str = "tf"
     environ: Mapping[str, str] = field(default_factory=dict)
+    bound: bool = False
 
 
 class Crew:
@@ -83,12 +85,13 @@ class Crew:
         told: list[dict[str, str]] = [{}]
         if self.variant.processes > 1:
             told = self._stack.enter_context(identities(self.variant.communicator, self.variant.processes))
+        cores = cores_of_ranks(self.variant.processes) if self.variant.bound else [frozenset[int]()] * self.variant.processes
         for rank, variables in enumerate(told):
             mine, theirs = Pipe()
             resting = {"TFREP_TIMEOUT": "0"} if self._rests else {}  # Else a process that rests is taken for a frozen one.
             threads = thread_variables(self.variant.processes)  # Ours have them anyway; so all peers share the cores as well.
             environ = {**inherited_environ(), **_ENVIRON, **threads, **resting, **self.variant.environ, **variables}
-            with theirs, open(self._logs / f"{rank}.log", "wb") as log:
+            with theirs, open(self._logs / f"{rank}.log", "wb") as log, bound_to(cores[rank]):
                 self._processes.append(
                     subprocess.Popen(
                         [sys.executable, "-m", module],

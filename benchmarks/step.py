@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.crews import Variant
 from benchmarks.turns import compare, turns_parser
 from tfrep_strategy.processes.identity import horovod_is_installed
+from tfrep_strategy.quotas import usable_cores
 
 REFERENCE = "Keras"
 ALONE = "2 processes, each alone (Keras)"
@@ -22,6 +24,9 @@ ALONE = "2 processes, each alone (Keras)"
 IN_STEP = "2 processes, alone in step (Keras)"
 """The same, but at the end of each step they wait for each other, as all must that train one model in step."""
 
+BOUND = ", bound"
+"""Of variants whose processes are bound to cores of their own, as by `tfrep run --bind-cores`."""
+
 # Filters of convolutions with strides of 2, and widths of dense layers; 0.003, 0.6, 5.1 and 0.06 million parameters.
 NETS: dict[str, dict[str, Any]] = {
     "tiny": {"widths": [32, 64, 10], "batch": 64, "steps": 200},
@@ -29,6 +34,8 @@ NETS: dict[str, dict[str, Any]] = {
     "5 million": {"widths": [1024, 1536, 1536, 768, 10], "batch": 256, "steps": 8},
     "convolutions": {"widths": [784, 10], "filters": [32, 64, 64], "batch": 256, "steps": 64},
 }
+
+_IN_MEMORY = "ours, 2 processes, shared_memory"
 
 _XLA = {
     ("ours, 1 replica (mirrored), XLA", "Keras, XLA"): 1.05,
@@ -59,9 +66,11 @@ TARGETS = {
         ("ours, mirrored", "stock mirrored"): 1.0,
         ("ours, 2 processes, horovod", "Horovod (tf_keras)"): 1.0,
         ("ours, 2 processes, tf", "Horovod (tf_keras)"): 1.0,
-        ("ours, 2 processes, shared_memory", "Horovod (tf_keras)"): 1.0,
-        ("ours, 2 processes, shared_memory", ALONE): 1 / 0.95,
-        ("ours, 2 processes, shared_memory", IN_STEP): 1 / 0.95,
+        (_IN_MEMORY, "Horovod (tf_keras)"): 1.0,
+        (_IN_MEMORY, ALONE): 1 / 0.95,
+        (_IN_MEMORY, IN_STEP): 1 / 0.95,
+        (_IN_MEMORY + BOUND, ALONE): 1 / 0.95,
+        (_IN_MEMORY + BOUND, IN_STEP + BOUND): 1 / 0.95,
     },
 }
 
@@ -93,6 +102,8 @@ def variants() -> list[Variant]:
     for communicator in ("tf", "shared_memory"):
         settings = {"strategy": f"ours, {communicator}", "jit_compile": False}
         found.append(Variant(f"ours, 2 processes, {communicator}", settings, 2))
+    if usable_cores() >= 2:
+        found += [replace(each, name=each.name + BOUND, bound=True) for each in found if each.name in (IN_STEP, _IN_MEMORY)]
     if importlib.util.find_spec("tf_keras"):
         settings = {"strategy": "stock multi-worker", "jit_compile": False, "legacy_keras": True}
         found.append(Variant("stock multi-worker (tf_keras)", settings, 2, environ=legacy))

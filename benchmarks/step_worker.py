@@ -19,7 +19,7 @@ def main() -> None:
     work(make)
 
 
-def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float]:
+def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float | list[float]]:
     """Sets a process up.
 
     Args:
@@ -27,7 +27,8 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float]:
             batch is cut; "in_step": whether these wait for each other after each step.
 
     Returns:
-        A function that trains for one epoch and returns the seconds per step.
+        A function that trains for one epoch and returns the seconds per step; with "each" in the question, those of every step but
+        the first.
     """
     strategy = _strategies[settings["strategy"]]()
     if settings.get("legacy_keras"):
@@ -38,7 +39,7 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float]:
     models: dict[str, Any] = {}
     callbacks = [_waits_for_others(keras)] if settings.get("in_step") else []
 
-    def train(question: dict[str, Any]) -> float:
+    def train(question: dict[str, Any]) -> float | list[float]:
         name, steps, batch = question["name"], question["steps"], question["batch"] // size
         if name not in models:
             with strategy.scope() if strategy is not None else contextlib.nullcontext():
@@ -49,6 +50,11 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float]:
                     jit_compile=settings["jit_compile"],
                 )
             _epoch_seconds(keras, models[name], question["widths"], batch, _WARM_UP_STEPS, callbacks)
+        if question.get("each"):
+            ends: list[float] = []
+            clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter()))
+            _epoch_seconds(keras, models[name], question["widths"], batch, steps, [*callbacks, clock])
+            return np.diff(ends).tolist()
         return _epoch_seconds(keras, models[name], question["widths"], batch, steps, callbacks) / steps
 
     return train

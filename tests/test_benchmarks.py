@@ -142,6 +142,14 @@ def test_switching(tmp_path):
         assert costs["cpu_us"] > 0
 
 
+def test_waiting(tmp_path):
+    results, text = _run(tmp_path, "waiting", "--nets", "tiny", "--steps", "20", "--rounds", "1")
+    for way, found in results["tiny"].items():
+        assert way in text
+        assert found["slower_ms"] >= found["mean_ms"] > 0
+        assert found["reachable"] == pytest.approx(found["mean_ms"] / found["slower_ms"])
+
+
 def test_overlap(tmp_path):
     page = tmp_path / "page.md"
     results, text = _run(tmp_path, "overlap", "--communicators", "tf", "--page", str(page))

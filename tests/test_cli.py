@@ -206,6 +206,8 @@ def ranks_of(word: str) -> list[psutil.Process]:
         (["--communicator", "auto", "--strategy", "parameter-server", "script.py"], "no --communicator."),
         (["--communicator", "tf", "--strategy", "mirrored", "script.py"], "strategy='mirrored'"),
         (["--workers", "2", "--strategy", "mirrored", "script.py"], "that is for --strategy parameter-server."),
+        (["--bind-cores", "--strategy", "mirrored", "script.py"], "no --bind-cores."),
+        (["--bind-cores", "-n", "1000", "script.py"], "ranks=1000"),
         (["--servers", "1", "script.py"], "no --servers."),
         (["--max-restarts", "-1", "--strategy", "multi-worker", "script.py"], "max_restarts=-1"),
         (["--strategy", "parameter_server", "script.py"], "mirrored, parameter-server."),

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ import tensorflow as tf
 from calling import command
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.processes.cores import THREADS_VARIABLE, is_bound, thread_variables, threads_of_rank
+from tfrep_strategy.errors import ConfigurationError
+from tfrep_strategy.processes.cores import THREADS_VARIABLE, cores_of_ranks, is_bound, thread_variables, threads_of_rank
 from tfrep_strategy.processes.identity import identities, inherited_environ
 
 LIMIT = 240
@@ -76,3 +78,43 @@ def test_ranks_of_another_launcher(binds: bool, tmp_path: Path) -> None:
     is_whole_machine = (1 if binds else len(OWN)) == os.cpu_count()
     expected = threads_of_rank(2) if is_whole_machine else 0  # 0: TensorFlow takes the cores that it may use.
     assert [json.loads((tmp_path / rank).read_text("utf-8")) for rank in "01"] == [expected] * 2
+
+
+def test_cores_are_cut_into_equal_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 5, 7, 11})
+    assert cores_of_ranks(1) == [{2, 3, 5, 7, 11}]
+    assert cores_of_ranks(2) == [{2, 3}, {5, 7}]
+    assert cores_of_ranks(5) == [{2}, {3}, {5}, {7}, {11}]
+    with pytest.raises(ConfigurationError, match=r"no core for each rank.*ranks=6, cores=5"):
+        cores_of_ranks(6)
+
+
+BOUND = """
+import json, os, pathlib, subprocess, sys, threading
+import tfrep_strategy as tfrep
+cores = [sorted(os.sched_getaffinity(0))]
+thread = threading.Thread(target=lambda: cores.append(sorted(os.sched_getaffinity(0))))
+thread.start(), thread.join()
+child = [sys.executable, "-c", "import json, os; print(json.dumps(sorted(os.sched_getaffinity(0))))"]
+cores.append(json.loads(subprocess.run(child, stdout=subprocess.PIPE, check=True, timeout=60).stdout))
+found = {"cores": cores, "parent": os.getppid(), "threads": os.environ["TF_NUM_INTRAOP_THREADS"]}
+pathlib.Path(sys.argv[1], str(tfrep.rank())).write_text(json.dumps(found), "utf-8")
+"""
+
+
+@pytest.mark.skipif(len(OWN) < 2, reason="needs a core for each of two ranks")
+@pytest.mark.parametrize("fork", ["--fork", "--no-fork"])
+def test_ranks_of_a_run_keep_their_cores(fork: str, tmp_path: Path) -> None:
+    script = tmp_path / "bound.py"
+    script.write_text(BOUND, "utf-8")
+    run = [sys.executable, "-m", "tfrep_strategy.cli", "run", "-n", "2", "--communicator", "tf", "--bind-cores", fork]
+    environ = inherited_environ() | {"CUDA_VISIBLE_DEVICES": "-1"}
+    run += [str(script), str(tmp_path)]
+    done = subprocess.run(run, env=environ, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [json.loads((tmp_path / rank).read_text("utf-8")) for rank in "01"]
+    half = len(OWN) // 2
+    expected = [sorted(OWN)[:half], sorted(OWN)[half : 2 * half]]
+    assert [each["cores"] for each in ranks] == [[own] * 3 for own in expected], "of a rank, its threads, and its processes"
+    assert [each["threads"] for each in ranks] == [str(half)] * 2
+    assert os.sched_getaffinity(0) == OWN

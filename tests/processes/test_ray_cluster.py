@@ -39,6 +39,7 @@ def test_the_variable_of_ray_is_checked(monkeypatch: pytest.MonkeyPatch) -> None
     [
         ({"num_replicas": 2, "hosts": "a:1,b:1"}, "Ray places the processes of a run.*hosts="),
         ({"num_replicas": 2, "strategy": "mirrored"}, "strategy='mirrored'"),
+        ({"num_replicas": 2, "bind_cores": True}, "Ray places the processes of a run.*bind_cores=True"),
         ({}, "Ray needs to know how many replicas there are."),
     ],
 )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Collection, Iterator
 
+from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.quotas import bound_cores, usable_cores
 
 THREADS_VARIABLE = "TF_NUM_INTRAOP_THREADS"
@@ -41,3 +44,52 @@ def thread_variables(ranks: int) -> dict[str, str]:
 def is_bound() -> bool:
     """Returns whether some cores of the machine are not for this process: its launcher may have given them to other ranks."""
     return bound_cores() < (os.cpu_count() or 1)
+
+
+def cores_of_ranks(ranks: int) -> list[frozenset[int]]:
+    """Cuts the cores of this process into equal parts, one for each rank. Neighbours, which may share a cache, stay together.
+
+    Args:
+        ranks: How many of them have the cores of this process together.
+
+    Returns:
+        The numbers of each rank's own cores. Cores that are left over belong to no rank.
+
+    Raises:
+        ConfigurationError: There are fewer cores than ranks, or this system binds no processes.
+
+    Example:
+        >>> len(cores_of_ranks(1))
+        1
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigurationError(message("This system does not bind processes to cores.", hint="leave --bind-cores out."))
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // ranks
+    if not each:
+        hint = "use fewer ranks on this machine, or leave --bind-cores out."
+        raise ConfigurationError(message("There is no core for each rank.", hint=hint, ranks=ranks, cores=len(cores)))
+    return [frozenset(cores[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+
+
+@contextlib.contextmanager
+def bound_to(cores: Collection[int]) -> Iterator[None]:
+    """Binds this thread while the body runs. Processes that it starts meanwhile stay bound, with all their threads.
+
+    Args:
+        cores: Their numbers; none binds nothing.
+
+    Example:
+        >>> with bound_to(()):
+        ...     bound_cores() >= 1
+        True
+    """
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

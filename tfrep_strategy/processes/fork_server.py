@@ -40,6 +40,8 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
     order = _first_order_of_a_fork(launcher, arguments[1])
     launcher.close()
     os.environ.update(order["environ"])
+    if order["cores"]:
+        os.sched_setaffinity(0, order["cores"])
     _redirect(order["log"], order["mode"], order["reads"])
     if "numpy" in sys.modules:  # The forks would draw the same numbers. Python's own generator looks after itself.
         sys.modules["numpy"].random.seed()

@@ -94,7 +94,7 @@ class ForkServer:
         log = None if streams.log is None else str(streams.log.absolute())
         order = {
             "command": list(command.arguments), "environ": _split(command.environ)[1],
-            "log": log, "mode": streams.mode, "reads": streams.reads,
+            "log": log, "mode": streams.mode, "reads": streams.reads, "cores": sorted(command.cores),
         }  # fmt: skip
         with contextlib.suppress(OSError):  # The process has ended.
             self._orders.sendall(f"{json.dumps(order)}\n".encode())

@@ -24,6 +24,7 @@ import psutil
 
 from tfrep_strategy.errors import message
 from tfrep_strategy.limits import warning_signal
+from tfrep_strategy.processes.cores import bound_to
 from tfrep_strategy.processes.guard import guard
 from tfrep_strategy.processes.notes import Note, read_notes
 from tfrep_strategy.processes.process_groups import Group
@@ -56,10 +57,12 @@ class Command:
     Attributes:
         arguments: The command line.
         environ: All of its environment variables.
+        cores: Numbers of the cores that it is bound to; none if it may use all of this process.
     """
 
     arguments: Sequence[str]
     environ: Mapping[str, str]
+    cores: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,7 @@ def start_process(command: Command, streams: Streams) -> Process:
     """
     with contextlib.ExitStack() as stack:
         log = None if streams.log is None else stack.enter_context(open(streams.log, streams.mode))
+        stack.enter_context(bound_to(command.cores))
         return subprocess.Popen(
             command.arguments,
             env=dict(command.environ),

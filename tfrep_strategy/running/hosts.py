@@ -388,6 +388,7 @@ def _given(options: Options, program: Sequence[str], restarts: int) -> dict[str,
             "profile": options.profile,
             "profile_dir": None if options.profile_dir is None else os.fspath(options.profile_dir),
             "fork": options.fork,
+            "bind_cores": options.bind_cores,
         },
     }
 

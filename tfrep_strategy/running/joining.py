@@ -122,6 +122,7 @@ def join_outer_run(outer: Environment, options: Options, arguments: Sequence[str
         "max_restarts": options.max_restarts or None,
         "prefix": options.prefix or None,
         "fork": options.fork or None,
+        "bind_cores": options.bind_cores or None,
         "strategy": options.strategy if options.strategy == "mirrored" else None,
     }
     conflicts = {name: value for name, value in wanted.items() if value is not None}

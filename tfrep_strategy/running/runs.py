@@ -15,7 +15,7 @@ from pathlib import Path
 from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds, message
 from tfrep_strategy.limits import backup_seconds, grace_seconds
 from tfrep_strategy.processes.announced import announced
-from tfrep_strategy.processes.cores import thread_variables
+from tfrep_strategy.processes.cores import cores_of_ranks, thread_variables
 from tfrep_strategy.processes.forked_ranks import ForkServers
 from tfrep_strategy.processes.identity import (
     check_communicator,
@@ -71,6 +71,7 @@ class Options:
         profile_dir: Folder for traces; by default `profile` in `log_dir`, or `tfrep-profile` in the current folder.
         fork: Whether ranks are forked from one process that has imported TensorFlow; by default where that is safe, see
             `reason_against_forks`.
+        bind_cores: Whether each rank may use only its own part of the cores that its launcher may use.
 
     Raises:
         ConfigurationError: An option cannot be used, alone or beside the others, or `TFREP_BACKUP_SECONDS` is no number.
@@ -95,6 +96,7 @@ class Options:
     profile: str | None = None
     profile_dir: str | os.PathLike[str] | None = None
     fork: bool | None = None
+    bind_cores: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -120,6 +122,9 @@ class Options:
             raise ConfigurationError(
                 message("Variables are exported to other machines only.", hint=hint, export=self.export)
             )
+        if self.bind_cores and self.strategy == "mirrored":
+            hint = "leave --bind-cores out: one process has all cores for itself."
+            raise ConfigurationError(message("A mirrored run has no ranks to bind.", hint=hint, strategy=self.strategy))
         if self.ray is not None:
             self._check_ray()
         if self.node is not None:
@@ -186,6 +191,7 @@ class Options:
     def _check_ray(self) -> None:
         others = {"hosts": self.hosts, "nnodes": self.node and self.node.count}
         others |= {"strategy": self.strategy} if self.strategy == "mirrored" else {}
+        others |= {"bind_cores": True} if self.bind_cores else {}  # Ray may place ranks of other runs on the same machine.
         received = {name: value for name, value in others.items() if value is not None}
         if received:
             hint = "leave these options out; Ray has machines, and gives each replica a process."
@@ -325,6 +331,7 @@ def _commands(options: Options, arguments: Sequence[str], this: Round, more_envi
     strategy = options.resolved_strategy
     if strategy is not None:
         environ["TFREP_STRATEGY"] = strategy
+    cores = cores_of_ranks(options.size) if options.bind_cores else [frozenset[int]()] * options.size
     if strategy not in (None, "auto"):
         environ["TFREP_NUM_REPLICAS"] = str(nodes.size if nodes else options.size)
     with contextlib.ExitStack() as stack:
@@ -339,7 +346,7 @@ def _commands(options: Options, arguments: Sequence[str], this: Round, more_envi
                 # A program that names no communicator may call Horovod itself.
                 for_horovod = options.communicator == "auto" and communicator == "shared_memory" and horovod_is_installed()
                 identified = stack.enter_context(identities("horovod" if for_horovod else communicator, options.size))
-        yield [Command(arguments, environ | variables) for variables in identified]
+        yield [Command(arguments, environ | variables, own) for variables, own in zip(identified, cores, strict=True)]
 
 
 def backup_dir_of(options: Options, log_dir: Path) -> SharedFolder | None:
