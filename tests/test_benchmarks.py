@@ -144,8 +144,9 @@ def test_switching(tmp_path):
 
 def test_waiting(tmp_path):
     results, text = _run(tmp_path, "waiting", "--nets", "tiny", "--steps", "20", "--rounds", "1")
-    for way, found in results["tiny"].items():
-        assert way in text
+    assert "tiny" in text
+    assert "2 processes, each alone (Keras)" in results["tiny"]
+    for found in results["tiny"].values():
         assert found["slower_ms"] >= found["mean_ms"] > 0
         assert found["reachable"] == pytest.approx(found["mean_ms"] / found["slower_ms"])
 

@@ -98,7 +98,7 @@ thread.start(), thread.join()
 child = [sys.executable, "-c", "import json, os; print(json.dumps(sorted(os.sched_getaffinity(0))))"]
 cores.append(json.loads(subprocess.run(child, stdout=subprocess.PIPE, check=True, timeout=60).stdout))
 found = {"cores": cores, "parent": os.getppid(), "threads": os.environ["TF_NUM_INTRAOP_THREADS"]}
-pathlib.Path(sys.argv[1], str(tfrep.rank())).write_text(json.dumps(found), "utf-8")
+pathlib.Path(sys.argv[1], "0" if tfrep.is_chief() else "1").write_text(json.dumps(found), "utf-8")
 """
 
 
