@@ -327,11 +327,12 @@ def _commands(options: Options, arguments: Sequence[str], this: Round, more_envi
     """Yields what each rank runs. Addresses of ranks are free as long as the body runs."""
     nodes = this.nodes
     environ = inherited_environ() | {"PYTHONUNBUFFERED": "1", "TFREP_RESTARTS": str(this.number)} | more_environ
-    environ |= thread_variables(1 if options.strategy == "mirrored" else options.size)
+    processes = 1 if options.strategy == "mirrored" else options.size
+    environ |= thread_variables(processes)
     strategy = options.resolved_strategy
     if strategy is not None:
         environ["TFREP_STRATEGY"] = strategy
-    cores = cores_of_ranks(options.size) if options.bind_cores else [frozenset[int]()] * options.size
+    cores = cores_of_ranks(processes) if options.bind_cores else [frozenset[int]()] * processes
     if strategy not in (None, "auto"):
         environ["TFREP_NUM_REPLICAS"] = str(nodes.size if nodes else options.size)
     with contextlib.ExitStack() as stack:
