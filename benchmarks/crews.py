@@ -85,13 +85,13 @@ class Crew:
         told: list[dict[str, str]] = [{}]
         if self.variant.processes > 1:
             told = self._stack.enter_context(identities(self.variant.communicator, self.variant.processes))
-        cores = cores_of_ranks(self.variant.processes) if self.variant.bound else [frozenset[int]()] * self.variant.processes
         for rank, variables in enumerate(told):
             mine, theirs = Pipe()
             resting = {"TFREP_TIMEOUT": "0"} if self._rests else {}  # Else a process that rests is taken for a frozen one.
             threads = thread_variables(self.variant.processes)  # Ours have them anyway; so all peers share the cores as well.
             environ = {**inherited_environ(), **_ENVIRON, **threads, **resting, **self.variant.environ, **variables}
-            with theirs, open(self._logs / f"{rank}.log", "wb") as log, bound_to(cores[rank]):
+            cores = cores_of_ranks(self.variant.processes)[rank] if self.variant.bound else ()
+            with theirs, open(self._logs / f"{rank}.log", "wb") as log, bound_to(cores):
                 self._processes.append(
                     subprocess.Popen(
                         [sys.executable, "-m", module],

@@ -36,6 +36,7 @@ NETS: dict[str, dict[str, Any]] = {
 }
 
 _IN_MEMORY = "ours, 2 processes, shared_memory"
+_BOUND = (ALONE, IN_STEP, _IN_MEMORY)
 
 _XLA = {
     ("ours, 1 replica (mirrored), XLA", "Keras, XLA"): 1.05,
@@ -70,6 +71,7 @@ TARGETS = {
         (_IN_MEMORY, ALONE): 1 / 0.95,
         (_IN_MEMORY, IN_STEP): 1 / 0.95,
         (_IN_MEMORY + BOUND, ALONE): 1 / 0.95,
+        (_IN_MEMORY + BOUND, ALONE + BOUND): 1 / 0.95,
         (_IN_MEMORY + BOUND, IN_STEP + BOUND): 1 / 0.95,
     },
 }
@@ -103,7 +105,7 @@ def variants() -> list[Variant]:
         settings = {"strategy": f"ours, {communicator}", "jit_compile": False}
         found.append(Variant(f"ours, 2 processes, {communicator}", settings, 2))
     if usable_cores() >= 2:
-        found += [replace(each, name=each.name + BOUND, bound=True) for each in found if each.name in (IN_STEP, _IN_MEMORY)]
+        found += [replace(each, name=each.name + BOUND, bound=True) for each in found if each.name in _BOUND]
     if importlib.util.find_spec("tf_keras"):
         settings = {"strategy": "stock multi-worker", "jit_compile": False, "legacy_keras": True}
         found.append(Variant("stock multi-worker (tf_keras)", settings, 2, environ=legacy))

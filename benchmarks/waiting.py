@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from rich.table import Table
 from benchmarks.crews import Crew
 from benchmarks.report import write_json
 from benchmarks.step import ALONE, BOUND, NETS, variants
-from tfrep_strategy.quotas import usable_cores
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -39,8 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--rounds", type=int, default=3, help="how often each way gets its turn (default: 3)")
     parser.add_argument("--json", metavar="PATH", help="also write the results there")
     chosen = parser.parse_args(arguments)
-    alone = next(each for each in variants() if each.name == ALONE)
-    ways = [alone] + [replace(alone, name=ALONE + BOUND, bound=True)] * (usable_cores() >= 2)
+    ways = [each for each in variants() if each.name in (ALONE, ALONE + BOUND)]
     results: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         crews = [stack.enter_context(contextlib.closing(Crew(way, "benchmarks.step_worker"))) for way in ways]

@@ -15,6 +15,7 @@ from calling import command
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
+from tfrep_strategy.processes import cores
 from tfrep_strategy.processes.cores import THREADS_VARIABLE, cores_of_ranks, is_bound, thread_variables, threads_of_rank
 from tfrep_strategy.processes.identity import identities, inherited_environ
 
@@ -65,12 +66,12 @@ def asks_for_threads(folder: str, core: str) -> None:
 
 @pytest.mark.parametrize("binds", [False, True])
 def test_ranks_of_another_launcher(binds: bool, tmp_path: Path) -> None:
-    cores = [str(core) if binds else "" for core in sorted(OWN)]
+    numbers = [str(core) if binds else "" for core in sorted(OWN)]
     with contextlib.ExitStack() as stack:
         processes = []
         for rank, own in enumerate(stack.enter_context(identities("tf", 2))):
             environ = inherited_environ() | {"CUDA_VISIBLE_DEVICES": ""} | own
-            asks = command(asks_for_threads, str(tmp_path), cores[rank % len(cores)])
+            asks = command(asks_for_threads, str(tmp_path), numbers[rank % len(numbers)])
             processes.append(subprocess.Popen(asks, env=environ))
             stack.callback(processes[-1].wait)
             stack.callback(processes[-1].kill)
@@ -80,13 +81,27 @@ def test_ranks_of_another_launcher(binds: bool, tmp_path: Path) -> None:
     assert [json.loads((tmp_path / rank).read_text("utf-8")) for rank in "01"] == [expected] * 2
 
 
-def test_cores_are_cut_into_equal_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_cut_into_equal_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 5, 7, 11})
+    monkeypatch.setattr(cores, "_CORES", tmp_path)  # A machine that says nothing of its sockets.
     assert cores_of_ranks(1) == [{2, 3, 5, 7, 11}]
     assert cores_of_ranks(2) == [{2, 3}, {5, 7}]
     assert cores_of_ranks(5) == [{2}, {3}, {5}, {7}, {11}]
     with pytest.raises(ConfigurationError, match=r"no core for each rank.*ranks=6, cores=5"):
         cores_of_ranks(6)
+
+
+def test_hardware_threads_of_a_core_stay_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two sockets of two cores with two threads each, numbered as Linux does: the first threads of all cores come first."""
+    for thread in range(8):
+        folder = tmp_path / f"cpu{thread}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(f"{thread % 2}\n", "utf-8")
+        (folder / "core_id").write_text(f"{thread // 2 % 2}\n", "utf-8")
+    monkeypatch.setattr(cores, "_CORES", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert cores_of_ranks(2) == [{0, 2, 4, 6}, {1, 3, 5, 7}]
+    assert cores_of_ranks(4) == [{0, 4}, {2, 6}, {1, 5}, {3, 7}]
 
 
 BOUND = """
@@ -113,8 +128,7 @@ def test_ranks_of_a_run_keep_their_cores(fork: str, tmp_path: Path) -> None:
     done = subprocess.run(run, env=environ, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = [json.loads((tmp_path / rank).read_text("utf-8")) for rank in "01"]
-    half = len(OWN) // 2
-    expected = [sorted(OWN)[:half], sorted(OWN)[half : 2 * half]]
+    expected = [sorted(own) for own in cores_of_ranks(2)]
     assert [each["cores"] for each in ranks] == [[own] * 3 for own in expected], "of a rank, its threads, and its processes"
-    assert [each["threads"] for each in ranks] == [str(half)] * 2
+    assert [each["threads"] for each in ranks] == [str(len(OWN) // 2)] * 2
     assert os.sched_getaffinity(0) == OWN

@@ -20,6 +20,8 @@ from test_joining import ROOT, environ, found_in
 from test_two_hosts import SCRIPTS, hosts  # noqa: F401
 from two_machines import Machine, know, machines_in, needs_machines
 
+from tfrep_strategy.processes.cores import cores_of_ranks
+
 pytestmark = needs_machines
 LIMIT = 150
 SOON = 30
@@ -84,7 +86,9 @@ def waiting(start: Callable, machines: list[Machine], *arguments: str, **own: st
 def test_ranks_are_those_of_one_run(communicator: str, first: str, start: Callable, machines: list[Machine]) -> None:
     order = [0, 1] if first == "here" else [1, 0]
     where = ",".join(f"{HOSTS[each]}:{places}" for each, places in zip(order, (1, 2), strict=True))
-    options = ["--prefix", "--communicator", communicator, "--export", "MY_TOKEN"]
+    cores = sorted(os.sched_getaffinity(0))
+    binds = len(cores) > 1
+    options = ["--prefix", "--communicator", communicator, "--export", "MY_TOKEN", *["--bind-cores"] * binds]
     own = {"MY_TOKEN": SECRET, "MY_OTHER": SECRET, "SSH_CONNECTION": "203.0.113.9 51000 198.51.100.7 22"}  # The user's own session.
     code, output, errors = ended(start("--hosts", where, *options, PROGRAM, "tells", **own))
     assert code == 0, errors
@@ -96,6 +100,8 @@ def test_ranks_are_those_of_one_run(communicator: str, first: str, start: Callab
         assert each["hosts"] == [names[0], names[1], names[1]]
         assert each["folder"] == str(machines[0].folder)
         assert each["token"] == SECRET
+    of_ranks = [cores, *map(sorted, cores_of_ranks(2))] if binds else [cores] * 3  # One rank has a machine for itself.
+    assert sorted(each["cores"] for each in found) == sorted(of_ranks)
     assert [each["other"] for each in found].count(None) == (2 if first == "here" else 1)  # It was not exported.
     assert sorted(re.findall(r"^\[(\d)\] FOUND", output, re.MULTILINE)) == ["0", "1", "2"]
 

@@ -185,6 +185,7 @@ def task(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
         (["-n", "1"], "num_replicas=1"),
         (["--hosts", "a:2"], "hosts='a:2'"),
         (["--max-restarts", "3"], "max_restarts=3"),
+        (["--bind-cores"], "bind_cores=True"),
         (["--strategy", "mirrored"], "strategy='mirrored'"),
         (["--strategy", "parameter-server"], "`tfrep run --strategy parameter-server`"),
     ],

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.quotas import bound_cores, usable_cores
 
 THREADS_VARIABLE = "TF_NUM_INTRAOP_THREADS"
 """By which TensorFlow learns how many threads an operation may take. It reads the variable when it starts its devices."""
+
+_CORES = Path("/sys/devices/system/cpu")
 
 
 def threads_of_rank(ranks: int) -> int:
@@ -47,7 +50,10 @@ def is_bound() -> bool:
 
 
 def cores_of_ranks(ranks: int) -> list[frozenset[int]]:
-    """Cuts the cores of this process into equal parts, one for each rank. Neighbours, which may share a cache, stay together.
+    """Cuts the cores of this process into equal parts, one for each rank.
+
+    Hardware threads of one core stay together, and cores of one socket do: the kernel may number the first threads of all cores
+    before the second ones, and ranks that share a core keep each other waiting.
 
     Args:
         ranks: How many of them have the cores of this process together.
@@ -64,12 +70,22 @@ def cores_of_ranks(ranks: int) -> list[frozenset[int]]:
     """
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigurationError(message("This system does not bind processes to cores.", hint="leave --bind-cores out."))
-    cores = sorted(os.sched_getaffinity(0))
+    cores = sorted(os.sched_getaffinity(0), key=_place)
     each = len(cores) // ranks
     if not each:
         hint = "use fewer ranks on this machine, or leave --bind-cores out."
         raise ConfigurationError(message("There is no core for each rank.", hint=hint, ranks=ranks, cores=len(cores)))
     return [frozenset(cores[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+
+
+def _place(core: int) -> tuple[int, int, int]:
+    """Returns the socket and the core of a hardware thread, and its own number (Linux: `admin-guide/cputopology`)."""
+    folder = _CORES / f"cpu{core}" / "topology"
+    try:
+        socket, physical = (int((folder / name).read_text("utf-8")) for name in ("physical_package_id", "core_id"))
+    except (OSError, ValueError):  # Some virtual machines do not say.
+        return 0, core, core
+    return socket, physical, core
 
 
 @contextlib.contextmanager
