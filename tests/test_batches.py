@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfrep_strategy.batches import any_size, empty_batch, has_open_sizes, num_examples, open_sizes, with_open_sizes
+from tfrep_strategy.batches import any_size, cut, empty_batch, has_open_sizes, num_examples, open_sizes, with_open_sizes
 
 
 @pytest.mark.parametrize(("value", "expected"), [(tf.zeros([3, 2]), 3), (tf.zeros([0]), 0), (tf.constant(5), 1)])
@@ -68,3 +68,21 @@ def test_an_empty_batch_gets_the_sizes_of_another() -> None:
     for leaf, other in zip(*(tf.nest.flatten(each, expand_composites=True) for each in (same, batch)), strict=True):
         np.testing.assert_array_equal(leaf, other)
     assert not has_open_sizes(tf.nest.map_structure(tf.type_spec_from_value, batch) | {"ragged": tf.RaggedTensorSpec([2, None, 7])})
+
+
+def test_parts_of_rows_that_do_not_belong_together() -> None:
+    """The first part is the whole batch, also where only the run knows the numbers of rows."""
+    batch = {"nodes": tf.range(5), "edges": tf.reshape(tf.range(14), [7, 2]), "rate": tf.constant(0.5)}
+    ragged = {"words": tf.ragged.constant([[1], [2, 3], [4]]), "sparse": tf.sparse.from_dense(tf.eye(4))}
+
+    def sizes(given: Any) -> list[list[int]]:
+        return [[int(num_examples(leaf)) for leaf in tf.nest.flatten(cut(given, 3, i))] for i in range(3)]
+
+    spec = tf.nest.map_structure(lambda leaf: tf.TensorSpec([None] * leaf.shape.rank, leaf.dtype), batch)
+    in_function = tf.function(lambda given: [cut(given, 3, i) for i in range(3)], input_signature=[spec])
+    assert sizes(batch) == [[7, 5, 1], [0, 0, 1], [0, 0, 1]]
+    assert [[int(num_examples(leaf)) for leaf in tf.nest.flatten(part)] for part in in_function(batch)] == sizes(batch)
+    assert sizes(ragged) == [[4, 3], [0, 0], [0, 0]]
+    alike = batch | {"edges": batch["edges"][:5]}
+    assert [[int(num_examples(leaf)) for leaf in tf.nest.flatten(part)] for part in in_function(alike)] == sizes(alike)
+    assert sizes(alike) == [[2, 2, 1], [2, 2, 1], [1, 1, 1]]

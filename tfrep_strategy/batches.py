@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import is_none, regroup
@@ -46,15 +48,18 @@ def as_tensors(batch: Any) -> Any:
     return tf.nest.map_structure(lambda v: v if v is None or tf.is_tensor(v) else tf.convert_to_tensor(v), batch)
 
 
-def cut(batch: Any, num_parts: int, index: int) -> Any:
+def cut(batch: Any, num_parts: int, index: int, fits: bool | tf.Tensor | None = None) -> Any:
     """Takes one of `num_parts` contiguous parts of a batch.
 
-    The first `size % num_parts` parts have one example more than the others; a part may be empty.
+    The first `size % num_parts` parts have one example more than the others; a part may be empty. If tensors have different
+    numbers of rows (the nodes and edges of merged graphs, say), nobody knows which rows belong together. The first part is then
+    the whole batch, and the others are empty.
 
     Args:
         batch: A nest of dense, sparse or ragged tensors whose first dimension is the batch. Every part gets a scalar whole.
         num_parts: How many parts there are.
         index: Index of the part to take.
+        fits: Whether the parts of all tensors belong together, where the caller knows; by default, if `has_one_size(batch)`.
 
     Returns:
         A nest of the same structure.
@@ -62,13 +67,41 @@ def cut(batch: Any, num_parts: int, index: int) -> Any:
     Example:
         >>> [cut(tf.range(5), 3, i).numpy().tolist() for i in range(3)]
         [[0, 1], [2, 3], [4]]
+        >>> [len(rows) for i in range(2) for rows in cut((tf.range(5), tf.range(3)), 2, i)]
+        [5, 3, 0, 0]
     """
+    if num_parts == 1:
+        return batch
+    cut_each = has_one_size(batch) if fits is None else fits
 
     def cut_leaf(leaf: Any) -> Any:
         rows = _num_rows(leaf)
-        return leaf if rows is None else _rows(leaf, *bounds(rows, num_parts, index))
+        if rows is None:
+            return leaf
+        own, whole = bounds(rows, num_parts, index), (0, rows if index == 0 else 0)
+        if isinstance(cut_each, bool):
+            return _rows(leaf, *(own if cut_each else whole))
+        return _rows(leaf, *tf.unstack(tf.where(cut_each, tf.stack(own), tf.stack(whole))))
 
-    return batch if num_parts == 1 else tf.nest.map_structure(cut_leaf, batch)
+    return tf.nest.map_structure(cut_leaf, batch)
+
+
+def has_one_size(batch: Any) -> bool | tf.Tensor:
+    """Returns whether all tensors of a batch have the same number of rows; a scalar tensor if only the run can tell.
+
+    Scalars have no rows.
+
+    Example:
+        >>> has_one_size({"nodes": tf.zeros([5, 2]), "edges": tf.zeros([7, 2]), "rate": tf.constant(0.1)})
+        False
+    """
+    sizes = [rows for leaf in tf.nest.flatten(batch) if (rows := _num_rows(leaf)) is not None]
+    known = {rows for rows in sizes if isinstance(rows, int)}
+    if len(known) > 1 or len(sizes) < 2 or all(isinstance(rows, int) for rows in sizes):
+        return len(known) <= 1
+    all_sizes = tf.stack([tf.cast(rows, tf.int64) for rows in sizes])
+    alike = tf.reduce_all(tf.equal(all_sizes, all_sizes[0]))
+    return bool(alike) if tf.executing_eagerly() else alike
 
 
 def take_rows(batch: Any, start: Any, stop: Any) -> Any:
@@ -114,9 +147,40 @@ def bounds(rows: Any, num_parts: int, index: int) -> tuple[Any, Any]:
     return bound(index), bound(index + 1)
 
 
-def shard(batch: Any, num_replicas: int, first: int, count: int) -> Shards:
-    """Cuts a global batch for the replicas `first` to `first + count - 1` of `num_replicas`."""
-    return Shards(tuple(cut(batch, num_replicas, first + i) for i in range(count)), num_examples(batch))
+def shard(batch: Any, num_replicas: int, first: int, count: int, fits: bool | None = None) -> Shards:
+    """Cuts a global batch for the replicas `first` to `first + count - 1` of `num_replicas`.
+
+    Args:
+        batch: What `cut` takes.
+        num_replicas: How many replicas there are.
+        first: The first one.
+        count: How many are wanted.
+        fits: Whether the parts of all tensors are known to belong together. By default the batch tells. If it has to be left
+            whole, there is a warning where replica 0 is.
+    """
+    if fits is None and num_replicas > 1:
+        fits = has_one_size(batch)
+        if first == 0 and fits is not True:
+            fits = _telling(fits)
+    return Shards(tuple(cut(batch, num_replicas, first + i, fits) for i in range(count)), num_examples(batch))
+
+
+def _telling(fits: bool | tf.Tensor) -> bool | tf.Tensor:
+    """Returns whether the parts of all tensors belong together, and warns if they do not."""
+
+    def tell() -> np.bool_:
+        warnings.warn(
+            "The tensors of a batch have different numbers of rows, so that nobody can cut it: replica 0 computes it alone.\n"
+            "Hint: make batches whose tensors have one number of rows, or let each replica read its own"
+            " (strategy.distribute_datasets_from_function).",
+            stacklevel=2,
+        )
+        return np.bool_(False)
+
+    if isinstance(fits, bool):
+        tell()
+        return fits
+    return tf.ensure_shape(tf.cond(fits, lambda: tf.constant(True), lambda: tf.numpy_function(tell, [], tf.bool)), [])
 
 
 def pack(shards: Shards) -> Any:

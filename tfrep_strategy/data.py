@@ -344,9 +344,9 @@ def _cut(
         at_once.experimental_optimization.map_parallelization = False
         at_once.experimental_optimization.inject_prefetch = False
         noted = dataset if first_batch is None else first_batch.noted(dataset)
-        return noted.map(cutting(dataset.element_spec, place)).with_options(at_once)
+        return noted.map(cutting(dataset, place)).with_options(at_once)
     if agreement.size == 1 or not tf.executing_eagerly():
-        shards = dataset.map(cutting(dataset.element_spec, place), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        shards = dataset.map(cutting(dataset, place), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
         return shards.prefetch(_STEPS_AHEAD)
     low = cut_low(dataset, place, first_batch)
     _warn_of_waste(low.reason, agreement)

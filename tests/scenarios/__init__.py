@@ -15,6 +15,7 @@ from scenarios import (  # noqa: F401
     own_steps,
     reports,
     running,
+    unequal_rows,
 )
 from scenarios.base import SCENARIOS, dense, regression, run
 

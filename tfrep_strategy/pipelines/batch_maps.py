@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -10,6 +11,10 @@ from tfrep_strategy._tensorflow import dataset_kinds as kinds
 from tfrep_strategy._tensorflow import parts_of_dataset
 from tfrep_strategy.batches import any_size
 from tfrep_strategy.pipelines.functions import are_alike, first_stateful_operation, operation_that_mixes_rows, resources
+
+_COUNTING = (kinds.Options, kinds.Prefetch, kinds.Take, kinds.Skip, kinds.Repeat)
+_SAME_ELEMENTS = (*_COUNTING, kinds.Cache, kinds.Shuffle)
+"""Operations whose elements are those below, maybe in another order."""
 
 
 def of_any_size(dataset: Any) -> tuple[Any, str | None]:
@@ -60,15 +65,53 @@ def _rows_of(dataset: Any) -> Any:
     if isinstance(dataset, (kinds.Batch, kinds.ParallelBatch)):
         drops = bool(dataset._drop_remainder)
         return int(dataset._batch_size), None if drops else int(dataset._input_dataset.cardinality())
-    if isinstance(dataset, (kinds.Options, kinds.Prefetch, kinds.Take, kinds.Skip, kinds.Repeat)):
+    if isinstance(dataset, _COUNTING):
         return _rows_of(dataset._input_dataset)
     if isinstance(dataset, (kinds.Map, kinds.ParallelMap)):
         return _rows_of(dataset._input_dataset) if of_any_size(dataset)[1] is None else None
     if isinstance(dataset, kinds.Zip):
-        found = {_rows_of(part) for part in dataset._inputs() if not is_same_in_every_step(part)}
-        rows = found.pop() if len(found) == 1 else None
-        return None if rows is None or rows[1] == tf.data.UNKNOWN_CARDINALITY else rows
+        return _common_rows([part for part in dataset._inputs() if not is_same_in_every_step(part)])
     return None
+
+
+def _common_rows(datasets: Sequence[Any]) -> Any:
+    """Returns what decides how many rows the batches of several data sets have, if it is the same for all, and is known."""
+    found = {_rows_of(dataset) for dataset in datasets}
+    rows = found.pop() if len(found) == 1 else None
+    return None if rows is None or rows[1] == tf.data.UNKNOWN_CARDINALITY else rows
+
+
+def parts_fit(dataset: Any, num_parts: int) -> bool:
+    """Returns whether each tensor of a batch may be cut by its own rows, as far as the pipeline tells.
+
+    It may if all have one number of rows, or if they were batched apart (labeled and unlabeled examples, say) and the parts of
+    each are equally large.
+    """
+    if len(_leaves(dataset)) == 1 or _has_known_rows(dataset.element_spec):
+        return True
+    if isinstance(dataset, _SAME_ELEMENTS):
+        return parts_fit(dataset._input_dataset, num_parts)
+    if isinstance(dataset, (kinds.Map, kinds.ParallelMap)):
+        return of_any_size(dataset)[1] is None
+    if isinstance(dataset, kinds.Zip):
+        parts = list(filter(has_rows, dataset._inputs()))
+        together = len(parts) < 2 or _common_rows(parts) is not None or all(_divides(part, num_parts) for part in parts)
+        return together and all(parts_fit(part, num_parts) for part in parts)
+    return isinstance(dataset, (kinds.Batch, kinds.ParallelBatch))
+
+
+def _has_known_rows(spec: Any) -> bool:
+    """Returns whether all tensors have the same number of rows in each batch."""
+    leaves = tf.nest.flatten(spec)
+    rows = {leaf.shape[0] if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank else None for leaf in leaves}
+    return len(rows) == 1 and None not in rows
+
+
+def _divides(dataset: Any, num_parts: int) -> bool:
+    """Returns whether all batches of a data set are known to have equally large parts."""
+    size, rows = _rows_of(dataset) or (1, None)
+    last = 0 if rows in (None, tf.data.INFINITE_CARDINALITY) else rows % size
+    return rows != tf.data.UNKNOWN_CARDINALITY and size % num_parts == last % num_parts == 0
 
 
 def _has_any_size(dataset: Any) -> bool:

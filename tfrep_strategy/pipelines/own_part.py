@@ -26,7 +26,7 @@ from tfrep_strategy._tensorflow import dataset_kinds as kinds
 from tfrep_strategy.batches import as_element, bounds, shard, take_rows
 from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
-from tfrep_strategy.pipelines.batch_maps import changed_below, has_rows, is_same_in_every_step, of_any_size
+from tfrep_strategy.pipelines.batch_maps import changed_below, has_rows, is_same_in_every_step, of_any_size, parts_fit
 from tfrep_strategy.pipelines.functions import first_stateful_operation, makes_maps
 from tfrep_strategy.pipelines.own_batches import Batches, Lifted, Map, are_known, own_batches
 from tfrep_strategy.pipelines.shuffles import ShuffledAlike, seed_generator
@@ -84,12 +84,13 @@ def maps_examples(dataset: tf.data.Dataset) -> bool:
     return any(_has_maps(part) for part in parts_of_dataset(dataset) if isinstance(part, _BATCHES))
 
 
-def cutting(spec: Any, place: OwnReplicas) -> Callable[..., Shards]:
-    """Returns the function, for `tf.data.Dataset.map`, that cuts whole batches of a specification."""
+def cutting(dataset: tf.data.Dataset, place: OwnReplicas) -> Callable[..., Shards]:
+    """Returns the function that cuts whole batches of a data set, for its `map`."""
+    spec, fits = dataset.element_spec, True if parts_fit(dataset, place.total) else None
 
     @tf.autograph.experimental.do_not_convert
     def cut(*components: Any) -> Shards:
-        return shard(as_element(spec, components), *place)
+        return shard(as_element(spec, components), *place, fits)
 
     return cut
 
@@ -109,7 +110,7 @@ class _Cutter:
             return self.batches(dataset._input_dataset)
         if isinstance(dataset, (kinds.Prefetch, *_COUNTING)):
             return _again(dataset, self.batches(dataset._input_dataset))
-        if isinstance(dataset, kinds.Zip) and not all(map(is_same_in_every_step, dataset._inputs())):
+        if isinstance(dataset, kinds.Zip) and parts_fit(dataset, self._place.total):
             return self._zipped(dataset)
         if isinstance(dataset, _MAPS):
             of_rows, mixing = of_any_size(dataset)
@@ -143,7 +144,7 @@ class _Cutter:
         return self._cut(dataset if self._first_batch is None else self._first_batch.noted(dataset))
 
     def _cut(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        cut = cutting(dataset.element_spec, self._place)
+        cut = cutting(dataset, self._place)
         return dataset.map(cut, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
     def _zipped(self, dataset: Any, for_rows: bool = False) -> tf.data.Dataset:
