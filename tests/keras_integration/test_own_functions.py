@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import keras
@@ -10,6 +11,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
+import tfrep_strategy as tfrep
 from tfrep_strategy.keras_integration.synchronous.own_functions import loss_needs_all_rows, metric_needs_all_rows
 
 ROWS = tf.constant(np.linspace(0.0, 1.0, 12).reshape(6, 2), tf.float32)
@@ -24,7 +26,8 @@ LINEAR = {
     "rows": lambda y, p: ops.sum(ops.square(y - p), axis=-1),
     "labels": _of_labels,
     "no number": lambda y, p: ops.mean(ops.log(-1.0 - y)),
-    "refuses": lambda y, p: ops.reshape(p, (6, 2))[0, 0],
+    "calls a collective": lambda y, p: ops.max(tfrep.all_gather(y - p)),
+    "calls one of TensorFlow": lambda y, p: ops.max(tf.distribute.get_replica_context().all_gather(y - p, axis=0)),
 }
 def _mean_of_unmasked(mask: Any) -> Any:
     def loss(y: Any, p: Any) -> Any:
@@ -40,7 +43,13 @@ def _nearest_of_another_label(y: Any, z: Any) -> Any:
     return ops.mean(ops.sum(distances * ops.cast(same, "float32"), axis=1))
 
 
+def _refuses(y: Any, p: Any) -> Any:
+    raise ValueError("Only one class.")
+
+
 OTHERS = {
+    "refuses": _refuses,
+    "refuses a part": lambda y, p: ops.mean(ops.reshape(p, (4, 2))),
     "mean where not 0": _mean_of_unmasked(lambda y: y != 0),
     "mean where not -1": _mean_of_unmasked(lambda y: y != -1),
     "mean where not 255": _mean_of_unmasked(lambda y: y != 255),
@@ -65,6 +74,26 @@ def test_functions(name: str, needs: bool) -> None:
     metric = keras.metrics.MeanMetricWrapper(function)
     update = type(metric).update_state
     assert metric_needs_all_rows(metric, getattr(update, "__wrapped__", update), (ROWS, ROWS), {}) is needs
+
+
+@pytest.mark.parametrize(("needs", "pixels"), [(False, 11), (False, 170), (True, 300)])
+def test_pictures_of_open_sizes_may_have_to_be_large(needs: bool, pixels: int) -> None:
+    def loss(y: Any, p: Any) -> Any:
+        tf.debugging.assert_greater_equal(tf.shape(p)[1:3], pixels)
+        return ops.mean(ops.square(y - p))
+
+    traced: list[bool] = []
+
+    @tf.function(input_signature=[tf.TensorSpec((None, None, None, 1))] * 2)
+    def step(y: Any, p: Any) -> Any:
+        traced.append(loss_needs_all_rows(keras.src.losses.losses.LossFunctionWrapper(loss), keras.losses.Loss.__call__, y, p))
+        return y
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step.get_concrete_function()
+    assert traced == [needs]
+    assert any("refuses rows that were made up" in str(each.message) for each in caught) is needs
 
 
 def test_a_loss_of_keras_with_a_call_of_ones_own_is_tried() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
+import tfrep_strategy as tfrep
 from scenarios.base import SCENARIOS, dense, init, regression, scenario, trained
 
 _O = keras.optimizers
@@ -201,6 +202,64 @@ def losses_that_users_write() -> dict[str, Any]:
     x, y = regression(33)
     results = {}
     for loss in (_root_mean_square, _sum_of_squares, _overlap, _contrast):
+        model = dense()
+        model.compile(_O.SGD(0.05), loss, metrics=[loss])
+        results[loss.__name__] = trained(model, x, (y > 0).astype("float32"))
+    return results
+
+
+def _ranking(y_true: Any, y_pred: Any) -> Any:
+    """The share of pairs of two classes in order; like that of scikit-learn, it refuses other targets, and a single class."""
+
+    def of_arrays(targets: np.ndarray, found: np.ndarray) -> np.float32:
+        if set(np.unique(targets)) != {0.0, 1.0}:
+            raise ValueError("The targets are not of two classes.")
+        return np.mean(found[targets == 1][:, None] > found[targets == 0], dtype=np.float32)
+
+    return tf.ensure_shape(tf.numpy_function(of_arrays, [y_true, y_pred], tf.float32), [])
+
+
+class _BestRanking(keras.metrics.Metric):
+    def __init__(self) -> None:
+        super().__init__(name="best")
+        self.best = self.add_weight(shape=(), initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.best.assign(tf.maximum(self.best, _ranking(y_true, y_pred)))
+
+    def result(self) -> Any:
+        return self.best.value
+
+
+@scenario
+def metrics_that_refuse_most_rows() -> dict[str, Any]:
+    """A part of a batch may have one class only, where the whole one has two."""
+    x, y = regression(33)
+    y = (y > 0).astype("float32")
+    y[[0, 15, 16, 31]] = [[1], [0], [0], [1]]
+    model = dense(activation="sigmoid")
+    model.compile(_O.SGD(0.05), "binary_crossentropy", metrics=[_ranking, _BestRanking()])
+    return trained(model, x[:32], y[:32])
+
+
+def _gathered_contrast(y_true: Any, y_pred: Any) -> Any:
+    rows, labels = tfrep.all_gather(y_pred), tfrep.all_gather(y_true)
+    distances = keras.ops.sum(keras.ops.square(rows[:, None] - rows[None]), axis=-1)
+    return keras.ops.mean(keras.ops.where(labels == keras.ops.transpose(labels), distances, keras.ops.exp(-distances)))
+
+
+def _reduced_root(y_true: Any, y_pred: Any) -> Any:
+    total, count = keras.ops.sum(keras.ops.square(y_true - y_pred)), keras.ops.cast(keras.ops.size(y_true), "float32")
+    total, count = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, [total, count])
+    return keras.ops.sqrt(total / count)
+
+
+@scenario
+def losses_with_collectives() -> dict[str, Any]:
+    """Functions that see all rows by themselves."""
+    x, y = regression(33)
+    results = {}
+    for loss in (_gathered_contrast, _reduced_root):
         model = dense()
         model.compile(_O.SGD(0.05), loss, metrics=[loss])
         results[loss.__name__] = trained(model, x, (y > 0).astype("float32"))

@@ -1,13 +1,15 @@
 """Losses and metrics that users write: whether what they say of a batch follows from what they say of its parts.
 
 It does for nearly all of them. The others, such as the root of a mean, a maximum, or a mean over the targets that are not masked,
-need the rows of all replicas. To find out, each is tried once, on batches of made-up rows. One that cannot be tried is believed.
+need the rows of all replicas. To find out, each is tried once, on batches of made-up rows. One that refuses all of these (it wants
+two classes in a batch, say) gets the rows of all replicas, too, which is right for every function. One that calls collectives
+sees what it wants to see.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +18,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfrep_strategy.errors import message
 from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.trial import TrialContext
 
 _StatelessScope: Any = keras_internal("backend.common.stateless_scope", "StatelessScope")
 _MeanMetricWrapper: Any = keras_internal("metrics.reduction_metrics", "MeanMetricWrapper")
@@ -25,6 +29,9 @@ _ROWS, _FIRST = 4, 1
 _TOLERANCE = 2e-5
 _MARKS = (None, 0, -1, 255, -100, float("nan"))
 """With what programs mark targets that do not count. Zeros are labels, too, and rows of one label belong together."""
+
+_OPEN_SIZES = 2, 16, 192
+"""What is tried for dimensions that are not known. A function may refuse pictures that are smaller than its filter."""
 
 _MARKED = 0.8, 0.2, 0.6, 0.4
 """How much of each made-up row is marked: more of some than of others, so that the rows that count differ between the parts."""
@@ -50,7 +57,7 @@ def loss_needs_all_rows(loss: Any, compute: Callable[..., Any], y_true: Any, y_p
     if is_of_keras(called) or not _are_rows(y_true, y_pred):
         return False
     function = (lambda *batch: compute(loss, *batch)) if calls_itself else loss.call
-    return _tried(loss, compute.__qualname__, lambda mark: not _is_mean_or_rows(function, (y_true, y_pred), mark))
+    return _tried(loss, compute.__qualname__, (y_true, y_pred), lambda parts: not _is_mean_or_rows(function, parts))
 
 
 def metric_needs_all_rows(metric: Any, update: Callable[..., Any], args: Any, kwargs: Any) -> bool:
@@ -66,11 +73,11 @@ def metric_needs_all_rows(metric: Any, update: Callable[..., Any], args: Any, kw
         fn = metric._fn
         if is_of_keras(fn) or not _are_rows(args, kwargs):
             return False
-        return _tried(metric, "fn", lambda mark: not _is_mean_or_rows(fn, args[:2], mark))
+        return _tried(metric, "fn", args[:2], lambda parts: not _is_mean_or_rows(fn, parts))
     rows = [value for value in keras.tree.flatten((args, kwargs)) if not (isinstance(value, tf.Tensor) and value.shape.rank == 0)]
     if is_of_keras(update) or not _are_rows(rows, None):
         return False
-    return _tried(metric, update.__qualname__, lambda mark: not _is_sum(metric, update, (args, kwargs), mark))
+    return _tried(metric, update.__qualname__, (args, kwargs), lambda parts: not _is_sum(metric, update, parts))
 
 
 def make_variables(metric: Any, update: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -96,38 +103,61 @@ def is_of_keras(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith("keras.")
 
 
-def _tried(user: Any, what: str, try_it: Callable[[Any], bool]) -> bool:
+def _tried(user: Any, what: str, batch: Any, needs_all: Callable[[list[Any]], bool]) -> bool:
     answers = _answers.setdefault(user, {})
     if what not in answers:
         answers[what] = False  # First: an update may call that of its base class.
         # What is traced here, and under which strategy, does not hold in another thread.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            answers[what] = any(thread.submit(_without_errors, try_it, mark).result() for mark in _MARKS)
+            answers[what] = thread.submit(_needs_all_rows, user, batch, needs_all).result()
     return answers[what]
 
 
-def _without_errors(try_it: Callable[[Any], bool], mark: Any) -> bool:
-    with contextlib.suppress(Exception):  # A user's code need not like made-up numbers.
-        return try_it(mark)
-    return False
+def _needs_all_rows(user: Any, batch: Any, needs_all: Callable[[list[Any]], bool]) -> bool:
+    """Returns what the trials say that do not fail, or that all rows are needed if all fail."""
+    is_open = any(None in value.shape[1:] for value in keras.tree.flatten(batch) if tf.is_tensor(value) and value.shape.rank)
+    refused: Exception | None = None
+    for size in _OPEN_SIZES if is_open else _OPEN_SIZES[:1]:
+        answers = []
+        for mark in _MARKS:
+            try:
+                with TrialContext() as trial:
+                    answers.append(needs_all(_whole_and_parts(batch, mark, size)))
+            except Exception as error:  # A user's code need not like made-up numbers.
+                refused = refused or error
+            if trial.calls_collectives:
+                return False
+        if answers:
+            return any(answers)
+    warnings.warn(
+        message(
+            "A loss or metric refuses rows that were made up to find out whether it is a mean over rows."
+            " So it gets the rows of all replicas in each step, which costs more.",
+            hint="nothing has to be done. If it is a mean, let it take any rows of numbers from 0 to 1.",
+            name=getattr(user, "name", user),
+            refused=f"{type(refused).__name__}: {refused}"[:200],
+        ),
+        stacklevel=2,
+    )
+    return True
 
 
-def _is_mean_or_rows(function: Callable[..., Any], batch: Any, mark: Any) -> bool:
+def _is_mean_or_rows(function: Callable[..., Any], parts: list[Any]) -> bool:
     with _StatelessScope():  # What is drawn at random here is not drawn.
-        whole, first, rest = (keras.ops.convert_to_numpy(function(*part)) for part in _whole_and_parts(batch, mark))
+        whole, first, rest = (keras.ops.convert_to_numpy(function(*part)) for part in parts)
     if whole.ndim:
         return len(whole) != _ROWS or _is_close(whole, np.concatenate([first, rest]))
     return _is_close(whole, (_FIRST * first + (_ROWS - _FIRST) * rest) / _ROWS)
 
 
-def _is_sum(metric: Any, update: Callable[..., Any], batch: Any, mark: Any) -> bool:
+def _is_sum(metric: Any, update: Callable[..., Any], parts: list[Any]) -> bool:
     def added(part: Any, starts: list[Any]) -> list[np.ndarray]:
         with _StatelessScope(state_mapping=list(zip(metric.variables, starts, strict=True))) as scope:
             update(metric, *part[0], **part[1])
             ends = [scope.get_current_value(variable) for variable in metric.variables]
         return [np.asarray(end, "float64") - np.asarray(start, "float64") for end, start in zip(ends, starts, strict=True)]
 
-    whole, first, rest = _whole_and_parts(batch, mark)
+    whole, first, rest = parts
     metric = _with_variables(metric, update, whole)
     zeros = [tf.zeros(variable.shape, variable.dtype) for variable in metric.variables]
     moved = [zero + tf.cast(2, zero.dtype) for zero in zeros]
@@ -173,7 +203,7 @@ def _is_close(one: Any, other: Any) -> bool:
     return np.allclose(one, other, rtol=0.0, atol=_TOLERANCE * scale, equal_nan=True)
 
 
-def _whole_and_parts(batch: Any, mark: Any) -> list[Any]:
+def _whole_and_parts(batch: Any, mark: Any, size: int) -> list[Any]:
     """Makes up rows that are unlike each other, of numbers between 0 and 1, or of ones where they have to be whole; cuts them.
 
     Half of what may be probabilities of classes say that it is class 1, as targets that have to be whole do.
@@ -181,6 +211,7 @@ def _whole_and_parts(batch: Any, mark: Any) -> list[Any]:
     Args:
         batch: A nest, of which the first tensor holds targets.
         mark: What stands for some of the targets, or None.
+        size: That of dimensions that are not known.
     """
     random, are_targets = np.random.RandomState(0), iter([True])
 
@@ -189,7 +220,7 @@ def _whole_and_parts(batch: Any, mark: Any) -> list[Any]:
             return value
         if not value.shape.rank:  # A limit, say: small for one trial, and large for the others.
             return tf.cast(0.5 if mark is None else 1000, value.dtype)
-        shape = [_ROWS, *(2 if size is None else size for size in value.shape[1:])]
+        shape = [_ROWS, *(size if known is None else known for known in value.shape[1:])]
         sizes = np.linspace(0.1, 1.0, _ROWS).reshape([_ROWS] + [1] * (len(shape) - 1))
         made = random.uniform(size=shape) * sizes if value.dtype.is_floating else np.ones(shape)
         if next(are_targets, False):
