@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import ops
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.keras_integration.synchronous.own_functions import loss_needs_all_rows, metric_needs_all_rows
+from tfrep_strategy.keras_integration.synchronous.own_functions import Sees, loss_needs_all_rows, what_metric_sees
 
 ROWS = tf.constant(np.linspace(0.0, 1.0, 12).reshape(6, 2), tf.float32)
 
@@ -63,6 +63,10 @@ OTHERS = {
 }
 
 
+def wanted(needs: bool) -> Sees:
+    return Sees.ALL_ROWS if needs else Sees.OWN_ROWS
+
+
 @pytest.mark.parametrize(("name", "needs"), [(n, False) for n in LINEAR] + [(n, True) for n in OTHERS])
 def test_functions(name: str, needs: bool) -> None:
     function = (LINEAR | OTHERS)[name]
@@ -73,7 +77,7 @@ def test_functions(name: str, needs: bool) -> None:
     assert loss_needs_all_rows(keras.losses.Loss(), lambda loss, y, p: function(y, p), ROWS, ROWS) is needs
     metric = keras.metrics.MeanMetricWrapper(function)
     update = type(metric).update_state
-    assert metric_needs_all_rows(metric, getattr(update, "__wrapped__", update), (ROWS, ROWS), {}) is needs
+    assert what_metric_sees(metric, getattr(update, "__wrapped__", update), (ROWS, ROWS), {}) is wanted(needs)
 
 
 @pytest.mark.parametrize(("needs", "pixels"), [(False, 11), (False, 170), (True, 300)])
@@ -133,21 +137,26 @@ def test_metrics(needs: bool, adds: Any) -> None:
     metric = _Total(adds)
     metric.update_state(ROWS, ROWS)
     before = float(metric.result())
-    assert metric_needs_all_rows(metric, _Total.update_state, (ROWS, ROWS), {"sample_weight": None}) is needs
+    assert what_metric_sees(metric, _Total.update_state, (ROWS, ROWS), {"sample_weight": None}) is wanted(needs)
     assert float(metric.result()) == before
+
+
+def test_a_metric_with_collectives() -> None:
+    metric = _Total(lambda total, y: total + tfrep.all_sum(ops.sum(y)))
+    assert what_metric_sees(metric, _Total.update_state, (ROWS, ROWS), {}) is Sees.WHAT_IT_GATHERS
 
 
 @pytest.mark.parametrize("needs", [True, False])
 def test_a_number_beside_rows(needs: bool) -> None:
     metric = _Total((lambda total, y: total + 1.0) if needs else (lambda total, y: total + ops.sum(y)))
     update = lambda metric, y_true, y_pred, limit: metric.update_state(y_true, y_pred)  # noqa: E731
-    assert metric_needs_all_rows(metric, update, (ROWS, ROWS, tf.constant(1.0)), {}) is needs
+    assert what_metric_sees(metric, update, (ROWS, ROWS, tf.constant(1.0)), {}) is wanted(needs)
 
 
 @pytest.mark.parametrize("given", [tf.constant(["a", "b"]), tf.ragged.constant([[1.0], []]), 2.0])
 def test_what_has_no_rows_to_put_together_is_believed(given: Any) -> None:
     metric = _Total(lambda total, y: total + 1.0)
-    assert not metric_needs_all_rows(metric, _Total.update_state, (given, ROWS), {})
+    assert what_metric_sees(metric, _Total.update_state, (given, ROWS), {}) is Sees.OWN_ROWS
 
 
 def test_drawing_random_numbers_does_not_go_on() -> None:

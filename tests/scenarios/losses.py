@@ -254,14 +254,28 @@ def _reduced_root(y_true: Any, y_pred: Any) -> Any:
     return keras.ops.sqrt(total / count)
 
 
+class _Extremes(keras.metrics.Metric):
+    def __init__(self) -> None:
+        super().__init__(name="extremes")
+        self.largest = self.add_weight(shape=(), initializer="zeros")
+        self.total = self.add_weight(shape=(), initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.largest.assign(keras.ops.maximum(self.largest, tfrep.all_reduce(keras.ops.max(y_pred, initial=-9.0), "max")))
+        self.total.assign_add(tfrep.all_sum(keras.ops.sum(y_true)))
+
+    def result(self) -> Any:
+        return {"largest": self.largest.value, "total": self.total.value}
+
+
 @scenario
 def losses_with_collectives() -> dict[str, Any]:
-    """Functions that see all rows by themselves."""
+    """Functions and a metric that see all rows by themselves."""
     x, y = regression(33)
     results = {}
     for loss in (_gathered_contrast, _reduced_root):
         model = dense()
-        model.compile(_O.SGD(0.05), loss, metrics=[loss])
+        model.compile(_O.SGD(0.05), loss, metrics=[loss, _Extremes()])
         results[loss.__name__] = trained(model, x, (y > 0).astype("float32"))
     return results
 

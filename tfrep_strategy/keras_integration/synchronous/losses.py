@@ -28,15 +28,17 @@ from tfrep_strategy.keras_integration.synchronous.batch_sums import (
 )
 from tfrep_strategy.keras_integration.synchronous.losses_of_replicas import LossesOfReplicas
 from tfrep_strategy.keras_integration.synchronous.own_functions import (
+    Sees,
     is_of_keras,
     loss_needs_all_rows,
-    metric_needs_all_rows,
+    what_metric_sees,
 )
 from tfrep_strategy.keras_integration.synchronous.row_growth import depends_on_rows
 from tfrep_strategy.keras_integration.synchronous.whole_batch import (
     loss_of_whole_batch,
     mixes_rows,
     sees_whole_batch,
+    update_everywhere,
     update_on_first_replica,
     update_with_whole_batch,
 )
@@ -156,7 +158,11 @@ class Losses(SynchronousBase):
             return update_on_first_replica(original, metric, args, kwargs)
         if isinstance(metric, keras.metrics.Sum) and is_of_keras(original):
             return _update_sum(original, metric, *args, **kwargs)
-        if not (_is_of_rows_together(metric, args, kwargs) or metric_needs_all_rows(metric, original, args, kwargs)):
+        together = _is_of_rows_together(metric, args, kwargs)
+        sees = Sees.ALL_ROWS if together else what_metric_sees(metric, original, args, kwargs)
+        if sees is Sees.WHAT_IT_GATHERS:
+            return update_everywhere(original, metric, args, kwargs)
+        if sees is Sees.OWN_ROWS:
             with _updates_metric.to(True):
                 return original(metric, *args, **kwargs)
         args, kwargs = keras.tree.map_structure(_of_whole_batch_if_scalar, (args, kwargs))

@@ -9,6 +9,7 @@ sees what it wants to see.
 from __future__ import annotations
 
 import concurrent.futures
+import enum
 import warnings
 import weakref
 from collections.abc import Callable
@@ -41,6 +42,14 @@ _numbers_of_variables: Any = weakref.WeakKeyDictionary()
 """How many variables metrics have when they have been updated."""
 
 
+class Sees(enum.Enum):
+    """What a loss or metric has to see."""
+
+    OWN_ROWS = "those of its replica"
+    ALL_ROWS = "those of all replicas"
+    WHAT_IT_GATHERS = "what its collectives give to it"
+
+
 def loss_needs_all_rows(loss: Any, compute: Callable[..., Any], y_true: Any, y_pred: Any) -> bool:
     """Whether the value of a loss on a batch is neither the mean nor the rows of its values on the parts.
 
@@ -57,11 +66,12 @@ def loss_needs_all_rows(loss: Any, compute: Callable[..., Any], y_true: Any, y_p
     if is_of_keras(called) or not _are_rows(y_true, y_pred):
         return False
     function = (lambda *batch: compute(loss, *batch)) if calls_itself else loss.call
-    return _tried(loss, compute.__qualname__, (y_true, y_pred), lambda parts: not _is_mean_or_rows(function, parts))
+    needs_all = _tried(loss, compute.__qualname__, (y_true, y_pred), lambda parts: not _is_mean_or_rows(function, parts))
+    return needs_all is Sees.ALL_ROWS
 
 
-def metric_needs_all_rows(metric: Any, update: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether what an update with a batch does to the state of a metric is not the sum of what its parts do.
+def what_metric_sees(metric: Any, update: Callable[..., Any], args: Any, kwargs: Any) -> Sees:
+    """Returns what a metric has to see: all rows, if an update with a batch does to its state not the sum of what its parts do.
 
     Args:
         metric: The metric.
@@ -72,18 +82,19 @@ def metric_needs_all_rows(metric: Any, update: Callable[..., Any], args: Any, kw
     if isinstance(metric, _MeanMetricWrapper) and is_of_keras(update):
         fn = metric._fn
         if is_of_keras(fn) or not _are_rows(args, kwargs):
-            return False
-        return _tried(metric, "fn", args[:2], lambda parts: not _is_mean_or_rows(fn, parts))
+            return Sees.OWN_ROWS
+        sees = _tried(metric, "fn", args[:2], lambda parts: not _is_mean_or_rows(fn, parts))
+        return Sees.ALL_ROWS if sees is Sees.ALL_ROWS else Sees.OWN_ROWS  # The mean of what it gathers is that of its rows.
     rows = [value for value in keras.tree.flatten((args, kwargs)) if not (isinstance(value, tf.Tensor) and value.shape.rank == 0)]
     if is_of_keras(update) or not _are_rows(rows, None):
-        return False
+        return Sees.OWN_ROWS
     return _tried(metric, update.__qualname__, (args, kwargs), lambda parts: not _is_sum(metric, update, parts))
 
 
 def make_variables(metric: Any, update: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Makes the variables that a metric makes in its first update, which only one replica is to do. Every replica calls it.
 
-    The arguments are those of `metric_needs_all_rows`.
+    The arguments are those of `what_metric_sees`.
     """
     if len(metric.variables) < _numbers_of_variables.get(metric, 1):
         with _StatelessScope():
@@ -103,17 +114,17 @@ def is_of_keras(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith("keras.")
 
 
-def _tried(user: Any, what: str, batch: Any, needs_all: Callable[[list[Any]], bool]) -> bool:
+def _tried(user: Any, what: str, batch: Any, needs_all: Callable[[list[Any]], bool]) -> Sees:
     answers = _answers.setdefault(user, {})
     if what not in answers:
-        answers[what] = False  # First: an update may call that of its base class.
+        answers[what] = Sees.OWN_ROWS  # First: an update may call that of its base class.
         # What is traced here, and under which strategy, does not hold in another thread.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            answers[what] = thread.submit(_needs_all_rows, user, batch, needs_all).result()
-    return answers[what]
+            answers[what] = thread.submit(_found_out, user, batch, needs_all).result()
+    return answers[what]  # type: ignore[no-any-return]
 
 
-def _needs_all_rows(user: Any, batch: Any, needs_all: Callable[[list[Any]], bool]) -> bool:
+def _found_out(user: Any, batch: Any, needs_all: Callable[[list[Any]], bool]) -> Sees:
     """Returns what the trials say that do not fail, or that all rows are needed if all fail."""
     is_open = any(None in value.shape[1:] for value in keras.tree.flatten(batch) if tf.is_tensor(value) and value.shape.rank)
     refused: Exception | None = None
@@ -126,9 +137,9 @@ def _needs_all_rows(user: Any, batch: Any, needs_all: Callable[[list[Any]], bool
             except Exception as error:  # A user's code need not like made-up numbers.
                 refused = refused or error
             if trial.calls_collectives:
-                return False
+                return Sees.WHAT_IT_GATHERS
         if answers:
-            return any(answers)
+            return Sees.ALL_ROWS if any(answers) else Sees.OWN_ROWS
     warnings.warn(
         message(
             "A loss or metric refuses rows that were made up to find out whether it is a mean over rows."
@@ -139,7 +150,7 @@ def _needs_all_rows(user: Any, batch: Any, needs_all: Callable[[list[Any]], bool
         ),
         stacklevel=2,
     )
-    return True
+    return Sees.ALL_ROWS
 
 
 def _is_mean_or_rows(function: Callable[..., Any], parts: list[Any]) -> bool:

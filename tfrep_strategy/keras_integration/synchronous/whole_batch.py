@@ -6,6 +6,7 @@ Every replica computes the loss of the global batch instead, from rows that were
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import keras
@@ -18,6 +19,7 @@ from tfrep_strategy.keras_integration.synchronous.own_functions import make_vari
 from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
 
 _mask = keras_internal("backend.common.masking")
+_StatelessScope: Any = keras_internal("backend.common.stateless_scope", "StatelessScope")
 _FUNCTIONS = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
 _MEANS = (keras.losses.binary_crossentropy, keras.losses.binary_focal_crossentropy)
 """Functions that take the mean over their axis, which may be the batch."""
@@ -95,6 +97,13 @@ def update_on_first_replica(update: Any, metric: Any, args: Any, kwargs: Any) ->
     if _is_first_replica():
         with sees_whole_batch.to(True):
             update(metric, *args, **kwargs)
+
+
+def update_everywhere(update: Any, metric: Any, args: Any, kwargs: Any) -> None:
+    """Updates the state of a metric that calls collectives, which all replicas must run. What the first one assigns is kept."""
+    make_variables(metric, update, args, kwargs)
+    with sees_whole_batch.to(True), contextlib.nullcontext() if _is_first_replica() else _StatelessScope():
+        update(metric, *args, **kwargs)
 
 
 def _is_first_replica() -> bool:
