@@ -89,6 +89,8 @@ _WITH_FUNCTIONS = {
 }  # fmt: skip
 _private("ops.cond_v2", "_build_cond")
 _private("ops.cond_v2", "_build_case")
+array_operations = _private("ops", "gen_array_ops")
+_private("ops.gen_array_ops", "mirror_pad")
 parallel_loops = _private("ops.parallel_for", "control_flow_ops")
 _private("ops.parallel_for.control_flow_ops", "_pfor_impl")
 

@@ -30,6 +30,7 @@ def aggregate(
     all_gather: AllGather,
     bucket_bytes: int,
     sum_values: AllReduce | None = None,
+    replicas: int = 1,
 ) -> list[Gradient]:
     """Sums the gradients of all replicas. Every replica calls it with its own gradients.
 
@@ -40,6 +41,7 @@ def aggregate(
         bucket_bytes: Gradients are sent in buckets of about this size. The last variables go first, since backward reaches
             them first. A bucket is then sent while the next is still being computed.
         sum_values: Sums the values of slices that all replicas have (`slices.Kind.FIXED`). None: `all_reduce`, in the buckets.
+        replicas: How many replicas there are.
 
     Returns:
         The global gradients, in the given order. Sparse gradients stay sparse, with the slices that one device has.
@@ -61,15 +63,19 @@ def aggregate(
             result[i] = gradient
     summed = iter(sum_values(fixed) if sum_values and fixed else result[len(gradients) :])
     for i, parts in sparse.items():
-        result[i] = slices.joined([_global_slices(part, summed, all_gather) for part in parts])
+        result[i] = slices.joined([_global_slices(part, summed, all_gather, replicas) for part in parts])
     return result[: len(gradients)]
 
 
-def _global_slices(part: slices.Part, summed: Iterator[tf.Tensor], all_gather: AllGather) -> tf.IndexedSlices:
+def _global_slices(
+    part: slices.Part, summed: Iterator[tf.Tensor], all_gather: AllGather, replicas: int
+) -> tf.IndexedSlices:
     own = part.slices
     if part.kind is slices.Kind.FIXED:
         return tf.IndexedSlices(next(summed), own.indices, own.dense_shape)
     of_all = tf.IndexedSlices(all_gather(own.values), all_gather(own.indices), own.dense_shape)
+    if part.kind is slices.Kind.ALIKE:
+        return slices.summed_where_alike(of_all, replicas)
     return slices.summed_by_row(of_all) if part.kind is slices.Kind.DISTINCT else of_all
 
 

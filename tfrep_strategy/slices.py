@@ -25,11 +25,14 @@ class Kind(enum.Enum):
     Attributes:
         NAMED: Each slice belongs to a row that an example names. One device has the slices of all replicas.
         FIXED: The rows are computed from constants only. One device has as many slices as a replica, with the sums of the values.
+        ALIKE: The rows are computed from constants and from lengths of sequences, which replicas share if their parts are of one
+            batch. Then they count as fixed ones do, else as named ones.
         DISTINCT: A replica has one slice for each row (`tf.unique`, as in a product with a sparse matrix), and so has one device.
     """
 
     NAMED = enum.auto()
     FIXED = enum.auto()
+    ALIKE = enum.auto()
     DISTINCT = enum.auto()
 
 
@@ -63,12 +66,23 @@ class _Tensor(NamedTuple):
         if op.type == "Placeholder" and calls:
             index = next(i for i, given in enumerate(tensor.graph.inputs) if given is tensor)
             return [_Tensor(calls[-1].inputs[index], calls[:-1])]
-        if op.type in ("Shape", "Size") and op.inputs[0].shape.is_fully_defined():
+        if op.type in ("Shape", "Size") and op.inputs[0].shape.is_fully_defined() or self.length_of() is not None:
             return []
         captured = [outer for outer, inner in getattr(op.graph, "captures", ()) if inner is tensor]
         if not captured and not op.inputs and op.type != "Const" or op.op_def.is_stateful:
             return None
         return [_Tensor(cause, calls) for cause in captured or op.inputs]
+
+    def length_of(self) -> Kind | None:
+        """Returns the kind of what is computed from the size of a dimension that does not count rows; None if it is none."""
+        op = self.tensor.op
+        shape = op.inputs[0] if op.inputs else None
+        if shape is None or shape.op.type != "Shape" or (sizes := shape.op.inputs[0].shape).rank is None:
+            return None
+        dimensions = _taken(self.tensor, sizes.rank)
+        if dimensions is None or 0 in dimensions:  # The first dimension counts rows.
+            return None
+        return Kind.ALIKE if any(sizes[i] is None for i in dimensions) else Kind.FIXED
 
     def source(self) -> _Tensor:
         """Follows it back through operations that keep its elements and their order."""
@@ -96,11 +110,10 @@ class _Tensor(NamedTuple):
             return Kind.NAMED
         if self.tensor.op.type in _DISTINCT:
             return Kind.DISTINCT
-        return Kind.FIXED if self.is_fixed() else Kind.NAMED
+        return self._kind_of_causes()
 
-    def is_fixed(self) -> bool:
-        """Returns whether it is computed from constants only."""
-        seen, waiting = set(), [self]
+    def _kind_of_causes(self) -> Kind:
+        kind, seen, waiting = Kind.FIXED, set(), [self]
         while waiting:
             here = waiting.pop()
             key = here.tensor.ref(), tuple(map(id, here.calls))
@@ -109,9 +122,27 @@ class _Tensor(NamedTuple):
             seen.add(key)
             causes = here.causes()
             if causes is None:
-                return False
+                return Kind.NAMED
+            if tf.is_symbolic_tensor(here.tensor) and here.length_of() is Kind.ALIKE:
+                kind = Kind.ALIKE
             waiting += causes
-        return True
+        return kind
+
+
+def _taken(tensor: tf.Tensor, length: int) -> list[int] | None:
+    """Returns which elements of a vector an operation takes; None if it does something else, or nobody knows."""
+    op = tensor.op
+    if op.type == "Unpack":
+        return [tensor.value_index]
+    if op.type != "StridedSlice":
+        return None
+    begin, end, stride = (tf.get_static_value(limit) for limit in op.inputs[1:])
+    if begin is None or end is None or stride is None or len(begin) != 1:
+        return None
+    if op.get_attr("shrink_axis_mask"):
+        return [range(length)[begin[0]]]
+    first = None if op.get_attr("begin_mask") else begin[0]
+    return list(range(length)[slice(first, None if op.get_attr("end_mask") else end[0], stride[0])])
 
 
 def parts_of(gradient: tf.IndexedSlices) -> list[Part]:
@@ -127,7 +158,7 @@ def parts_of(gradient: tf.IndexedSlices) -> list[Part]:
     """
     lookups = _Tensor(gradient.indices).lookups()
     kinds = [each.kind() for each in lookups]
-    if len(kinds) == 1 or set(kinds) in ({Kind.NAMED}, {Kind.FIXED}):
+    if len(kinds) == 1 or set(kinds) in ({Kind.NAMED}, {Kind.FIXED}, {Kind.ALIKE}):
         return [Part(gradient, kinds[0])]
     sizes = _sizes(gradient.indices, [each.tensor for each in lookups])
     if sizes is None:
@@ -135,7 +166,7 @@ def parts_of(gradient: tf.IndexedSlices) -> list[Part]:
     both = zip(tf.split(gradient.values, sizes), tf.split(gradient.indices, sizes), strict=True)
     cut = [tf.IndexedSlices(values, rows, gradient.dense_shape) for values, rows in both]
     parts = [Part(slices, kind) for slices, kind in zip(cut, kinds, strict=True) if kind is Kind.DISTINCT]
-    for kind in (Kind.NAMED, Kind.FIXED):
+    for kind in (Kind.NAMED, Kind.FIXED, Kind.ALIKE):
         if kind in kinds:
             parts.append(Part(joined([slices for slices, each in zip(cut, kinds, strict=True) if each is kind]), kind))
     return parts
@@ -143,7 +174,7 @@ def parts_of(gradient: tf.IndexedSlices) -> list[Part]:
 
 def has_fixed_rows(gradient: Any) -> bool:
     """Returns whether a gradient is sparse, and all its slices are of rows that do not depend on the batch."""
-    return isinstance(gradient, tf.IndexedSlices) and all(part.kind is Kind.FIXED for part in parts_of(gradient))
+    return isinstance(gradient, tf.IndexedSlices) and all(part.kind in (Kind.FIXED, Kind.ALIKE) for part in parts_of(gradient))
 
 
 def summed_by_row(slices: tf.IndexedSlices) -> tf.IndexedSlices:

@@ -20,6 +20,7 @@ from tfrep_strategy.old_spellings import DISTRIBUTE, OF_FUNCTIONS, OF_STRATEGIES
 from tfrep_strategy.strategies import (
     branches,  # noqa: F401  (acts where a `tf.cond` is built)
     foreign_variables,  # noqa: F401  (acts where a step assigns)
+    reflecting_pads,  # noqa: F401  (acts where something is padded)
     sync_check,
     vectorized_loops,  # noqa: F401  (acts where a loop is vectorized)
 )

@@ -162,6 +162,7 @@ class SynchronousExtended:
             all_gather=self.gather_gradients,
             bucket_bytes=self.bucket_bytes_for(own),
             sum_values=self.sum_gradients if in_parts else None,
+            replicas=self._num_replicas_in_sync,
         )
 
     def bucket_bytes_for(self, tensors: Sequence[Any]) -> int:

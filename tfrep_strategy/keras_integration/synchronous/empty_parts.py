@@ -24,7 +24,7 @@ class EmptyParts(SynchronousBase):
         """Convolves or pools; the kernels of GPUs take no rows as they are, but Keras (before 3.14) may refuse them."""
         if "GPU" in getattr(inputs, "device", "") and inputs.shape[:1] != [0]:
             return original(inputs, *args, **kwargs)
-        return self._on_rows(lambda x: original(x, *args, **kwargs), inputs)
+        return self.on_rows(lambda x: original(x, *args, **kwargs), inputs)
 
     conv_transpose = depthwise_conv = separable_conv = max_pool = unfold = conv
 
@@ -33,7 +33,7 @@ class EmptyParts(SynchronousBase):
     ) -> Any:
         """Gives no sequences no losses, where TensorFlow fails."""
         given = (target, output, target_length, output_length)
-        return self._on_rows(lambda rows: original(*rows, mask_index=mask_index), given)
+        return self.on_rows(lambda rows: original(*rows, mask_index=mask_index), given)
 
     def ctc_decode(self, original: Any, inputs: Any, sequence_lengths: Any, *args: Any, **kwargs: Any) -> Any:
         """Decodes no sequences, which TensorFlow refuses."""
@@ -42,28 +42,28 @@ class EmptyParts(SynchronousBase):
             decoded, scores = original(*given, *args, **kwargs)
             return tf.transpose(decoded, [1, 0, 2]), scores  # Of the results, paths come before the batch.
 
-        decoded, scores = self._on_rows(decode, (inputs, sequence_lengths))
+        decoded, scores = self.on_rows(decode, (inputs, sequence_lengths))
         return tf.transpose(decoded, [1, 0, 2]), scores
 
     def map_rows(self, original: Any, f: Any, xs: Any) -> Any:
         """Maps over no rows, of which Keras would take the first."""
-        return self._on_rows(lambda rows: original(f, rows), xs)
+        return self.on_rows(lambda rows: original(f, rows), xs)
 
     def stft(self, original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Transforms no signals, which TensorFlow cannot pad."""
-        return self._on_rows(lambda rows: original(rows, *args, **kwargs), x)
+        return self.on_rows(lambda rows: original(rows, *args, **kwargs), x)
 
     def transform_images(self, original: Any, layer: Any, data: Any, training: bool = True) -> Any:
         """Transforms no images: some of these layers look at the first."""
         if len(keras.ops.shape(data["images"] if isinstance(data, dict) else data)) != 4:  # One image.
             return original(layer, data, training=training)
-        return self._on_rows(lambda rows: original(layer, rows, training=training), data)
+        return self.on_rows(lambda rows: original(layer, rows, training=training), data)
 
     def cross_features(self, original: Any, layer: Any, inputs: Any) -> Any:
         """Crosses the features of no rows, which TensorFlow gives another number of columns."""
         if not tf.executing_eagerly() or not keras.ops.ndim(tf.nest.flatten(inputs)[0]):  # The features of one example.
             return original(layer, inputs)
-        return self._on_rows(lambda rows: original(layer, rows), inputs)
+        return self.on_rows(lambda rows: original(layer, rows), inputs)
 
     def add(self, original: Any, x1: Any, x2: Any) -> Any:
         """Adds two parts of no rows, or of one, as batches: Keras would add the second one as a bias."""
@@ -90,7 +90,8 @@ class EmptyParts(SynchronousBase):
             return original(x, axis=axis, keepdims=keepdims, initial=initial)
         return (tf.reduce_all if x.dtype == tf.bool else tf.reduce_min)(x, axis=axis, keepdims=keepdims)
 
-    def _on_rows(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+    def on_rows(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+        """Calls a function whose rows depend on one row each; on a row that is made up where there may be none."""
         inputs = tf.nest.map_structure(tf.convert_to_tensor, inputs)
         return _with_a_row(fn, inputs) if self._may_be_empty(tf.nest.flatten(inputs)[0]) else fn(inputs)
 

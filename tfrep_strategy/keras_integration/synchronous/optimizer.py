@@ -10,13 +10,14 @@ import tensorflow as tf
 
 from tfrep_strategy.gradients import dense, dense_buckets
 from tfrep_strategy.keras_integration.patching import keras_internal
-from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.protocol import Step, current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is
 from tfrep_strategy.keras_integration.synchronous.base import overwrites
 from tfrep_strategy.keras_integration.synchronous.batch_sums import are_rows, compares_rows, part_of_global
 from tfrep_strategy.keras_integration.synchronous.layers import creates_partial_sums
+from tfrep_strategy.keras_integration.synchronous.row_growth import depends_on_rows, is_drawn
 from tfrep_strategy.keras_integration.synchronous.sharded_updates import ShardedUpdates, update_each
 
 _BaseOptimizer = keras_internal("optimizers.base_optimizer", "BaseOptimizer")
@@ -131,6 +132,9 @@ class Updates(ShardedUpdates):
         in_parts = not inner.gradient_accumulation_steps and self.takes_parts(
             inner, grads, trainable_variables or optimizer._trainable_variables
         )
+        if not in_parts:
+            whole |= {i: gradient for i, gradient in enumerate(grads) if step is not None and _are_global_slices(step, gradient)}
+            grads = [None if i in whole else gradient for i, gradient in enumerate(grads)]
         with _applied_gradients.to("parts" if in_parts else "global"):
             own = self._weighed(optimizer, grads)
             summed = strategy.extended.aggregate_gradients(own, in_parts)
@@ -203,6 +207,17 @@ class Updates(ShardedUpdates):
             return [step.share.weigh(g) for g in grads]
         step.scaled_losses[id(optimizer)] -= 1
         return step.share.silenced_gradients(grads, dense_buckets(grads, self.strategy.extended.bucket_bytes_for(grads)))
+
+
+def _are_global_slices(step: Step, gradient: Any) -> bool:
+    """Whether a step has computed slices from what all replicas have alike: it has clipped those that a tape made global, say.
+
+    They are all slices that one device has. The sum of weighed ones would be right, but for optimizers that square each slice.
+    """
+    if not isinstance(gradient, tf.IndexedSlices) or not step.is_own:
+        return False
+    parts = gradient.values, gradient.indices
+    return not any(depends_on_rows(step, part) or is_drawn(step, part) for part in parts)
 
 
 def _comes_from_half(gradient: Any) -> bool:

@@ -13,12 +13,13 @@ import enum
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfrep_strategy._tensorflow import called_graphs
 from tfrep_strategy.errors import message
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.trial import TrialContext
@@ -33,6 +34,14 @@ _MARKS = (None, 0, -1, 255, -100, float("nan"))
 
 _OPEN_SIZES = 2, 16, 192
 """What is tried for dimensions that are not known. A function may refuse pictures that are smaller than its filter."""
+
+_READS = frozenset(
+    {
+        "Identity", "LookupTableExportV2", "LookupTableFindV2", "LookupTableSizeV2", "NoOp", "ReadVariableOp", "ResourceGather",
+        "ResourceGatherNd", "VariableShape", "VarIsInitializedOp",
+    }
+)  # fmt: skip
+"""Operations that take what TensorFlow keeps, and leave it as it is."""
 
 _MARKED = 0.8, 0.2, 0.6, 0.4
 """How much of each made-up row is marked: more of some than of others, so that the rows that count differ between the parts."""
@@ -66,8 +75,9 @@ def loss_needs_all_rows(loss: Any, compute: Callable[..., Any], y_true: Any, y_p
     if is_of_keras(called) or not _are_rows(y_true, y_pred):
         return False
     function = (lambda *batch: compute(loss, *batch)) if calls_itself else loss.call
-    needs_all = _tried(loss, compute.__qualname__, (y_true, y_pred), lambda parts: not _is_mean_or_rows(function, parts))
-    return needs_all is Sees.ALL_ROWS
+    # With all rows, each replica assigns to its copy of a variable what one device assigns.
+    trial = _Trial(lambda part: function(*part), lambda parts: not _is_mean_or_rows(function, parts), Sees.ALL_ROWS)
+    return _tried(loss, compute.__qualname__, (y_true, y_pred), trial) is Sees.ALL_ROWS
 
 
 def what_metric_sees(metric: Any, update: Callable[..., Any], args: Any, kwargs: Any) -> Sees:
@@ -83,12 +93,16 @@ def what_metric_sees(metric: Any, update: Callable[..., Any], args: Any, kwargs:
         fn = metric._fn
         if is_of_keras(fn) or not _are_rows(args, kwargs):
             return Sees.OWN_ROWS
-        sees = _tried(metric, "fn", args[:2], lambda parts: not _is_mean_or_rows(fn, parts))
+        trial = _Trial(lambda part: fn(*part), lambda parts: not _is_mean_or_rows(fn, parts), Sees.ALL_ROWS)
+        sees = _tried(metric, "fn", args[:2], trial)
         return Sees.ALL_ROWS if sees is Sees.ALL_ROWS else Sees.OWN_ROWS  # The mean of what it gathers is that of its rows.
     rows = [value for value in keras.tree.flatten((args, kwargs)) if not (isinstance(value, tf.Tensor) and value.shape.rank == 0)]
     if is_of_keras(update) or not _are_rows(rows, None):
         return Sees.OWN_ROWS
-    return _tried(metric, update.__qualname__, (args, kwargs), lambda parts: not _is_sum(metric, update, parts))
+    trial = _Trial(
+        lambda part: update(_copied(metric), *part[0], **part[1]), lambda parts: not _is_sum(metric, update, parts), Sees.OWN_ROWS
+    )
+    return _tried(metric, update.__qualname__, (args, kwargs), trial)
 
 
 def make_variables(metric: Any, update: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -114,29 +128,45 @@ def is_of_keras(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith("keras.")
 
 
-def _tried(user: Any, what: str, batch: Any, needs_all: Callable[[list[Any]], bool]) -> Sees:
+class _Trial(NamedTuple):
+    """How a function is tried.
+
+    Attributes:
+        call: Calls it with a batch.
+        needs_all: Whether what it says of a whole batch, and of its two parts, tells that it needs all rows.
+        with_state: What it sees if it writes to variables that are none of Keras. It is not run then: it would write.
+    """
+
+    call: Callable[[Any], Any]
+    needs_all: Callable[[list[Any]], bool]
+    with_state: Sees
+
+
+def _tried(user: Any, what: str, batch: Any, trial: _Trial) -> Sees:
     answers = _answers.setdefault(user, {})
     if what not in answers:
         answers[what] = Sees.OWN_ROWS  # First: an update may call that of its base class.
         # What is traced here, and under which strategy, does not hold in another thread.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            answers[what] = thread.submit(_found_out, user, batch, needs_all).result()
+            answers[what] = thread.submit(_found_out, user, batch, trial).result()
     return answers[what]  # type: ignore[no-any-return]
 
 
-def _found_out(user: Any, batch: Any, needs_all: Callable[[list[Any]], bool]) -> Sees:
+def _found_out(user: Any, batch: Any, trial: _Trial) -> Sees:
     """Returns what the trials say that do not fail, or that all rows are needed if all fail."""
+    if _writes(trial.call, _whole_and_parts(batch, None, _OPEN_SIZES[0])[0]):
+        return trial.with_state
     is_open = any(None in value.shape[1:] for value in keras.tree.flatten(batch) if tf.is_tensor(value) and value.shape.rank)
     refused: Exception | None = None
     for size in _OPEN_SIZES if is_open else _OPEN_SIZES[:1]:
         answers = []
         for mark in _MARKS:
             try:
-                with TrialContext() as trial:
-                    answers.append(needs_all(_whole_and_parts(batch, mark, size)))
+                with TrialContext() as context:
+                    answers.append(trial.needs_all(_whole_and_parts(batch, mark, size)))
             except Exception as error:  # A user's code need not like made-up numbers.
                 refused = refused or error
-            if trial.calls_collectives:
+            if context.calls_collectives:
                 return Sees.WHAT_IT_GATHERS
         if answers:
             return Sees.ALL_ROWS if any(answers) else Sees.OWN_ROWS
@@ -151,6 +181,29 @@ def _found_out(user: Any, batch: Any, needs_all: Callable[[list[Any]], bool]) ->
         stacklevel=2,
     )
     return Sees.ALL_ROWS
+
+
+def _writes(call: Callable[[Any], Any], batch: Any) -> bool:
+    """Returns whether a function writes to something that TensorFlow keeps, such as a `tf.Variable`, as far as its graph tells."""
+
+    @tf.function(autograph=False)
+    def traced() -> None:
+        with _StatelessScope():
+            call(batch)
+
+    try:
+        return _writes_in(traced.get_concrete_function().graph)
+    except Exception:  # A user's code need not like made-up numbers, nor graphs.
+        return False
+
+
+def _writes_in(graph: Any) -> bool:
+    for operation in graph.get_operations():
+        inner = called_graphs(operation)
+        takes = not inner and operation.type not in _READS and any(given.dtype == tf.resource for given in operation.inputs)
+        if takes or any(map(_writes_in, inner)):
+            return True
+    return False
 
 
 def _is_mean_or_rows(function: Callable[..., Any], parts: list[Any]) -> bool:

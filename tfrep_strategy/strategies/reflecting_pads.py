@@ -1,0 +1,25 @@
+"""Pads that reflect what they pad (`tf.pad(x, widths, "REFLECT")`), on the part of a replica without rows: TensorFlow has none."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import array_operations
+from tfrep_strategy.keras_integration.finding import driver_in_scope
+
+
+def _of_no_rows_too(mirror_pad: Any) -> Any:
+    @functools.wraps(mirror_pad)
+    def pad(input: Any, paddings: Any, mode: str, name: str | None = None) -> Any:
+        driver, widths = driver_in_scope(), tf.get_static_value(paddings)
+        if widths is None or not len(widths) or any(widths[0]) or not hasattr(driver, "on_rows"):
+            return mirror_pad(input, paddings, mode, name)
+        return driver.on_rows(lambda rows: mirror_pad(rows, paddings, mode, name), input)
+
+    return pad
+
+
+array_operations.mirror_pad = _of_no_rows_too(array_operations.mirror_pad)
