@@ -83,6 +83,10 @@ def test_parts_of_rows_that_do_not_belong_together() -> None:
     assert sizes(batch) == [[7, 5, 1], [0, 0, 1], [0, 0, 1]]
     assert [[int(num_examples(leaf)) for leaf in tf.nest.flatten(part)] for part in in_function(batch)] == sizes(batch)
     assert sizes(ragged) == [[4, 3], [0, 0], [0, 0]]
+    rows = [tf.RaggedTensorSpec([None, None], tf.int32), tf.SparseTensorSpec([None, None])]
+    of_ragged = tf.function(lambda words, sparse: [cut((words, sparse), 3, i) for i in range(3)], input_signature=rows)
+    found = of_ragged(ragged["words"], ragged["sparse"])
+    assert [[int(num_examples(leaf)) for leaf in part] for part in found] == [[3, 4], [0, 0], [0, 0]]
     alike = batch | {"edges": batch["edges"][:5]}
     assert [[int(num_examples(leaf)) for leaf in tf.nest.flatten(part)] for part in in_function(alike)] == sizes(alike)
     assert sizes(alike) == [[2, 2, 1], [2, 2, 1], [1, 1, 1]]

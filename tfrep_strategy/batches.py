@@ -78,7 +78,7 @@ def cut(batch: Any, num_parts: int, index: int, fits: bool | tf.Tensor | None = 
         rows = _num_rows(leaf)
         if rows is None:
             return leaf
-        own, whole = bounds(rows, num_parts, index), (0, rows if index == 0 else 0)
+        own, whole = bounds(rows, num_parts, index), bounds(rows, 1, 0) if index == 0 else (rows, rows)
         if isinstance(cut_each, bool):
             return _rows(leaf, *(own if cut_each else whole))
         return _rows(leaf, *tf.unstack(tf.where(cut_each, tf.stack(own), tf.stack(whole))))

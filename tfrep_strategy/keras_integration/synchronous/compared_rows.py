@@ -180,8 +180,7 @@ class ComparedRows:
             return _OTHERS
         if kind == "Fill" and len(counts) > 1 or chosen_mean and self._is_over_rows(operation):
             return _OTHERS
-        chooses = kind == "Where" and any(each.name in self._from_values for each in inputs)  # What a loop made has no known rows.
-        if chooses or _CHOICE in states:
+        if kind == "Where" and valued or _CHOICE in states:
             return _CHOICE
         return _PLACES if states or kind == "Range" and counts or self._makes_places(operation, valued) else None
 
