@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -13,11 +13,13 @@ from tfrep_strategy.slices import Kind, has_fixed_rows, parts_of, summed_where_a
 REPLICAS = 2
 
 
-def gradient_in_function(look_up: Callable[[tf.Variable, tf.Tensor], tf.Tensor]) -> list[Kind]:
+def gradient_in_function(
+    look_up: Callable[[tf.Variable, tf.Tensor], tf.Tensor], shape: Sequence[int | None] = (None, 3)
+) -> list[Kind]:
     """Returns the kinds of a gradient's slices, where `look_up(table, batch)` makes the loss."""
     table, found = tf.Variable(tf.ones([4, 2])), []
 
-    @tf.function(input_signature=[tf.TensorSpec([None, 3], tf.int32)])
+    @tf.function(input_signature=[tf.TensorSpec(shape, tf.int32)])
     def step(batch: tf.Tensor) -> None:
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(look_up(table, batch))
@@ -107,6 +109,17 @@ def test_all_replicas_have_the_slices_of_one_device() -> None:
     np.testing.assert_allclose(fixed, [4, 16 + 36, 0, 0])
     np.testing.assert_allclose(named, [0, 2 * 0.25, 0, 4 * 0.25])
     np.testing.assert_allclose(every, once + fixed + named)
+
+
+def test_lengths_that_all_rows_share() -> None:
+    def of_length(taken: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[tf.Variable, tf.Tensor], tf.Tensor]:
+        return lambda table, batch: tf.gather(table, tf.range(taken(tf.shape(batch))))
+
+    assert gradient_in_function(of_length(lambda shape: shape[1])) == [Kind.FIXED], "of known length"
+    for taken in (lambda shape: shape[1], lambda shape: shape[-1], lambda shape: tf.unstack(shape)[1], lambda shape: shape[1:][0]):
+        assert gradient_in_function(of_length(taken), [None, None]) == [Kind.ALIKE]
+    for taken in (lambda shape: shape[0], lambda shape: shape[:2][1], lambda shape: shape[0] + shape[1] - 2):
+        assert gradient_in_function(of_length(taken), [None, None]) == [Kind.NAMED], "of as many as there are rows"
 
 
 def test_slices_that_all_replicas_computed() -> None:

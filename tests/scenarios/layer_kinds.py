@@ -228,3 +228,66 @@ def sentences_of_any_length() -> dict[str, Any]:
     numbers.compile(run_eagerly=True)
     result["eager_numbers"] = [numbers.predict(sentences[:6], verbose=0), numbers.predict_on_batch(sentences[:1])]
     return result
+
+
+class _Positions(layers.Layer):
+    """As keras.io embeds them: there are as many as tokens in the longest sentence of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = layers.Embedding(9, 4, embeddings_initializer=init(1))
+        self.positions = layers.Embedding(8, 4, embeddings_initializer=init(2))
+
+    def call(self, x: Any) -> Any:
+        return self.tokens(x) + self.positions(tf.range(tf.shape(x)[-1]))
+
+
+class ClippedStep(keras.Model):
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        gradients, norm = tf.clip_by_global_norm(tape.gradient(loss, self.trainable_variables), 0.05)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss, "norm": norm}
+
+
+@scenario
+def embeddings_in_a_clipped_step() -> dict[str, Any]:
+    """Adam squares each slice of a gradient, also of one that was clipped, and of sentences of open length."""
+    rng = np.random.RandomState(0)
+    sentences = tf.ragged.constant([rng.randint(1, 9, rng.randint(2, 7)).tolist() for _ in range(37)])
+    y = rng.randn(37, 1).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((sentences.to_tensor(), y)).padded_batch(16, ([None], [1]))
+    found = {}
+    for kind in (keras.Model, ClippedStep):
+        inputs = keras.Input((None,), dtype="int32")
+        pooled = layers.GlobalAveragePooling1D()(layers.Activation("tanh")(_Positions()(inputs)))
+        model = kind(inputs, layers.Dense(1, kernel_initializer=init(3))(pooled))
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        found[kind.__name__] = [model.fit(data, epochs=2, verbose=0).history, model.get_weights()]
+    return found
+
+
+@scenario
+def reflecting_pads() -> dict[str, Any]:
+    """The last batch has one row, so that a replica has none."""
+
+    class Reflected(layers.Layer):
+        def call(self, x: Any) -> Any:
+            x = keras.ops.pad(x, [[0, 0], [1, 1], [2, 2], [0, 0]], mode="reflect")
+            return tf.pad(x, [[0, 0], [1, 0], [0, 1], [0, 0]], "SYMMETRIC")
+
+    model = keras.Sequential(
+        [
+            keras.Input((6, 6, 2)),
+            layers.Conv2D(3, 3, activation="tanh", kernel_initializer=init(1)),
+            Reflected(),
+            layers.Conv2D(2, 3, kernel_initializer=init(2)),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(1, kernel_initializer=init(3)),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    rng = np.random.RandomState(0)
+    return trained(model, rng.randn(9, 6, 6, 2).astype("float32"), rng.randn(9, 1).astype("float32"), batch_size=4)

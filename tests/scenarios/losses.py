@@ -280,6 +280,45 @@ def losses_with_collectives() -> dict[str, Any]:
     return results
 
 
+class _DividedByItsMean(keras.losses.Loss):
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = tf.Variable(1.0, trainable=False)
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        value = tf.reduce_mean(tf.square(y_true - y_pred))
+        self.running.assign(0.9 * self.running + 0.1 * value)
+        return value / self.running
+
+
+class _Collected(keras.metrics.Metric):
+    """Keeps all targets of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__(name="collected")
+        self.targets = tf.Variable(tf.zeros([0]), shape=[None], trainable=False)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.targets.assign(tf.concat([self.targets, tf.reshape(y_true, [-1])], 0))
+
+    def result(self) -> Any:
+        return {"number": tf.cast(tf.size(self.targets), tf.float32), "sum": tf.reduce_sum(self.targets)}
+
+    def reset_state(self) -> None:
+        self.targets.assign(tf.zeros([0]))
+
+
+@scenario
+def state_in_losses_and_metrics() -> dict[str, Any]:
+    """Variables of TensorFlow, which only the rows of the data may change."""
+    loss, metric = _DividedByItsMean(), _Collected()
+    model = dense()
+    model.compile(_O.SGD(0.05), loss, metrics=[metric])
+    x, y = regression()
+    history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    return {"history": history, "weights": model.get_weights(), "running": loss.running.numpy()}
+
+
 @scenario
 def class_weight() -> dict[str, Any]:
     model = dense(out=3, activation="softmax")
