@@ -97,8 +97,10 @@ def has_one_size(batch: Any) -> bool | tf.Tensor:
     """
     sizes = [rows for leaf in tf.nest.flatten(batch) if (rows := _num_rows(leaf)) is not None]
     known = {rows for rows in sizes if isinstance(rows, int)}
-    if len(known) > 1 or len(sizes) < 2 or all(isinstance(rows, int) for rows in sizes):
-        return len(known) <= 1
+    if len(known) > 1:
+        return False
+    if len(sizes) < 2 or all(isinstance(rows, int) for rows in sizes):
+        return True
     all_sizes = tf.stack([tf.cast(rows, tf.int64) for rows in sizes])
     alike = tf.reduce_all(tf.equal(all_sizes, all_sizes[0]))
     return bool(alike) if tf.executing_eagerly() else alike

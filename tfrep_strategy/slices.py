@@ -66,15 +66,17 @@ class _Tensor(NamedTuple):
         if op.type == "Placeholder" and calls:
             index = next(i for i, given in enumerate(tensor.graph.inputs) if given is tensor)
             return [_Tensor(calls[-1].inputs[index], calls[:-1])]
-        if op.type in ("Shape", "Size") and op.inputs[0].shape.is_fully_defined() or self.length_of() is not None:
+        if op.type in ("Shape", "Size") and op.inputs[0].shape.is_fully_defined():
             return []
         captured = [outer for outer, inner in getattr(op.graph, "captures", ()) if inner is tensor]
         if not captured and not op.inputs and op.type != "Const" or op.op_def.is_stateful:
             return None
         return [_Tensor(cause, calls) for cause in captured or op.inputs]
 
-    def length_of(self) -> Kind | None:
-        """Returns the kind of what is computed from the size of a dimension that does not count rows; None if it is none."""
+    def kind_of_length(self) -> Kind | None:
+        """Returns the kind of a size of a dimension that does not count rows; None if it is none."""
+        if not tf.is_symbolic_tensor(self.tensor):
+            return None
         op = self.tensor.op
         shape = op.inputs[0] if op.inputs else None
         if shape is None or shape.op.type != "Shape" or (sizes := shape.op.inputs[0].shape).rank is None:
@@ -120,11 +122,12 @@ class _Tensor(NamedTuple):
             if key in seen:
                 continue
             seen.add(key)
+            if (of_length := here.kind_of_length()) is not None:
+                kind = Kind.ALIKE if of_length is Kind.ALIKE else kind
+                continue
             causes = here.causes()
             if causes is None:
                 return Kind.NAMED
-            if tf.is_symbolic_tensor(here.tensor) and here.length_of() is Kind.ALIKE:
-                kind = Kind.ALIKE
             waiting += causes
         return kind
 

@@ -146,6 +146,21 @@ def test_a_metric_with_collectives() -> None:
     assert what_metric_sees(metric, _Total.update_state, (ROWS, ROWS), {}) is Sees.WHAT_IT_GATHERS
 
 
+@pytest.mark.parametrize("collective", [False, True])
+def test_a_loss_with_state_is_not_run(collective: bool) -> None:
+    """It needs all rows, unless it puts them together itself."""
+    state = tf.Variable(0.0)
+
+    def loss(y: Any, p: Any) -> Any:
+        state.assign_add(1.0)
+        error = ops.mean(ops.square(y - p))
+        return tfrep.all_reduce(error, "mean") if collective else error
+
+    wrapped = keras.src.losses.losses.LossFunctionWrapper(loss)
+    assert loss_needs_all_rows(wrapped, keras.losses.Loss.__call__, ROWS, ROWS) is not collective
+    assert float(state) == 0.0
+
+
 @pytest.mark.parametrize("needs", [True, False])
 def test_a_number_beside_rows(needs: bool) -> None:
     metric = _Total((lambda total, y: total + 1.0) if needs else (lambda total, y: total + ops.sum(y)))

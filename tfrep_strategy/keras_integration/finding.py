@@ -6,6 +6,7 @@ others and under none.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import tensorflow as tf
@@ -65,7 +66,8 @@ def of_reader(*args: Any, **kwargs: Any) -> Any:
 
 def of_variable(variable: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns the driver that a variable on servers belongs to, which needs no scope; else the one in scope."""
-    own = getattr(getattr(variable, "_value", None), "keras_driver", None)
+    # TensorFlow's containers of copies look for what they lack in their value, which replicas would sum up.
+    own = inspect.getattr_static(getattr(variable, "_value", None), "keras_driver", None)
     return driver_in_scope() if own is None else own
 
 

@@ -95,7 +95,8 @@ class ModelPatches:
 
     _rows = Topic(
         "Parts of no rows",
-        "A replica's part may have no rows. Operations of the backend then fail, or give no gradient, whoever calls them.",
+        "A replica's part may have no rows. Operations of the backend then fail, or give no gradient, whoever calls them."
+        " Pads that reflect are replaced in TensorFlow itself (`strategies/reflecting_pads.py`).",
         driver=driver_in_scope,
     )
 
@@ -139,10 +140,6 @@ class ModelPatches:
     map_rows = patch(
         "backend.tensorflow.core:map", "(f, xs)",
         why="Keras would take the first row",
-    )
-    stft = patch(
-        "backend.tensorflow.math:stft", "(x, sequence_length, sequence_stride, fft_length, window='hann', center=True)",
-        why="TensorFlow cannot pad no signals",
     )
     transform_images = patch(
         "layers.preprocessing.image_preprocessing.base_image_preprocessing_layer:BaseImagePreprocessingLayer.call",

@@ -12,9 +12,12 @@ from tfrep_strategy._tensorflow import parts_of_dataset
 from tfrep_strategy.batches import any_size
 from tfrep_strategy.pipelines.functions import are_alike, first_stateful_operation, operation_that_mixes_rows, resources
 
-_COUNTING = (kinds.Options, kinds.Prefetch, kinds.Take, kinds.Skip, kinds.Repeat)
-_SAME_ELEMENTS = (*_COUNTING, kinds.Cache, kinds.Shuffle)
-"""Operations whose elements are those below, maybe in another order."""
+COUNTING = (kinds.Take, kinds.Skip, kinds.Repeat)
+"""Operations that look at nothing but the number of elements."""
+
+_IN_ORDER = (kinds.Options, kinds.Prefetch, *COUNTING)
+_SAME_ELEMENTS = (*_IN_ORDER, kinds.Cache, kinds.Shuffle)
+"""Operations whose elements are those below, in their order and maybe in another one."""
 
 
 def of_any_size(dataset: Any) -> tuple[Any, str | None]:
@@ -65,7 +68,7 @@ def _rows_of(dataset: Any) -> Any:
     if isinstance(dataset, (kinds.Batch, kinds.ParallelBatch)):
         drops = bool(dataset._drop_remainder)
         return int(dataset._batch_size), None if drops else int(dataset._input_dataset.cardinality())
-    if isinstance(dataset, _COUNTING):
+    if isinstance(dataset, _IN_ORDER):
         return _rows_of(dataset._input_dataset)
     if isinstance(dataset, (kinds.Map, kinds.ParallelMap)):
         return _rows_of(dataset._input_dataset) if of_any_size(dataset)[1] is None else None

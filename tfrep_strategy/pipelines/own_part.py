@@ -26,7 +26,14 @@ from tfrep_strategy._tensorflow import dataset_kinds as kinds
 from tfrep_strategy.batches import as_element, bounds, shard, take_rows
 from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
-from tfrep_strategy.pipelines.batch_maps import changed_below, has_rows, is_same_in_every_step, of_any_size, parts_fit
+from tfrep_strategy.pipelines.batch_maps import (
+    COUNTING,
+    changed_below,
+    has_rows,
+    is_same_in_every_step,
+    of_any_size,
+    parts_fit,
+)
 from tfrep_strategy.pipelines.functions import first_stateful_operation, makes_maps
 from tfrep_strategy.pipelines.own_batches import Batches, Lifted, Map, are_known, own_batches
 from tfrep_strategy.pipelines.shuffles import ShuffledAlike, seed_generator
@@ -108,7 +115,7 @@ class _Cutter:
         """Returns the `Shards` of a data set of global batches."""
         if isinstance(dataset, kinds.Options):
             return self.batches(dataset._input_dataset)
-        if isinstance(dataset, (kinds.Prefetch, *_COUNTING)):
+        if isinstance(dataset, (kinds.Prefetch, *COUNTING)):
             return _again(dataset, self.batches(dataset._input_dataset))
         if isinstance(dataset, kinds.Zip) and parts_fit(dataset, self._place.total):
             return self._zipped(dataset)
@@ -269,7 +276,7 @@ class _Examples:
         elif isinstance(dataset, (kinds.Options, kinds.Prefetch)):
             below = self.lift(dataset._input_dataset)
             return below if below.maps else Lifted(dataset)
-        elif isinstance(dataset, _COUNTING):
+        elif isinstance(dataset, COUNTING):
             below = self.lift(dataset._input_dataset)
             return Lifted(_again(dataset, below.source), below.maps) if below.maps else Lifted(dataset)
         elif isinstance(dataset, kinds.Zip):
@@ -312,10 +319,6 @@ def _tells_its_end(dataset: tf.data.Dataset) -> bool:
     """Whether a data set ends if its cardinality says so. That of one which takes from several is endless if one of these is."""
     is_endless = int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
     return not is_endless or not any(isinstance(part, kinds.Chosen) for part in parts_of_dataset(dataset))
-
-
-_COUNTING = (kinds.Take, kinds.Skip, kinds.Repeat)
-"""Operations that look at nothing but the number of elements."""
 
 
 def _again(dataset: Any, below: tf.data.Dataset) -> tf.data.Dataset:

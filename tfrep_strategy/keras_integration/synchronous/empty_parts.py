@@ -49,10 +49,6 @@ class EmptyParts(SynchronousBase):
         """Maps over no rows, of which Keras would take the first."""
         return self.on_rows(lambda rows: original(f, rows), xs)
 
-    def stft(self, original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Transforms no signals, which TensorFlow cannot pad."""
-        return self.on_rows(lambda rows: original(rows, *args, **kwargs), x)
-
     def transform_images(self, original: Any, layer: Any, data: Any, training: bool = True) -> Any:
         """Transforms no images: some of these layers look at the first."""
         if len(keras.ops.shape(data["images"] if isinstance(data, dict) else data)) != 4:  # One image.

@@ -99,8 +99,9 @@ def what_metric_sees(metric: Any, update: Callable[..., Any], args: Any, kwargs:
     rows = [value for value in keras.tree.flatten((args, kwargs)) if not (isinstance(value, tf.Tensor) and value.shape.rank == 0)]
     if is_of_keras(update) or not _are_rows(rows, None):
         return Sees.OWN_ROWS
+    zeros = [tf.zeros(variable.shape, variable.dtype) for variable in metric.variables]
     trial = _Trial(
-        lambda part: update(_copied(metric), *part[0], **part[1]), lambda parts: not _is_sum(metric, update, parts), Sees.OWN_ROWS
+        lambda part: _ends(_copied(metric), update, part, zeros), lambda parts: not _is_sum(metric, update, parts), Sees.OWN_ROWS
     )
     return _tried(metric, update.__qualname__, (args, kwargs), trial)
 
@@ -153,21 +154,28 @@ def _tried(user: Any, what: str, batch: Any, trial: _Trial) -> Sees:
 
 
 def _found_out(user: Any, batch: Any, trial: _Trial) -> Sees:
+    """Returns what the graph of a function tells that has no need to be run, else what its trials say."""
+    with TrialContext() as context:
+        writes = _writes(trial.call, _whole_and_parts(batch, None, _OPEN_SIZES[0])[0])
+        if context.calls_collectives:
+            return Sees.WHAT_IT_GATHERS
+        if writes:
+            return trial.with_state
+        sees = _told_by_trials(user, batch, trial)
+        return Sees.WHAT_IT_GATHERS if context.calls_collectives else sees  # It may have been no graph.
+
+
+def _told_by_trials(user: Any, batch: Any, trial: _Trial) -> Sees:
     """Returns what the trials say that do not fail, or that all rows are needed if all fail."""
-    if _writes(trial.call, _whole_and_parts(batch, None, _OPEN_SIZES[0])[0]):
-        return trial.with_state
     is_open = any(None in value.shape[1:] for value in keras.tree.flatten(batch) if tf.is_tensor(value) and value.shape.rank)
     refused: Exception | None = None
     for size in _OPEN_SIZES if is_open else _OPEN_SIZES[:1]:
         answers = []
         for mark in _MARKS:
             try:
-                with TrialContext() as context:
-                    answers.append(trial.needs_all(_whole_and_parts(batch, mark, size)))
+                answers.append(trial.needs_all(_whole_and_parts(batch, mark, size)))
             except Exception as error:  # A user's code need not like made-up numbers.
                 refused = refused or error
-            if context.calls_collectives:
-                return Sees.WHAT_IT_GATHERS
         if answers:
             return Sees.ALL_ROWS if any(answers) else Sees.OWN_ROWS
     warnings.warn(
@@ -188,7 +196,7 @@ def _writes(call: Callable[[Any], Any], batch: Any) -> bool:
 
     @tf.function(autograph=False)
     def traced() -> None:
-        with _StatelessScope():
+        with _StatelessScope():  # A metric has one of its own, since what it reads of its state is a sum over replicas.
             call(batch)
 
     try:
@@ -216,9 +224,7 @@ def _is_mean_or_rows(function: Callable[..., Any], parts: list[Any]) -> bool:
 
 def _is_sum(metric: Any, update: Callable[..., Any], parts: list[Any]) -> bool:
     def added(part: Any, starts: list[Any]) -> list[np.ndarray]:
-        with _StatelessScope(state_mapping=list(zip(metric.variables, starts, strict=True))) as scope:
-            update(metric, *part[0], **part[1])
-            ends = [scope.get_current_value(variable) for variable in metric.variables]
+        ends = _ends(metric, update, part, starts)
         return [np.asarray(end, "float64") - np.asarray(start, "float64") for end, start in zip(ends, starts, strict=True)]
 
     whole, first, rest = parts
@@ -227,6 +233,14 @@ def _is_sum(metric: Any, update: Callable[..., Any], parts: list[Any]) -> bool:
     moved = [zero + tf.cast(2, zero.dtype) for zero in zeros]
     sums = [a + b for a, b in zip(added(first, zeros), added(rest, zeros), strict=True)]
     return all(map(_is_close, added(whole, moved), sums))
+
+
+def _ends(metric: Any, update: Callable[..., Any], part: Any, starts: list[Any]) -> list[Any]:
+    """Returns the state of a metric after an update that begins with another state. The metric keeps its own."""
+    variables = list(metric.variables)[: len(starts)]  # An update may make more.
+    with _StatelessScope(state_mapping=list(zip(variables, starts, strict=True))) as scope:
+        update(metric, *part[0], **part[1])
+        return [scope.get_current_value(variable) for variable in variables]
 
 
 def _with_variables(metric: Any, update: Callable[..., Any], batch: Any) -> Any:
