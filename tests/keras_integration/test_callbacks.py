@@ -258,21 +258,28 @@ def test_batches_of_evaluation_and_prediction(worker_pool: Any) -> None:
         assert found[1:2] + found[3:] == expected[1:2] + expected[3:]
 
 
-def _loop_of_ones_own(strategy: Any) -> bool:
-    """The model has never been fitted."""
+def _loop_of_ones_own(strategy: Any, is_fitted: bool) -> tuple[bool, list[float]]:
     with strategy.scope():
         model = _model()
-    callbacks = keras.callbacks.CallbackList([keras.callbacks.EarlyStopping("loss", patience=0)], model=model)
+        if is_fitted:
+            model.fit(np.ones([8, 4]), np.ones([8, 1]), verbose=0)
+    seen = list[float]()
+    look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["loss"]))
+    callbacks = keras.callbacks.CallbackList([keras.callbacks.EarlyStopping("loss", patience=0), look], model=model)
     callbacks.on_train_begin()
+    for batch in range(2):
+        callbacks.on_train_batch_end(batch, {"loss": 0.5 + batch})
     callbacks.on_epoch_end(0, {"loss": 1.0})
     stops_at_once = getattr(model, "stop_training", False)
     callbacks.on_epoch_end(1, {"loss": 0.9 + strategy.rank})  # Only rank 1 sees that it has not become better.
     callbacks.on_train_end()
-    return not stops_at_once and model.stop_training
+    return not stops_at_once and model.stop_training, seen
 
 
-def test_callbacks_in_a_loop_of_ones_own(worker_pool: Any) -> None:
-    assert worker_pool("tf", 2).run(_loop_of_ones_own) == [True, True]
+@pytest.mark.parametrize("is_fitted", [False, True])
+def test_callbacks_in_a_loop_of_ones_own(is_fitted: bool, worker_pool: Any) -> None:
+    """What the loop passes is what callbacks get, also under the names of the model's metrics."""
+    assert worker_pool("tf", 2).run(_loop_of_ones_own, is_fitted) == [(True, [0.5, 1.5])] * 2
 
 
 def test_find_lone() -> None:

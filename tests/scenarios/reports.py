@@ -213,3 +213,58 @@ def a_model_that_asks_how_many_rows_there_are() -> dict[str, Any]:
     models = [Model(), Model(), keras.Sequential([Pads()])]
     models[0](x[:2])
     return {"predict": [model.predict(x, batch_size=16, verbose=0) for model in models]}
+
+
+class TellsRows(keras.Model):
+    """Its logs have something for each row of the batch, of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = dense(out=3)
+
+    def call(self, x: Any) -> Any:
+        return self.net(x)
+
+    def told(self, x: Any, y: Any) -> tuple[Any, dict[str, Any]]:
+        found = self(x)
+        errors = keras.losses.sparse_categorical_crossentropy(y[:, 0], found, from_logits=True)
+        guess = tf.argmax(found, axis=1)
+        loss = keras.ops.mean(errors)
+        logs = {
+            "loss": loss, "errors": errors, "found": found, "guess": guess, "right": tf.equal(guess, y[:, 0]),
+            "word": tf.strings.as_string(guess),
+        }  # fmt: skip
+        if not self.run_eagerly:
+            logs |= {"above": errors > loss, "centred": errors - loss, "place": tf.argsort(tf.argsort(errors))}
+        return loss, logs
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss, logs = self.told(*batch[:2])
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return logs
+
+    def test_step(self, batch: Any) -> dict[str, Any]:
+        return self.told(*batch[:2])[1]
+
+
+def _read(logs: dict[str, Any]) -> dict[str, Any]:
+    return {name: list(map(int, np.ravel(value))) if name == "word" else value for name, value in logs.items()}
+
+
+@scenario
+def logs_with_rows() -> dict[str, Any]:
+    x, _ = regression(37)
+    y = np.random.RandomState(1).randint(0, 3, [len(x), 1])
+    found: dict[str, Any] = {}
+    for how in ({}, {"steps_per_execution": 2}, {"run_eagerly": True}):
+        model = TellsRows()
+        model.compile(_O.SGD(0.1), **how)
+        seen: list[Any] = []
+        told = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs, seen=seen: seen.append(_read(logs)))
+        history = model.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0, callbacks=[told]).history
+        del history["word"]
+        tested = model.evaluate(x, y, batch_size=12, verbose=0, return_dict=True)
+        on_batch = [model.train_on_batch(x[:n], y[:n], return_dict=True) for n in (5, 1)]
+        found[str(how)] = [seen, history, _read(tested), list(map(_read, on_batch))]
+    return found

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfrep_strategy.communicators.strings import gather_rows
 from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.joint_values import JointValue
 from tfrep_strategy.keras_integration.synchronous.row_growth import growth_of
@@ -102,6 +103,24 @@ def is_count(step: Step, value: tf.Tensor) -> bool:
     if step.gathers or not tf.is_symbolic_tensor(value) or value.shape.rank != 0:
         return False
     return bool(growth_of(step, value)[value] == 1)
+
+
+def are_own_rows(step: Step, value: tf.Tensor) -> bool:
+    """Returns whether a tensor has in its first dimension something for each row of the replica."""
+    if step.gathers or step.is_in_branch or not value.shape.rank:
+        return False
+    if not step.has_computed(value):
+        return not tf.is_symbolic_tensor(value) and bool(value.shape[0] == step.rows)
+    return growth_of(step, value).axis(value) == 0
+
+
+def gathered_rows(step: Step, value: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor that has something for each row of the global batch, in place of one for which `are_own_rows` holds.
+
+    The replicas talk; all have to call it.
+    """
+    of_all = of_all_rows(step, value) if step.has_computed(value) else None
+    return gather_rows(step.strategy.extended.own_communicator().all_gather, value) if of_all is None else of_all
 
 
 def are_rows(step: Step, target: Any) -> bool:

@@ -67,11 +67,13 @@ class Callbacks(backups.Backups, SynchronousBase):
 
     Attributes:
         is_fitting: Whether `fit` is running.
+        is_called: Whether `evaluate` or `predict` is, in `fit` called by a callback.
         given_to_fit: Its arguments.
         steps_of_fit: What it iterates over.
     """
 
     is_fitting = False
+    is_called = False
     given_to_fit: Mapping[str, Any] = {}
     steps_of_fit: StepsOfReplicas | None = None
 
@@ -87,7 +89,7 @@ class Callbacks(backups.Backups, SynchronousBase):
         if add_history and self.is_fitting:
             backup = backup_of_fit(strategy, model, self.given_to_fit, callbacks, self.steps_of_fit)
         if self.has_several:  # A single replica has nobody to wait for, and each callback is called twice in each step.
-            callbacks = [_Before(strategy, agreement), *callbacks, _After(strategy, agreement)]
+            callbacks = [_Before(strategy, agreement, self), *callbacks, _After(strategy, agreement)]
         original(
             callback_list, [*callbacks, *backup],
             add_history=add_history, add_progbar=add_progbar and strategy.extended.is_chief, model=model, **params,
@@ -235,11 +237,22 @@ class _Together(keras.callbacks.Callback):
 
 
 class _Before(_Together):
-    """Makes what the other callbacks see that of the whole batch, and of all replicas."""
+    """Makes what the other callbacks see that of the whole batch, and of all replicas.
+
+    Args:
+        strategy: The strategy of the model.
+        agreement: What the callbacks of all processes are.
+        calls: Tell whether Keras runs the list. A loop of the user's own passes logs as they are to be.
+    """
+
+    def __init__(self, strategy: KerasStrategy, agreement: _Agreement, calls: Callbacks) -> None:
+        super().__init__(strategy, agreement)
+        self._calls = calls
 
     def _end_batch(self, phase: str, logs: Any) -> None:
         if phase in self._agreement.look_at_batches:
-            if logs and phase != "predict":  # Outputs are those of all replicas already.
+            # Outputs are those of all replicas already.
+            if logs and phase != "predict" and (self._calls.is_fitting or self._calls.is_called):
                 # All callbacks get this one object.
                 of_all = _pythonify_logs(logs_of_all(self.model, phase, dict(logs)))
                 logs.clear()

@@ -56,7 +56,6 @@ class SynchronousDriver(
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
-        self._is_called = False
         self.profile: Any = None
         self._compared_calls: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
@@ -85,9 +84,9 @@ class SynchronousDriver(
         old_objects.refuse_old_callbacks(given.get("callbacks"))
         extended = self.strategy.extended
         # A callback may train another model meanwhile.
-        outer = self.is_fitting, self.given_to_fit, self.steps_of_fit, self.profile, self._is_called
+        outer = self.is_fitting, self.given_to_fit, self.steps_of_fit, self.profile, self.is_called
         beside, done = extended.given_beside, extended.validations_done
-        self.is_fitting, self.given_to_fit, self.steps_of_fit, self._is_called = True, given, None, False
+        self.is_fitting, self.given_to_fit, self.steps_of_fit, self.is_called = True, given, None, False
         extended.given_beside, extended.validations_done = {"validation_data": given.get("validation_data")}, 0
         try:
             with (
@@ -97,7 +96,7 @@ class SynchronousDriver(
             ):
                 return original(model, *args, **kwargs)
         finally:
-            self.is_fitting, self.given_to_fit, self.steps_of_fit, self.profile, self._is_called = outer
+            self.is_fitting, self.given_to_fit, self.steps_of_fit, self.profile, self.is_called = outer
             extended.given_beside, extended.validations_done = beside, done
 
     def evaluate(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -135,11 +134,11 @@ class SynchronousDriver(
     @contextlib.contextmanager
     def _called(self) -> Iterator[None]:
         """Notes that what is read meanwhile is no validation data of `fit`: a callback may evaluate and predict, too."""
-        before, self._is_called = self._is_called, True
+        before, self.is_called = self.is_called, True
         try:
             yield
         finally:
-            self._is_called = before
+            self.is_called = before
 
     def _refuse_foreign(self, model: Any, method: str) -> None:
         if self.has_several:
@@ -168,7 +167,7 @@ class SynchronousDriver(
         if self.is_fitting and self.steps_of_fit is None:
             self.steps_of_fit = steps  # What comes later is for validation.
             steps.profile = self.profile
-        elif self.is_fitting and not self._is_called:
+        elif self.is_fitting and not self.is_called:
             done, self.strategy.extended.validations_done = self.strategy.extended.validations_done, 0
             steps.pass_over_validations(done)
         return steps

@@ -14,7 +14,14 @@ from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared.metric_results import MetricResults, Result, Told, noted_results
 from tfrep_strategy.keras_integration.synchronous.assigned_values import of_all_replicas
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
-from tfrep_strategy.keras_integration.synchronous.batch_sums import compares_rows, is_count, of_all_rows, part_of_global
+from tfrep_strategy.keras_integration.synchronous.batch_sums import (
+    are_own_rows,
+    compares_rows,
+    gathered_rows,
+    is_count,
+    of_all_rows,
+    part_of_global,
+)
 from tfrep_strategy.keras_integration.synchronous.open_rows import TraceAgainError
 
 _StatelessScope = keras_internal("backend.common.stateless_scope", "StatelessScope")
@@ -61,7 +68,8 @@ def with_global_logs(model: Any, phase: str, strategy: KerasStrategy, step_funct
 
     Where the logs are exactly the metrics, nothing is done: they are read over all replicas when somebody asks. Else a
     result of a metric is computed from its state on all replicas, and another floating value, such as a bare loss, is the
-    mean over the examples of the global batch, or the sum. A count of rows is that of the global batch.
+    mean over the examples of the global batch, or the sum. A count of rows is that of the global batch, and what has something for
+    each row has it for each row of the global batch.
 
     A step may compute with results, as in `tf.exp(self.loss.result())`. It is then traced again, and each result is that of
     all replicas at once. An eager step gets such results in any case, since nobody knows what it will do with them.
@@ -85,7 +93,7 @@ def with_global_logs(model: Any, phase: str, strategy: KerasStrategy, step_funct
         own_logs.add(phase)
         asked = [told[id(value)][1] for value in flat if id(value) in told]
         results = _global_results(strategy, dict.fromkeys(result for result in asked if result is not None))
-        means = iter(_global_means(strategy, [value for value in flat if id(value) not in told]))
+        means = iter(_of_global_batch(strategy, [value for value in flat if id(value) not in told]))
 
         def whole(value: Any) -> tf.Tensor:
             if id(value) not in told:
@@ -104,17 +112,20 @@ def _is_used(value: Any) -> bool:
     return step is not None and step.has_computed(value) and bool(value.consumers())
 
 
-def _global_means(strategy: KerasStrategy, values: list[Any]) -> list[tf.Tensor]:
+def _of_global_batch(strategy: KerasStrategy, values: list[Any]) -> list[tf.Tensor]:
     step: Any = current_step()
     tensors = [tf.convert_to_tensor(value) for value in values]
     whole = {i: of_all_replicas(t) for i, t in enumerate(tensors) if t.shape.rank}
-    whole = {i: each for i, each in whole.items() if each is not None}
-    rest = {i: t for i, t in enumerate(tensors) if i not in whole}
-    parts = {i: part_of_global(step, t) for i, t in rest.items() if t.dtype.is_floating}
+    known = {i: each for i, each in whole.items() if each is not None}
+    rest = {i: t for i, t in enumerate(tensors) if i not in known}
+    rows = {i for i, t in rest.items() if are_own_rows(step, t)}
+    parts = {i: part_of_global(step, t) for i, t in rest.items() if t.dtype.is_floating and i not in rows}
     parts |= {i: t for i, t in rest.items() if t.dtype.is_integer and is_count(step, t) and not compares_rows(step, t)}
-    known = whole | dict(zip(parts, strategy.extended.sum_over_replicas(list(parts.values())), strict=True))
-    known |= {i: of_all_rows(step, t) for i, t in enumerate(tensors) if i not in known and (compares_rows(step, t) or _is_told(t))}
-    return [t if known.get(i) is None else known[i] for i, t in enumerate(tensors)]
+    known |= zip(parts, strategy.extended.sum_over_replicas(list(parts.values())), strict=True)
+    of_all = {i: of_all_rows(step, t) for i, t in rest.items() if i not in parts and (compares_rows(step, t) or _is_told(t))}
+    of_all |= {i: gathered_rows(step, tensors[i]) for i in rows}
+    known |= {i: each for i, each in of_all.items() if each is not None}
+    return [known.get(i, t) for i, t in enumerate(tensors)]
 
 
 def _is_told(value: tf.Tensor) -> bool:
