@@ -7,6 +7,7 @@ from scenarios import (  # noqa: F401
     compared_rows,
     composed_models,
     layer_kinds,
+    learned_weights,
     losses,
     models,
     optimizers,

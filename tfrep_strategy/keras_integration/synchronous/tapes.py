@@ -12,7 +12,7 @@ from tfrep_strategy._tensorflow import tape_is_recording
 from tfrep_strategy.gradients import dense, dense_buckets
 from tfrep_strategy.keras_integration.protocol import Step, current_step
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase, overwrites
-from tfrep_strategy.keras_integration.synchronous.batch_sums import addends, are_rows, compares_rows
+from tfrep_strategy.keras_integration.synchronous.batch_sums import addends, are_own_rows, are_rows, compares_rows
 from tfrep_strategy.keras_integration.synchronous.row_growth import (
     depends_on_rows,
     growth_of,
@@ -50,10 +50,14 @@ class Tapes(SynchronousBase):
         weighed = _all_weighed(step, target, bool(of_rows) or any(map(overwrites, flat))) if takes_apart else []
         if weighed:
             target, output_gradients = map(list, zip(*weighed, strict=True))
-        if not positions or is_part:
+        if not weighed and (not positions or is_part):
             return original(tape, target, sources, output_gradients, *args, **kwargs)
         with step.taking_global(target, is_weighed=bool(weighed)):
             gradients = tf.nest.flatten(original(tape, target, sources, output_gradients, *args, **kwargs))
+            if weighed:
+                gradients = [_noted_rows(step, *pair) for pair in zip(flat, gradients, strict=True)]
+            if not positions or is_part:
+                return tf.nest.pack_sequence_as(sources, gradients)
             own = [gradients[i] for i in positions]
             whole = self.what_overwrites(own, [flat[i] for i in positions])
             if was_scaled or weighed:
@@ -125,6 +129,12 @@ def _is_one_value(step: Step, source: Any, tensors: bool) -> bool:
 def _has_own_rows(step: Step, source: tf.Tensor) -> bool:
     """Whether a tensor has something for each row of the replica."""
     return has_rows(step, source) or _is_shaped_as_rows(step, source)
+
+
+def _noted_rows(step: Step, source: Any, gradient: Any) -> Any:
+    """Notes that the gradient by rows is rows: on the way back through a collective, the graph does not tell."""
+    is_rows = isinstance(gradient, tf.Tensor) and step.has_computed(gradient) and step.has_computed(source)
+    return note_rows(gradient) if is_rows and are_own_rows(step, source) else gradient
 
 
 def _is_shaped_as_rows(step: Step, source: tf.Tensor) -> bool:
