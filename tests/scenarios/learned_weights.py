@@ -61,9 +61,8 @@ def rows_weighed_by_an_inner_gradient_of_a_sum() -> dict[str, Any]:
 @scenario
 def rows_weighed_by_a_network() -> dict[str, Any]:
     """The step of Shu et al., "Meta-Weight-Net" (2019)."""
-    weigh = keras.Sequential(
-        [keras.Input((1,)), layers.Dense(4, "tanh", kernel_initializer=init(4)), layers.Dense(1, "sigmoid", kernel_initializer=init(5))]
-    )
+    hidden = layers.Dense(4, "tanh", kernel_initializer=init(4))
+    weigh = keras.Sequential([keras.Input((1,)), hidden, layers.Dense(1, "sigmoid", kernel_initializer=init(5))])
     optimizer = keras.optimizers.SGD(0.5)
 
     def step(model: Any, x: Any, y: Any) -> dict[str, Any]:
