@@ -138,12 +138,13 @@ class PeerMonitor:
         if communicator.rank == 0:
             addresses = [LOOPBACK, host] if host else [LOOPBACK]
         connection = connect(addresses, port, key, communicator.rank)
-        answers = communicator.all_gather_object((connection is not None, is_debugging()))
-        unreachable = [rank for rank, (reached, _) in enumerate(answers) if not reached]
+        own_answer = tf.constant([[int(connection is not None), int(is_debugging())]])
+        answers = communicator.all_gather_equal(own_answer).numpy()
+        unreachable = [rank for rank, (reached, _) in enumerate(answers.tolist()) if not reached]
         if connection is not None and not unreachable:
             if hub is None:
                 lend(connection)
-            return cls(connection, communicator, hub, any(debugs for _, debugs in answers), watcher)
+            return cls(connection, communicator, hub, bool(answers[:, 1].any()), watcher)
         if watcher:
             watcher.close()
         if connection is not None:
