@@ -23,8 +23,8 @@ from tfrep_strategy.keras_integration.synchronous.sharded_updates import Sharded
 _BaseOptimizer = keras_internal("optimizers.base_optimizer", "BaseOptimizer")
 
 _OUTSIDE_REPLICAS = (
-    "An optimizer is applied outside `strategy.run`. Gradients that are computed there too are computed for the whole batch by"
-    " every process: right, but no faster than one device.\n"
+    "An optimizer is applied outside `strategy.run`. Gradients that are computed there too are those of the whole batch: right, but"
+    " no faster than one device.\n"
     "Hint: strategy.run(step, args=(batch,)) with batches of strategy.experimental_distribute_dataset(...), or a `train_step`."
 )
 
