@@ -106,11 +106,12 @@ def is_count(step: Step, value: tf.Tensor) -> bool:
 
 
 def are_own_rows(step: Step, value: tf.Tensor) -> bool:
-    """Returns whether a tensor has in its first dimension something for each row of the replica."""
-    if step.gathers or step.is_in_branch or not value.shape.rank:
+    """Returns whether a tensor has in its first dimension something for each row of the replica, as the graph of the step tells.
+
+    An eager tensor does not: a number for each of 8 classes looks like one for each of 8 rows.
+    """
+    if step.gathers or step.is_in_branch or not value.shape.rank or not step.has_computed(value):
         return False
-    if not step.has_computed(value):
-        return not tf.is_symbolic_tensor(value) and bool(value.shape[0] == step.rows)
     return growth_of(step, value).axis(value) == 0
 
 
@@ -119,7 +120,7 @@ def gathered_rows(step: Step, value: tf.Tensor) -> tf.Tensor:
 
     The replicas talk; all have to call it.
     """
-    of_all = of_all_rows(step, value) if step.has_computed(value) else None
+    of_all = of_all_rows(step, value)
     return gather_rows(step.strategy.extended.own_communicator().all_gather, value) if of_all is None else of_all
 
 
