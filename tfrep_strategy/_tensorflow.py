@@ -94,6 +94,12 @@ _private("ops.gen_array_ops", "mirror_pad")
 parallel_loops = _private("ops.parallel_for", "control_flow_ops")
 _private("ops.parallel_for.control_flow_ops", "_pfor_impl")
 
+# What `tf.function` makes.
+TracedFunction = _private("eager.polymorphic_function.polymorphic_function", "Function")
+_converted = _private("eager.polymorphic_function.autograph_util", "py_func_from_autograph")
+_AutoGraph = _private("autograph.core.ag_ctx", "ControlStatusCtx")
+_AutoGraphStatus = _private("autograph.core.ag_ctx", "Status")
+
 trace = _private("framework.func_graph", "func_graph_from_py_func")
 _unwrap = _private("util.tf_decorator", "unwrap")
 
@@ -279,6 +285,18 @@ def called_graphs(operation: Any) -> list[Any]:
     attributes = operation.node_def.attr.values()
     names = [each.name for given in attributes for each in (*([given.func] if given.HasField("func") else []), *given.list.func)]
     return [function.graph for function in map(operation.graph._get_function, names) if function is not None]
+
+
+def as_traced(function: Any) -> Callable[..., Any]:
+    """Returns what a `tf.function` was made of, converted by AutoGraph as it converts that: a function to be called in a graph."""
+    converts = function._autograph
+    inner = _converted(function.python_function, function._experimental_autograph_options) if converts else function.python_function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _AutoGraph(_AutoGraphStatus.ENABLED if converts else _AutoGraphStatus.DISABLED):
+            return inner(*args, **kwargs)
+
+    return call
 
 
 def traced_function(graph: Any) -> Any:

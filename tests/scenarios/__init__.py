@@ -4,6 +4,7 @@
 from scenarios import (  # noqa: F401
     assigned_state,
     branches,
+    called_functions,
     compared_rows,
     composed_models,
     layer_kinds,

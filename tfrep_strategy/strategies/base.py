@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from tfrep_strategy.strategies import (
     sync_check,
     vectorized_loops,  # noqa: F401  (acts where a loop is vectorized)
 )
+from tfrep_strategy.strategies.called_functions import as_parts_of_steps
 from tfrep_strategy.strategies.checked_settings import (
     CheckedSetting,
     flag,
@@ -95,6 +97,7 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
         the global batch.
         """
         self.extended.synchronize_new_variables()
+        called: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if len(args) == 1 and isinstance(args[0], Shards):
             self.extended.steps.mark()
             shards = args[0]
@@ -104,9 +107,10 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
                 if not tf.executing_eagerly():
                     shards = Shards(tuple(map(with_unknown_size, shards.parts)), shards.total)
                 fn, args = in_step(self, fn, num_examples), (pack(shards), self._total_of(shards))
+                called = as_parts_of_steps()
         elif self.num_replicas_in_sync > 1:
             self.extended.note_step()
-        with self.extended.watching_peers():
+        with self.extended.watching_peers(), called:
             return super().run(fn, args, kwargs, options)
 
     def _total_of(self, shards: Shards) -> tf.Tensor:

@@ -204,7 +204,10 @@ class SynchronousExtended:
 
     @abc.abstractmethod
     def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Concatenates tensors along the first dimension, in replica order; called inside a replica. Sizes may differ."""
+        """Concatenates tensors, also of strings, along the first dimension in replica order; called inside a replica.
+
+        Sizes may differ.
+        """
 
     @abc.abstractmethod
     def communicator_of(self, replica: int) -> Communicator:

@@ -24,6 +24,7 @@ from tfrep_strategy.batches import concatenate
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects, warn_if_shared
 from tfrep_strategy.communicators.local import LocalGroup
+from tfrep_strategy.communicators.strings import gather_rows
 from tfrep_strategy.devices import logical_devices, warn_of_unseen_gpus
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, check_count, message, shown
@@ -210,7 +211,7 @@ class _Extended(SynchronousExtended, MirroredExtended):
         return self._all_replicas.communicator(replica)
 
     def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
-        return self.own_communicator().all_gather(tensor)
+        return gather_rows(self.own_communicator().all_gather, tensor)
 
     def gather_outputs(self, outputs: Any) -> Any:
         return tf.nest.map_structure(lambda v: concatenate(self.strategy.experimental_local_results(v)), outputs)

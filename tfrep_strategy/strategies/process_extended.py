@@ -156,7 +156,7 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         return type(self._communicator) is SingleCommunicator
 
     def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
-        return self._communicator.all_gather(tensor)
+        return gather_rows(self._communicator.all_gather, tensor)
 
     def mean_over_processes(self, own_gradients: Sequence[Any]) -> list[Any]:
         """Averages gradients that every process computed outside replicas.

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfrep_strategy.communicators.strings import gather_rows
 from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.joint_values import JointValue
 from tfrep_strategy.keras_integration.synchronous.row_growth import growth_of
@@ -121,7 +120,7 @@ def gathered_rows(step: Step, value: tf.Tensor) -> tf.Tensor:
     The replicas talk; all have to call it.
     """
     of_all = of_all_rows(step, value)
-    return gather_rows(step.strategy.extended.own_communicator().all_gather, value) if of_all is None else of_all
+    return step.strategy.extended.gather_over_replicas(value) if of_all is None else of_all
 
 
 def are_rows(step: Step, target: Any) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.communicators.strings import gather_rows
 from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
 from tfrep_strategy.keras_integration.synchronous.row_reductions import Reductions
@@ -68,7 +67,7 @@ class GatheredRows:
 
     def _gathered(self, own: tf.Tensor) -> tf.Tensor:
         parts = self._cut(own.name, tf.stop_gradient(own), tf.stack(self._own_sizes[own.name]))
-        return note_global(self._put_together(own.name, [gather_rows(self._communicator.all_gather, part) for part in parts]))
+        return note_global(self._put_together(own.name, list(map(self._step.strategy.extended.gather_over_replicas, parts))))
 
     def _whole_shape(self, own: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
         axis, _ = self._places[own.name]
