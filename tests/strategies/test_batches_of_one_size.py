@@ -17,7 +17,7 @@ OPEN = {
     "a_model_that_asks_how_many_rows_there_are", "a_single_row", "accuracy_within_a_batch", "adversarial_rows",
     "adversarial_rows_of_a_known_number", "branches_of_metrics", "checked_numbers", "clipped_and_accumulated",
     "clipped_by_global_norm", "contrastive_pretraining", "custom_loop", "custom_train_step", "embeddings_in_a_clipped_step",
-    "gan_with_hand_written_means", "gradients_applied_to_an_iterator", "gradients_of_each_row",
+    "functions_that_a_step_calls", "gan_with_hand_written_means", "gradients_applied_to_an_iterator", "gradients_of_each_row",
     "gradients_of_each_row_in_a_map", "jacobians_of_errors", "jacobians_of_rows", "labeled_and_unlabeled_rows",
     "learning_to_learn", "learning_to_learn_in_two_steps", "logs_computed_from_results_eagerly",
     "logs_computed_from_results_of_metrics", "logs_of_ones_own", "logs_of_several_numbers", "logs_with_rows",

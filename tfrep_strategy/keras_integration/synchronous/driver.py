@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import is_none
+from tfrep_strategy._tensorflow import TracedFunction, as_traced, is_none
 from tfrep_strategy.errors import TfrepError
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.patching import keras_internal
@@ -22,7 +22,6 @@ from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfRanks, 
 from tfrep_strategy.keras_integration.shared.xla import SplitPrediction, compiled_between_collectives
 from tfrep_strategy.keras_integration.synchronous import run_backups
 from tfrep_strategy.keras_integration.synchronous.callbacks import Callbacks
-from tfrep_strategy.keras_integration.synchronous.decorated_steps import undecorated
 from tfrep_strategy.keras_integration.synchronous.empty_parts import EmptyParts
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
 from tfrep_strategy.keras_integration.synchronous.layers import Layers
@@ -208,7 +207,8 @@ class SynchronousDriver(
         phase = "test" if step_function == model.test_step else "train"
         keeps_rows = _is_all_of_keras(model, step_function)
         if self.has_several:
-            step_function = undecorated(model, f"{phase}_step", step_function)
+            if isinstance(step_function, TracedFunction):  # Keras traces the step in any case, into a graph that can be followed.
+                step_function = as_traced(step_function)
             if getattr(step_function, "__func__", None) not in _STEPS_OF_KERAS or _has_own_apply(model.optimizer):
                 step_function = with_global_gradients(step_function)
             elif not all(map(is_of_keras, (type(model).compute_loss, type(model).compute_metrics))):
