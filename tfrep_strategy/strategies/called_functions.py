@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import TracedFunction, as_traced
 from tfrep_strategy.keras_integration.protocol import Step, current_step
 
-_LIBRARIES = ("keras.", "tensorflow.", "tf_keras.", "tfrep_strategy.")
+_LIBRARIES = ("tensorflow.", "tfrep_strategy.")
 _call = TracedFunction.__call__
 _lock, _steps = threading.Lock(), 0
 """How many steps are being traced. No function of TensorFlow costs more where there is none."""
@@ -50,7 +50,7 @@ def _call_within_step(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _can_be_part(step: Step, function: Any) -> bool:
-    """Whether a function is the user's own, is called in the graph of the step, and asks for nothing but to be traced."""
+    """Whether a function is the user's own, of a model, say, is called in the graph of the step, and asks only to be traced."""
     if tf.executing_eagerly() or step.is_in_branch or str(function.python_function.__module__).startswith(_LIBRARIES):
         return False
     return not (function._jit_compile or function._attributes or function.input_signature)
