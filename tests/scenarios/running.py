@@ -46,6 +46,15 @@ def steps_per_execution_of_a_generator() -> dict[str, Any]:
 
 
 @scenario
+def repeated_orders_of_rows() -> dict[str, Any]:
+    """Where its data ends, `repeat` draws one order more of `shuffle`, which the next epoch does not have."""
+    model = dense()
+    model.compile(_O.SGD(0.05), "mse")
+    data = tf.data.Dataset.from_tensor_slices(regression()).shuffle(37, seed=1).batch(16).repeat(2)
+    return trained(model, data, batch_size=None)
+
+
+@scenario
 def run_eagerly() -> dict[str, Any]:
     model = dense()
     model.compile(_O.SGD(0.05, momentum=0.9), "mse", metrics=["mae"], run_eagerly=True)

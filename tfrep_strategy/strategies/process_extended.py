@@ -344,11 +344,11 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
     def _in_one_order(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns a data set with equal elements on all ranks, as far as that is known before it is read."""
         check_order(dataset, self._communicator)
-        shortest = self.shortest_epoch(int(dataset.cardinality()))
-        if shortest >= 0:
-            dataset = dataset.take(shortest)
-        elif shortest != dataset.cardinality():
-            dataset = dataset.filter(lambda *_: True)  # Makes its length unknown on this rank, too.
+        length = int(dataset.cardinality())
+        shortest = self.shortest_epoch(length)
+        # Where all have one length, the data is read to its end as on one device: there, `repeat` draws an order more of `shuffle`.
+        if shortest != length:
+            dataset = dataset.take(shortest) if shortest >= 0 else dataset.filter(lambda *_: True)  # Its length is unknown, too.
         in_order = tf.data.Options()
         in_order.deterministic = True
         return dataset.with_options(in_order)

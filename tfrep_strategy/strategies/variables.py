@@ -101,13 +101,21 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
             update = super().assign(value, use_locking=use_locking, name=name, read_value=False)
             with tf.control_dependencies([] if update is None else [update]):
                 return tf.identity(self._primary) if read_value else update
+        return self._assign_to_all(value)
+
+    def _assign_to_all(self, value: Any) -> Any:
+        """Assigns to the copies of all replicas of this process, a sum to the first, also on the thread of one of them."""
         value, self.held = tf.cast(value, self.dtype), None
         first = self._distribute_strategy.extended.first_local_replica
+        is_sum = self.aggregation == tf.VariableAggregation.SUM
         assigned = []
         for i, variable in enumerate(self.values):
             with tf.device(variable.device):
-                assigned.append(variable.assign(value if first + i == 0 else tf.zeros_like(value)))
+                assigned.append(variable.assign(tf.zeros_like(value) if is_sum and first + i > 0 else value))
         return assigned[0]
+
+    def _restore_from_tensors(self, restored_tensors: Any) -> Any:
+        return self._assign_to_all(restored_tensors["VARIABLE_VALUE"])
 
     def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         return super().assign_add(self._of_one_device(value), *args, **kwargs)
@@ -138,7 +146,7 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
         """Returns what a checkpoint holds. A sum is restored as it is assigned: TensorFlow would divide it."""
 
         def restore(restored_tensors: Any, restored_shapes: Any) -> Any:
-            return self.assign(restored_tensors[0])
+            return self._assign_to_all(restored_tensors[0])
 
         def made(make: Any, *args: Any, **kwargs: Any) -> Any:
             saveable = make(*args, **kwargs)
@@ -196,6 +204,10 @@ class ReplicatedVariable(_Converts, MirroredVariable):
     def handle(self) -> Any:
         """The handle of the copy that reads use, so tapes outside replicas find the gradient."""
         return self._get_on_device_or_primary().handle
+
+    def _restore_from_tensors(self, restored_tensors: Any) -> Any:
+        """Gives all copies what a checkpoint holds, also if a step makes the variable later, on the thread of one replica."""
+        return [each._restore_from_tensors(restored_tensors) for each in self.values][0]
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
         total = of_all_replicas(value) if self.aggregation in _OF_ONE_DEVICE else None

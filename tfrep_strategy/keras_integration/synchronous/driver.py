@@ -183,8 +183,8 @@ class SynchronousDriver(
     def build_model(self, original: Any, model: Any, iterator: Any = None, data_batch: Any = None) -> None:
         """Builds the model from the specification of its data: a batch that is read for that would be lost."""
         # Nothing says what a step of the user's own reads or calls. What it makes lazily is made when it is traced, as on one
-        # device.
-        if not _has_own_steps(model):
+        # device. So are variables that await what a checkpoint holds: Keras would build them in a scope that loses it.
+        if not _has_own_steps(model) and not _awaits_checkpoint(model):
             if iterator is not None:
                 spec = iterator.part_spec
                 data_batch = tf.nest.map_structure(lambda s: None if is_none(s) or isinstance(s, tf.OptionalSpec) else s, spec)
@@ -315,6 +315,12 @@ def _of_any_size(value: Any) -> Any:
 
 def _has_own_steps(model: Any) -> bool:
     return any(getattr(type(model), name) is not getattr(_Trainer, name) for name in ("train_step", "test_step"))
+
+
+def _awaits_checkpoint(model: Any) -> bool:
+    """Whether a checkpoint was read for variables that a model has not made yet."""
+    awaited = (getattr(layer, "_self_unconditional_deferred_dependencies", None) for layer in model._flatten_layers())
+    return not model.built and any(awaited)
 
 
 def _has_own_apply(optimizer: Any) -> bool:
