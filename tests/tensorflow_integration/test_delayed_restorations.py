@@ -76,6 +76,24 @@ def _evaluated(strategy: Any, folder: str) -> list[float]:
         return found
 
 
+def _with_sharded_slots(strategy: Any, folder: str) -> list[float]:
+    from tfrep_strategy.strategies.of_process import remember
+
+    sharded = tfrep.MultiWorkerStrategy(strategy.communicator.name, shard_optimizer_state=True)
+    try:
+        return _trained_in_a_loop(sharded, folder, "slots")
+    finally:
+        remember(strategy)
+
+
+def test_loops_go_on_with_sharded_slots(worker_pool: Any, tmp_path: Path) -> None:
+    expected = _trained_in_a_loop(tf.distribute.get_strategy(), str(tmp_path / "one"), "slots")
+    mirrored = tfrep.MirroredStrategy(["CPU:0", "CPU:1"], shard_optimizer_state=True)
+    np.testing.assert_allclose(_trained_in_a_loop(mirrored, str(tmp_path / "mirrored"), "slots"), expected, rtol=1e-5)
+    for found in worker_pool("tf", 2).run(_with_sharded_slots, str(tmp_path / "processes")):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_loops_go_on(kind: str, worker_pool: Any, tmp_path: Path) -> None:
     expected = _trained_in_a_loop(tf.distribute.get_strategy(), str(tmp_path / "one"), kind)

@@ -75,6 +75,9 @@ class PartVariable(ReplicaVariable):
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         if not _outside_replicas():
             return super().assign(value, use_locking=use_locking, name=name, read_value=read_value)
+        return self._assign_to_all(value)
+
+    def _assign_to_all(self, value: Any) -> Any:
         extended = self._distribute_strategy.extended
         value = tf.cast(value, self.dtype)
         if extended.reads_alone:
