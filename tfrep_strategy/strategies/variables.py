@@ -242,7 +242,11 @@ def _with_copies_that_are_read(call: Any) -> Any:
 
     @functools.wraps(call)
     def called(self: Any, args: Any, captured_inputs: Any) -> Any:
-        return call(self, args, [v.handle if isinstance(v, ReplicatedVariable) else v for v in captured_inputs])
+        return call(self, args, list(map(_own_copy, captured_inputs)))
+
+    def _own_copy(captured: Any) -> Any:
+        has_copies = isinstance(captured, (ReplicatedVariable, ReplicaVariable))
+        return captured._get_on_device_or_primary().handle if has_copies else captured
 
     return called
 

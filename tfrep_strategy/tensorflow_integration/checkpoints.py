@@ -1,7 +1,11 @@
-"""`tf.train.Checkpoint`: files are on the disk before they are named. Of several processes that save to a path, one writes it."""
+"""`tf.train.Checkpoint` and `tf.saved_model.save`: of several processes that save to a path, one writes it.
+
+Files of a checkpoint are on the disk before they are named.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import glob
@@ -23,6 +27,8 @@ _find_strategy: Callable[[], Any] | None = None
 def write_checkpoints_safely(find_strategy: Callable[[], Any]) -> None:
     """Makes `tf.train.Checkpoint` bring files to the disk before they are named, and write each path on one process only.
 
+    So does `tf.saved_model.save`, through which Keras's `ExportArchive` writes.
+
     Saving reads variables that only all processes together can read. So every process must save. They collect these values
     first. Then the lowest rank that saves to a path writes, and the others neither write nor keep anything.
 
@@ -33,6 +39,7 @@ def write_checkpoints_safely(find_strategy: Callable[[], Any]) -> None:
     if _find_strategy is None:
         tf.train.Checkpoint.save = _saved_now(tf.train.Checkpoint.save)
         tf.train.Checkpoint._write = _saved_now(_written_once(tf.train.Checkpoint._write))
+        tf.saved_model.save = _exported_once(tf.saved_model.save)
     _find_strategy = find_strategy
 
 
@@ -72,6 +79,17 @@ def _written_once(write: Any) -> Any:
         return path
 
     return write_once
+
+
+def _exported_once(save: Any) -> Any:
+    @functools.wraps(save)
+    def save_once(obj: Any, export_dir: Any, *args: Any, **kwargs: Any) -> None:
+        strategy = _strategy()
+        with contextlib.nullcontext(True) if strategy is None else written_once(strategy, export_dir) as writes:
+            if writes:
+                save(obj, export_dir, *args, **kwargs)
+
+    return save_once
 
 
 def _with_first(callback: Callable[[Any], None], options: Any) -> Any:
