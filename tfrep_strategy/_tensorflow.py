@@ -171,6 +171,8 @@ CompositeTensorGradient = _private("framework.composite_tensor_gradient", "Compo
 
 # Functions of a SavedModel.
 save_context = _private("saved_model.save_context", "_save_context")
+saved_models = _private("saved_model", "save")
+_private("saved_model.save", "save")
 LoadedFunction = _private("saved_model.load", "_WrapperFunction")
 
 # Checkpoints: the callbacks after a write, and the file that lists the checkpoints of a folder.

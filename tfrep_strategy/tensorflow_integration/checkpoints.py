@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import run_write_callbacks, without_checkpoint_state
+from tfrep_strategy._tensorflow import run_write_callbacks, saved_models, without_checkpoint_state
 from tfrep_strategy.keras_integration.shared.model_files import is_local
 from tfrep_strategy.keras_integration.shared.whole_files import synchronize
 from tfrep_strategy.keras_integration.synchronous.saving import written_once
@@ -39,7 +39,8 @@ def write_checkpoints_safely(find_strategy: Callable[[], Any]) -> None:
     if _find_strategy is None:
         tf.train.Checkpoint.save = _saved_now(tf.train.Checkpoint.save)
         tf.train.Checkpoint._write = _saved_now(_written_once(tf.train.Checkpoint._write))
-        tf.saved_model.save = _exported_once(tf.saved_model.save)
+        # Where it is defined, too: who imports `tensorflow.saved_model`, as Keras does, gets a new module.
+        tf.saved_model.save = saved_models.save = _exported_once(saved_models.save)
     _find_strategy = find_strategy
 
 
