@@ -134,16 +134,16 @@ class LocalCommunicator(Communicator):
         if self._apart():
             return (tf.identity(tensor), tf.identity(splits)) if self.size == 1 else self._ring.all_to_all(tensor, splits)
 
-        def exchange(sent: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> list[Any]:
-            parts = [tf.split(rows, counts, num=len(sent)) for rows, counts in sent]
+        def exchange(sent: Sequence[tuple[tf.Tensor, tf.Tensor, int]]) -> list[Any]:
+            parts = [tf.split(rows, counts, num=len(sent)) for rows, counts, _ in sent]
             results = []
-            for place, replica in enumerate(self._members):
+            for place, (*_, replica) in enumerate(sent):
                 with tf.device(self._group.strategy.extended.worker_devices[replica]):
                     arrived = tf.concat([own[place] for own in parts], 0)
-                results.append((arrived, tf.stack([counts[place] for _, counts in sent])))
+                results.append((arrived, tf.stack([counts[place] for _, counts, _ in sent])))
             return results
 
-        return self._meet((tensor, splits), exchange)
+        return self._meet((tensor, splits, self._replica), exchange)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         ranks = self.check_group(ranks)
