@@ -55,7 +55,7 @@ def _decided_together(choice: tf.Tensor, branches: Sequence[Any]) -> tf.Tensor:
     if assigns_as_is.value or sees_whole_batch.value or isinstance(branches[0], CondGradientGraph):
         return choice
     step, computed = current_step(), _before_branches(choice)
-    calls_collectives = any(_does(graph, _COLLECTIVES) for graph in branches)
+    calls_collectives = any(_does(graph, _COLLECTIVES, context.num_replicas_in_sync) for graph in branches)
     # By what is computed in another branch, a loop or a function, not all replicas may come.
     if step is not None and step.has_computed(computed) and (calls_collectives or _updates_with_what_all_have(step, branches)):
         with tf.Graph.as_default(computed.graph):  # A branch in a branch is decided before both.
@@ -105,12 +105,20 @@ def _before_branches(value: tf.Tensor) -> tf.Tensor:
     return value
 
 
-def _does(graph: Any, kinds: tuple[str, ...]) -> bool:
-    """Whether a graph, or a function that it calls, has an operation of some kinds."""
+def _does(graph: Any, kinds: tuple[str, ...], members: int | None = None) -> bool:
+    """Whether a graph, or a function that it calls, has an operation of some kinds; a collective, one of so many members."""
     operations = graph.get_operations()
-    return any(each.type.startswith(kinds) for each in operations) or any(
-        _does(called, kinds) for each in operations for called in called_graphs(each)
+    return any(each.type.startswith(kinds) and not _is_of_fewer(each, members) for each in operations) or any(
+        _does(called, kinds, members) for each in operations for called in called_graphs(each)
     )
+
+
+def _is_of_fewer(operation: Any, members: int | None) -> bool:
+    """Whether a collective of TensorFlow is that of a group: the other replicas do not know of it."""
+    if members is None or not operation.type.startswith("Collective"):
+        return False
+    size = tf.get_static_value(operation.inputs[1])
+    return size is not None and int(size) < members
 
 
 cond_v2._build_cond = _deciding_a_truth(cond_v2._build_cond)
