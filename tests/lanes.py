@@ -107,6 +107,7 @@ LANES = {
         "keras_integration/test_timed_checkpoint.py",
         "keras_integration/test_warnings.py",
         "keras_integration/test_whole_files.py",
+        "tensorflow_integration/test_delayed_restorations.py",
     ),
     "rows": (
         "keras_integration/test_compared_rows.py::test_what_compares_rows_is_computed_from_all[one alone",
