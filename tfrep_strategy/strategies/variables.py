@@ -245,7 +245,7 @@ def _with_copies_that_are_read(call: Any) -> Any:
         return call(self, args, list(map(_own_copy, captured_inputs)))
 
     def _own_copy(captured: Any) -> Any:
-        has_copies = isinstance(captured, (ReplicatedVariable, ReplicaVariable))
+        has_copies = isinstance(captured, (ReplicatedVariable, ReplicaVariable)) and not is_sum(captured)
         return captured._get_on_device_or_primary().handle if has_copies else captured
 
     return called

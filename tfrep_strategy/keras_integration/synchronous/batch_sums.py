@@ -114,15 +114,6 @@ def are_own_rows(step: Step, value: tf.Tensor) -> bool:
     return growth_of(step, value).axis(value) == 0
 
 
-def gathered_rows(step: Step, value: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor that has something for each row of the global batch, in place of one for which `are_own_rows` holds.
-
-    The replicas talk; all have to call it.
-    """
-    of_all = of_all_rows(step, value)
-    return step.strategy.extended.gather_over_replicas(value) if of_all is None else of_all
-
-
 def are_rows(step: Step, target: Any) -> bool:
     """Returns whether a tensor has a number for each row, such as a loss without a reduction. A tape adds them up."""
     if step.gathers or not isinstance(target, tf.Tensor) or not target.shape.rank:

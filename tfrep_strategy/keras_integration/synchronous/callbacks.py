@@ -67,7 +67,7 @@ class Callbacks(backups.Backups, SynchronousBase):
 
     Attributes:
         is_fitting: Whether `fit` is running.
-        is_called: Whether `evaluate` or `predict` is, in `fit` called by a callback.
+        is_called: Whether `evaluate` or `predict` is running. While `fit` is, a callback has called it.
         given_to_fit: Its arguments.
         steps_of_fit: What it iterates over.
     """

@@ -17,7 +17,6 @@ from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 from tfrep_strategy.keras_integration.synchronous.batch_sums import (
     are_own_rows,
     compares_rows,
-    gathered_rows,
     is_count,
     of_all_rows,
     part_of_global,
@@ -122,8 +121,9 @@ def _of_global_batch(strategy: KerasStrategy, values: list[Any]) -> list[tf.Tens
     parts = {i: part_of_global(step, t) for i, t in rest.items() if t.dtype.is_floating and i not in rows}
     parts |= {i: t for i, t in rest.items() if t.dtype.is_integer and is_count(step, t) and not compares_rows(step, t)}
     known |= zip(parts, strategy.extended.sum_over_replicas(list(parts.values())), strict=True)
-    of_all = {i: of_all_rows(step, t) for i, t in rest.items() if i not in parts and (compares_rows(step, t) or _is_told(t))}
-    of_all |= {i: gathered_rows(step, tensors[i]) for i in rows}
+    left = {i: t for i, t in rest.items() if i not in parts}
+    of_all = {i: of_all_rows(step, t) for i, t in left.items() if i in rows or compares_rows(step, t) or _is_told(t)}
+    of_all |= {i: strategy.extended.gather_over_replicas(tensors[i]) for i in rows if of_all[i] is None}
     known |= {i: each for i, each in of_all.items() if each is not None}
     return [known.get(i, t) for i, t in enumerate(tensors)]
 

@@ -50,13 +50,14 @@ class Tapes(SynchronousBase):
         weighed = _all_weighed(step, target, bool(of_rows) or any(map(overwrites, flat))) if takes_apart else []
         if weighed:
             target, output_gradients = map(list, zip(*weighed, strict=True))
-        if not weighed and (not positions or is_part):
+        stay_parts = is_part or not positions
+        if stay_parts and not weighed:
             return original(tape, target, sources, output_gradients, *args, **kwargs)
         with step.taking_global(target, is_weighed=bool(weighed)):
             gradients = tf.nest.flatten(original(tape, target, sources, output_gradients, *args, **kwargs))
             if weighed:
                 gradients = [_noted_rows(step, *pair) for pair in zip(flat, gradients, strict=True)]
-            if not positions or is_part:
+            if stay_parts:
                 return tf.nest.pack_sequence_as(sources, gradients)
             own = [gradients[i] for i in positions]
             whole = self.what_overwrites(own, [flat[i] for i in positions])
