@@ -3,8 +3,8 @@
 If a replica would decide by what it has computed from its rows, such as its loss, the value of all rows decides, as on one device.
 The graph of a step that Keras drives tells it. Where it does not, and in loops of the user's own, replicas that decide otherwise
 get an error: they would wait for each other for ever, or their variables would part. A branch that only assigns what comes from
-rows, such as a mean over those that a mask chooses, is left to each replica, which may have none of them. So is one with collectives
-of a group, whose members have to decide alike.
+rows, such as a mean over those that a mask chooses, is left to each replica, which may have none of them. So is one with
+collectives of a group, whose members have to decide alike.
 """
 
 from __future__ import annotations
