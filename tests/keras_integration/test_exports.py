@@ -115,7 +115,24 @@ def _export_on_rank(strategy: Any, folder: Path) -> np.ndarray:
     with strategy.scope():
         loaded = tf.saved_model.load(str(folder / "archive"))
     np.testing.assert_allclose(loaded.serve(_X), predicted, rtol=1e-5, atol=1e-6)
+    _load_own_file(strategy, own)
     return predicted
+
+
+def _load_own_file(strategy: Any, own: Path) -> None:
+    """Loads a file that each rank has written, in which variables are in another order on each."""
+    rows = tf.random.normal((3, 8))
+    with strategy.scope():
+        layers = [keras.layers.Dense(8, use_bias=False) for _ in range(8)]
+        model = keras.Sequential([keras.Input((8,)), *layers])
+    module = tf.Module()
+    module.kernels = {str(i): layers[i].kernel.value for i in np.random.RandomState(strategy.rank).permutation(8)}
+    module.own = [layers[i].kernel.value for i in np.random.RandomState(strategy.rank).permutation(8)]
+    module.serve = tf.function(model, input_signature=[tf.TensorSpec((None, 8))])
+    tf.saved_model.save(module, str(own / "own"))
+    with strategy.scope():
+        loaded = tf.saved_model.load(str(own / "own"))
+    np.testing.assert_allclose(loaded.serve(rows), model(rows), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("communicator", ["tf", "horovod"])

@@ -381,3 +381,25 @@ def jacobians_of_errors() -> dict[str, Any]:
         return {"loss": tf.reduce_sum(tf.square(errors)), "size": size, "longest": longest}
 
     return fitted(step)
+
+
+@scenario
+def penalty_behind_synchronized_batch_normalization() -> dict[str, Any]:
+    """The critic of a GAN: a gradient of a gradient flows through sums over all replicas. One tape is persistent."""
+    normalization = keras.layers.BatchNormalization(synchronized=True)
+
+    def step(model: Any, x: Any, y: Any) -> dict[str, Any]:
+        with tf.GradientTape(persistent=True) as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                scores = tf.square(model.net(normalization(x, training=True))[:, 0])
+            slopes = inner.gradient(scores, x)
+            penalty = tf.reduce_mean(tf.square(tf.norm(slopes + 0.1, axis=1) - 1.0))
+            loss = penalty + model.loss_of(normalization(x, training=True), y)
+        variables = [*model.net.trainable_variables, *normalization.trainable_variables]
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(0.05 * gradient)
+        return {"loss": loss, "slopes": tf.reduce_sum(tf.square(slopes))}
+
+    normalization.build((None, 4))
+    return fitted(step) | {"normalization": normalization.get_weights()}

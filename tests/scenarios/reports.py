@@ -254,3 +254,43 @@ def logs_with_rows() -> dict[str, Any]:
     tested = [model.evaluate(x[:n], y[:n], batch_size=18, verbose=0, return_dict=True) for n in (18, 19)]
     words = [list(map(int, each.pop("word"))) for each in tested]
     return {"seen": seen, "history": history, "tested": tested, "words": words}
+
+
+class TellsFeatures(keras.Model):
+    """Its metrics get what features have in common, which has no rows: correlations of two views, means, sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = dense(out=5)
+        self.accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
+        self.distance = keras.metrics.MeanSquaredError(name="distance")
+        self.mean = keras.metrics.Mean(name="mean")
+
+    def call(self, x: Any) -> Any:
+        return self.net(x)
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        x, _ = batch
+        with tf.GradientTape() as tape:
+            one, other = (_standardized(self(view)) for view in (x, x[:, ::-1]))
+            correlations = tf.matmul(one, other, transpose_a=True) / tf.cast(tf.shape(x)[0], tf.float32)
+            loss = tf.reduce_mean(tf.square(correlations - tf.eye(5)))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self.accuracy.update_state(tf.range(5), correlations)
+        self.distance.update_state(tf.reduce_mean(x, 0)[tf.newaxis], tf.reduce_sum(tf.square(x), 0)[tf.newaxis])
+        self.mean.update_state(tf.reduce_max(x, 0), sample_weight=tf.range(4.0))
+        return {"loss": loss} | {metric.name: metric.result() for metric in (self.accuracy, self.distance, self.mean)}
+
+
+def _standardized(rows: Any) -> Any:
+    return (rows - tf.reduce_mean(rows, 0)) / tf.math.reduce_std(rows, 0)
+
+
+@scenario
+def metrics_of_features() -> dict[str, Any]:
+    """Correlations of two rows would be 1 or -1, so the last of three batches has more."""
+    x, y = regression(42)
+    model = TellsFeatures()
+    model.compile(_O.SGD(0.1))
+    history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    return {"weights": model.get_weights(), "history": history.history}

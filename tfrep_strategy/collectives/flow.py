@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy._tensorflow import stop_recording
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.gradients import dense
 from tfrep_strategy.keras_integration.protocol import Step
@@ -153,10 +154,14 @@ class Flow:
 
 
 def _differentiable(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Does what `tf.custom_gradient` does. The gradient of a result whose rows are looked up arrives dense, not as slices."""
+    """Does what `tf.custom_gradient` does. The gradient of a result whose rows are looked up arrives dense, not as slices.
+
+    No tape sees what `forward` does: one that is persistent, or inside another, would ask TensorFlow's collectives for gradients.
+    """
 
     def with_dense_gradients(*xs: tf.Tensor) -> Any:
-        ys, gradient = forward(*xs)
+        with stop_recording():
+            ys, gradient = forward(*xs)
         shapes = [y.shape for y in tf.nest.flatten(ys)]
         return ys, lambda *dys: gradient(*map(_dense, dys, shapes))
 

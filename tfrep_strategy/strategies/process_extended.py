@@ -216,13 +216,16 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
     def synchronize_new_variables(self) -> None:
         """Gives variables made since the last call the values of rank 0.
 
+        A model that each rank loads from a file of its own may make its variables in another order. Their names tell them apart.
+
         Raises:
             DesyncError: The ranks made different variables. The message names the first, with its shape on each rank.
         """
         if tf.executing_eagerly() and self.new_variables:
             new, self.new_variables = self.new_variables, []
-            made = [(v.name, tuple(v.shape), v.dtype.name) for v in new]
-            sync_check.refuse_different_variables(self._communicator.all_gather_object(made))
+            made = [sync_check.described(variable) for variable in new]
+            if sync_check.are_in_other_orders(self._communicator.all_gather_object(made)):
+                new.sort(key=sync_check.described)
             # Variables that are summed over ranks are left out: rank 0 holds their value, the other ranks hold zero. Parts were
             # cut of values that are equal on all ranks.
             self._broadcast_values([v for v in new if not is_sum(v) and not isinstance(v, PartVariable)])

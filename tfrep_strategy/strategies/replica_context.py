@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import MirroredReplicaContext, ReplicaContext
+from tfrep_strategy._tensorflow import MirroredReplicaContext, ReplicaContext, stop_recording
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
 
@@ -23,19 +23,16 @@ class _WeighedGradient:
             reduce_op = tf.distribute.ReduceOp(reduce_op.upper())
         extended = self.strategy.extended  # type: ignore[attr-defined]
 
-        def everyone(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-            return list(extended._replica_ctx_all_reduce(reduce_op, tensors, options))
+        def reduced(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+            return tf.nest.flatten(reduce(*tensors))
 
         @tf.custom_gradient
         def reduce(*xs: tf.Tensor) -> Any:
-            def gradient(*dys: tf.Tensor) -> list[tf.Tensor]:
-                return step.send_back(everyone, dys)
+            with stop_recording():  # A tape would ask TensorFlow's collective for a gradient.
+                totals = list(extended._replica_ctx_all_reduce(reduce_op, list(xs), options))
+            return totals, lambda *dys: step.send_back(reduced, dys)  # That of the gradient is such a sum, too.
 
-            return everyone(list(xs)), gradient
-
-        reduced = tf.nest.flatten(reduce(*map(tf.convert_to_tensor, flat)))
-        return tf.nest.pack_sequence_as(value, list(map(note_global, reduced)))
-
+        return tf.nest.pack_sequence_as(value, list(map(note_global, reduced(list(map(tf.convert_to_tensor, flat))))))
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         step = current_step()

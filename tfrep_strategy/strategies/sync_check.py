@@ -13,6 +13,9 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import SyncOnReadVariable
 from tfrep_strategy.errors import DesyncError, message
 
+_Description = tuple[str, tuple[int, ...], str]
+"""Of a variable: its name, its shape, its dtype."""
+
 
 class Checksum(NamedTuple):
     """The checksum of one variable, which replicas compare.
@@ -110,12 +113,22 @@ def compare(replicas: Sequence[Sequence[Checksum]]) -> None:
             )
 
 
-def refuse_different_variables(ranks: Sequence[Sequence[tuple[str, tuple[int, ...], str]]]) -> None:
-    """Raises a DesyncError, which names the first difference, unless all ranks made the same variables.
+def described(variable: Any) -> _Description:
+    """Returns the name, the shape and the dtype of a variable."""
+    return variable.name, tuple(variable.shape), variable.dtype.name
+
+
+def are_in_other_orders(ranks: Sequence[Sequence[_Description]]) -> bool:
+    """Returns whether ranks made variables of the same names in different orders.
 
     Args:
-        ranks: Name, shape and dtype of each variable, by rank.
+        ranks: What `described` tells of each variable, by rank.
+
+    Raises:
+        DesyncError: They made different variables. The message names the first difference.
     """
+    if any(other != ranks[0] for other in ranks) and all(sorted(other) == sorted(ranks[0]) for other in ranks):
+        return True
     for r, other in enumerate(ranks):
         for first, found in itertools.zip_longest(ranks[0], other):
             if first is None or found is None or first[1:] != found[1:]:
@@ -123,10 +136,11 @@ def refuse_different_variables(ranks: Sequence[Sequence[tuple[str, tuple[int, ..
                     message(
                         f"Ranks 0 and {r} made different variables.",
                         hint="build the same model on every rank.",
-                        **{"rank_0": _describe(first), f"rank_{r}": _describe(found)},
+                        **{"rank_0": _in_words(first), f"rank_{r}": _in_words(found)},
                     )
                 )
+    return False
 
 
-def _describe(variable: tuple[str, tuple[int, ...], str] | None) -> str:
+def _in_words(variable: _Description | None) -> str:
     return "no variable" if variable is None else f"{variable[0]} of shape {variable[1]}, {variable[2]}"

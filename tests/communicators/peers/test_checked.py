@@ -158,6 +158,34 @@ def test_debug_names_who_has_not_called(communicator: str, monkeypatch: pytest.M
         assert int(silent[1]) >= 2
 
 
+def _wait_for_each_other(strategy: Any) -> tuple[str, str]:
+    @tf.function
+    def step(x: tf.Tensor) -> Any:
+        return tfrep.all_reduce(x)
+
+    @tf.function
+    def end(x: tf.Tensor) -> Any:
+        return tfrep.all_reduce(x, "max")
+
+    for function in (step, end):
+        strategy.run(function, (tf.zeros([3]),))
+    try:
+        strategy.run(end if strategy.rank else step, (tf.zeros([3]),))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def test_functions_that_wait_for_each_other_reach_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFREP_TIMEOUT", "6")
+    with WorkerPool("tf", 2) as pool:
+        results = pool.run(_wait_for_each_other)
+    for kind, text in results:
+        assert kind == "DesyncError"
+        assert "a collective in which others have waited for 6 seconds" in text
+        assert text.count("test_checked.py:") == 2
+
+
 def test_the_line_is_the_users() -> None:
     assert user_line().partition(":")[0].endswith("test_checked.py")
     stack = [(tf.__file__, 3), ("<string>", 1), ("/home/me/model.py", 12), ("/home/me/train.py", 40)]

@@ -297,7 +297,37 @@ def test_ranks_that_are_stuck_in_a_collective_with_different_tensors() -> None:
     assert kind == "desync"
     assert f"rank 0: {SUM}" in text
     assert f"rank 1: {other}" in text
-    assert "rank 2: nothing for " in text
+    assert "rank 2: not there; it has last waited in " in text
+
+
+def test_ranks_that_wait_for_each_other_in_different_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFREP_TIMEOUT", "30")
+    other, here, there = SUM._replace(line="train.py:20"), (0, "step.all_reduce0", 7), (0, "end.all_reduce0", 2)
+    with star(3) as (first, second, third):
+        first.send(Report((0, 1, 2), here, SUM, False))
+        third.send(Report((0, 1, 2), here, SUM, False))
+        second.send(Report((0, 1, 2), there, other, False))
+        first.send(Report((0, 1, 2), here, SUM, False, is_limited=True))  # The limit is reached, but rank 1 may be idle.
+        assert not third.poll(1.5)
+        second.send(("state", 31.0, 31.0))
+        assert receive(second)[0] == "silent"
+        kind, text = receive(third)
+    assert kind == "desync"
+    assert "a collective in which others have waited for 30 seconds" in text
+    assert f"rank 0: {SUM}" in text
+    assert f"rank 1: not there; it has last waited in {other}" in text
+    assert f"rank 2: {SUM}" in text
+
+
+def test_ranks_that_are_long_in_one_collective_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFREP_TIMEOUT", "30")
+    with star(2) as (first, second):
+        for is_late in (False, True):
+            for connection in (first, second):
+                connection.send(Report((0, 1), (0, "step.all_reduce0", 7), SUM, False, is_late))
+                connection.send(("state", 31.0, 31.0))
+        assert [receive(first)[0], receive(first)[0]] == ["silent", "silent"]
+        assert not first.poll(2.0)
 
 
 def _own_threads() -> set[threading.Thread]:

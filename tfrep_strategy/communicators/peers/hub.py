@@ -201,6 +201,8 @@ class Hub:
         current = self._rounds.setdefault((report.group, report.number), _Round(report, self._silence))
         current.reports[rank] = report
         current.missing.discard(rank)
+        if report.is_limited and not current.is_limited:
+            current.is_limited, current.deadline = True, time.monotonic() + _GATHER_SECONDS
         first = next(iter(current.reports.values()))
         if not report.call.fits(first.call) and not current.differs:
             current.differs = True
@@ -218,8 +220,9 @@ class Hub:
             group, number = key
             missing = current.missing
             if not missing and not current.differs:
-                if current.waits:
-                    self._tell(("agreed", key), group)
+                if not current.waits:
+                    continue  # A rank may report once more that it has been there for long.
+                self._tell(("agreed", key), group)
             elif current.differs and not missing and current.waits:  # No rank has begun; all get the error and can go on.
                 what = self._describe("Ranks called different collectives.", group, current)
                 self._tell(("refused", key, what), group)
@@ -228,7 +231,13 @@ class Hub:
             elif not missing.isdisjoint(self._failed):
                 pass  # The waiting ranks already know of the rank that failed.
             elif current.is_limited and (now > current.deadline or not missing.isdisjoint(self._ended)):
-                what = f"Only some of the ranks {some_of(group)} called their collective number {int(number) + 1}."
+                what = f"Only some of the ranks {some_of(group)} called "
+                if current.waits:
+                    what += f"their collective number {int(number) + 1}."
+                elif all(map(self._is_in_a_call, missing)):
+                    what += f"a collective in which others have waited for {self._limit:.0f} seconds."
+                else:
+                    continue  # `_weigh` tells of those that call nothing or are silent.
                 self._tell(("desync", self._describe(what, group, current)))
             else:
                 continue
@@ -240,11 +249,19 @@ class Hub:
             if rank in current.reports:
                 words.append((rank, str(current.reports[rank].call)))
             else:
-                waited = time.monotonic() - current.began
-                word = "has ended" if rank in self._ended else f"nothing for {waited:.0f} seconds"
-                last = self._last.get(rank)
-                words.append((rank, word + (f"; before that {last.call}" if last else "")))
+                words.append((rank, self._missed(rank, current)))
         return describe_difference(what, words)
+
+    def _is_in_a_call(self, rank: int) -> bool:
+        return rank not in self._silent and self._idle_since.get(rank, 0.0) is None
+
+    def _missed(self, rank: int, current: _Round) -> str:
+        """Says what a rank does in place of a collective."""
+        waited, last = time.monotonic() - current.began, self._last.get(rank)
+        if last is not None and not last.waits and rank not in self._ended:
+            return f"not there; it has last waited in {last.call}"
+        word = "has ended" if rank in self._ended else f"nothing for {waited:.0f} seconds"
+        return word + (f"; before that {last.call}" if last else "")
 
     def _patience(self) -> float | None:
         deadlines = [each.deadline for each in self._rounds.values() if each.is_due()]

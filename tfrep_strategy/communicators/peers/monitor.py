@@ -249,14 +249,15 @@ class PeerMonitor:
     def follow(self, group: Sequence[int], position: Position) -> None:
         """Reports collectives in functions, once this rank has been in them for some time.
 
-        Ranks that are in the same collective with different tensors wait forever. Rank 0 finds them by these reports.
+        Ranks that are in the same collective with different tensors, or in different ones, wait forever. Rank 0 finds them by
+        these reports: the first at once, the others when the time limit, `TFREP_TIMEOUT`, is reached.
 
         Args:
             group: The ranks that take part.
             position: The position of this rank. All ranks of the group follow theirs, in the same order.
         """
         number = sum(each.group == group for each in self._followed)
-        self._followed.append(Followed(group, number, position))
+        self._followed.append(Followed(group, number, position, self._limit))
 
     def close(self) -> None:
         """Tells the other ranks that this one ends. Only ranks that still need it get an error."""

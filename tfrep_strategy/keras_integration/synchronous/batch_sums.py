@@ -77,6 +77,15 @@ def compares_rows(step: Step, value: Any) -> bool:
     return value in growth_of(step, value).compared
 
 
+def puts_rows_together(step: Step, value: Any) -> bool:
+    """Returns whether a tensor, such as a matrix of correlations, was computed from the rows of the batch and has none."""
+    if step.gathers or step.is_in_branch or not step.has_computed(value):
+        return False
+    grows = growth_of(step, value)
+    has_rows = grows.axis(value) is not None or bool(value.shape.rank) and grows.is_of_rows(value)
+    return grows.depends_on_rows(value) and not has_rows
+
+
 def of_all_rows(step: Step, value: tf.Tensor) -> tf.Tensor | None:
     """Returns what one device has in place of a tensor: that of all rows. None if nobody can tell.
 
@@ -86,10 +95,10 @@ def of_all_rows(step: Step, value: tf.Tensor) -> tf.Tensor | None:
         return step.strategy.extended.sum_over_replicas([part_of_global(step, value)])[0]
     if not step.has_computed(value):
         return value
-    if not value.shape.rank and not compares_rows(step, value):
+    if not compares_rows(step, value) and (not value.shape.rank or puts_rows_together(step, value)):
         if is_count(step, value):
             return step.strategy.extended.sum_over_replicas([value])[0]
-        if step.gathers or step.is_in_branch or not growth_of(step, value).depends_on_rows(value):
+        if not puts_rows_together(step, value):
             return value
         parts = reductions(step, value)
         return value if parts is None else JointValue.of(step, value, parts).value

@@ -7,6 +7,7 @@ strategies, and a mean divides by the count of all replicas.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -25,6 +26,7 @@ from tfrep_strategy.keras_integration.synchronous.batch_sums import (
     compares_rows,
     of_all_rows,
     part_of_global,
+    puts_rows_together,
 )
 from tfrep_strategy.keras_integration.synchronous.losses_of_replicas import LossesOfReplicas
 from tfrep_strategy.keras_integration.synchronous.own_functions import (
@@ -174,11 +176,14 @@ class Losses(SynchronousBase):
         update_on_first_replica(original, metric, args, kwargs)
 
     def _of_compared_rows(self, given: Any) -> Any | None:
-        """Returns what all replicas give together, if a step of the user's own has compared rows for it, and None otherwise."""
+        """Returns what all replicas give together, if a step of the user's own has compared rows for it, and None otherwise.
+
+        So it does if no tensor has rows any more, as a matrix of correlations between features.
+        """
         step: Any = current_step()
         flat = keras.tree.flatten(given)
         tensors = [each for each in flat if tf.is_symbolic_tensor(each) and each.shape.rank]
-        if not step.is_own or not any(compares_rows(step, each) for each in tensors):
+        if not step.is_own or not (any(compares_rows(step, each) for each in tensors) or _have_no_rows(step, tensors)):
             return None
         flat = [None if value is None else ops.convert_to_tensor(value) for value in flat]
         whole = [value if value is None else of_all_rows(step, value) for value in flat]
@@ -195,6 +200,12 @@ class Losses(SynchronousBase):
     def _divides_by_replicas(self) -> bool:
         """Whether losses are divided by the number of replicas: in a custom loop, whose gradients are summed."""
         return current_step() is None and not sees_whole_batch.value and self.in_replica
+
+
+def _have_no_rows(step: Step, tensors: Sequence[tf.Tensor]) -> bool:
+    """Whether tensors were computed from rows, and none of them has any."""
+    from_rows = [each for each in tensors if not step.has_computed(each) or depends_on_rows(step, each)]
+    return bool(from_rows) and all(puts_rows_together(step, each) for each in from_rows)
 
 
 def _added(step: Step, value: Any) -> tf.Tensor:
