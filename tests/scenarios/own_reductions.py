@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
+import tfrep_strategy as tfrep
 from scenarios.base import dense, init, regression, scenario, trained
 
 _O = keras.optimizers
@@ -317,3 +318,45 @@ def sum_losses_divided_by_rows() -> dict[str, Any]:
         model.compile(keras.optimizers.SGD(0.05), loss, metrics=None if name == "step" else [SumsOfLosses()])
         results[name] = trained(model, x, y)
     return results
+
+
+class ReducesItself(keras.Model):
+    """Its step normalizes rows, and divides sums over them, by what it reduces itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.out = dense(out=3), layers.Dense(1, kernel_initializer=init(3))
+        self.seen = self.add_weight(shape=(3,), initializer="zeros", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        return self.out(self.net(x))
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        rows = tfrep.all_reduce(tf.cast(tf.shape(x)[0], tf.float32))
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                hidden = self.net(x)
+                center = tfrep.all_reduce(tf.reduce_sum(hidden, 0)) / rows
+                spread = tfrep.all_reduce(tf.reduce_sum(tf.square(hidden - center), 0)) / rows
+                guess = self.out((hidden - center) / tf.sqrt(spread + 0.1))
+                squares = tf.square(guess[:, 0])
+            slopes = inner.gradient(squares, x)
+            errors = tf.reduce_sum(tf.square(guess - y)) + 0.1 * tf.reduce_sum(tf.square(slopes))
+            loss = errors / rows
+        variables = self.trainable_variables
+        gradients, norm = tf.clip_by_global_norm(tape.gradient(loss, variables), 0.5)
+        self.optimizer.apply(gradients, variables)
+        self.seen.assign_add(center)
+        return {"loss": loss, "norm": norm, "slopes": slopes, "errors": errors}
+
+
+@scenario
+def sums_that_a_step_reduces_itself() -> dict[str, Any]:
+    x, y = regression(36)
+    model = ReducesItself()
+    model(x[:1])
+    model.compile(_O.SGD(0.05))
+    history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    return {"weights": model.get_weights(), "history": history.history}

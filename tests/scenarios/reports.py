@@ -264,7 +264,7 @@ class TellsFeatures(keras.Model):
         self.net = dense(out=5)
         self.accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
         self.distance = keras.metrics.MeanSquaredError(name="distance")
-        self.mean = keras.metrics.Mean(name="mean")
+        self.mean, self.listed = keras.metrics.Mean(name="mean"), keras.metrics.Mean(name="listed")
 
     def call(self, x: Any) -> Any:
         return self.net(x)
@@ -279,7 +279,8 @@ class TellsFeatures(keras.Model):
         self.accuracy.update_state(tf.range(5), correlations)
         self.distance.update_state(tf.reduce_mean(x, 0)[tf.newaxis], tf.reduce_sum(tf.square(x), 0)[tf.newaxis])
         self.mean.update_state(tf.reduce_max(x, 0), sample_weight=tf.range(4.0))
-        return {"loss": loss} | {metric.name: metric.result() for metric in (self.accuracy, self.distance, self.mean)}
+        self.listed.update_state([loss, tf.reduce_sum(x[:, 0])])
+        return {"loss": loss} | {metric.name: metric.result() for metric in self.metrics}
 
 
 def _standardized(rows: Any) -> Any:

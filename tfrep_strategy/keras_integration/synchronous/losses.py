@@ -114,10 +114,12 @@ class Losses(SynchronousBase):
     def update_mean(self, original: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:
         """Weighs a scalar without a weight, such as the loss of a custom step, by the replica's share of the batch."""
         step = current_step()
+        if isinstance(values, (list, tuple)):
+            values = ops.convert_to_tensor(values)  # As Keras does, later.
         if step is not None and self._sees_part and (whole := self._of_compared_rows((values, sample_weight))) is not None:
             return update_on_first_replica(original, metric, whole, {})
         if step is not None and _have_one_weight(values, sample_weight):
-            values = ops.mean(ops.cast(values, metric.dtype))  # As Keras does, later.
+            values = ops.mean(ops.cast(values, metric.dtype))  # So does it this.
         if step is not None and not sees_whole_batch.value and not keras.ops.shape(values):
             # The mean over no examples is no number, which a weight of zero would not remove.
             (values,) = step.share.silenced([as_mean(step, ops.cast(values, metric.dtype))])
