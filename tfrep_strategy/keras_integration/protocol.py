@@ -182,6 +182,8 @@ class Step:
         """Whether a step function runs that is the user's own, or that calls parts which are: tapes give them global gradients."""
         self.only_parts_are_own = False
         """Whether the step function is Keras's, and what it calls, such as `compute_loss`, the user's own."""
+        self.has_own_layers = False
+        """Whether the step is all of Keras, and layers or operations of the model are the user's own, so that they may mix rows."""
         self.rows_are_fixed = False
         """Whether it is traced for one number of rows, so that its graph does not tell sums over rows from means."""
         self.gives_means = False

@@ -77,6 +77,14 @@ def compares_rows(step: Step, value: Any) -> bool:
     return value in growth_of(step, value).compared
 
 
+def depends_on_other_rows(step: Step, value: Any) -> bool:
+    """Returns whether the rows of a tensor are known to depend on other rows of the batch, or on what all have in common."""
+    if step.gathers or step.is_in_branch or step.rows_are_fixed or not step.has_computed(value):
+        return False
+    grows = growth_of(step, value)
+    return value in grows.compared or grows.is_normalized(value) and value.name not in grows.of_layers
+
+
 def puts_rows_together(step: Step, value: Any) -> bool:
     """Returns whether a tensor, such as a matrix of correlations, was computed from the rows of the batch and has none."""
     if step.gathers or step.is_in_branch or not step.has_computed(value):

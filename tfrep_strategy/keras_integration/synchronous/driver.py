@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -16,7 +16,7 @@ from tfrep_strategy._tensorflow import TracedFunction, as_traced, is_none
 from tfrep_strategy.errors import TfrepError
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.patching import keras_internal
-from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.keras_integration.protocol import Shards, current_step
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfRanks, profiled
 from tfrep_strategy.keras_integration.shared.xla import SplitPrediction, compiled_between_collectives
@@ -213,6 +213,8 @@ class SynchronousDriver(
                 step_function = with_global_gradients(step_function)
             elif not all(map(is_of_keras, (type(model).compute_loss, type(model).compute_metrics))):
                 step_function = with_global_gradients(step_function, only_parts_are_own=True)
+            elif _has_own_layers(model):
+                step_function = _with_own_layers(step_function)
             step_function = with_global_logs(model, phase, strategy, step_function)
 
         def build(step_function: Any) -> Any:
@@ -315,6 +317,23 @@ def _of_any_size(value: Any) -> Any:
 
 def _has_own_steps(model: Any) -> bool:
     return any(getattr(type(model), name) is not getattr(_Trainer, name) for name in ("train_step", "test_step"))
+
+
+def _has_own_layers(model: Any) -> bool:
+    """Whether layers are the user's own, or operations without a layer, which may mix the rows of a batch."""
+    layers = model._flatten_layers()
+    has_operations = any(not isinstance(each, keras.Layer) for each in getattr(model, "operations", ()))
+    return has_operations or any(not is_of_keras(type(each)) or isinstance(each, keras.layers.Lambda) for each in layers)
+
+
+def _with_own_layers(step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def step(batch: Any) -> Any:
+        current = current_step()
+        if current is not None:
+            current.has_own_layers = True
+        return step_function(batch)
+
+    return step
 
 
 def _awaits_checkpoint(model: Any) -> bool:

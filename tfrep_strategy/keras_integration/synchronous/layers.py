@@ -14,6 +14,7 @@ from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
+from tfrep_strategy.keras_integration.synchronous.row_growth import note_normalized
 from tfrep_strategy.shares import Share
 
 _in_stateless_scope = keras_internal("backend.common.stateless_scope", "in_stateless_scope")
@@ -87,7 +88,10 @@ class Layers(SynchronousBase):
         are known to, it is left out.
         """
         with assigns_as_is.to(True):
-            return self._normalize(original, layer, inputs, training, mask)
+            outputs = self._normalize(original, layer, inputs, training, mask)
+        if training and current_step() is not None and not layer.synchronized:
+            note_normalized(outputs)
+        return outputs
 
     def _normalize(self, original: Any, layer: Any, inputs: Any, training: Any, mask: Any) -> Any:
         step = current_step()

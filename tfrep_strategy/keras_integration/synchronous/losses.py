@@ -7,6 +7,7 @@ strategies, and a mean divides by the count of all replicas.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from tfrep_strategy.errors import message
 from tfrep_strategy.keras_integration.driver import KerasDriver
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import Step, current_step
@@ -24,6 +26,7 @@ from tfrep_strategy.keras_integration.synchronous.batch_sums import (
     as_mean,
     can_follow,
     compares_rows,
+    depends_on_other_rows,
     of_all_rows,
     part_of_global,
     puts_rows_together,
@@ -57,6 +60,8 @@ class Losses(SynchronousBase):
 
     def compute_loss(self, original: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Computes a loss that mixes rows from the rows of all replicas; others from this replica's own."""
+        if self._sees_part:
+            _warn_of_layers_that_mix_rows(y_pred)
         if not self._sees_part or _were_compared(y_true, y_pred):
             return original(loss, y_true, y_pred, sample_weight)
         if not (mixes_rows(loss, y_pred) or _is_own_and_mixes_rows(loss, original, y_true, y_pred)):
@@ -202,6 +207,20 @@ class Losses(SynchronousBase):
     def _divides_by_replicas(self) -> bool:
         """Whether losses are divided by the number of replicas: in a custom loop, whose gradients are summed."""
         return current_step() is None and not sees_whole_batch.value and self.in_replica
+
+
+def _warn_of_layers_that_mix_rows(y_pred: Any) -> None:
+    step = current_step()
+    if step is not None and step.has_own_layers and any(depends_on_other_rows(step, each) for each in keras.tree.flatten(y_pred)):
+        warnings.warn(
+            message(
+                "A layer mixes the rows of a batch: what it gives out for a row depends on others. Each replica mixes its own, so"
+                " that results are not those of one device.",
+                hint="gather the rows with tfrep.all_gather, or mix them in a `compute_loss` of your own. See docs/exactness.md.",
+                outputs=[getattr(each, "name", each) for each in keras.tree.flatten(y_pred)],
+            ),
+            stacklevel=2,
+        )
 
 
 def _have_no_rows(step: Step, tensors: Sequence[tf.Tensor]) -> bool:

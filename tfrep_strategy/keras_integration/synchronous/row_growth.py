@@ -92,6 +92,12 @@ def note_rows(value: tf.Tensor) -> tf.Tensor:
     return noted
 
 
+def note_normalized(value: Any) -> None:
+    """Notes rows that one of Keras's layers has normalized with those of the replica alone."""
+    if tf.is_symbolic_tensor(value):
+        _graphs.setdefault(value.graph, RowGrowth()).of_layers.add(value.name)
+
+
 def depends_on_rows(step: Step, value: tf.Tensor) -> bool:
     """Returns whether a tensor was computed from the replica's rows, and not only from what all replicas have alike.
 
@@ -134,6 +140,8 @@ class RowGrowth:
         """By the names of tensors: what the graph need not tell."""
         self.told_rows: set[str] = set()
         """The names of tensors of which the graph need not tell that they are rows."""
+        self.of_layers: set[str] = set()
+        """The names of tensors with rows that layers have normalized, and of what was made of these and row by row."""
         self._found: dict[str, Any] = {}
         self._axes = RowAxes()
         self.compared = ComparedRows(self._axes)
@@ -257,6 +265,11 @@ class RowGrowth:
         """Notes what becomes of rows to which something was done with what comes from all of them."""
         if not all(map(self._is_free_of_weights, operation.inputs)):
             return
+        shared = {each.name for each in operation.inputs if self.told.get(each.name) != 0} & (self._normalized | self._reduced)
+        if shared <= self.of_layers:
+            if operation.type not in _REPEATABLE:
+                return  # As behind weights: to compute a pool from the rows of all would cost as much as one device's.
+            self.of_layers.add(output.name)
         if operation.type in _REPEATABLE:
             self._normalized.add(output.name)
         else:
