@@ -264,6 +264,7 @@ class TellsFeatures(keras.Model):
         self.net = dense(out=5)
         self.accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
         self.distance = keras.metrics.MeanSquaredError(name="distance")
+        self.confused = keras.metrics.MeanSquaredError(name="confused")
         self.mean, self.listed = keras.metrics.Mean(name="mean"), keras.metrics.Mean(name="listed")
 
     def call(self, x: Any) -> Any:
@@ -278,6 +279,8 @@ class TellsFeatures(keras.Model):
         self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
         self.accuracy.update_state(tf.range(5), correlations)
         self.distance.update_state(tf.reduce_mean(x, 0)[tf.newaxis], tf.reduce_sum(tf.square(x), 0)[tf.newaxis])
+        confusion = tf.math.confusion_matrix(tf.argmax(one, 1), tf.argmax(other, 1), 5)
+        self.confused.update_state(tf.eye(5), tf.cast(confusion, tf.float32))
         self.mean.update_state(tf.reduce_max(x, 0), sample_weight=tf.range(4.0))
         self.listed.update_state([loss, tf.reduce_sum(x[:, 0])])
         return {"loss": loss} | {metric.name: metric.result() for metric in self.metrics}

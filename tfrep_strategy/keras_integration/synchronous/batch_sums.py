@@ -103,14 +103,15 @@ def of_all_rows(step: Step, value: tf.Tensor) -> tf.Tensor | None:
         return step.strategy.extended.sum_over_replicas([part_of_global(step, value)])[0]
     if not step.has_computed(value):
         return value
-    if not compares_rows(step, value) and (not value.shape.rank or puts_rows_together(step, value)):
+    parts = None
+    if not compares_rows(step, value):
         if is_count(step, value):
             return step.strategy.extended.sum_over_replicas([value])[0]
-        if not puts_rows_together(step, value):
-            return value
-        parts = reductions(step, value)
-        return value if parts is None else JointValue.of(step, value, parts).value
-    found = all_rows(step, value)
+        if puts_rows_together(step, value):
+            parts = reductions(step, value)
+        if not value.shape.rank:
+            return value if parts is None else JointValue.of(step, value, parts).value
+    found = all_rows(step, value) if parts is None else parts
     return None if found is None else JointValue.of(step, value, found).value
 
 
