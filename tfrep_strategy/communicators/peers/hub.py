@@ -236,8 +236,9 @@ class Hub:
                     what += f"their collective number {int(number) + 1}."
                 elif all(map(self._is_in_a_call, missing)):
                     what += f"a collective in which others have waited for {self._limit:.0f} seconds."
-                else:
-                    continue  # `_weigh` tells of those that call nothing or are silent.
+                else:  # `_weigh` tells of those that call nothing or are silent.
+                    current.deadline = now + _GATHER_SECONDS
+                    continue
                 self._tell(("desync", self._describe(what, group, current)))
             else:
                 continue
