@@ -78,10 +78,15 @@ def compares_rows(step: Step, value: Any) -> bool:
 
 
 def depends_on_other_rows(step: Step, value: Any) -> bool:
-    """Returns whether the rows of a tensor are known to depend on other rows of the batch, or on what all have in common."""
+    """Returns whether the rows of a tensor are known to depend on other rows of the batch, or on what all have in common.
+
+    Those of merged graphs do, too, but one replica has the whole batch then.
+    """
     if step.gathers or step.is_in_branch or step.rows_are_fixed or not step.has_computed(value):
         return False
     grows = growth_of(step, value)
+    if grows.compared.follows_numbers:
+        return False
     return value in grows.compared or grows.is_normalized(value) and value.name not in grows.of_layers
 
 

@@ -47,6 +47,7 @@ _OF_VECTORS = {"Bincount", "DenseBincount"}
 """Operations that count for each row in matrices, and in vectors that have several elements for a row, at offsets."""
 
 _OF_SEGMENTS = {"UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd", "UnsortedSegmentSum"}
+_BY_NUMBERS = {"GatherNd", "GatherV2"} | _OF_ALL_ELEMENTS | _OF_SEGMENTS
 _AT_PLACES = {
     "CropAndResize", "GatherNd", "GatherV2", "RaggedTensorToTensor", "ScatterNd", "TensorScatterAdd", "TensorScatterUpdate",
 }  # fmt: skip
@@ -85,6 +86,8 @@ class ComparedRows:
         self._multiples: dict[str, Fraction | None] = {}
         """How many rows of tensors are of one row of the batch, if not 1; None where nobody knows."""
         self._joined: dict[str, list[tuple[tf.Tensor, int]]] = {}
+        self.follows_numbers = False
+        """Whether rows are taken or put together by numbers that the batch brings, as the nodes of merged graphs are."""
 
     def __contains__(self, tensor: tf.Tensor) -> bool:
         return tensor.name in self._found
@@ -117,6 +120,8 @@ class ComparedRows:
             self._from_values |= outputs
         found = self._of(operation, inputs, counts)
         if found is not None:
+            numbers = operation.inputs[1:2] if operation.type in _BY_NUMBERS else ()
+            self.follows_numbers |= any(each.name in self._from_values for each in numbers)
             self._found.update(dict.fromkeys(outputs, found))
             return
         with_rows = self._with_rows(from_values)
