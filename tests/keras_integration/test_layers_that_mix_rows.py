@@ -37,12 +37,16 @@ def _functional(function: Callable[[Any], Any]) -> keras.Model:
     return keras.Model(inputs, layers.Dense(1)(function(inputs)))
 
 
+def _nested(function: Callable[[Any], Any]) -> keras.Model:
+    return keras.Sequential([keras.Input((6,)), _functional(function)])
+
+
 def _as_lambda(function: Callable[[Any], Any]) -> keras.Model:
     return keras.Sequential([keras.Input((6,)), layers.Lambda(function), layers.Dense(1)])
 
 
 class _Product(_Own):
-    """The filter of keras.io's example of collaborative filtering."""
+    """As keras.io's example of collaborative filtering, whose product of users and films is a sum over the batch, too."""
 
     def call(self, x: Any, training: bool = False) -> Any:
         return ops.sigmoid(ops.tensordot(self.hidden(x), self.norm(x, training=training), 2) + self.out(x))
@@ -66,9 +70,10 @@ def _fit(make: Callable[[Any], keras.Model], function: Callable[[Any], Any]) -> 
         (_Own, lambda x: x - ops.roll(x, 1, axis=0)),
         (_Product, None),
         (_functional, lambda x: ops.matmul(ops.matmul(x, ops.transpose(x)), x)),
+        (_nested, lambda x: ops.matmul(ops.matmul(x, ops.transpose(x)), x)),
         (_as_lambda, lambda x: ops.softmax(x, axis=0)),
     ],
-    ids=["places of a router", "rows before", "product", "operations", "lambda"],
+    ids=["places of a router", "rows before", "product", "operations", "nested operations", "lambda"],
 )
 def test_it_is_told(make: Callable[[Any], keras.Model], function: Callable[[Any], Any]) -> None:
     assert _fit(make, function)

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.joint_values import JointValue
-from tfrep_strategy.keras_integration.synchronous.row_growth import growth_of
+from tfrep_strategy.keras_integration.synchronous.row_growth import growth_of, has_rows
 from tfrep_strategy.keras_integration.synchronous.row_reductions import all_rows, reductions
 
 
@@ -94,9 +94,7 @@ def puts_rows_together(step: Step, value: Any) -> bool:
     """Returns whether a tensor, such as a matrix of correlations, was computed from the rows of the batch and has none."""
     if step.gathers or step.is_in_branch or not step.has_computed(value):
         return False
-    grows = growth_of(step, value)
-    has_rows = grows.axis(value) is not None or bool(value.shape.rank) and grows.is_of_rows(value)
-    return grows.depends_on_rows(value) and not has_rows
+    return growth_of(step, value).depends_on_rows(value) and not has_rows(step, value)
 
 
 def of_all_rows(step: Step, value: tf.Tensor) -> tf.Tensor | None:

@@ -48,6 +48,8 @@ _OF_VECTORS = {"Bincount", "DenseBincount"}
 
 _OF_SEGMENTS = {"UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd", "UnsortedSegmentSum"}
 _BY_NUMBERS = {"GatherNd", "GatherV2"} | _OF_ALL_ELEMENTS | _OF_SEGMENTS
+"""Operations that take or put together what numbers say, which are their second input."""
+
 _AT_PLACES = {
     "CropAndResize", "GatherNd", "GatherV2", "RaggedTensorToTensor", "ScatterNd", "TensorScatterAdd", "TensorScatterUpdate",
 }  # fmt: skip

@@ -33,7 +33,7 @@ from tfrep_strategy.keras_integration.synchronous.own_functions import is_of_ker
 from tfrep_strategy.keras_integration.synchronous.placement import Placement
 from tfrep_strategy.keras_integration.synchronous.saving import Saving
 from tfrep_strategy.keras_integration.synchronous.stateful_rnn import StatefulLayers
-from tfrep_strategy.keras_integration.synchronous.tapes import Tapes, with_global_gradients
+from tfrep_strategy.keras_integration.synchronous.tapes import Tapes
 from tfrep_strategy.keras_integration.synchronous.thread_state import Seeds
 from tfrep_strategy.preemption import keeping_requests
 
@@ -210,11 +210,11 @@ class SynchronousDriver(
             if isinstance(step_function, TracedFunction):  # Keras traces the step in any case, into a graph that can be followed.
                 step_function = as_traced(step_function)
             if getattr(step_function, "__func__", None) not in _STEPS_OF_KERAS or _has_own_apply(model.optimizer):
-                step_function = with_global_gradients(step_function)
+                step_function = _noting(step_function, "is_own")
             elif not all(map(is_of_keras, (type(model).compute_loss, type(model).compute_metrics))):
-                step_function = with_global_gradients(step_function, only_parts_are_own=True)
+                step_function = _noting(step_function, "is_own", "only_parts_are_own")
             elif _has_own_layers(model):
-                step_function = _with_own_layers(step_function)
+                step_function = _noting(step_function, "has_own_layers")
             step_function = with_global_logs(model, phase, strategy, step_function)
 
         def build(step_function: Any) -> Any:
@@ -322,15 +322,18 @@ def _has_own_steps(model: Any) -> bool:
 def _has_own_layers(model: Any) -> bool:
     """Whether layers are the user's own, or operations without a layer, which may mix the rows of a batch."""
     layers = model._flatten_layers()
-    has_operations = any(not isinstance(each, keras.Layer) for each in getattr(model, "operations", ()))
+    operations = (each for layer in layers for each in getattr(layer, "operations", ()))
+    has_operations = any(not isinstance(each, keras.Layer) for each in operations)
     return has_operations or any(not is_of_keras(type(each)) or isinstance(each, keras.layers.Lambda) for each in layers)
 
 
-def _with_own_layers(step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _noting(step_function: Callable[[Any], Any], *facts: str) -> Callable[[Any], Any]:
+    """Wraps a step function so that its `Step` knows what is true of it."""
+
     def step(batch: Any) -> Any:
-        current = current_step()
-        if current is not None:
-            current.has_own_layers = True
+        if (current := current_step()) is not None:
+            for fact in facts:
+                setattr(current, fact, True)
         return step_function(batch)
 
     return step

@@ -119,12 +119,12 @@ class Losses(SynchronousBase):
     def update_mean(self, original: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:
         """Weighs a scalar without a weight, such as the loss of a custom step, by the replica's share of the batch."""
         step = current_step()
-        if isinstance(values, (list, tuple)):
+        if step is not None and isinstance(values, (list, tuple)):
             values = ops.convert_to_tensor(values)  # As Keras does, later.
         if step is not None and self._sees_part and (whole := self._of_compared_rows((values, sample_weight))) is not None:
             return update_on_first_replica(original, metric, whole, {})
         if step is not None and _have_one_weight(values, sample_weight):
-            values = ops.mean(ops.cast(values, metric.dtype))  # So does it this.
+            values = ops.mean(ops.cast(values, metric.dtype))  # This, too.
         if step is not None and not sees_whole_batch.value and not keras.ops.shape(values):
             # The mean over no examples is no number, which a weight of zero would not remove.
             (values,) = step.share.silenced([as_mean(step, ops.cast(values, metric.dtype))])
@@ -190,7 +190,7 @@ class Losses(SynchronousBase):
         step: Any = current_step()
         flat = keras.tree.flatten(given)
         tensors = [each for each in flat if tf.is_symbolic_tensor(each) and each.shape.rank]
-        if not step.is_own or not (any(compares_rows(step, each) for each in tensors) or _have_no_rows(step, tensors)):
+        if not step.is_own or not (any(compares_rows(step, each) for each in tensors) or _put_rows_together(step, tensors)):
             return None
         flat = [None if value is None else ops.convert_to_tensor(value) for value in flat]
         whole = [value if value is None else of_all_rows(step, value) for value in flat]
@@ -210,6 +210,7 @@ class Losses(SynchronousBase):
 
 
 def _warn_of_layers_that_mix_rows(y_pred: Any) -> None:
+    """Warns if, in a step of Keras's, the graph tells that a prediction depends on other rows than its own."""
     step = current_step()
     if step is not None and step.has_own_layers and any(depends_on_other_rows(step, each) for each in keras.tree.flatten(y_pred)):
         warnings.warn(
@@ -223,8 +224,8 @@ def _warn_of_layers_that_mix_rows(y_pred: Any) -> None:
         )
 
 
-def _have_no_rows(step: Step, tensors: Sequence[tf.Tensor]) -> bool:
-    """Whether tensors were computed from rows, and none of them has any."""
+def _put_rows_together(step: Step, tensors: Sequence[tf.Tensor]) -> bool:
+    """Whether some of these tensors were computed from rows, and none of them has any."""
     from_rows = [each for each in tensors if not step.has_computed(each) or depends_on_rows(step, each)]
     return bool(from_rows) and all(puts_rows_together(step, each) for each in from_rows)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -184,14 +184,3 @@ def _comes_from_scaled(step: Step, target: Any) -> bool:
             left += tensor.op.inputs
     return False
 
-
-def with_global_gradients(step_function: Callable[[Any], Any], only_parts_are_own: bool = False) -> Callable[[Any], Any]:
-    """Wraps a step function of the user's own, or one that calls such, so that tapes give it global gradients."""
-
-    def step(batch: Any) -> Any:
-        current = current_step()
-        if current is not None:
-            current.is_own, current.only_parts_are_own = True, only_parts_are_own
-        return step_function(batch)
-
-    return step
