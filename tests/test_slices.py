@@ -41,13 +41,14 @@ def test_fixed_rows_are_those_that_no_example_names() -> None:
     named = (
         lambda batch: batch,
         lambda batch: tf.range(tf.shape(batch)[0]),
-        lambda batch: stored,
         lambda batch: tf.random.uniform([2], maxval=4, dtype=tf.int32),
     )
     for rows in fixed:
         assert gradient_in_function(lambda table, batch, rows=rows: tf.gather(table, rows(batch))) == [Kind.FIXED]
     for rows in named:
         assert gradient_in_function(lambda table, batch, rows=rows: tf.gather(table, rows(batch))) == [Kind.NAMED]
+    assert gradient_in_function(lambda table, batch: tf.gather(table, stored)) == [Kind.ALIKE]
+    assert gradient_in_function(lambda table, batch: tf.gather(table, batch + stored[0])) == [Kind.NAMED]
 
 
 def test_a_product_with_a_sparse_matrix_asks_for_each_row_once() -> None:

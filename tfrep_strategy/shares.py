@@ -95,8 +95,10 @@ class Share:
 
     # What follows from it where a value is weighed later.
 
-    def unweigh(self, value: tf.Tensor) -> tf.Tensor:
+    def unweigh(self, value: Gradient) -> Gradient:
         """Divides a part of a global sum by the share, so that weighing it leaves the part. The quotient by 0 is 0."""
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(self.unweigh(value.values), value.indices, value.dense_shape)
         return _rounded_once(tf.math.divide_no_nan, value, self.value)
 
     def through(self, send: Callable[[list[tf.Tensor]], list[tf.Tensor]], gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -1,7 +1,8 @@
-"""A model with Keras's own step whose layers mix the rows of a batch: nobody puts that right, and a warning says so."""
+"""Layers that mix the rows of a batch, in models with Keras's own step: as on one device. A warning tells the cost."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 
 import tfrep_strategy as tfrep
@@ -16,20 +18,20 @@ from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.synchronous.batch_sums import compares_rows
 
 _MIXES = "A layer mixes the rows of a batch"
+_X = np.random.default_rng(0).normal(size=(11, 6)).astype("float32")
 
 
-class _Own(keras.Model):
+class OwnModel(keras.Model):
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()
-        self.function, self.hidden, self.norm, self.out = function, layers.Dense(6), layers.BatchNormalization(), layers.Dense(1)
+        self.function, self.hidden, self.out = function, layers.Dense(6), layers.Dense(1)
 
     def build(self, shape: Any) -> None:
         self.hidden.build(shape)
-        self.norm.build(shape)
         self.out.build(shape)
 
-    def call(self, x: Any, training: bool = False) -> Any:
-        return self.out(self.function(self.norm(self.hidden(x), training=training)))
+    def call(self, x: Any) -> Any:
+        return self.out(self.function(self.hidden(x)))
 
 
 def _functional(function: Callable[[Any], Any]) -> keras.Model:
@@ -45,55 +47,121 @@ def _as_lambda(function: Callable[[Any], Any]) -> keras.Model:
     return keras.Sequential([keras.Input((6,)), layers.Lambda(function), layers.Dense(1)])
 
 
-class _Product(_Own):
+class ProductModel(OwnModel):
     """As keras.io's example of collaborative filtering, whose product of users and films is a sum over the batch, too."""
 
-    def call(self, x: Any, training: bool = False) -> Any:
-        return ops.sigmoid(ops.tensordot(self.hidden(x), self.norm(x, training=training), 2) + self.out(x))
+    def call(self, x: Any) -> Any:
+        return ops.sigmoid(ops.tensordot(self.hidden(x), self.function(x), 2) + self.out(x))
 
 
-def _fit(make: Callable[[Any], keras.Model], function: Callable[[Any], Any]) -> list[str]:
-    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+class DroppedModel(OwnModel):
+    """Draws for each row, and changes nothing by that."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__(function)
+        self.seed_generator = keras.random.SeedGenerator(3)
+
+    def call(self, x: Any) -> Any:
+        mixed = self.function(self.hidden(x))
+        return self.out(mixed + 0.0 * keras.random.dropout(mixed, 0.5, seed=self.seed_generator))
+
+
+def _places(x: Any) -> Any:
+    """As a router counts, of each of three experts, the rows that come before."""
+    chosen = ops.one_hot(ops.argmax(x[:, :3], -1), 3)
+    places = ops.cumsum(chosen, axis=0) * chosen
+    return x * ops.cast(ops.sum(places, -1, keepdims=True) <= 2, "float32")
+
+
+_MIXING = {
+    "sums before": (OwnModel, lambda x: ops.tanh(ops.cumsum(x, axis=0))),
+    "rows before": (OwnModel, lambda x: x - ops.roll(x, 1, axis=0)),
+    "places of a router": (OwnModel, _places),
+    "product": (ProductModel, lambda x: x),
+    "operations": (_functional, lambda x: ops.matmul(ops.softmax(ops.matmul(x, ops.transpose(x))), x)),
+    "nested operations": (_nested, lambda x: ops.matmul(ops.softmax(ops.matmul(x, ops.transpose(x))), x)),
+    "lambda": (_as_lambda, lambda x: ops.softmax(x, axis=0)),
+    "rows less their mean": (OwnModel, lambda x: x - ops.mean(x, axis=0)),
+    "deviation beside": (OwnModel, lambda x: ops.concatenate([x[:, 1:], 0 * x[:, :1] + ops.std(x)], 1)),
+    "drawn after": (DroppedModel, lambda x: ops.sort(x, axis=0)),
+    "silu after": (OwnModel, lambda x: ops.silu(ops.cumsum(x, axis=0))),
+    "sizes after": (OwnModel, lambda x: ops.reshape(ops.reshape(ops.cumsum(x, 0), (ops.shape(x)[0] * 2, 3)), (ops.shape(x)[0], 6))),
+}
+
+
+def _trained(
+    scope: Any, make: Callable[[Any], keras.Model], function: Any, drop_remainder: bool = False, **settings: Any
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns what came out, and the warnings that a layer mixes rows."""
+    keras.utils.set_random_seed(5)
+    with scope:
         model = make(function)
-        model.compile("sgd", "mse")
-    x = np.random.default_rng(0).normal(size=(7, 6)).astype("float32")
+        model.compile(keras.optimizers.SGD(0.1, 0.9), "mse", metrics=["mae", keras.metrics.RootMeanSquaredError()], **settings)
+    data = tf.data.Dataset.from_tensor_slices((_X, _X[:, :1])).batch(4, drop_remainder)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        model.fit(x, x[:, :1], batch_size=4, verbose=0)
-    return [str(each.message) for each in seen if _MIXES in str(each.message)]
+        found = {"history": model.fit(data, epochs=2, validation_data=data, verbose=0).history}
+        found |= {"evaluate": model.evaluate(data, verbose=0), "predict": model.predict(data, verbose=0)}
+        found |= {"of one batch": model.predict_on_batch(_X[:3]), "weights": model.get_weights()}
+    return found, [str(each.message) for each in seen if _MIXES in str(each.message)]
+
+
+def _check(*given: Any, **settings: Any) -> list[str]:
+    expected, _ = _trained(contextlib.nullcontext(), *given, **settings)
+    found, told = _trained(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope(), *given, **settings)
+    keras.tree.map_structure(lambda f, e: np.testing.assert_allclose(f, e, rtol=2e-5, atol=2e-6), found, expected)
+    return told
+
+
+@pytest.mark.parametrize(("make", "function"), _MIXING.values(), ids=_MIXING)
+def test_it_is_what_one_device_gives_and_is_told(make: Callable[[Any], keras.Model], function: Callable[[Any], Any]) -> None:
+    assert _check(make, function)
 
 
 @pytest.mark.parametrize(
-    ("make", "function"),
-    [
-        (_Own, lambda x: ops.cumsum(x, axis=0)),
-        (_Own, lambda x: x - ops.roll(x, 1, axis=0)),
-        (_Product, None),
-        (_functional, lambda x: ops.matmul(ops.matmul(x, ops.transpose(x)), x)),
-        (_nested, lambda x: ops.matmul(ops.matmul(x, ops.transpose(x)), x)),
-        (_as_lambda, lambda x: ops.softmax(x, axis=0)),
-    ],
-    ids=["places of a router", "rows before", "product", "operations", "nested operations", "lambda"],
+    "settings", [{"drop_remainder": True}, {"steps_per_execution": 3}, {"jit_compile": True}], ids=["one size", "several", "XLA"]
 )
-def test_it_is_told(make: Callable[[Any], keras.Model], function: Callable[[Any], Any]) -> None:
-    assert _fit(make, function)
+def test_settings(settings: dict[str, Any]) -> None:
+    assert _check(OwnModel, _places, **settings)
 
 
 @pytest.mark.parametrize(
     ("make", "function"),
     [
-        (_Own, lambda x: x * ops.cumsum(x, axis=1) / ops.norm(x, axis=1, keepdims=True)),
+        (OwnModel, lambda x: x * ops.cumsum(x, axis=1) / ops.norm(x, axis=1, keepdims=True)),
         (_functional, lambda x: ops.reshape(ops.transpose(ops.reshape(x, (-1, 2, 3)), (0, 2, 1)), (-1, 6))),
         (_functional, lambda x: ops.reshape(layers.Dense(2)(ops.reshape(x, (-1, 2))), (-1, 6))),  # Windows.
-        (_as_lambda, lambda x: x + tfrep.all_reduce(ops.sum(x, axis=0))),
     ],
-    ids=["features", "operations", "windows", "reduced"],
+    ids=["features", "operations", "windows"],
 )
 def test_others_are_left_alone(make: Callable[[Any], keras.Model], function: Callable[[Any], Any]) -> None:
-    assert not _fit(make, function)
+    assert not _check(make, function)
 
 
-class _Pooled(keras.Model):
+def test_sums_that_a_layer_asks_of_all_replicas_are_left_alone() -> None:
+    scope = tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope()
+    _, told = _trained(scope, _as_lambda, lambda x: x + tfrep.all_reduce(ops.sum(x, axis=0)))
+    assert not told
+
+
+def test_a_predict_step_that_mixes_rows_gives_those_of_one_device() -> None:
+    class Ranks(OwnModel):
+        def predict_step(self, x: Any) -> Any:
+            scores = self(x, training=False)
+            return {"scores": scores, "ranks": ops.argsort(ops.argsort(scores, axis=0), axis=0)}
+
+    def predicted(scope: Any) -> Any:
+        keras.utils.set_random_seed(5)
+        with scope:
+            model = Ranks(lambda x: x)
+            model.compile()
+        return model.predict(_X, batch_size=4, verbose=0)
+
+    found, expected = predicted(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope()), predicted(contextlib.nullcontext())
+    keras.tree.map_structure(lambda f, e: np.testing.assert_allclose(f, e, rtol=1e-6), found, expected)
+
+
+class PooledModel(keras.Model):
     """Its step notes whether rows are compared by a pool behind something that normalizes them."""
 
     def __init__(self, normalize: Callable[[Any], Any]) -> None:
@@ -113,7 +181,7 @@ def test_a_pool_behind_batch_normalization_takes_no_rows_of_others(by_layer: boo
     with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         layer = layers.BatchNormalization(synchronized=synchronized)
         layer.build((None, 4, 4, 3))
-        model = _Pooled((lambda x: layer(x, training=True)) if by_layer else (lambda x: x - ops.mean(x, axis=0)))
+        model = PooledModel((lambda x: layer(x, training=True)) if by_layer else (lambda x: x - ops.mean(x, axis=0)))
         model.compile("sgd")
     x = np.random.default_rng(0).normal(size=(7, 4, 4, 3)).astype("float32")
     model.fit(x, x[:, 0, 0], batch_size=4, verbose=0)

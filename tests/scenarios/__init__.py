@@ -10,6 +10,7 @@ from scenarios import (  # noqa: F401
     layer_kinds,
     learned_weights,
     losses,
+    mixing_layers,
     models,
     optimizers,
     own_gradients,

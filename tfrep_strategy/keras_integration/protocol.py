@@ -56,6 +56,9 @@ class KerasExtended(Protocol):
     def merge_replica_state(self) -> None:
         """Makes state that every replica keeps for itself (moving statistics) one value everywhere."""
 
+    def take_from_first(self, model: Any) -> None:
+        """Gives all replicas what replica 0 has of the variables of a model, when a step has failed for want of data."""
+
     compiles_whole_steps: bool
     """Whether XLA may compile a whole step, because no collective is in it."""
 

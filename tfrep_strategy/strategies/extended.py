@@ -247,6 +247,14 @@ class SynchronousExtended:
                 variable.assign(mean)
         self.steps.merged()
 
+    @abc.abstractmethod
+    def take_from_first(self, model: Any) -> None:
+        """Gives all replicas what replica 0 has of the variables of a model and its optimizer. Every process must call it.
+
+        A step that finds no more data fails. TensorFlow then stops what else it does, at any place: replicas have counted a step,
+        or decayed weights, or not.
+        """
+
     def summed_at_once(self, variables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which reading variables that are summed over processes costs one collective for all of them."""
         return contextlib.nullcontext()

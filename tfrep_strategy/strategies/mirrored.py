@@ -16,6 +16,7 @@ from tfrep_strategy._tensorflow import (
     NCCL_DTYPES,
     DistributedValues,
     MirroredExtended,
+    MirroredVariable,
     NcclAllReduce,
     ReductionToOneDevice,
     runtime_has_started,
@@ -29,6 +30,7 @@ from tfrep_strategy.devices import logical_devices, warn_of_unseen_gpus
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, check_count, message, shown
 from tfrep_strategy.old_spellings import OF_MIRRORED, refuses
+from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.base import GradientAggregator, GradientTransformer, SynchronousStrategy
 from tfrep_strategy.strategies.checked_settings import CheckedSetting, mapping, positive
 from tfrep_strategy.strategies.extended import SynchronousExtended
@@ -215,6 +217,12 @@ class _Extended(SynchronousExtended, MirroredExtended):
 
     def gather_outputs(self, outputs: Any) -> Any:
         return tf.nest.map_structure(lambda v: concatenate(self.strategy.experimental_local_results(v)), outputs)
+
+    def take_from_first(self, model: Any) -> None:
+        for variable in map(sync_check.of_tensorflow, sync_check.variables_of(model)):
+            if isinstance(variable, MirroredVariable):
+                for copy in variable.values[1:]:
+                    copy.assign(variable.values[0])
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         placement = self.logical_devices.placement()

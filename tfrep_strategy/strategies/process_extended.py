@@ -213,6 +213,12 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
     def means(self, variables: Sequence[Any]) -> list[tf.Tensor]:
         return self._communicator.all_reduce([variable.values[0].value() for variable in variables], "mean")
 
+    def take_from_first(self, model: Any) -> None:
+        kept = SyncOnReadVariable, PartVariable
+        variables = [v for v in sync_check.variables_of(model) if not isinstance(sync_check.of_tensorflow(v), kept)]
+        ranks = self.all_gather_object(sync_check.replica_checksums(variables, 1)[0])
+        self.broadcast_variables([variables[i] for i in sync_check.places_of_differing(ranks)])
+
     def synchronize_new_variables(self) -> None:
         """Gives variables made since the last call the values of rank 0.
 

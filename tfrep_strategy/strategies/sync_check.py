@@ -63,6 +63,11 @@ def variables_of(model_or_variables: Any) -> list[Any]:
     return list({id(each): each for each in variables}.values())
 
 
+def of_tensorflow(variable: Any) -> tf.Variable:
+    """Returns the variable of TensorFlow that a variable of Keras has, or is."""
+    return variable if isinstance(variable, tf.Variable) else variable.value
+
+
 def replica_checksums(variables: Sequence[Any], num_local_replicas: int) -> list[list[Checksum]]:
     """Makes the checksums of the copies that the replicas of this process hold.
 
@@ -76,13 +81,18 @@ def replica_checksums(variables: Sequence[Any], num_local_replicas: int) -> list
     """
     replicas: list[list[Checksum]] = [[] for _ in range(num_local_replicas)]
     for variable in variables:
-        inner = variable if isinstance(variable, tf.Variable) else variable.value
+        inner = of_tensorflow(variable)
         if isinstance(inner, SyncOnReadVariable):
             continue
         copies = getattr(inner, "values", None) or [inner] * num_local_replicas
         for checksums, copy in zip(replicas, copies, strict=True):
             checksums.append(checksum(getattr(variable, "path", variable.name), copy.numpy()))
     return replicas
+
+
+def places_of_differing(replicas: Sequence[Sequence[Checksum]]) -> list[int]:
+    """Returns which of the variables differ between replicas, by their places in the order of the checksums."""
+    return [i for i, copies in enumerate(zip(*replicas, strict=True)) if any(copy.crc != copies[0].crc for copy in copies)]
 
 
 def compare(replicas: Sequence[Sequence[Checksum]]) -> None:

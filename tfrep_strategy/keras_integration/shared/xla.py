@@ -90,17 +90,17 @@ def _has_cluster() -> bool:
     return not full_name("CPU:0").startswith("/job:localhost")
 
 
-class SplitPrediction:
-    """A model as Keras makes its predict function of it, with a step that is compiled between collectives.
+class Prediction:
+    """A model as Keras makes its predict function of it, with another step.
 
-    Keras would compile the whole step of `model`, and a layer may call collectives.
+    Args:
+        model: The model.
+        predict_step: What its replicas do.
+        jit_compile: Whether XLA compiles the whole step, in which there are no collectives then.
     """
 
-    jit_compile = False
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.predict_step = compiled_between_collectives(lambda batch: model.predict_step(batch))
+    def __init__(self, model: Any, predict_step: Callable[[Any], Any], jit_compile: bool) -> None:
+        self._model, self.predict_step, self.jit_compile = model, predict_step, jit_compile
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

@@ -85,7 +85,7 @@ def depends_on_other_rows(step: Step, value: Any) -> bool:
     if step.gathers or step.is_in_branch or step.rows_are_fixed or not step.has_computed(value):
         return False
     grows = growth_of(step, value)
-    if grows.compared.follows_numbers:
+    if grows.compared.follows_numbers(value):
         return False
     return value in grows.compared or grows.is_normalized(value) and value.name not in grows.of_layers
 

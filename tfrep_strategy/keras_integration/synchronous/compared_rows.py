@@ -7,7 +7,6 @@ these together with less.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -19,6 +18,7 @@ from tfrep_strategy.keras_integration.synchronous.row_axes import (
     MATRIX_PRODUCTS,
     OF_SHAPES,
     RowAxes,
+    is_of_ragged_rows,
     matrices,
     reduced_axes,
     strided_slice,
@@ -64,8 +64,6 @@ _WITHOUT_PARTS = {"EuclideanNorm", "Prod"}
 """Reductions whose value on all rows does not follow from that on the parts in a way that `row_reductions.py` knows."""
 
 _OF_DIAGONALS = {"MatrixBandPart", "MatrixDiag", "MatrixDiagPartV3", "MatrixDiagV3", "MatrixSetDiagV3"}
-_TENSORFLOW = os.path.dirname(tf.__file__)
-_RAGGED = os.path.join("ops", "ragged", "")
 
 _PLACES, _CHOICE, _OTHERS = "places", "choice", "others"
 """What a tensor was computed from: places of rows among the batch, those of some that were chosen, or other rows."""
@@ -88,8 +86,7 @@ class ComparedRows:
         self._multiples: dict[str, Fraction | None] = {}
         """How many rows of tensors are of one row of the batch, if not 1; None where nobody knows."""
         self._joined: dict[str, list[tuple[tf.Tensor, int]]] = {}
-        self.follows_numbers = False
-        """Whether rows are taken or put together by numbers that the batch brings, as the nodes of merged graphs are."""
+        self._by_numbers: set[str] = set()
 
     def __contains__(self, tensor: tf.Tensor) -> bool:
         return tensor.name in self._found
@@ -101,6 +98,10 @@ class ComparedRows:
     def compares(self, tensor: tf.Tensor) -> bool:
         """Returns whether a tensor depends on other rows, and not only on places of rows."""
         return self._found.get(tensor.name) == _OTHERS
+
+    def follows_numbers(self, tensor: tf.Tensor) -> bool:
+        """Returns whether rows were taken or put together by numbers that the batch brings, as the nodes of merged graphs are."""
+        return tensor.name in self._by_numbers
 
     def note(self, tensor: tf.Tensor) -> None:
         """Notes that a tensor depends on what all rows have in common."""
@@ -123,7 +124,8 @@ class ComparedRows:
         found = self._of(operation, inputs, counts)
         if found is not None:
             numbers = operation.inputs[1:2] if operation.type in _BY_NUMBERS else ()
-            self.follows_numbers |= any(each.name in self._from_values for each in numbers)
+            if any(each.name in self._from_values for each in numbers) or any(map(self.follows_numbers, inputs)):
+                self._by_numbers |= outputs
             self._found.update(dict.fromkeys(outputs, found))
             return
         with_rows = self._with_rows(from_values)
@@ -162,6 +164,8 @@ class ComparedRows:
     def _judged(self, operation: Any, inputs: Sequence[tf.Tensor], counts: Sequence[tf.Tensor]) -> str | None:
         kind = operation.type
         states = {self._found[each.name] for each in inputs if each in self}
+        if kind in OF_SHAPES and self._has_a_row_for_each(operation.inputs[0]):
+            return None
         if _OTHERS in states:
             return _OTHERS
         if states and kind in _AT_PLACES and self._is_for_each_row(operation):
@@ -190,6 +194,11 @@ class ComparedRows:
         if kind == "Where" and valued or _CHOICE in states:
             return _CHOICE
         return _PLACES if states or kind == "Range" and counts or self._makes_places(operation, valued) else None
+
+    def _has_a_row_for_each(self, tensor: tf.Tensor) -> bool:
+        """Whether the shape of a tensor follows from the number of rows of the batch, whatever else these were compared with."""
+        is_batch = self._axes[tensor] is not None and self._multiples.get(tensor.name, 1) == 1 and tensor.name not in self._chosen
+        return is_batch and [*tensor.shape].count(None) == 1
 
     def _with_rows(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return [each for each in tensors if self._axes[each] is not None]
@@ -323,19 +332,6 @@ def _is_of_lengths(operation: Any) -> bool:
     if operation.type not in ("Cumsum", "StridedSlice"):
         return False
     return bool(operation.inputs[0].shape.rank == 1 and operation.inputs[0].dtype.is_integer)
-
-
-def is_of_ragged_rows(operation: Any) -> bool:
-    """Returns whether TensorFlow's code of ragged tensors made an operation.
-
-    That code works with where rows begin and end in the tensors that it was given. It compares no rows.
-    """
-    for frame in reversed(operation.traceback):
-        if _RAGGED in frame.filename:
-            return True
-        if not frame.filename.startswith(_TENSORFLOW):
-            return False
-    return False
 
 
 def joins_parts(axes: RowAxes, operation: Any) -> bool:

@@ -19,7 +19,7 @@ from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import Shards, current_step
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfRanks, profiled
-from tfrep_strategy.keras_integration.shared.xla import SplitPrediction, compiled_between_collectives
+from tfrep_strategy.keras_integration.shared.xla import Prediction, compiled_between_collectives
 from tfrep_strategy.keras_integration.synchronous import run_backups
 from tfrep_strategy.keras_integration.synchronous.callbacks import Callbacks
 from tfrep_strategy.keras_integration.synchronous.empty_parts import EmptyParts
@@ -27,6 +27,11 @@ from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfR
 from tfrep_strategy.keras_integration.synchronous.layers import Layers
 from tfrep_strategy.keras_integration.synchronous.logs import Logs, logs_of_all, with_global_logs
 from tfrep_strategy.keras_integration.synchronous.losses import Losses
+from tfrep_strategy.keras_integration.synchronous.mixing_layers import (
+    followed_if_rows_mix,
+    has_own_layers,
+    with_rows_of_all,
+)
 from tfrep_strategy.keras_integration.synchronous.open_rows import traced_for_any_rows
 from tfrep_strategy.keras_integration.synchronous.optimizer import Updates
 from tfrep_strategy.keras_integration.synchronous.own_functions import is_of_keras
@@ -205,7 +210,7 @@ class SynchronousDriver(
         """Makes a train or test function that also takes whole batches, as `train_on_batch` gives them."""
         strategy = self.strategy
         phase = "test" if step_function == model.test_step else "train"
-        keeps_rows = _is_all_of_keras(model, step_function)
+        gives_means = keeps_rows = _is_all_of_keras(model, step_function)
         if self.has_several:
             if isinstance(step_function, TracedFunction):  # Keras traces the step in any case, into a graph that can be followed.
                 step_function = as_traced(step_function)
@@ -213,9 +218,11 @@ class SynchronousDriver(
                 step_function = _noting(step_function, "is_own")
             elif not all(map(is_of_keras, (type(model).compute_loss, type(model).compute_metrics))):
                 step_function = _noting(step_function, "is_own", "only_parts_are_own")
-            elif _has_own_layers(model):
-                step_function = _noting(step_function, "has_own_layers")
+            elif has_own_layers(model):
+                step_function, keeps_rows = followed_if_rows_mix(step_function), False
             step_function = with_global_logs(model, phase, strategy, step_function)
+            if gives_means:
+                step_function = _noting(step_function, "gives_means")
 
         def build(step_function: Any) -> Any:
             if strategy.extended.compiles_whole_steps or not model.jit_compile:
@@ -238,7 +245,12 @@ class SynchronousDriver(
             if takes_whole_batches:
                 iterator = list(map(extended.shard, itertools.islice(iterator, model.steps_per_execution)))
             with extended.watching_peers():
-                logs = run(iterator)
+                try:
+                    logs = run(iterator)
+                except tf.errors.OutOfRangeError:
+                    if phase == "train" and self.has_several:
+                        extended.take_from_first(model)
+                    raise
             if extended.first_batch is not None:
                 self._check_first_batch()
             if warns:
@@ -253,13 +265,18 @@ class SynchronousDriver(
         """Makes a predict function that also takes whole batches, as `predict_on_batch` gives them."""
         extended = self.strategy.extended
 
-        def made(force: bool) -> Any:
-            if extended.compiles_whole_steps or not model.jit_compile:
-                original(model, force=force)
-            else:
-                split = SplitPrediction(model)
-                original(split, force=force)
-                model.predict_function = split.predict_function
+        compiles_all, has_several = extended.compiles_whole_steps, self.has_several
+
+        def made(force: bool, asks_for_rows: bool = False) -> Any:
+            predict_step: Callable[[Any], Any] = lambda batch: model.predict_step(batch)  # noqa: E731
+            may_mix_rows = has_own_layers(model) or not is_of_keras(type(model).predict_step)
+            if has_several and model.built and may_mix_rows and not asks_for_rows:
+                predict_step = with_rows_of_all(predict_step)
+            if model.jit_compile and not compiles_all:
+                predict_step = compiled_between_collectives(predict_step)
+            prediction = Prediction(model, predict_step, model.jit_compile and compiles_all)
+            original(prediction, force=force)
+            model.predict_function = prediction.predict_function
             return model.predict_function
 
         run, untraced = made(force), [True]
@@ -279,7 +296,7 @@ class SynchronousDriver(
                     except (TfrepError, tf.errors.OpError):
                         raise
                     except Exception:  # A model may ask how many rows there are, as on one device. Other errors come again.
-                        run, model.predict_function = made(force=True), function
+                        run, model.predict_function = made(force=True, asks_for_rows=True), function
                 untraced.clear()
                 outputs = run(batches)
             return extended.kept_outputs(outputs)
@@ -317,14 +334,6 @@ def _of_any_size(value: Any) -> Any:
 
 def _has_own_steps(model: Any) -> bool:
     return any(getattr(type(model), name) is not getattr(_Trainer, name) for name in ("train_step", "test_step"))
-
-
-def _has_own_layers(model: Any) -> bool:
-    """Whether layers are the user's own, or operations without a layer, which may mix the rows of a batch."""
-    layers = model._flatten_layers()
-    operations = (each for layer in layers for each in getattr(layer, "operations", ()))
-    has_operations = any(not isinstance(each, keras.Layer) for each in operations)
-    return has_operations or any(not is_of_keras(type(each)) or isinstance(each, keras.layers.Lambda) for each in layers)
 
 
 def _noting(step_function: Callable[[Any], Any], *facts: str) -> Callable[[Any], Any]:

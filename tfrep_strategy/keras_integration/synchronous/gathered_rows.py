@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
 from tfrep_strategy.keras_integration.synchronous.row_reductions import Reductions
+from tfrep_strategy.slices import note_of_all_replicas
 
 
 class GatheredRows:
@@ -67,7 +68,9 @@ class GatheredRows:
 
     def _gathered(self, own: tf.Tensor) -> tf.Tensor:
         parts = self._cut(own.name, tf.stop_gradient(own), tf.stack(self._own_sizes[own.name]))
-        return note_global(self._put_together(own.name, list(map(self._step.strategy.extended.gather_over_replicas, parts))))
+        of_all = self._put_together(own.name, list(map(self._step.strategy.extended.gather_over_replicas, parts)))
+        note_of_all_replicas(of_all)
+        return note_global(of_all)
 
     def _whole_shape(self, own: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
         axis, _ = self._places[own.name]

@@ -14,8 +14,9 @@ import tensorflow as tf
 
 from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.gathered_rows import GatheredRows
-from tfrep_strategy.keras_integration.synchronous.row_growth import REDUCED, note_global
+from tfrep_strategy.keras_integration.synchronous.row_growth import REDUCED, VALUES_OF, note_global
 from tfrep_strategy.keras_integration.synchronous.row_reductions import Reductions
+from tfrep_strategy.shares import Gradient
 
 _WITH_GRADIENTS = ("rows", "all_rows", "alike", *REDUCED)
 """The kinds of tensors through which gradients flow, in an order that all replicas have."""
@@ -43,8 +44,10 @@ class JointValue:
             known[tensor.name] = cls(step, tensor, found)
         return known[tensor.name]
 
-    def addends(self) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    def addends(self) -> list[tuple[tf.Tensor, Gradient]]:
         """Returns tensors of this replica, and what each of their gradients counts in that of the value.
+
+        What counts of a table that the rows of all replicas look up is sparse, as on one device.
 
         Raises:
             LookupError: An operation has no gradient, so that one device has none either.
@@ -68,8 +71,10 @@ class JointValue:
                 continue  # Another output of an operation that was repeated.
             inputs = [made[each.name] for each in operation.inputs]
             if tensor.name in found.of_rows:
+                sizes = slice(len(inputs[VALUES_OF.get(operation.type, slice(None))]), None)  # They are of this replica's rows.
                 old_and_new = zip(operation.inputs, inputs, strict=True)
                 inputs = [_spread(self._step, new) if old.name in without_rows else new for old, new in old_and_new]
+                inputs[sizes] = operation.inputs[sizes]
             attributes = {each.name: operation.node_def.attr[each.name] for each in operation.op_def.attr}
             copy = tensor.graph.create_op(operation.type, inputs, [each.dtype for each in operation.outputs], attrs=attributes)
             outputs = list(copy.outputs)
@@ -78,12 +83,15 @@ class JointValue:
             made.update(zip([each.name for each in operation.outputs], outputs, strict=True))
         return made[value.name]
 
-    def _weight(self, kind: str, own: tf.Tensor, whole: tf.Tensor, derivative: tf.Tensor) -> tf.Tensor:
+    def _weight(self, kind: str, own: tf.Tensor, whole: tf.Tensor, derivative: Gradient) -> Gradient:
+        if kind == "alike":  # A learned weight of a loss, for example.
+            return self._step.share.weigh(derivative)
+        derivative = tf.convert_to_tensor(derivative)
         if kind in ("rows", "sum"):
             return derivative
         if kind == "all_rows":
             return self._gathered.own_part(own, derivative)
-        if kind in ("mean", "alike"):  # A learned weight of a loss, for example, is alike.
+        if kind == "mean":
             return self._step.share.weigh(derivative)
         return derivative * _part_of_extreme(self._step, own, whole)
 
@@ -94,12 +102,18 @@ class JointValue:
         def mean(*tensors: tf.Tensor) -> Any:
             def gradient(upstream: tf.Tensor) -> list[tf.Tensor | None]:
                 weights = {own.name: self._step.share.unweigh(weight) for own, weight in self.addends()}
-                return [tf.cast(upstream, own.dtype) * weights[own.name] if own.name in weights else None for own in sources]
+                return [_times(weights.get(own.name), upstream) for own in sources]
 
             return tf.identity(self.value), gradient
 
         sources = [own for kind in _WITH_GRADIENTS for own in self._own[kind] if own.dtype.is_floating]
         return note_global(mean(*sources))
+
+
+def _times(gradient: Gradient, factor: tf.Tensor) -> Gradient:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_times(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    return None if gradient is None else tf.cast(factor, gradient.dtype) * gradient
 
 
 def _of_all(step: Step, kinds: Mapping[str, Sequence[tf.Tensor]]) -> dict[str, Sequence[tf.Tensor]]:

@@ -7,7 +7,6 @@ strategies, and a mean divides by the count of all replicas.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from tfrep_strategy.errors import message
 from tfrep_strategy.keras_integration.driver import KerasDriver
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import Step, current_step
@@ -32,6 +30,7 @@ from tfrep_strategy.keras_integration.synchronous.batch_sums import (
     puts_rows_together,
 )
 from tfrep_strategy.keras_integration.synchronous.losses_of_replicas import LossesOfReplicas
+from tfrep_strategy.keras_integration.synchronous.mixing_layers import look_for_mixed_rows
 from tfrep_strategy.keras_integration.synchronous.own_functions import (
     Sees,
     is_of_keras,
@@ -61,7 +60,7 @@ class Losses(SynchronousBase):
     def compute_loss(self, original: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Computes a loss that mixes rows from the rows of all replicas; others from this replica's own."""
         if self._sees_part:
-            _warn_of_layers_that_mix_rows(y_pred)
+            look_for_mixed_rows(y_pred)
         if not self._sees_part or _were_compared(y_true, y_pred):
             return original(loss, y_true, y_pred, sample_weight)
         if not (mixes_rows(loss, y_pred) or _is_own_and_mixes_rows(loss, original, y_true, y_pred)):
@@ -190,7 +189,7 @@ class Losses(SynchronousBase):
         step: Any = current_step()
         flat = keras.tree.flatten(given)
         tensors = [each for each in flat if tf.is_symbolic_tensor(each) and each.shape.rank]
-        if not step.is_own or not (any(compares_rows(step, each) for each in tensors) or _put_rows_together(step, tensors)):
+        if not step.is_own or not (any(_are_mixed(step, each) for each in tensors) or _put_rows_together(step, tensors)):
             return None
         flat = [None if value is None else ops.convert_to_tensor(value) for value in flat]
         whole = [value if value is None else of_all_rows(step, value) for value in flat]
@@ -209,19 +208,9 @@ class Losses(SynchronousBase):
         return current_step() is None and not sees_whole_batch.value and self.in_replica
 
 
-def _warn_of_layers_that_mix_rows(y_pred: Any) -> None:
-    """Warns if, in a step of Keras's, the graph tells that a prediction depends on other rows than its own."""
-    step = current_step()
-    if step is not None and step.has_own_layers and any(depends_on_other_rows(step, each) for each in keras.tree.flatten(y_pred)):
-        warnings.warn(
-            message(
-                "A layer mixes the rows of a batch: what it gives out for a row depends on others. Each replica mixes its own, so"
-                " that results are not those of one device.",
-                hint="gather the rows with tfrep.all_gather, or mix them in a `compute_loss` of your own. See docs/exactness.md.",
-                outputs=[getattr(each, "name", each) for each in keras.tree.flatten(y_pred)],
-            ),
-            stacklevel=2,
-        )
+def _are_mixed(step: Step, tensor: tf.Tensor) -> bool:
+    """Whether the rows of a tensor depend on other rows."""
+    return compares_rows(step, tensor) or depends_on_other_rows(step, tensor)
 
 
 def _put_rows_together(step: Step, tensors: Sequence[tf.Tensor]) -> bool:
@@ -295,7 +284,7 @@ def _were_compared(y_true: Any, y_pred: Any) -> bool:
     if step is None or not step.is_own:
         return False
     given = [value for value in keras.tree.flatten((y_true, y_pred)) if tf.is_symbolic_tensor(value)]
-    return any(compares_rows(step, value) for value in given)
+    return any(_are_mixed(step, value) for value in given)
 
 
 def _is_own_and_mixes_rows(loss: Any, compute: Any, y_true: Any, y_pred: Any) -> bool:

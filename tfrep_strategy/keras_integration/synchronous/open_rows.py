@@ -44,9 +44,7 @@ def traced_for_any_rows(
 
     def open_step(part: Any) -> Any:
         nonlocal hides
-        if keeps_rows and (step := current_step()) is not None:
-            step.gives_means = True
-        opened = tf.nest.map_structure(_with_open_rows, part)
+        opened = with_open_rows(part)
         hides = hides or any(map(lambda new, old: new is not old, tf.nest.flatten(opened), tf.nest.flatten(part)))
         return step_function(opened)
 
@@ -89,6 +87,11 @@ def _has_fixed_rows(part: Any) -> bool:
     """Returns whether all tensors of a part that have rows have a known number of them, and more than one: see `empty_parts.py`."""
     rows = [leaf.shape[0] for leaf in tf.nest.flatten(part, expand_composites=True) if leaf is not None and leaf.shape.rank != 0]
     return bool(rows) and all(number is not None and number > 1 for number in rows)
+
+
+def with_open_rows(part: Any) -> Any:
+    """Returns a nest of tensors that hide how many rows they have."""
+    return tf.nest.map_structure(_with_open_rows, part)
 
 
 def _with_open_rows(tensor: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,9 @@ MATRIX_PRODUCTS = {
 OF_SHAPES = {"Rank", "Shape", "ShapeN", "Size"}
 _MADE = {"BroadcastTo", "Fill", "Range", "Tile"}
 """Operations that make as many rows as they are told."""
+
+_TENSORFLOW = os.path.dirname(tf.__file__)
+_RAGGED = os.path.join("ops", "ragged", "")
 
 _NOWHERE = -1
 
@@ -209,3 +213,16 @@ def _only_unknown(before: tf.Tensor, after: tf.Tensor) -> int | None:
 
 def _usual(tensor: tf.Tensor) -> int | None:
     return 0 if tensor.shape.rank and tensor.shape[0] is None else None
+
+
+def is_of_ragged_rows(operation: Any) -> bool:
+    """Returns whether TensorFlow's code of ragged tensors made an operation.
+
+    That code works with where rows begin and end in the tensors that it was given. It compares no rows.
+    """
+    for frame in reversed(operation.traceback):
+        if _RAGGED in frame.filename:
+            return True
+        if not frame.filename.startswith(_TENSORFLOW):
+            return False
+    return False

@@ -14,9 +14,15 @@ import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy.keras_integration.protocol import Step
-from tfrep_strategy.keras_integration.synchronous.compared_rows import ComparedRows, is_of_ragged_rows
+from tfrep_strategy.keras_integration.synchronous.compared_rows import ComparedRows
 from tfrep_strategy.keras_integration.synchronous.open_rows import RowsAreFixedError
-from tfrep_strategy.keras_integration.synchronous.row_axes import MATRIX_PRODUCTS, REDUCTIONS, RowAxes, reduced_axes
+from tfrep_strategy.keras_integration.synchronous.row_axes import (
+    MATRIX_PRODUCTS,
+    REDUCTIONS,
+    RowAxes,
+    is_of_ragged_rows,
+    reduced_axes,
+)
 
 ADDITIONS = {"Add", "AddN", "AddV2", "ConcatV2", "Pack", "Sub"}
 PRODUCTS = {"Mul": 1, "MulNoNan": 1, "Div": -1, "DivNoNan": -1, "RealDiv": -1}
@@ -48,7 +54,7 @@ _REPEATABLE = REDUCTIONS | CHECKED | {
 }  # fmt: skip
 """Operations that do the same to each row."""
 
-_VALUES_OF = {"Fill": slice(1, 2), "Range": slice(0)} | dict.fromkeys(
+VALUES_OF = {"Fill": slice(1, 2), "Range": slice(0)} | dict.fromkeys(
     ("Bincount", "BroadcastTo", "DenseBincount", "OneHot", "Reshape", "Slice", "StridedSlice", "Tile"), slice(1)
 )
 """Of operations with inputs that are sizes, such as the length of the longest sentence: the others."""
@@ -252,7 +258,7 @@ class RowGrowth:
         return self[tensor] == 1 or isinstance(self[tensor], _Shape)
 
     def _follow_reduced(self, operation: Any) -> None:
-        inputs = [each.name for each in operation.inputs[_VALUES_OF.get(operation.type, slice(None))]]
+        inputs = [each.name for each in operation.inputs[VALUES_OF.get(operation.type, slice(None))]]
         inputs = [name for name in inputs if self.told.get(name) != 0]
         for output in operation.outputs:
             if self._axes[output] is None:
@@ -263,14 +269,13 @@ class RowGrowth:
 
     def _follow_shared(self, operation: Any, output: tf.Tensor) -> None:
         """Notes what becomes of rows to which something was done with what comes from all of them."""
-        if not all(map(self._is_free_of_weights, operation.inputs)):
-            return
+        is_row_by_row = operation.type in _REPEATABLE and all(map(self._is_free_of_weights, operation.inputs))
         shared = {each.name for each in operation.inputs if self.told.get(each.name) != 0} & (self._normalized | self._reduced)
         if shared <= self.of_layers:
-            if operation.type not in _REPEATABLE:
-                return  # As behind weights: to compute a pool from the rows of all would cost as much as one device's.
+            if not is_row_by_row:
+                return  # To compute a pool, or products with weights, from the rows of all would cost as much as one device's.
             self.of_layers.add(output.name)
-        if operation.type in _REPEATABLE:
+        if is_row_by_row:
             self._normalized.add(output.name)
         else:
             self.compared.note(output)

@@ -125,7 +125,7 @@ def _of_compared(grows: RowGrowth, value: tf.Tensor) -> Reductions | None:
                 axis = grows.axis(rows)
                 assert axis is not None
                 found.places[tensor.name] = axis, grows.compared.joined(rows)
-        elif tensor.op.type in SOURCES | _CALLS or tensor.op.op_def.is_stateful:
+        elif not _can_be_copied(tensor.op):
             if grows.compared.compares(value):
                 _warn_of(tensor.op)
             return None
@@ -135,6 +135,18 @@ def _of_compared(grows: RowGrowth, value: tf.Tensor) -> Reductions | None:
             found.between.append(tensor)
             known.add(tensor.name)
     return found._replace(degree=math.inf)
+
+
+def _can_be_copied(operation: Any) -> bool:
+    """Whether an operation computes the same, with the same gradient, if it is given the rows of all replicas."""
+    if operation.type in _CALLS and not _is_of_swish(operation):
+        return False
+    return operation.type not in SOURCES and not operation.op_def.is_stateful
+
+
+def _is_of_swish(operation: Any) -> bool:
+    """Whether an operation is of `tf.nn.silu`, whose gradient of its own saves memory, and is what one finds without it."""
+    return any(frame.name in ("silu", "swish") and frame.filename.endswith("nn_impl.py") for frame in operation.traceback)
 
 
 def _warn_of(operation: Any) -> None:
@@ -153,7 +165,9 @@ def _kind_among_all_rows(grows: RowGrowth, tensor: tf.Tensor) -> str | None:
     if tensor in grows.compared:
         return None
     inputs = list(tensor.op.inputs)
-    if tensor.op.type == "Shape" and grows.depends_on_rows(tensor) and inputs[0] not in grows.compared:
+    if tensor.op.type == "Shape" and grows.depends_on_rows(tensor):
+        if inputs[0] in grows.compared:
+            return None
         return "shape" if grows.axis(inputs[0]) is not None else "alike"
     kind = _kind(grows, tensor)
     if kind in REDUCED and any(map(grows.is_normalized, inputs)):

@@ -21,6 +21,7 @@ from tfrep_strategy.keras_integration.synchronous.row_growth import (
     note_global,
     note_rows,
 )
+from tfrep_strategy.slices import joined
 
 
 class Tapes(SynchronousBase):
@@ -48,13 +49,18 @@ class Tapes(SynchronousBase):
         is_own_loss = _comes_from_scaled(step, target) if is_part else not was_scaled
         takes_apart = (positions or of_rows) and asks_for_all and is_own_loss
         weighed = _all_weighed(step, target, bool(of_rows) or any(map(overwrites, flat))) if takes_apart else []
-        if weighed:
-            target, output_gradients = map(list, zip(*weighed, strict=True))
+        dense_ones, of_tables = _lookups_apart(weighed, flat)
+        if dense_ones:
+            target, output_gradients = map(list, zip(*dense_ones, strict=True))
         stay_parts = is_part or not positions
         if stay_parts and not weighed:
             return original(tape, target, sources, output_gradients, *args, **kwargs)
         with step.taking_global(target, is_weighed=bool(weighed)):
-            gradients = tf.nest.flatten(original(tape, target, sources, output_gradients, *args, **kwargs))
+            only_tables = weighed and not dense_ones
+            taken = None if only_tables else original(tape, target, sources, output_gradients, *args, **kwargs)
+            gradients = [None] * len(flat) if only_tables else tf.nest.flatten(taken)
+            for i, slices in of_tables:
+                gradients[i] = _with_slices(gradients[i], slices)
             if weighed:
                 gradients = [_noted_rows(step, *pair) for pair in zip(flat, gradients, strict=True)]
             if stay_parts:
@@ -112,6 +118,38 @@ def _weighed(step: Step, target: Any, at_once: bool) -> list[tuple[tf.Tensor, tf
     weighed = [(value, tf.ones_like(value)) for value in sums]
     weighed += [(value, tf.cast(step.share.value, value.dtype)) for value in means]
     return weighed + [addend for value in joint for addend in value.addends()]
+
+
+def _lookups_apart(
+    weighed: Sequence[tuple[tf.Tensor, Any]], sources: Sequence[Any]
+) -> tuple[list[tuple[tf.Tensor, tf.Tensor]], list[tuple[int, tf.IndexedSlices]]]:
+    """Takes the gradients of lookups apart, which a tape would make dense: by the positions of their tables among the sources."""
+    dense_ones, of_tables = [], []
+    for tensor, weight in weighed:
+        i = _position_of_variable(tensor, sources) if isinstance(weight, tf.IndexedSlices) else None
+        if i is None:
+            dense_ones.append((tensor, tf.convert_to_tensor(weight)))
+        else:
+            values = tf.cast(weight.values, sources[i].dtype)
+            of_tables.append((i, tf.IndexedSlices(values, weight.indices, weight.dense_shape)))
+    return dense_ones, of_tables
+
+
+def _position_of_variable(value: tf.Tensor, sources: Sequence[Any]) -> int | None:
+    """Returns which of the sources is the variable that was read, and perhaps cast; None if it is none of them."""
+    while value.op.type in ("Cast", "Identity"):
+        value = value.op.inputs[0]
+    if value.op.type != "ReadVariableOp":
+        return None
+    inner = value.op.inputs[0]
+    outer = next((outer for outer, captured in value.graph.captures if captured is inner), inner)
+    return next((i for i, source in enumerate(sources) if getattr(source, "handle", None) is outer), None)
+
+
+def _with_slices(gradient: Any, slices: tf.IndexedSlices) -> Any:
+    if gradient is None:
+        return slices
+    return joined([gradient, slices]) if isinstance(gradient, tf.IndexedSlices) else gradient + tf.convert_to_tensor(slices)
 
 
 def _mean(step: Step, value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -1,0 +1,99 @@
+"""Layers that mix the rows of a batch, in models with Keras's own step, and tables that are looked up with mixed rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from scenarios.base import init, regression, scenario, trained
+
+_O = keras.optimizers
+
+
+class Router(layers.Layer):
+    """Sends rows to two experts, each of which takes the first six that choose it (Fedus et al., 2021)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choose = layers.Dense(2, kernel_initializer=init(1))
+        self.experts = [layers.Dense(4, "silu", kernel_initializer=init(seed)) for seed in (2, 3)]
+
+    def build(self, shape: Any) -> None:
+        for layer in (self.choose, *self.experts):
+            layer.build(shape)
+
+    def call(self, x: Any) -> Any:
+        chances = ops.softmax(self.choose(x))
+        chosen = ops.one_hot(ops.argmax(chances, -1), 2)
+        self.add_loss(0.1 * ops.sum(ops.mean(chosen, 0) * ops.mean(chances, 0)))
+        weights = chances * chosen * ops.cast(ops.cumsum(chosen, 0) <= 6, "float32")
+        return x + sum(weights[:, i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+
+
+class Centered(layers.Layer):
+    """Takes away the mean of the batch."""
+
+    def call(self, x: Any) -> Any:
+        return x - ops.mean(x, axis=0)
+
+
+@scenario
+def layers_that_mix_rows() -> dict[str, Any]:
+    inputs = keras.Input((4,))
+    keys = layers.Dense(5, kernel_initializer=init(4))(inputs)
+    attended = ops.matmul(ops.softmax(ops.matmul(keys, ops.transpose(keys))), inputs)
+    ends = [layers.Dense(1, kernel_initializer=init(5)) for _ in range(3)]
+    models = {
+        "router": keras.Sequential([keras.Input((4,)), Router(), ends[0]]),
+        "centered": keras.Sequential([keras.Input((4,)), Centered(), ends[1]]),
+        "attention": keras.Model(inputs, ends[2](attended)),
+    }
+    for model in models.values():
+        model.compile(_O.SGD(0.02, momentum=0.9), "mse", metrics=["mae"])
+    return {name: trained(model, *regression(33), epochs=2) for name, model in models.items()}
+
+
+class Negatives(keras.Model):
+    """Compares rows of a table with those of the next example, and with some that all examples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = layers.Embedding(20, 4, embeddings_initializer=init(1))
+        self.table.build(None)
+
+    def train_step(self, rows: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            number = tf.shape(rows)[0]
+            found = self.table(tf.concat([rows, tf.constant([1, 4, 7], rows.dtype)], 0))
+            shared = tf.matmul(found[:number], found[number:], transpose_b=True)
+            beside = tf.reduce_sum(self.table(rows) * self.table(tf.roll(rows, 1, 0)), -1)
+            loss = tf.reduce_mean(tf.nn.softplus(shared)) + tf.reduce_mean(tf.nn.softplus(beside))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss, "is_sparse": tf.constant(float(isinstance(gradients[0], tf.IndexedSlices)))}
+
+
+class Biases(layers.Layer):
+    """Looks up a table with rows that a variable holds, as the relative positions of a Swin transformer (Liu et al., 2021)."""
+
+    def build(self, shape: Any) -> None:
+        self.table = self.add_weight(shape=(3, 4), initializer=init(2))
+        self.places = keras.Variable([0, 1, 1, 2], trainable=False, dtype="int32")
+
+    def call(self, x: Any) -> Any:
+        return x * ops.sum(ops.tanh(ops.take(self.table, self.places, axis=0)), 0)
+
+
+@scenario
+def tables_looked_up_with_all_rows_and_by_variables() -> dict[str, Any]:
+    """Adam squares each slice of a gradient."""
+    negatives = Negatives()
+    negatives.compile(_O.Adam(0.05, epsilon=1e-3))
+    history = negatives.fit(np.arange(17) * 3 % 20, batch_size=5, epochs=2, shuffle=False, verbose=0).history
+    biased = keras.Sequential([keras.Input((4,)), Biases(), layers.Dense(1, kernel_initializer=init(3))])
+    biased.compile(_O.Adam(0.05, epsilon=1e-3), "mse")
+    return {"negatives": [history, negatives.get_weights()], "biased": trained(biased, *regression(17), batch_size=5, epochs=2)}

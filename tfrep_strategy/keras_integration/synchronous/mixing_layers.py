@@ -1,0 +1,105 @@
+"""Models whose layers mix the rows of a batch: what they give out for a row depends on other rows.
+
+A router counts the places that are left in a batch; a sum over all dimensions of a product is one of the batch. Keras's own steps
+are then followed as those of users are: the replicas gather rows, and each computes what comes after for all of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfrep_strategy.errors import message
+from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.synchronous.batch_sums import depends_on_other_rows, of_all_rows
+from tfrep_strategy.keras_integration.synchronous.open_rows import TraceAgainError, with_open_rows
+from tfrep_strategy.keras_integration.synchronous.own_functions import is_of_keras
+from tfrep_strategy.keras_integration.synchronous.whole_batch import place_in_batch
+
+
+class LayersMixRowsError(TraceAgainError):
+    """A layer was found to mix the rows of a batch, so that the step is to be followed."""
+
+
+def has_own_layers(model: Any) -> bool:
+    """Returns whether layers are the user's own, or operations without a layer, which may mix the rows of a batch."""
+    layers = model._flatten_layers()
+    operations = (each for layer in layers for each in getattr(layer, "operations", ()))
+    has_operations = any(not isinstance(each, keras.Layer) for each in operations)
+    return has_operations or any(not is_of_keras(type(each)) or isinstance(each, keras.layers.Lambda) for each in layers)
+
+
+def followed_if_rows_mix(step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wraps a step of Keras's so that it is traced again, and followed, once a layer is found to mix rows."""
+    mixes = False
+
+    def step(batch: Any) -> Any:
+        nonlocal mixes
+        if (current := current_step()) is None:
+            return step_function(batch)
+        current.has_own_layers = not mixes
+        if mixes:
+            current.is_own = current.only_parts_are_own = True
+            current.gives_means = False
+        try:
+            return step_function(batch)
+        except LayersMixRowsError:
+            mixes = True
+            raise
+
+    return step
+
+
+def look_for_mixed_rows(predictions: Any) -> None:
+    """Has the step traced again if the graph tells that a prediction depends on other rows than its own."""
+    step = current_step()
+    if step is None or not step.has_own_layers:
+        return
+    flat = keras.tree.flatten(predictions)
+    if any(depends_on_other_rows(step, each) for each in flat):
+        _warn_of_costs(flat)
+        raise LayersMixRowsError
+
+
+def with_rows_of_all(predict_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wraps a step that predicts so that rows which depend on others are computed from those of all replicas.
+
+    The step may not ask how many rows there are.
+    """
+
+    def step(batch: Any) -> Any:
+        current = current_step()
+        if current is None or tf.executing_eagerly():
+            return predict_step(batch)
+        outputs = predict_step(with_open_rows(batch))
+        flat = keras.tree.flatten(outputs)
+        mixed = {i for i, each in enumerate(flat) if depends_on_other_rows(current, each)}
+        if not mixed:
+            return outputs
+        _warn_of_costs(flat)
+        first, _ = place_in_batch(current.strategy, tf.shape(flat[min(mixed)])[0])
+        own = [_own_rows(current, each, first) if i in mixed else each for i, each in enumerate(flat)]
+        return keras.tree.pack_sequence_as(outputs, own)
+
+    return step
+
+
+def _own_rows(step: Any, output: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
+    of_all = of_all_rows(step, output)
+    return output if of_all is None else tf.ensure_shape(of_all[first : first + tf.shape(output)[0]], output.shape)
+
+
+def _warn_of_costs(outputs: list[Any]) -> None:
+    warnings.warn(
+        message(
+            "A layer mixes the rows of a batch: what it gives out for a row depends on others. So each replica computes what comes"
+            " after it for the rows of all replicas: that is right, but no faster than one device.",
+            hint="mix rows as late in the model as you can. See docs/exactness.md.",
+            outputs=[getattr(each, "name", each) for each in outputs],
+        ),
+        stacklevel=2,
+    )
