@@ -154,6 +154,7 @@ def test_a_predict_step_that_mixes_rows_gives_those_of_one_device() -> None:
         keras.utils.set_random_seed(5)
         with scope:
             model = Ranks(lambda x: x)
+            model.build((None, 6))
             model.compile()
         return model.predict(_X, batch_size=4, verbose=0)
 
