@@ -14,6 +14,7 @@ from keras import ops
 import tfrep_strategy as tfrep
 from tfrep_strategy.keras_integration.protocol import Shards, Step, current_step
 from tfrep_strategy.keras_integration.synchronous.batch_sums import compares_rows, part_of_global
+from tfrep_strategy.keras_integration.synchronous.row_growth import note_normalized
 from tfrep_strategy.shares import Share
 
 NO_STRATEGY: Any = None
@@ -279,6 +280,8 @@ def _through(x: Any, made: list[Any]) -> Any:
     for layer in made:
         training = {"training": True} if isinstance(layer, _L.BatchNormalization) else {}
         x = layer(*[x] * (1 + isinstance(layer, _L.MultiHeadAttention)), **training)
+        if training:
+            note_normalized(x)  # As in a step.
     return x
 
 

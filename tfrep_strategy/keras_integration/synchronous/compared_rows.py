@@ -18,6 +18,7 @@ from tfrep_strategy.keras_integration.synchronous.row_axes import (
     MATRIX_PRODUCTS,
     OF_SHAPES,
     RowAxes,
+    is_of_lengths,
     is_of_ragged_rows,
     matrices,
     reduced_axes,
@@ -59,6 +60,10 @@ _MOVES = {"FloorMod", "ReverseV2", "Roll", "Slice", "StridedSlice"}
 """Operations that make other places of the places of rows."""
 
 _SETS = {"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"}
+_COUNTING = _SETS | _OF_SEGMENTS | _OF_ALL_ELEMENTS | _OF_VECTORS | {"DynamicPartition", "Where"}
+_CUTTING = {"ConcatV2", "GatherV2", "Slice", "Split", "SplitV", "StridedSlice", "Tile", "TopKV2"}
+"""Operations after which the number of rows is another one: always, and if they are along the rows."""
+
 _PADS = {"MirrorPad", "Pad", "PadV2"}
 _WITHOUT_PARTS = {"EuclideanNorm", "Prod"}
 """Reductions whose value on all rows does not follow from that on the parts in a way that `row_reductions.py` knows."""
@@ -85,6 +90,8 @@ class ComparedRows:
         """The names of tensors with some of the rows of a batch, in their order, and of how many these are."""
         self._multiples: dict[str, Fraction | None] = {}
         """How many rows of tensors are of one row of the batch, if not 1; None where nobody knows."""
+        self._counted_anew: set[str] = set()
+        """The names of tensors with as many rows as values or places decide, so that replicas' numbers of rows do not add up."""
         self._joined: dict[str, list[tuple[tf.Tensor, int]]] = {}
         self._by_numbers: set[str] = set()
 
@@ -121,6 +128,8 @@ class ComparedRows:
         only_shape = operation.type in OF_SHAPES | {"ZerosLike", "OnesLike"}
         if is_data or from_values and not only_shape or operation.op_def.is_stateful and counts:
             self._from_values |= outputs
+        if self._counts_anew(operation, inputs, counts):
+            self._counted_anew |= outputs
         found = self._of(operation, inputs, counts)
         if found is not None:
             numbers = operation.inputs[1:2] if operation.type in _BY_NUMBERS else ()
@@ -177,7 +186,7 @@ class ComparedRows:
         with_rows = self._with_rows(inputs)
         valued = [each for each in with_rows if each.name in self._from_values and each not in self]
         chosen_mean = kind == "Mean" and any(each.name in self._chosen for each in valued)
-        if not _is_of_lengths(operation) and mixes_rows_by_itself(self._axes, operation, valued):
+        if not is_of_lengths(operation) and mixes_rows_by_itself(self._axes, operation, valued):
             return _OTHERS
         if kind in _OF_DIAGONALS and self._are_in_matrix(with_rows):
             return _OTHERS
@@ -197,8 +206,13 @@ class ComparedRows:
 
     def _has_a_row_for_each(self, tensor: tf.Tensor) -> bool:
         """Whether the shape of a tensor follows from the number of rows of the batch, whatever else these were compared with."""
-        is_batch = self._axes[tensor] is not None and self._multiples.get(tensor.name, 1) == 1 and tensor.name not in self._chosen
-        return is_batch and [*tensor.shape].count(None) == 1
+        of_batch = self._axes[tensor] is not None and tensor.name not in self._chosen | self._counted_anew
+        return of_batch and [*tensor.shape].count(None) == 1
+
+    def _counts_anew(self, operation: Any, inputs: Sequence[tf.Tensor], counts: Sequence[tf.Tensor]) -> bool:
+        is_cut = operation.type in _CUTTING and not (operation.type == "TopKV2" and counts)
+        is_cut = is_cut and mixes_rows_by_itself(self._axes, operation, self._with_rows(inputs))
+        return is_cut or operation.type in _COUNTING or any(each.name in self._counted_anew for each in inputs)
 
     def _with_rows(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return [each for each in tensors if self._axes[each] is not None]
@@ -216,7 +230,7 @@ class ComparedRows:
         """Whether an operation makes places of values: sets, and sums and parts of lengths, of which ragged tensors are made."""
         if operation.type in _SETS:
             return bool(valued)
-        return _is_of_lengths(operation) and mixes_rows_by_itself(self._axes, operation, valued)
+        return is_of_lengths(operation) and mixes_rows_by_itself(self._axes, operation, valued)
 
     def _moves(self, operation: Any, counts: Sequence[tf.Tensor]) -> bool:
         places = operation.inputs[0]
@@ -310,28 +324,21 @@ def mixes_rows_by_itself(axes: RowAxes, operation: Any, with_rows: Sequence[tf.T
     if kind in _SCATTERS:
         return operation.inputs[_SCATTERS[kind]].name in {each.name for each in with_rows}
     if kind in _PADS:
-        widths = tf.get_static_value(operation.inputs[1])
-        return widths is not None and any(widths[_axis(axes, each)].any() for each in with_rows)
+        widths = operation.inputs[1]  # Of all dimensions, packed where that of one is no constant.
+        of_each = list(widths.op.inputs) if widths.op.type == "Pack" else tf.get_static_value(widths)
+        of_rows = [tf.get_static_value(of_each[_axis(axes, each)]) for each in with_rows] if of_each is not None else []
+        return any(width is None or np.any(width) for width in of_rows)
     first = operation.inputs[0]
     if first.name not in {each.name for each in with_rows}:
         return False
     axis, rank = _axis(axes, first), int(first.shape.rank)
-    if kind in _ALONG_THE_LAST:
-        return axis == rank - 1
-    if kind in _OF_MATRICES:
-        return axis >= rank - 2
+    if kind in _ALONG_THE_LAST or kind in _OF_MATRICES:
+        return axis >= rank - (1 if kind in _ALONG_THE_LAST else 2)
     if kind in _ALONG_AN_INPUT:
         return _is_along_an_input(axes, operation)
     if kind in _WITHOUT_PARTS:
         return axis in reduced_axes(operation)
     return kind in _RULES and _RULES[kind](operation, axis)
-
-
-def _is_of_lengths(operation: Any) -> bool:
-    """Whether an operation adds up or cuts a vector of whole numbers, such as where the rows of ragged tensors begin and end."""
-    if operation.type not in ("Cumsum", "StridedSlice"):
-        return False
-    return bool(operation.inputs[0].shape.rank == 1 and operation.inputs[0].dtype.is_integer)
 
 
 def joins_parts(axes: RowAxes, operation: Any) -> bool:

@@ -226,3 +226,10 @@ def is_of_ragged_rows(operation: Any) -> bool:
         if not frame.filename.startswith(_TENSORFLOW):
             return False
     return False
+
+
+def is_of_lengths(operation: Any) -> bool:
+    """Returns whether an operation adds up or cuts a vector of whole numbers, such as where ragged rows begin and end."""
+    if operation.type not in ("Cumsum", "StridedSlice"):
+        return False
+    return bool(operation.inputs[0].shape.rank == 1 and operation.inputs[0].dtype.is_integer)
