@@ -18,6 +18,7 @@ from tfrep_strategy.keras_integration.synchronous.row_axes import (
     MATRIX_PRODUCTS,
     OF_SHAPES,
     RowAxes,
+    cuts,
     is_of_lengths,
     is_of_ragged_rows,
     matrices,
@@ -173,7 +174,7 @@ class ComparedRows:
     def _judged(self, operation: Any, inputs: Sequence[tf.Tensor], counts: Sequence[tf.Tensor]) -> str | None:
         kind = operation.type
         states = {self._found[each.name] for each in inputs if each in self}
-        if kind in OF_SHAPES and self._has_a_row_for_each(operation.inputs[0]):
+        if "Random" in kind and self._draws_for_rows(operation):
             return None
         if _OTHERS in states:
             return _OTHERS
@@ -204,8 +205,16 @@ class ComparedRows:
             return _CHOICE
         return _PLACES if states or kind == "Range" and counts or self._makes_places(operation, valued) else None
 
+    def _draws_for_rows(self, operation: Any) -> bool:
+        """Whether numbers are drawn for the rows of tensors, as by dropout, whatever these rows were compared with."""
+        left, shaped = [operation.inputs[0]], list[tf.Tensor]()
+        while left:
+            op = left.pop().op
+            left += op.inputs[:1] if op.type in ("Cast", "Identity", "StridedSlice") else op.inputs if op.type == "Pack" else ()
+            shaped += op.inputs if op.type == "Shape" else ()
+        return bool(shaped) and all(map(self._has_a_row_for_each, shaped))
+
     def _has_a_row_for_each(self, tensor: tf.Tensor) -> bool:
-        """Whether the shape of a tensor follows from the number of rows of the batch, whatever else these were compared with."""
         of_batch = self._axes[tensor] is not None and tensor.name not in self._chosen | self._counted_anew
         return of_batch and [*tensor.shape].count(None) == 1
 
@@ -394,15 +403,6 @@ def _gathers(operation: Any, axis: int) -> bool:
     return along is not None and along.item() % operation.inputs[0].shape.rank == axis and not operation.get_attr("batch_dims")
 
 
-def _slices(operation: Any, axis: int) -> bool:
-    if (offset := operation.inputs[1].op).type == "ConcatOffset":  # Backward takes apart what was joined, along one dimension.
-        along = offset.inputs[0]
-        along = tf.get_static_value(along.op.inputs[0] if along.op.type == "FloorMod" else along)
-        return along is None or along.item() % operation.inputs[0].shape.rank == axis
-    begin, size = (tf.get_static_value(each, partial=True) for each in operation.inputs[1:3])
-    return begin is None or size is None or begin[axis] != 0 or size[axis] not in (-1, None)
-
-
 def _slices_with_strides(operation: Any, axis: int) -> bool:
     return axis in strided_slice(operation).cut
 
@@ -414,7 +414,7 @@ def _repeats(operation: Any, axis: int) -> bool:
 
 _RULES: dict[str, Callable[[Any, int], bool]] = {
     "GatherV2": _gathers,
-    "Slice": _slices,
+    "Slice": cuts,
     "StridedSlice": _slices_with_strides,
     "Tile": _repeats,
 }

@@ -233,3 +233,13 @@ def is_of_lengths(operation: Any) -> bool:
     if operation.type not in ("Cumsum", "StridedSlice"):
         return False
     return bool(operation.inputs[0].shape.rank == 1 and operation.inputs[0].dtype.is_integer)
+
+
+def cuts(operation: Any, axis: int) -> bool:
+    """Returns whether a `Slice` takes less than all of a dimension."""
+    if (offset := operation.inputs[1].op).type == "ConcatOffset":  # Backward takes apart what was joined, along one dimension.
+        along = offset.inputs[0]
+        along = tf.get_static_value(along.op.inputs[0] if along.op.type == "FloorMod" else along)
+        return along is None or along.item() % operation.inputs[0].shape.rank == axis
+    begin, size = (tf.get_static_value(each, partial=True) for each in operation.inputs[1:3])
+    return begin is None or size is None or begin[axis] != 0 or size[axis] not in (-1, None)

@@ -165,9 +165,7 @@ def _kind_among_all_rows(grows: RowGrowth, tensor: tf.Tensor) -> str | None:
     if tensor in grows.compared:
         return None
     inputs = list(tensor.op.inputs)
-    if tensor.op.type == "Shape" and grows.depends_on_rows(tensor):
-        if inputs[0] in grows.compared:
-            return None
+    if tensor.op.type == "Shape" and grows.depends_on_rows(tensor) and inputs[0] not in grows.compared:
         return "shape" if grows.axis(inputs[0]) is not None else "alike"
     kind = _kind(grows, tensor)
     if kind in REDUCED and any(map(grows.is_normalized, inputs)):
