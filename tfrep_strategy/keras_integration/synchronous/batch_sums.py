@@ -78,16 +78,16 @@ def compares_rows(step: Step, value: Any) -> bool:
 
 
 def depends_on_other_rows(step: Step, value: Any) -> bool:
-    """Returns whether the rows of a tensor are known to depend on other rows of the batch, or on what all have in common.
-
-    Those of merged graphs do, too, but one replica has the whole batch then.
-    """
+    """Returns whether the rows of a tensor are known to depend on other rows of the batch, or on what all have in common."""
     if step.gathers or step.is_in_branch or step.rows_are_fixed or not step.has_computed(value):
         return False
     grows = growth_of(step, value)
-    if grows.compared.follows_numbers(value):
-        return False
     return value in grows.compared or grows.is_normalized(value) and value.name not in grows.of_layers
+
+
+def follows_numbers(step: Step, value: tf.Tensor) -> bool:
+    """Returns whether rows were put together by numbers that the batch brings, as in merged graphs: one replica has these."""
+    return growth_of(step, value).compared.follows_numbers(value)
 
 
 def puts_rows_together(step: Step, value: Any) -> bool:

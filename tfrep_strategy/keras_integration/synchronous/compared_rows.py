@@ -7,49 +7,30 @@ these together with less.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.keras_integration.synchronous.row_axes import (
-    MATRIX_PRODUCTS,
-    OF_SHAPES,
-    RowAxes,
-    cuts,
+from tfrep_strategy.keras_integration.synchronous.mixing_operations import (
+    OF_ALL_ELEMENTS,
+    PADS,
+    RULES,
+    axis_of,
+    is_along_an_input,
     is_of_lengths,
     is_of_ragged_rows,
-    matrices,
-    reduced_axes,
-    strided_slice,
+    joins_parts,
+    mixes_rows_by_itself,
 )
-
-_ELEMENTWISE = {
-    "Add", "AddV2", "Atan2", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "DivNoNan", "Equal", "FloorDiv", "FloorMod", "Greater",
-    "GreaterEqual", "Less", "LessEqual", "LogicalAnd", "LogicalOr", "Maximum", "Minimum", "Mul", "MulNoNan", "NotEqual", "Pow",
-    "RealDiv", "SelectV2", "SquaredDifference", "Sub", "Xdivy", "Xlogy",
-}  # fmt: skip
-_ALONG_THE_LAST = {
-    "LogSoftmax", "Softmax", "SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits", "TopKV2",
-}  # fmt: skip
-_ALONG_AN_INPUT = {"ArgMax", "ArgMin", "Cumprod", "Cumsum", "CumulativeLogsumexp", "ReverseV2", "Roll"}
-_OF_MATRICES = {
-    "BatchMatrixInverse", "Cholesky", "LogMatrixDeterminant", "LuV2", "MatrixDeterminant", "MatrixInverse", "MatrixSolve",
-    "MatrixSolveLs", "MatrixTriangularSolve", "Qr", "SelfAdjointEigV2", "Svd",
-}  # fmt: skip
-_OF_ALL_ELEMENTS = {
-    "HistogramFixedWidth", "SegmentMaxV2", "SegmentMean", "SegmentMinV2", "SegmentProdV2", "SegmentSumV2",
-}  # fmt: skip
-_SCATTERS = {"ScatterNd": 0, "TensorScatterAdd": 1, "TensorScatterUpdate": 1}
-"""Operations that put something at indices, and which input these are."""
+from tfrep_strategy.keras_integration.synchronous.row_axes import OF_SHAPES, RowAxes, reduced_axes
 
 _OF_VECTORS = {"Bincount", "DenseBincount"}
 """Operations that count for each row in matrices, and in vectors that have several elements for a row, at offsets."""
 
 _OF_SEGMENTS = {"UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd", "UnsortedSegmentSum"}
-_BY_NUMBERS = {"GatherNd", "GatherV2"} | _OF_ALL_ELEMENTS | _OF_SEGMENTS
+_BY_NUMBERS = {"GatherNd", "GatherV2"} | OF_ALL_ELEMENTS | _OF_SEGMENTS
 """Operations that take or put together what numbers say, which are their second input."""
 
 _AT_PLACES = {
@@ -61,13 +42,9 @@ _MOVES = {"FloorMod", "ReverseV2", "Roll", "Slice", "StridedSlice"}
 """Operations that make other places of the places of rows."""
 
 _SETS = {"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"}
-_COUNTING = _SETS | _OF_SEGMENTS | _OF_ALL_ELEMENTS | _OF_VECTORS | {"DynamicPartition", "Where"}
-_CUTTING = {"ConcatV2", "GatherV2", "Slice", "Split", "SplitV", "StridedSlice", "Tile", "TopKV2"}
+_COUNTING = _SETS | _OF_SEGMENTS | OF_ALL_ELEMENTS | _OF_VECTORS | {"DynamicPartition", "Where"}
+_CUTTING = PADS | {"ConcatV2", "GatherV2", "Slice", "Split", "SplitV", "StridedSlice", "Tile", "TopKV2"}
 """Operations after which the number of rows is another one: always, and if they are along the rows."""
-
-_PADS = {"MirrorPad", "Pad", "PadV2"}
-_WITHOUT_PARTS = {"EuclideanNorm", "Prod"}
-"""Reductions whose value on all rows does not follow from that on the parts in a way that `row_reductions.py` knows."""
 
 _OF_DIAGONALS = {"MatrixBandPart", "MatrixDiag", "MatrixDiagPartV3", "MatrixDiagV3", "MatrixSetDiagV3"}
 
@@ -159,12 +136,12 @@ class ComparedRows:
     def _parts(self, operation: Any) -> list[tuple[tf.Tensor, int]]:
         if operation.type == "Reshape" and self._is_flattened(operation):
             before = operation.inputs[0]
-            axis = _axis(self._axes, before)
+            axis = axis_of(self._axes, before)
             return [(before, axis)] * int(before.shape[:axis].num_elements() or 0)
         if not joins_parts(self._axes, operation) or is_of_ragged_rows(operation):
             return []
         *tensors, _ = operation.inputs
-        return [part for each in tensors for part in self.joined(each) or [(each, _axis(self._axes, each))]]
+        return [part for each in tensors for part in self.joined(each) or [(each, axis_of(self._axes, each))]]
 
     def _of(self, operation: Any, inputs: Sequence[tf.Tensor], counts: Sequence[tf.Tensor]) -> str | None:
         found = self._judged(operation, inputs, counts)
@@ -215,10 +192,12 @@ class ComparedRows:
         return bool(shaped) and all(map(self._has_a_row_for_each, shaped))
 
     def _has_a_row_for_each(self, tensor: tf.Tensor) -> bool:
+        """Whether the shape of a tensor follows from the number of rows of the batch, whatever else these were compared with."""
         of_batch = self._axes[tensor] is not None and tensor.name not in self._chosen | self._counted_anew
         return of_batch and [*tensor.shape].count(None) == 1
 
     def _counts_anew(self, operation: Any, inputs: Sequence[tf.Tensor], counts: Sequence[tf.Tensor]) -> bool:
+        """Whether the number of rows of what an operation computes is none that replicas could add up."""
         is_cut = operation.type in _CUTTING and not (operation.type == "TopKV2" and counts)
         is_cut = is_cut and mixes_rows_by_itself(self._axes, operation, self._with_rows(inputs))
         return is_cut or operation.type in _COUNTING or any(each.name in self._counted_anew for each in inputs)
@@ -247,9 +226,9 @@ class ComparedRows:
             return False
         if operation.type == "FloorMod":
             return bool(counts)
-        if operation.type in _RULES:
-            return _RULES[operation.type](operation, axis)
-        return _is_along_an_input(self._axes, operation)
+        if operation.type in RULES:
+            return RULES[operation.type](operation, axis)
+        return is_along_an_input(self._axes, operation)
 
     @staticmethod
     def _has_segments_for_rows(operation: Any, counts: Sequence[tf.Tensor]) -> bool:
@@ -257,7 +236,7 @@ class ComparedRows:
 
     def _makes_pairs(self, operation: Any, counts: Sequence[tf.Tensor]) -> bool:
         before, after = operation.inputs[0], operation.outputs[0]
-        axis = _axis(self._axes, before)
+        axis = axis_of(self._axes, before)
         if operation.type == "Tile":
             return True
         return len(counts) > 1 or after.shape.rank - before.shape.rank + axis > 0 and after.shape[0] is None
@@ -302,119 +281,7 @@ class ComparedRows:
         return bool(before.shape[:axis].num_elements()) and before.shape[axis + 1 :].as_list() == after.shape[1:].as_list()
 
     def _are_in_matrix(self, tensors: Sequence[tf.Tensor]) -> bool:
-        return any(_axis(self._axes, each) >= each.shape.rank - 2 for each in tensors)
+        return any(axis_of(self._axes, each) >= each.shape.rank - 2 for each in tensors)
 
     def _is_over_rows(self, reduction: Any) -> bool:
         return self._axes[reduction.inputs[0]] in reduced_axes(reduction)
-
-
-def mixes_rows_by_itself(axes: RowAxes, operation: Any, with_rows: Sequence[tf.Tensor]) -> bool:
-    """Returns whether the rows of what an operation computes depend on other rows.
-
-    Args:
-        axes: Knows the dimensions of rows up to this operation.
-        operation: An operation of a step's graph.
-        with_rows: Those of its inputs that have rows.
-    """
-    kind = operation.type
-    if not with_rows:
-        return False
-    if kind in MATRIX_PRODUCTS:
-        return len(with_rows) > 1 and _pairs_in_product(axes, operation)
-    if kind == "Einsum":
-        return len(with_rows) > 1 and len(_labels_of_rows(axes, operation)) > 1
-    if kind in _ELEMENTWISE:
-        rank = operation.outputs[0].shape.rank
-        return rank is not None and len({rank - each.shape.rank + _axis(axes, each) for each in with_rows}) > 1
-    if kind in ("ConcatV2", "Split", "SplitV", "Unpack"):
-        return _cuts_or_joins(axes, operation, with_rows)
-    if kind in _OF_ALL_ELEMENTS:
-        return True
-    if kind in _SCATTERS:
-        return operation.inputs[_SCATTERS[kind]].name in {each.name for each in with_rows}
-    if kind in _PADS:
-        widths = operation.inputs[1]  # Of all dimensions, packed where that of one is no constant.
-        of_each = list(widths.op.inputs) if widths.op.type == "Pack" else tf.get_static_value(widths)
-        of_rows = [tf.get_static_value(of_each[_axis(axes, each)]) for each in with_rows] if of_each is not None else []
-        return any(width is None or np.any(width) for width in of_rows)
-    first = operation.inputs[0]
-    if first.name not in {each.name for each in with_rows}:
-        return False
-    axis, rank = _axis(axes, first), int(first.shape.rank)
-    if kind in _ALONG_THE_LAST or kind in _OF_MATRICES:
-        return axis >= rank - (1 if kind in _ALONG_THE_LAST else 2)
-    if kind in _ALONG_AN_INPUT:
-        return _is_along_an_input(axes, operation)
-    if kind in _WITHOUT_PARTS:
-        return axis in reduced_axes(operation)
-    return kind in _RULES and _RULES[kind](operation, axis)
-
-
-def joins_parts(axes: RowAxes, operation: Any) -> bool:
-    """Returns whether an operation puts tensors with rows one behind the other."""
-    if operation.type != "ConcatV2":
-        return False
-    *parts, _ = operation.inputs
-    return all(axes[each] is not None for each in parts) and _is_along_rows(axes, operation, parts)
-
-
-def _axis(axes: RowAxes, tensor: tf.Tensor) -> int:
-    axis = axes[tensor]
-    assert axis is not None
-    return axis
-
-
-def _pairs_in_product(axes: RowAxes, product: Any) -> bool:
-    (left, inner, _), (right, other_inner, _) = matrices(product)
-    one, other = _axis(axes, left), _axis(axes, right)
-    if (one == inner) and (other == other_inner):
-        return False  # A sum over rows.
-    are_of_the_batch = one < left.shape.rank - 2 and other < right.shape.rank - 2
-    return not (are_of_the_batch and left.shape.rank - one == right.shape.rank - other)
-
-
-def _labels_of_rows(axes: RowAxes, einsum: Any) -> set[str]:
-    given = einsum.get_attr("equation").decode().partition("->")[0]
-    terms = [(term, axes[tensor]) for term, tensor in zip(given.split(","), einsum.inputs, strict=True)]
-    return {term[axis] for term, axis in terms if axis is not None and "." not in term}
-
-
-def _cuts_or_joins(axes: RowAxes, operation: Any, with_rows: Sequence[tf.Tensor]) -> bool:
-    if operation.type == "Unpack":
-        tensor = operation.inputs[0]
-        return operation.get_attr("axis") % tensor.shape.rank == axes[tensor]
-    return _is_along_rows(axes, operation, with_rows) and not joins_parts(axes, operation)
-
-
-def _is_along_rows(axes: RowAxes, operation: Any, with_rows: Sequence[tf.Tensor]) -> bool:
-    place = {"ConcatV2": -1, "Split": 0, "SplitV": 2}[operation.type]
-    along = tf.get_static_value(operation.inputs[place])
-    return along is not None and any(along.item() % each.shape.rank == axes[each] for each in with_rows)
-
-
-def _is_along_an_input(axes: RowAxes, operation: Any) -> bool:
-    along = tf.get_static_value(operation.inputs[2 if operation.type == "Roll" else 1])
-    first = operation.inputs[0]
-    return along is not None and axes[first] in {each % first.shape.rank for each in np.reshape(along, -1).tolist()}
-
-
-def _gathers(operation: Any, axis: int) -> bool:
-    along = tf.get_static_value(operation.inputs[2])
-    return along is not None and along.item() % operation.inputs[0].shape.rank == axis and not operation.get_attr("batch_dims")
-
-
-def _slices_with_strides(operation: Any, axis: int) -> bool:
-    return axis in strided_slice(operation).cut
-
-
-def _repeats(operation: Any, axis: int) -> bool:
-    multiples = tf.get_static_value(operation.inputs[1], partial=True)
-    return multiples is not None and multiples[axis] != 1
-
-
-_RULES: dict[str, Callable[[Any, int], bool]] = {
-    "GatherV2": _gathers,
-    "Slice": cuts,
-    "StridedSlice": _slices_with_strides,
-    "Tile": _repeats,
-}

@@ -265,12 +265,14 @@ class SynchronousDriver(
         """Makes a predict function that also takes whole batches, as `predict_on_batch` gives them."""
         extended = self.strategy.extended
 
-        compiles_all, has_several = extended.compiles_whole_steps, self.has_several
+        def predicted(batch: Any) -> Any:
+            return model.predict_step(batch)
 
         def made(force: bool, asks_for_rows: bool = False) -> Any:
-            predict_step: Callable[[Any], Any] = lambda batch: model.predict_step(batch)  # noqa: E731
+            compiles_all = extended.compiles_whole_steps
+            predict_step: Callable[[Any], Any] = predicted
             may_mix_rows = has_own_layers(model) or not is_of_keras(type(model).predict_step)
-            if has_several and model.built and may_mix_rows and not asks_for_rows:
+            if self.has_several and model.built and may_mix_rows and not asks_for_rows:
                 predict_step = with_rows_of_all(predict_step)
             if model.jit_compile and not compiles_all:
                 predict_step = compiled_between_collectives(predict_step)

@@ -23,7 +23,6 @@ from tfrep_strategy.keras_integration.synchronous.batch_sums import (
     are_rows,
     as_mean,
     can_follow,
-    compares_rows,
     depends_on_other_rows,
     of_all_rows,
     part_of_global,
@@ -189,7 +188,7 @@ class Losses(SynchronousBase):
         step: Any = current_step()
         flat = keras.tree.flatten(given)
         tensors = [each for each in flat if tf.is_symbolic_tensor(each) and each.shape.rank]
-        if not step.is_own or not (any(_are_mixed(step, each) for each in tensors) or _put_rows_together(step, tensors)):
+        if not step.is_own or not (any(depends_on_other_rows(step, each) for each in tensors) or _put_rows_together(step, tensors)):
             return None
         flat = [None if value is None else ops.convert_to_tensor(value) for value in flat]
         whole = [value if value is None else of_all_rows(step, value) for value in flat]
@@ -206,11 +205,6 @@ class Losses(SynchronousBase):
     def _divides_by_replicas(self) -> bool:
         """Whether losses are divided by the number of replicas: in a custom loop, whose gradients are summed."""
         return current_step() is None and not sees_whole_batch.value and self.in_replica
-
-
-def _are_mixed(step: Step, tensor: tf.Tensor) -> bool:
-    """Whether the rows of a tensor depend on other rows."""
-    return compares_rows(step, tensor) or depends_on_other_rows(step, tensor)
 
 
 def _put_rows_together(step: Step, tensors: Sequence[tf.Tensor]) -> bool:
@@ -284,7 +278,7 @@ def _were_compared(y_true: Any, y_pred: Any) -> bool:
     if step is None or not step.is_own:
         return False
     given = [value for value in keras.tree.flatten((y_true, y_pred)) if tf.is_symbolic_tensor(value)]
-    return any(_are_mixed(step, value) for value in given)
+    return any(depends_on_other_rows(step, value) for value in given)
 
 
 def _is_own_and_mixes_rows(loss: Any, compute: Any, y_true: Any, y_pred: Any) -> bool:

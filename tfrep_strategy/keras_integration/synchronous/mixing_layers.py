@@ -14,8 +14,8 @@ import keras
 import tensorflow as tf
 
 from tfrep_strategy.errors import message
-from tfrep_strategy.keras_integration.protocol import current_step
-from tfrep_strategy.keras_integration.synchronous.batch_sums import depends_on_other_rows, of_all_rows
+from tfrep_strategy.keras_integration.protocol import Step, current_step
+from tfrep_strategy.keras_integration.synchronous.batch_sums import depends_on_other_rows, follows_numbers, of_all_rows
 from tfrep_strategy.keras_integration.synchronous.open_rows import TraceAgainError, with_open_rows
 from tfrep_strategy.keras_integration.synchronous.own_functions import is_of_keras
 from tfrep_strategy.keras_integration.synchronous.whole_batch import place_in_batch
@@ -60,7 +60,7 @@ def look_for_mixed_rows(predictions: Any) -> None:
     if step is None or not step.has_own_layers:
         return
     flat = keras.tree.flatten(predictions)
-    if any(depends_on_other_rows(step, each) for each in flat):
+    if any(_are_mixed(step, each) for each in flat):
         _warn_of_costs(flat)
         raise LayersMixRowsError
 
@@ -77,7 +77,7 @@ def with_rows_of_all(predict_step: Callable[[Any], Any]) -> Callable[[Any], Any]
             return predict_step(batch)
         outputs = predict_step(with_open_rows(batch))
         flat = keras.tree.flatten(outputs)
-        mixed = {i for i, each in enumerate(flat) if depends_on_other_rows(current, each)}
+        mixed = {i for i, each in enumerate(flat) if _are_mixed(current, each)}
         if not mixed:
             return outputs
         _warn_of_costs(flat)
@@ -88,7 +88,11 @@ def with_rows_of_all(predict_step: Callable[[Any], Any]) -> Callable[[Any], Any]
     return step
 
 
-def _own_rows(step: Any, output: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
+def _are_mixed(step: Step, output: Any) -> bool:
+    return depends_on_other_rows(step, output) and not follows_numbers(step, output)
+
+
+def _own_rows(step: Step, output: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
     of_all = of_all_rows(step, output)
     return output if of_all is None else tf.ensure_shape(of_all[first : first + tf.shape(output)[0]], output.shape)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,9 +18,6 @@ MATRIX_PRODUCTS = {
 OF_SHAPES = {"Rank", "Shape", "ShapeN", "Size"}
 _MADE = {"BroadcastTo", "Fill", "Range", "Tile"}
 """Operations that make as many rows as they are told."""
-
-_TENSORFLOW = os.path.dirname(tf.__file__)
-_RAGGED = os.path.join("ops", "ragged", "")
 
 _NOWHERE = -1
 
@@ -213,33 +209,3 @@ def _only_unknown(before: tf.Tensor, after: tf.Tensor) -> int | None:
 
 def _usual(tensor: tf.Tensor) -> int | None:
     return 0 if tensor.shape.rank and tensor.shape[0] is None else None
-
-
-def is_of_ragged_rows(operation: Any) -> bool:
-    """Returns whether TensorFlow's code of ragged tensors made an operation.
-
-    That code works with where rows begin and end in the tensors that it was given. It compares no rows.
-    """
-    for frame in reversed(operation.traceback):
-        if _RAGGED in frame.filename:
-            return True
-        if not frame.filename.startswith(_TENSORFLOW):
-            return False
-    return False
-
-
-def is_of_lengths(operation: Any) -> bool:
-    """Returns whether an operation adds up or cuts a vector of whole numbers, such as where ragged rows begin and end."""
-    if operation.type not in ("Cumsum", "StridedSlice"):
-        return False
-    return bool(operation.inputs[0].shape.rank == 1 and operation.inputs[0].dtype.is_integer)
-
-
-def cuts(operation: Any, axis: int) -> bool:
-    """Returns whether a `Slice` takes less than all of a dimension."""
-    if (offset := operation.inputs[1].op).type == "ConcatOffset":  # Backward takes apart what was joined, along one dimension.
-        along = offset.inputs[0]
-        along = tf.get_static_value(along.op.inputs[0] if along.op.type == "FloorMod" else along)
-        return along is None or along.item() % operation.inputs[0].shape.rank == axis
-    begin, size = (tf.get_static_value(each, partial=True) for each in operation.inputs[1:3])
-    return begin is None or size is None or begin[axis] != 0 or size[axis] not in (-1, None)

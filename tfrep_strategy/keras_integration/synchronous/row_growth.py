@@ -15,14 +15,9 @@ import tensorflow as tf
 
 from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.compared_rows import ComparedRows
+from tfrep_strategy.keras_integration.synchronous.mixing_operations import is_of_ragged_rows
 from tfrep_strategy.keras_integration.synchronous.open_rows import RowsAreFixedError
-from tfrep_strategy.keras_integration.synchronous.row_axes import (
-    MATRIX_PRODUCTS,
-    REDUCTIONS,
-    RowAxes,
-    is_of_ragged_rows,
-    reduced_axes,
-)
+from tfrep_strategy.keras_integration.synchronous.row_axes import MATRIX_PRODUCTS, REDUCTIONS, RowAxes, reduced_axes
 
 ADDITIONS = {"Add", "AddN", "AddV2", "ConcatV2", "Pack", "Sub"}
 PRODUCTS = {"Mul": 1, "MulNoNan": 1, "Div": -1, "DivNoNan": -1, "RealDiv": -1}

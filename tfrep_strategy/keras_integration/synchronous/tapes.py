@@ -56,9 +56,9 @@ class Tapes(SynchronousBase):
         if stay_parts and not weighed:
             return original(tape, target, sources, output_gradients, *args, **kwargs)
         with step.taking_global(target, is_weighed=bool(weighed)):
-            only_tables = weighed and not dense_ones
-            taken = None if only_tables else original(tape, target, sources, output_gradients, *args, **kwargs)
-            gradients = [None] * len(flat) if only_tables else tf.nest.flatten(taken)
+            gradients = [None] * len(flat)
+            if dense_ones or not weighed:
+                gradients = tf.nest.flatten(original(tape, target, sources, output_gradients, *args, **kwargs))
             for i, slices in of_tables:
                 gradients[i] = _with_slices(gradients[i], slices)
             if weighed:
