@@ -272,6 +272,11 @@ def run_independently(operation: Any) -> None:
         manager.run_independently(operation)
 
 
+def set_shape_attribute(operation: Any, shape: tf.TensorShape) -> None:
+    """Gives an operation of a graph, such as a placeholder, another shape for when it runs. Its output keeps that of the graph."""
+    operation._set_attr("shape", tf.compat.v1.AttrValue(shape=shape.as_proto()))
+
+
 def body_of_call(operation: Any) -> Any:
     """Returns the graph of the function that an operation calls; None if it calls none."""
     if operation.type not in ("PartitionedCall", "StatefulPartitionedCall"):

@@ -47,6 +47,26 @@ def test_only_the_number_of_rows_is_hidden() -> None:
     assert builds.count == 1
 
 
+def test_what_runs_knows_the_number() -> None:
+    seen: list[Any] = []
+
+    def step(rows: Any) -> Any:
+        flat = tf.reshape(rows * 2.0, [tf.shape(rows)[0] * 3])
+        seen.extend([rows.shape.as_list(), {operation.type for operation in rows.graph.get_operations()}])
+        return flat
+
+    options, ran = tf.compat.v1.RunOptions(output_partition_graphs=True), tf.compat.v1.RunMetadata()
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        flat = traced_for_any_rows(lambda step: step, step)(tf.compat.v1.placeholder(tf.float32, [4, 3], "rows"))
+        result = session.run(flat, {"rows:0": np.ones([4, 3])}, options, ran)
+    assert result.tolist() == [2.0] * 12
+    shape, traced = seen
+    assert shape == [None, 3]
+    runs = {node.op for graph in ran.partition_graphs for node in graph.node}
+    assert "Mul" in runs
+    assert "Shape" in traced - runs
+
+
 def test_a_step_that_needs_the_number_is_traced_for_it() -> None:
     seen: list[Any] = []
 

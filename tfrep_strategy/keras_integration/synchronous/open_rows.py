@@ -4,7 +4,8 @@ The graph of a step tells sums over rows from means by the dimension that is not
 (`drop_remainder=True`, `train_on_batch`) it is known, so it is hidden here. A step that needs it while it is traced, as in
 `tf.zeros([x.shape[0], 8])`, cannot be traced so, and is traced for the one size.
 
-Most steps never ask what is a sum. A known size saves them operations, so they are traced for it first.
+What runs knows the size again, and costs no more. Most steps never ask what is a sum, and are traced sooner for a known size: they
+are traced for it first.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy._tensorflow import set_shape_attribute
 from tfrep_strategy.errors import TfrepError
 from tfrep_strategy.keras_integration.protocol import current_step
 
@@ -45,8 +47,12 @@ def traced_for_any_rows(
     def open_step(part: Any) -> Any:
         nonlocal hides
         opened = with_open_rows(part)
-        hides = hides or any(map(lambda new, old: new is not old, tf.nest.flatten(opened), tf.nest.flatten(part)))
-        return step_function(opened)
+        hidden = [(new, old) for new, old in zip(tf.nest.flatten(opened), tf.nest.flatten(part), strict=True) if new is not old]
+        hides = hides or bool(hidden)
+        result = step_function(opened)
+        for new, old in hidden:
+            set_shape_attribute(new.op, old.shape)
+        return result
 
     def fixed_step(part: Any) -> Any:
         nonlocal hides
