@@ -47,6 +47,22 @@ def _as_lambda(function: Callable[[Any], Any]) -> keras.Model:
     return keras.Sequential([keras.Input((6,)), layers.Lambda(function), layers.Dense(1)])
 
 
+def _as_activation(function: Callable[[Any], Any]) -> keras.Model:
+    hidden = layers.SpectralNormalization(layers.Dense(6, activation=function))
+    return keras.Sequential([keras.Input((6,)), hidden, layers.Dense(1)])
+
+
+def _behind_softmax_of_rows(function: Callable[[Any], Any]) -> keras.Model:
+    return keras.Sequential([keras.Input((6,)), layers.Softmax(axis=0), layers.Dense(1, activation=function)])
+
+
+class Deviations:
+    """A function that is an object."""
+
+    def __call__(self, x: Any) -> Any:
+        return x / (0.1 + ops.std(x, axis=0))
+
+
 class ProductModel(OwnModel):
     """As keras.io's example of collaborative filtering, whose product of users and films is a sum over the batch, too."""
 
@@ -81,6 +97,9 @@ _MIXING = {
     "operations": (_functional, lambda x: ops.matmul(ops.softmax(ops.matmul(x, ops.transpose(x))), x)),
     "nested operations": (_nested, lambda x: ops.matmul(ops.softmax(ops.matmul(x, ops.transpose(x))), x)),
     "lambda": (_as_lambda, lambda x: ops.softmax(x, axis=0)),
+    "activation": (_as_activation, lambda x: ops.softmax(x, axis=0)),
+    "activation that is an object": (_as_activation, Deviations()),
+    "softmax of rows": (_behind_softmax_of_rows, ops.tanh),
     "rows less their mean": (OwnModel, lambda x: x - ops.mean(x, axis=0)),
     "deviation beside": (OwnModel, lambda x: ops.concatenate([x[:, 1:], 0 * x[:, :1] + ops.std(x)], 1)),
     "drawn after": (DroppedModel, lambda x: ops.sort(x, axis=0)),
@@ -130,9 +149,10 @@ def test_settings(settings: dict[str, Any]) -> None:
     [
         (OwnModel, lambda x: x * ops.cumsum(x, axis=1) / ops.norm(x, axis=1, keepdims=True)),
         (_functional, lambda x: ops.reshape(ops.transpose(ops.reshape(x, (-1, 2, 3)), (0, 2, 1)), (-1, 6))),
+        (_as_activation, lambda x: x * ops.sigmoid(x)),
         (_functional, lambda x: ops.reshape(layers.Dense(2)(ops.reshape(x, (-1, 2))), (-1, 6))),  # Windows.
     ],
-    ids=["features", "operations", "windows"],
+    ids=["features", "operations", "activation", "windows"],
 )
 def test_others_are_left_alone(make: Callable[[Any], keras.Model], function: Callable[[Any], Any]) -> None:
     assert not _check(make, function)

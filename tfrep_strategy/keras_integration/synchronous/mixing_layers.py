@@ -26,11 +26,20 @@ class LayersMixRowsError(TraceAgainError):
 
 
 def has_own_layers(model: Any) -> bool:
-    """Returns whether layers are the user's own, or operations without a layer, which may mix the rows of a batch."""
+    """Returns whether a model has what may mix rows: layers of the user's own, or with functions of the user's, and operations."""
     layers = model._flatten_layers()
     operations = (each for layer in layers for each in getattr(layer, "operations", ()))
-    has_operations = any(not isinstance(each, keras.Layer) for each in operations)
-    return has_operations or any(not is_of_keras(type(each)) or isinstance(each, keras.layers.Lambda) for each in layers)
+    return any(not isinstance(each, keras.Layer) for each in operations) or any(map(_may_mix_rows, layers))
+
+
+def _may_mix_rows(layer: Any) -> bool:
+    # A model's functions are those of its loops.
+    functions = () if isinstance(layer, keras.Model) else filter(callable, vars(layer).values())
+    return not all(map(is_of_keras, (type(layer), *functions))) or isinstance(layer, keras.layers.Lambda) or _is_along_rows(layer)
+
+
+def _is_along_rows(layer: Any) -> bool:
+    return 0 in keras.tree.flatten(getattr(layer, "axis", None))
 
 
 def followed_if_rows_mix(step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
