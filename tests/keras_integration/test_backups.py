@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 from file_states import hidden, states_while
-from small_training import Program, fit, make_model, state
+from small_training import Program, fit, make_model, mirrored, state
 
 _TWO: dict[str, Any] = {"double_checkpoint": True, "delete_checkpoint": False}
 
@@ -154,6 +156,41 @@ def test_plain_keras_and_we_read_each_others_backups(two_backups: Path, tmp_path
     assert model._initial_epoch == 2
     fit(program.start(), 2)
     assert state(model) == state(program.model)
+
+
+class _LooksFirst(keras.callbacks.Callback):
+    """Evaluates, predicts, and trains another model, before training goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        x = np.random.RandomState(1).randn(20, 4).astype("float32")
+        predicted = self.model.predict(x, batch_size=4, verbose=0)
+        self.found = [self.model.evaluate(x, x[:, :1], batch_size=4, verbose=0), len(predicted)]
+        self.wanted = [float(np.mean((self.model(x).numpy() - x[:, :1]) ** 2)), 20]
+        states = random.getstate(), np.random.get_state()
+        with mirrored().scope():
+            other = make_model()
+        assert len(fit(other, 1).epoch) == 1
+        assert other.optimizer.iterations == 2
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+@pytest.mark.parametrize("save_freq", [1, "epoch"])
+def test_a_callback_that_evaluates_before_training_goes_on(
+    save_freq: Any, tmp_path: Path, program: Program, undisturbed: list[bytes]
+) -> None:
+    """What is passed over is the data of `fit`."""
+    callback = _Interrupted(tmp_path / "backup", tmp_path, 3, save_freq=save_freq)
+    fit(program.start(), 4, callback)
+    looks = _LooksFirst()
+    resumed = keras.callbacks.BackupAndRestore(callback.found[-1], save_freq=save_freq)
+    fit(program.start(), 4, resumed, looks)
+    assert state(program.model) == undisturbed
+    np.testing.assert_allclose(looks.found, looks.wanted, rtol=1e-5)
 
 
 def test_a_backup_between_epochs_is_none_of_a_batch(tmp_path: Path, program: Program, undisturbed: list[bytes]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,68 @@ def test_a_callback_of_some_ranks_that_sets_the_learning_rate() -> None:
         lone.on_epoch_end(1)
 
 
+class _Changes(keras.callbacks.Callback):
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.change = change
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.change(self.model)
+
+
+def _halve(model: Any) -> None:
+    model.set_weights([weight / 2 for weight in model.get_weights()])
+
+
+def _forget(model: Any) -> None:
+    for variable in model.optimizer.variables[2:]:
+        variable.assign(variable * 0)
+
+
+def _swap_and_swap_back(model: Any) -> None:
+    weights = model.get_weights()
+    _halve(model)
+    model.set_weights(weights)
+
+
+def test_a_callback_of_some_ranks_that_changes_the_model() -> None:
+    strategy = tfrep.MultiWorkerStrategy()
+    with strategy.scope():
+        model = _model()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    _fit(model, [])
+    for change, name in ((_halve, "kernel"), (_forget, "momentum")):
+        lone = LoneCallback(_Changes(change), strategy)
+        lone.set_model(model)
+        with pytest.raises(ConfigurationError, match=rf"A _Changes that not all ranks.* changed the model.*{name}.*\nHint: give"):
+            lone.on_epoch_end(1)
+    lone = LoneCallback(_Changes(_swap_and_swap_back), strategy)
+    lone.set_model(model)
+    lone.on_epoch_end(1)
+
+
+def _evaluating(strategy: Any) -> tuple[list[float], list[float]]:
+    """Rank 0 has one callback more, of the same class."""
+    with strategy.scope():
+        model = _model()
+    x, y = np.random.RandomState(0).randn(2, 22, 4).astype("float32")
+    seen: list[Any] = []
+
+    def evaluate(epoch: int, logs: Any) -> None:
+        seen.append(model.evaluate(x, y[:, :1], batch_size=8, verbose=0))
+
+    callbacks = [keras.callbacks.LambdaCallback(on_epoch_end=evaluate)]
+    if strategy.rank == 0:
+        callbacks.append(keras.callbacks.LambdaCallback(on_train_end=lambda logs: None))
+    _fit(model, callbacks)
+    return np.ravel(seen[-1]).tolist(), np.ravel(model.evaluate(x, y[:, :1], batch_size=8, verbose=0)).tolist()
+
+
+def test_one_more_callback_of_a_rank_leaves_those_of_all_together(worker_pool: Any) -> None:
+    for within, after in worker_pool("tf", 2).run(_evaluating):
+        np.testing.assert_allclose(within, after, rtol=1e-5)
+
+
 class _Stopping(keras.callbacks.Callback):
     """Stops at the fourth batch."""
 
@@ -285,12 +348,17 @@ def test_callbacks_in_a_loop_of_ones_own(is_fitted: bool, worker_pool: Any) -> N
 def test_find_lone() -> None:
     one, two = Given("a.One", False), Given("a.Two", True)
     assert find_lone([[one, two], [two, one]]) == {}
-    assert find_lone([[one, one, two], [two, one]]) == {"a.One": [0]}
+    assert find_lone([[one, one, two], [two, one]]) == {one: [0]}
     tracker = Given("wandb.Logger", False, tracks=True)
-    assert find_lone([[one, tracker], [one, tracker]]) == {"wandb.Logger": [0, 1]}
+    assert find_lone([[one, tracker], [one, tracker]]) == {tracker: [0, 1]}
     assert find_lone([[one, tracker]]) == {}
     with pytest.raises(ConfigurationError, match=r"Only some ranks were given a Two.*ranks_with_it=\[1\]"):
         find_lone([[one], [one, two]])
+    # Of several of one class those are lone that some rank does not have. Settings alone tell no difference.
+    prints, saves, saves_too = (Given("a.One", False, settings=each) for each in ("print", "to file 0", "to file 1"))
+    assert find_lone([[one, prints], [one]]) == {prints: [0]}
+    assert find_lone([[one, saves], [one, saves_too]]) == {}
+    assert find_lone([[prints, saves], [saves_too]]) == {prints: [0], saves: [0], saves_too: [0]}
 
 
 class _Touched:

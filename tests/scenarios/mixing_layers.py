@@ -57,6 +57,43 @@ def layers_that_mix_rows() -> dict[str, Any]:
     return {name: trained(model, *regression(33), epochs=2) for name, model in models.items()}
 
 
+class Tied(layers.Layer):
+    """Multiplies by a matrix, and back by one that is made of it."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], 3), initializer=init(6))
+
+    def call(self, x: Any) -> Any:
+        kernel = ops.convert_to_tensor(self.kernel)
+        return ops.matmul(ops.tanh(ops.matmul(x, kernel)), ops.transpose(ops.normalize(kernel, axis=0)))
+
+
+class MixedUp(keras.Sequential):
+    """Trains on mixtures of rows (Zhang et al., 2018)."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = (0.7 * each + 0.3 * tf.reverse(each, [0]) for each in data)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+def _behind(make: type[keras.Sequential], *first: Any) -> keras.Model:
+    statistics, end = layers.BatchNormalization(synchronized=True), layers.Dense(1, kernel_initializer=init(7))
+    model = make([keras.Input((4,)), *first, Tied(), statistics, layers.Activation("tanh"), end])
+    model.compile(_O.SGD(0.02, momentum=0.9), "mse")
+    return model
+
+
+@scenario
+def mixed_rows_before_what_replicas_sum_up() -> dict[str, Any]:
+    """The sums of synchronized batch normalization are of mixed rows, and one weight is computed from another."""
+    mixed_up, behind_layer = _behind(MixedUp), _behind(keras.Sequential, Centered())
+    return {"mixed up": trained(mixed_up, *regression(33), epochs=2), "layer": trained(behind_layer, *regression(33), epochs=2)}
+
+
 class Negatives(keras.Model):
     """Compares rows of a table with those of the next example, and with some that all examples share."""
 

@@ -70,7 +70,7 @@ def launch(
         if replicas:
             tensors = check_shapes(call, tensors, replicas, flow.communicator)
     results = work(flow, tensors) if tensors else []
-    return tf.nest.pack_sequence_as(nest, list(map(note_global, results)) if is_same_everywhere else results)
+    return tf.nest.pack_sequence_as(nest, list(map(note_global, results, tensors)) if is_same_everywhere else results)
 
 
 def _have_no_rows(step: Step, tensors: list[tf.Tensor]) -> bool:

@@ -200,7 +200,7 @@ class SynchronousExtended:
 
     def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums dense tensors over all replicas; called inside a replica."""
-        return list(map(note_global, self.own_communicator().all_reduce(list(tensors), "sum"))) if tensors else []
+        return list(map(note_global, self.own_communicator().all_reduce(list(tensors), "sum"), tensors)) if tensors else []
 
     @abc.abstractmethod
     def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:

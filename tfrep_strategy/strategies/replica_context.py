@@ -32,7 +32,8 @@ class _WeighedGradient:
                 totals = list(extended._replica_ctx_all_reduce(reduce_op, list(xs), options))
             return totals, lambda *dys: step.send_back(reduced, dys)  # That of the gradient is such a sum, too.
 
-        return tf.nest.pack_sequence_as(value, list(map(note_global, reduced(list(map(tf.convert_to_tensor, flat))))))
+        own = list(map(tf.convert_to_tensor, flat))
+        return tf.nest.pack_sequence_as(value, list(map(note_global, reduced(own), own)))
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         step = current_step()

@@ -18,7 +18,7 @@ from tfrep_strategy._tensorflow import (
     sync_on_read_context,
 )
 from tfrep_strategy.keras_integration.protocol import current_step
-from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is, of_all_replicas
+from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is, note_change, of_all_replicas
 from tfrep_strategy.keras_integration.synchronous.row_growth import depends_on_rows
 
 _REDUCED = (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
@@ -220,12 +220,15 @@ class ProcessVariable(ResourceVariable):
     """The copy of a process, of a variable that has an equal copy on each."""
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        note_change(self)
         return super().assign(_of_one_device(value), *args, **kwargs)
 
     def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        note_change(self)
         return super().assign_add(_of_one_device(delta), *args, **kwargs)
 
     def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        note_change(self)
         return super().assign_sub(_of_one_device(delta), *args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:

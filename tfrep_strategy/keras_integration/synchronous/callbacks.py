@@ -157,7 +157,6 @@ class Callbacks(backups.Backups, SynchronousBase):
 
     def remove_backup(self, original: Any, callback: Any, logs: Any = None) -> None:
         """Removes the backup where it was written."""
-        self.strategy.extended.resumes_at = 0, 0  # Where there was no epoch left to do.
         with written_once(self.strategy, callback.backup_dir) as writes:
             if writes:
                 super().remove_backup(original, callback, logs)
@@ -188,11 +187,11 @@ def _agreed(strategy: KerasStrategy, callbacks: list[Any]) -> tuple[_Agreement, 
     may_stop_alone = frozenset[str]().union(*map(_phases_seen_by_batch, of_their_own))
     for callback in callbacks:
         _write_where_told(callback)
-    own = look_at_batches, may_stop_alone, list(map(Given.of, callbacks)), any(map(_saves_alone, callbacks))
-    ranks = strategy.extended.all_gather_object(own)
-    kinds = find_lone([given for _, _, given, _ in ranks])
+    given = list(map(Given.of, callbacks))
+    ranks = strategy.extended.all_gather_object((look_at_batches, may_stop_alone, given, any(map(_saves_alone, callbacks))))
+    lone = find_lone([given for _, _, given, _ in ranks])
     look_at_batches, may_stop_alone = (frozenset().union(*(said[i] for said in ranks)) for i in (0, 1))
-    are_lone = [Given.of(callback).kind in kinds for callback in callbacks]
+    are_lone = [each in lone for each in given]
     destinations = list(map(_destination, callbacks, are_lone))
     firsts = strategy.extended.first_with(destinations)
     run = []
@@ -202,7 +201,7 @@ def _agreed(strategy: KerasStrategy, callbacks: list[Any]) -> tuple[_Agreement, 
         elif not is_lone and _writes_more(callback):
             run.append((_writing_elsewhere(callback), False))
     in_step = [LoneCallback(callback, strategy) if is_lone else callback for callback, is_lone in run]
-    some_are_lone = bool(kinds) or any(saves_alone for *_, saves_alone in ranks)
+    some_are_lone = bool(lone) or any(saves_alone for *_, saves_alone in ranks)
     own_is_lone, elsewhere = any(is_lone for _, is_lone in run), tuple(each for each, _ in run if each in _told)
     agreement = _Agreement(look_at_batches, may_stop_alone, some_are_lone, own_is_lone, elsewhere)
     return agreement, [*beginning_whole(callback for callback, _ in run), *in_step]

@@ -89,9 +89,10 @@ class SynchronousDriver(
         extended = self.strategy.extended
         # A callback may train another model meanwhile.
         outer = self.is_fitting, self.given_to_fit, self.steps_of_fit, self.profile, self.is_called
-        beside, done = extended.given_beside, extended.validations_done
+        beside, done, resumes_at = extended.given_beside, extended.validations_done, extended.resumes_at
         self.is_fitting, self.given_to_fit, self.steps_of_fit, self.is_called = True, given, None, False
         extended.given_beside, extended.validations_done = {"validation_data": given.get("validation_data")}, 0
+        extended.resumes_at = 0, 0
         try:
             with (
                 keeping_requests(),
@@ -101,7 +102,7 @@ class SynchronousDriver(
                 return original(model, *args, **kwargs)
         finally:
             self.is_fitting, self.given_to_fit, self.steps_of_fit, self.profile, self.is_called = outer
-            extended.given_beside, extended.validations_done = beside, done
+            extended.given_beside, extended.validations_done, extended.resumes_at = beside, done, resumes_at
 
     def evaluate(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Merges state that results depend on."""
@@ -170,7 +171,7 @@ class SynchronousDriver(
         steps = StepsOfReplicas(self, **kwargs)
         if self.is_fitting and self.steps_of_fit is None:
             self.steps_of_fit = steps  # What comes later is for validation.
-            steps.profile = self.profile
+            steps.is_of_fit, steps.profile = True, self.profile
         elif self.is_fitting and not self.is_called:
             done, self.strategy.extended.validations_done = self.strategy.extended.validations_done, 0
             steps.pass_over_validations(done)

@@ -62,6 +62,8 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         self._num_batches = self._common_batches
         self._may_end_before = self._common_batches is not None and self._of_replicas.steps_per_batch != 1
         self._data = x
+        self.is_of_fit = False
+        """Whether these are the steps of a `fit`, which may go on from a backup, and no validation or call by a callback."""
         self.before_step: Callable[[int], None] | None = None
         """What to call before each step, when all callbacks have seen the one before."""
         self.profile: ProfiledFit | None = None
@@ -84,7 +86,9 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
     def __iter__(self) -> StepsOfReplicas:
         """Begins an epoch. It passes over what an interrupted run has trained on already, so that the order of the data goes on."""
         strategy = self._distribute_strategy
-        (epochs, batches), strategy.extended.resumes_at = strategy.extended.resumes_at, (0, 0)
+        epochs, batches = 0, 0
+        if self.is_of_fit:
+            (epochs, batches), strategy.extended.resumes_at = strategy.extended.resumes_at, (0, 0)
         strategy.extended.first_batch = self._of_replicas.first_batch
         self._distributed_dataset = self._of_replicas.for_keras(self._common_batches is not None)
         self.pass_over(epochs)

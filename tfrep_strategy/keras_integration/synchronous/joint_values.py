@@ -52,13 +52,16 @@ class JointValue:
         Raises:
             LookupError: An operation has no gradient, so that one device has none either.
         """
-        result = []
-        for kind in _WITH_GRADIENTS:
-            derivatives = tf.gradients(self.value, self._global[kind])
-            for own, whole, derivative in zip(self._own[kind], self._global[kind], derivatives, strict=True):
-                if derivative is not None and own.dtype.is_floating:
-                    result.append((own, self._weight(kind, own, whole, derivative)))
-        return result
+        pairs = {kind: zip(self._own[kind], self._global[kind], strict=True) for kind in _WITH_GRADIENTS}
+        sources = [(kind, *pair) for kind in pairs for pair in pairs[kind]]
+        wholes = [whole for _, _, whole in sources]
+        # What is alike may have been computed from something else that is, such as a normalized weight.
+        derivatives = tf.gradients(self.value, wholes, stop_gradients=wholes)
+        return [
+            (own, self._weight(kind, own, whole, derivative))
+            for (kind, own, whole), derivative in zip(sources, derivatives, strict=True)
+            if derivative is not None and own.dtype.is_floating
+        ]
 
     def _computed_again(self, value: tf.Tensor, found: Reductions, known: Mapping[str, tf.Tensor]) -> tf.Tensor:
         """Repeats the operations between what was reduced and a value, with others in place of what was reduced."""
@@ -69,6 +72,9 @@ class JointValue:
             operation = tensor.op
             if tensor.name in made:
                 continue  # Another output of an operation that was repeated.
+            if tensor.name in found.brought:
+                made[tensor.name] = tf.identity(made[found.brought[tensor.name].name])
+                continue
             inputs = [made[each.name] for each in operation.inputs]
             if tensor.name in found.of_rows:
                 sizes = slice(len(inputs[VALUES_OF.get(operation.type, slice(None))]), None)  # They are of this replica's rows.

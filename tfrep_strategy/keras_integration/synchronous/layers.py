@@ -87,9 +87,11 @@ class Layers(SynchronousBase):
         Where all replicas have as many examples, which is nearly always, that launches nothing on an accelerator. Where they
         are known to, it is left out.
         """
-        with assigns_as_is.to(True):
+        step = current_step()
+        # What all replicas have put together is one value, unless it comes from rows that a step of the user's own has mixed.
+        with assigns_as_is.to(not layer.synchronized or step is None or not step.is_own):
             outputs = self._normalize(original, layer, inputs, training, mask)
-        if training and current_step() is not None and not layer.synchronized:
+        if training and step is not None and not layer.synchronized:
             note_normalized(outputs)
         return outputs
 

@@ -79,10 +79,18 @@ def _followed(step: Step, graph: Any) -> RowGrowth:
     return grows
 
 
-def note_global(value: Any) -> tf.Tensor:
-    """Notes that a tensor was computed from the rows of all replicas, and is the same on each."""
+def note_global(value: Any, own: Any = None) -> tf.Tensor:
+    """Notes that a tensor was computed from the rows of all replicas, and is the same on each.
+
+    Args:
+        value: The tensor.
+        own: What this replica brought, if the replicas reduced what each brought. One device has this, of all rows.
+    """
     if tf.is_symbolic_tensor(value):
-        _graphs.setdefault(value.graph, RowGrowth()).told[value.name] = 0
+        grows = _graphs.setdefault(value.graph, RowGrowth())
+        grows.told[value.name] = 0
+        if tf.is_symbolic_tensor(own) and own.graph is value.graph:
+            grows.brought[value.name] = own
     return value
 
 
@@ -139,6 +147,8 @@ class RowGrowth:
     def __init__(self) -> None:
         self.told: dict[str, int] = {}
         """By the names of tensors: what the graph need not tell."""
+        self.brought: dict[str, tf.Tensor] = {}
+        """By the names of tensors that replicas have reduced: what this replica brought."""
         self.told_rows: set[str] = set()
         """The names of tensors of which the graph need not tell that they are rows."""
         self.of_layers: set[str] = set()
@@ -152,6 +162,8 @@ class RowGrowth:
         """The names of tensors without rows that come from rows, and not only from their number."""
         self._normalized: set[str] = set()
         """The names of tensors with rows that were computed from such and from rows, without weights, and row by row."""
+        self._mixed: set[str] = set()
+        """The names of tensors that were computed from rows that depend on others, so that a replica has others than one device."""
         self._rows: dict[str, int] = {}
         """How many rows the data has from which a tensor comes, by its name, where all batches have one size."""
         self._followed = 0
@@ -166,6 +178,10 @@ class RowGrowth:
     def depends_on_rows(self, tensor: tf.Tensor) -> bool:
         """Returns whether a tensor was computed from the replica's rows; see `depends_on_rows`."""
         return tensor.name in self._dependent and self.told.get(tensor.name) != 0
+
+    def brought_mixed(self, tensor: tf.Tensor) -> tf.Tensor | None:
+        """Returns what this replica brought to a sum of all, if it comes from mixed rows: on one device the sum is just that."""
+        return self.brought.get(tensor.name) if tensor.name in self._mixed else None
 
     def axis(self, tensor: tf.Tensor) -> int | None:
         """Returns in which dimension a tensor has rows; None if it has none."""
@@ -241,6 +257,7 @@ class RowGrowth:
             if power != 0:
                 self._found.update((output.name, power) for output in operation.outputs)
             self._follow_reduced(operation)
+            self._follow_mixed(operation)
         self._followed = len(operations)
 
     def _counts(self, operation: Any) -> list[tf.Tensor]:
@@ -274,6 +291,25 @@ class RowGrowth:
             self._normalized.add(output.name)
         else:
             self.compared.note(output)
+
+    def _follow_mixed(self, operation: Any) -> None:
+        is_mixed = any(each.name in self._mixed and self.told.get(each.name) != 0 for each in operation.inputs)
+        for output in operation.outputs:
+            own = self.brought.get(output.name)
+            if own is not None and own.name in self._mixed:
+                self._go_on_from(own, output)
+            if is_mixed or output in self.compared or output.name in self._normalized - self.of_layers:
+                self._mixed.add(output.name)
+
+    def _go_on_from(self, own: tf.Tensor, reduced: tf.Tensor) -> None:
+        """Notes that what the replicas have reduced is not yet what one device has."""
+        del self.told[reduced.name]
+        self._found[reduced.name] = self[own]
+        self._dependent.add(reduced.name)
+        self._reduced.add(reduced.name)
+        self._mixed.add(reduced.name)
+        if own in self.compared:
+            self.compared.note(reduced)
 
     def _is_free_of_weights(self, tensor: tf.Tensor) -> bool:
         has_rows = self._axes[tensor] is not None

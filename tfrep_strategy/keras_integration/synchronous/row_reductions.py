@@ -47,6 +47,7 @@ class Reductions(NamedTuple):
         of_rows: The names of those among them that have rows.
         together: Of those among them in which such rows are put together, the kind.
         degree: How many sums, means and so on are multiplied with each other. Infinite if the tensor is no polynomial of them.
+        brought: By the names of those among them that replicas have reduced: what this replica brought. One device has this.
         places: Of all rows, and of shapes, by name: in which dimension the rows are, and what was joined to them.
     """
 
@@ -54,6 +55,7 @@ class Reductions(NamedTuple):
     between: list[tf.Tensor]
     of_rows: set[str]
     together: dict[str, str]
+    brought: dict[str, tf.Tensor]
     degree: float
     places: dict[str, tuple[int, list[tuple[tf.Tensor, int]]]]
 
@@ -79,20 +81,24 @@ def reductions(step: Step, value: tf.Tensor) -> Reductions | None:
     waiting = [value] if grows.axis(value) is None else []
     while waiting:
         tensor = waiting[-1]
-        kind, inputs = _kind(grows, tensor), list(tensor.op.inputs)
+        kind, brought = _kind(grows, tensor), grows.brought_mixed(tensor)
+        inputs = list(tensor.op.inputs) if brought is None else [brought]
         together = grows.together(tensor) if any(map(grows.is_normalized, inputs)) else None
         if tensor.name in degrees:
             waiting.pop()
         elif kind is not None and together is None:
             found.kinds[kind].append(tensor)
             degrees[tensor.name] = 1 if grows.compared.counts_chosen(tensor) else _DEGREES[kind]
-        elif not _can_be_repeated(grows, tensor, together):
+        elif brought is None and not _can_be_repeated(grows, tensor, together):
             return None
         elif unknown := [each for each in inputs if each.name not in degrees]:
             waiting += unknown
         else:
             found.between.append(tensor)
-            degrees[tensor.name] = _degree(tensor.op.type, [degrees[each.name] for each in inputs])
+            kind_of_operation = tensor.op.type if brought is None else "Identity"
+            degrees[tensor.name] = _degree(kind_of_operation, [degrees[each.name] for each in inputs])
+            if brought is not None:
+                found.brought[tensor.name] = brought
             if grows.is_normalized(tensor):
                 found.of_rows.add(tensor.name)
             if together is not None:
@@ -106,7 +112,7 @@ def all_rows(step: Step, value: tf.Tensor) -> Reductions | None:
 
 
 def _nothing() -> Reductions:
-    return Reductions({kind: [] for kind in _DEGREES}, [], set(), {}, 0, {})
+    return Reductions({kind: [] for kind in _DEGREES}, [], set(), {}, {}, 0, {})
 
 
 def _of_compared(grows: RowGrowth, value: tf.Tensor) -> Reductions | None:
@@ -114,7 +120,8 @@ def _of_compared(grows: RowGrowth, value: tf.Tensor) -> Reductions | None:
     waiting = [value]
     while waiting:
         tensor = waiting[-1]
-        kind, inputs = _kind_among_all_rows(grows, tensor), list(tensor.op.inputs)
+        kind, brought = _kind_among_all_rows(grows, tensor), grows.brought_mixed(tensor)
+        inputs = list(tensor.op.inputs) if brought is None else [brought]
         if tensor.name in known:
             waiting.pop()
         elif kind is not None:
@@ -125,7 +132,7 @@ def _of_compared(grows: RowGrowth, value: tf.Tensor) -> Reductions | None:
                 axis = grows.axis(rows)
                 assert axis is not None
                 found.places[tensor.name] = axis, grows.compared.joined(rows)
-        elif not _can_be_copied(tensor.op):
+        elif brought is None and not _can_be_copied(tensor.op):
             if grows.compared.compares(value):
                 _warn_of(tensor.op)
             return None
@@ -134,6 +141,8 @@ def _of_compared(grows: RowGrowth, value: tf.Tensor) -> Reductions | None:
         else:
             found.between.append(tensor)
             known.add(tensor.name)
+            if brought is not None:
+                found.brought[tensor.name] = brought
     return found._replace(degree=math.inf)
 
 
@@ -162,6 +171,8 @@ def _warn_of(operation: Any) -> None:
 
 
 def _kind_among_all_rows(grows: RowGrowth, tensor: tf.Tensor) -> str | None:
+    if grows.told.get(tensor.name) == 0:
+        return "alike"
     if tensor in grows.compared:
         return None
     inputs = list(tensor.op.inputs)
