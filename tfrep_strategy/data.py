@@ -153,6 +153,7 @@ def distribute(
     replicas: LocalReplicas,
     options: tf.distribute.InputOptions | None = None,
     first_batch: FirstBatch | None = None,
+    most: int | None = None,
 ) -> ReplicaDataset:
     """Spreads a data set of global batches over the replicas.
 
@@ -167,6 +168,8 @@ def distribute(
             of batches is unknown (`UNKNOWN_CARDINALITY`, on all processes or on none).
         options: The devices to move batches to, and how far ahead.
         first_batch: Notes the first batch of a pipeline that all processes read.
+        most: How many steps will be read at most, where that is known. No more are read ahead, since a `shuffle` that begins
+            anew gives all that read it later another order.
 
     Returns:
         A `ReplicaDataset`.
@@ -199,7 +202,7 @@ def distribute(
         return own
     place = OwnReplicas(replicas.total, replicas.first, count)
     reads_ahead = _reads_ahead(dataset, options)
-    shards = _cut(dataset, place, agreement, reads_ahead, first_batch)
+    shards = _cut(dataset, place, agreement, reads_ahead, first_batch, most)
     if buffer and count > 1:
         # Each part is an element of its own; TensorFlow's iterator sends the elements to the devices in turn.
         shards = in_turn(shards, lambda step: [Shards((part,), step.total) for part in step.parts])
@@ -208,7 +211,7 @@ def distribute(
     distributed = ReplicaDataset([pipeline], Reading(devices, agreement if may_end_anywhere else None), cardinality)
     distributed.first_batch = first_batch
     if first_batch is not None and reads_ahead and tf.executing_eagerly():
-        distributed.without_note = lambda: cut_low(dataset, place, None).dataset.prefetch(_STEPS_AHEAD)
+        distributed.without_note = lambda: _ahead(cut_low(dataset, place, None, most).dataset, most)
     distributed.is_of_one_replica = replicas.total == 1
     return distributed
 
@@ -332,6 +335,7 @@ def _cut(
     agreement: Agreement,
     reads_ahead: bool,
     first_batch: FirstBatch | None,
+    most: int | None,
 ) -> tf.data.Dataset:
     """Cuts batches, in the background if it may read ahead."""
     if place.total == 1:  # To cut nothing off would cost as much as a step of a tiny net.
@@ -346,11 +350,15 @@ def _cut(
         noted = dataset if first_batch is None else first_batch.noted(dataset)
         return noted.map(cutting(dataset, place)).with_options(at_once)
     if agreement.size == 1 or not tf.executing_eagerly():
-        shards = dataset.map(cutting(dataset, place), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-        return shards.prefetch(_STEPS_AHEAD)
-    low = cut_low(dataset, place, first_batch)
+        read = dataset if most is None else dataset.take(most)
+        return _ahead(read.map(cutting(dataset, place), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True), None)
+    low = cut_low(dataset, place, first_batch, most)
     _warn_of_waste(low.reason, agreement)
-    return low.dataset.prefetch(_STEPS_AHEAD)
+    return _ahead(low.dataset, most)
+
+
+def _ahead(shards: tf.data.Dataset, most: int | None) -> tf.data.Dataset:
+    return (shards if most is None else shards.take(most)).prefetch(_STEPS_AHEAD)
 
 
 def _why_at_the_end(reads_ahead: bool) -> str:

@@ -109,9 +109,14 @@ _MIXING = {
 
 
 def _trained(
-    scope: Any, make: Callable[[Any], keras.Model], function: Any, drop_remainder: bool = False, **settings: Any
+    scope: Any,
+    make: Callable[[Any], keras.Model],
+    function: Any,
+    drop_remainder: bool = False,
+    warning: str = _MIXES,
+    **settings: Any,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns what came out, and the warnings that a layer mixes rows."""
+    """Returns what came out, and the warnings that a layer mixes rows, or others."""
     keras.utils.set_random_seed(5)
     with scope:
         model = make(function)
@@ -122,7 +127,7 @@ def _trained(
         found = {"history": model.fit(data, epochs=2, validation_data=data, verbose=0).history}
         found |= {"evaluate": model.evaluate(data, verbose=0), "predict": model.predict(data, verbose=0)}
         found |= {"of one batch": model.predict_on_batch(_X[:3]), "weights": model.get_weights()}
-    return found, [str(each.message) for each in seen if _MIXES in str(each.message)]
+    return found, [str(each.message) for each in seen if warning in str(each.message)]
 
 
 def _check(*given: Any, **settings: Any) -> list[str]:
@@ -156,6 +161,20 @@ def test_settings(settings: dict[str, Any]) -> None:
 )
 def test_others_are_left_alone(make: Callable[[Any], keras.Model], function: Callable[[Any], Any]) -> None:
     assert not _check(make, function)
+
+
+def _in_a_loop(function: Callable[[Any], Any]) -> keras.Model:
+    return keras.Sequential([keras.Input((6,)), layers.Reshape((3, 2)), layers.Lambda(function), layers.GRU(3), layers.Dense(1)])
+
+
+@pytest.mark.parametrize("function", [lambda x: x - ops.mean(x, 0), lambda x: ops.roll(x, 1, 0)], ids=["centered", "shifted"])
+def test_rows_that_a_loop_gets_are_told_to_be_the_replicas_own(function: Any) -> None:
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+    _, told = _trained(strategy.scope(), _in_a_loop, function, warning="what comes after cannot be repeated")
+    assert told
+    assert all("Each replica compares its own. Received: operation='While" in each for each in told)
+    _, told = _trained(strategy.scope(), _in_a_loop, function)
+    assert not told
 
 
 def test_sums_that_a_layer_asks_of_all_replicas_are_left_alone() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from scenarios.base import init, regression, scenario, trained
+from scenarios.base import dense, init, regression, scenario, trained
 
 _O = keras.optimizers
 
@@ -92,6 +92,45 @@ def mixed_rows_before_what_replicas_sum_up() -> dict[str, Any]:
     """The sums of synchronized batch normalization are of mixed rows, and one weight is computed from another."""
     mixed_up, behind_layer = _behind(MixedUp), _behind(keras.Sequential, Centered())
     return {"mixed up": trained(mixed_up, *regression(33), epochs=2), "layer": trained(behind_layer, *regression(33), epochs=2)}
+
+
+class ByMixedRows(keras.Model):
+    """Differentiates by mixtures of rows (Gulrajani et al., 2017) and by rows of a buffer that are taken by their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = dense()
+        self.samples = self.add_weight(shape=(40, 4), initializer=init(8), trainable=False)
+
+    def moved(self, rows: Any, size: float) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(rows)
+            energies = self.net(rows)
+        return tf.stop_gradient(rows - size * tape.gradient(energies, rows))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        sampled = self.moved(tf.gather(self.samples, tf.range(tf.shape(x)[0])), 0.1)
+        mixed = 0.5 * x + 0.5 * tf.reverse(x, [0])
+        attacked = self.moved(mixed, -0.2)
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(mixed)
+                scores = self.net(mixed)
+            norms = tf.norm(inner.gradient(scores, mixed) + 1e-3, axis=1)
+            loss = tf.reduce_mean((norms - 1) ** 2) + tf.reduce_mean((self.net(attacked) - y) ** 2)
+            loss += tf.reduce_mean(tf.tanh(self.net(sampled)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss, "norm": tf.reduce_mean(norms)}
+
+
+@scenario
+def gradients_by_mixed_rows() -> dict[str, Any]:
+    model = ByMixedRows()
+    model.compile(_O.SGD(0.05))
+    history = model.fit(*regression(33), batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    return {"history": history, "weights": model.get_weights()}
 
 
 class Negatives(keras.Model):

@@ -168,6 +168,20 @@ def data_pipelines() -> dict[str, Any]:
 
 
 @scenario
+def endless_data_in_several_fits() -> dict[str, Any]:
+    """Where one `fit` ends, the shuffle begins anew for what is read ahead, also behind a map that runs in parallel."""
+    x, y = regression(40)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(40)
+    results = {}
+    for name, each in (("plain", data), ("mapped", data.map(lambda x, y: (2.0 * x, y), num_parallel_calls=tf.data.AUTOTUNE))):
+        model = dense()
+        model.compile(_O.SGD(0.05), "mse")
+        endless = each.repeat().batch(8)
+        results[name] = [model.fit(endless, epochs=2, steps_per_epoch=5, verbose=0).history["loss"] for _ in range(3)]
+    return results
+
+
+@scenario
 def sparse_ragged_and_string_inputs() -> dict[str, Any]:
     rng = np.random.RandomState(0)
     dense_rows = (rng.rand(21, 6) * (rng.rand(21, 6) > 0.6)).astype("float32")

@@ -131,6 +131,9 @@ class KerasExtended(Protocol):
     notes_first_batch: bool
     """Whether data sets that are distributed now are to be compared by their first batch."""
 
+    reads_at_most: Setting[int | None]
+    """How many steps will be read of the data sets that are distributed now; None where nobody knows."""
+
     def begin_call(self, settings: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
         """Gives the random generators of all processes rank 0's state, and refuses arguments that differ between them."""
 

@@ -70,18 +70,21 @@ class CutDataset(NamedTuple):
     reason: str
 
 
-def cut_low(dataset: tf.data.Dataset, place: OwnReplicas, first_batch: FirstBatch | None) -> CutDataset:
+def cut_low(
+    dataset: tf.data.Dataset, place: OwnReplicas, first_batch: FirstBatch | None, most: int | None = None
+) -> CutDataset:
     """Cuts the batches of a pipeline for the replicas of this process, as low in the pipeline as it goes.
 
     Args:
         dataset: A data set of global batches.
         place: The replicas of this process.
         first_batch: Notes the first batch where it is cut, so that the processes can compare it.
+        most: How many batches will be read at most. Maps that run ahead then get no example of another, where the cut is below.
 
     Returns:
         The data set of `Shards`, with what is known of it. Its steps are those that a cut at the end would give, bit by bit.
     """
-    cutter = _Cutter(place, first_batch)
+    cutter = _Cutter(place, first_batch, most)
     shards = cutter.batches(dataset)
     return CutDataset(shards.with_options(dataset.options()), tuple(cutter.above), cutter.reason)
 
@@ -105,9 +108,10 @@ def cutting(dataset: tf.data.Dataset, place: OwnReplicas) -> Callable[..., Shard
 class _Cutter:
     """Walks down a pipeline to where it can be cut, and builds it anew from there."""
 
-    def __init__(self, place: OwnReplicas, first_batch: FirstBatch | None) -> None:
+    def __init__(self, place: OwnReplicas, first_batch: FirstBatch | None, most: int | None) -> None:
         self._place = place
         self._first_batch = first_batch
+        self._most = most
         self.above: list[str] = []
         self.reason = ""
 
@@ -115,6 +119,8 @@ class _Cutter:
         """Returns the `Shards` of a data set of global batches."""
         if isinstance(dataset, kinds.Options):
             return self.batches(dataset._input_dataset)
+        if isinstance(dataset, COUNTING):
+            self._most = None  # Of what is below others are read.
         if isinstance(dataset, (kinds.Prefetch, *COUNTING)):
             return _again(dataset, self.batches(dataset._input_dataset))
         if isinstance(dataset, kinds.Zip) and parts_fit(dataset, self._place.total):
@@ -217,6 +223,8 @@ class _Cutter:
         """Takes the own examples of each batch before they are mapped."""
         total, first, count = self._place
         size, drops = int(dataset._batch_size), bool(dataset._drop_remainder)
+        if self._most is not None:
+            lifted = lifted._replace(source=lifted.source.take(self._most * size))
         known = Batches(int(lifted.source.cardinality()), size, drops)
         if self._first_batch is None and _tells_its_end(lifted.source) and are_known(known, self._place, dataset.element_spec):
             return own_batches(lifted, known, self._place)

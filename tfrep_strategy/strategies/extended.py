@@ -63,6 +63,7 @@ class SynchronousExtended:
         self.validations_done = 0
         self.first_batch: FirstBatch | None = None
         self.notes_first_batch = True
+        self.reads_at_most: Setting[int | None] = Setting(None)
         self.given_beside: dict[str, Any] = {}
         self.cut_of_new_variables: Setting[Cut | None] = Setting(None)
         """Of which part each replica is to hold of the variables that are made."""
@@ -97,7 +98,7 @@ class SynchronousExtended:
         return variable
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> data.ReplicaDataset:
-        return data.distribute(dataset, self.local_replicas(stop_together=False), options)
+        return data.distribute(dataset, self.local_replicas(stop_together=False), options, most=self.reads_at_most.value)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> data.ReplicaDataset:
         return data.distribute_from_function(dataset_fn, self.local_replicas(stop_together=False), options)
@@ -200,7 +201,7 @@ class SynchronousExtended:
 
     def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums dense tensors over all replicas; called inside a replica."""
-        return list(map(note_global, self.own_communicator().all_reduce(list(tensors), "sum"), tensors)) if tensors else []
+        return list(map(note_global, self.own_communicator().all_reduce(list(tensors), "sum"))) if tensors else []
 
     @abc.abstractmethod
     def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:

@@ -347,7 +347,7 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> data.ReplicaDataset:
         replicas = self.local_replicas(stop_together=False)
-        whole = functools.partial(data.distribute, replicas=replicas, options=options)
+        whole = functools.partial(data.distribute, replicas=replicas, options=options, most=self.reads_at_most.value)
         return ranks_read.distribute(self._container_strategy(), dataset, self._in_one_order, whole)
 
     def _in_one_order(self, dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -99,7 +99,10 @@ class SynchronousDriver(
                 run_backups.writes.waited_for(),
                 profiled(lambda: TracesOfRanks(self.strategy), self.strategy.extended.is_chief) as self.profile,
             ):
-                return original(model, *args, **kwargs)
+                history = original(model, *args, **kwargs)
+                if self.has_several and self.steps_of_fit is not None:
+                    self.steps_of_fit.read_one_more()
+                return history
         finally:
             self.is_fitting, self.given_to_fit, self.steps_of_fit, self.profile, self.is_called = outer
             extended.given_beside, extended.validations_done, extended.resumes_at = beside, done, resumes_at
@@ -168,8 +171,14 @@ class SynchronousDriver(
 
     def make_epoch_iterator(self, original: Any, distribute_strategy: Any = None, **kwargs: Any) -> StepsOfReplicas:
         """Hands Keras's loops whole steps of all replicas of this process."""
-        steps = StepsOfReplicas(self, **kwargs)
-        if self.is_fitting and self.steps_of_fit is None:
+        begins_fit = self.is_fitting and self.steps_of_fit is None
+        given = self.given_to_fit
+        if begins_fit:
+            epochs = given.get("epochs", 1) - given.get("initial_epoch", 0)
+        else:
+            epochs = None if self.is_fitting and not self.is_called else 1
+        steps = StepsOfReplicas(self, epochs, **kwargs)
+        if begins_fit:
             self.steps_of_fit = steps  # What comes later is for validation.
             steps.is_of_fit, steps.profile = True, self.profile
         elif self.is_fitting and not self.is_called:

@@ -30,6 +30,7 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
 
     Args:
         driver: The driver of the model.
+        epochs: How many epochs will be read at most; None if nobody knows.
         **kwargs: What Keras's loops give: the data, and settings.
     """
 
@@ -38,7 +39,7 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
     _num_batches: int | None
     _current_iterator: Any
 
-    def __init__(self, driver: Any, **kwargs: Any) -> None:
+    def __init__(self, driver: Any, epochs: int | None, **kwargs: Any) -> None:
         strategy = driver.strategy
         arrays = {name: kwargs.get(name) for name in _ARRAYS}
         settings = {name: kwargs.get(name) for name in _SETTINGS}
@@ -50,7 +51,8 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
             kwargs["x"] = self._generator.for_adapter()
         strategy.extended.notes_first_batch = not _array_data.can_convert_arrays(tuple(arrays.values()))
         try:
-            with loops_data_of.to(driver):
+            most = _most_steps(epochs, **settings) if isinstance(x, tf.data.Dataset) else None
+            with loops_data_of.to(driver), strategy.extended.reads_at_most.to(most):
                 super().__init__(distribute_strategy=strategy, **kwargs)
         finally:
             strategy.extended.notes_first_batch = True
@@ -62,6 +64,7 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         self._num_batches = self._common_batches
         self._may_end_before = self._common_batches is not None and self._of_replicas.steps_per_batch != 1
         self._data = x
+        self._reads_one_more = most is not None
         self.is_of_fit = False
         """Whether these are the steps of a `fit`, which may go on from a backup, and no validation or call by a callback."""
         self.before_step: Callable[[int], None] | None = None
@@ -122,6 +125,16 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         finally:
             if self._noted_steps is not None:
                 self._noted_steps.close()  # So that the last step is noted now, also where a callback has ended the epoch.
+
+    def read_one_more(self) -> None:
+        """Reads a step that nobody needs, where an iterator goes on from epoch to epoch.
+
+        TensorFlow reads it ahead on one device. If a `shuffle` began anew for it, the data has another order when it is read
+        again: on one device, and then on every process.
+        """
+        if self._reads_one_more and self._current_iterator is not None:
+            with contextlib.suppress(StopIteration):
+                next(self._current_iterator)
 
     def _passes_over(self, step: tuple[int, int, Iterator[Any]], batches: int) -> bool:
         first, last, iterator = step
@@ -190,6 +203,17 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
     def _with_order_drawn(self, states: RandomStates) -> RandomStates:
         """Returns states of generators as they are when Keras has drawn the order of an epoch of a `PyDataset`."""
         return states.after_shuffling(self.data_adapter.num_batches) if isinstance(self._data, keras.utils.PyDataset) else states
+
+
+def _most_steps(epochs: int | None, steps_per_epoch: int | None, steps_per_execution: int | None, **others: Any) -> int | None:
+    """Returns how many steps will be read of an iterator that goes on in each epoch, and one more; see `read_one_more`.
+
+    The last execution of an epoch is whole.
+    """
+    if epochs is None or steps_per_epoch is None or steps_per_epoch < 1:
+        return None
+    at_once = steps_per_execution or 1
+    return epochs * -(-steps_per_epoch // at_once) * at_once + 1
 
 
 def _batches_of_all(strategy: KerasStrategy, distributed: Any, num_batches: int | None, adapter: Any) -> int | None:

@@ -18,6 +18,7 @@ from tfrep_strategy.keras_integration.protocol import Step, current_step
 from tfrep_strategy.keras_integration.synchronous.batch_sums import depends_on_other_rows, follows_numbers, of_all_rows
 from tfrep_strategy.keras_integration.synchronous.open_rows import TraceAgainError, with_open_rows
 from tfrep_strategy.keras_integration.synchronous.own_functions import is_of_keras
+from tfrep_strategy.keras_integration.synchronous.row_reductions import all_rows
 from tfrep_strategy.keras_integration.synchronous.whole_batch import place_in_batch
 
 
@@ -68,9 +69,9 @@ def look_for_mixed_rows(predictions: Any) -> None:
     step = current_step()
     if step is None or not step.has_own_layers:
         return
-    flat = keras.tree.flatten(predictions)
-    if any(_are_mixed(step, each) for each in flat):
-        _warn_of_costs(flat)
+    mixed = [each for each in keras.tree.flatten(predictions) if _are_mixed(step, each)]
+    if any(all_rows(step, each) is not None for each in mixed):
+        _warn_of_costs(mixed)
         raise LayersMixRowsError
 
 
@@ -86,24 +87,21 @@ def with_rows_of_all(predict_step: Callable[[Any], Any]) -> Callable[[Any], Any]
             return predict_step(batch)
         outputs = predict_step(with_open_rows(batch))
         flat = keras.tree.flatten(outputs)
-        mixed = {i for i, each in enumerate(flat) if _are_mixed(current, each)}
-        if not mixed:
+        of_all = {i: of_all_rows(current, each) for i, each in enumerate(flat) if _are_mixed(current, each)}
+        repeated = {i: rows for i, rows in of_all.items() if rows is not None}
+        if not repeated:
             return outputs
-        _warn_of_costs(flat)
-        first, _ = place_in_batch(current.strategy, tf.shape(flat[min(mixed)])[0])
-        own = [_own_rows(current, each, first) if i in mixed else each for i, each in enumerate(flat)]
-        return keras.tree.pack_sequence_as(outputs, own)
+        _warn_of_costs([flat[i] for i in repeated])
+        first, _ = place_in_batch(current.strategy, tf.shape(flat[min(repeated)])[0])
+        for i, rows in repeated.items():
+            flat[i] = tf.ensure_shape(rows[first : first + tf.shape(flat[i])[0]], flat[i].shape)
+        return keras.tree.pack_sequence_as(outputs, flat)
 
     return step
 
 
 def _are_mixed(step: Step, output: Any) -> bool:
     return depends_on_other_rows(step, output) and not follows_numbers(step, output)
-
-
-def _own_rows(step: Step, output: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
-    of_all = of_all_rows(step, output)
-    return output if of_all is None else tf.ensure_shape(of_all[first : first + tf.shape(output)[0]], output.shape)
 
 
 def _warn_of_costs(outputs: list[Any]) -> None:

@@ -84,11 +84,12 @@ def note_global(value: Any, own: Any = None) -> tf.Tensor:
 
     Args:
         value: The tensor.
-        own: What this replica brought, if the replicas reduced what each brought. One device has this, of all rows.
+        own: What this replica brought, if a step or a layer reduced what each brought. One device has this, of all rows.
     """
     if tf.is_symbolic_tensor(value):
         grows = _graphs.setdefault(value.graph, RowGrowth())
         grows.told[value.name] = 0
+        grows.brought.pop(value.name, None)
         if tf.is_symbolic_tensor(own) and own.graph is value.graph:
             grows.brought[value.name] = own
     return value
@@ -293,12 +294,16 @@ class RowGrowth:
             self.compared.note(output)
 
     def _follow_mixed(self, operation: Any) -> None:
+        is_list = any(output.dtype == tf.variant for output in operation.outputs)  # As a loop reads: its rows have no dimension.
+        if is_list and any(each.name in self._normalized - self.of_layers for each in operation.inputs):
+            for output in operation.outputs:
+                self.compared.note(output)
         is_mixed = any(each.name in self._mixed and self.told.get(each.name) != 0 for each in operation.inputs)
         for output in operation.outputs:
             own = self.brought.get(output.name)
-            if own is not None and own.name in self._mixed:
+            if own is not None and own.name in self._mixed and self._axes[own] is None:
                 self._go_on_from(own, output)
-            if is_mixed or output in self.compared or output.name in self._normalized - self.of_layers:
+            if output in self.compared or (is_mixed or output.name in self._normalized) and output.name not in self.of_layers:
                 self._mixed.add(output.name)
 
     def _go_on_from(self, own: tf.Tensor, reduced: tf.Tensor) -> None:

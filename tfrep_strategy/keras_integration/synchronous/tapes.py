@@ -12,7 +12,13 @@ from tfrep_strategy._tensorflow import tape_is_recording
 from tfrep_strategy.gradients import dense, dense_buckets
 from tfrep_strategy.keras_integration.protocol import Step, current_step
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase, overwrites
-from tfrep_strategy.keras_integration.synchronous.batch_sums import addends, are_own_rows, are_rows, compares_rows
+from tfrep_strategy.keras_integration.synchronous.batch_sums import (
+    addends,
+    are_own_rows,
+    are_rows,
+    compares_rows,
+    depends_on_other_rows,
+)
 from tfrep_strategy.keras_integration.synchronous.row_growth import (
     depends_on_rows,
     growth_of,
@@ -48,7 +54,10 @@ class Tapes(SynchronousBase):
         is_part = step.loss_is_scaled and not was_scaled
         is_own_loss = _comes_from_scaled(step, target) if is_part else not was_scaled
         takes_apart = (positions or of_rows) and asks_for_all and is_own_loss
-        weighed = _all_weighed(step, target, bool(of_rows) or any(map(overwrites, flat))) if takes_apart else []
+        # What replicas compute together comes from what is before the mixing of rows, and an outer tape would not see through it.
+        stays_whole = tape_is_recording() or all(_is_mixed(step, source) for source in flat)
+        at_once = bool(of_rows) or any(map(overwrites, flat))
+        weighed = _all_weighed(step, target, at_once, stays_whole) if takes_apart else []
         dense_ones, of_tables = _lookups_apart(weighed, flat)
         if dense_ones:
             target, output_gradients = map(list, zip(*dense_ones, strict=True))
@@ -91,28 +100,28 @@ class Tapes(SynchronousBase):
         return summed
 
 
-def _all_weighed(step: Step, target: Any, at_once: bool) -> list[tuple[tf.Tensor, tf.Tensor]]:
+def _all_weighed(step: Step, target: Any, at_once: bool, stays_whole: bool) -> list[tuple[tf.Tensor, tf.Tensor]]:
     """Takes a loss apart, or several, whose gradients a tape adds up."""
     if not isinstance(target, (list, tuple)) or not all(map(tf.is_symbolic_tensor, target)):
-        return _weighed(step, target, at_once)
-    weighed = [_weighed(step, each, at_once) for each in target]
+        return _weighed(step, target, at_once, stays_whole)
+    weighed = [_weighed(step, each, at_once, stays_whole) for each in target]
     if not any(weighed):
         return []
     return [pair for found, each in zip(weighed, target, strict=True) for pair in found or [_mean(step, each)]]
 
 
-def _weighed(step: Step, target: Any, at_once: bool) -> list[tuple[tf.Tensor, tf.Tensor]]:
+def _weighed(step: Step, target: Any, at_once: bool, stays_whole: bool) -> list[tuple[tf.Tensor, tf.Tensor]]:
     """Takes a loss apart into tensors, each with what its gradient counts: that of a sum over rows whole, that of a mean the share.
 
     A mean, as most losses are, is left whole, since its gradients can be weighed later; unless they are wanted at once, because
     backward itself notes how large they are.
     """
     if are_rows(step, target):
-        if not compares_rows(step, target) or tape_is_recording():  # An outer tape would not see through what replicas compute.
+        if not compares_rows(step, target) or stays_whole:
             return [(target, tf.ones_like(target))]
         target = tf.reduce_sum(target)
     sums, means, joint = addends(step, target)
-    if not sums and (not joint or tape_is_recording()):
+    if not sums and (not joint or stays_whole):
         is_scalar = at_once and isinstance(target, tf.Tensor)
         return [_mean(step, target)] if is_scalar else []
     weighed = [(value, tf.ones_like(value)) for value in sums]
@@ -173,7 +182,12 @@ def _has_own_rows(step: Step, source: tf.Tensor) -> bool:
 def _noted_rows(step: Step, source: Any, gradient: Any) -> Any:
     """Notes that the gradient by rows is rows: on the way back through a collective, the graph does not tell."""
     is_rows = isinstance(gradient, tf.Tensor) and step.has_computed(gradient) and step.has_computed(source)
-    return note_rows(gradient) if is_rows and are_own_rows(step, source) else gradient
+    return note_rows(gradient) if is_rows and are_own_rows(step, source) and not _is_mixed(step, source) else gradient
+
+
+def _is_mixed(step: Step, source: Any) -> bool:
+    """Whether a tensor has rows that depend on others. What comes after it is computed from those of all replicas."""
+    return step.has_computed(source) and depends_on_other_rows(step, source)
 
 
 def _is_shaped_as_rows(step: Step, source: tf.Tensor) -> bool:

@@ -128,7 +128,7 @@ def _rows_of_all(strategy: KerasStrategy, nest: Any, rows: tf.Tensor) -> tuple[A
         # A sum, through which gradients find back to the replica that they belong to.
         sent = tensor if tensor.dtype.size > 1 else tf.cast(tensor, tf.int32)
         placed = tf.pad(sent, [[first, behind]] + [[0, 0]] * (len(tensor.shape) - 1))
-        return tf.cast(context.all_reduce(tf.distribute.ReduceOp.SUM, placed), tensor.dtype)
+        return tf.cast(note_global(context.all_reduce(tf.distribute.ReduceOp.SUM, placed)), tensor.dtype)
 
     return keras.tree.map_structure(of_all, nest), first
 
