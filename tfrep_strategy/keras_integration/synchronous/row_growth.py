@@ -295,7 +295,7 @@ class RowGrowth:
 
     def _follow_mixed(self, operation: Any) -> None:
         is_list = any(output.dtype == tf.variant for output in operation.outputs)  # As a loop reads: its rows have no dimension.
-        if is_list and any(each.name in self._normalized - self.of_layers for each in operation.inputs):
+        if is_list and any(each.name in self._normalized and each.name not in self.of_layers for each in operation.inputs):
             for output in operation.outputs:
                 self.compared.note(output)
         is_mixed = any(each.name in self._mixed and self.told.get(each.name) != 0 for each in operation.inputs)
