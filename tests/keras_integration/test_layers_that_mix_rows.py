@@ -167,14 +167,16 @@ def _in_a_loop(function: Callable[[Any], Any]) -> keras.Model:
     return keras.Sequential([keras.Input((6,)), layers.Reshape((3, 2)), layers.Lambda(function), layers.GRU(3), layers.Dense(1)])
 
 
-@pytest.mark.parametrize("function", [lambda x: x - ops.mean(x, 0), lambda x: ops.roll(x, 1, 0)], ids=["centered", "shifted"])
-def test_rows_that_a_loop_gets_are_told_to_be_the_replicas_own(function: Any) -> None:
-    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
-    _, told = _trained(strategy.scope(), _in_a_loop, function, warning="what comes after cannot be repeated")
-    assert told
-    assert all("Each replica compares its own. Received: operation='While" in each for each in told)
-    _, told = _trained(strategy.scope(), _in_a_loop, function)
-    assert not told
+@pytest.mark.parametrize("settings", [{}, {"drop_remainder": True}, {"steps_per_execution": 3}, {"jit_compile": True}], ids=str)
+def test_a_step_that_nobody_can_repeat_is_run_with_all_rows(settings: dict[str, Any]) -> None:
+    given: Any = _in_a_loop, lambda x: x - ops.mean(x, 0)
+    expected, _ = _trained(contextlib.nullcontext(), *given, **settings)
+    found, told = _trained(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope(), *given, warning="", **settings)
+    keras.tree.map_structure(lambda f, e: np.testing.assert_allclose(f, e, rtol=2e-5, atol=2e-6), found, expected)
+    costs = [each for each in told if "So each process runs it with all rows" in each]
+    assert len(costs) == 2  # To train and to test.
+    assert all("operation='While" in each for each in costs)
+    assert not [each for each in told if "outside `strategy.run`" in each or "Each replica compares its own" in each]
 
 
 def test_sums_that_a_layer_asks_of_all_replicas_are_left_alone() -> None:

@@ -94,6 +94,22 @@ def mixed_rows_before_what_replicas_sum_up() -> dict[str, Any]:
     return {"mixed up": trained(mixed_up, *regression(33), epochs=2), "layer": trained(behind_layer, *regression(33), epochs=2)}
 
 
+@scenario
+def loops_behind_mixed_rows() -> dict[str, Any]:
+    """Nobody can repeat a loop with the rows of all replicas, so each process runs the step with them: with one device's dropout."""
+
+    def net(make: type[keras.Sequential], *first: Any) -> keras.Model:
+        ends = layers.BatchNormalization(), layers.Dropout(0.3, seed=9), layers.Dense(1, kernel_initializer=init(9))
+        model = make([keras.Input((4,)), *first, layers.Reshape((2, 2)), layers.GRU(3, kernel_initializer=init(10)), *ends])
+        model.compile(_O.Adam(0.02, epsilon=1e-3), "mse", metrics=["mae", keras.metrics.RootMeanSquaredError()])
+        return model
+
+    rows = regression(33)
+    results = {"mixed up": trained(net(MixedUp), *rows, epochs=2)}
+    results["layer"] = trained(net(keras.Sequential, Centered()), *rows, epochs=2, sample_weight=np.arange(33) / 33)
+    return results
+
+
 class ByMixedRows(keras.Model):
     """Differentiates by mixtures of rows (Gulrajani et al., 2017) and by rows of a buffer that are taken by their places."""
 

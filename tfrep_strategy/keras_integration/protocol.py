@@ -131,6 +131,9 @@ class KerasExtended(Protocol):
     notes_first_batch: bool
     """Whether data sets that are distributed now are to be compared by their first batch."""
 
+    takes_whole_batches: Setting[bool]
+    """Whether steps that are traced now take the global batch, each on every process, in place of a part on each replica."""
+
     reads_at_most: Setting[int | None]
     """How many steps will be read of the data sets that are distributed now; None where nobody knows."""
 
@@ -190,6 +193,8 @@ class Step:
         """Whether the step function is Keras's, and what it calls, such as `compute_loss`, the user's own."""
         self.has_own_layers = False
         """Whether the step is all of Keras, and layers or operations of the model are the user's own, so that they may mix rows."""
+        self.may_take_whole_batch = False
+        """Whether the step may be traced again for the global batch, if it mixes rows in a way that nobody can repeat."""
         self.rows_are_fixed = False
         """Whether it is traced for one number of rows, so that its graph does not tell sums over rows from means."""
         self.gives_means = False

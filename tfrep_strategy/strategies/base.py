@@ -94,7 +94,7 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
         """Runs `fn` on every replica; see `tf.distribute.Strategy.run`.
 
         In a step that Keras drives, `Shards` are the only argument. Each replica then gets its part, and knows its share of
-        the global batch.
+        the global batch. A step that nobody can cut is run once in each process, on the global batch.
         """
         self.extended.synchronize_new_variables()
         called: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -103,6 +103,9 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
             shards = args[0]
             if self.num_replicas_in_sync == 1:  # The share is 1, and the step is that of one device.
                 args = (pack(shards),)
+            elif self.extended.takes_whole_batches.value:
+                with self.extended.watching_peers(), self.scope():
+                    return fn(self.extended.gather_outputs(pack(shards)))
             else:
                 if not tf.executing_eagerly():
                     shards = Shards(tuple(map(with_unknown_size, shards.parts)), shards.total)

@@ -64,6 +64,7 @@ class SynchronousExtended:
         self.first_batch: FirstBatch | None = None
         self.notes_first_batch = True
         self.reads_at_most: Setting[int | None] = Setting(None)
+        self.takes_whole_batches = Setting(False)
         self.given_beside: dict[str, Any] = {}
         self.cut_of_new_variables: Setting[Cut | None] = Setting(None)
         """Of which part each replica is to hold of the variables that are made."""

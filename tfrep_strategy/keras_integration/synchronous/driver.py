@@ -25,7 +25,12 @@ from tfrep_strategy.keras_integration.synchronous.callbacks import Callbacks
 from tfrep_strategy.keras_integration.synchronous.empty_parts import EmptyParts
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
 from tfrep_strategy.keras_integration.synchronous.layers import Layers
-from tfrep_strategy.keras_integration.synchronous.logs import Logs, logs_of_all, with_global_logs
+from tfrep_strategy.keras_integration.synchronous.logs import (
+    Logs,
+    logs_of_all,
+    with_global_logs,
+    with_logs_of_its_own,
+)
 from tfrep_strategy.keras_integration.synchronous.losses import Losses
 from tfrep_strategy.keras_integration.synchronous.mixing_layers import (
     followed_if_rows_mix,
@@ -221,6 +226,8 @@ class SynchronousDriver(
         strategy = self.strategy
         phase = "test" if step_function == model.test_step else "train"
         gives_means = keeps_rows = _is_all_of_keras(model, step_function)
+        whole_step = with_logs_of_its_own(model, phase, step_function)
+        extended, warns = strategy.extended, bool(self.layers_not_seen)
         if self.has_several:
             if isinstance(step_function, TracedFunction):  # Keras traces the step in any case, into a graph that can be followed.
                 step_function = as_traced(step_function)
@@ -233,6 +240,18 @@ class SynchronousDriver(
             step_function = with_global_logs(model, phase, strategy, step_function)
             if gives_means:
                 step_function = _noting(step_function, "gives_means")
+            if not model.run_eagerly and getattr(strategy, "rank_data", "same") != "own":
+                step_function = _noting(step_function, "may_take_whole_batch")
+
+        def of_whole_batch() -> Any:
+            with _without_jit(model):
+                run = original(model, whole_step)
+
+            def on_whole_batches(batches: Any) -> Any:
+                with extended.takes_whole_batches.to(True):
+                    return run(batches)
+
+            return on_whole_batches
 
         def build(step_function: Any) -> Any:
             if strategy.extended.compiles_whole_steps or not model.jit_compile:
@@ -244,8 +263,7 @@ class SynchronousDriver(
             return build(step_function)  # There is nobody to keep in step with, and a call more would cost time in every step.
 
         hides_sizes = self.has_several and not model.run_eagerly
-        run = traced_for_any_rows(build, step_function, keeps_rows) if hides_sizes else build(step_function)
-        extended, warns = strategy.extended, bool(self.layers_not_seen)
+        run = build(step_function) if not hides_sizes else traced_for_any_rows(build, step_function, keeps_rows, of_whole_batch)
 
         # It is called in every step, so it calls no more than it needs.
         def function(iterator: Any) -> Any:

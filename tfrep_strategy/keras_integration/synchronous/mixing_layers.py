@@ -16,7 +16,11 @@ import tensorflow as tf
 from tfrep_strategy.errors import message
 from tfrep_strategy.keras_integration.protocol import Step, current_step
 from tfrep_strategy.keras_integration.synchronous.batch_sums import depends_on_other_rows, follows_numbers, of_all_rows
-from tfrep_strategy.keras_integration.synchronous.open_rows import TraceAgainError, with_open_rows
+from tfrep_strategy.keras_integration.synchronous.open_rows import (
+    NobodyRepeatsError,
+    TraceAgainError,
+    with_open_rows,
+)
 from tfrep_strategy.keras_integration.synchronous.own_functions import is_of_keras
 from tfrep_strategy.keras_integration.synchronous.row_reductions import all_rows
 from tfrep_strategy.keras_integration.synchronous.whole_batch import place_in_batch
@@ -85,6 +89,21 @@ def with_rows_of_all(predict_step: Callable[[Any], Any]) -> Callable[[Any], Any]
         current = current_step()
         if current is None or tf.executing_eagerly():
             return predict_step(batch)
+        current.may_take_whole_batch = True
+        try:
+            return repeated(current, batch)
+        except NobodyRepeatsError:
+            return own_of_whole_batch(current, batch)
+
+    def own_of_whole_batch(current: Step, batch: Any) -> Any:
+        extended = current.strategy.extended
+        outputs = predict_step(tf.nest.map_structure(extended.gather_over_replicas, batch))
+        rows = tf.shape(tf.nest.flatten(batch)[0])[0]
+        first, _ = place_in_batch(current.strategy, rows)
+        _warn_of_costs(keras.tree.flatten(outputs))
+        return keras.tree.map_structure(lambda rows_of_all: rows_of_all[first : first + rows], outputs)
+
+    def repeated(current: Step, batch: Any) -> Any:
         outputs = predict_step(with_open_rows(batch))
         flat = keras.tree.flatten(outputs)
         of_all = {i: of_all_rows(current, each) for i, each in enumerate(flat) if _are_mixed(current, each)}

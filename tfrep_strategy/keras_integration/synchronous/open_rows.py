@@ -10,13 +10,14 @@ are traced for it first.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import set_shape_attribute
-from tfrep_strategy.errors import TfrepError
+from tfrep_strategy.errors import TfrepError, message
 from tfrep_strategy.keras_integration.protocol import current_step
 
 
@@ -24,12 +25,27 @@ class TraceAgainError(BaseException):
     """What was found out about a step while it was traced. It is none of the errors that a step may catch."""
 
 
+class NobodyRepeatsError(TraceAgainError):
+    """A step mixes rows, and what comes after cannot be repeated with those of all replicas.
+
+    Args:
+        operation: What cannot be.
+    """
+
+    def __init__(self, operation: str) -> None:
+        super().__init__(operation)
+        self.operation = operation
+
+
 class RowsAreFixedError(TraceAgainError):
     """A step that is traced for one number of rows asks what is a sum over them."""
 
 
 def traced_for_any_rows(
-    build: Callable[[Any], Callable[[Any], Any]], step_function: Callable[[Any], Any], keeps_rows: bool = False
+    build: Callable[[Any], Callable[[Any], Any]],
+    step_function: Callable[[Any], Any],
+    keeps_rows: bool = False,
+    of_whole_batch: Callable[[], Callable[[Any], Any]] | None = None,
 ) -> Callable[[Any], Any]:
     """Builds a function of steps.
 
@@ -37,6 +53,7 @@ def traced_for_any_rows(
         build: Makes the function of a step function that gets a replica's part of a batch.
         step_function: What a replica does in a step.
         keeps_rows: Whether the step is likely not to ask what is a sum over rows.
+        of_whole_batch: Makes the function for a step that raises `NobodyRepeatsError`.
 
     Returns:
         What `build` makes, of a step whose part has an open number of rows. If that cannot be traced, of `step_function`. If
@@ -73,6 +90,12 @@ def traced_for_any_rows(
                 result = run(batches)
             except TraceAgainError as found:
                 is_traced = False
+                if isinstance(found, NobodyRepeatsError):
+                    assert of_whole_batch is not None
+                    _warn_of_costs(found.operation)
+                    run = of_whole_batch()
+                    ways.clear()
+                    continue
                 if isinstance(found, RowsAreFixedError):
                     way = ways.pop(0)
             except (TfrepError, tf.errors.OpError, StopIteration):
@@ -87,6 +110,18 @@ def traced_for_any_rows(
             run = build(way)  # A new function: what has failed may have left its variables half made.
 
     return function
+
+
+def _warn_of_costs(operation: str) -> None:
+    warnings.warn(
+        message(
+            "A step mixes the rows of a batch, and what comes after cannot be repeated with those of all replicas. So each process"
+            " runs it with all rows: that is right, but no faster than one device.",
+            hint="mix rows as late as you can, or gather them with tfrep.all_gather. See docs/exactness.md.",
+            operation=operation,
+        ),
+        stacklevel=2,
+    )
 
 
 def _has_fixed_rows(part: Any) -> bool:

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfrep_strategy.errors import message
 from tfrep_strategy.keras_integration.protocol import Step
+from tfrep_strategy.keras_integration.synchronous.open_rows import NobodyRepeatsError
 from tfrep_strategy.keras_integration.synchronous.row_axes import MATRIX_PRODUCTS
 from tfrep_strategy.keras_integration.synchronous.row_growth import (
     ADDITIONS,
@@ -72,10 +73,11 @@ def reductions(step: Step, value: tf.Tensor) -> Reductions | None:
 
     Raises:
         RowsAreFixedError: The step is traced for one number of rows.
+        NobodyRepeatsError: What comes after compared rows cannot be repeated, and the step may take the global batch instead.
     """
     grows = growth_of(step, value)
     if value in grows.compared:
-        return _of_compared(grows, value)
+        return _of_compared(step, grows, value)
     found = _nothing()
     degrees: dict[str, float] = {}
     waiting = [value] if grows.axis(value) is None else []
@@ -108,14 +110,14 @@ def reductions(step: Step, value: tf.Tensor) -> Reductions | None:
 
 def all_rows(step: Step, value: tf.Tensor) -> Reductions | None:
     """Walks back from a tensor with rows to those from which the same tensor of all replicas can be computed; see `reductions`."""
-    return _of_compared(growth_of(step, value), value)
+    return _of_compared(step, growth_of(step, value), value)
 
 
 def _nothing() -> Reductions:
     return Reductions({kind: [] for kind in _DEGREES}, [], set(), {}, {}, 0, {})
 
 
-def _of_compared(grows: RowGrowth, value: tf.Tensor) -> Reductions | None:
+def _of_compared(step: Step, grows: RowGrowth, value: tf.Tensor) -> Reductions | None:
     found, known = _nothing(), set[str]()
     waiting = [value]
     while waiting:
@@ -134,6 +136,8 @@ def _of_compared(grows: RowGrowth, value: tf.Tensor) -> Reductions | None:
                 found.places[tensor.name] = axis, grows.compared.joined(rows)
         elif brought is None and not _can_be_copied(tensor.op):
             if grows.compared.compares(value):
+                if step.may_take_whole_batch:
+                    raise NobodyRepeatsError(f"{tensor.op.type} {tensor.op.name}")
                 _warn_of(tensor.op)
             return None
         elif unknown := [each for each in inputs if each.name not in known]:
