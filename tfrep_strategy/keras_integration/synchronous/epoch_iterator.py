@@ -11,7 +11,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import is_traced, leaves_traces
+from tfrep_strategy._tensorflow import (
+    dataset_kinds,
+    is_traced,
+    leaves_traces,
+    parts_of_dataset,
+)
 from tfrep_strategy.keras_integration.finding import loops_data_of
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
@@ -64,7 +69,7 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         self._num_batches = self._common_batches
         self._may_end_before = self._common_batches is not None and self._of_replicas.steps_per_batch != 1
         self._data = x
-        self._reads_one_more = most is not None
+        self._reads_one_more = most is not None and _is_shuffled_and_endless(x)
         self.is_of_fit = False
         """Whether these are the steps of a `fit`, which may go on from a backup, and no validation or call by a callback."""
         self.before_step: Callable[[int], None] | None = None
@@ -203,6 +208,12 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
     def _with_order_drawn(self, states: RandomStates) -> RandomStates:
         """Returns states of generators as they are when Keras has drawn the order of an epoch of a `PyDataset`."""
         return states.after_shuffling(self.data_adapter.num_batches) if isinstance(self._data, keras.utils.PyDataset) else states
+
+
+def _is_shuffled_and_endless(data: tf.data.Dataset) -> bool:
+    """Returns whether data always has a step more, and to read it may draw another order. Other data may keep its reader waiting."""
+    is_shuffled = any(isinstance(part, dataset_kinds.Shuffle) for part in parts_of_dataset(data))
+    return is_shuffled and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY
 
 
 def _most_steps(epochs: int | None, steps_per_epoch: int | None, steps_per_execution: int | None, **others: Any) -> int | None:
