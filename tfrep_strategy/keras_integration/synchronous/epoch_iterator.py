@@ -211,7 +211,7 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
 
 
 def _is_shuffled_and_endless(data: tf.data.Dataset) -> bool:
-    """Returns whether data always has a step more, and to read it may draw another order. Other data may keep its reader waiting."""
+    """Whether data always has a step more, and to read it may draw another order. Other data may keep its reader waiting."""
     is_shuffled = any(isinstance(part, dataset_kinds.Shuffle) for part in parts_of_dataset(data))
     return is_shuffled and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY
 
