@@ -114,6 +114,16 @@ def take_rows(batch: Any, start: Any, stop: Any) -> Any:
     return tf.nest.map_structure(lambda leaf: None if leaf is None else _rows(leaf, start, stop), batch)
 
 
+def map_rows(function: Callable[..., Any], *batches: Any) -> Any:
+    """Applies a function to what has rows in batches of one structure. What has none, such as a scalar, is that of the first.
+
+    Example:
+        >>> [part.numpy().tolist() for part in map_rows(lambda x: x[:2], (tf.range(5), tf.constant(0)))]
+        [[0, 1], 0]
+    """
+    return tf.nest.map_structure(lambda leaf, *others: leaf if _num_rows(leaf) is None else function(leaf, *others), *batches)
+
+
 def _num_rows(leaf: Any) -> Any:
     """Returns the number of rows of a tensor of a batch: an integer if it is known, else a scalar; None if it has no rows."""
     if isinstance(leaf, tf.SparseTensor):

@@ -386,6 +386,16 @@ def test_an_order_that_was_drawn_before_goes_on() -> None:
         assert np.concatenate(found).tolist() == np.concatenate(expected).tolist(), epoch
 
 
+def test_maps_that_run_ahead_draw_no_order_that_nobody_asks_for() -> None:
+    shuffled = [Dataset.range(24).shuffle(24, seed=2) for _ in range(2)]
+    whole, read = shuffled[0].map(halves).repeat().batch(6), shuffled[1].map(halves, num_parallel_calls=8).repeat().batch(6)
+    cut = cut_low(read, OwnReplicas(2, 1, 1), None, most=4).dataset
+    for _ in range(3):
+        expected = [np.array_split(batch, 2)[1] for batch in whole.take(4).as_numpy_iterator()]
+        found = [step.parts[0] for step in cut.take(5).prefetch(5)]
+        assert np.concatenate(found).tolist() == np.concatenate(expected).tolist()
+
+
 def test_an_order_goes_on_when_the_data_set_is_gone() -> None:
     whole = numbers().map(halves).shuffle(5, seed=2).batch(6)
     cut = cut_low(numbers().map(halves).shuffle(5, seed=2).batch(6), OwnReplicas(2, 0, 1), None).dataset

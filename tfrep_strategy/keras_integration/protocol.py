@@ -77,6 +77,9 @@ class KerasExtended(Protocol):
     def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
         """Concatenates tensors, also of strings, along the first dimension in replica order; called inside a replica."""
 
+    def gather_batch(self, part: Any) -> Any:
+        """Returns the global batch, of which a replica has a part; called inside a replica."""
+
     def aggregate_gradients(self, gradients: Sequence[Any], in_parts: bool = False) -> list[Any]:
         """Makes replica gradients, which their shares have weighed, global: their sum, or the own part of it; in a replica."""
 
@@ -131,8 +134,8 @@ class KerasExtended(Protocol):
     notes_first_batch: bool
     """Whether data sets that are distributed now are to be compared by their first batch."""
 
-    takes_whole_batches: Setting[bool]
-    """Whether steps that are traced now take the global batch, each on every process, in place of a part on each replica."""
+    runs_outside_replicas: Setting[bool]
+    """Whether steps that are traced now run in each process, on the global batch, in place of a part on each replica."""
 
     reads_at_most: Setting[int | None]
     """How many steps will be read of the data sets that are distributed now; None where nobody knows."""

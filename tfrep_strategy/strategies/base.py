@@ -103,9 +103,9 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
             shards = args[0]
             if self.num_replicas_in_sync == 1:  # The share is 1, and the step is that of one device.
                 args = (pack(shards),)
-            elif self.extended.takes_whole_batches.value:
+            elif self.extended.runs_outside_replicas.value:
                 with self.extended.watching_peers(), self.scope():
-                    return fn(self.extended.gather_outputs(pack(shards)))
+                    return fn(self.extended.whole_batch(shards))
             else:
                 if not tf.executing_eagerly():
                     shards = Shards(tuple(map(with_unknown_size, shards.parts)), shards.total)

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfrep_strategy import data, gradients
 from tfrep_strategy.agreement import Agreement
-from tfrep_strategy.batches import as_tensors, shard
+from tfrep_strategy.batches import as_tensors, map_rows, shard
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.communicators.compression import compressed_gather, compressed_scatter, compressed_sum
 from tfrep_strategy.communicators.gpus import warn_of_sparse_gradients
@@ -25,6 +25,7 @@ from tfrep_strategy.sharding import Cut, sum_to_parts
 from tfrep_strategy.slices import has_fixed_rows
 from tfrep_strategy.step_clock import timed_collectives
 from tfrep_strategy.strategies.checked_settings import functions
+from tfrep_strategy.strategies.gathering import gathered
 from tfrep_strategy.strategies.part_variables import PartVariable
 from tfrep_strategy.strategies.variables import ReplicaVariable, StepsSinceMerge, with_our_class
 
@@ -64,7 +65,7 @@ class SynchronousExtended:
         self.first_batch: FirstBatch | None = None
         self.notes_first_batch = True
         self.reads_at_most: Setting[int | None] = Setting(None)
-        self.takes_whole_batches = Setting(False)
+        self.runs_outside_replicas = Setting(False)
         self.given_beside: dict[str, Any] = {}
         self.cut_of_new_variables: Setting[Cut | None] = Setting(None)
         """Of which part each replica is to hold of the variables that are made."""
@@ -204,12 +205,20 @@ class SynchronousExtended:
         """Sums dense tensors over all replicas; called inside a replica."""
         return list(map(note_global, self.own_communicator().all_reduce(list(tensors), "sum"))) if tensors else []
 
-    @abc.abstractmethod
-    def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Concatenates tensors, also of strings, along the first dimension in replica order; called inside a replica.
+    def gather_over_replicas(self, tensor: Any) -> Any:
+        """Concatenates tensors, also of strings, ragged or sparse, along the first dimension in replica order; in a replica.
 
         Sizes may differ.
         """
+        return gathered(tensor, self.own_communicator())
+
+    def gather_batch(self, part: Any) -> Any:
+        """Returns the global batch, of which a replica has a part; called inside a replica."""
+        return map_rows(self.gather_over_replicas, part)
+
+    @abc.abstractmethod
+    def whole_batch(self, shards: Shards) -> Any:
+        """Returns the global batch, of which this process has parts; called outside of replicas, by every process."""
 
     @abc.abstractmethod
     def communicator_of(self, replica: int) -> Communicator:

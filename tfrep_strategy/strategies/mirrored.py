@@ -21,14 +21,14 @@ from tfrep_strategy._tensorflow import (
     ReductionToOneDevice,
     runtime_has_started,
 )
-from tfrep_strategy.batches import concatenate
+from tfrep_strategy.batches import concatenate, map_rows
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects, warn_if_shared
 from tfrep_strategy.communicators.local import LocalGroup
-from tfrep_strategy.communicators.strings import gather_rows
 from tfrep_strategy.devices import logical_devices, warn_of_unseen_gpus
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, check_count, message, shown
+from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.old_spellings import OF_MIRRORED, refuses
 from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.base import GradientAggregator, GradientTransformer, SynchronousStrategy
@@ -212,8 +212,8 @@ class _Extended(SynchronousExtended, MirroredExtended):
     def communicator_of(self, replica: int) -> Communicator:
         return self._all_replicas.communicator(replica)
 
-    def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
-        return gather_rows(self.own_communicator().all_gather, tensor)
+    def whole_batch(self, shards: Shards) -> Any:
+        return map_rows(lambda *rows: concatenate(rows), *shards.parts)
 
     def gather_outputs(self, outputs: Any) -> Any:
         return tf.nest.map_structure(lambda v: concatenate(self.strategy.experimental_local_results(v)), outputs)

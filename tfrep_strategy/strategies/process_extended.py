@@ -23,7 +23,6 @@ from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.batches import as_tensors, num_examples
 from tfrep_strategy.communicators import Communicator, SingleCommunicator
 from tfrep_strategy.communicators.bucket_size import SMALLEST_BUCKET, can_be_found, find_bucket_bytes
-from tfrep_strategy.communicators.strings import gather_rows
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.protocol import Shards
@@ -148,15 +147,15 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         value = tf.convert_to_tensor(value)
         order = [axis] + [i for i in range(value.shape.rank) if i != axis]
         back = [order.index(i) for i in range(value.shape.rank)]
-        return tf.transpose(gather_rows(self._communicator.all_gather, tf.transpose(value, order)), back)
+        return tf.transpose(self.gather_over_replicas(tf.transpose(value, order)), back)
 
     @property
     def compiles_whole_steps(self) -> bool:
         # Other communicators add operations to the graph even for a single process.
         return type(self._communicator) is SingleCommunicator
 
-    def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
-        return gather_rows(self._communicator.all_gather, tensor)
+    def whole_batch(self, shards: Shards) -> Any:
+        return self.gather_batch(shards.parts[0])
 
     def mean_over_processes(self, own_gradients: Sequence[Any]) -> list[Any]:
         """Averages gradients that every process computed outside replicas.

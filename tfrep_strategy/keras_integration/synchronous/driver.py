@@ -176,17 +176,16 @@ class SynchronousDriver(
 
     def make_epoch_iterator(self, original: Any, distribute_strategy: Any = None, **kwargs: Any) -> StepsOfReplicas:
         """Hands Keras's loops whole steps of all replicas of this process."""
-        begins_fit = self.is_fitting and self.steps_of_fit is None
-        given = self.given_to_fit
+        begins_fit = self.is_fitting and self.steps_of_fit is None  # What comes later is for validation.
+        validates = self.is_fitting and not begins_fit and not self.is_called
+        given, epochs = self.given_to_fit, None if validates else 1
         if begins_fit:
             epochs = given.get("epochs", 1) - given.get("initial_epoch", 0)
-        else:
-            epochs = None if self.is_fitting and not self.is_called else 1
         steps = StepsOfReplicas(self, epochs, **kwargs)
         if begins_fit:
-            self.steps_of_fit = steps  # What comes later is for validation.
+            self.steps_of_fit = steps
             steps.is_of_fit, steps.profile = True, self.profile
-        elif self.is_fitting and not self.is_called:
+        elif validates:
             done, self.strategy.extended.validations_done = self.strategy.extended.validations_done, 0
             steps.pass_over_validations(done)
         return steps
@@ -240,15 +239,13 @@ class SynchronousDriver(
             step_function = with_global_logs(model, phase, strategy, step_function)
             if gives_means:
                 step_function = _noting(step_function, "gives_means")
-            if not model.run_eagerly and getattr(strategy, "rank_data", "same") != "own":
-                step_function = _noting(step_function, "may_take_whole_batch")
 
         def of_whole_batch() -> Any:
             with _without_jit(model):
                 run = original(model, whole_step)
 
             def on_whole_batches(batches: Any) -> Any:
-                with extended.takes_whole_batches.to(True):
+                with extended.runs_outside_replicas.to(True):
                     return run(batches)
 
             return on_whole_batches

@@ -96,23 +96,22 @@ def with_rows_of_all(predict_step: Callable[[Any], Any]) -> Callable[[Any], Any]
             return own_of_whole_batch(current, batch)
 
     def own_of_whole_batch(current: Step, batch: Any) -> Any:
-        extended = current.strategy.extended
-        outputs = predict_step(tf.nest.map_structure(extended.gather_over_replicas, batch))
-        rows = tf.shape(tf.nest.flatten(batch)[0])[0]
+        outputs = predict_step(current.strategy.extended.gather_batch(batch))
+        rows = tf.cast(current.rows, tf.int32)
         first, _ = place_in_batch(current.strategy, rows)
         _warn_of_costs(keras.tree.flatten(outputs))
-        return keras.tree.map_structure(lambda rows_of_all: rows_of_all[first : first + rows], outputs)
+        return keras.tree.map_structure(lambda of_all: of_all[first : first + rows], outputs)
 
     def repeated(current: Step, batch: Any) -> Any:
         outputs = predict_step(with_open_rows(batch))
         flat = keras.tree.flatten(outputs)
-        of_all = {i: of_all_rows(current, each) for i, each in enumerate(flat) if _are_mixed(current, each)}
-        repeated = {i: rows for i, rows in of_all.items() if rows is not None}
-        if not repeated:
+        found = {i: of_all_rows(current, each) for i, each in enumerate(flat) if _are_mixed(current, each)}
+        of_all = {i: rows for i, rows in found.items() if rows is not None}
+        if not of_all:
             return outputs
-        _warn_of_costs([flat[i] for i in repeated])
-        first, _ = place_in_batch(current.strategy, tf.shape(flat[min(repeated)])[0])
-        for i, rows in repeated.items():
+        _warn_of_costs([flat[i] for i in of_all])
+        first, _ = place_in_batch(current.strategy, tf.shape(flat[min(of_all)])[0])
+        for i, rows in of_all.items():
             flat[i] = tf.ensure_shape(rows[first : first + tf.shape(flat[i])[0]], flat[i].shape)
         return keras.tree.pack_sequence_as(outputs, flat)
 

@@ -61,12 +61,17 @@ def traced_for_any_rows(
     """
     hides, is_traced = False, False
 
+    def noted_step(part: Any) -> Any:
+        if (step := current_step()) is not None:
+            step.may_take_whole_batch = of_whole_batch is not None
+        return step_function(part)
+
     def open_step(part: Any) -> Any:
         nonlocal hides
         opened = with_open_rows(part)
         hidden = [(new, old) for new, old in zip(tf.nest.flatten(opened), tf.nest.flatten(part), strict=True) if new is not old]
         hides = hides or bool(hidden)
-        result = step_function(opened)
+        result = noted_step(opened)
         for new, old in hidden:
             set_shape_attribute(new.op, old.shape)
         return result
@@ -77,9 +82,9 @@ def traced_for_any_rows(
             return open_step(part)
         step: Any = current_step()
         hides = step.rows_are_fixed = True
-        return step_function(part)
+        return noted_step(part)
 
-    ways = [fixed_step, open_step, step_function] if keeps_rows else [open_step, step_function]
+    ways = [fixed_step, open_step, noted_step] if keeps_rows else [open_step, noted_step]
     way = ways.pop(0)
     run = build(way)
 
@@ -92,7 +97,7 @@ def traced_for_any_rows(
                 is_traced = False
                 if isinstance(found, NobodyRepeatsError):
                     assert of_whole_batch is not None
-                    _warn_of_costs(found.operation)
+                    _warn_of_whole_batches(found.operation)
                     run = of_whole_batch()
                     ways.clear()
                     continue
@@ -112,7 +117,7 @@ def traced_for_any_rows(
     return function
 
 
-def _warn_of_costs(operation: str) -> None:
+def _warn_of_whole_batches(operation: str) -> None:
     warnings.warn(
         message(
             "A step mixes the rows of a batch, and what comes after cannot be repeated with those of all replicas. So each process"

@@ -107,7 +107,7 @@ class Updates(ShardedUpdates):
         if _applied_gradients.value is not None:
             return original(optimizer, grads, trainable_variables)
         if not self.in_replica:
-            if self.has_several and not strategy.extended.takes_whole_batches.value:
+            if self.has_several and not strategy.extended.runs_outside_replicas.value:
                 warnings.warn(_OUTSIDE_REPLICAS, stacklevel=2)
             with _applied_gradients.to("global"):
                 return original(optimizer, strategy.extended.mean_over_processes(list(grads)), trainable_variables)
