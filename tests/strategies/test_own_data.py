@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -27,6 +27,22 @@ def model() -> keras.Model:
     return made
 
 
+class Centered(keras.layers.Layer):
+    """Takes away the mean of the batch."""
+
+    def call(self, x: Any) -> Any:
+        return x - keras.ops.mean(x, axis=0)
+
+
+def model_of_a_loop() -> keras.Model:
+    """Nobody can repeat its loop with the rows of all ranks, so each runs the step with them."""
+    keras.utils.set_random_seed(0)
+    loop = keras.layers.Reshape((3, 1)), keras.layers.GRU(2), keras.layers.Dense(1)
+    made = keras.Sequential([keras.Input((3,)), Centered(), *loop])
+    made.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    return made
+
+
 @contextlib.contextmanager
 def reading_own(strategy: Any) -> Iterator[None]:
     strategy.rank_data = "own"
@@ -37,11 +53,13 @@ def reading_own(strategy: Any) -> Iterator[None]:
         strategy.rank_data = "same"
 
 
-def fitted(strategy: Any, counts: Sequence[int], batch_size: int, as_dataset: bool) -> tuple[int, list[np.ndarray], list[str]]:
+def fitted(
+    strategy: Any, counts: Sequence[int], batch_size: int, as_dataset: bool, make: Callable[[], keras.Model]
+) -> tuple[int, list[np.ndarray], list[str]]:
     x, y = rows(strategy.rank, counts[strategy.rank])
     with reading_own(strategy), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trained = model()
+        trained = make()
         if as_dataset:
             data = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)
             trained.fit(data, epochs=2, shuffle=False, verbose=0)
@@ -62,18 +80,20 @@ def parts(rank: int, count: int, batch_size: int) -> list[tuple[np.ndarray, np.n
     return found
 
 
-@pytest.mark.parametrize("as_dataset", [False, True])
-@pytest.mark.parametrize("kind", ROWS)
-def test_no_step_without_rows(kind: str, as_dataset: bool, worker_pool: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "as_dataset", "make"),
+    [*((kind, as_dataset, model) for kind in ROWS for as_dataset in (False, True)), (next(iter(ROWS)), True, model_of_a_loop)],
+)
+def test_no_step_without_rows(kind: str, as_dataset: bool, make: Callable[[], keras.Model], worker_pool: Any) -> None:
     batch_size = 1 if kind == "batches of one row" else BATCH
     of_ranks = [parts(rank, count, batch_size) for rank, count in enumerate(ROWS[kind])]
     steps = max(map(len, of_ranks))
-    alone = model()
+    alone = make()
     for _ in range(2):
         for step in range(steps):
             there = [own[step] for own in of_ranks if step < len(own)]
             alone.train_on_batch(*(np.concatenate(part) for part in zip(*there, strict=True)))
-    for iterations, weights, said in worker_pool("tf", 2).run(fitted, ROWS[kind], batch_size, as_dataset):
+    for iterations, weights, said in worker_pool("tf", 2).run(fitted, ROWS[kind], batch_size, as_dataset, make):
         if not as_dataset:  # Nobody knows the length of the first epoch, after which Keras counts one more.
             assert iterations == 2 * steps
         assert said == []
