@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from tfrep_strategy.keras_integration.protocol import Shards, Step, current_step
 from tfrep_strategy.keras_integration.synchronous.batch_sums import (
     are_rows,
     as_mean,
+    compares_rows,
     is_count,
     part_of_global,
 )
@@ -179,6 +182,24 @@ def test_counts() -> None:
 
     replica(ROWS)
     assert counted == [True, True, False, False, False]
+
+
+def test_what_is_known_of_a_graph_does_not_keep_it() -> None:
+    seen: list[bool] = []
+
+    def step(x: Any) -> Any:
+        views = tf.concat([x, 2.0 * x], 0)
+        own = tf.reduce_sum(tf.matmul(views, views, transpose_b=True))
+        total = note_global(tf.identity(own), own)
+        seen.append(compares_rows(Step(NO_STRATEGY, Share.equal(2)), total * 2.0))
+        return total
+
+    traced = tf.function(step).get_concrete_function(tf.TensorSpec([None, 2]))
+    assert seen == [True]
+    graph = weakref.ref(traced.graph)
+    del traced
+    gc.collect()
+    assert graph() is None
 
 
 def test_a_sum_and_a_mean_are_taken_apart() -> None:

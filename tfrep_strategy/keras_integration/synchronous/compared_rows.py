@@ -70,7 +70,7 @@ class ComparedRows:
         """How many rows of tensors are of one row of the batch, if not 1; None where nobody knows."""
         self._counted_anew: set[str] = set()
         """The names of tensors with as many rows as values or places decide, so that replicas' numbers of rows do not add up."""
-        self._joined: dict[str, list[tuple[tf.Tensor, int]]] = {}
+        self._joined: dict[str, list[tuple[str, int]]] = {}
         self._by_numbers: set[str] = set()
 
     def __contains__(self, tensor: tf.Tensor) -> bool:
@@ -78,7 +78,7 @@ class ComparedRows:
 
     def joined(self, tensor: tf.Tensor) -> list[tuple[tf.Tensor, int]]:
         """Returns the tensors whose rows were put one behind the other, and their dimensions of rows; none if nothing was."""
-        return self._joined.get(tensor.name, [])
+        return [(tensor.graph.get_tensor_by_name(name), axis) for name, axis in self._joined.get(tensor.name, [])]
 
     def compares(self, tensor: tf.Tensor) -> bool:
         """Returns whether a tensor depends on other rows, and not only on places of rows."""
@@ -120,7 +120,8 @@ class ComparedRows:
         self._note_chosen(operation, inputs)
         joined = self._parts(operation) or next(filter(None, map(self.joined, with_rows)), [])
         if joined and not only_shape:
-            self._joined.update((output.name, joined) for output in operation.outputs if self._axes[output] is not None)
+            names = [(each.name, axis) for each, axis in joined]
+            self._joined.update((output.name, names) for output in operation.outputs if self._axes[output] is not None)
 
     def counts_chosen(self, tensor: tf.Tensor) -> bool:
         """Returns whether a tensor without rows comes from how many rows were chosen."""

@@ -91,7 +91,7 @@ def note_global(value: Any, own: Any = None) -> tf.Tensor:
         grows.told[value.name] = 0
         grows.brought.pop(value.name, None)
         if tf.is_symbolic_tensor(own) and own.graph is value.graph:
-            grows.brought[value.name] = own
+            grows.brought[value.name] = own.name
     return value
 
 
@@ -143,13 +143,16 @@ class _Shape(NamedTuple):
 
 
 class RowGrowth:
-    """By which power of the number of rows the tensors of a graph grow; None where nobody knows."""
+    """By which power of the number of rows the tensors of a graph grow; None where nobody knows.
+
+    Tensors are known by their names: one of them would keep the graph from being freed, and the graph keeps this.
+    """
 
     def __init__(self) -> None:
         self.told: dict[str, int] = {}
         """By the names of tensors: what the graph need not tell."""
-        self.brought: dict[str, tf.Tensor] = {}
-        """By the names of tensors that replicas have reduced: what this replica brought."""
+        self.brought: dict[str, str] = {}
+        """By the names of tensors that replicas have reduced: the name of what this replica brought."""
         self.told_rows: set[str] = set()
         """The names of tensors of which the graph need not tell that they are rows."""
         self.of_layers: set[str] = set()
@@ -182,7 +185,8 @@ class RowGrowth:
 
     def brought_mixed(self, tensor: tf.Tensor) -> tf.Tensor | None:
         """Returns what this replica brought to a sum of all, if it comes from mixed rows: on one device the sum is just that."""
-        return self.brought.get(tensor.name) if tensor.name in self._mixed else None
+        own = self.brought.get(tensor.name) if tensor.name in self._mixed else None
+        return None if own is None else tensor.graph.get_tensor_by_name(own)
 
     def axis(self, tensor: tf.Tensor) -> int | None:
         """Returns in which dimension a tensor has rows; None if it has none."""
@@ -301,13 +305,15 @@ class RowGrowth:
         is_mixed = any(each.name in self._mixed and self.told.get(each.name) != 0 for each in operation.inputs)
         for output in operation.outputs:
             own = self.brought.get(output.name)
-            if own is not None and own.name in self._mixed and self._axes[own] is None:
-                self._go_on_from(own, output)
+            if own in self._mixed:
+                self._go_on_from(output.graph.get_tensor_by_name(own), output)
             if output in self.compared or (is_mixed or output.name in self._normalized) and output.name not in self.of_layers:
                 self._mixed.add(output.name)
 
     def _go_on_from(self, own: tf.Tensor, reduced: tf.Tensor) -> None:
-        """Notes that what the replicas have reduced is not yet what one device has."""
+        """Notes that what the replicas have reduced is not yet what one device has, unless it has rows."""
+        if self._axes[own] is not None:
+            return
         del self.told[reduced.name]
         self._found[reduced.name] = self[own]
         self._dependent.add(reduced.name)
