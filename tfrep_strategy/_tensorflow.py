@@ -285,13 +285,20 @@ def body_of_call(operation: Any) -> Any:
     return None if function is None else function.graph
 
 
-def called_graphs(operation: Any) -> list[Any]:
-    """Returns the graphs of the functions that an operation has: those of branches, of a loop, or of a call."""
+def called_graphs(operation: Any, attribute: str | None = None) -> list[Any]:
+    """Returns the graphs of the functions that an operation has: those of branches, of a loop, or of a call.
+
+    Args:
+        operation: An operation of a graph.
+        attribute: Only the function under this name, such as the "body" of a loop.
+    """
     if operation.type not in _WITH_FUNCTIONS:
         return []
-    attributes = operation.node_def.attr.values()
-    names = [each.name for given in attributes for each in (*([given.func] if given.HasField("func") else []), *given.list.func)]
-    return [function.graph for function in map(operation.graph._get_function, names) if function is not None]
+    attributes = operation.node_def.attr
+    chosen = attributes.values() if attribute is None else [attributes[attribute]]
+    names = [each.name for given in chosen for each in (*([given.func] if given.HasField("func") else []), *given.list.func)]
+    functions = map(operation.graph._get_function, names)
+    return [function.graph for function in functions if hasattr(function, "graph")]  # Others are TensorFlow's own.
 
 
 def as_traced(function: Any) -> Callable[..., Any]:

@@ -92,6 +92,21 @@ class ComparedRows:
         """Notes that a tensor depends on what all rows have in common."""
         self._found[tensor.name] = _OTHERS
 
+    def come_from_values(self, tensor: tf.Tensor) -> bool:
+        """Returns whether a tensor was computed from what is in rows, and not only from their number."""
+        return tensor.name in self._from_values
+
+    def begin_with(self, tensor: tf.Tensor, from_values: bool, state: str | None) -> None:
+        """Notes what is known of a tensor of another graph that is this one here."""
+        if from_values:
+            self._from_values.add(tensor.name)
+        if state is not None:
+            self._found[tensor.name] = state
+
+    def state(self, tensor: tf.Tensor) -> str | None:
+        """Returns on what a tensor depends; None if only on its own row."""
+        return self._found.get(tensor.name)
+
     def follow(self, operation: Any, is_data: bool, inputs: Sequence[tf.Tensor], counts: Sequence[tf.Tensor]) -> None:
         """Notes what becomes of rows in an operation.
 

@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.gathered_rows import GatheredRows
-from tfrep_strategy.keras_integration.synchronous.row_growth import REDUCED, VALUES_OF, note_global
+from tfrep_strategy.keras_integration.synchronous.row_growth import VALUES_OF, note_global
+from tfrep_strategy.keras_integration.synchronous.row_powers import REDUCED
 from tfrep_strategy.keras_integration.synchronous.row_reductions import Reductions
 from tfrep_strategy.shares import Gradient
 

@@ -22,6 +22,13 @@ _MADE = {"BroadcastTo", "Fill", "Range", "Tile"}
 _NOWHERE = -1
 
 
+class RowsOf(NamedTuple):
+    """Whether a tensor has rows, and in which dimension, if that is not the first one of unknown size."""
+
+    has_rows: bool
+    moved_to: int | None
+
+
 class RowAxes:
     """Finds the dimension of rows: the first, if its size is not known, or that to which an operation has moved it.
 
@@ -53,6 +60,8 @@ class RowAxes:
             is_made = bool(counts) and (operation.type in _MADE or operation.op_def.is_stateful or "Random" in operation.type)
             if is_data or is_made or any(map(self._may_have_rows, inputs)):
                 self._of_rows.update(output.name for output in operation.outputs)
+        if operation.type == "TensorListSetItem" and (axis := self[operation.inputs[2]]) is not None:
+            self._moved[operation.outputs[0].name] = axis
         if len(operation.outputs) != 1 or not operation.outputs[0].shape.rank:
             return
         output = operation.outputs[0]
@@ -61,9 +70,15 @@ class RowAxes:
         if axis is not None and axis != _usual(output) and (axis == _NOWHERE or output.shape[axis] is None):
             self._moved[output.name] = axis
 
-    def note(self, tensor: tf.Tensor) -> None:
-        """Notes that a tensor has rows in its first dimension."""
+    def note(self, tensor: tf.Tensor, axis: int | None = None) -> None:
+        """Notes that a tensor has rows: in its first dimension, or in the given one. A list has them in those of its elements."""
         self._of_rows.add(tensor.name)
+        if axis is not None:
+            self._moved[tensor.name] = axis
+
+    def known(self, tensor: tf.Tensor) -> RowsOf:
+        """Returns what is known of a tensor, for what is the same one in another graph."""
+        return RowsOf(tensor.name in self._of_rows, self._moved.get(tensor.name))
 
     def _may_have_rows(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor has rows, if only in a dimension that nobody knows: loops keep them in lists, for example."""
@@ -84,6 +99,10 @@ class RowAxes:
             return self._of_elements(inputs, output)
         if kind == "BroadcastTo":
             return int(output.shape.rank - inputs[0].shape.rank + axis)
+        if kind == "TensorListGetItem":
+            return axis
+        if kind == "TensorListStack":
+            return axis + 1
         if kind == "Transpose":
             order = tf.get_static_value(inputs[1])
             return _only_unknown(inputs[0], output) if order is None else order.tolist().index(axis)

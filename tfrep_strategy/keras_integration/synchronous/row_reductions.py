@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -15,25 +14,14 @@ import tensorflow as tf
 from tfrep_strategy.errors import message
 from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.open_rows import NobodyRepeatsError
-from tfrep_strategy.keras_integration.synchronous.row_axes import MATRIX_PRODUCTS
-from tfrep_strategy.keras_integration.synchronous.row_growth import (
-    ADDITIONS,
-    AS_FIRST_INPUT,
-    CHECKED,
-    PRODUCTS,
-    REDUCED,
-    SOURCES,
-    RowGrowth,
-    growth_of,
-)
+from tfrep_strategy.keras_integration.synchronous.row_growth import SOURCES, RowGrowth, growth_of
+from tfrep_strategy.keras_integration.synchronous.row_powers import CHECKED, REDUCED, degree
 
 _DEGREES = {"alike": 0, "share": 0, "count": 0, "sum": 1, "mean": 1} | dict.fromkeys(
     ("max", "min", "rows", "all_rows", "shape"), math.inf
 )
 _CALLS = {"Case", "If", "IdentityN", "PartitionedCall", "StatelessCase", "StatelessIf", "StatelessWhile", "While"}
 """Operations whose gradients belong to the tensors that they were called with: branches, loops, functions, `tf.custom_gradient`."""
-
-_LINEAR = AS_FIRST_INPUT - {"Abs", "Max", "Min"} | {"Sum"}
 
 
 class Reductions(NamedTuple):
@@ -85,7 +73,7 @@ def reductions(step: Step, value: tf.Tensor) -> Reductions | None:
         tensor = waiting[-1]
         kind, brought = _kind(grows, tensor), grows.brought_mixed(tensor)
         inputs = list(tensor.op.inputs) if brought is None else [brought]
-        together = grows.together(tensor) if any(map(grows.is_normalized, inputs)) else None
+        together = grows.powers.together(tensor) if any(map(grows.is_normalized, inputs)) else None
         if tensor.name in degrees:
             waiting.pop()
         elif kind is not None and together is None:
@@ -98,7 +86,7 @@ def reductions(step: Step, value: tf.Tensor) -> Reductions | None:
         else:
             found.between.append(tensor)
             kind_of_operation = tensor.op.type if brought is None else "Identity"
-            degrees[tensor.name] = _degree(kind_of_operation, [degrees[each.name] for each in inputs])
+            degrees[tensor.name] = degree(kind_of_operation, [degrees[each.name] for each in inputs])
             if brought is not None:
                 found.brought[tensor.name] = brought
             if grows.is_normalized(tensor):
@@ -193,11 +181,11 @@ def _kind(grows: RowGrowth, tensor: tf.Tensor) -> str | None:
     if grows.told.get(tensor.name) == 1:
         return "share"
     has_rows = grows.axis(tensor) is not None
-    if grows.is_of_shape(tensor) and grows[tensor] == 0 and not has_rows or not grows.depends_on_rows(tensor):
+    if grows.powers.is_of_shape(tensor) and grows[tensor] == 0 and not has_rows or not grows.depends_on_rows(tensor):
         return "alike"
     if has_rows:
         return None if grows.is_normalized(tensor) else "rows"
-    return grows.reduction(tensor)
+    return grows.powers.reduction(tensor)
 
 
 def _can_be_repeated(grows: RowGrowth, tensor: tf.Tensor, together: str | None) -> bool:
@@ -206,16 +194,3 @@ def _can_be_repeated(grows: RowGrowth, tensor: tf.Tensor, together: str | None) 
         return False
     treats_rows = together is not None or grows.is_normalized(tensor)
     return treats_rows or all(grows.axis(each) is None for each in tensor.op.inputs)
-
-
-def _degree(kind: str, degrees: Sequence[Any]) -> float:
-    first, *others = degrees
-    if not any(degrees):  # It is made of counts. What they come to is told by the power.
-        return 0
-    if kind in MATRIX_PRODUCTS or kind == "Einsum" or PRODUCTS.get(kind) == 1:
-        return float(sum(degrees))
-    if kind in PRODUCTS and others[0] == 0 or kind in _LINEAR and not any(others):
-        return float(first)
-    if kind in ADDITIONS or kind == "SelectV2" and first == 0:
-        return float(max(degrees))
-    return math.inf

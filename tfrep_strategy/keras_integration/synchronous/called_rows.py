@@ -1,0 +1,186 @@
+"""What becomes of rows in loops, branches and functions, which have graphs of their own.
+
+A call is followed with what is known of the tensors that it gets. A loop is followed until another turn tells nothing new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import called_graphs
+from tfrep_strategy.keras_integration.synchronous.row_axes import RowsOf
+from tfrep_strategy.keras_integration.synchronous.row_powers import is_next_to_nothing
+
+_LOOPS = ("StatelessWhile", "While")
+BRANCHES = ("Case", "If", "StatelessCase", "StatelessIf")
+"""Operations whose first input says which of their graphs runs."""
+
+OF_PYTHON = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
+"""Operations that call functions which no graph shows."""
+
+
+MIXED = "mixed"
+"""What calls have computed from rows that were mixed, or in a way that nobody can tell from sums and means."""
+
+_MOST_TURNS = 3
+"""How many turns of a loop are followed after the first; what still changes then is no sum, nor a mean."""
+
+
+class Known(NamedTuple):
+    """What is known of a tensor; see `RowGrowth`."""
+
+    depends: bool
+    rows: RowsOf
+    axis: int | None
+    power: Any
+    degree: float | None
+    is_from_values: bool
+    state: str | None
+    is_mixed: bool
+
+
+class Result(NamedTuple):
+    """What a call returns: a "sum" or a "mean" over rows, something that was mixed, or else what is known of it."""
+
+    kind: str | None
+    known: Known
+
+
+class Follower(Protocol):
+    """What follows the rows in a graph: `RowGrowth`."""
+
+    def known(self, tensor: tf.Tensor) -> Known:
+        """Returns what is known of a tensor."""
+
+    def begin_with(self, tensor: tf.Tensor, known: Known) -> None:
+        """Notes what is known of a tensor that the graph is given."""
+
+    def follow(self, graph: Any, known: Collection[str]) -> None:
+        """Goes through the graph."""
+
+
+class Call(NamedTuple):
+    """A graph that an operation runs.
+
+    Attributes:
+        graph: It.
+        given: Tensors outside, and what they are inside.
+        carried: What a turn of a loop computes, and what that is in the next turn.
+        results: What it computes, in the order of the operation's outputs.
+        condition: The graph that tells, of what a turn gets, whether a loop goes on.
+    """
+
+    graph: Any
+    given: list[tuple[tf.Tensor, tf.Tensor]]
+    carried: list[tuple[tf.Tensor, tf.Tensor]]
+    results: Sequence[tf.Tensor]
+    condition: Any = None
+
+
+def calls_of(operation: Any) -> list[Call]:
+    """Returns what an operation runs: the body of a loop, all branches, or a function; nothing, for any other operation."""
+    if operation.type in _LOOPS:
+        [body], [condition] = called_graphs(operation, "body"), called_graphs(operation, "cond")
+        return [_call(operation.inputs, body)._replace(carried=_pairs(body.outputs, body.inputs), condition=condition)]
+    given = operation.inputs[1:] if operation.type in BRANCHES else operation.inputs
+    return [_call(given, graph) for graph in called_graphs(operation)]
+
+
+def _call(given: Sequence[tf.Tensor], graph: Any) -> Call:
+    return Call(graph, _pairs(given, graph.inputs), [], graph.outputs)
+
+
+def _pairs(these: Sequence[tf.Tensor], others: Sequence[tf.Tensor]) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    return list(zip(these, others, strict=False))
+
+
+def results_of(outer: Follower, call: Call, begun: Callable[[Any], Follower]) -> list[Result]:
+    """Follows a call.
+
+    Args:
+        outer: What follows the graph with the call.
+        call: The call.
+        begun: Returns what is to follow a graph that is called.
+
+    Returns:
+        What each result is.
+    """
+    of_rows = {inside.name for outside, inside in call.given if _axis_of_list(outer, outside) == 0}
+    inner = _followed(outer, call, begun, of_rows)
+    found = [Result(_kind(result, known := inner.known(result)), known) for result in call.results]
+    goes_from_row_to_row = bool(of_rows) and any(_is_made_of_values(inner, result) for result, _ in call.carried)
+    if goes_from_row_to_row or _rows_decide_over_turns(inner, call, begun):
+        return [each._replace(kind=MIXED) for each in found]
+    for i, ((outside, _), _) in enumerate(zip(call.given, call.carried, strict=False)):
+        if found[i].kind == "sum" and outer.known(outside).power == 0 and not is_next_to_nothing(outside):
+            found[i] = found[i]._replace(kind=MIXED)
+    return found
+
+
+def _followed(outer: Follower, call: Call, begun: Callable[[Any], Follower], of_rows: Collection[str]) -> Follower:
+    """Follows the graph of a call.
+
+    Args:
+        outer: What follows the graph with the call.
+        call: The call.
+        begun: Returns what is to follow a graph that is called.
+        of_rows: The names of lists inside that have a row in each element.
+    """
+    turns: list[tuple[Follower, list[Known]]] = []
+    while True:
+        inner = begun(call.graph)
+        for outside, inside in call.given:
+            inner.begin_with(inside, _known_outside(outer, outside))
+        for result, inside in call.carried if turns else ():
+            known = turns[-1][0].known(result)
+            # What a loop adds up is nothing at first. Whether it is a sum, a turn tells that begins with one.
+            inner.begin_with(inside, known._replace(power=1) if known.power is None and len(turns) == 1 else known)
+        begins = [inner.known(inside) for _, inside in call.carried]
+        inner.follow(call.graph, {inside.name for _, inside in call.given})
+        if not call.carried or turns and begins == turns[-1][1] or len(turns) == _MOST_TURNS:
+            return inner
+        turns.append((inner, begins))
+
+
+def _kind(result: tf.Tensor, known: Known) -> str | None:
+    if known.is_mixed:
+        return MIXED
+    if known.axis is not None or known.degree is None:
+        return None
+    is_sum = known.power == 1
+    if not result.dtype.is_floating:
+        return "sum" if is_sum else None
+    is_linear = known.power in (0, 1) and known.degree <= 1
+    return MIXED if not is_linear else "sum" if is_sum else "mean"
+
+
+def _known_outside(outer: Follower, tensor: tf.Tensor) -> Known:
+    """Returns what is known of a tensor inside. A list, as loops read them, has rows in the dimensions of its elements."""
+    known, axis = outer.known(tensor), _axis_of_list(outer, tensor)
+    return known if axis is None else known._replace(rows=RowsOf(axis > 0, axis - 1 if axis else None))
+
+
+def _axis_of_list(outer: Follower, tensor: tf.Tensor) -> int | None:
+    """Returns in which dimension that tensor has rows of whose parts along the first one a list was made."""
+    return outer.known(tensor.op.inputs[0]).axis if tensor.op.type == "TensorListFromTensor" else None
+
+
+def _is_made_of_values(inner: Follower, result: tf.Tensor) -> bool:
+    """Whether a turn of a loop computes something from values of rows, and does not only hand it on."""
+    while result.op.type == "Identity":
+        result = result.op.inputs[0]
+    return result.dtype != tf.variant and result.op.type != "Placeholder" and inner.known(result).is_from_values
+
+
+def _rows_decide_over_turns(inner: Follower, call: Call, begun: Callable[[Any], Follower]) -> bool:
+    """Whether how many turns a loop takes follows from something that was put together of rows."""
+    if call.condition is None:
+        return False
+    condition, given = begun(call.condition), call.condition.inputs
+    for (_, body), inside in zip(call.carried, given, strict=False):
+        condition.begin_with(inside, inner.known(body))
+    condition.follow(call.condition, {each.name for each in given})
+    return condition.known(call.condition.outputs[0]).degree is not None
