@@ -112,6 +112,46 @@ def loops_behind_mixed_rows() -> dict[str, Any]:
     return results | {"of one batch": behind_layer.train_on_batch(rows[0][:7], rows[1][:7])}
 
 
+class NormalizedCell(layers.SimpleRNNCell):
+    """Normalizes over the batch in each turn of a loop."""
+
+    def call(self, x: Any, states: Any, training: bool = False) -> Any:
+        output, _ = super().call(x, states, training=training)
+        output = (output - ops.mean(output, axis=0)) / (ops.std(output, axis=0) + 0.1)
+        return output, [output]
+
+
+class Assigned(keras.Sequential):
+    """Assigns rows to clusters of one size in turns (Caron et al., 2020), and adds up errors in a loop."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+
+        def turn(i: Any, chances: Any) -> Any:
+            chances = chances / ops.sum(chances, axis=0, keepdims=True)
+            return chances / ops.sum(chances, axis=1, keepdims=True)
+
+        with tf.GradientTape() as tape:
+            scores = self(x, training=True)
+            assigned = ops.fori_loop(0, 3, turn, ops.exp(scores))
+            loss = ops.mean((ops.sum(assigned * scores, axis=1, keepdims=True) - y) ** 2)
+            loss += ops.fori_loop(0, 3, lambda i, total: total + 0.01 * ops.sum(scores**2), ops.zeros(()))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+@scenario
+def rows_mixed_in_loops() -> dict[str, Any]:
+    """Loops show in their own graphs that they mix rows."""
+    normalized = layers.RNN(NormalizedCell(3, kernel_initializer=init(11), recurrent_initializer=init(12)))
+    behind = keras.Sequential([keras.Input((4,)), layers.Reshape((2, 2)), normalized, layers.Dense(1, kernel_initializer=init(13))])
+    behind.compile(_O.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
+    assigned = Assigned([keras.Input((4,)), layers.Dense(3, kernel_initializer=init(14))])
+    assigned.compile(_O.SGD(0.05))
+    history = assigned.fit(*regression(33), batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    return {"cell": trained(behind, *regression(33), epochs=2), "history": history, "weights": assigned.get_weights()}
+
+
 class ByMixedRows(keras.Model):
     """Differentiates by mixtures of rows (Gulrajani et al., 2017) and by rows of a buffer that are taken by their places."""
 

@@ -33,7 +33,7 @@ OPEN = {
     "optimizers_behind_a_compute_loss", "parts_known_to_be_empty", "penalties_beside_a_scaled_loss",
     "penalty_behind_synchronized_batch_normalization", "penalty_on_gradients_of_inputs", "predicted_strings",
     "products_with_sparse_matrices", "queue_of_features", "reflecting_pads", "regularizer_and_add_loss",
-    "rows_weighed_by_a_network", "rows_weighed_by_an_inner_gradient_of_a_mean",
+    "rows_mixed_in_loops", "rows_weighed_by_a_network", "rows_weighed_by_an_inner_gradient_of_a_mean",
     "rows_weighed_by_an_inner_gradient_of_a_sum", "run_eagerly", "scalars_with_weights", "scaled_losses_of_ones_own",
     "second_derivatives_of_a_field", "several_gradients_of_one_tape", "sharpness_aware_minimization",
     "sparse_gradients_without_run", "sparse_ragged_and_string_inputs", "state_in_losses_and_metrics",

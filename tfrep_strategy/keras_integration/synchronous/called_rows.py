@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import called_graphs
 from tfrep_strategy.keras_integration.synchronous.row_axes import RowsOf
-from tfrep_strategy.keras_integration.synchronous.row_powers import is_next_to_nothing
 
 _LOOPS = ("StatelessWhile", "While")
 BRANCHES = ("Case", "If", "StatelessCase", "StatelessIf")
@@ -36,6 +35,7 @@ class Known(NamedTuple):
     rows: RowsOf
     axis: int | None
     power: Any
+    is_nothing: bool
     degree: float | None
     is_from_values: bool
     state: str | None
@@ -114,9 +114,6 @@ def results_of(outer: Follower, call: Call, begun: Callable[[Any], Follower]) ->
     goes_from_row_to_row = bool(of_rows) and any(_is_made_of_values(inner, result) for result, _ in call.carried)
     if goes_from_row_to_row or _rows_decide_over_turns(inner, call, begun):
         return [each._replace(kind=MIXED) for each in found]
-    for i, ((outside, _), _) in enumerate(zip(call.given, call.carried, strict=False)):
-        if found[i].kind == "sum" and outer.known(outside).power == 0 and not is_next_to_nothing(outside):
-            found[i] = found[i]._replace(kind=MIXED)
     return found
 
 
@@ -135,9 +132,7 @@ def _followed(outer: Follower, call: Call, begun: Callable[[Any], Follower], of_
         for outside, inside in call.given:
             inner.begin_with(inside, _known_outside(outer, outside))
         for result, inside in call.carried if turns else ():
-            known = turns[-1][0].known(result)
-            # What a loop adds up is nothing at first. Whether it is a sum, a turn tells that begins with one.
-            inner.begin_with(inside, known._replace(power=1) if known.power is None and len(turns) == 1 else known)
+            inner.begin_with(inside, turns[-1][0].known(result))
         begins = [inner.known(inside) for _, inside in call.carried]
         inner.follow(call.graph, {inside.name for _, inside in call.given})
         if not call.carried or turns and begins == turns[-1][1] or len(turns) == _MOST_TURNS:

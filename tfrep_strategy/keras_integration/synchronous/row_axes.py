@@ -60,8 +60,8 @@ class RowAxes:
             is_made = bool(counts) and (operation.type in _MADE or operation.op_def.is_stateful or "Random" in operation.type)
             if is_data or is_made or any(map(self._may_have_rows, inputs)):
                 self._of_rows.update(output.name for output in operation.outputs)
-        if operation.type == "TensorListSetItem" and (axis := self[operation.inputs[2]]) is not None:
-            self._moved[operation.outputs[0].name] = axis
+        if operation.outputs and operation.outputs[0].dtype == tf.variant:
+            self._follow_list(operation)
         if len(operation.outputs) != 1 or not operation.outputs[0].shape.rank:
             return
         output = operation.outputs[0]
@@ -69,6 +69,12 @@ class RowAxes:
         axis = self._of_output(operation, output) if axis is None else axis
         if axis is not None and axis != _usual(output) and (axis == _NOWHERE or output.shape[axis] is None):
             self._moved[output.name] = axis
+
+    def _follow_list(self, operation: Any) -> None:
+        """Notes in which dimension the elements of a list have rows."""
+        place = {"Identity": 0, "TensorListSetItem": 2}.get(operation.type)
+        if place is not None and (axis := self[operation.inputs[place]]) is not None:
+            self._moved[operation.outputs[0].name] = axis
 
     def note(self, tensor: tf.Tensor, axis: int | None = None) -> None:
         """Notes that a tensor has rows: in its first dimension, or in the given one. A list has them in those of its elements."""

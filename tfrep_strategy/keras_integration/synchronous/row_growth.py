@@ -274,6 +274,7 @@ class RowGrowth:
             rows=self._axes.known(tensor),
             axis=self._axes[tensor],
             power=self[tensor],
+            is_nothing=self.powers.is_nothing(tensor),
             degree=self._degrees.get(tensor.name) if self.is_reduced(tensor) else None,
             is_from_values=self.compared.come_from_values(tensor),
             state=self.compared.state(tensor),
@@ -282,6 +283,7 @@ class RowGrowth:
 
     def begin_with(self, tensor: tf.Tensor, known: Known) -> None:
         """Notes what is known of a tensor of another graph that is this one here."""
+        self.powers.note_nothing(tensor, known.is_nothing)
         if self.told.get(tensor.name) == 0 or not known.depends:
             return
         self._dependent.add(tensor.name)

@@ -54,6 +54,7 @@ class RowPowers:
         self._axes = axes
         self._found: dict[str, Any] = {}
         self._together: dict[str, str] = {}
+        self._nothing: set[str] = set()
 
     def __getitem__(self, tensor: tf.Tensor) -> Any:
         return self.told.get(tensor.name, self._found.get(tensor.name, 0))
@@ -65,6 +66,15 @@ class RowPowers:
         """Notes that a tensor is a "sum" or a "mean" over rows, whatever computed it."""
         self._together[tensor.name] = kind
         self[tensor] = int(kind == "sum")
+
+    def note_nothing(self, tensor: tf.Tensor, is_nothing: bool) -> None:
+        """Notes whether a tensor, which another graph has computed, is zero or next to it."""
+        (self._nothing.add if is_nothing else self._nothing.discard)(tensor.name)
+
+    def is_nothing(self, tensor: tf.Tensor) -> bool:
+        """Returns whether a tensor is a constant such as zero, or that by which nobody divides by zero."""
+        constant = tf.get_static_value(tensor)
+        return tensor.name in self._nothing or constant is not None and bool(np.all(np.abs(constant) <= _SMALL))
 
     def follow(self, operation: Any) -> None:
         """Notes the powers of what the next operation of the graph computes."""
@@ -155,11 +165,15 @@ class RowPowers:
             return _plus(powers[0], powers[1], _PRODUCTS.get(kind, -1))
         if kind in _AS_ALL_INPUTS:
             bounds = kind in ("ConcatV2", "Maximum", "Minimum", "SelectV2")
-            counted = {p for p, t in zip(powers, inputs, strict=True) if not _is_negligible(t, bounds)}
+            counted = {p for p, t in zip(powers, inputs, strict=True) if not self._is_negligible(t, bounds)}
             return counted.pop() if len(counted) == 1 else None
         # Sizes of what an operation makes say nothing of its values.
         is_size = [t.dtype.is_integer and not operation.outputs[0].dtype.is_integer for t in inputs] if operation.outputs else []
         return None if any(p != 0 and not size for p, size in zip(powers, is_size, strict=False)) else 0
+
+    def _is_negligible(self, tensor: tf.Tensor, bounds: bool) -> bool:
+        """Whether it is a condition, a bound, or next to nothing."""
+        return tensor.dtype == tf.bool or bounds and tensor.op.type == "Const" or self.is_nothing(tensor)
 
     def _contracted(self, operation: Any) -> Any:
         """Returns 1 if `Einsum` adds up the rows, 0 if it does not."""
@@ -200,14 +214,3 @@ def degree(kind: str, degrees: Sequence[Any]) -> float:
 
 def _plus(one: Any, other: Any, sign: int = 1) -> Any:
     return one + sign * other if isinstance(one, int) and isinstance(other, int) else None
-
-
-def is_next_to_nothing(tensor: tf.Tensor) -> bool:
-    """Returns whether it is a constant such as zero, or that by which nobody divides by zero."""
-    constant = tf.get_static_value(tensor)
-    return constant is not None and bool(np.all(np.abs(constant) <= _SMALL))
-
-
-def _is_negligible(tensor: tf.Tensor, bounds: bool) -> bool:
-    """Whether it is a condition, a bound, or next to nothing."""
-    return tensor.dtype == tf.bool or bounds and tensor.op.type == "Const" or is_next_to_nothing(tensor)

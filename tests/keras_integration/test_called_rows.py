@@ -1,0 +1,131 @@
+"""What loops, branches and functions of a step make of rows: sums, means, mixed rows, or what each row has for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from tfrep_strategy.keras_integration.protocol import Step
+from tfrep_strategy.keras_integration.synchronous.batch_sums import compares_rows
+from tfrep_strategy.keras_integration.synchronous.row_growth import growth_of, note_global
+from tfrep_strategy.shares import Share
+
+NO_STRATEGY: Any = None
+
+
+def _compiled(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return tf.function(function, jit_compile=True)
+
+
+def _turns(turn: Callable[[Any, Any], Any], start: Any) -> Any:
+    return ops.fori_loop(0, 3, lambda i, value: turn(ops.cast(i + 1, "float32"), value), start)
+
+
+def _in_python(function: Callable[[np.ndarray], np.ndarray], x: tf.Tensor, shape: Any) -> tf.Tensor:
+    result = tf.numpy_function(function, [x], tf.float32)
+    result.set_shape(shape)
+    return result
+
+
+def _until(x: Any, is_enough: Callable[[Any], Any]) -> Any:
+    return tf.while_loop(lambda z: tf.logical_not(is_enough(z)), lambda z: (0.5 * z,), (x,))[0]
+
+
+def _by_index(x: tf.Tensor) -> tf.Tensor:
+    return tf.while_loop(lambda i, _: i < tf.shape(x)[0], lambda i, total: (i + 1, total + x[i, 0]), (0, 0.0))[1]
+
+
+def _attend(x: Any) -> Any:
+    rows = ops.reshape(x, (-1, 2, 2))
+    return _turns(lambda _, z: ops.matmul(ops.softmax(ops.matmul(z, ops.transpose(rows, (0, 2, 1)))), rows), rows)
+
+
+def _second_turn_mixes(x: Any) -> Any:
+    """The first turn begins with zeros, the second one with what the first one has put together."""
+
+    def turn(i: Any, v: Any) -> Any:
+        return i + 1, tf.linalg.matvec(x, tf.linalg.matvec(x, v) + 1.0, transpose_a=True)
+
+    return tf.while_loop(lambda i, _: i < 2, turn, (0, tf.zeros(4)))[1]
+
+
+def _from_a_global_value(x: Any) -> Any:
+    total = note_global(tf.reduce_sum(x))
+    return _turns(lambda i, z: z + i * total, x)
+
+
+RESULTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "means added up in a loop": ("mean", lambda x: _turns(lambda i, a: 0.9 * a + ops.mean(i * x**2), ops.ones(()))),
+    "sums added up in a loop": ("sum", lambda x: _turns(lambda i, a: a + ops.sum(i * x**2), ops.zeros(()))),
+    "a count": ("sum", lambda x: _turns(lambda i, a: a + ops.sum(ops.cast(x > i, "int32")), ops.zeros((), "int32"))),
+    "a mean in one branch": ("mean", lambda x: tf.cond(tf.random.uniform([]) > 0.5, lambda: tf.reduce_mean(x), lambda: 0.5)),
+    "a sum in a compiled function": ("sum", lambda x: _compiled(tf.reduce_sum)(x)),
+    "a sum of all means by their number": ("mean", lambda x: _compiled(lambda x: ops.sum(x) / ops.cast(ops.size(x), "float32"))(x)),
+    "a loop in a loop": ("sum", lambda x: _turns(lambda _, a: _turns(lambda i, b: b + ops.sum(i * x), a), ops.zeros(()))),
+    "sums added to a weight": ("mixed", lambda x: _turns(lambda i, a: a + ops.sum(i * x**2), ops.ones(()))),
+    "a mean or a sum": ("mixed", lambda x: tf.cond(tf.random.uniform([]) > 0.5, lambda: ops.mean(x), lambda: ops.sum(x))),
+    "a product of means": ("mixed", lambda x: _turns(lambda i, a: a * ops.mean(i * x**2), ops.ones(()))),
+    "a root in a compiled function": ("mixed", lambda x: _compiled(lambda x: tf.sqrt(tf.reduce_mean(x**2)))(x)),
+    "a maximum": ("mixed", lambda x: _turns(lambda i, a: ops.maximum(a, i * ops.max(x)), ops.zeros(()))),
+    "normalized in a loop": ("mixed", lambda x: _turns(lambda i, z: i * z / ops.sum(z, axis=0), x)),
+    "normalized in a loop in a loop": ("mixed", lambda x: _turns(lambda _, y: _turns(lambda i, z: i * z / ops.sum(z, 0), y), x)),
+    "normalized in a branch": ("mixed", lambda x: tf.cond(tf.random.uniform([]) > 0.5, lambda: x, lambda: x - ops.mean(x, axis=0))),
+    "compared in a branch": ("mixed", lambda x: ops.inner(x, x)),
+    "reversed in a function": ("mixed", lambda x: _compiled(lambda x: tf.reverse(x, [0]))(x)),
+    "rows decide for a branch": ("mixed", lambda x: tf.cond(tf.reduce_mean(x) > 0, lambda: x, lambda: 2 * x)),
+    "rows decide over turns": ("mixed", lambda x: _until(x, lambda z: tf.reduce_max(z) < 0.1)),
+    "from row to row": ("mixed", lambda x: tf.scan(lambda a, row: tf.tanh(a + row), x, initializer=tf.zeros(4))),
+    "all rows into one": ("mixed", lambda x: tf.foldl(lambda a, row: tf.tanh(a + row), x, initializer=tf.zeros(4))),
+    "one row after the other": ("mixed", _by_index),
+    "from the second turn on": ("mixed", _second_turn_mixes),
+    "a number of Python's": ("mixed", lambda x: _in_python(lambda rows: np.float32(rows.mean()), x, [])),
+    "rows of Python's": ("rows", lambda x: _in_python(lambda rows: rows**2, x, [None, 4])),
+    "each row in a loop": ("rows", lambda x: _turns(lambda i, z: i * z / ops.sum(z, axis=1, keepdims=True), x)),
+    "each row in a map": ("rows", lambda x: tf.map_fn(lambda row: row / tf.reduce_sum(row), x)),
+    "each row in a branch": ("rows", lambda x: tf.cond(tf.random.uniform([]) > 0.5, lambda: x, lambda: tf.nn.softmax(x))),
+    "each row in a function": ("rows", lambda x: _compiled(lambda x: tf.cumsum(x, 1))(x)),
+    "attention of each row in a loop": ("rows", _attend),
+    "with what all replicas have alike": ("rows", _from_a_global_value),
+    "in time": ("time", lambda x: tf.scan(lambda a, now: 0.5 * (a + now), tf.transpose(tf.reshape(x, [-1, 2, 2]), [1, 0, 2]))),
+}
+
+
+@pytest.mark.parametrize(("wanted", "function"), RESULTS.values(), ids=RESULTS)
+def test_results(wanted: str, function: Callable[[Any], Any]) -> None:
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None, 4])])
+    def traced(x: tf.Tensor) -> tf.Tensor:
+        value = function(x)
+        while value.op.type == "Identity":
+            value = value.op.inputs[0]
+        step = Step(NO_STRATEGY, Share.equal(2))
+        grows = growth_of(step, value)
+        axis = grows.axis(value)
+        if compares_rows(step, value):
+            found.append("mixed")
+        elif axis is not None:
+            found.append(("rows", "time")[axis])
+        else:
+            found.append(grows.powers.reduction(value))
+        return value
+
+    found: list[str] = []
+    traced.get_concrete_function()
+    assert found == [wanted]
+
+
+def test_mapped_rows_are_added_up() -> None:
+    found: list[Any] = []
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None, 4])])
+    def traced(x: tf.Tensor) -> tf.Tensor:
+        value = tf.reduce_sum(tf.map_fn(tf.reduce_max, x))
+        found.append(growth_of(Step(NO_STRATEGY, Share.equal(2)), value).powers.reduction(value))
+        return value
+
+    traced.get_concrete_function()
+    assert found == ["sum"]
