@@ -87,6 +87,7 @@ RESULTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "rows of Python's": ("rows", lambda x: _in_python(lambda rows: rows**2, x, [None, 4])),
     "each row in a loop": ("rows", lambda x: _turns(lambda i, z: i * z / ops.sum(z, axis=1, keepdims=True), x)),
     "each row in a map": ("rows", lambda x: tf.map_fn(lambda row: row / tf.reduce_sum(row), x)),
+    "each row, and its place": ("rows", lambda x: _compiled(tf.gather)(x, tf.range(tf.shape(x)[0]))),
     "each row in a branch": ("rows", lambda x: tf.cond(tf.random.uniform([]) > 0.5, lambda: x, lambda: tf.nn.softmax(x))),
     "each row in a function": ("rows", lambda x: _compiled(lambda x: tf.cumsum(x, 1))(x)),
     "attention of each row in a loop": ("rows", _attend),

@@ -39,6 +39,7 @@ def _told_and_seen(call: Callable[[Any], Any], inputs: Any, is_random: bool) -> 
     """Returns for each result that has rows whether the graph tells that they depend on others, and whether they do."""
     rows = list(map(_three_rows, tf.nest.flatten(inputs)))
     told: list[bool | None] = []
+    axes: list[int] = []
 
     @tf.function(input_signature=[tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in rows], autograph=False)
     def traced(*tensors: tf.Tensor) -> Any:
@@ -47,12 +48,14 @@ def _told_and_seen(call: Callable[[Any], Any], inputs: Any, is_random: bool) -> 
             return []
         grows = growth_of(Step(NO_STRATEGY, Share.equal(2)), results[0])
         told.clear()
+        axes[:] = [grows.axis(t) or 0 for t in results]
         told.extend(None if grows.axis(t) is None and t not in grows.compared else t in grows.compared for t in results)
         return results
 
     whole = traced(*rows)
     singles = [traced(*(each[i : i + 1] for each in rows)) for i in range(3)]
-    seen = [not is_random and _differ(found, tf.concat(parts, 0)) for found, *parts in zip(whole, *singles, strict=True)]
+    of_singles = [tf.concat(parts, axis) for axis, *parts in zip(axes, *singles, strict=True)]
+    seen = [not is_random and _differ(found, joined) for found, joined in zip(whole, of_singles, strict=True)]
     assert None not in [t for t, mixes in zip(told, seen, strict=True) if not mixes], "The rows are not found."
     return [(t, mixes) for t, mixes in zip(told, seen, strict=True) if t is not None]
 

@@ -83,8 +83,11 @@ class Call(NamedTuple):
 def calls_of(operation: Any) -> list[Call]:
     """Returns what an operation runs: the body of a loop, all branches, or a function; nothing, for any other operation."""
     if operation.type in _LOOPS:
-        [body], [condition] = called_graphs(operation, "body"), called_graphs(operation, "cond")
-        return [_call(operation.inputs, body)._replace(carried=_pairs(body.outputs, body.inputs), condition=condition)]
+        graphs = zip(called_graphs(operation, "body"), called_graphs(operation, "cond"), strict=True)
+        return [
+            _call(operation.inputs, body)._replace(carried=_pairs(body.outputs, body.inputs), condition=condition)
+            for body, condition in graphs
+        ]
     given = operation.inputs[1:] if operation.type in BRANCHES else operation.inputs
     return [_call(given, graph) for graph in called_graphs(operation)]
 

@@ -107,6 +107,14 @@ class ComparedRows:
         """Returns on what a tensor depends; None if only on its own row."""
         return self._found.get(tensor.name)
 
+    def forget(self, tensor: tf.Tensor) -> None:
+        """Takes back that a tensor depends on others."""
+        del self._found[tensor.name]
+
+    def says_where(self, tensor: tf.Tensor) -> bool:
+        """Returns whether a tensor depends on places of rows, all or chosen ones, and on no other rows."""
+        return self._found.get(tensor.name) in (_PLACES, _CHOICE)
+
     def follow(self, operation: Any, is_data: bool, inputs: Sequence[tf.Tensor], counts: Sequence[tf.Tensor]) -> None:
         """Notes what becomes of rows in an operation.
 

@@ -42,6 +42,7 @@ _WITHOUT_PARTS = {"EuclideanNorm", "Prod"}
 
 _TENSORFLOW = os.path.dirname(tf.__file__)
 _RAGGED = os.path.join("ops", "ragged", "")
+_VECTORIZED = os.path.join("ops", "parallel_for", "")
 
 
 def mixes_rows_by_itself(axes: RowAxes, operation: Any, with_rows: Sequence[tf.Tensor]) -> bool:
@@ -172,8 +173,17 @@ def is_of_ragged_rows(operation: Any) -> bool:
 
     That code works with where rows begin and end in the tensors that it was given. It compares no rows.
     """
+    return _is_made_by(operation, _RAGGED)
+
+
+def is_of_vectorized_map(operation: Any) -> bool:
+    """Returns whether `tf.vectorized_map` made an operation, such as a loop where it cannot do without: a turn takes a row."""
+    return _is_made_by(operation, _VECTORIZED)
+
+
+def _is_made_by(operation: Any, folder: str) -> bool:
     for frame in reversed(operation.traceback):
-        if _RAGGED in frame.filename:
+        if folder in frame.filename:
             return True
         if not frame.filename.startswith(_TENSORFLOW):
             return False

@@ -25,6 +25,7 @@ from tfrep_strategy.keras_integration.synchronous.called_rows import (
     results_of,
 )
 from tfrep_strategy.keras_integration.synchronous.compared_rows import ComparedRows
+from tfrep_strategy.keras_integration.synchronous.mixing_operations import is_of_vectorized_map
 from tfrep_strategy.keras_integration.synchronous.open_rows import RowsAreFixedError
 from tfrep_strategy.keras_integration.synchronous.row_axes import REDUCTIONS, RowAxes, reduced_axes
 from tfrep_strategy.keras_integration.synchronous.row_powers import CHECKED, RowPowers, degree
@@ -247,6 +248,8 @@ class RowGrowth:
             for output in operation.outputs:
                 self.compared.note(output)
             return
+        if is_of_vectorized_map(operation):
+            return
         found = zip(*(results_of(self, call, _begun) for call in calls), strict=True)
         for output, results in zip(operation.outputs, map(set, found), strict=False):
             self._note_result(output, results)
@@ -261,11 +264,14 @@ class RowGrowth:
         else:
             known = {(each.known.power, each.known.rows) for each in results}
             self.powers[output], rows = known.pop() if len(known) == 1 else (None, None)
+            if self.compared.says_where(output) and not any(each.known.state for each in results):
+                self.compared.forget(output)  # By places, something was taken for each row.
             if rows is not None and rows.has_rows and output.dtype == tf.variant:
                 self._axes.note(output, rows.moved_to)
 
     def _is_mixed(self, tensor: tf.Tensor) -> bool:
-        return tensor.name in self._mixed and self.told.get(tensor.name) != 0
+        is_own = self.told.get(tensor.name) == 0 or self.compared.says_where(tensor)
+        return tensor.name in self._mixed and not is_own
 
     def known(self, tensor: tf.Tensor) -> Known:
         """Returns what is known of a tensor that a loop, a branch or a function gets or computes."""
