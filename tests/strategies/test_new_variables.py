@@ -45,3 +45,23 @@ def test_values_travel_in_parts(worker_pool: Any) -> None:
         whole_row = 40_000_000
         assert max(sizes) == whole_row
         assert max(set(sizes) - {whole_row}) <= PART
+
+
+def accumulate(strategy: Any) -> list[float]:
+    """Makes a variable in a scope within that of a whole run, as a script under `tfrep run` does, and adds to it in a function."""
+    with strategy.scope():
+        with strategy.scope():
+            total = tf.Variable([0.0], trainable=False)
+
+        @tf.function
+        def add() -> None:
+            strategy.run(lambda: total.assign_add([strategy.rank + 1.0]))
+
+        add()
+        tf.Variable(0.0)
+        strategy.run(lambda: None)  # At the latest, new variables are given rank 0's values now.
+        return [float(each[0]) for each in strategy.experimental_local_results(total)]
+
+
+def test_what_a_step_has_assigned_stays(worker_pool: Any) -> None:
+    assert worker_pool("tf", 2).run(accumulate) == [[1.0], [2.0]]

@@ -70,10 +70,8 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         in_function = not tf.executing_eagerly()
         variable = super()._create_variable(next_creator, **kwargs)
         self.new_variables.append(variable)
-        if in_function:
-            # The variable was made while a step is traced. The step runs next, before the scope ends.
-            with tf.init_scope():
-                self.synchronize_new_variables()
+        if in_function:  # The variable was made while a step is traced. The step runs next, before the scope ends.
+            self.synchronize_new_variables()
         return variable
 
     def _contain(self, variable: Any, **kwargs: Any) -> Any:
@@ -219,14 +217,16 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         self.broadcast_variables([variables[i] for i in sync_check.places_of_differing(ranks)])
 
     def synchronize_new_variables(self) -> None:
-        """Gives variables made since the last call the values of rank 0.
+        """Gives variables made since the last call the values of rank 0, also while a function is traced: it runs next.
 
         A model that each rank loads from a file of its own may make its variables in another order. Their names tell them apart.
 
         Raises:
             DesyncError: The ranks made different variables. The message names the first, with its shape on each rank.
         """
-        if tf.executing_eagerly() and self.new_variables:
+        if not self.new_variables:
+            return
+        with tf.init_scope():
             new, self.new_variables = self.new_variables, []
             made = [sync_check.described(variable) for variable in new]
             if sync_check.are_in_other_orders(self._communicator.all_gather_object(made)):
