@@ -59,6 +59,13 @@ def _from_a_global_value(x: Any) -> Any:
     return _turns(lambda i, z: z + i * total, x)
 
 
+def _forward_gradient(x: Any) -> Any:
+    weights = tf.ones([4, 1])
+    with tf.autodiff.ForwardAccumulator([weights], [weights]) as accumulator:
+        loss = tf.reduce_mean(tf.matmul(x, weights) ** 2)
+    return accumulator.jvp(loss)
+
+
 RESULTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "means added up in a loop": ("mean", lambda x: _turns(lambda i, a: 0.9 * a + ops.mean(i * x**2), ops.ones(()))),
     "sums added up in a loop": ("sum", lambda x: _turns(lambda i, a: a + ops.sum(i * x**2), ops.zeros(()))),
@@ -83,6 +90,7 @@ RESULTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "all rows into one": ("mixed", lambda x: tf.foldl(lambda a, row: tf.tanh(a + row), x, initializer=tf.zeros(4))),
     "one row after the other": ("mixed", _by_index),
     "from the second turn on": ("mixed", _second_turn_mixes),
+    "a forward gradient": ("mixed", _forward_gradient),
     "a number of Python's": ("mixed", lambda x: _in_python(lambda rows: np.float32(rows.mean()), x, [])),
     "rows of Python's": ("rows", lambda x: _in_python(lambda rows: rows**2, x, [None, 4])),
     "each row in a loop": ("rows", lambda x: _turns(lambda i, z: i * z / ops.sum(z, axis=1, keepdims=True), x)),

@@ -146,8 +146,11 @@ def _followed(outer: Follower, call: Call, begun: Callable[[Any], Follower], of_
 def _kind(result: tf.Tensor, known: Known) -> str | None:
     if known.is_mixed:
         return MIXED
-    if known.axis is not None or known.degree is None:
+    if known.axis is not None:
         return None
+    if known.degree is None:  # Rows may have got lost in a way that nobody knows, as in TensorFlow's code of forward gradients.
+        is_lost = known.is_from_values and result.dtype.is_floating and result.shape.is_fully_defined()
+        return MIXED if is_lost else None
     is_sum = known.power == 1
     if not result.dtype.is_floating:
         return "sum" if is_sum else None

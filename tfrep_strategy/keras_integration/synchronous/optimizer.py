@@ -16,6 +16,7 @@ from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is
 from tfrep_strategy.keras_integration.synchronous.base import overwrites
 from tfrep_strategy.keras_integration.synchronous.batch_sums import are_rows, compares_rows, part_of_global
+from tfrep_strategy.keras_integration.synchronous.given_gradients import computed_by_hand, look_for_mixed_gradients
 from tfrep_strategy.keras_integration.synchronous.layers import creates_partial_sums
 from tfrep_strategy.keras_integration.synchronous.row_growth import depends_on_rows, is_drawn
 from tfrep_strategy.keras_integration.synchronous.sharded_updates import ShardedUpdates, update_each
@@ -118,7 +119,10 @@ class Updates(ShardedUpdates):
         if step is not None and step.are_global(grads) and not self._accumulates_locally(optimizer):
             with _applied_gradients.to("global"):
                 return original(optimizer, grads, trainable_variables)
+        if step is not None:
+            look_for_mixed_gradients(step, grads)
         whole = self.what_overwrites(grads, trainable_variables or optimizer._trainable_variables)
+        whole |= {i: each for i, each in computed_by_hand(step, grads).items() if i not in whole}
         grads = [None if i in whole else gradient for i, gradient in enumerate(grads)]
 
         def with_whole(gradients: Sequence[Any]) -> list[Any]:

@@ -124,6 +124,15 @@ def has_rows(step: Step, value: tf.Tensor) -> bool:
     return grows.axis(value) is not None or bool(value.shape.rank) and grows.is_of_rows(value)
 
 
+def comes_from_mixed_rows(step: Step, value: tf.Tensor) -> bool:
+    """Returns whether a tensor was computed from rows that depend on others.
+
+    Where layers of Keras's have normalized a replica's rows, nobody can tell of what comes on the way back from there.
+    """
+    grows = _followed(step, value.graph)
+    return not grows.of_layers and grows.known(value).is_mixed
+
+
 def is_drawn(step: Step, value: tf.Tensor) -> bool:
     """Returns whether a tensor was computed from random numbers, of which each replica draws its own."""
     grows, left, seen = _followed(step, value.graph), [value], set()

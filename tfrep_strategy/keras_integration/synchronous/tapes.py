@@ -19,6 +19,7 @@ from tfrep_strategy.keras_integration.synchronous.batch_sums import (
     compares_rows,
     depends_on_other_rows,
 )
+from tfrep_strategy.keras_integration.synchronous.given_gradients import look_for_mixed_gradients, refuse_accumulators
 from tfrep_strategy.keras_integration.synchronous.row_growth import (
     depends_on_rows,
     growth_of,
@@ -64,6 +65,8 @@ class Tapes(SynchronousBase):
         stay_parts = is_part or not positions
         if stay_parts and not weighed:
             return original(tape, target, sources, output_gradients, *args, **kwargs)
+        if positions:
+            refuse_accumulators(step, target)
         with step.taking_global(target, is_weighed=bool(weighed)):
             gradients = [None] * len(flat)
             if dense_ones or not weighed:
@@ -75,6 +78,7 @@ class Tapes(SynchronousBase):
             if stay_parts:
                 return tf.nest.pack_sequence_as(sources, gradients)
             own = [gradients[i] for i in positions]
+            look_for_mixed_gradients(step, own)
             whole = self.what_overwrites(own, [flat[i] for i in positions])
             if was_scaled or weighed:
                 own = step.share.silenced_gradients(own, dense_buckets(own, self.strategy.extended.bucket_bytes_for(own)))
