@@ -79,6 +79,10 @@ tape_is_recording = _private("eager.record", "could_possibly_record")
 # What a `tf.autodiff.ForwardAccumulator` of this thread has found out of tensors.
 pack_tangents = _private("eager.forwardprop_util", "pack_tangents")
 
+# Chooses the seeds of random operations.
+random_seeds = _private("framework", "random_seed")
+_private("framework.random_seed", "get_seed")
+
 # Gradients of one's own, with fewer operations than `tf.custom_gradient` has. Tapes know of them, and nothing else does.
 record_operation = _private("eager.record", "record_operation")
 stop_recording = _private("eager.record", "stop_recording")

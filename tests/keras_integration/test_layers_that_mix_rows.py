@@ -103,6 +103,8 @@ _MIXING = {
     "rows less their mean": (OwnModel, lambda x: x - ops.mean(x, axis=0)),
     "deviation beside": (OwnModel, lambda x: ops.concatenate([x[:, 1:], 0 * x[:, :1] + ops.std(x)], 1)),
     "drawn after": (DroppedModel, lambda x: ops.sort(x, axis=0)),
+    "numbers by place": (OwnModel, lambda x: x + keras.random.normal(ops.shape(x), seed=11)),
+    "numbers by place, of a stateless operation": (OwnModel, lambda x: x * tf.random.stateless_uniform(tf.shape(x), [3, 4])),
     "silu after": (OwnModel, lambda x: ops.silu(ops.cumsum(x, axis=0))),
     "sizes after": (OwnModel, lambda x: ops.reshape(ops.reshape(ops.cumsum(x, 0), (ops.shape(x)[0] * 2, 3)), (ops.shape(x)[0], 6))),
 }
@@ -156,8 +158,11 @@ def test_settings(settings: dict[str, Any]) -> None:
         (_functional, lambda x: ops.reshape(ops.transpose(ops.reshape(x, (-1, 2, 3)), (0, 2, 1)), (-1, 6))),
         (_as_activation, lambda x: x * ops.sigmoid(x)),
         (_functional, lambda x: ops.reshape(layers.Dense(2)(ops.reshape(x, (-1, 2))), (-1, 6))),  # Windows.
+        (DroppedModel, ops.tanh),
+        (OwnModel, lambda x: x + 0.0 * keras.random.normal(ops.shape(x))),
+        (OwnModel, lambda x: x + 0.0 * keras.random.normal(ops.shape(x)[1:], seed=11)),
     ],
-    ids=["features", "operations", "activation", "windows"],
+    ids=["features", "operations", "activation", "windows", "own numbers", "numbers without a seed", "one number for all"],
 )
 def test_others_are_left_alone(make: Callable[[Any], keras.Model], function: Callable[[Any], Any]) -> None:
     assert not _check(make, function)

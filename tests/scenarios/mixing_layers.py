@@ -152,6 +152,55 @@ def rows_mixed_in_loops() -> dict[str, Any]:
     return {"cell": trained(behind, *regression(33), epochs=2), "history": history, "weights": assigned.get_weights()}
 
 
+@tf.custom_gradient
+def _clipped_on_the_way_back(x: Any) -> Any:
+    return tf.identity(x), lambda gradient: tf.clip_by_norm(gradient, 0.02)
+
+
+class Denoiser(keras.Sequential):
+    """Adds numbers that follow from the step, and applies a gradient without a tape: along one direction (Baydin et al., 2022)."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        noise = tf.random.stateless_normal(tf.shape(x), [tf.cast(self.optimizer.iterations, tf.int32), 3])
+        variables = [variable.value for variable in self.trainable_variables]
+        directions = [tf.cos(tf.range(tf.size(variable), dtype=tf.float32)) for variable in variables]
+        directions = [tf.reshape(each, variable.shape) for each, variable in zip(directions, variables, strict=True)]
+        with tf.autodiff.ForwardAccumulator(variables, directions) as accumulator:
+            loss = tf.reduce_mean((self(x + noise, training=True) - y) ** 2)
+        slope = accumulator.jvp(loss)
+        gradients = [tf.clip_by_norm(slope * each, 0.5) for each in directions]
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss, "slope": slope}
+
+
+class Slope(keras.Sequential):
+    """Computes a gradient by a formula."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        errors = self(x, training=True) - y
+        by_kernel = ops.matmul(ops.transpose(x), errors) / ops.sqrt(ops.sum(errors**2))
+        self.optimizer.apply([0.1 * by_kernel, ops.mean(errors, axis=0)], self.trainable_variables)
+        return {"loss": ops.mean(errors**2)}
+
+
+@scenario
+def gradients_without_a_tape_and_mixed_on_the_way_back() -> dict[str, Any]:
+    clipped = [layers.Dense(4, kernel_initializer=init(15)), layers.Lambda(_clipped_on_the_way_back), layers.Dense(1)]
+    models = {
+        "clipped": keras.Sequential([keras.Input((4,)), *clipped]),
+        "denoiser": Denoiser([keras.Input((4,)), layers.Dense(3, "tanh", kernel_initializer=init(16)), layers.Dense(1)]),
+        "slope": Slope([keras.Input((4,)), layers.Dense(1, kernel_initializer=init(17))]),
+    }
+    results = {}
+    for name, model in models.items():
+        model.compile(_O.SGD(0.05), "mse")
+        history = model.fit(*regression(33), batch_size=16, epochs=2, shuffle=False, verbose=0).history
+        results[name] = {"history": history, "weights": model.get_weights()}
+    return results
+
+
 class ByMixedRows(keras.Model):
     """Differentiates by mixtures of rows (Gulrajani et al., 2017) and by rows of a buffer that are taken by their places."""
 

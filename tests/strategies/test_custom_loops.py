@@ -206,7 +206,7 @@ def check_random_operations(strategy: Any) -> None:
     """Replicas draw other numbers than each other, and the first one draws those of one device."""
 
     def draw() -> Any:
-        return tf.random.uniform([4]), tf.nn.dropout(tf.ones([64]), 0.5)
+        return tf.random.uniform([4]), tf.nn.dropout(tf.ones([64]), 0.5), tf.random.uniform([4], seed=3)
 
     def all_of(strategy: Any) -> list[np.ndarray]:
         tf.random.set_seed(5)
@@ -216,7 +216,7 @@ def check_random_operations(strategy: Any) -> None:
     drawn = all_of(strategy)
     for replicas in drawn:
         assert len({replica.tobytes() for replica in replicas}) == strategy.num_replicas_in_sync
-    assert not np.array_equal(drawn[0], drawn[2]), "the next step draws other numbers"
+    assert not np.array_equal(drawn[0], drawn[3]), "the next step draws other numbers"
     np.testing.assert_equal(all_of(strategy), drawn)
 
 

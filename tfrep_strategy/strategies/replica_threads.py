@@ -18,6 +18,7 @@ from tfrep_strategy._tensorflow import MirroredReplicaThread, save_context, sync
 from tfrep_strategy.keras_integration.finding import driver_of
 from tfrep_strategy.keras_integration.synchronous.driver import SynchronousDriver
 from tfrep_strategy.keras_integration.synchronous.thread_state import CallerState
+from tfrep_strategy.strategies.seeds import seeds_of_replica
 
 _THREAD_LOCALS = (save_context, sync_on_read_context)
 
@@ -34,7 +35,8 @@ class _Inherited:
     def run(self, fn: Any) -> None:
         for local, state in zip(_THREAD_LOCALS, self._locals, strict=True):
             vars(local).update(state)
-        with self._keras.in_replica(first=self._thread.replica_id == 0):
+        replica_id = self._thread.replica_id
+        with seeds_of_replica(replica_id), self._keras.in_replica(first=replica_id == 0):
             self._context.run(fn)
 
     @contextlib.contextmanager

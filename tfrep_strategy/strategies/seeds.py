@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import pickle
 import random
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -15,6 +17,7 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import (
     NO_SEED,
     operations_seeded,
+    random_seeds,
     random_state,
     set_random_state,
     shuffle_seeds,
@@ -24,6 +27,7 @@ from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.errors import ConfigurationError, message
 
 _GOLDEN = 0x9E3779B1
+_thread = threading.local()
 _drawn_seed = 0  # The seed of random operations in a step, if the user set none.
 
 
@@ -105,3 +109,32 @@ def own_random_operations(rank: int) -> Iterator[None]:
         return
     with operations_seeded((shared + rank * _GOLDEN) % 2**31):
         yield
+
+
+@contextlib.contextmanager
+def seeds_of_replica(replica_id: int) -> Iterator[None]:
+    """Gives operations with a seed of their own, such as `tf.random.uniform(shape, seed=3)`, another one on each mirrored replica.
+
+    Args:
+        replica_id: The replica that this thread runs; the first one draws the numbers of one device.
+    """
+    _thread.replica_id = replica_id
+    try:
+        yield
+    finally:
+        del _thread.replica_id
+
+
+def _with_seeds_of_replica(get_seed: Callable[[int | None], tuple[int | None, int | None]]) -> Callable[[int | None], object]:
+    @functools.wraps(get_seed)
+    def seeds_of_operation(op_seed: int | None) -> tuple[int | None, int | None]:
+        of_all, of_operation = get_seed(op_seed)
+        replica_id = getattr(_thread, "replica_id", 0)
+        if not replica_id or op_seed is None or of_all is None:  # Without a seed, operations are numbered in one order.
+            return of_all, of_operation
+        return (of_all + replica_id * _GOLDEN) % 2**31, of_operation
+
+    return seeds_of_operation
+
+
+random_seeds.get_seed = _with_seeds_of_replica(random_seeds.get_seed)

@@ -48,6 +48,7 @@ _CUTTING = PADS | {"ConcatV2", "GatherV2", "Slice", "Split", "SplitV", "StridedS
 
 _OF_DIAGONALS = {"MatrixBandPart", "MatrixDiag", "MatrixDiagPartV3", "MatrixDiagV3", "MatrixSetDiagV3"}
 
+_READS = {"ReadVariableOp", "VarHandleOp"}
 _PLACES, _CHOICE, _OTHERS = "places", "choice", "others"
 """What a tensor was computed from: places of rows among the batch, those of some that were chosen, or other rows."""
 
@@ -72,6 +73,8 @@ class ComparedRows:
         """The names of tensors with as many rows as values or places decide, so that replicas' numbers of rows do not add up."""
         self._joined: dict[str, list[tuple[str, int]]] = {}
         self._by_numbers: set[str] = set()
+        self.own_seeds: set[str] = set()
+        """The names of seeds that each replica has for itself."""
 
     def __contains__(self, tensor: tf.Tensor) -> bool:
         return tensor.name in self._found
@@ -176,7 +179,7 @@ class ComparedRows:
         kind = operation.type
         states = {self._found[each.name] for each in inputs if each in self}
         if "Random" in kind and self._draws_for_rows(operation):
-            return None
+            return _OTHERS if self._draws_by_place(operation) else None
         if _OTHERS in states:
             return _OTHERS
         if states and kind in _AT_PLACES and self._is_for_each_row(operation):
@@ -214,6 +217,20 @@ class ComparedRows:
             left += op.inputs[:1] if op.type in ("Cast", "Identity", "StridedSlice") else op.inputs if op.type == "Pack" else ()
             shaped += op.inputs if op.type == "Shape" else ()
         return bool(shaped) and all(map(self._has_a_row_for_each, shaped))
+
+    def _draws_by_place(self, operation: Any) -> bool:
+        """Whether a row gets what its place says, since all replicas draw with one seed, such as `seed=[3, step]`."""
+        if not operation.type.startswith("Stateless"):
+            return False
+        left = list(operation.inputs[1:])
+        while left:
+            tensor = left.pop()
+            if tensor.name in self.own_seeds or tensor.name in self._from_values or tensor.op.type == "Placeholder":
+                return False
+            if tensor.op.op_def.is_stateful and tensor.op.type not in _READS:
+                return False
+            left += tensor.op.inputs if tensor.op.type not in _READS else ()
+        return True
 
     def _has_a_row_for_each(self, tensor: tf.Tensor) -> bool:
         """Whether the shape of a tensor follows from the number of rows of the batch, whatever else these were compared with."""

@@ -14,7 +14,7 @@ from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
-from tfrep_strategy.keras_integration.synchronous.row_growth import note_normalized
+from tfrep_strategy.keras_integration.synchronous.row_growth import note_normalized, note_own_seed
 from tfrep_strategy.shares import Share
 
 _in_stateless_scope = keras_internal("backend.common.stateless_scope", "in_stateless_scope")
@@ -79,7 +79,7 @@ class Layers(SynchronousBase):
         context: Any = tf.distribute.get_replica_context()
         # The same operations on every replica, so that all trace the same program.
         offset = tf.cast(context.replica_id_in_sync_group, tf.int64) * _GOLDEN % 2**32
-        return seed + tf.cast(tf.stack([tf.zeros_like(offset), offset]), seed.dtype)
+        return note_own_seed(seed + tf.cast(tf.stack([tf.zeros_like(offset), offset]), seed.dtype))
 
     def normalize(self, original: Any, layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         """Weighs what a step adds to moving statistics by the examples of the replica, since what is read is their mean.

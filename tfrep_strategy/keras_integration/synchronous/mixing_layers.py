@@ -6,6 +6,7 @@ are then followed as those of users are: the replicas gather rows, and each comp
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -128,7 +129,7 @@ def _warn_of_costs(outputs: list[Any]) -> None:
             "A layer mixes the rows of a batch: what it gives out for a row depends on others. So each replica computes what comes"
             " after it for the rows of all replicas: that is right, but no faster than one device.",
             hint="mix rows as late in the model as you can. See docs/exactness.md.",
-            outputs=[getattr(each, "name", each) for each in outputs],
+            outputs=[re.sub(r"^replica_\d+/", "", getattr(each, "name", str(each))) for each in outputs],
         ),
         stacklevel=2,
     )

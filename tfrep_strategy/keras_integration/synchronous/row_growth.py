@@ -77,6 +77,7 @@ def _begun(graph: Any) -> RowGrowth:
     inner, noted = RowGrowth(), _graphs.get(graph, RowGrowth())
     inner.told.update(noted.told)
     inner.told_rows |= noted.told_rows
+    inner.compared.own_seeds |= noted.compared.own_seeds
     inner.of_layers |= noted.of_layers
     return inner
 
@@ -108,6 +109,13 @@ def note_normalized(value: Any) -> None:
     """Notes rows that one of Keras's layers has normalized with those of the replica alone."""
     if tf.is_symbolic_tensor(value):
         _graphs.setdefault(value.graph, RowGrowth()).of_layers.add(value.name)
+
+
+def note_own_seed(seed: tf.Tensor) -> tf.Tensor:
+    """Notes that each replica draws with another seed than this one."""
+    if tf.is_symbolic_tensor(seed):
+        _graphs.setdefault(seed.graph, RowGrowth()).compared.own_seeds.add(seed.name)
+    return seed
 
 
 def depends_on_rows(step: Step, value: tf.Tensor) -> bool:
