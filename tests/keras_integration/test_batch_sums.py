@@ -22,6 +22,7 @@ from tfrep_strategy.keras_integration.synchronous.batch_sums import (
     is_count,
     part_of_global,
 )
+from tfrep_strategy.keras_integration.synchronous.open_rows import NobodyRepeatsError
 from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
 from tfrep_strategy.shares import Share
 
@@ -247,6 +248,18 @@ def test_what_nobody_can_follow_counts_as_a_mean() -> None:
     product = tf.function(JOINT["a product"])
     wanted = (4 * float(product(tf.constant(ROWS[:4]))) + 2 * float(product(tf.constant(ROWS[4:])))) / 6
     assert _values_of_two_replicas(product, part_of_global) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_what_puts_rows_together_in_an_unknown_way_asks_for_all_rows() -> None:
+    def asks(step: Step, value: Any) -> Any:
+        step.may_take_whole_batch = True
+        return part_of_global(step, value)
+
+    def root_of_sums(x: Any) -> Any:
+        return tf.sqrt(tf.reduce_sum(tf.raw_ops.BiasAddGrad(out_backprop=x) ** 2))
+
+    with pytest.raises(NobodyRepeatsError, match="BiasAddGrad"):
+        _values_of_two_replicas(root_of_sums, asks)
 
 
 def test_what_was_computed_from_all_rows_counts_as_a_mean() -> None:

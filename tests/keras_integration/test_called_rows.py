@@ -92,6 +92,7 @@ RESULTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "from the second turn on": ("mixed", _second_turn_mixes),
     "a forward gradient": ("mixed", _forward_gradient),
     "a number of Python's": ("mixed", lambda x: _in_python(lambda rows: np.float32(rows.mean()), x, [])),
+    "something of Python's": ("mixed", lambda x: tf.numpy_function(lambda rows: np.float32(rows.mean()), [x], tf.float32)),
     "rows of Python's": ("rows", lambda x: _in_python(lambda rows: rows**2, x, [None, 4])),
     "each row in a loop": ("rows", lambda x: _turns(lambda i, z: i * z / ops.sum(z, axis=1, keepdims=True), x)),
     "each row in a map": ("rows", lambda x: tf.map_fn(lambda row: row / tf.reduce_sum(row), x)),

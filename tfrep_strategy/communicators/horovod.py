@@ -265,7 +265,10 @@ class HorovodCommunicator(Communicator):
 
 def _no_constant(tensor: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
     """Hides from TensorFlow's optimizer that the tensor is constant; shares its memory. `start` is 0, unknown to TensorFlow."""
-    return tf.reshape(tensor, [1])[start] if tensor.shape.rank == 0 else tensor[start:]
+    if tensor.shape.rank:
+        return tensor[start:]
+    flat = tf.reshape(tensor, [-1])  # Operations such as `tf.sparse.reduce_sum` do not tell that they give a scalar.
+    return flat[start] if tensor.shape.rank == 0 else tf.reshape(flat[start:], tf.shape(tensor))
 
 
 def _opaque(tensor: tf.Tensor) -> tf.Tensor:

@@ -29,7 +29,7 @@ class Addends(NamedTuple):
 def addends(step: Step, value: Any) -> Addends:
     """Takes a scalar apart."""
     is_mean = step.gathers or step.is_noted_mean(value)
-    if is_mean or not tf.is_symbolic_tensor(value) or value.shape.rank != 0 or not value.dtype.is_floating:
+    if is_mean or not tf.is_symbolic_tensor(value) or value.shape.rank or not value.dtype.is_floating:
         return Addends([], [value], [])
     grows = growth_of(step, value)
     found, left = Addends([], [], []), [value]

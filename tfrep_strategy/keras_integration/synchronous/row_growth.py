@@ -257,7 +257,7 @@ class RowGrowth:
             return
         if operation.type in OF_PYTHON:
             for output in operation.outputs:
-                if output.shape.rank is not None and None not in output.shape:  # What has rows is believed to be row by row.
+                if output.shape.rank is None or None not in output.shape:  # What has rows is believed to be row by row.
                     self.compared.note(output)
         if not (calls := calls_of(operation)):
             return

@@ -61,7 +61,8 @@ def reductions(step: Step, value: tf.Tensor) -> Reductions | None:
 
     Raises:
         RowsAreFixedError: The step is traced for one number of rows.
-        NobodyRepeatsError: What comes after compared rows cannot be repeated, and the step may take the global batch instead.
+        NobodyRepeatsError: What comes after compared rows cannot be repeated, or nobody knows how rows were put together, and the
+            step may take the global batch instead.
     """
     grows = growth_of(step, value)
     if value in grows.compared:
@@ -80,6 +81,9 @@ def reductions(step: Step, value: tf.Tensor) -> Reductions | None:
             found.kinds[kind].append(tensor)
             degrees[tensor.name] = 1 if grows.compared.counts_chosen(tensor) else _DEGREES[kind]
         elif brought is None and not _can_be_repeated(grows, tensor, together):
+            loses_rows = any(grows.axis(each) is not None for each in inputs)
+            if loses_rows and step.may_take_whole_batch:
+                raise NobodyRepeatsError(f"{tensor.op.type} {tensor.op.name}")
             return None
         elif unknown := [each for each in inputs if each.name not in degrees]:
             waiting += unknown
