@@ -13,7 +13,7 @@ from test_every_layer import deterministic, random, training_of
 from test_every_operation import CALLS, ONLY_EAGERLY, tensors_of
 
 from tfrep_strategy.keras_integration.protocol import Step
-from tfrep_strategy.keras_integration.synchronous.row_growth import growth_of
+from tfrep_strategy.keras_integration.synchronous.row_growth import growth_of, note_own_seed
 from tfrep_strategy.shares import Share
 
 NO_STRATEGY: Any = None
@@ -78,7 +78,9 @@ def _layers(made: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["operations", "layers", "random layers"])
-def test_what_is_told_is_what_is_seen(kind: str) -> None:
+def test_what_is_told_is_what_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = keras.random.SeedGenerator.next  # In a step each replica has seeds of its own.
+    monkeypatch.setattr(keras.random.SeedGenerator, "next", lambda self, ordered=True: note_own_seed(draw(self, ordered)))
     if kind == "operations":
         tried = {name: ((lambda given, call=call: call(*given)), list(inputs)) for name, (call, inputs) in CALLS.items()}
         tried = {name: each for name, each in tried.items() if name not in ONLY_EAGERLY}

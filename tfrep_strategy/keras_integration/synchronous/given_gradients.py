@@ -6,7 +6,9 @@ with a `tf.autodiff.ForwardAccumulator`, or by a formula.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -23,6 +25,7 @@ from tfrep_strategy.keras_integration.synchronous.row_growth import (
     is_drawn,
 )
 
+_TENSORFLOW, _PACKAGE = os.path.dirname(tf.__file__), str(Path(__file__).parents[2])
 _OWN_GRADIENT = "IdentityN"
 """The operation by which TensorFlow attaches a gradient of the user's own."""
 
@@ -41,11 +44,19 @@ def look_for_mixed_gradients(step: Step, gradients: Sequence[Any]) -> None:
     if not step.may_take_whole_batch or not may_mix:
         return
     parts = [each for each in tf.nest.flatten(gradients, expand_composites=True) if step.has_computed(each)]
-    if not parts or not (own := [each for each in parts[0].graph.get_operations() if each.type == _OWN_GRADIENT]):
+    if not parts or not (own := list(filter(_has_own_gradient, parts[0].graph.get_operations()))):
         return
     growth_of(step, parts[0])  # In batches of one size, traced for any: else nobody can tell.
     if any(comes_from_mixed_rows(step, each) for each in parts):
         raise NobodyRepeatsError(f"{own[0].type} {own[0].name}")
+
+
+def _has_own_gradient(operation: Any) -> bool:
+    """Whether an operation has a gradient that neither TensorFlow nor this package knows, whose collectives have some, too."""
+    if operation.type != _OWN_GRADIENT:
+        return False
+    frames = (frame.filename for frame in reversed(operation.traceback) if not frame.filename.startswith(_TENSORFLOW))
+    return not next(frames, _PACKAGE).startswith(_PACKAGE)
 
 
 def refuse_accumulators(step: Step, target: Any) -> None:
