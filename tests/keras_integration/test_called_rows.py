@@ -18,6 +18,14 @@ from tfrep_strategy.shares import Share
 NO_STRATEGY: Any = None
 
 
+def _coin() -> tf.Tensor:
+    return tf.random.uniform([]) > 0.5
+
+
+def _numbers(x: tf.Tensor, step: Any) -> tf.Tensor:
+    return tf.random.stateless_normal(tf.shape(x), tf.stack([step, 3]))
+
+
 def _compiled(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return tf.function(function, jit_compile=True)
 
@@ -66,22 +74,45 @@ def _forward_gradient(x: Any) -> Any:
     return accumulator.jvp(loss)
 
 
+def _until_a_row_says(x: Any) -> Any:
+    return tf.while_loop(lambda i, z: i < 1.0 + tf.abs(x[0, 0]), lambda i, z: (i + 1.0, 0.5 * z), (0.0, x))[1]
+
+
+def _behind_a_chain_of_seeds(x: Any) -> Any:
+    seed = tf.constant([3, 4])
+    for _ in range(40):
+        seed, own = tf.unstack(tf.random.split(seed, 2))
+    return x + tf.random.stateless_uniform(tf.shape(x), own)
+
+
+def _chosen(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: _compiled(function)(tf.boolean_mask(x, x[:, 0] > 0))
+
+
 RESULTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "means added up in a loop": ("mean", lambda x: _turns(lambda i, a: 0.9 * a + ops.mean(i * x**2), ops.ones(()))),
     "sums added up in a loop": ("sum", lambda x: _turns(lambda i, a: a + ops.sum(i * x**2), ops.zeros(()))),
     "a count": ("sum", lambda x: _turns(lambda i, a: a + ops.sum(ops.cast(x > i, "int32")), ops.zeros((), "int32"))),
-    "a mean in one branch": ("mean", lambda x: tf.cond(tf.random.uniform([]) > 0.5, lambda: tf.reduce_mean(x), lambda: 0.5)),
+    "a mean in one branch": ("mean", lambda x: tf.cond(_coin(), lambda: tf.reduce_mean(x), lambda: 0.5)),
     "a sum in a compiled function": ("sum", lambda x: _compiled(tf.reduce_sum)(x)),
     "a sum of all means by their number": ("mean", lambda x: _compiled(lambda x: ops.sum(x) / ops.cast(ops.size(x), "float32"))(x)),
     "a loop in a loop": ("sum", lambda x: _turns(lambda _, a: _turns(lambda i, b: b + ops.sum(i * x), a), ops.zeros(()))),
     "sums added to a weight": ("mixed", lambda x: _turns(lambda i, a: a + ops.sum(i * x**2), ops.ones(()))),
-    "a mean or a sum": ("mixed", lambda x: tf.cond(tf.random.uniform([]) > 0.5, lambda: ops.mean(x), lambda: ops.sum(x))),
+    "a mean or a sum": ("mixed", lambda x: tf.cond(_coin(), lambda: ops.mean(x), lambda: ops.sum(x))),
     "a product of means": ("mixed", lambda x: _turns(lambda i, a: a * ops.mean(i * x**2), ops.ones(()))),
     "a root in a compiled function": ("mixed", lambda x: _compiled(lambda x: tf.sqrt(tf.reduce_mean(x**2)))(x)),
     "a maximum": ("mixed", lambda x: _turns(lambda i, a: ops.maximum(a, i * ops.max(x)), ops.zeros(()))),
+    "a mean or a count": ("mixed", lambda x: tf.cond(_coin(), lambda: ops.mean(x), lambda: ops.cast(ops.shape(x)[0], "float32"))),
+    "a mean of all or rows": ("mixed", lambda x: tf.cond(_coin(), lambda: ops.mean(x, axis=0, keepdims=True), lambda: x)),
+    "a sum or nothing": ("sum", lambda x: tf.cond(_coin(), lambda: ops.sum(x**2), lambda: 0.0)),
+    "a mean of chosen rows": ("mixed", _chosen(tf.reduce_mean)),
+    "a row decides over turns": ("mixed", _until_a_row_says),
+    "numbers of one seed in a loop": ("mixed", lambda x: _turns(lambda i, z: z + _numbers(z, tf.cast(i, tf.int32)), x)),
+    "numbers of one seed in a branch": ("mixed", lambda x: tf.cond(_coin(), lambda: x, lambda: _numbers(x, 5))),
+    "numbers of a chain of seeds": ("mixed", _behind_a_chain_of_seeds),
     "normalized in a loop": ("mixed", lambda x: _turns(lambda i, z: i * z / ops.sum(z, axis=0), x)),
     "normalized in a loop in a loop": ("mixed", lambda x: _turns(lambda _, y: _turns(lambda i, z: i * z / ops.sum(z, 0), y), x)),
-    "normalized in a branch": ("mixed", lambda x: tf.cond(tf.random.uniform([]) > 0.5, lambda: x, lambda: x - ops.mean(x, axis=0))),
+    "normalized in a branch": ("mixed", lambda x: tf.cond(_coin(), lambda: x, lambda: x - ops.mean(x, axis=0))),
     "compared in a branch": ("mixed", lambda x: ops.inner(x, x)),
     "reversed in a function": ("mixed", lambda x: _compiled(lambda x: tf.reverse(x, [0]))(x)),
     "rows decide for a branch": ("mixed", lambda x: tf.cond(tf.reduce_mean(x) > 0, lambda: x, lambda: 2 * x)),
@@ -97,7 +128,7 @@ RESULTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "each row in a loop": ("rows", lambda x: _turns(lambda i, z: i * z / ops.sum(z, axis=1, keepdims=True), x)),
     "each row in a map": ("rows", lambda x: tf.map_fn(lambda row: row / tf.reduce_sum(row), x)),
     "each row, and its place": ("rows", lambda x: _compiled(tf.gather)(x, tf.range(tf.shape(x)[0]))),
-    "each row in a branch": ("rows", lambda x: tf.cond(tf.random.uniform([]) > 0.5, lambda: x, lambda: tf.nn.softmax(x))),
+    "each row in a branch": ("rows", lambda x: tf.cond(_coin(), lambda: x, lambda: tf.nn.softmax(x))),
     "each row in a function": ("rows", lambda x: _compiled(lambda x: tf.cumsum(x, 1))(x)),
     "attention of each row in a loop": ("rows", _attend),
     "with what all replicas have alike": ("rows", _from_a_global_value),

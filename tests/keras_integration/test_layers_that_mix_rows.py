@@ -172,6 +172,23 @@ def _in_a_loop(function: Callable[[Any], Any]) -> keras.Model:
     return keras.Sequential([keras.Input((6,)), layers.Reshape((3, 2)), layers.Lambda(function), layers.GRU(3), layers.Dense(1)])
 
 
+@tf.custom_gradient
+def _reversed_on_the_way_back(x: Any) -> Any:
+    return tf.identity(x), lambda gradient: -gradient / tf.norm(gradient + 1e-3, axis=-1, keepdims=True)
+
+
+def _computed_again(x: Any) -> Any:
+    return tf.recompute_grad(lambda z: ops.tanh(2.0 * z))(x)
+
+
+@pytest.mark.parametrize("function", [ops.silu, _reversed_on_the_way_back, _computed_again])
+def test_gradients_of_each_row_are_left_alone(function: Callable[[Any], Any]) -> None:
+    expected, _ = _trained(contextlib.nullcontext(), _in_a_loop, function)
+    found, told = _trained(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope(), _in_a_loop, function, warning="mixes the rows")
+    keras.tree.map_structure(lambda f, e: np.testing.assert_allclose(f, e, rtol=2e-5, atol=2e-6), found, expected)
+    assert not told
+
+
 @pytest.mark.parametrize("settings", [{}, {"drop_remainder": True}, {"steps_per_execution": 3}, {"jit_compile": True}], ids=str)
 def test_a_step_that_nobody_can_repeat_is_run_with_all_rows(settings: dict[str, Any]) -> None:
     given: Any = _in_a_loop, lambda x: x - ops.mean(x, 0)

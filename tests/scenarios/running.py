@@ -169,9 +169,9 @@ def data_pipelines() -> dict[str, Any]:
 
 @scenario
 def endless_data_in_several_fits() -> dict[str, Any]:
-    """Where one `fit` ends, the shuffle begins anew for what is read ahead, also behind a map that runs in parallel."""
-    x, y = regression(40)
-    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(40)
+    """Where one `fit` ends, something was read ahead, also behind a map that runs in parallel: none that a shuffle begins with."""
+    x, y = regression(60)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(60)
     results = {}
     for name, each in (("plain", data), ("mapped", data.map(lambda x, y: (2.0 * x, y), num_parallel_calls=tf.data.AUTOTUNE))):
         model = dense()

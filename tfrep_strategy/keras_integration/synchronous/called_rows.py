@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import called_graphs
+from tfrep_strategy.keras_integration.synchronous.compared_rows import KnownComparison
 from tfrep_strategy.keras_integration.synchronous.row_axes import RowsOf
 
 _LOOPS = ("StatelessWhile", "While")
@@ -19,7 +20,6 @@ BRANCHES = ("Case", "If", "StatelessCase", "StatelessIf")
 
 OF_PYTHON = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
 """Operations that call functions which no graph shows."""
-
 
 MIXED = "mixed"
 """What calls have computed from rows that were mixed, or in a way that nobody can tell from sums and means."""
@@ -37,8 +37,7 @@ class Known(NamedTuple):
     power: Any
     is_nothing: bool
     degree: float | None
-    is_from_values: bool
-    state: str | None
+    compared: KnownComparison
     is_mixed: bool
 
 
@@ -83,7 +82,7 @@ class Call(NamedTuple):
 def calls_of(operation: Any) -> list[Call]:
     """Returns what an operation runs: the body of a loop, all branches, or a function; nothing, for any other operation."""
     if operation.type in _LOOPS:
-        graphs = zip(called_graphs(operation, "body"), called_graphs(operation, "cond"), strict=True)
+        graphs = zip(called_graphs(operation, "body"), called_graphs(operation, "cond"), strict=False)
         return [
             _call(operation.inputs, body)._replace(carried=_pairs(body.outputs, body.inputs), condition=condition)
             for body, condition in graphs
@@ -113,7 +112,8 @@ def results_of(outer: Follower, call: Call, begun: Callable[[Any], Follower]) ->
     """
     of_rows = {inside.name for outside, inside in call.given if _axis_of_list(outer, outside) == 0}
     inner = _followed(outer, call, begun, of_rows)
-    found = [Result(_kind(result, known := inner.known(result)), known) for result in call.results]
+    gets_rows = any(outer.known(outside).axis is not None for outside, _ in call.given)
+    found = [Result(_kind(result, known := inner.known(result), gets_rows), known) for result in call.results]
     goes_from_row_to_row = bool(of_rows) and any(_is_made_of_values(inner, result) for result, _ in call.carried)
     if goes_from_row_to_row or _rows_decide_over_turns(inner, call, begun):
         return [each._replace(kind=MIXED) for each in found]
@@ -143,14 +143,14 @@ def _followed(outer: Follower, call: Call, begun: Callable[[Any], Follower], of_
         turns.append((inner, begins))
 
 
-def _kind(result: tf.Tensor, known: Known) -> str | None:
+def _kind(result: tf.Tensor, known: Known, gets_rows: bool) -> str | None:
     if known.is_mixed:
         return MIXED
     if known.axis is not None:
         return None
     if known.degree is None:  # Rows may have got lost in a way that nobody knows, as in TensorFlow's code of forward gradients.
-        is_lost = known.is_from_values and result.dtype.is_floating and result.shape.is_fully_defined()
-        return MIXED if is_lost else None
+        is_number = result.dtype.is_floating and result.shape.is_fully_defined()
+        return MIXED if gets_rows and is_number and known.compared.is_from_values else None
     is_sum = known.power == 1
     if not result.dtype.is_floating:
         return "sum" if is_sum else None
@@ -173,7 +173,7 @@ def _is_made_of_values(inner: Follower, result: tf.Tensor) -> bool:
     """Whether a turn of a loop computes something from values of rows, and does not only hand it on."""
     while result.op.type == "Identity":
         result = result.op.inputs[0]
-    return result.dtype != tf.variant and result.op.type != "Placeholder" and inner.known(result).is_from_values
+    return result.dtype != tf.variant and result.op.type != "Placeholder" and inner.known(result).compared.is_from_values
 
 
 def _rows_decide_over_turns(inner: Follower, call: Call, begun: Callable[[Any], Follower]) -> bool:
@@ -184,4 +184,5 @@ def _rows_decide_over_turns(inner: Follower, call: Call, begun: Callable[[Any], 
     for (_, body), inside in zip(call.carried, given, strict=False):
         condition.begin_with(inside, inner.known(body))
     condition.follow(call.condition, {each.name for each in given})
-    return condition.known(call.condition.outputs[0]).degree is not None
+    decides = condition.known(call.condition.outputs[0])
+    return decides.degree is not None or decides.is_mixed or decides.compared.state is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -53,6 +53,17 @@ _PLACES, _CHOICE, _OTHERS = "places", "choice", "others"
 """What a tensor was computed from: places of rows among the batch, those of some that were chosen, or other rows."""
 
 
+class KnownComparison(NamedTuple):
+    """What is known of a tensor; see `ComparedRows`."""
+
+    is_from_values: bool
+    state: str | None
+    is_chosen: bool
+    is_counted_anew: bool
+    multiple: Fraction | None
+    is_own_seed: bool
+
+
 class ComparedRows:
     """Which tensors of a graph depend on other rows than their own, or on the places of rows in the batch.
 
@@ -75,6 +86,8 @@ class ComparedRows:
         self._by_numbers: set[str] = set()
         self.own_seeds: set[str] = set()
         """The names of seeds that each replica has for itself."""
+        self._given: set[str] = set()
+        """The names of tensors that were computed in another graph, of which all is known that is known there."""
 
     def __contains__(self, tensor: tf.Tensor) -> bool:
         return tensor.name in self._found
@@ -95,20 +108,32 @@ class ComparedRows:
         """Notes that a tensor depends on what all rows have in common."""
         self._found[tensor.name] = _OTHERS
 
-    def come_from_values(self, tensor: tf.Tensor) -> bool:
-        """Returns whether a tensor was computed from what is in rows, and not only from their number."""
-        return tensor.name in self._from_values
+    def known(self, tensor: tf.Tensor) -> KnownComparison:
+        """Returns what is known of a tensor, for what is the same one in another graph."""
+        return KnownComparison(
+            is_from_values=tensor.name in self._from_values,
+            state=self._found.get(tensor.name),
+            is_chosen=tensor.name in self._chosen,
+            is_counted_anew=tensor.name in self._counted_anew,
+            multiple=self._multiples.get(tensor.name, Fraction(1)),
+            is_own_seed=tensor.dtype.is_integer and self._is_own_seed(tensor),
+        )
 
-    def begin_with(self, tensor: tf.Tensor, from_values: bool, state: str | None) -> None:
+    def begin_with(self, tensor: tf.Tensor, known: KnownComparison) -> None:
         """Notes what is known of a tensor of another graph that is this one here."""
-        if from_values:
-            self._from_values.add(tensor.name)
-        if state is not None:
-            self._found[tensor.name] = state
-
-    def state(self, tensor: tf.Tensor) -> str | None:
-        """Returns on what a tensor depends; None if only on its own row."""
-        return self._found.get(tensor.name)
+        self._given.add(tensor.name)
+        for names, is_so in (
+            (self._from_values, known.is_from_values),
+            (self._chosen, known.is_chosen),
+            (self._counted_anew, known.is_counted_anew),
+            (self.own_seeds, known.is_own_seed),
+        ):
+            if is_so:
+                names.add(tensor.name)
+        if known.multiple != 1:
+            self._multiples[tensor.name] = known.multiple
+        if known.state is not None:
+            self._found[tensor.name] = known.state
 
     def forget(self, tensor: tf.Tensor) -> None:
         """Takes back that a tensor depends on others."""
@@ -220,17 +245,24 @@ class ComparedRows:
 
     def _draws_by_place(self, operation: Any) -> bool:
         """Whether a row gets what its place says, since all replicas draw with one seed, such as `seed=[3, step]`."""
-        if not operation.type.startswith("Stateless"):
-            return False
-        left = list(operation.inputs[1:])
+        return operation.type.startswith("Stateless") and not any(map(self._is_own_seed, operation.inputs[1:]))
+
+    def _is_own_seed(self, seed: tf.Tensor) -> bool:
+        """Whether a replica may have a seed for itself."""
+        left, seen = [seed], set[str]()
         while left:
             tensor = left.pop()
-            if tensor.name in self.own_seeds or tensor.name in self._from_values or tensor.op.type == "Placeholder":
-                return False
-            if tensor.op.op_def.is_stateful and tensor.op.type not in _READS:
-                return False
-            left += tensor.op.inputs if tensor.op.type not in _READS else ()
-        return True
+            if tensor.name in seen:
+                continue
+            seen.add(tensor.name)
+            if tensor.name in self.own_seeds or tensor.name in self._from_values:
+                return True
+            if tensor.name in self._given or tensor.op.type in _READS:
+                continue
+            if tensor.op.type == "Placeholder" or tensor.op.op_def.is_stateful:
+                return True
+            left += tensor.op.inputs
+        return False
 
     def _has_a_row_for_each(self, tensor: tf.Tensor) -> bool:
         """Whether the shape of a tensor follows from the number of rows of the batch, whatever else these were compared with."""

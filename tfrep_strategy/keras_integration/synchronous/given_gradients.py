@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import pack_tangents
@@ -18,45 +19,65 @@ from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.batch_sums import of_all_rows
 from tfrep_strategy.keras_integration.synchronous.open_rows import NobodyRepeatsError
 from tfrep_strategy.keras_integration.synchronous.row_growth import (
-    comes_from_mixed_rows,
     depends_on_rows,
     growth_of,
     has_rows,
     is_drawn,
 )
 
-_TENSORFLOW, _PACKAGE = os.path.dirname(tf.__file__), str(Path(__file__).parents[2])
+_TENSORFLOW, _KERAS = os.path.dirname(tf.__file__), os.path.dirname(keras.__file__)
+_PACKAGE = str(Path(__file__).parents[2])
+_OF_TAPES = os.path.join("eager", "imperative_grad.py")
+"""The file of TensorFlow in which a tape goes back."""
+
 _OWN_GRADIENT = "IdentityN"
 """The operation by which TensorFlow attaches a gradient of the user's own."""
 
 
 def look_for_mixed_gradients(step: Step, gradients: Sequence[Any]) -> None:
-    """Looks whether rows were mixed only on the way back.
+    """Looks whether functions with gradients of the user's own have mixed rows on the way back.
 
     Args:
         step: The current step.
         gradients: What a tape has found.
 
     Raises:
-        NobodyRepeatsError: They were, and the step may take the global batch instead.
+        NobodyRepeatsError: They have, and the step may take the global batch instead.
     """
-    may_mix = (step.is_own or step.has_own_layers) and not step.joint_values and not step.is_in_branch
-    if not step.may_take_whole_batch or not may_mix:
+    found = [each for each in map(_values, gradients) if step.has_computed(each)]
+    may_mix = (step.is_own or step.has_own_layers) and not step.is_in_branch
+    if not step.may_take_whole_batch or not may_mix or not found:
         return
-    parts = [each for each in tf.nest.flatten(gradients, expand_composites=True) if step.has_computed(each)]
-    if not parts or not (own := list(filter(_has_own_gradient, parts[0].graph.get_operations()))):
+    operations = found[0].graph.get_operations()
+    if not any(each.type == _OWN_GRADIENT and not _is_of_a_package(each) for each in operations):
         return
-    growth_of(step, parts[0])  # In batches of one size, traced for any: else nobody can tell.
-    if any(comes_from_mixed_rows(step, each) for each in parts):
-        raise NobodyRepeatsError(f"{own[0].type} {own[0].name}")
+    grows, reduced = growth_of(step, found[0]), set[str]()
+    for operation in filter(_is_of_own_gradient, operations):
+        comes_from_reduced = any(each.name in reduced for each in operation.inputs)
+        for output in operation.outputs:
+            if grows.axis(output) is not None and (comes_from_reduced or grows.mixes(operation)):
+                raise NobodyRepeatsError(f"{operation.type} {operation.name}")
+            if grows.axis(output) is None and (comes_from_reduced or grows.powers.together(output) is not None):
+                reduced.add(output.name)
 
 
-def _has_own_gradient(operation: Any) -> bool:
-    """Whether an operation has a gradient that neither TensorFlow nor this package knows, whose collectives have some, too."""
-    if operation.type != _OWN_GRADIENT:
-        return False
+def _values(gradient: Any) -> Any:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _is_of_a_package(operation: Any) -> bool:
+    """Whether Keras or this package has called what made an operation."""
     frames = (frame.filename for frame in reversed(operation.traceback) if not frame.filename.startswith(_TENSORFLOW))
-    return not next(frames, _PACKAGE).startswith(_PACKAGE)
+    return next(frames, _PACKAGE).startswith((_PACKAGE, _KERAS))
+
+
+def _is_of_own_gradient(operation: Any) -> bool:
+    """Whether a function of the user's, which a tape has called on its way back, made an operation."""
+    if _is_of_a_package(operation):
+        return False
+    inner = [frame.filename for frame in reversed(operation.traceback)]
+    users = next(i for i, name in enumerate(inner) if not name.startswith(_TENSORFLOW))
+    return any(name.endswith(_OF_TAPES) for name in inner[users:])
 
 
 def refuse_accumulators(step: Step, target: Any) -> None:
@@ -88,4 +109,4 @@ def computed_by_hand(step: Step | None, gradients: Sequence[Any]) -> dict[int, t
 def _is_by_hand(step: Step, gradient: Any) -> bool:
     if not step.has_computed(gradient) or not gradient.dtype.is_floating or not depends_on_rows(step, gradient):
         return False
-    return not has_rows(step, gradient) and not is_drawn(step, gradient)
+    return not has_rows(step, gradient) and not is_drawn(step, gradient, besides_rows=True)

@@ -25,7 +25,7 @@ from tfrep_strategy.keras_integration.synchronous.called_rows import (
     results_of,
 )
 from tfrep_strategy.keras_integration.synchronous.compared_rows import ComparedRows
-from tfrep_strategy.keras_integration.synchronous.mixing_operations import is_of_vectorized_map
+from tfrep_strategy.keras_integration.synchronous.mixing_operations import is_of_vectorized_map, mixes_rows_by_itself
 from tfrep_strategy.keras_integration.synchronous.open_rows import RowsAreFixedError
 from tfrep_strategy.keras_integration.synchronous.row_axes import REDUCTIONS, RowAxes, reduced_axes
 from tfrep_strategy.keras_integration.synchronous.row_powers import CHECKED, RowPowers, degree
@@ -132,21 +132,18 @@ def has_rows(step: Step, value: tf.Tensor) -> bool:
     return grows.axis(value) is not None or bool(value.shape.rank) and grows.is_of_rows(value)
 
 
-def comes_from_mixed_rows(step: Step, value: tf.Tensor) -> bool:
-    """Returns whether a tensor was computed from rows that depend on others.
+def is_drawn(step: Step, value: tf.Tensor, besides_rows: bool = False) -> bool:
+    """Returns whether a tensor was computed from random numbers, of which each replica draws its own.
 
-    Where layers of Keras's have normalized a replica's rows, nobody can tell of what comes on the way back from there.
+    Args:
+        step: The current step.
+        value: The tensor.
+        besides_rows: Whether numbers do not count that were drawn for each row, or used with rows.
     """
-    grows = _followed(step, value.graph)
-    return not grows.of_layers and grows.known(value).is_mixed
-
-
-def is_drawn(step: Step, value: tf.Tensor) -> bool:
-    """Returns whether a tensor was computed from random numbers, of which each replica draws its own."""
     grows, left, seen = _followed(step, value.graph), [value], set()
     while left:
         tensor = left.pop()
-        if tensor.name in seen or grows.told.get(tensor.name) == 0:
+        if tensor.name in seen or grows.told.get(tensor.name) == 0 or besides_rows and grows.axis(tensor) is not None:
             continue
         seen.add(tensor.name)
         if "Random" in tensor.op.type or tensor.op.type in _DRAWS:
@@ -210,6 +207,10 @@ class RowGrowth:
         """Returns in which dimension a tensor has rows; None if it has none."""
         return self._axes[tensor]
 
+    def mixes(self, operation: Any) -> bool:
+        """Returns whether an operation mixes rows by itself: sorts, shifts or compares them, say."""
+        return mixes_rows_by_itself(self._axes, operation, [each for each in operation.inputs if self._axes[each] is not None])
+
     def is_normalized(self, tensor: tf.Tensor) -> bool:
         """Returns whether a tensor has rows, to which something was done with what comes from all of them: `x - ops.mean(x, 0)`."""
         return tensor.name in self._normalized
@@ -255,7 +256,7 @@ class RowGrowth:
         """Notes what loops, branches and functions make of rows inside."""
         if not any(map(self.depends_on_rows, operation.inputs)):
             return
-        if operation.type in OF_PYTHON:
+        if operation.type in OF_PYTHON and any(self._axes[each] is not None for each in operation.inputs):
             for output in operation.outputs:
                 if output.shape.rank is None or None not in output.shape:  # What has rows is believed to be row by row.
                     self.compared.note(output)
@@ -272,8 +273,7 @@ class RowGrowth:
             self._note_result(output, results)
 
     def _note_result(self, output: tf.Tensor, results: set[Result]) -> None:
-        kinds = {each.kind for each in results}
-        kinds = kinds - {None} if "mean" in kinds else kinds  # What all replicas have alike is a mean of it, too.
+        kinds = {each.kind for each in results if not _is_neutral(each, results)}
         if len(kinds) > 1 or MIXED in kinds:
             self.compared.note(output)
         elif (kind := kinds.pop()) is not None:
@@ -281,7 +281,7 @@ class RowGrowth:
         else:
             known = {(each.known.power, each.known.rows) for each in results}
             self.powers[output], rows = known.pop() if len(known) == 1 else (None, None)
-            if self.compared.says_where(output) and not any(each.known.state for each in results):
+            if self.compared.says_where(output) and not any(each.known.compared.state for each in results):
                 self.compared.forget(output)  # By places, something was taken for each row.
             if rows is not None and rows.has_rows and output.dtype == tf.variant:
                 self._axes.note(output, rows.moved_to)
@@ -299,14 +299,14 @@ class RowGrowth:
             power=self[tensor],
             is_nothing=self.powers.is_nothing(tensor),
             degree=self._degrees.get(tensor.name) if self.is_reduced(tensor) else None,
-            is_from_values=self.compared.come_from_values(tensor),
-            state=self.compared.state(tensor),
+            compared=self.compared.known(tensor),
             is_mixed=self._is_mixed(tensor),
         )
 
     def begin_with(self, tensor: tf.Tensor, known: Known) -> None:
         """Notes what is known of a tensor of another graph that is this one here."""
         self.powers.note_nothing(tensor, known.is_nothing)
+        self.compared.begin_with(tensor, known.compared)
         if self.told.get(tensor.name) == 0 or not known.depends:
             return
         self._dependent.add(tensor.name)
@@ -316,7 +316,6 @@ class RowGrowth:
         if known.degree is not None:
             self._reduced.add(tensor.name)
             self._degrees[tensor.name] = known.degree
-        self.compared.begin_with(tensor, known.is_from_values, known.state)
         if known.is_mixed:
             self._mixed.add(tensor.name)
 
@@ -390,3 +389,10 @@ class RowGrowth:
         for output in operation.outputs:
             if known or is_data and output.shape.rank and output.shape[0]:
                 self._rows[output.name] = known[0] if known else output.shape[0]
+
+
+def _is_neutral(result: Result, results: Collection[Result]) -> bool:
+    """Whether a branch gives what counts as another one's does: all replicas' one value as a mean, zero as a sum."""
+    kinds = {each.kind for each in results} - {None}
+    is_alike = result.kind is None and not result.known.depends
+    return is_alike and (kinds == {"mean"} or kinds == {"sum"} and result.known.is_nothing)

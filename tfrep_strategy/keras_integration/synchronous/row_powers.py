@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -27,6 +28,11 @@ _AS_FIRST_INPUT = CHECKED | {
 _AS_ALL_INPUTS = _ADDITIONS | {"Maximum", "Minimum", "SelectV2"}
 _MAY_ADD_UP = {"Einsum", "L2Loss", "Size", "Sum", "UnsortedSegmentSum"}
 _LINEAR = _AS_FIRST_INPUT - {"Abs", "Max", "Min"} | {"Sum"}
+
+_OF_WEIGHTS = {"BiasAddGrad": (0,)} | dict.fromkeys(
+    ("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter"), (0, 2)
+)
+"""Gradients by weights, which are sums over rows, and which inputs have these."""
 
 _TOGETHER = {"All": "min", "Any": "max", "Max": "max", "Mean": "mean", "Min": "min", "Sum": "sum"}
 REDUCED = ("sum", "mean", "max", "min")
@@ -112,6 +118,7 @@ class RowPowers:
             return _TOGETHER[kind] if axis is not None and self._removes_rows(operation) else None
         adds_up = (
             kind == "L2Loss" and axis is not None
+            or kind in _OF_WEIGHTS and axis is not None
             or kind in MATRIX_PRODUCTS and self._axes.are_contracted(operation)
             or kind == "Einsum" and self._contracted(operation) == 1
             or kind == "UnsortedSegmentSum" and axis == 0 and self[operation.inputs[2]] == 0  # Not for each row, as ragged ones.
@@ -138,6 +145,8 @@ class RowPowers:
             return 0 if axis is None else _Shape(axis)
         if kind in MATRIX_PRODUCTS:
             return _plus(_plus(*powers), int(self._axes.are_contracted(operation)))
+        if kind in _OF_WEIGHTS:
+            return functools.reduce(_plus, [powers[i] for i in _OF_WEIGHTS[kind]], int(axis is not None))
         if not any(power != 0 for power in powers) and kind not in _MAY_ADD_UP:
             return 0
         if kind == "Size":
