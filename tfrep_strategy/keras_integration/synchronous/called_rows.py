@@ -29,7 +29,18 @@ _MOST_TURNS = 3
 
 
 class Known(NamedTuple):
-    """What is known of a tensor; see `RowGrowth`."""
+    """What is known of a tensor; see `RowGrowth`.
+
+    Attributes:
+        depends: Whether it comes from rows, or from their number.
+        rows: Whether it has rows, or had, and where they were moved.
+        axis: In which dimension it has rows.
+        power: By which power of the number of rows it grows.
+        is_nothing: Whether it is zero, or next to it.
+        degree: How many sums and means over rows are multiplied in it; None if it has rows, or comes from none.
+        compared: What it has of other rows than its own.
+        is_mixed: Whether a replica has another value than one device.
+    """
 
     depends: bool
     rows: RowsOf

@@ -268,7 +268,7 @@ class RowGrowth:
             return
         if is_of_vectorized_map(operation):
             return
-        found = zip(*(results_of(self, call, _begun) for call in calls), strict=True)
+        found = zip(*(results_of(self, call, _begun) for call in calls), strict=False)
         for output, results in zip(operation.outputs, map(set, found), strict=False):
             self._note_result(output, results)
 
