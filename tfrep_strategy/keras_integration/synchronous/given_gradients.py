@@ -49,8 +49,8 @@ def look_for_mixed_gradients(step: Step, gradients: Sequence[Any]) -> None:
     if not step.may_take_whole_batch or not may_mix or not found:
         return
     operations = found[0].graph.get_operations()
-    if not any(each.type == _OWN_GRADIENT and not _is_of_a_package(each) for each in operations):
-        return
+    if not any(each.type == _OWN_GRADIENT and not _is_called_by(each, _PACKAGE) for each in operations):
+        return  # Which spares a look at all operations.
     grows, reduced = growth_of(step, found[0]), set[str]()
     for operation in filter(_is_of_own_gradient, operations):
         comes_from_reduced = any(each.name in reduced for each in operation.inputs)
@@ -65,15 +65,15 @@ def _values(gradient: Any) -> Any:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-def _is_of_a_package(operation: Any) -> bool:
-    """Whether Keras or this package has called what made an operation."""
+def _is_called_by(operation: Any, *packages: str) -> bool:
+    """Whether one of some packages has called TensorFlow's code that made an operation."""
     frames = (frame.filename for frame in reversed(operation.traceback) if not frame.filename.startswith(_TENSORFLOW))
-    return next(frames, _PACKAGE).startswith((_PACKAGE, _KERAS))
+    return next(frames, _PACKAGE).startswith(packages)
 
 
 def _is_of_own_gradient(operation: Any) -> bool:
     """Whether a function of the user's, which a tape has called on its way back, made an operation."""
-    if _is_of_a_package(operation):
+    if _is_called_by(operation, _PACKAGE, _KERAS):
         return False
     inner = [frame.filename for frame in reversed(operation.traceback)]
     users = next(i for i, name in enumerate(inner) if not name.startswith(_TENSORFLOW))
