@@ -14,7 +14,7 @@ from tfrep_strategy._tensorflow import called_graphs
 from tfrep_strategy.keras_integration.synchronous.compared_rows import KnownComparison
 from tfrep_strategy.keras_integration.synchronous.row_axes import RowsOf
 
-_LOOPS = ("StatelessWhile", "While")
+LOOPS = ("StatelessWhile", "While")
 BRANCHES = ("Case", "If", "StatelessCase", "StatelessIf")
 """Operations whose first input says which of their graphs runs."""
 
@@ -92,7 +92,7 @@ class Call(NamedTuple):
 
 def calls_of(operation: Any) -> list[Call]:
     """Returns what an operation runs: the body of a loop, all branches, or a function; nothing, for any other operation."""
-    if operation.type in _LOOPS:
+    if operation.type in LOOPS:
         graphs = zip(called_graphs(operation, "body"), called_graphs(operation, "cond"), strict=False)
         return [
             _call(operation.inputs, body)._replace(carried=_pairs(body.outputs, body.inputs), condition=condition)
@@ -121,25 +121,18 @@ def results_of(outer: Follower, call: Call, begun: Callable[[Any], Follower]) ->
     Returns:
         What each result is.
     """
-    of_rows = {inside.name for outside, inside in call.given if _axis_of_list(outer, outside) == 0}
-    inner = _followed(outer, call, begun, of_rows)
+    takes_rows = any(_axis_of_list(outer, outside) == 0 for outside, _ in call.given)
+    inner = _followed(outer, call, begun)
     gets_rows = any(outer.known(outside).axis is not None for outside, _ in call.given)
     found = [Result(_kind(result, known := inner.known(result), gets_rows), known) for result in call.results]
-    goes_from_row_to_row = bool(of_rows) and any(_is_made_of_values(inner, result) for result, _ in call.carried)
+    goes_from_row_to_row = takes_rows and any(_is_made_of_values(inner, result) for result, _ in call.carried)
     if goes_from_row_to_row or _rows_decide_over_turns(inner, call, begun):
         return [each._replace(kind=MIXED) for each in found]
     return found
 
 
-def _followed(outer: Follower, call: Call, begun: Callable[[Any], Follower], of_rows: Collection[str]) -> Follower:
-    """Follows the graph of a call.
-
-    Args:
-        outer: What follows the graph with the call.
-        call: The call.
-        begun: Returns what is to follow a graph that is called.
-        of_rows: The names of lists inside that have a row in each element.
-    """
+def _followed(outer: Follower, call: Call, begun: Callable[[Any], Follower]) -> Follower:
+    """Returns what has followed the graph of a call."""
     turns: list[tuple[Follower, list[Known]]] = []
     while True:
         inner = begun(call.graph)

@@ -20,10 +20,10 @@ from tfrep_strategy.keras_integration.synchronous.mixing_operations import (
     axis_of,
     is_along_an_input,
     is_of_lengths,
-    is_of_ragged_rows,
     joins_parts,
     mixes_rows_by_itself,
 )
+from tfrep_strategy.keras_integration.synchronous.origins import is_of_ragged_rows
 from tfrep_strategy.keras_integration.synchronous.row_axes import OF_SHAPES, RowAxes, reduced_axes
 
 _OF_VECTORS = {"Bincount", "DenseBincount"}

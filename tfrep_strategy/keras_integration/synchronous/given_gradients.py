@@ -6,29 +6,17 @@ with a `tf.autodiff.ForwardAccumulator`, or by a formula.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import pack_tangents
 from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.batch_sums import of_all_rows
 from tfrep_strategy.keras_integration.synchronous.open_rows import NobodyRepeatsError
-from tfrep_strategy.keras_integration.synchronous.row_growth import (
-    depends_on_rows,
-    growth_of,
-    has_rows,
-    is_drawn,
-)
-
-_TENSORFLOW, _KERAS = os.path.dirname(tf.__file__), os.path.dirname(keras.__file__)
-_PACKAGE = str(Path(__file__).parents[2])
-_OF_TAPES = os.path.join("eager", "imperative_grad.py")
-"""The file of TensorFlow in which a tape goes back."""
+from tfrep_strategy.keras_integration.synchronous.origins import is_of_own_gradient, is_of_this_package
+from tfrep_strategy.keras_integration.synchronous.row_growth import depends_on_rows, growth_of, has_rows, is_drawn
 
 _OWN_GRADIENT = "IdentityN"
 """The operation by which TensorFlow attaches a gradient of the user's own."""
@@ -49,10 +37,10 @@ def look_for_mixed_gradients(step: Step, gradients: Sequence[Any]) -> None:
     if not step.may_take_whole_batch or not may_mix or not found:
         return
     operations = found[0].graph.get_operations()
-    if not any(each.type == _OWN_GRADIENT and not _is_called_by(each, _PACKAGE) for each in operations):
+    if not any(each.type == _OWN_GRADIENT and not is_of_this_package(each) for each in operations):
         return  # Which spares a look at all operations.
     grows, reduced = growth_of(step, found[0]), set[str]()
-    for operation in filter(_is_of_own_gradient, operations):
+    for operation in filter(is_of_own_gradient, operations):
         comes_from_reduced = any(each.name in reduced for each in operation.inputs)
         for output in operation.outputs:
             if grows.axis(output) is not None and (comes_from_reduced or grows.mixes(operation)):
@@ -63,21 +51,6 @@ def look_for_mixed_gradients(step: Step, gradients: Sequence[Any]) -> None:
 
 def _values(gradient: Any) -> Any:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def _is_called_by(operation: Any, *packages: str) -> bool:
-    """Whether one of some packages has called TensorFlow's code that made an operation."""
-    frames = (frame.filename for frame in reversed(operation.traceback) if not frame.filename.startswith(_TENSORFLOW))
-    return next(frames, _PACKAGE).startswith(packages)
-
-
-def _is_of_own_gradient(operation: Any) -> bool:
-    """Whether a function of the user's, which a tape has called on its way back, made an operation."""
-    if _is_called_by(operation, _PACKAGE, _KERAS):
-        return False
-    inner = [frame.filename for frame in reversed(operation.traceback)]
-    users = next(i for i, name in enumerate(inner) if not name.startswith(_TENSORFLOW))
-    return any(name.endswith(_OF_TAPES) for name in inner[users:])
 
 
 def refuse_accumulators(step: Step, target: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,10 +38,6 @@ _SCATTERS = {"ScatterNd": 0, "TensorScatterAdd": 1, "TensorScatterUpdate": 1}
 PADS = {"MirrorPad", "Pad", "PadV2"}
 _WITHOUT_PARTS = {"EuclideanNorm", "Prod"}
 """Reductions whose value on all rows does not follow from that on the parts in a way that `row_reductions.py` knows."""
-
-_TENSORFLOW = os.path.dirname(tf.__file__)
-_RAGGED = os.path.join("ops", "ragged", "")
-_VECTORIZED = os.path.join("ops", "parallel_for", "")
 
 
 def mixes_rows_by_itself(axes: RowAxes, operation: Any, with_rows: Sequence[tf.Tensor]) -> bool:
@@ -166,28 +161,6 @@ def _slices_with_strides(operation: Any, axis: int) -> bool:
 def _repeats(operation: Any, axis: int) -> bool:
     multiples = tf.get_static_value(operation.inputs[1], partial=True)
     return multiples is not None and multiples[axis] != 1
-
-
-def is_of_ragged_rows(operation: Any) -> bool:
-    """Returns whether TensorFlow's code of ragged tensors made an operation.
-
-    That code works with where rows begin and end in the tensors that it was given. It compares no rows.
-    """
-    return _is_made_by(operation, _RAGGED)
-
-
-def is_of_vectorized_map(operation: Any) -> bool:
-    """Returns whether `tf.vectorized_map` made an operation, such as a loop where it cannot do without: a turn takes a row."""
-    return _is_made_by(operation, _VECTORIZED)
-
-
-def _is_made_by(operation: Any, folder: str) -> bool:
-    for frame in reversed(operation.traceback):
-        if folder in frame.filename:
-            return True
-        if not frame.filename.startswith(_TENSORFLOW):
-            return False
-    return False
 
 
 def is_of_lengths(operation: Any) -> bool:

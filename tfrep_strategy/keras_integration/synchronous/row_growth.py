@@ -25,8 +25,9 @@ from tfrep_strategy.keras_integration.synchronous.called_rows import (
     results_of,
 )
 from tfrep_strategy.keras_integration.synchronous.compared_rows import ComparedRows
-from tfrep_strategy.keras_integration.synchronous.mixing_operations import is_of_vectorized_map, mixes_rows_by_itself
+from tfrep_strategy.keras_integration.synchronous.mixing_operations import mixes_rows_by_itself
 from tfrep_strategy.keras_integration.synchronous.open_rows import RowsAreFixedError
+from tfrep_strategy.keras_integration.synchronous.origins import is_of_vectorized_map
 from tfrep_strategy.keras_integration.synchronous.row_axes import REDUCTIONS, RowAxes, reduced_axes
 from tfrep_strategy.keras_integration.synchronous.row_powers import CHECKED, RowPowers, degree
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.keras_integration.synchronous.mixing_operations import is_of_ragged_rows
+from tfrep_strategy.keras_integration.synchronous.origins import is_of_ragged_rows
 from tfrep_strategy.keras_integration.synchronous.row_axes import MATRIX_PRODUCTS, RowAxes, reduced_axes
 
 _ADDITIONS = {"Add", "AddN", "AddV2", "ConcatV2", "Pack", "Sub"}

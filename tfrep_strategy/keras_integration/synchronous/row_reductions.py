@@ -13,14 +13,16 @@ import tensorflow as tf
 
 from tfrep_strategy.errors import message
 from tfrep_strategy.keras_integration.protocol import Step
+from tfrep_strategy.keras_integration.synchronous.called_rows import BRANCHES, LOOPS
 from tfrep_strategy.keras_integration.synchronous.open_rows import NobodyRepeatsError
+from tfrep_strategy.keras_integration.synchronous.origins import is_of_swish
 from tfrep_strategy.keras_integration.synchronous.row_growth import SOURCES, RowGrowth, growth_of
 from tfrep_strategy.keras_integration.synchronous.row_powers import CHECKED, REDUCED, degree
 
 _DEGREES = {"alike": 0, "share": 0, "count": 0, "sum": 1, "mean": 1} | dict.fromkeys(
     ("max", "min", "rows", "all_rows", "shape"), math.inf
 )
-_CALLS = {"Case", "If", "IdentityN", "PartitionedCall", "StatelessCase", "StatelessIf", "StatelessWhile", "While"}
+_CALLS = {*BRANCHES, *LOOPS, "IdentityN", "PartitionedCall"}
 """Operations whose gradients belong to the tensors that they were called with: branches, loops, functions, `tf.custom_gradient`."""
 
 
@@ -144,14 +146,9 @@ def _of_compared(step: Step, grows: RowGrowth, value: tf.Tensor) -> Reductions |
 
 def _can_be_copied(operation: Any) -> bool:
     """Whether an operation computes the same, with the same gradient, if it is given the rows of all replicas."""
-    if operation.type in _CALLS and not _is_of_swish(operation):
+    if operation.type in _CALLS and not is_of_swish(operation):
         return False
     return operation.type not in SOURCES and not operation.op_def.is_stateful
-
-
-def _is_of_swish(operation: Any) -> bool:
-    """Whether an operation is of `tf.nn.silu`, whose gradient of its own saves memory, and is what one finds without it."""
-    return any(frame.name in ("silu", "swish") and frame.filename.endswith("nn_impl.py") for frame in operation.traceback)
 
 
 def _warn_of(operation: Any) -> None:
