@@ -1,7 +1,8 @@
 """Proves on a machine with GPUs what can be proved nowhere else: `python -m benchmarks.gpu`.
 
 First whether replicas give one device's numbers: on one GPU that is cut in two, in two processes, on all GPUs. Then how
-fast a step is. Without a GPU, `--dry-run` lists every check, and runs on logical CPUs what can run there.
+fast a step is. `NCCL_MULTI_RANK_GPU_ENABLE=1` has NCCL connect replicas that share a GPU. Without a GPU, `--dry-run` lists every
+check, and runs on logical CPUs what can run there.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not gpus and not chosen.dry_run:
         parser.error("there is no GPU here. --dry-run runs on logical CPUs what can run there.")
     places = [place for place in chosen.places if place != "several devices" or len(gpus) > 1]
-    findings = [{"place": place, **finding} for place in places for finding in _findings(place, chosen.checks)]
+    over = ", NCCL" if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else ""
+    findings = [{"place": place + over, **finding} for place in places for finding in _findings(place, chosen.checks)]
     _show(findings, on="logical CPUs" if not gpus else ", ".join(gpu.name for gpu in gpus))
     if chosen.json:
         whole = {"machine": machine() | {"gpus": [gpu.name for gpu in gpus]}, "version": __version__, "commit": _commit()}

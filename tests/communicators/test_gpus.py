@@ -135,6 +135,19 @@ def test_the_physical_gpu_of_a_logical_one(monkeypatch: pytest.MonkeyPatch) -> N
     assert identity_of_gpu("CPU:0") is None
 
 
+def test_replicas_that_share_a_gpu_use_nccl_if_its_variable_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [gpu])
+    monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda gpu: [object(), object()])
+    for setting, connects in ((None, False), ("0", False), ("1", True)):
+        if setting is not None:
+            monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", setting)
+        halves = [identity_of_gpu("GPU:0"), identity_of_gpu("GPU:1")]
+        assert nccl_connects(halves) == connects
+        assert bool(shared_gpus(halves)) != connects
+        assert identity_of_gpu("CPU:0") is None
+
+
 def choices(strategy: Any) -> list[Any]:
     """Has ranks choose a transport for made-up GPUs, and sum over it where that needs no GPU."""
     import warnings

@@ -1,4 +1,8 @@
-"""Finds the physical GPU behind a TensorFlow device, and whether NCCL can connect the GPUs of some replicas."""
+"""Finds the physical GPU behind a TensorFlow device, and whether NCCL can connect the GPUs of some replicas.
+
+`NCCL_MULTI_RANK_GPU_ENABLE=1` lets several replicas use NCCL on one physical GPU (NCCL 2.30 and later). Parts of a GPU that MIG
+has cut need it. It is NCCL's own variable, so it is not one of this package.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,8 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import operations_are_deterministic
 from tfrep_strategy.errors import message
 
+_SEVERAL_ON_ONE = "NCCL_MULTI_RANK_GPU_ENABLE"
+
 
 def is_gpu(device: str) -> bool:
     """Returns whether a device, such as `"GPU:0"` or a full name, is a GPU."""
@@ -25,7 +31,7 @@ def _spec(device: str) -> tf.DeviceSpec:
 
 
 def nccl_connects(gpus: Sequence[str | None]) -> bool:
-    """Returns whether NCCL connects the devices of some replicas. NCCL refuses two replicas on one physical GPU.
+    """Returns whether NCCL connects the devices of some replicas. NCCL refuses two replicas on one GPU.
 
     Args:
         gpus: The identity of each replica's GPU, as `identity_of_gpu` gives it; None for another kind of device.
@@ -60,7 +66,8 @@ def warn_if_shared(gpus: Sequence[str | None]) -> None:
         warnings.warn(
             message(
                 "Several replicas share a GPU. NCCL refuses that, so gradients are summed without it.",
-                hint="give each replica a GPU of its own; several on one are no faster than one.",
+                hint="give each replica a GPU of its own; several on one are no faster than one."
+                f" For parts that MIG has cut, {_SEVERAL_ON_ONE}=1 (NCCL 2.30).",
                 replicas_by_gpu=shared,
             ),
             stacklevel=2,
@@ -102,7 +109,7 @@ def physical_by_logical(visible: Sequence[str], parts: Mapping[str, int]) -> lis
 def identity_of_gpu(device: str) -> str | None:
     """Returns the identity of the physical GPU behind a device of this process; None for another kind of device.
 
-    The identity is the same in all processes.
+    The identity is the same in all processes. If NCCL may connect several replicas on one GPU, it is each device's own.
 
     Args:
         device: A device name such as `"GPU:0"`, or a full name.
@@ -115,7 +122,9 @@ def identity_of_gpu(device: str) -> str | None:
     index = _spec(device).device_index or 0
     if index >= len(physical):  # TensorFlow itself refuses to place operations there.
         return None
-    return f"{socket.gethostname()} {_address(int(physical[index].rpartition(':')[2]))}"
+    identity = f"{socket.gethostname()} {_address(int(physical[index].rpartition(':')[2]))}"
+    # Other ranks see it too, so that all decide alike, even if only some have set the variable.
+    return f"{identity}, device {index} of process {os.getpid()}" if os.environ.get(_SEVERAL_ON_ONE) == "1" else identity
 
 
 @functools.cache
