@@ -128,6 +128,7 @@ is_traced = _whether_traced()
 # XLA: the names of the operations that it can compile.
 xla_cpu_kernel_names = _private("util.pywrap_xla_ops", "get_cpu_kernel_names")
 xla_gpu_kernel_names = _private("util.pywrap_xla_ops", "get_gpu_kernel_names")
+set_lazy_xla = _private("client.pywrap_tf_session", "TF_SetXlaEnableLazyCompilation")  # It returns what was set.
 
 # Input.
 auto_shard_dataset = _private("distribute.input_ops", "auto_shard_dataset")

@@ -168,3 +168,37 @@ def test_slices_on_two_processes(worker_pool: Callable[[str, int], Any]) -> None
         np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
         for value, wanted in zip(weights, expected, strict=True):
             np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
+
+
+class MixedInALoop(keras.Sequential):
+    """Nobody can repeat what comes after rows that a loop has mixed, so each process runs the step with all rows."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        mixed = tf.while_loop(lambda i, _: i < 2, lambda i, v: (i + 1, 0.8 * v + 0.2 * tf.reverse(v, [0])), (0, x))[1]
+        return super().train_step((mixed, y))
+
+
+def _with_dropout_of_all_rows() -> tuple[list[float], list[np.ndarray]]:
+    """The last batch has a shape of its own, which comes once. XLA on CPUs draws other numbers than TensorFlow."""
+    keras.utils.set_random_seed(1)
+    model = MixedInALoop([keras.Input((4,)), keras.layers.Dropout(0.4, seed=2), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)
+    x = np.random.default_rng(1).standard_normal((13, 4), "float32")
+    history = model.fit(x, x[:, :1], batch_size=8, shuffle=False, verbose=0).history
+    return history["loss"], model.get_weights()
+
+
+def _with_dropout_of_all_rows_on_ranks(strategy: Any) -> tuple[list[float], list[np.ndarray]]:
+    with strategy.scope():
+        return _with_dropout_of_all_rows()
+
+
+def test_steps_that_run_with_all_rows_are_compiled(worker_pool: Any) -> None:
+    expected_losses, expected_weights = _with_dropout_of_all_rows()
+    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        found = [_with_dropout_of_all_rows()]
+    for losses, weights in found + worker_pool("tf", 2).run(_with_dropout_of_all_rows_on_ranks):
+        np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+        for value, expected in zip(weights, expected_weights, strict=True):
+            np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import xla_cpu_kernel_names, xla_gpu_kernel_names
+from tfrep_strategy._tensorflow import set_lazy_xla, xla_cpu_kernel_names, xla_gpu_kernel_names
 from tfrep_strategy.devices import full_name
 from tfrep_strategy.profiles.times import HOST_COLLECTIVE
 
@@ -88,6 +88,19 @@ def _is_compiled(node: Any) -> bool:
 
 def _has_cluster() -> bool:
     return not full_name("CPU:0").startswith("/job:localhost")
+
+
+@contextlib.contextmanager
+def compiled_at_once() -> Iterator[None]:
+    """Has XLA compile parts of a step for a shape when it first comes, as it compiles whole steps.
+
+    Else a shape that comes once, as that of the last batch, runs without XLA. XLA on CPUs draws other random numbers.
+    """
+    before = set_lazy_xla(False)
+    try:
+        yield
+    finally:
+        set_lazy_xla(before)
 
 
 class Prediction:

@@ -19,7 +19,7 @@ from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import Shards, current_step
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfRanks, profiled
-from tfrep_strategy.keras_integration.shared.xla import Prediction, compiled_between_collectives
+from tfrep_strategy.keras_integration.shared.xla import Prediction, compiled_at_once, compiled_between_collectives
 from tfrep_strategy.keras_integration.synchronous import run_backups
 from tfrep_strategy.keras_integration.synchronous.callbacks import Callbacks
 from tfrep_strategy.keras_integration.synchronous.empty_parts import EmptyParts
@@ -240,21 +240,20 @@ class SynchronousDriver(
             if gives_means:
                 step_function = _noting(step_function, "gives_means")
 
-        def of_whole_batch() -> Any:
-            with _without_jit(model):
-                run = original(model, whole_step)
-
-            def on_whole_batches(batches: Any) -> Any:
-                with extended.runs_outside_replicas.to(True):
-                    return run(batches)
-
-            return on_whole_batches
-
         def build(step_function: Any) -> Any:
             if strategy.extended.compiles_whole_steps or not model.jit_compile:
                 return original(model, step_function)
             with _without_jit(model):
                 return original(model, compiled_between_collectives(step_function))
+
+        def of_whole_batch() -> Any:
+            run = build(whole_step)
+
+            def on_whole_batches(batches: Any) -> Any:
+                with extended.runs_outside_replicas.to(True), compiled_at_once():
+                    return run(batches)
+
+            return on_whole_batches
 
         if not self.has_several and not self.layers_not_seen:
             return build(step_function)  # There is nobody to keep in step with, and a call more would cost time in every step.
