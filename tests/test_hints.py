@@ -50,3 +50,8 @@ def test_an_error_without_a_hint_is_found() -> None:
     texts = ['message("No.", rank=1)', '"No."', 'f"No {rank}."', 'message("No.", hint="go.")', 'f"No: {error}"', "text"]
     found = [_has_hint(call) for call in _raised(ast.parse("\n".join(f"PeerError({text})" for text in texts)))]
     assert found == [False, False, False, True, True]
+
+
+def test_warnings_name_the_line_of_the_users_program() -> None:
+    paths = [path for path in _PACKAGE.rglob("*.py") if "warnings.warn(" in path.read_text("utf-8")]
+    assert [path.name for path in paths] == ["warnings_of_keras.py"]

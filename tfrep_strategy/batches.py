@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import is_none, regroup
+from tfrep_strategy.errors import warn
 from tfrep_strategy.keras_integration.protocol import Shards
 
 
@@ -181,11 +181,10 @@ def _telling(fits: bool | tf.Tensor) -> bool | tf.Tensor:
     """Returns whether the parts of all tensors belong together, and warns if they do not."""
 
     def tell() -> np.bool_:
-        warnings.warn(
+        warn(
             "The tensors of a batch have different numbers of rows, so that nobody can cut it: replica 0 computes it alone.\n"
             "Hint: make batches whose tensors have one number of rows, or let each replica read its own"
             " (strategy.distribute_datasets_from_function).",
-            stacklevel=2,
         )
         return np.bool_(False)
 

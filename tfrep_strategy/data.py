@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from tfrep_strategy.distributed_iterator import (
     host_of,
     support_loops,
 )
-from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.errors import ConfigurationError, message, warn
 from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.pipelines.own_part import OwnReplicas, cut_low, cutting, maps_examples
@@ -370,7 +369,7 @@ def _why_at_the_end(reads_ahead: bool) -> str:
 
 def _warn_of_waste(reason: str, agreement: Agreement) -> None:
     if reason and agreement.rank == 0:
-        warnings.warn(f"Each process computes examples that others need: {reason}.", stacklevel=2)
+        warn(f"Each process computes examples that others need: {reason}.")
 
 
 def explain(dataset: tf.data.Dataset, replicas: LocalReplicas) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from typing import Any
 
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import runtime_has_started
-from tfrep_strategy.errors import ConfigurationError, message, shown
+from tfrep_strategy.errors import ConfigurationError, message, shown, warn
 from tfrep_strategy.nvidia import driver_gpus
 
 
@@ -50,17 +49,16 @@ def take_own_gpu(local_rank: int, local_size: int) -> None:
         return
     visible = tf.config.get_visible_devices("GPU")
     if not visible:
-        warn_of_unseen_gpus(stacklevel=5)
+        warn_of_unseen_gpus()
         return
     own = own_gpu(len(visible), local_rank, local_size)
     if own is not None:
         visible = visible[own : own + 1]
         tf.config.set_visible_devices(visible, "GPU")
     elif len(visible) > 1:
-        warnings.warn(
+        warn(
             f"This process sees {len(visible)} GPUs, and its one replica uses the first.\n"
             f"Hint: `tfrep run -n {len(visible)}` starts a process for each; MirroredStrategy() uses all from one process.",
-            stacklevel=4,
         )
     if local_size > 1:
         for gpu in visible:
@@ -68,19 +66,18 @@ def take_own_gpu(local_rank: int, local_size: int) -> None:
                 tf.config.experimental.set_memory_growth(gpu, True)
 
 
-def warn_of_unseen_gpus(stacklevel: int) -> None:
+def warn_of_unseen_gpus() -> None:
     """Warns if TensorFlow cannot use the GPUs of this machine. TensorFlow itself mentions it in its log only."""
     hidden = "CUDA_VISIBLE_DEVICES" in os.environ or tf.config.list_physical_devices("GPU")
     gpus = [] if hidden else driver_gpus()
     if gpus:
-        warnings.warn(
+        warn(
             message(
                 f"The driver sees {len(gpus)} GPU(s) and TensorFlow none, so this run uses the CPU.",
                 hint="pip install 'tensorflow[and-cuda]', or name the folders of CUDA's libraries in LD_LIBRARY_PATH."
                 " To use the CPU, set CUDA_VISIBLE_DEVICES=-1.",
                 LD_LIBRARY_PATH=os.environ.get("LD_LIBRARY_PATH", ""),
             ),
-            stacklevel=stacklevel,
         )
 
 

@@ -1,4 +1,4 @@
-"""The package's exceptions, and the format of their messages.
+"""The package's exceptions and warnings, and the format of their messages.
 
 A message says what happened, then what was received, then what to do::
 
@@ -8,6 +8,8 @@ A message says what happened, then what was received, then what to do::
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Any
 
 LONGEST_SECONDS = 30 * 24 * 3600
@@ -49,6 +51,29 @@ class ServerLostError(PeerError):
 
 class HookError(TfrepError, RuntimeError):
     """A hook of an estimator raised an error, on this rank or on another."""
+
+
+# Whose lines a warning does not name: they called what the user's program has called.
+_INNER_MODULES = ("tfrep_strategy", "keras", "tensorflow", "contextlib", "functools", "threading")
+
+
+def warn(text: str) -> None:
+    """Warns at the line of the user's program that led here, with a `UserWarning`.
+
+    Args:
+        text: What is said, as `message` formats it.
+    """
+    caller: Any = sys._getframe(1)
+    frame = caller
+    while frame is not None and _is_inner(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    frame = frame or caller  # A thread of a replica begins in this package.
+    names, registry = frame.f_globals, frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry)
+
+
+def _is_inner(module: str) -> bool:
+    return module.partition(".")[0] in _INNER_MODULES or module.startswith("__autograph_generated")
 
 
 def message(what: str, hint: Any = None, **received: Any) -> str:

@@ -1,8 +1,9 @@
-"""What Keras warns of is blamed on the line that plain Keras blames, and never on one of this package."""
+"""A warning names a line of the user's program: one of Keras the line that plain Keras names, and none a line of this package."""
 
 from __future__ import annotations
 
 import json
+import linecache
 import subprocess
 import warnings
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from calling import command
+
+import tfrep_strategy as tfrep
 
 X = np.ones((4, 2), "float32")
 
@@ -26,8 +30,6 @@ class Sequence(keras.utils.PyDataset):
 
 def _warns(whose: str, folder: str) -> None:
     if whose == "ours":
-        import tfrep_strategy as tfrep
-
         scope = tfrep.MirroredStrategy(tfrep.use_logical_cpus(2)).scope()
     else:
         scope = tf.distribute.get_strategy().scope()
@@ -56,3 +58,21 @@ def test_warnings_blame_the_line_that_keras_blames(tmp_path: Path) -> None:
     assert "shuffle=True" in plain
     assert plain.count("[") > 4
     assert ours == plain
+
+
+class MixedInALoop(keras.Sequential):
+    def train_step(self, batch: Any) -> Any:
+        x, y = batch
+        mixed = tf.while_loop(lambda i, _: i < 2, lambda i, v: (i + 1, 0.8 * v + 0.2 * tf.reverse(v, [0])), (0, x))[1]
+        return super().train_step((mixed, y))
+
+
+def test_warnings_of_this_package_name_the_line_that_calls_fit() -> None:
+    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = MixedInALoop([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match="A step mixes") as told:
+        model.fit(X, X[:, :1], verbose=0)
+    (warning,) = [each for each in told if "A step mixes" in str(each.message)]
+    assert warning.filename == __file__
+    assert "model.fit" in linecache.getline(warning.filename, warning.lineno)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -11,7 +10,7 @@ import tensorflow as tf
 from tfrep_strategy.communicators.base import REDUCE_OPS, Communicator
 from tfrep_strategy.communicators.single import SingleCommunicator
 from tfrep_strategy.environments import MpiEnvironment
-from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.errors import ConfigurationError, message, warn
 from tfrep_strategy.rendezvous.statements import differing, versions
 from tfrep_strategy.transports import (
     OWN_COMMUNICATORS,
@@ -70,7 +69,7 @@ def _named(name: str, environment: Any, device: str | None) -> Communicator:
             size=environment.size if is_auto else 2,
         )
         if choice.hint and environment.rank == 0:
-            warnings.warn(choice.describe(), stacklevel=5)
+            warn(choice.describe())
         name = choice.communicator
     if name == "horovod":
         from tfrep_strategy.communicators.horovod import HorovodCommunicator
@@ -110,7 +109,7 @@ def _mpi_loads() -> bool:
     try:
         loaded_mpi()
     except ConfigurationError as error:
-        warnings.warn(f'The communicator "mpi" cannot be used. {error}', stacklevel=7)
+        warn(f'The communicator "mpi" cannot be used. {error}')
         return False
     return True
 

@@ -10,13 +10,12 @@ import ctypes
 import functools
 import os
 import socket
-import warnings
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import operations_are_deterministic
-from tfrep_strategy.errors import message
+from tfrep_strategy.errors import message, warn
 
 _SEVERAL_ON_ONE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
@@ -63,14 +62,13 @@ def warn_if_shared(gpus: Sequence[str | None]) -> None:
     """Warns if several replicas share a GPU, given the identity of each replica's GPU."""
     shared = shared_gpus(gpus)
     if shared:
-        warnings.warn(
+        warn(
             message(
                 "Several replicas share a GPU. NCCL refuses that, so gradients are summed without it.",
                 hint="give each replica a GPU of its own; several on one are no faster than one."
                 f" For parts that MIG has cut, {_SEVERAL_ON_ONE}=1 (NCCL 2.30).",
                 replicas_by_gpu=shared,
             ),
-            stacklevel=2,
         )
 
 
@@ -81,14 +79,13 @@ def warn_of_sparse_gradients(devices: Sequence[str]) -> None:
     for itself.
     """
     if is_gpu(devices[0]) and not operations_are_deterministic():
-        warnings.warn(
+        warn(
             message(
                 "Gradients are sparse, as those of embeddings are. GPUs add up their slices in any order, so that the"
                 " replicas' weights may come to differ in the last bits.",
                 hint="tf.config.experimental.enable_op_determinism() before the first step.",
                 devices=list(devices),
             ),
-            stacklevel=2,
         )
 
 

@@ -6,7 +6,6 @@ import math
 import signal
 import socket
 import threading
-import warnings
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -22,7 +21,7 @@ from tfrep_strategy._tensorflow import (
 from tfrep_strategy.communicators.position import Position
 from tfrep_strategy.communicators.ring import RingCommunicator, group_key
 from tfrep_strategy.devices import full_name, replica_device
-from tfrep_strategy.errors import ConfigurationError, PeerError, message
+from tfrep_strategy.errors import ConfigurationError, PeerError, message, warn
 from tfrep_strategy.limits import timeout_seconds
 from tfrep_strategy.rendezvous.addresses import meet_at
 from tfrep_strategy.rendezvous.confinement import confined
@@ -99,10 +98,9 @@ class TensorFlowCommunicator(RingCommunicator):
     def _server(self, addresses: list[str]) -> Any:
         """Describes the server of this process, and configures the runtime, also if it has started already."""
         if runtime_has_started():
-            warnings.warn(
+            warn(
                 "TensorFlow was used before its collectives were set up. Tensors and data sets made before can be used, but"
                 " variables, models, iterators and functions cannot.\nHint: make the strategy before them.",
-                stacklevel=2,
             )
         leader = "/job:worker/replica:0/task:0"
         configure_collectives(leader, (f"/job:worker/task:{self.rank}",))

@@ -6,12 +6,11 @@ import contextlib
 import json
 import os
 import random
-import warnings
 from collections.abc import Iterator, Sequence
 
 from tfrep_strategy.common_memory import MOST_SHARING, SHARES_MEMORY, problem_of_sharing
 from tfrep_strategy.environments import identity_variables
-from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.errors import ConfigurationError, message, warn
 from tfrep_strategy.nvidia import gpus_are_visible
 from tfrep_strategy.processes.gloo import on_this_machine
 from tfrep_strategy.rendezvous.confinement import problem_of_confining
@@ -69,9 +68,9 @@ def resolve_communicator(name: str, size: int = 2) -> str:
             horovod_transports(), gpus=gpus, size=size, open_because=problem_of_confining(), apart_because=apart
         )
         if choice.hint:
-            warnings.warn(choice.describe(), stacklevel=2)
+            warn(choice.describe())
         if apart and SHARES_MEMORY and not gpus and 1 < size <= MOST_SHARING:
-            warnings.warn(no_common_memory(apart, choice.communicator), stacklevel=2)
+            warn(no_common_memory(apart, choice.communicator))
         return choice.communicator
     if name == "mpi":
         raise ConfigurationError(

@@ -12,13 +12,12 @@ import ipaddress
 import socket
 import struct
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psutil
 
-from tfrep_strategy.errors import message
+from tfrep_strategy.errors import message, warn
 from tfrep_strategy.limits import trusted_networks
 from tfrep_strategy.rendezvous.connections import LOOPBACK, duplicate, is_loopback
 from tfrep_strategy.rendezvous.packet_filter import attach
@@ -96,14 +95,13 @@ def confined(
             thread.join()
             servers.confine(is_last=True)
     if servers.problem and speaks:
-        warnings.warn(
+        warn(
             message(
                 f"Whoever reaches the ports of this run can read and write files as you: {servers.problem}.",
                 hint="use Horovod on one machine (`tfrep horovod install`), set TFREP_TRUSTED_NETWORKS to the networks of the"
                 " run's machines, or keep others out with a firewall. See docs/security.md.",
                 address=own,
             ),
-            stacklevel=3,
         )
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from tfrep_strategy.environments import Environment, TrainJobEnvironment, detect_environment, kind_of_environment
 from tfrep_strategy.environments.base import master_address
-from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.errors import ConfigurationError, message, warn
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.identity import RUN_VARIABLES, common_hash_seed
 from tfrep_strategy.processes.nodes import Node
@@ -73,10 +72,9 @@ def warn_inside_a_run(command: str) -> None:
     with contextlib.suppress(ConfigurationError):
         outer = outer_run()
         if outer is not None:
-            warnings.warn(
+            warn(
                 f"{command} starts a run of its own in each of the {outer.size} processes that another launcher has"
                 f" started. Environment: {outer.describe()}",
-                stacklevel=3,
             )
 
 

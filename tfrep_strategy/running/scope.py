@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.errors import ConfigurationError, message, warn
 from tfrep_strategy.running.coordinator import exit_on_server_loss
 from tfrep_strategy.startup_log import quiet_start
 from tfrep_strategy.validation import Size, variable
@@ -86,7 +85,7 @@ def _warns_when_late(setting: Callable[..., None]) -> Callable[..., None]:
         try:
             setting(*args, **kwargs)
         except RuntimeError as error:
-            warnings.warn(f"tf.config: {setting.__name__} has no effect in this run. {str(error).rstrip('.')}.", stacklevel=2)
+            warn(f"tf.config: {setting.__name__} has no effect in this run. {str(error).rstrip('.')}.")
 
     return set_or_warn
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds, message
+from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds, message, warn
 
 
 class CheckedSetting:
@@ -99,10 +98,9 @@ def take_settings(strategy: Any, made: type, args: Sequence[Any], kwargs: Mappin
         if isinstance(setting, CheckedSetting):
             setting.take(strategy, value)
         else:
-            warnings.warn(
+            warn(
                 f"The strategy of this run is a {type(strategy).__name__}, which has no setting {name}.\n"
                 f"Hint: choose another one by `tfrep run --strategy`. Received: {name}={value!r}",
-                stacklevel=4,
             )
 
 
@@ -110,13 +108,12 @@ def _warn_of_another(strategy: Any, wanted: Any) -> None:
     """Tells a script that its run talks through another communicator than the script names."""
     chosen = getattr(getattr(strategy, "communicator", None), "name", None)
     if isinstance(wanted, str) and chosen is not None and wanted not in ("auto", chosen):
-        warnings.warn(
+        warn(
             message(
                 f"The processes of this run talk through the communicator {chosen!r}, which the run has chosen.",
                 hint=f"choose another one by `tfrep run --communicator {wanted}`.",
                 communicator=wanted,
             ),
-            stacklevel=5,
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects, wa
 from tfrep_strategy.communicators.local import LocalGroup
 from tfrep_strategy.devices import logical_devices, warn_of_unseen_gpus
 from tfrep_strategy.environments import detect_environment
-from tfrep_strategy.errors import ConfigurationError, check_count, message, shown
+from tfrep_strategy.errors import ConfigurationError, check_count, message, shown, warn
 from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.old_spellings import OF_MIRRORED, refuses
 from tfrep_strategy.strategies import sync_check
@@ -276,10 +275,9 @@ def _warn_among_processes() -> None:
     with contextlib.suppress(ConfigurationError):  # Variables that cannot be read do not describe a run.
         environment = detect_environment()
         if environment.size > 1:
-            warnings.warn(
+            warn(
                 f"This process is one of {environment.size}, but a MirroredStrategy trains on its own devices only.\n"
                 f"Hint: MultiWorkerStrategy() trains with the others. Environment: {environment.describe()}",
-                stacklevel=4,
             )
 
 
@@ -288,7 +286,7 @@ def _resolve(devices: Sequence[str] | None) -> list[str]:
     if devices is None:
         gpus = [name for name in known if "GPU" in name]
         if not gpus:
-            warn_of_unseen_gpus(stacklevel=5)
+            warn_of_unseen_gpus()
         return gpus or known
     devices = checked(list[str], "devices", devices, hint='name devices, such as ["GPU:0", "GPU:1"].')
     short = {name.removeprefix("/device:"): name for name in known}

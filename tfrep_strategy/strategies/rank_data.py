@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import tensorflow as tf
 
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.data import ReplicaDataset
-from tfrep_strategy.errors import DesyncError
+from tfrep_strategy.errors import DesyncError, warn
 from tfrep_strategy.fingerprints import Fingerprint, FirstBatch, difference
 
 _POLICIES = tf.data.experimental.AutoShardPolicy
@@ -40,10 +39,9 @@ def shortest(sizes: Sequence[int]) -> int:
     if len(set(sizes)) == 1 or not known:
         return sizes[0]
     ranks = [rank for rank, size in enumerate(sizes) if size == min(known)]
-    warnings.warn(
+    warn(
         f"The data of rank {ranks} ends after {min(known)} batches, before that of the other ranks, so an epoch ends"
         f" there for all. Received: batches={sizes}",
-        stacklevel=3,
     )
     return min(known)
 

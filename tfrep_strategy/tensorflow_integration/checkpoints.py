@@ -10,13 +10,13 @@ import copy
 import functools
 import glob
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import run_write_callbacks, saved_models, without_checkpoint_state
+from tfrep_strategy.errors import warn
 from tfrep_strategy.keras_integration.shared.model_files import is_local
 from tfrep_strategy.keras_integration.shared.whole_files import synchronize
 from tfrep_strategy.keras_integration.synchronous.saving import written_once
@@ -54,9 +54,7 @@ def _saved_now(save: Any) -> Any:
     def save_now(self: Any, file_prefix: Any, options: Any = None) -> Any:
         if _strategy() is not None and options and options.experimental_enable_async_checkpoint:
             # A background thread would run collectives while the training runs its own.
-            warnings.warn(
-                "With several processes a checkpoint is written synchronously, not in the background.", stacklevel=2
-            )
+            warn("With several processes a checkpoint is written synchronously, not in the background.")
             options = copy.copy(options)
             options.experimental_enable_async_checkpoint = False
         return save(self, file_prefix, options)

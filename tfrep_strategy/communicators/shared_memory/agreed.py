@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from tfrep_strategy.common_memory import MOST_SHARING, SHARES_MEMORY, problem_of_sharing
 from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.shared_memory import SharedMemoryCommunicator
-from tfrep_strategy.errors import TfrepError
+from tfrep_strategy.errors import TfrepError, warn
 from tfrep_strategy.transports import no_common_memory
 
 _MEETING_SECONDS = 15.0
@@ -46,5 +45,5 @@ def over_common_memory(connected: Communicator, environment: Any, *, has_gpu: bo
         made.close()
     if environment.rank == 0:
         rank, problem = next((rank, problem) for rank, problem in enumerate(problems) if problem)
-        warnings.warn(no_common_memory(f"on rank {rank}, {problem}", connected.name), stacklevel=2)
+        warn(no_common_memory(f"on rank {rank}, {problem}", connected.name))
     return connected

@@ -14,11 +14,10 @@ import io
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tfrep_strategy.errors import message
+from tfrep_strategy.errors import message, warn
 from tfrep_strategy.keras_integration.driver import KerasDriver
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.shared.generations import Backup, Generations, read_metadata
@@ -267,7 +266,7 @@ def _checksum(path: str) -> str:
 
 def _warn_of_interruption(callback: Any) -> None:
     what = "A first backup was interrupted: there are weights, and no metadata. Training starts from the beginning."
-    warnings.warn(message(what, backup_dir=callback.backup_dir), stacklevel=3)
+    warn(message(what, backup_dir=callback.backup_dir))
 
 
 def _none_is_whole(callback: Any) -> OSError:

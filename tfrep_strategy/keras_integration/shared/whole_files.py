@@ -16,10 +16,9 @@ import socket
 import stat
 import tempfile
 import threading
-import warnings
 from collections.abc import Iterator
 
-from tfrep_strategy.errors import message
+from tfrep_strategy.errors import message, warn
 
 _LAST = ("config.json", "saved_model.pb")
 """Of a folder, the files that readers look for: they are moved when the others are there."""
@@ -77,7 +76,7 @@ def whole(
             if not is_file:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
             text = "Nothing can be written beside this file, so it is overwritten in place. A kill would leave half of it."
-            warnings.warn(message(text, path=path), stacklevel=3)
+            warn(message(text, path=path))
             yield path
         else:
             with hidden_folder(folder) as unfinished:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +11,7 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import set_lazy_xla, xla_cpu_kernel_names, xla_gpu_kernel_names
 from tfrep_strategy.devices import full_name
+from tfrep_strategy.errors import warn
 from tfrep_strategy.profiles.times import HOST_COLLECTIVE
 
 # What replicas say to each other is not meant to be compiled. The others only pass values on.
@@ -37,10 +37,9 @@ def compiled_between_collectives(step_function: Callable[[Any], Any]) -> Callabl
         beyond_xla = _without_kernel(graph.get_operations()[before:]) - told
         if beyond_xla:
             told.update(beyond_xla)
-            warnings.warn(
+            warn(
                 f"jit_compile=True: XLA cannot compile {', '.join(sorted(beyond_xla))}. These operations run without it, "
                 f"the others of the step are compiled.",
-                stacklevel=2,
             )
         return result
 

@@ -7,14 +7,13 @@ are then followed as those of users are: the replicas gather rows, and each comp
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfrep_strategy.errors import message
+from tfrep_strategy.errors import message, warn
 from tfrep_strategy.keras_integration.protocol import Step, current_step
 from tfrep_strategy.keras_integration.synchronous.batch_sums import depends_on_other_rows, follows_numbers, of_all_rows
 from tfrep_strategy.keras_integration.synchronous.open_rows import (
@@ -124,12 +123,11 @@ def _are_mixed(step: Step, output: Any) -> bool:
 
 
 def _warn_of_costs(outputs: list[Any]) -> None:
-    warnings.warn(
+    warn(
         message(
             "A layer mixes the rows of a batch: what it gives out for a row depends on others. So each replica computes what comes"
             " after it for the rows of all replicas: that is right, but no faster than one device.",
             hint="mix rows as late in the model as you can. See docs/exactness.md.",
             outputs=[re.sub(r"^replica_\d+/", "", getattr(each, "name", str(each))) for each in outputs],
         ),
-        stacklevel=2,
     )

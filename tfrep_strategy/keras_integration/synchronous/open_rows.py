@@ -10,14 +10,13 @@ are traced for it first.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import set_shape_attribute
-from tfrep_strategy.errors import TfrepError, message
+from tfrep_strategy.errors import TfrepError, message, warn
 from tfrep_strategy.keras_integration.protocol import current_step
 
 
@@ -118,14 +117,13 @@ def traced_for_any_rows(
 
 
 def _warn_of_whole_batches(operation: str) -> None:
-    warnings.warn(
+    warn(
         message(
             "A step mixes the rows of a batch, and what comes after cannot be repeated with those of all replicas. So each process"
             " runs it with all rows: that is right, but no faster than one device.",
             hint="mix rows as late as you can, or gather them with tfrep.all_gather. See docs/exactness.md.",
             operation=operation,
         ),
-        stacklevel=2,
     )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy.errors import warn
 from tfrep_strategy.gradients import dense, dense_buckets
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.protocol import Step, current_step
@@ -109,7 +109,7 @@ class Updates(ShardedUpdates):
             return original(optimizer, grads, trainable_variables)
         if not self.in_replica:
             if self.has_several and not strategy.extended.runs_outside_replicas.value:
-                warnings.warn(_OUTSIDE_REPLICAS, stacklevel=2)
+                warn(_OUTSIDE_REPLICAS)
             with _applied_gradients.to("global"):
                 return original(optimizer, strategy.extended.mean_over_processes(list(grads)), trainable_variables)
         grads, step = list(grads), current_step()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import enum
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import called_graphs
-from tfrep_strategy.errors import message
+from tfrep_strategy.errors import message, warn
 from tfrep_strategy.keras_integration.patching import keras_internal
 from tfrep_strategy.keras_integration.trial import TrialContext
 
@@ -178,7 +177,7 @@ def _told_by_trials(user: Any, batch: Any, trial: _Trial) -> Sees:
                 refused = refused or error
         if answers:
             return Sees.ALL_ROWS if any(answers) else Sees.OWN_ROWS
-    warnings.warn(
+    warn(
         message(
             "A loss or metric refuses rows that were made up to find out whether it is a mean over rows."
             " So it gets the rows of all replicas in each step, which costs more.",
@@ -186,7 +185,6 @@ def _told_by_trials(user: Any, batch: Any, trial: _Trial) -> Sees:
             name=getattr(user, "name", user),
             refused=f"{type(refused).__name__}: {refused}"[:200],
         ),
-        stacklevel=2,
     )
     return Sees.ALL_ROWS
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from typing import Any
 
+from tfrep_strategy.errors import warn
 from tfrep_strategy.keras_integration.synchronous.layers import Layers
 
 
@@ -31,7 +31,7 @@ class Placement(Layers):
         """Warns, once, of names in `keras_layer_placement` that no layer has had by the end of a step."""
         if self.layers_not_seen:
             names, self._devices.layers_not_seen = sorted(self.layers_not_seen), set()
-            warnings.warn(f"keras_layer_placement names layers that have not been called. Received: {names}", stacklevel=2)
+            warn(f"keras_layer_placement names layers that have not been called. Received: {names}")
 
     @property
     def _devices(self) -> Any:

@@ -6,12 +6,11 @@ What compares rows with each other follows from no such sums, but from all rows.
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfrep_strategy.errors import message
+from tfrep_strategy.errors import message, warn
 from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.called_rows import BRANCHES, LOOPS
 from tfrep_strategy.keras_integration.synchronous.open_rows import NobodyRepeatsError
@@ -152,14 +151,13 @@ def _can_be_copied(operation: Any) -> bool:
 
 
 def _warn_of(operation: Any) -> None:
-    warnings.warn(
+    warn(
         message(
             "A step compares the rows of a batch, and what comes after cannot be repeated with those of all replicas."
             " Each replica compares its own.",
             hint="gather the rows with tfrep.all_gather. See docs/exactness.md.",
             operation=f"{operation.type} {operation.name}",
         ),
-        stacklevel=2,
     )
 
 
