@@ -58,7 +58,7 @@ def compared(name: str, program: Program, strategy: Any) -> Finding:
         difference = largest_difference(program.run(strategy), program.run(None))
         return difference <= program.tolerance, f"{difference:.1e}"
 
-    return examined(name, f"one device's numbers to {program.tolerance:g}", look)
+    return examined(name, f"one device's numbers to {program.tolerance:.2g}", look)
 
 
 def two_logical_devices() -> Iterator[Finding]:
@@ -127,7 +127,7 @@ def two_processes() -> Iterator[Finding]:
     programs = wanted_programs(sys.argv[2:])
     results = tfrep.launch(every_program, (list(programs),), num_replicas=2, communicator="tf", strategy=None, timeout=400)
     for name, program in programs.items():
-        expected = f"one device's numbers to {program.tolerance:g}, on both ranks"
+        expected = f"one device's numbers to {program.tolerance:.2g}, on both ranks"
         found = [ranks[name] for ranks in results]
         yield {
             "check": name,

@@ -10,31 +10,41 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu_programs import EXACT, PROGRAMS
+from benchmarks.rounding import largest_differences
 from tfrep_strategy.nvidia import driver_gpus
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def _run(*arguments: str) -> str:
-    command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
-    done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=280, check=False)
+def _run(*arguments: str, **variables: str) -> str:
+    command, environ = [sys.executable, "-m", "benchmarks.gpu", *arguments], os.environ | variables
+    done = subprocess.run(command, cwd=_REPOSITORY, env=environ, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize(
-    ("place", "checks"),
-    [("two logical devices", ["fit", "XLA", "bfloat16", "speed"]), ("two processes", ["GAN"])],
+    ("place", "onednn"),
+    [("two logical devices", "1"), ("two processes", "0"), ("deterministic operations", "1")],  # oneDNN rounds otherwise.
 )
-def test_its_checks_hold(place: str, checks: list[str], tmp_path: Path) -> None:
+def test_its_checks_hold(place: str, onednn: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    shown = _run("--dry-run", "--places", place, "--checks", *checks, "--json", str(path))
+    some = ["--checks", "fit", "bfloat16"] if driver_gpus() else []  # All of them take minutes on a GPU.
+    shown = _run("--dry-run", "--places", place, *some, "--json", str(path), TF_ENABLE_ONEDNN_OPTS=onednn)
     whole = json.loads(path.read_text("utf-8"))
     assert whole["machine"]["gpus"] == [gpu.name for gpu in driver_gpus()]
     found = [finding["check"] for finding in whole["findings"]]
-    assert all(any(check in name for name in found) for check in checks)
+    assert set(found) >= ({"embedding, Adam", "fit"} if place == "deterministic operations" else set(some[1:] or PROGRAMS))
     assert all(finding["ok"] for finding in whole["findings"])
     assert all(name[:20] in shown for name in found)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "bfloat16"])
+def test_one_device_rounds_within_the_bound(policy: str) -> None:
+    found = largest_differences(policy, conv_bias=False, seeds=1)
+    assert all(difference <= PROGRAMS[policy].tolerance for difference in found.values()), found
+    assert max(found.values()) > EXACT  # So the bound of float32 would be too small.
 
 
 def test_the_profile_of_a_step_has_kernels_where_there_is_a_gpu() -> None:
