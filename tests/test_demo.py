@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import re
+import sys
 import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from tfrep_strategy.common_memory import problem_of_sharing
 from tfrep_strategy.errors import PeerError
 from tfrep_strategy.processes.identity import horovod_is_installed
 
+_REPOSITORY = Path(__file__).resolve().parent.parent
 _EXAMPLES = 333  # Does not divide by the batch, and its last batch not by two.
 
 
@@ -63,6 +67,18 @@ def test_picture_is_a_picture(shown):
     assert pixels.shape[0] > 300
     assert pixels.shape[1] > 800
     assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 20
+
+
+def test_without_matplotlib_it_shows_the_table_and_how_to_get_the_picture(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # As where it is not installed.
+    monkeypatch.setattr(demo, "variants", lambda: [demo.Variant(demo.ONE_DEVICE, "none")])
+    output = io.StringIO()
+    demo.run_demo(tmp_path / "demo.png", epochs=2, examples=64, console=Console(file=output, width=60))
+    assert "test accuracy" in output.getvalue()
+    first_command = re.search(r"^pip install .* && tfrep demo$", (_REPOSITORY / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert first_command is not None
+    assert output.getvalue().splitlines()[-1].endswith(f": {first_command[0]}")
+    assert not (tmp_path / "demo.png").exists()
 
 
 def test_one_epoch_is_refused():

@@ -302,7 +302,7 @@ def doctor(
 
 @app.command()
 def demo(
-    picture: Annotated[Path, typer.Option(help="Where to write the loss curves and throughput bars (PNG).")] = Path(
+    picture: Annotated[Path, typer.Option(help="Where to write loss curves and throughput bars (PNG; needs matplotlib).")] = Path(
         "tfrep-demo.png"
     ),
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import statistics
 import sys
@@ -17,7 +18,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -118,7 +118,7 @@ def run_demo(
     """Trains all variants one after the other, shows a table and draws a picture.
 
     Args:
-        picture: Path of the picture (PNG); None for no picture.
+        picture: Path of the picture (PNG); None for no picture. Without matplotlib a line says how to get one.
         epochs: The number of epochs, at least 2, since the first is not timed.
         examples: How many examples to train on. Default: all 1,437.
         console: The console for progress and the table. Default: the terminal.
@@ -162,7 +162,12 @@ def run_demo(
         _result(variant, ranks, trainings[0][0], count) for variant, ranks in zip(wanted, trainings, strict=True)
     ]
     console.print(_table(results))
-    if picture is not None:
+    if picture is None:
+        return results
+    if importlib.util.find_spec("matplotlib") is None:
+        hint = "To get a picture of loss curves and throughput: pip install '.[plots]' && tfrep demo"
+        console.print(hint, markup=False, soft_wrap=True)
+    else:
         _draw(results, Path(picture))
         console.print(f"Loss curves and throughput: {picture}")
     return results
@@ -305,6 +310,8 @@ def _table(results: Sequence[Result]) -> Table:
 
 
 def _draw(results: Sequence[Result], picture: Path) -> None:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11, 4), layout="constrained")
     curves, bars = figure.subplots(1, 2)
     draw_curves(curves, {result.variant: result.losses for result in results}, ylabel="loss")

@@ -190,7 +190,7 @@ def test_it_changes_no_weight() -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def test_picture(tmp_path: Path) -> None:
+def test_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     throughput = tfrep.callbacks.Throughput()
     with pytest.raises(ConfigurationError, match="nothing to draw"):
         throughput.plot()
@@ -201,6 +201,9 @@ def test_picture(tmp_path: Path) -> None:
         figure.axes[0].get_lines()[0].get_ydata(), [epoch["examples_per_second"] for epoch in throughput.epochs]
     )
     figure.savefig(tmp_path / "throughput.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigurationError, match=r"matplotlib is not installed(.|\n)*\[plots\]"):
+        throughput.plot()
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ class Throughput(keras.callbacks.Callback):
             A `matplotlib.figure.Figure`, which a notebook shows; `savefig(path)` saves it.
 
         Raises:
-            ConfigurationError: No epoch was measured.
+            ConfigurationError: No epoch was measured, or matplotlib is not installed.
 
         Example:
             >>> throughput = tfrep.callbacks.Throughput()
@@ -225,11 +225,12 @@ class Throughput(keras.callbacks.Callback):
             >>> [axes.get_ylabel() for axes in throughput.plot().axes]
             ['examples per second', 'time of a step (ms)', 'share of the time (%)']
         """
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-
         if not self.epochs:
             raise ConfigurationError(message("There is nothing to draw.", hint="pass the callback to fit first.", epochs=0))
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise ConfigurationError(message("matplotlib is not installed.", hint="pip install '.[plots]'")) from None
         panels = {
             "examples per second": {"examples_per_second": 1.0},
             "time of a step (ms)": {f"step_ms_p{p}": 1.0 for p in reversed(_PERCENTILES)},
@@ -241,7 +242,7 @@ class Throughput(keras.callbacks.Callback):
                 if name in self.epochs[-1]:
                     values = [scale * epoch.get(name, math.nan) for epoch in self.epochs]
                     axes.plot(range(1, len(values) + 1), values, marker="o", label=name)
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.locator_params(axis="x", integer=True)
             axes.set(xlabel="epoch", ylabel=ylabel)
             axes.set_ylim(bottom=0)
             if axes.get_lines():

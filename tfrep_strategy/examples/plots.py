@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import MaxNLocator
 
 
 def draw_curves(
@@ -32,7 +31,7 @@ def draw_curves(
         places = range(1, len(values) + 1) if x is None else x
         axes.plot(places, values, linewidth=2.0 * (len(curves) - i), color=f"C{i}", label=name)
     if x is None:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.locator_params(axis="x", integer=True)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.legend()
 

@@ -1,0 +1,88 @@
+"""Each distribution that is imported is one that `pyproject.toml` declares."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+_PROJECT = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
+_BUILT = {"horovod"}
+"""No index has a distribution that works: `tfrep horovod install` builds it."""
+
+
+@functools.cache
+def _distributions() -> dict[str, list[str]]:
+    return {module: [_normalized(name) for name in names] for module, names in packages_distributions().items()}
+
+
+def _normalized(requirement: str) -> str:
+    name = re.match(r"[\w.-]+", requirement)
+    assert name is not None
+    return re.sub(r"[-_.]+", "-", name[0]).lower()
+
+
+def _declared(requirements: Iterable[str]) -> set[str]:
+    return {_normalized(requirement) for requirement in requirements}
+
+
+_REQUIRED = _declared(_PROJECT["dependencies"])
+_OF_EXTRAS = _declared(requirement for extra in _PROJECT["optional-dependencies"].values() for requirement in extra)
+
+
+def _imports(node: ast.AST, at_import: bool = True) -> Iterator[tuple[str, bool]]:
+    """Yields the first part of each name that is imported, and whether that happens when the file itself is imported."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from ((alias.name.partition(".")[0], at_import) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            if child.module and not child.level:
+                yield child.module.partition(".")[0], at_import
+        else:
+            is_later = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            is_for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+            yield from _imports(child, at_import and not is_later and not is_for_types)
+
+
+def _third_party(folder: str) -> Iterator[tuple[str, str, bool]]:
+    """Yields, for each import of another's module in a folder: the file, the module, and whether it happens at once."""
+    for path in sorted((_REPOSITORY / folder).rglob("*.py")):
+        for module, at_import in _imports(ast.parse(path.read_text("utf-8"))):
+            if module not in {*sys.stdlib_module_names, "tfrep_strategy"}:
+                yield path.relative_to(_REPOSITORY).as_posix(), module, at_import
+
+
+def _is_one_of(module: str, declared: set[str]) -> bool:
+    # What is not installed here is taken to be called as its module.
+    return not declared.isdisjoint(_distributions().get(module, [_normalized(module)]))
+
+
+def test_the_package_imports_at_once_what_is_always_installed_and_later_what_an_extra_brings():
+    wrong = {
+        (path, module)
+        for path, module, at_import in _third_party("tfrep_strategy")
+        if not _is_one_of(module, _REQUIRED if at_import else _REQUIRED | _OF_EXTRAS | _BUILT)
+    }
+    assert not wrong
+
+
+def test_what_is_always_installed_is_imported():
+    imported = {module for _, module, _ in _third_party("tfrep_strategy")}
+    assert {name for name in _REQUIRED if not any(_is_one_of(module, {name}) for module in imported)} == set()
+
+
+def test_tests_benchmarks_and_docs_import_what_is_declared():
+    wrong = {
+        (path, module)
+        for folder in ("tests", "benchmarks", "docs")
+        for path, module, _ in _third_party(folder)
+        # A module of the repository itself belongs to no distribution.
+        if module in _distributions() and not _is_one_of(module, _REQUIRED | _OF_EXTRAS | _BUILT)
+    }
+    assert not wrong
