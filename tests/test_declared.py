@@ -63,7 +63,7 @@ def _is_one_of(module: str, declared: set[str]) -> bool:
     return not declared.isdisjoint(_distributions().get(module, [_normalized(module)]))
 
 
-def test_the_package_imports_at_once_what_is_always_installed_and_later_what_an_extra_brings():
+def test_the_package_imports_at_once_what_is_always_installed_and_later_what_an_extra_brings() -> None:
     wrong = {
         (path, module)
         for path, module, at_import in _third_party("tfrep_strategy")
@@ -72,12 +72,12 @@ def test_the_package_imports_at_once_what_is_always_installed_and_later_what_an_
     assert not wrong
 
 
-def test_what_is_always_installed_is_imported():
+def test_what_is_always_installed_is_imported() -> None:
     imported = {module for _, module, _ in _third_party("tfrep_strategy")}
     assert {name for name in _REQUIRED if not any(_is_one_of(module, {name}) for module in imported)} == set()
 
 
-def test_tests_benchmarks_and_docs_import_what_is_declared():
+def test_tests_benchmarks_and_docs_import_what_is_declared() -> None:
     wrong = {
         (path, module)
         for folder in ("tests", "benchmarks", "docs")
