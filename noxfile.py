@@ -13,7 +13,7 @@ import nox
 nox.options.error_on_missing_interpreters = False
 
 VERSIONS = {
-    "oldest": ("3.10", "tensorflow==2.19.1", "keras==3.12.0"),
+    "oldest": ("3.11", "tensorflow==2.19.1", "keras==3.12.0"),
     "middle": ("3.12", "tensorflow==2.20.0", "keras==3.13.2"),
     "colab": ("3.13", "tensorflow==2.20.0", "keras==3.13.2"),
     "newest": ("3.11", "tensorflow", "keras"),

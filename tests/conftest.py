@@ -14,15 +14,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
-from collections import defaultdict  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
-from pathlib import Path  # noqa: E402
 
 import docstrings  # noqa: E402
+import lanes  # noqa: E402
 import leaks  # noqa: E402
 import pytest  # noqa: E402
 import tensorflow as tf  # noqa: E402
-from lanes import SPLIT, all_lanes, is_quick, lane_of, place  # noqa: E402
 from workers import WorkerPool  # noqa: E402
 
 import tfrep_strategy as tfrep  # noqa: E402
@@ -36,37 +34,20 @@ OwnedIterator.__del__ = end_pipeline  # What one device does to compare with end
 gc.freeze()  # As in a worker: what is imported stays.
 
 _POOLS_ALIVE = 2  # An idle process keeps some hundred megabytes.
+_MANY_PROCESSES = ("test_collectives.py", "test_one_device_answer.py")
+"""Modules that use pools of more than two processes, too. They come behind all others."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(lanes)
     config.pluginmanager.register(leaks)
-    config.addinivalue_line("markers", "full: is not in the short lane, which `pytest` runs by itself.")
-    config.addinivalue_line("markers", "quick: runs in one process, in a few minutes.")
-    for lane in (*all_lanes(), *SPLIT):
-        config.addinivalue_line("markers", f"{lane}: belongs to this lane.")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks tests with their lane, and runs the short one where neither a path nor a lane was asked for.
-
-    Modules that use pools of processes come last, so that no pool is idle meanwhile, and none starts twice.
-    """
-    fixtures: dict[Path, set[str]] = defaultdict(set)
-    for item in items:
-        fixtures[item.path].update(item.fixturenames)
-    items.sort(key=lambda item: place(item.path, fixtures[item.path]))
-    for item in items:
-        lane = lane_of(item.path, item.name)
-        if is_quick(item.path, item.name, item.fixturenames):
-            item.add_marker("quick")
-        if lane is not None:
-            item.add_marker("full")
-            item.add_marker(lane)
-            item.add_marker(lane.partition("_")[0])
-    if config.args_source is config.ArgsSource.TESTPATHS and not config.option.markexpr:
-        config.hook.pytest_deselected(items=[item for item in items if "full" in item.keywords])
-        items[:] = [item for item in items if "full" not in item.keywords]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Runs modules that use pools of processes last, so that no pool is idle meanwhile, and none starts twice."""
+    pooled = {item.path for item in items if "worker_pool" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: 2 if item.path.name in _MANY_PROCESSES else item.path in pooled)
 
 
 @pytest.fixture(scope="session")

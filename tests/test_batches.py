@@ -10,6 +10,8 @@ import tensorflow as tf
 
 from tfrep_strategy.batches import any_size, cut, empty_batch, has_open_sizes, num_examples, open_sizes, with_open_sizes
 
+pytestmark = pytest.mark.lane("quick")
+
 
 @pytest.mark.parametrize(("value", "expected"), [(tf.zeros([3, 2]), 3), (tf.zeros([0]), 0), (tf.constant(5), 1)])
 def test_examples_are_counted_whatever_is_known_of_the_rank(value: tf.Tensor, expected: int) -> None:

@@ -16,6 +16,8 @@ import pytest
 
 from tfrep_strategy.processes.identity import horovod_is_installed
 
+pytestmark = pytest.mark.lane("benchmarks")
+
 _REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.append(str(_REPOSITORY))  # At the end: where the package is installed, that one is tested.
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.lane("servers")
+
 _REPOSITORY = Path(__file__).resolve().parent.parent
 
 

@@ -17,6 +17,8 @@ import pytest
 
 import tfrep_strategy
 
+pytestmark = pytest.mark.lane("launchers")
+
 ROOT = str(Path(tfrep_strategy.__file__).parents[1])
 LIMIT = 120
 
@@ -181,6 +183,7 @@ def ranks_of(word: str) -> list[psutil.Process]:
     return left
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

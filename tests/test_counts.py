@@ -9,6 +9,8 @@ import pytest
 
 from tfrep_strategy.errors import ConfigurationError, check_count, is_count
 
+pytestmark = pytest.mark.lane("quick")
+
 
 @pytest.mark.parametrize("value", [0, -1, 4, True, 2.0, np.float32(2), "2", None, [2]])
 def test_what_is_no_count_is_refused(value: Any) -> None:

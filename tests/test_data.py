@@ -21,6 +21,8 @@ import tfrep_strategy as tfrep
 from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.data import LocalReplicas, _destinations
 
+pytestmark = pytest.mark.lane("input")
+
 
 def saying(log: str, work: Callable[[], Any]) -> str:
     """Returns what `work()` writes to the process's own stderr, as TensorFlow does; `log` is a file for it."""
@@ -162,6 +164,7 @@ def shuffled_without_seed(strategy: Any) -> list[list[int]]:
     return [[int(v) for v in batch] for batch in strategy.experimental_distribute_dataset(data)]
 
 
+@pytest.mark.lane("quick")
 def test_one_process_shuffles_as_it_likes() -> None:
     assert sorted(sum(shuffled_without_seed(tfrep.MultiWorkerStrategy()), [])) == list(range(32))
 

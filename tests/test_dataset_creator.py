@@ -11,6 +11,8 @@ import tensorflow as tf
 
 import tfrep_strategy as tfrep
 
+pytestmark = pytest.mark.lane("quick")
+
 X = np.random.RandomState(0).randn(64, 4).astype("float32")
 Y = X[:, :1] * 2.0
 

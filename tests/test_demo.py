@@ -19,6 +19,8 @@ from tfrep_strategy.common_memory import problem_of_sharing
 from tfrep_strategy.errors import PeerError
 from tfrep_strategy.processes.identity import horovod_is_installed
 
+pytestmark = pytest.mark.lane("launchers")
+
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _EXAMPLES = 333  # Does not divide by the batch, and its last batch not by two.
 

@@ -15,6 +15,8 @@ import tfrep_strategy as tfrep
 from tfrep_strategy import devices, nvidia
 from tfrep_strategy.errors import ConfigurationError
 
+pytestmark = pytest.mark.lane("quick")
+
 
 def _told(physical, visible, local_rank, local_size, limits=None):
     """What TensorFlow is told, and how many warnings there are. Only the list of devices is made up."""
@@ -64,6 +66,7 @@ def _places():
     assert _told(8, everything, 3, 8)[:3] == (everything, [], "GPU:3")
 
 
+@pytest.mark.lane("short")
 def test_what_a_process_takes_of_the_gpus_that_it_sees():
     subprocess.run(command(_places), check=True, timeout=120)
 

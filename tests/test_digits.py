@@ -5,8 +5,11 @@ from __future__ import annotations
 from importlib.resources import files
 
 import numpy as np
+import pytest
 
 from tfrep_strategy.digits import load_digits
+
+pytestmark = pytest.mark.lane("quick")
 
 
 def test_shapes_dtypes_and_ranges():

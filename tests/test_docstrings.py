@@ -10,6 +10,8 @@ import pytest
 import tfrep_strategy as tfrep
 from tfrep_strategy import collectives, replicator
 
+pytestmark = pytest.mark.lane("package")
+
 _EXAMPLES = docstrings.examples()
 _NEED_NO_EXAMPLE = {"InputReplicationMode", "MultiGpuReplicator", "ParameterServerReplicator", "TpuReplicator"}
 

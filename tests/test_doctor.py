@@ -22,6 +22,7 @@ def values(report: doctor.Report) -> dict[str, doctor.Finding]:
     return {finding.name: finding for finding in report.findings}
 
 
+@pytest.mark.lane("package")
 def test_self_test_on_every_communicator_that_is_there():
     """What the command prints is its own: nothing of TensorFlow's log."""
     environ = os.environ | {"PYTHONPATH": str(Path(doctor.__file__).parents[1])}
@@ -39,6 +40,7 @@ def test_self_test_on_every_communicator_that_is_there():
         assert "[3.0, 3.0]" in finding["value"]
 
 
+@pytest.mark.lane("package")
 def test_it_names_versions_and_the_environment(monkeypatch):
     import keras
 
@@ -62,6 +64,7 @@ def test_one_line_in_short(monkeypatch, capsys):
         assert part in line
 
 
+@pytest.mark.lane("package")
 def test_it_reports_what_is_broken(monkeypatch, capsys):
     monkeypatch.setenv("TF_CONFIG", "not JSON")
     report = doctor.examine(self_test=False)
@@ -71,6 +74,7 @@ def test_it_reports_what_is_broken(monkeypatch, capsys):
     assert "bad" in capsys.readouterr().out
 
 
+@pytest.mark.lane("package")
 def test_it_says_which_process_takes_which_gpu(monkeypatch):
     gpus = [Gpu(i, "made up", f"0000:0{i}:00.0", 80 << 30, 40 << 30, False, 0) for i in range(2)]
     devices = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(2)]
@@ -101,6 +105,7 @@ def test_json(capsys):
     assert shown["findings"][0] == {"name": "one", "value": "[red]", "ok": True}
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(("ok", "healthy"), [(True, True), (None, True), (False, False)])
 def test_healthy(ok, healthy):
     assert doctor.Report([doctor.Finding("one", "1", ok=True), doctor.Finding("two", "2", ok=ok)]).healthy is healthy

@@ -13,6 +13,8 @@ import tensorflow as tf
 
 from tfrep_strategy.fingerprints import Fingerprint, difference
 
+pytestmark = pytest.mark.lane("quick")
+
 _X = np.random.RandomState(0).rand(60, 5)
 
 

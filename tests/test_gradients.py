@@ -10,6 +10,8 @@ import tensorflow as tf
 
 from tfrep_strategy.gradients import aggregate, buckets, dense, transformed
 
+pytestmark = pytest.mark.lane("quick")
+
 
 def sparse(values: list[list[float]], rows: list[int]) -> tf.IndexedSlices:
     return tf.IndexedSlices(tf.constant(values), tf.constant(rows), tf.constant([4, 2]))

@@ -19,6 +19,8 @@ from tfrep_strategy.errors import ConfigurationError, TfrepError
 from tfrep_strategy.horovod_build import HorovodStatus, build_wheel, first_error, install_wheel, status
 from tfrep_strategy.horovod_source import ADDED, CHANGES
 
+pytestmark = pytest.mark.lane("gpus")
+
 CPYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
 SETUP = """
@@ -158,6 +160,7 @@ def released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.lane("quick")
 def test_the_source_is_changed(released, tmp_path):
     source = Path(horovod_build._get_source(tmp_path / "work"))
     texts = {name: (source / name).read_text() for name in CHANGES}
@@ -313,6 +316,7 @@ LOGS = [
 ]
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(("log", "expected"), LOGS)
 def test_first_error(log, expected):
     assert first_error(log) == (expected or "CMake Error at x/CMakeLists.txt:3 (message): Could NOT find MPI")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.lane("quick")
+
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _PACKAGE = _REPOSITORY / "tfrep_strategy"
 _SOURCES = sorted(_PACKAGE.rglob("*.py"))

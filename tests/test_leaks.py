@@ -7,6 +7,8 @@ from pathlib import Path
 import leaks
 import pytest
 
+pytestmark = pytest.mark.lane("package")
+
 pytest_plugins = "pytester"
 
 _CASES = Path(__file__).with_name("leaking_cases.py")

@@ -15,6 +15,8 @@ from tfrep_strategy.limits import (
     timeout_seconds,
 )
 
+pytestmark = pytest.mark.lane("quick")
+
 LIMITS = [
     ("TFREP_TIMEOUT", timeout_seconds, 600.0, True),
     ("TFREP_SILENCE_TIMEOUT", longest_silence, 1800.0, True),

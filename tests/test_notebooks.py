@@ -12,6 +12,8 @@ import psutil
 import pytest
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.lane("notebooks")
+
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _NOTEBOOKS = sorted((_REPOSITORY / "notebooks").glob("*.ipynb"))
 _SECONDS = 280.0
@@ -49,6 +51,7 @@ def test_it_runs_and_leaves_no_process(path: Path, tmp_path: Path, monkeypatch: 
     assert not _started_by(str(tmp_path))
 
 
+@pytest.mark.lane("quick")
 @each_notebook
 def test_as_committed(path: Path) -> None:
     notebook, cells = _code(path)

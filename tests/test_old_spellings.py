@@ -20,6 +20,8 @@ import tfrep_strategy as tfrep
 from tfrep_strategy import old_spellings
 from tfrep_strategy.errors import ConfigurationError
 
+pytestmark = pytest.mark.lane("quick")
+
 _V1 = tf.compat.v1.train
 _PAGE = (Path(__file__).parents[1] / "docs" / "migration" / "old_spellings.md").read_text("utf-8")
 
@@ -168,6 +170,7 @@ def in_graph_mode() -> None:
         assert hint.startswith("leave out tf.compat.v1.disable_v2_behavior()"), hint
 
 
+@pytest.mark.lane("migration")
 def test_graph_mode_is_refused() -> None:
     done = subprocess.run(command(in_graph_mode), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -232,6 +235,7 @@ def test_optimizers_of_keras_2(legacy: bool, strategy: tfrep.MirroredStrategy) -
     assert _hint(lambda: model.compile(optimizer)) == "write keras.optimizers.SGD(learning_rate=0.2, momentum=0.9)."
 
 
+@pytest.mark.lane("migration")
 @needs_horovod
 def test_optimizers_and_callbacks_of_horovod() -> None:
     done = subprocess.run(command(of_horovod), capture_output=True, text=True, timeout=120, check=False)
@@ -278,6 +282,7 @@ def on_parameter_servers() -> None:
         assert _hint(lambda: repl.init("session")) == "write repl.init()."
 
 
+@pytest.mark.lane("migration")
 def test_parameter_servers_show_new_lines() -> None:
     done = subprocess.run(command(on_parameter_servers), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

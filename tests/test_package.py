@@ -17,6 +17,8 @@ import pytest
 
 import tfrep_strategy as tfrep
 
+pytestmark = pytest.mark.lane("package")
+
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _SCRIPTS = _REPOSITORY / "tests" / "scripts"
 _LIMIT = 240.0

@@ -13,6 +13,8 @@ from typer.main import get_command
 
 from tfrep_strategy.cli import app
 
+pytestmark = pytest.mark.lane("quick")
+
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _README = (_REPOSITORY / "README.md").read_text("utf-8")
 
@@ -30,6 +32,7 @@ def _python_blocks(text):
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
+@pytest.mark.lane("package")
 def test_python_blocks_run_in_order(tmp_path):
     first, *others = _python_blocks(_README)
     of_callbacks = _python_blocks((_REPOSITORY / "docs" / "callbacks.md").read_text("utf-8"))

@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 import replicator_programs
 import tensorflow as tf
+from lanes import in_lane
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.replicator import kinds
 
+pytestmark = pytest.mark.lane("quick")
 
-@pytest.fixture(params=["one", "mirrored", "tf", "horovod"])
+
+@pytest.fixture(params=["one", "mirrored", *in_lane("loops", "tf", "horovod")])
 def everywhere(request, worker_pool):
     """Gives `everywhere(name, mode)`, which runs a program in every process of a strategy of two replicas."""
     if request.param in ("tf", "horovod"):
@@ -55,6 +58,7 @@ def test_queues_of_the_same_examples(everywhere, one_replica):
             np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
+@pytest.mark.lane("loops")
 @pytest.mark.parametrize("mode", ["PER_WORKER", "PER_REPLICA"])
 def test_classification_with_sharded_pipelines(everywhere, one_replica, mode):
     """Each pipeline has every other row, so that all batches together are the batch of one replica."""
@@ -157,6 +161,7 @@ def test_refuses():
         tfrep.Replicator(tfrep.MirroredStrategy(["CPU:0"]), input_replication_mode="single")
 
 
+@pytest.mark.lane("loops")
 def test_replicators_without_their_hardware():
     if not tf.config.list_logical_devices("TPU"):
         with pytest.raises(ConfigurationError, match="TensorFlow finds no TPU here"):
@@ -255,5 +260,6 @@ def _without_batches(strategy):
     return _Weight(tfrep.Replicator(strategy)).after((None, 2))
 
 
+@pytest.mark.lane("loops")
 def test_gradients_of_steps_without_batches_are_averaged_over_processes(worker_pool):
     assert worker_pool("tf", 2).run(_without_batches) == pytest.approx([2.0, 2.0])

@@ -10,6 +10,8 @@ import tensorflow as tf
 
 from tfrep_strategy.shares import Share
 
+pytestmark = pytest.mark.lane("quick")
+
 CUTS = ([3, 1, 0], [0, 0, 5], [2, 2, 2], [0, 0, 0])
 EXAMPLES = tf.constant([2.0, -1.0, 4.0, 0.5, 7.0, 3.0])
 

@@ -16,6 +16,8 @@ from calling import command
 
 import tfrep_strategy as tfrep
 
+pytestmark = pytest.mark.lane("servers")
+
 
 def _model() -> Any:
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
@@ -70,6 +72,7 @@ def test_it_stops_when_nothing_comes(tmp_path: Path) -> None:
     assert evaluator.start() == {}
 
 
+@pytest.mark.lane("quick")
 def test_whole_models_and_a_file_that_is_still_written(tmp_path: Path) -> None:
     model = _model()
     (tmp_path / "model-1.weights.h5").write_bytes(b"half a file")
@@ -148,6 +151,7 @@ def test_half_a_model_is_tried_again(tmp_path: Path) -> None:
     assert evaluator.start()["checkpoint"] == [1]
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("settings", [{"steps": 0}, {"max_evaluations": -1}, {"poll_seconds": 0}])
 def test_bad_settings(tmp_path: Path, settings: Any) -> None:
     with pytest.raises(ValueError, match="Received"):

@@ -37,6 +37,7 @@ class _Page(HTMLParser):
             self.fetched.append(values["src"] or "")
 
 
+@pytest.mark.lane("notebooks")
 def test_pages(tmp_path: Path) -> None:
     pytest.importorskip("myst_nb", reason="needs the extra docs")
     site = tmp_path / "site"

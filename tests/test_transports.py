@@ -15,6 +15,8 @@ from tfrep_strategy.nvidia import Nccl, driver_cuda, find_nccl, gpus_are_visible
 from tfrep_strategy.processes import identity
 from tfrep_strategy.transports import choose_communicator, horovod_transports
 
+pytestmark = pytest.mark.lane("quick")
+
 GLOO, NCCL = ("gloo",), ("gloo", "nccl")
 
 
@@ -94,6 +96,7 @@ def test_a_launcher_says_why_it_passes_others_over(monkeypatch, horovod, gpus, a
     assert all(re.search(warned, str(each.message)) for each in caught)
 
 
+@pytest.mark.lane("short")
 def test_what_horovods_library_has_is_what_horovod_says():
     found = horovod_build.status()
     assert horovod_transports() == (None if found.version is None else tuple(sorted(found.built_in)))

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lanes import in_lane
 
 from tfrep_strategy.environments import detect_environment, identity_variables
 from tfrep_strategy.environments.tf_config import read_tf_config
@@ -34,6 +35,8 @@ from tfrep_strategy.running.joining import for_this_pod
 from tfrep_strategy.running.runs import Options
 from tfrep_strategy.transports import wanted_communicator
 from tfrep_strategy.validation import MOST_PROCESSES, MOST_RANKS, Address, check_fields, checked, made_folder
+
+pytestmark = pytest.mark.lane("quick")
 
 SECONDS = 5
 LONGEST_MESSAGE = 4000
@@ -240,7 +243,7 @@ DRAWS = {"some": 100, "many": 2_000}
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("draws", DRAWS)
+@pytest.mark.parametrize("draws", ["some", *in_lane("drawn", "many")])
 @pytest.mark.timeout(1800)
 def test_any_setting_is_taken_or_refused(reader: Callable[[Any], None], draws: str) -> None:
     @settings(

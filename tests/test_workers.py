@@ -10,6 +10,8 @@ import pytest
 import tensorflow as tf
 from workers import WorkerFailure, WorkerPool
 
+pytestmark = pytest.mark.lane("package")
+
 
 def _sum_of_ranks(strategy, factor):
     total = strategy.communicator.all_reduce([tf.constant(factor * strategy.rank)], "sum")[0]

@@ -157,13 +157,29 @@ def build_wheel(extras: Iterable[str] = (), cache_dir: str | os.PathLike[str] | 
             raise ConfigurationError(
                 message("Unknown transport of Horovod.", hint="use nccl or mpi.", extra=extra)
             )
-    folder = made_folder("cache_dir", _cache(cache_dir) / _key(chosen))
+    folder = made_folder("cache_dir", cache_folder(cache_dir) / _key(chosen))
     with FileLock(folder / "lock"):
         wheel = next((each for each in folder.glob("*.whl") if each.stem.endswith((f"_{platform.machine()}", "-any"))), None)
         if wheel is None:
             _check_tools(chosen)
             wheel = _build(chosen, folder)
     return wheel
+
+
+def cache_folder(wanted: str | os.PathLike[str] | None = None) -> Path:
+    """Returns the folder of what is kept between runs.
+
+    Args:
+        wanted: Another folder. Default: `TFREP_CACHE_DIR`, or the user's cache folder.
+
+    Returns:
+        Its absolute path. It may not exist yet.
+
+    Example:
+        >>> cache_folder("/var/cache/tfrep")
+        PosixPath('/var/cache/tfrep')
+    """
+    return Path(wanted or os.environ.get("TFREP_CACHE_DIR") or user_cache_dir("tfrep-strategy")).absolute()
 
 
 def install_wheel(wheel: Path) -> None:
@@ -219,10 +235,6 @@ def _key(extras: Sequence[str]) -> str:
         built_in += [f"sm{os.environ[_CUDA_ARCHITECTURES]}"] if _CUDA_ARCHITECTURES in os.environ else []
     changes = hashlib.sha256(json.dumps([CHANGES, ADDED]).encode()).hexdigest()[:8]
     return f"horovod-{HOROVOD_VERSION}-tensorflow-{tf.__version__}-{python}-{'-'.join([*built_in, changes])}"
-
-
-def _cache(wanted: str | os.PathLike[str] | None) -> Path:
-    return Path(wanted or os.environ.get("TFREP_CACHE_DIR") or user_cache_dir("tfrep-strategy")).absolute()
 
 
 def _check_tools(extras: Sequence[str]) -> None:

@@ -12,6 +12,8 @@ import pytest
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
 
+pytestmark = pytest.mark.lane("quick")
+
 _BATCH, _STEPS = 8, 5
 _X = np.random.RandomState(0).rand(_BATCH * _STEPS, 3).astype("float32")
 _Y = (_X @ np.array([[1.0], [-2.0], [3.0]], "float32")).astype("float32")
@@ -146,6 +148,7 @@ def test_mirrored_replicas() -> None:
     _check(*_train(tfrep.MirroredStrategy(["CPU:0", "CPU:1"])))
 
 
+@pytest.mark.lane("callbacks")
 @pytest.mark.parametrize("communicator", ["tf", "horovod"])
 def test_processes(communicator: str, worker_pool: Any) -> None:
     for rates, weights in worker_pool(communicator, 2).run(_train):
@@ -162,6 +165,7 @@ def _only_on_rank_0(strategy: Any) -> str:
     return ""
 
 
+@pytest.mark.lane("callbacks")
 def test_it_has_to_be_on_all_ranks(worker_pool: Any) -> None:
     for said in worker_pool("tf", 2).run(_only_on_rank_0):
         assert "Only some ranks were given a LearningRateWarmup" in said

@@ -13,9 +13,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from lanes import in_lane
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
+
+pytestmark = pytest.mark.lane("quick")
 
 _ROWS, _BATCH = 75, 8
 _STEPS = 10
@@ -46,7 +49,10 @@ def _check_examples(history: dict[str, list[float]], per_call: int = 1) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "per_call"),
-    [("one device", 1), ("one device", 4), ("eager", 1), ("mirrored", 1), ("mirrored", 4), ("stock", 1)],
+    [
+        *[("one device", 4), ("eager", 1), ("mirrored", 4)],
+        *in_lane("callbacks", ("one device", 1), ("mirrored", 1), ("stock", 1)),
+    ],
 )
 def test_every_example_counts(kind: str, per_call: int, stock_mirrored: Any) -> None:
     strategies = {"mirrored": lambda: tfrep.MirroredStrategy(["CPU:0", "CPU:1"]), "stock": lambda: stock_mirrored}
@@ -79,6 +85,7 @@ class _Sleeping(keras.callbacks.Callback):
         time.sleep(2.0)
 
 
+@pytest.mark.lane("callbacks")
 def test_times_are_those_of_training() -> None:
     history = _fit(_model(), tfrep.callbacks.Throughput(), _Sleeping(), validation_data=(_X, _Y), validation_freq=2)
     # Between the starts of two steps are a sleep and a step. The sleep of validation belongs to no step.
@@ -91,6 +98,7 @@ def _slow(batches: Any) -> Any:
     return batches.map(lambda *batch: (tf.numpy_function(lambda v: (time.sleep(0.1), v)[1], [batch[0]], tf.float32), batch[1]))
 
 
+@pytest.mark.lane("callbacks")
 def test_a_slow_pipeline_is_waited_for() -> None:
     data = _slow(tf.data.Dataset.from_tensor_slices((_X, _Y)).batch(_BATCH))
     data = data.map(lambda x, y: (tf.ensure_shape(x, [None, 3]), y))
@@ -109,6 +117,7 @@ def _one_rank_reads_slowly(strategy: Any, rows: int) -> dict[str, list[float]]:
     return model.fit(data, epochs=2, verbose=0, callbacks=[tfrep.callbacks.Throughput()]).history
 
 
+@pytest.mark.lane("callbacks")
 @pytest.mark.parametrize("communicator", ["tf", "horovod"])
 def test_who_waits_for_whom(communicator: str, worker_pool: Any) -> None:
     first, second = worker_pool(communicator, 2).run(_one_rank_reads_slowly, _ROWS)
@@ -125,6 +134,7 @@ def _only_on_rank_0(strategy: Any) -> list[str]:
     return list(_fit(model, *([tfrep.callbacks.Throughput()] if strategy.rank == 0 else [])))
 
 
+@pytest.mark.lane("callbacks")
 def test_one_rank_may_measure_alone(worker_pool: Any) -> None:
     first, second = worker_pool("tf", 2).run(_only_on_rank_0)
     assert set(first) == {"loss", *_NAMES, "collective_wait"}

@@ -14,6 +14,8 @@ import pytest
 import tfrep_strategy
 from tfrep_strategy.processes.identity import horovod_is_installed
 
+pytestmark = pytest.mark.lane("callbacks")
+
 pytest.importorskip("mlflow")
 pytest.importorskip("wandb")
 

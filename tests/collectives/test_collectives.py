@@ -12,6 +12,8 @@ import tensorflow as tf
 
 import tfrep_strategy as tfrep
 
+pytestmark = pytest.mark.lane("collectives")
+
 STRATEGIES = [("mirrored", n) for n in (1, 2, 3, 4)] + [(c, n) for c in ("tf", "horovod") for n in (2, 3, 4)]
 STRATEGIES += [("alone", 1)]
 

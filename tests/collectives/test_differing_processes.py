@@ -11,6 +11,8 @@ import tensorflow as tf
 
 import tfrep_strategy as tfrep
 
+pytestmark = pytest.mark.lane("collectives")
+
 COLLECTIVES: dict[str, Callable[[Any], Any]] = {
     "all_gather": tfrep.all_gather,
     "all_reduce": tfrep.all_sum,

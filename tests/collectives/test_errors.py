@@ -10,6 +10,8 @@ import tensorflow as tf
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError, DesyncError
 
+pytestmark = pytest.mark.lane("collectives")
+
 
 @pytest.fixture(params=["eager", "function"])
 def run(request):
@@ -24,6 +26,7 @@ def run(request):
     return run
 
 
+@pytest.mark.lane("quick")
 def test_structures_differ(run):
     with pytest.raises(DesyncError, match=r"(?s)Replica 0 called all_reduce\(\{'a': float32\[2\]\}, op='sum'\).*"
                                           r"Replica 1 called all_reduce\(\{'b': float32\[2\]\}, op='sum'\)"):  # fmt: skip
@@ -32,6 +35,7 @@ def test_structures_differ(run):
         run(lambda: tfrep.all_sum([tf.ones(2)]), lambda: tfrep.all_sum([tf.ones(2), tf.ones(3)]))
 
 
+@pytest.mark.lane("quick")
 def test_calls_differ(run):
     with pytest.raises(DesyncError, match=r"(?s)Replica 0 called all_reduce.*Replica 1 called all_gather"):
         run(lambda: tfrep.all_sum(tf.ones(2)), lambda: tfrep.all_gather(tf.ones(2)))
@@ -158,6 +162,7 @@ def test_op_that_the_dtype_cannot_do(run, value, op):
         tfrep.all_reduce(tf.constant([value]), op)
 
 
+@pytest.mark.lane("quick")
 def test_no_such_root_or_member(run):
     for root in (2, -1, True):
         with pytest.raises(ConfigurationError, match=f"on replica 0: there is no such root.*root={root}"):

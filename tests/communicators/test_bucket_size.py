@@ -80,6 +80,7 @@ def test_two_replicas_find_their_bucket(communicator: str, worker_pool: Any) -> 
         assert (used, measured) == (default, 0), f"all of it is less than {SMALLEST_BUCKET} bytes"
 
 
+@pytest.mark.lane("wires")
 @pytest.mark.parametrize(("communicator", "measures"), [("tf", False), ("shared_memory", True)])
 def test_more_replicas_measure_where_no_bit_depends_on_it(communicator: str, measures: bool, worker_pool: Any) -> None:
     for (used, measured, _), (asked, as_asked, _) in worker_pool(communicator, 3).run(trained, [None, "measured"]):

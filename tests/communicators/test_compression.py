@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
+from lanes import in_lane
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.communicators.compression import compressed_gather, compressed_sum
@@ -57,6 +58,7 @@ def rows_of_all(strategy: Any, kind: str) -> list[np.ndarray]:
     return [compressed_gather(strategy.communicator, each, kind).numpy() for each in (rows, counts)]
 
 
+@pytest.mark.lane("wires")
 def test_gathered_rows(worker_pool: Any) -> None:
     rows = np.concatenate([as_sent(drawn(rank)[0][: rank + 1], "bf16") for rank in range(2)])
     for found, counts in worker_pool("tf", 2).run(rows_of_all, "bf16"):
@@ -106,6 +108,7 @@ def bytes_of_sums(strategy: Any, times: int, counting: Callable[[], Any]) -> lis
     return found
 
 
+@pytest.mark.lane("wires")
 @pytest.mark.parametrize(
     ("communicator", "counting", "least"),
     [("tf", over_loopback, 2.0), ("horovod", over_loopback, 2.0), ("shared_memory", through_memory, 1.5)],
@@ -145,7 +148,7 @@ def trained_in_scope(strategy: Any, compression: str, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("options", [{}, {"shard_optimizer_state": True}])
-@pytest.mark.parametrize("communicator", ["tf", "horovod", "shared_memory"])
+@pytest.mark.parametrize("communicator", ["tf", "horovod", *in_lane("wires", "shared_memory")])
 def test_training_is_near_that_of_one_device(communicator: str, options: dict[str, Any], worker_pool: Any) -> None:
     expected = trained(None)
     for found in worker_pool(communicator, 2).run(trained_in_scope, "bf16", options):
@@ -154,6 +157,7 @@ def test_training_is_near_that_of_one_device(communicator: str, options: dict[st
             np.testing.assert_allclose(a, b, atol=2e-3)
 
 
+@pytest.mark.lane("wires")
 @pytest.mark.parametrize("options", [{}, {"shard_optimizer_state": True}])
 def test_training_on_devices_of_one_process(options: dict[str, Any]) -> None:
     devices = ["CPU:0", "CPU:1", "CPU:2"]
@@ -206,6 +210,7 @@ def of_digits_in_scope(strategy: Any) -> list[float]:
     return found
 
 
+@pytest.mark.lane("wires")
 def test_as_many_digits_are_known(worker_pool: Any) -> None:
     plain, *compressed = worker_pool("tf", 2).run(of_digits_in_scope)[0]
     print(f"\nOf the digits: float32 {plain:.4f}, bf16 {compressed[0]:.4f}, fp16 {compressed[1]:.4f}")

@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from lanes import in_lane
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.communicators import Communicator, SingleCommunicator
 from tfrep_strategy.communicators.context import ContextCommunicator
 from tfrep_strategy.communicators.ring import RingCommunicator
+
+pytestmark = pytest.mark.lane("quick")
 
 DTYPES = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32",
           "float64", "complex64", "complex128"]  # fmt: skip
@@ -106,18 +109,22 @@ def through_folder(strategy: Any, scripts: str, folder: str) -> None:
     strategy.communicator.barrier()
 
 
+@pytest.mark.lane("wires")
 def test_tensorflows_ring(worker_pool: Any) -> None:
     worker_pool("tf", 2).run(in_processes)
 
 
+@pytest.mark.lane("wires")
 def test_horovod(worker_pool: Any) -> None:
     worker_pool("horovod", 2).run(in_processes)
 
 
+@pytest.mark.lane("short")
 def test_shared_memory(worker_pool: Any) -> None:
     worker_pool("shared_memory", 2).run(in_processes)
 
 
+@pytest.mark.lane("wires")
 def test_a_transport_of_ones_own(worker_pool: Any, tmp_path: Path) -> None:
     worker_pool("tf", 2).run(through_folder, str(Path(__file__).parent / "scripts"), str(tmp_path))
 
@@ -126,7 +133,7 @@ def test_a_single_process() -> None:
     check(own_and_default(SingleCommunicator()), 1)
 
 
-@pytest.mark.parametrize("where", ["eager", "together", "apart"])
+@pytest.mark.parametrize("where", ["eager", *in_lane("short", "together", "apart")])
 def test_replicas_of_one_process(where: str) -> None:
     strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
     dtypes = ["uint8", "complex128"] if where == "apart" else DTYPES  # To build collectives in branches takes long.
@@ -215,6 +222,7 @@ def _extremes(strategy: Any) -> dict[tuple[str, str, bool], np.ndarray]:
     return found
 
 
+@pytest.mark.lane("short")
 @pytest.mark.parametrize("communicator", ["tf", "horovod", "shared_memory"])
 def test_the_largest_of_what_is_no_number(worker_pool: Any, communicator: str) -> None:
     """As on one device, a result is no number if one of the values is none."""

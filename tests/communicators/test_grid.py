@@ -18,6 +18,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "adds_over_a_grid.py"
 REDUCE = {"sum": np.sum, "mean": np.mean, "min": np.min, "max": np.max, "product": np.prod}
 
 
+@pytest.mark.lane("wires")
 @pytest.mark.parametrize("size", [12, 11, 7])
 def test_members(size: int) -> None:
     """With more than ten, columns would add up in different orders if TensorFlow sorted their devices as texts.

@@ -85,6 +85,7 @@ def test_ranks_of_different_versions_are_refused(tmp_path: Path, worker_pool: An
     assert first[1] == "Hint: install the same versions everywhere."
 
 
+@pytest.mark.lane("wires")
 def test_an_installed_transport_has_a_name_in_every_process(tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.mkdir()
@@ -121,6 +122,7 @@ class Alone(tfrep.communicators.SingleCommunicator):
         assert environment.size == 1
 
 
+@pytest.mark.lane("quick")
 def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tfrep_strategy.transports._registered", {})
     assert tfrep.register_communicator("alone", Alone) is Alone
@@ -149,5 +151,6 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
         tfrep.MultiWorkerStrategy("number")
 
 
+@pytest.mark.lane("quick")
 def test_three_methods_are_a_transport() -> None:
     assert tfrep.Communicator.__abstractmethods__ == {"all_reduce", "all_gather", "subgroup"}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from lanes import in_lane
 
 _PATIENCE = 20.0
 
@@ -91,7 +92,7 @@ def test_loops_wait_for_the_functions_that_they_call(communicator: str, worker_p
         assert found == [19 * 3.0 + 1.0 + rank] * 2
 
 
-@pytest.mark.parametrize("communicator", ["horovod", "tf"])
+@pytest.mark.parametrize("communicator", ["tf", *in_lane("wires", "horovod")])
 def test_order_of_collectives(communicator: str, worker_pool: Any) -> None:
     pool = worker_pool(communicator, 2)
     for found in pool.run(loops_and_calls):
@@ -141,7 +142,7 @@ def gradients_that_wait_for_a_sum(strategy: Any, compression: str | None) -> lis
 
 
 @pytest.mark.parametrize("compression", [None, "bf16"])
-@pytest.mark.parametrize("communicator", ["horovod", "tf", "shared_memory"])
+@pytest.mark.parametrize("communicator", ["horovod", "tf", *in_lane("wires", "shared_memory")])
 def test_a_sum_overlaps_the_backward_pass(communicator: str, compression: str | None, worker_pool: Any) -> None:
     pool = worker_pool(communicator, 2)
     for kernel, bias, last in pool.run(gradients_that_wait_for_a_sum, compression):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from calling import command
+from lanes import in_lane
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError, PeerError
@@ -24,7 +25,7 @@ _LIMIT_OF_TENSORFLOW = 25.0
 _LIMIT = 150
 _GARBAGE = [b"", b"\0" * 64, b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04cos\nsystem\n.", os.urandom(4096)]
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.lane("faults"), pytest.mark.timeout(300)]
 
 
 def comes(after: str) -> None:
@@ -77,7 +78,9 @@ def connected(address: str, process: subprocess.Popen[str]) -> socket.socket:
     raise AssertionError(f"nobody listens: {process.stderr.read() if process.stderr else ''}")
 
 
-@pytest.mark.parametrize(("rank", "named"), [(0, "Rank 1 has not come."), (1, "Rank 0 cannot be reached")])
+@pytest.mark.parametrize(
+    ("rank", "named"), [*in_lane("short", (0, "Rank 1 has not come.")), (1, "Rank 0 cannot be reached")]
+)
 def test_the_limit_of_a_meeting(rank: int, named: str) -> None:
     with started(rank, free_addresses(2), TFREP_RENDEZVOUS_TIMEOUT="2") as alone:
         told, _ = said(alone)
@@ -97,6 +100,7 @@ def test_a_process_comes_late() -> None:
     assert f"Waiting at {addresses[0]}. Rank 1 has not come" in err
 
 
+@pytest.mark.lane("short")
 def test_strangers_come_first() -> None:
     """They say nothing, or garbage, at the port of rank 0. One has another list of addresses."""
     addresses = free_addresses(3)

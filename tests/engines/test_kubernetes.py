@@ -16,6 +16,8 @@ from starting import JOINS, LIMIT, REPOSITORY, RUN, check_ranks, environ, found_
 from tfrep_strategy.environments import detect_environment, identity_variables
 from tfrep_strategy.rendezvous.connections import free_ports
 
+pytestmark = pytest.mark.lane("engines")
+
 DEPLOY = REPOSITORY / "deploy"
 KINDS = ("indexed_job", "tf_job", "train_job")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 from starting import TELLS, done, needs, places_in
 
 from tfrep_strategy.rendezvous.connections import free_ports
 
-pytestmark = needs("mpiexec.hydra")
+pytestmark = [pytest.mark.lane("engines"), needs("mpiexec.hydra")]
 
 
 def test_the_ranks_meet_at_the_address_that_the_user_gives(tmp_path: Path) -> None:

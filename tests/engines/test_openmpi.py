@@ -17,7 +17,7 @@ from starting import GOES_ON, JOINS, RUN, TESTS, check_fits, check_ranks, done, 
 import tfrep_strategy as tfrep
 from tfrep_strategy.transports import horovod_transports
 
-pytestmark = needs("mpirun")
+pytestmark = [pytest.mark.lane("engines"), needs("mpirun")]
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 HAS_HOROVOD = "mpi" in (horovod_transports() or ())

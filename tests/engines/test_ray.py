@@ -16,7 +16,7 @@ from starting import done, found_in
 
 SCRIPTS = Path(__file__).with_name("scripts")
 
-pytestmark = needs_ray
+pytestmark = [pytest.mark.lane("engines"), needs_ray]
 
 
 @pytest.fixture(autouse=True)

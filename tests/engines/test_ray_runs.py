@@ -23,7 +23,7 @@ from starting import GOES_ON, RUN, check_fits, check_what_was_learned, done, env
 
 from tfrep_strategy.rendezvous.connections import free_ports
 
-pytestmark = needs_ray
+pytestmark = [pytest.mark.lane("engines"), needs_ray]
 TELLS = str(Path(__file__).with_name("scripts") / "tells.py")
 ON_RAY = [*RUN, "--engine", "ray", "-n", "2", "--communicator", "tf"]
 _NODE = ["--object-store-memory", str(100 << 20), "--disable-usage-stats", "--min-worker-port", "0", "--max-worker-port", "0"]

@@ -25,6 +25,7 @@ def _name_is_known() -> bool:
 
 
 pytestmark = [
+    pytest.mark.lane("engines"),
     needs("munged", "slurmctld", "slurmd", "srun", "sbatch"),
     pytest.mark.skipif(not _name_is_known(), reason="The name of this machine has no address"),
 ]

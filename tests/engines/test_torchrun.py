@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from starting import JOINS, TELLS, check_ranks, done, found_in, needs, places_in
 
-pytestmark = needs("torchrun")
+pytestmark = [pytest.mark.lane("engines"), needs("torchrun")]
 
 
 def torchrun(script: str, folder: Path) -> str:

@@ -30,6 +30,8 @@ from tfrep_strategy.environments.slurm import expand_counts, expand_nodes
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.rendezvous.connections import free_ports
 
+pytestmark = pytest.mark.lane("quick")
+
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ from estimator_programs import ALL, global_batches, one_device
 import tfrep_strategy as tfrep
 from tfrep_strategy.processes.identity import inherited_environ
 
+pytestmark = pytest.mark.lane("migration")
+
 _COMMUNICATORS = pytest.mark.parametrize("communicator", ["tf", "horovod"])
 _STEPS = {"input_fn": global_batches([ALL], 2), "input_fn_of_process": global_batches([ALL[0::2], ALL[1::2]])}
 

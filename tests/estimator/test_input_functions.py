@@ -18,12 +18,17 @@ from estimator_programs import (
     train_through_estimator,
     two,
 )
+from lanes import in_lane
 
 from tfrep_strategy.errors import ConfigurationError
 
+pytestmark = pytest.mark.lane("migration")
 
-@pytest.mark.parametrize("kind", ["input_fn", "input_fn_of_process"])
-@pytest.mark.parametrize("replicas", [1, 2])
+
+@pytest.mark.parametrize(
+    ("replicas", "kind"),
+    [*in_lane("quick", (2, "input_fn")), (1, "input_fn"), (1, "input_fn_of_process"), (2, "input_fn_of_process")],
+)
 def test_each_replica_takes_a_batch_of_its_own(replicas: int, kind: str, tmp_path: Path) -> None:
     """44 examples are 11 batches of 4: with two replicas, five steps of 8 examples and one of 4."""
     strategy = two() if replicas == 2 else None
@@ -50,6 +55,7 @@ def test_tensors_are_the_batch_of_every_step(tmp_path: Path) -> None:
     assert results == pytest.approx(expected["results"] | {"global_step": 3}, rel=1e-5)
 
 
+@pytest.mark.lane("quick")
 def test_input_functions_that_return_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="input_fn returned nothing"):
         estimator_in(tmp_path).train(lambda: None)

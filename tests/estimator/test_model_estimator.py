@@ -31,6 +31,8 @@ from estimator_programs import (
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
 
+pytestmark = pytest.mark.lane("migration")
+
 # Models, and when a call ends.
 
 
@@ -74,6 +76,7 @@ def test_metrics_of_several_numbers(tmp_path: Path) -> None:
     assert isinstance(results["loss"], float)
 
 
+@pytest.mark.lane("quick")
 def test_features_by_name_and_outputs_by_name(tmp_path: Path) -> None:
     parts = {"left": keras.Input((2,), name="left"), "right": keras.Input((2,), name="right")}
     both = keras.layers.Concatenate()([parts["left"], parts["right"]])
@@ -166,6 +169,7 @@ def test_functions_of_one_name_and_of_none(tmp_path: Path) -> None:
         assert found[name] == pytest.approx(value, rel=1e-5), name
 
 
+@pytest.mark.lane("quick")
 def test_steps_and_max_steps(tmp_path: Path) -> None:
     estimator = estimator_in(tmp_path)
     hook = Records()
@@ -178,6 +182,7 @@ def test_steps_and_max_steps(tmp_path: Path) -> None:
     assert hook.calls.count("begin") == hook.calls.count("end") == 4, "a call that does nothing calls no hook"
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("limits", [{"steps": 1, "max_steps": 2}, {"steps": 0}, {"max_steps": -1}])
 def test_limits_that_say_nothing(limits: dict[str, int], tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(limits))):
@@ -194,6 +199,7 @@ def test_evaluation_without_a_checkpoint_is_of_the_given_weights(tmp_path: Path)
 # Files.
 
 
+@pytest.mark.lane("quick")
 def test_checkpoints_and_summaries(tmp_path: Path) -> None:
     estimator = estimator_in(
         tmp_path, save_checkpoints_steps=3, keep_checkpoint_max=3, save_summary_steps=4, log_step_count_steps=5
@@ -267,6 +273,7 @@ def test_two_folders(tmp_path: Path) -> None:
         estimator_in(tmp_path / "a", model_dir=str(tmp_path / "b"))
 
 
+@pytest.mark.lane("quick")
 def test_models_that_cannot_be_used() -> None:
     not_compiled = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     not_built = keras.Sequential([keras.layers.Dense(1)])

@@ -14,6 +14,8 @@ from calling import command
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
 
+pytestmark = pytest.mark.lane("quick")
+
 
 @pytest.mark.parametrize(
     ("settings", "said"),
@@ -40,6 +42,7 @@ def _give_servers() -> None:
         print("refused")
 
 
+@pytest.mark.lane("migration")
 def test_parameter_servers_are_refused_with_their_guide(tmp_path: Path) -> None:
     done = subprocess.run(
         command(_give_servers), cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False

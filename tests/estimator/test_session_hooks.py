@@ -12,6 +12,8 @@ from estimator_programs import Records, estimator_in, input_fn, steps_saved, two
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import HookError
 
+pytestmark = pytest.mark.lane("quick")
+
 
 class TimeHistory:
     """The hook of an article, which derives from nothing here."""

@@ -10,6 +10,8 @@ from estimator_programs import ALL, Records, estimator_in, global_batches, input
 
 import tfrep_strategy as tfrep
 
+pytestmark = pytest.mark.lane("migration")
+
 
 def test_evaluations_during_the_training(tmp_path: Path) -> None:
     """They do not disturb it, and the data does not begin again."""

@@ -11,6 +11,8 @@ import pytest
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.examples.clock import EpochClock, replica_devices
 
+pytestmark = pytest.mark.lane("quick")
+
 
 class _Slow(keras.callbacks.Callback):
     """Makes each epoch last, and what follows its last batch last longer."""

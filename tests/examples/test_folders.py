@@ -13,6 +13,8 @@ from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.examples.folders import list_image_folder, write_image_folder
 from tfrep_strategy.examples.pictures import LAYERS, RETINA, SHAPES
 
+pytestmark = pytest.mark.lane("quick")
+
 
 @pytest.mark.parametrize("painters", [SHAPES, LAYERS, RETINA], ids=["shapes", "layers", "retina"])
 def test_what_is_written_is_listed_and_decoded(tmp_path, painters):
@@ -36,6 +38,7 @@ def test_a_seed_gives_the_same_pictures(tmp_path):
     assert written("a", 1) != written("c", 2)
 
 
+@pytest.mark.lane("notebooks")
 def test_retinas_take_some_learning():
     """Brightness does not tell the classes apart, and a small network does."""
     random = np.random.default_rng(0)

@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 
 from tfrep_strategy.examples import plots
 
+pytestmark = pytest.mark.lane("quick")
+
 
 @pytest.fixture
 def axes():

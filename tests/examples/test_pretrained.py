@@ -12,6 +12,8 @@ import pytest
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.examples.pretrained import load_pretrained
 
+pytestmark = pytest.mark.lane("quick")
+
 application = functools.partial(keras.applications.MobileNet, alpha=0.25, input_shape=(32, 32, 3))
 
 

@@ -8,6 +8,8 @@ import pytest
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.examples.scores import inception_score
 
+pytestmark = pytest.mark.lane("quick")
+
 
 def test_it_is_its_formula():
     p = np.random.default_rng(0).dirichlet(np.ones(10), size=50)

@@ -31,7 +31,7 @@ MANY_ON_HOSTS = MANY // 3
 FAULTS_OF_A_RUN = 5
 COMMUNICATORS = ["tf", "horovod"] if horovod_is_installed() else ["tf"]
 ON_ONE_MACHINE = ["shared_memory"] if SHARES_MEMORY else []
-pytestmark = pytest.mark.timeout(400 + 100 * MANY)
+pytestmark = [pytest.mark.lane("faults"), pytest.mark.timeout(400 + 100 * MANY)]
 
 
 @pytest.fixture(scope="module")

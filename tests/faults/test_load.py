@@ -15,6 +15,8 @@ import pytest
 from disturbed import environ
 from needs import needs_horovod
 
+pytestmark = pytest.mark.lane("faults")
+
 SCRIPT = str(Path(__file__).parent / "scripts" / "holds_the_lock.py")
 BUSY, SECONDS, LIMIT = 8, "15", 400
 FOUND = "FOUND "

@@ -14,6 +14,8 @@ from benchmarks.gpu_programs import EXACT, PROGRAMS
 from benchmarks.rounding import largest_differences
 from tfrep_strategy.nvidia import driver_gpus
 
+pytestmark = pytest.mark.lane("gpus")
+
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from tfrep_strategy.nvidia import driver_gpus
 
+pytestmark = pytest.mark.lane("gpus")
+
 _FOLDER = Path(__file__).parent
 
 

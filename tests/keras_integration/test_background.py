@@ -19,6 +19,8 @@ from small_training import fit, make_model, state
 from tfrep_strategy.keras_integration.shared.background import BackgroundWrites
 from tfrep_strategy.keras_integration.synchronous import run_backups
 
+pytestmark = pytest.mark.lane("callbacks")
+
 
 def fail() -> None:
     raise OSError(errno.ENOSPC, "full")

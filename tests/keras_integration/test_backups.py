@@ -16,6 +16,8 @@ import pytest
 from file_states import hidden, states_while
 from small_training import Program, fit, make_model, mirrored, state
 
+pytestmark = pytest.mark.lane("callbacks")
+
 _TWO: dict[str, Any] = {"double_checkpoint": True, "delete_checkpoint": False}
 
 

@@ -19,6 +19,8 @@ import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.keras_integration.synchronous.lone_callbacks import Given, LoneCallback, find_lone
 
+pytestmark = pytest.mark.lane("callbacks")
+
 
 def _model() -> Any:
     layers = [keras.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(1)]
@@ -180,6 +182,7 @@ class _SetsTheRate(keras.callbacks.Callback):
             self.model.optimizer.learning_rate = 0.5
 
 
+@pytest.mark.lane("quick")
 def test_a_callback_of_some_ranks_that_sets_the_learning_rate() -> None:
     strategy = tfrep.MultiWorkerStrategy()
     with strategy.scope():
@@ -215,6 +218,7 @@ def _swap_and_swap_back(model: Any) -> None:
     model.set_weights(weights)
 
 
+@pytest.mark.lane("quick")
 def test_a_callback_of_some_ranks_that_changes_the_model() -> None:
     strategy = tfrep.MultiWorkerStrategy()
     with strategy.scope():
@@ -345,6 +349,7 @@ def test_callbacks_in_a_loop_of_ones_own(is_fitted: bool, worker_pool: Any) -> N
     assert worker_pool("tf", 2).run(_loop_of_ones_own, is_fitted) == [(True, [0.5, 1.5])] * 2
 
 
+@pytest.mark.lane("quick")
 def test_find_lone() -> None:
     one, two = Given("a.One", False), Given("a.Two", True)
     assert find_lone([[one, two], [two, one]]) == {}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import ops
+from lanes import in_lane
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.keras_integration.protocol import Shards, Step, current_step
@@ -189,7 +190,7 @@ COMPARED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", COMPARED)
-@pytest.mark.parametrize("cut", [[4], [6], [2, 5]], ids=["uneven", "one alone", "three"])
+@pytest.mark.parametrize("cut", [[4], *in_lane("rows", [6], [2, 5])], ids=["uneven", "one alone", "three"])
 def test_what_compares_rows_is_computed_from_all(name: str, cut: list[int]) -> None:
     """On uneven parts, where a replica has none, and on three; with the gradient of a weight of each row, and of all of it."""
     _check(COMPARED[name], cut)

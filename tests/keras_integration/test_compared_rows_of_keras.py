@@ -16,6 +16,8 @@ from tfrep_strategy.keras_integration.protocol import Step
 from tfrep_strategy.keras_integration.synchronous.row_growth import growth_of, note_own_seed
 from tfrep_strategy.shares import Share
 
+pytestmark = pytest.mark.lane("rows")
+
 NO_STRATEGY: Any = None
 OTHERWISE = {
     "associative_scan": "loses the dimension of rows",

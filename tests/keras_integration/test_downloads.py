@@ -83,6 +83,7 @@ def test_only_rank_0_draws_a_bar(tmp_path: Any, worker_pool: Any) -> None:
     assert "━" not in said
 
 
+@pytest.mark.lane("quick")
 def test_a_file_that_is_read_is_not_written_to(tmp_path: Any) -> None:
     (tmp_path / "datasets").mkdir()
     (tmp_path / "datasets" / "data.txt").write_text("older")

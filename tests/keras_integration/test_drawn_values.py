@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import ops
+from lanes import in_lane
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.keras_integration.protocol import Shards, current_step
@@ -110,9 +111,8 @@ def _of_replicas(function: Function, parts: list[np.ndarray]) -> tuple[float, li
     return float(strategy.reduce("SUM", value)), gradients, assigned
 
 
-@pytest.mark.parametrize("draws", [6, 150])
+@pytest.mark.parametrize("draws", [6, *in_lane("drawn", 150)])
 def test_drawn_values(draws: int) -> None:
-    """The lane `drawn` has the many."""
     for seed in range(draws):
         draw = random.Random(1000 * draws + seed)
         function = _drawn_scalar(draw, draw.choice([2, 3, 4]))

@@ -13,6 +13,8 @@ from keras import layers
 
 import tfrep_strategy as tfrep
 
+pytestmark = pytest.mark.lane("rows")
+
 _ROW, _SEQUENCE, _IMAGE, _VOLUME = (8,), (8, 4), (8, 8, 3), (4, 4, 4, 2)
 
 
@@ -227,6 +229,7 @@ def test_one_row(worker_pool: Any) -> None:
         assert_same(found, expected)
 
 
+@pytest.mark.lane("quick")
 def test_one_row_eagerly() -> None:
     expected = one_row(tf.distribute.get_strategy(), run_eagerly=True)
     assert_same(one_row(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]), run_eagerly=True), expected)

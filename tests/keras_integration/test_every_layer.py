@@ -13,6 +13,8 @@ from keras import layers as L
 
 import tfrep_strategy as tfrep
 
+pytestmark = pytest.mark.lane("rows")
+
 _rng = np.random.RandomState(0)
 
 

@@ -13,6 +13,8 @@ from keras import ops
 
 import tfrep_strategy as tfrep
 
+pytestmark = pytest.mark.lane("rows")
+
 HERE = {name for name in dir(ops) if inspect.isroutine(getattr(ops, name))}
 """The operations of the installed Keras; an older one has some fewer than stand below."""
 

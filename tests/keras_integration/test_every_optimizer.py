@@ -13,6 +13,8 @@ from sharded_training import fit, made, same, state
 
 import tfrep_strategy as tfrep
 
+pytestmark = pytest.mark.lane("optimizers")
+
 _O = keras.optimizers
 _NAMES = [
     name
@@ -80,6 +82,7 @@ def test_two_replicas(name: str) -> None:
     same(found, on_one_device(name))
 
 
+@pytest.mark.lane("short")
 @pytest.mark.skipif("several" not in OPTIMIZERS, reason="this Keras has no MultiOptimizer")
 def test_several_in_one() -> None:
     test_two_replicas("several")

@@ -23,6 +23,8 @@ from sharded_training import (
     trained,
 )
 
+pytestmark = pytest.mark.lane("sharded")
+
 CREWS = [("tf", 2), ("tf", 3), ("horovod", 3), ("shared_memory", 2), ("shared_memory", 3)]
 
 

@@ -12,6 +12,8 @@ import tensorflow as tf
 
 import tfrep_strategy as tfrep
 
+pytestmark = pytest.mark.lane("callbacks")
+
 litert = pytest.importorskip("ai_edge_litert.interpreter")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("tf2onnx")

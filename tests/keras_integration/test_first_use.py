@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.lane("faults")
+
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _LIMIT = 120
 

@@ -165,6 +165,7 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
+@pytest.mark.lane("resumed")
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_an_ordinary_program_repeats_nothing(program: Any, starts: Starts, capfd: pytest.CaptureFixture[str]) -> None:
     """It dies in its second fit. Two starts later it has trained each epoch once, and has the undisturbed weights."""

@@ -19,6 +19,8 @@ from small_training import fit, make_model, mirrored, num_bytes, state
 
 from tfrep_strategy.keras_integration.shared.files import written_whole
 
+pytestmark = pytest.mark.lane("callbacks")
+
 _WIDTH = 20_000
 
 

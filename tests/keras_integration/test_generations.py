@@ -14,6 +14,8 @@ from small_training import Program, fit, make_model, state
 
 from tfrep_strategy.errors import ConfigurationError
 
+pytestmark = pytest.mark.lane("callbacks")
+
 _BACKUP = keras.callbacks.BackupAndRestore
 _CHANGES = ("makedirs", "copy", "remove", "rmtree")
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from file_states import hidden
 
+pytestmark = pytest.mark.lane("faults")
+
 _IN_THE_FOREGROUND = """
 import json, os, signal, sys
 import keras

@@ -7,6 +7,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from keras import layers
 
@@ -70,6 +71,7 @@ def functions_in_a_step(rows: int) -> list[str]:
     return [op.get_attr("f").name for op in graphs[-1].get_operations() if op.type == "PartitionedCall"]
 
 
+@pytest.mark.lane("quick")
 def test_statistics_add_little_to_a_trace() -> None:
     assert functions_in_a_step(8) == [], "all replicas are known to have as many rows"
     called = functions_in_a_step(7)
@@ -153,6 +155,7 @@ def test_dropout_differs_between_replicas_and_steps_and_follows_the_seed(worker_
             assert masks == [first, second], "processes draw what mirrored replicas draw"
 
 
+@pytest.mark.lane("quick")
 def test_weights_are_initialised_as_on_one_device() -> None:
     def build() -> list[np.ndarray]:
         keras.utils.set_random_seed(3)
@@ -173,6 +176,7 @@ def aligned(shape: tuple[int, ...]) -> np.ndarray:
     return raw[start : start + size].view(np.float32).reshape(shape)
 
 
+@pytest.mark.lane("quick")
 def test_nobodys_arrays_are_overwritten() -> None:
     x, y = aligned((16, 4)), aligned((16, 1))
     x[:], y[:] = np.random.RandomState(0).randn(16, 4), 1.0
@@ -187,6 +191,7 @@ def test_nobodys_arrays_are_overwritten() -> None:
     np.testing.assert_array_equal(y, before[1])
 
 
+@pytest.mark.lane("quick")
 def test_scalar_variables_are_numbers() -> None:
     with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         optimizer = keras.optimizers.SGD(0.25)

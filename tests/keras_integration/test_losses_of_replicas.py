@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from lanes import in_lane, others_in_lane
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.keras_integration.synchronous.losses_of_replicas import LossesOfReplicas
@@ -49,8 +50,8 @@ def _results(case: str, scope: Any) -> list[np.ndarray]:
     return [np.array(history), np.array(model.evaluate(X, Y, batch_size=8, verbose=0, **options)), *model.get_weights()]
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("replicas", [3, *in_lane("ragged", 2)])
+@pytest.mark.parametrize("case", others_in_lane("ragged", CASES, "weights of all", "dice", "twice"))
 def test_added_losses_are_those_of_one_device(case: str, replicas: int) -> None:
     found = _results(case, tfrep.MirroredStrategy([f"CPU:{i}" for i in range(replicas)]).scope())
     for mine, wanted in zip(found, _results(case, contextlib.nullcontext()), strict=True):

@@ -9,11 +9,14 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from tfrep_strategy.communicators.peers.checked import CheckedCommunicator
 from tfrep_strategy.communicators.peers.monitor import PeerMonitor
 from tfrep_strategy.strategies.process_extended import ProcessExtended
+
+pytestmark = pytest.mark.lane("callbacks")
 
 ROWS = 32
 LAYERS = 3

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from lanes import in_lane, others_in_lane
 
 import tfrep_strategy as tfrep
 
@@ -99,14 +100,14 @@ def _trained(strategy: Any, features: Features, loss: str, jit_compile: bool = F
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("name", COMPUTED)
+@pytest.mark.parametrize("name", others_in_lane("ragged", COMPUTED, "merged dimensions", "joined"))
 def test_two_replicas(name: str, loss: str) -> None:
     found = _trained(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]), COMPUTED[name], loss)
     for value, expected in zip(found, _trained(None, COMPUTED[name], loss), strict=True):
         np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["masked", "kinds of lengths", "sums of a table"])
+@pytest.mark.parametrize("name", ["masked", *in_lane("ragged", "kinds of lengths", "sums of a table")])
 def test_xla_and_what_values_decide_the_shape_of(name: str) -> None:
     """XLA would compute with the largest possible shapes: it failed here, "Shapes must match"."""
     found = _trained(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]), COMPUTED[name], "chosen by a mask", jit_compile=True)

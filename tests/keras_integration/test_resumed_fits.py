@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from lanes import others_in_lane
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.keras_integration.synchronous import run_backups
@@ -289,7 +290,7 @@ BEGIN_WITH_A_FINISHED_FIT = (
 )
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", others_in_lane("resumed", PROGRAMS, several_optimizers))
 def test_a_resumed_fit(
     program: Callable[[Asks], list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,8 @@ from tfrep_strategy.keras_integration.shared.model_files import weights_in_memor
 from tfrep_strategy.keras_integration.synchronous import backup_pace, run_backups
 from tfrep_strategy.preemption import answer_requests_to_end, end_as_asked, is_asked_to_end, keeping_requests
 
+pytestmark = pytest.mark.lane("callbacks")
+
 
 class Remembers(keras.callbacks.Callback):
     def __init__(self, seen: Any) -> None:

@@ -10,10 +10,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import tensorflow as tf
+from lanes import in_lane
 
 from tfrep_strategy.errors import ConfigurationError, DesyncError
 
-BOTH = pytest.mark.parametrize("communicator", ["tf", "horovod"])
+BOTH = pytest.mark.parametrize("communicator", ["tf", *in_lane("transports", "horovod")])
 
 
 def model_for(x: Any, units: int = 1) -> Any:

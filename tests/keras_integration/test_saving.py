@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from lanes import in_lane
 
 import tfrep_strategy as tfrep
+
+pytestmark = pytest.mark.lane("callbacks")
 
 
 def build(optimizer: Any = None) -> keras.Model:
@@ -88,7 +91,7 @@ def check_loaded(folder: str, expected: list[np.ndarray], scope: Any) -> None:
     np.testing.assert_allclose(exported.serve(tf.constant(x)), predicted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("num_replicas", [*in_lane("quick", 2), 3])
 def test_mirrored_files_load_anywhere(num_replicas: int, tmp_path: pathlib.Path) -> None:
     strategy = tfrep.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
     expected = save_all(strategy, str(tmp_path))

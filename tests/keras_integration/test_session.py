@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from lanes import in_lane
 
 import tfrep_strategy as tfrep
 
@@ -29,13 +30,14 @@ def cleared_and_trained(strategy: Any) -> tuple[str, int, list[float], bool]:
     return *found, tf.distribute.get_strategy() is outside
 
 
+@pytest.mark.lane("quick")
 def test_one_process_stays_in_scope() -> None:
     name, replicas, loss, left = cleared_and_trained(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))
     assert (name, replicas, left) == ("dense", 2, True)
     np.testing.assert_allclose(loss, cleared_and_trained(tf.distribute.get_strategy())[2], rtol=1e-5)
 
 
-@pytest.mark.parametrize("communicator", ["horovod", "tf"])
+@pytest.mark.parametrize("communicator", ["horovod", *in_lane("transports", "tf")])
 def test_processes_stay_in_scope(communicator: str, worker_pool: Any) -> None:
     one_device = cleared_and_trained(tf.distribute.get_strategy())[2]
     for name, replicas, loss, left in worker_pool(communicator, 2).run(cleared_and_trained):

@@ -8,9 +8,12 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
+
+pytestmark = pytest.mark.lane("quick")
 
 
 def draws(strategy: Any) -> list[list[list[float]]]:
@@ -26,6 +29,7 @@ def draws(strategy: Any) -> list[list[list[float]]]:
     return [result.numpy().tolist() for result in results]
 
 
+@pytest.mark.lane("short")
 def test_unseeded_numbers(worker_pool: Any) -> None:
     alone = draws(tf.distribute.get_strategy())
     found = draws(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))
@@ -64,6 +68,7 @@ class VariationalAutoencoder(keras.Model):
         return {"total": loss}
 
 
+@pytest.mark.lane("short")
 def test_a_variational_autoencoder_trains() -> None:
     x = np.random.RandomState(0).randn(13, 4).astype("float32")
     keras.utils.set_random_seed(3)

@@ -11,6 +11,8 @@ import pytest
 
 import tfrep_strategy as tfrep
 
+pytestmark = pytest.mark.lane("quick")
+
 
 def _fit(callback: Any, epochs: int = 2) -> Any:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

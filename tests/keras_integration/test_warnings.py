@@ -17,6 +17,8 @@ from calling import command
 
 import tfrep_strategy as tfrep
 
+pytestmark = pytest.mark.lane("callbacks")
+
 X = np.ones((4, 2), "float32")
 
 

@@ -25,6 +25,8 @@ from small_training import fit, make_model, mirrored, state
 from tfrep_strategy.keras_integration.shared.files import written_whole
 from tfrep_strategy.keras_integration.shared.whole_files import hidden_folder
 
+pytestmark = pytest.mark.lane("callbacks")
+
 _SAVES: dict[str, Callable[[Any, Path], Any]] = {
     "model.keras": lambda model, path: model.save(path),
     "model.weights.h5": lambda model, path: model.save_weights(path),

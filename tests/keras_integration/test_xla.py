@@ -60,6 +60,7 @@ class NotCompiled(keras.layers.Layer):
         return x
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("layer", [keras.layers.ReLU, NotCompiled])
 def test_auto_is_what_it_is_on_one_device(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
@@ -96,6 +97,7 @@ def _trained(strategy: Any, jit_compile: bool) -> list[np.ndarray]:
     return model.get_weights()
 
 
+@pytest.mark.lane("quick")
 def test_what_cannot_be_compiled_is_said_and_runs() -> None:
     strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
     with pytest.warns(UserWarning, match="XLA cannot compile PyFunc") as told:
@@ -119,6 +121,7 @@ def test_collectives_are_not_meant_for_xla(worker_pool: Any) -> None:
     assert worker_pool("shared_memory", 2).run(_warnings_of_xla) == [[], []]
 
 
+@pytest.mark.lane("quick")
 def test_what_is_marked_for_xla() -> None:
     """Replicas build one graph in turns: both are marked, what they say to each other is not, nor what comes after."""
     strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])

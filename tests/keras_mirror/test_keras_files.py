@@ -12,6 +12,8 @@ from keras_runs import KERAS, VARIANTS, run
 
 from tfrep_strategy.processes.identity import horovod_is_installed
 
+pytestmark = pytest.mark.lane("keras")
+
 ALL = os.environ.get("TFREP_KERAS_TESTS") == "all"
 """Whether to run every test of every file: an hour and more on two cores."""
 

@@ -19,6 +19,8 @@ import tfrep_strategy as tfrep
 from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.rendezvous.connections import free_ports
 
+pytestmark = pytest.mark.lane("migration")
+
 _ROOT = Path(__file__).resolve().parents[2]
 _PAGES = _ROOT / "docs" / "migration"
 _PROGRAMS = _PAGES / "programs"

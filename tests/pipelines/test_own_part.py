@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lanes import in_lane
 
 from tfrep_strategy._tensorflow import dataset_kinds, parts_of_dataset
 from tfrep_strategy.batches import shard
@@ -531,10 +532,8 @@ def pipelines(draw: Any) -> Callable[[], tf.data.Dataset]:
     return make
 
 
-@pytest.mark.parametrize("draws", [40, 400])
+@pytest.mark.parametrize("draws", [40, *in_lane("drawn", 400)])
 def test_drawn_pipelines(draws: int) -> None:
-    """The lane `drawn` has the many."""
-
     @settings(
         max_examples=draws,
         deadline=None,

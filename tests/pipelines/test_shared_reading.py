@@ -6,9 +6,12 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
+
+pytestmark = pytest.mark.lane("input")
 
 _ROWS, _BATCH, _EPOCHS = 20, 4, 3  # An epoch has no half batch.
 service = tf.data.experimental.service

@@ -16,6 +16,8 @@ from calling import command
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.processes.announced import announced, find_run
 
+pytestmark = pytest.mark.lane("quick")
+
 FILE = "tfrep-run.json"
 
 

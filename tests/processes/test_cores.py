@@ -19,6 +19,8 @@ from tfrep_strategy.processes import cores
 from tfrep_strategy.processes.cores import THREADS_VARIABLE, cores_of_ranks, is_bound, thread_variables, threads_of_rank
 from tfrep_strategy.processes.identity import identities, inherited_environ
 
+pytestmark = pytest.mark.lane("package")
+
 LIMIT = 240
 OWN = os.sched_getaffinity(0)
 

@@ -23,6 +23,8 @@ from preloads import broken, quick, slow, threaded
 from tfrep_strategy.processes.forked_ranks import ForkServer
 from tfrep_strategy.processes.ranks import Command, Events, Failure, Streams, deferred_signals, run_ranks, start_process
 
+pytestmark = pytest.mark.lane("launchers")
+
 SCRIPTS = Path(__file__).parent / "scripts"
 SLEEP = "import time; time.sleep(60)"
 SOON = 30.0

@@ -7,10 +7,13 @@ import socket
 import urllib.request
 
 import psutil
+import pytest
 from needs import needs_horovod
 
 from tfrep_strategy.processes.identity import identities, inherited_environ
 from tfrep_strategy.rendezvous.horovod_server import SECRET
+
+pytestmark = pytest.mark.lane("quick")
 
 
 def test_tf_config():

@@ -28,6 +28,8 @@ from tfrep_strategy.processes.ranks import (
     start_process,
 )
 
+pytestmark = pytest.mark.lane("launchers")
+
 SLEEP = "import time; time.sleep(60)"
 STUBBORN = Path(__file__).parent / "scripts" / "stubborn.py"
 SOON = 30.0  # Seconds; well before the sleepers would end by themselves, also on a busy machine.

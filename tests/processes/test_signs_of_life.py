@@ -20,6 +20,8 @@ from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.processes.ranks import TIMED_OUT, Command, Failure, deferred_signals, run_ranks
 from tfrep_strategy.processes.signs_of_life import Patience, Watch, give_signs
 
+pytestmark = pytest.mark.lane("launchers")
+
 NEVER = float("inf")
 SLEEP = "time.sleep(60)"
 STOP = "os.kill(os.getpid(), signal.SIGSTOP)"

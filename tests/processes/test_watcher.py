@@ -20,6 +20,8 @@ from observing import alive, wait_until
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.processes.watcher import Watcher, start_watcher
 
+pytestmark = pytest.mark.lane("launchers")
+
 START = f"""
 import os, signal, sys, time
 sys.path[:] = {sys.path!r}

@@ -16,6 +16,8 @@ from calling import command
 from tfrep_strategy.errors import ConfigurationError, PeerError
 from tfrep_strategy.profiles.requests import Asked, answer_requests
 
+pytestmark = pytest.mark.lane("profiles")
+
 Start = Callable[[str], "subprocess.Popen[str]"]
 
 

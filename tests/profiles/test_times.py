@@ -15,6 +15,8 @@ from tfrep_strategy.profiles.summary import TraceReport
 from tfrep_strategy.profiles.times import times_of
 from tfrep_strategy.profiles.tracer import Trace
 
+pytestmark = pytest.mark.lane("quick")
+
 START, DONE = "ExecutorState::ProcessAsync::Start", "ExecutorState::ProcessAsync::Done"
 
 

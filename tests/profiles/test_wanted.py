@@ -18,6 +18,8 @@ from tfrep_strategy.profiles.wanted import (
     traced_steps,
 )
 
+pytestmark = pytest.mark.lane("quick")
+
 BAD_STEPS = ["0", "20:10", "10:10", "abc", "-3", "1:2:3", ":5", "5:", "", "1.5", "10001", "٣", "9" * 10]
 
 

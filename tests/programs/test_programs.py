@@ -113,7 +113,8 @@ def _chosen() -> Iterator[Any]:
     kinds, everything = list(_KINDS), os.environ.get("TFREP_PROGRAMS_TESTS") == "all"
     for i, name in enumerate(sorted(name for name, program in PROGRAMS.items() if everything or program.always)):
         for kind in kinds if everything else [kinds[i % len(kinds)]]:
-            yield pytest.param(name, kind, id=f"{name}-{kind}", marks=needs_horovod if kind == "horovod" else ())
+            marks = [pytest.mark.lane(f"programs_{kind}"), *([needs_horovod] if kind == "horovod" else [])]
+            yield pytest.param(name, kind, id=f"{name}-{kind}", marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -208,5 +209,6 @@ def _compare(found: Any, expected: Any, tolerance: float, path: str) -> None:
         assert abs(found - expected) <= tolerance * max(1.0, abs(expected)), f"{path}: {found}, one device {expected}"
 
 
+@pytest.mark.lane("programs_mirrored")
 def test_every_script_is_run() -> None:
     assert {path.stem for path in _SCRIPTS.glob("*.py")} == set(PROGRAMS)

@@ -17,6 +17,8 @@ from tfrep_strategy.rendezvous.seat import Seat
 from tfrep_strategy.rendezvous.statements import Place, Statement
 from tfrep_strategy.rendezvous.visiting import Visit
 
+pytestmark = pytest.mark.lane("quick")
+
 LIMIT = 10
 QUIET = 0.3
 SECRET = b"s" * 32

@@ -34,7 +34,10 @@ PATIENCE = 0.3
 """Seconds after which a connection has failed. The kernel answers at once, on a slow machine too."""
 DETACH_FILTER = 27
 
-pytestmark = pytest.mark.skipif(problem_of_confining() is not None, reason=f"sockets are open here: {problem_of_confining()}")
+pytestmark = [
+    pytest.mark.lane("quick"),
+    pytest.mark.skipif(problem_of_confining() is not None, reason=f"sockets are open here: {problem_of_confining()}"),
+]
 
 
 def _may_filter() -> bool:

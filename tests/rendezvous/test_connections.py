@@ -12,6 +12,8 @@ from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.rendezvous import connections
 from tfrep_strategy.rendezvous.connections import free_ports
 
+pytestmark = pytest.mark.lane("quick")
+
 
 def test_picked_ports_are_not_given_away() -> None:
     lowest, highest = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text("ascii").split())

@@ -19,7 +19,7 @@ from tfrep_strategy.processes.ranks import deferred_signals
 from tfrep_strategy.rendezvous.horovod_server import _MOST_AT_ONCE
 from tfrep_strategy.running.runs import Options, run_to_end
 
-pytestmark = needs_horovod
+pytestmark = [pytest.mark.lane("quick"), needs_horovod]
 
 LOOPBACK = "127.0.0.1"
 SHOWN = {"Authorization": "Bearer sesame"}

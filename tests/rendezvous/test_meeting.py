@@ -24,6 +24,8 @@ from tfrep_strategy.rendezvous.meeting import Met, _Host, meet
 from tfrep_strategy.rendezvous.secret import shared_secret
 from tfrep_strategy.rendezvous.statements import Place, Statement
 
+pytestmark = pytest.mark.lane("quick")
+
 LIMIT = 60
 SOON = 30
 """Seconds in which a mistake is told."""

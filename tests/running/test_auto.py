@@ -23,6 +23,8 @@ from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.running.runs import Options, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
 
+pytestmark = pytest.mark.lane("launchers")
+
 LIMIT = 240
 
 

@@ -18,6 +18,8 @@ from test_joining import LIMIT, SCRIPTS, environ, found_in
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.running.function import launch
 
+pytestmark = pytest.mark.lane("faults")
+
 SCRIPT = str(SCRIPTS / "goes_on.py")
 RUN = [sys.executable, "-m", "tfrep_strategy.cli", "run"]
 KINDS = {

@@ -15,6 +15,8 @@ import pytest
 from test_backed_up_runs import KINDS, RUN, SCRIPT, check, ended, fits_in
 from test_joining import LIMIT, SCRIPTS, environ
 
+pytestmark = pytest.mark.lane("faults")
+
 pytest.importorskip("gcp_storage_emulator", reason="no server of a bucket")
 
 MARKS = """

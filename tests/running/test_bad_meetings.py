@@ -15,6 +15,8 @@ from test_joining import SCRIPTS, environ
 
 from tfrep_strategy.rendezvous.connections import free_ports
 
+pytestmark = pytest.mark.lane("launchers")
+
 SOON = 30
 """Seconds in which a mistake is told."""
 

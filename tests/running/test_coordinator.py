@@ -15,6 +15,8 @@ from test_joining import SCRIPTS, environ
 from tfrep_strategy.errors import ConfigurationError, PeerError
 from tfrep_strategy.running.coordinator import ClusterOptions, _RestartingCluster, run_coordinator
 
+pytestmark = pytest.mark.lane("servers")
+
 
 def test_a_coordinator_that_is_asked_to_end_has_the_grace_time(tmp_path: Path) -> None:
     """More than the three seconds that it has by default."""

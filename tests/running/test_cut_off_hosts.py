@@ -19,6 +19,8 @@ from tfrep_strategy.running.failures import RunFailed
 from tfrep_strategy.running.on_host import _Listener
 from tfrep_strategy.running.runs import Options
 
+pytestmark = pytest.mark.lane("faults")
+
 LIMIT = 20
 
 

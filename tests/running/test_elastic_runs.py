@@ -19,6 +19,8 @@ from test_joining import SCRIPTS, environ, found_in
 from tfrep_strategy.progress import Progress, Step
 from tfrep_strategy.rendezvous.connections import free_ports
 
+pytestmark = pytest.mark.lane("faults")
+
 LIMIT = 120
 EPOCHS = "8"
 SCRIPT = str(SCRIPTS / "goes_slowly.py")

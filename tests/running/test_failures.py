@@ -14,6 +14,8 @@ from tfrep_strategy.running.failures import RunFailed, describe, last_lines
 from tfrep_strategy.running.rounds import how_lost
 from tfrep_strategy.running.run_logs import log_folder, rank_logs
 
+pytestmark = pytest.mark.lane("quick")
+
 OF_TENSORFLOW = """\
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
 I0000 00:00:1795352234.689562    2463 cpu_feature_guard.cc:227] This TensorFlow binary is optimized to use instructions.

@@ -19,6 +19,8 @@ from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.running import Options, forks, launch
 from tfrep_strategy.running.forks import fork_servers, reason_against_forks
 
+pytestmark = pytest.mark.lane("launchers")
+
 LIMIT = 120.0
 KNOWS = SCRIPTS / "knows.py"
 

@@ -19,6 +19,8 @@ from tfrep_strategy.processes import identity
 from tfrep_strategy.processes.ranks import GRACE_SECONDS
 from tfrep_strategy.running import launch
 
+pytestmark = pytest.mark.lane("launchers")
+
 LIMIT = 100.0
 both = pytest.mark.parametrize("communicator", [pytest.param("horovod", marks=needs_horovod), "tf"])
 

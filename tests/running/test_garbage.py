@@ -19,6 +19,8 @@ from test_two_hosts import SCRIPTS, hosts  # noqa: F401
 from tfrep_strategy.processes.gloo import on_this_machine
 from tfrep_strategy.rendezvous.connections import free_ports
 
+pytestmark = pytest.mark.lane("faults")
+
 MEETING = [
     *TFREP, "run", "--nnodes", "1:2", "--rendezvous", "MEETING_PLACE", "-n", "2",
     "--communicator", "tf", "--backup-dir", "backups", WAITS, "FOLDER",

@@ -22,7 +22,7 @@ from two_machines import Machine, know, machines_in, needs_machines
 
 from tfrep_strategy.processes.cores import cores_of_ranks
 
-pytestmark = needs_machines
+pytestmark = [pytest.mark.lane("hosts"), needs_machines]
 LIMIT = 150
 SOON = 30
 """Seconds in which a mistake is told."""

@@ -22,6 +22,8 @@ from tfrep_strategy.communicators import SingleCommunicator
 from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.rendezvous.connections import free_ports
 
+pytestmark = pytest.mark.lane("launchers")
+
 ROOT = str(Path(tfrep.__file__).parents[1])
 LIMIT = 150
 

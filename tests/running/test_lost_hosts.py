@@ -20,7 +20,7 @@ from two_machines import Machine, needs_machines
 
 from tfrep_strategy.progress import Progress, Step
 
-pytestmark = needs_machines
+pytestmark = [pytest.mark.lane("hosts"), needs_machines]
 PROGRAM = [str(SCRIPTS / "goes_slowly.py"), "3", "0.1"]
 
 

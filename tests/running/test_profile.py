@@ -22,6 +22,8 @@ from test_joining import LIMIT, SCRIPTS, environ
 
 from tfrep_strategy.profiles.summary import SUMMARY_NAME
 
+pytestmark = pytest.mark.lane("profiles")
+
 TFREP = [sys.executable, "-m", "tfrep_strategy.cli"]
 SCRIPT = str(SCRIPTS / "learns.py")
 KINDS = {

@@ -19,6 +19,8 @@ from tfrep_strategy.processes.ranks import deferred_signals
 from tfrep_strategy.running.failures import RunFailed
 from tfrep_strategy.running.runs import Options, run_to_end
 
+pytestmark = pytest.mark.lane("faults")
+
 KILL = "import os, signal; os.kill(os.getpid(), signal.{name})"
 
 

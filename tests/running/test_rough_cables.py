@@ -21,7 +21,7 @@ from two_machines import Machine, needs_machines
 
 from tfrep_strategy.progress import Progress, Step
 
-pytestmark = needs_machines
+pytestmark = [pytest.mark.lane("hosts"), needs_machines]
 PROGRAM = str(SCRIPTS / "goes_slowly.py")
 OUT_SECONDS = 8
 IMPATIENT = {"TFREP_TIMEOUT": "10"}

@@ -8,6 +8,8 @@ import tensorflow as tf
 import tfrep_strategy as tfrep
 from tfrep_strategy.running.scope import run_strategy_scope
 
+pytestmark = pytest.mark.lane("quick")
+
 
 def test_settings_that_come_too_late_are_warnings(monkeypatch):
     tf.constant(0)  # TensorFlow runs from here on.

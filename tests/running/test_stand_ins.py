@@ -12,6 +12,8 @@ import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.running.scope import run_strategy_scope
 
+pytestmark = pytest.mark.lane("quick")
+
 BASES = (tf.distribute.Strategy, tf.compat.v1.distribute.Strategy)
 
 

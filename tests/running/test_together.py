@@ -21,6 +21,8 @@ from tfrep_strategy.progress import Progress, Step
 from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.running.runs import Options
 
+pytestmark = pytest.mark.lane("faults")
+
 LIMIT = 60
 
 

@@ -19,7 +19,7 @@ from test_nodes import SOON, check_ranks, launch, options_of
 LIMIT = 200
 SCRIPTS = Path(__file__).with_name("scripts")
 
-pytestmark = needs_networks
+pytestmark = [pytest.mark.lane("hosts"), needs_networks]
 
 
 class Network(NamedTuple):

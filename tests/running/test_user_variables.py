@@ -22,6 +22,8 @@ from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.running import Options, hosts
 from tfrep_strategy.running.user_variables import chosen_by_user
 
+pytestmark = pytest.mark.lane("launchers")
+
 
 @pytest.mark.parametrize("of_a_run", [None, "TFREP_RESTARTS", "TFREP_NUM_REPLICAS"])
 def test_those_of_an_outer_run_are_not_the_users(of_a_run: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ from test_one_device_answer import assert_same, mirrored
 
 from tfrep_strategy.keras_integration.protocol import Step
 
+pytestmark = pytest.mark.lane("rows")
+
 OPEN = {
     "a_model_that_asks_how_many_rows_there_are", "a_single_row", "accuracy_within_a_batch", "added_losses_of_rows",
     "adversarial_rows", "adversarial_rows_of_a_known_number", "all_reduce_in_call", "attention", "branches_of_metrics",

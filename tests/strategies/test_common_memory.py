@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from lanes import others_in_lane
 from test_one_device_answer import CUT, PROMISED, assert_same, on_one_device, run_in_scope
 
 import tfrep_strategy as tfrep
 
+NAMES = [*PROMISED, *CUT, "sentences_of_any_length", "predicted_strings"]
 
-@pytest.mark.parametrize("name", [*PROMISED, *CUT, "sentences_of_any_length", "predicted_strings"])
+
+@pytest.mark.parametrize("name", others_in_lane("wires", NAMES, "adam", "fewer_rows_than_replicas", "predicted_strings"))
 def test_two_processes(name: str, worker_pool: Any) -> None:
     pool = worker_pool("shared_memory", 2)
     for rank, found in enumerate(pool.run(run_in_scope, name, limit=120, meanwhile=lambda: on_one_device(name))):

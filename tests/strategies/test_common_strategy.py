@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from checks import Checks, both_ways, first, of_each, own_replicas, shared_folder
+from lanes import in_lane
 
 import tfrep_strategy as tfrep
 
@@ -334,13 +335,13 @@ def saving(strategy: Any) -> None:
     strategy.extended.barrier()
 
 
-@pytest.mark.parametrize("size", [2, 1])
+@pytest.mark.parametrize("size", [*in_lane("quick", 2), 1])
 def test_replicas_of_one_process(size: int) -> None:
     failed = check.failures(tfrep.MirroredStrategy([f"CPU:{i}" for i in range(size)]))
     assert not failed, failed
 
 
-@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+@pytest.mark.parametrize("communicator", ["tf", *in_lane("wires", "horovod")])
 def test_processes(worker_pool: Any, communicator: str) -> None:
     failed = check.failures_in(worker_pool(communicator, 2))
     assert not failed, failed

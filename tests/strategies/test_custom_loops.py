@@ -11,6 +11,8 @@ import tensorflow as tf
 
 import tfrep_strategy as tfrep
 
+pytestmark = pytest.mark.lane("loops")
+
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 
 

@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from input_programs import Steps, local_parts, read
+from lanes import in_lane
 
 import tfrep_strategy as tfrep
+
+pytestmark = pytest.mark.lane("quick")
 
 _Options = tf.distribute.InputOptions
 _PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
 
 
-@pytest.fixture(params=["mirrored", "tf", "horovod"])
+@pytest.fixture(params=["mirrored", *in_lane("input", "tf", "horovod")])
 def on_two_replicas(request: pytest.FixtureRequest, worker_pool: Any) -> Callable[..., Any]:
     """Gives `run(program, *args)`, which calls `program(strategy, *args)` and returns what it returned, by process."""
     if request.param == "mirrored":
@@ -151,6 +154,7 @@ def loop_in_functions(strategy: Any) -> list[list[int]]:
     return input_programs.loop_in_functions(strategy)
 
 
+@pytest.mark.lane("input")
 def test_loops_in_functions(on_two_replicas: Any) -> None:
     """`enumerate` and `zip` are loops of the graph, with `break`, as `for` alone is."""
     whole, own = 6 * 10 + 15 * 11 + 7 * 12, 3 * 10 + 7 * 11 + 11 * 12 + 7 * 13
@@ -256,6 +260,7 @@ def test_the_only_replica_does_not_read_on_its_own() -> None:
     assert left == [[[0, 1]], [[0]]]
 
 
+@pytest.mark.lane("input")
 def test_a_loop_that_python_would_unroll_for_ever() -> None:
     strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
     data = strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(2))

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from late_program import prepared, trained
 from test_peer_failure import EACH, SURVIVORS_END_WITHIN, run_ranks
+
+pytestmark = pytest.mark.lane("faults")
 
 PROGRAM = Path(__file__).with_name("late_program.py")
 

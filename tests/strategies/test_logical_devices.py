@@ -12,6 +12,8 @@ import tensorflow as tf
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
 
+pytestmark = pytest.mark.lane("quick")
+
 CPUS = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
 
 

@@ -17,6 +17,8 @@ import tfrep_strategy as tfrep
 from tfrep_strategy._tensorflow import NCCL_DTYPES
 from tfrep_strategy.communicators import local
 
+pytestmark = pytest.mark.lane("gpus")
+
 
 class Nccl:
     """Stands in for NCCL's kernel, and notes what it gets."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +42,30 @@ def mirrored(num_replicas: int) -> tfrep.MirroredStrategy:
     return tfrep.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
 
 
-@pytest.mark.parametrize("name", sorted(scenarios.SCENARIOS))
+KINDS = ("mirrored", "tf", "horovod")
+
+
+def drawn_lane(scenario: str, kind: str, kinds: Sequence[str] = KINDS) -> pytest.MarkDecorator:
+    """Returns the mark of a test's lane. The short lane has half of the scenarios, each on one kind of replicas.
+
+    Args:
+        scenario: The scenario.
+        kind: The kind of replicas on which the test runs it.
+        kinds: Those from which the one of the short lane is drawn.
+    """
+    number = zlib.crc32(scenario.encode())
+    half = 1 + number // len(KINDS) % 2
+    if half == 2 or kind != kinds[number % len(kinds)]:
+        return pytest.mark.lane(f"scenarios_{kind}_{half}")
+    if kind != "mirrored":
+        return pytest.mark.lane("short")
+    # Composed models take long. The short lane has some of them on processes.
+    return pytest.mark.lane("scenarios_mirrored_1" if scenario.startswith("model_") else "quick")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=drawn_lane(name, "mirrored")) for name in sorted(scenarios.SCENARIOS)]
+)
 def test_two_mirrored_replicas(name: str) -> None:
     with mirrored(2).scope():
         found = scenarios.run(name)
@@ -51,9 +76,13 @@ def test_two_mirrored_replicas(name: str) -> None:
 PROMISED = ["sgd_momentum", "adam", "cnn_synchronized_batch_normalization"]
 CUT = ["masked_sequence", "loss_mean_with_sample_weight", "all_reduce_in_call", "on_batch", "fewer_rows_than_replicas"]
 CUT += ["clipped_by_global_norm", "clipped_and_accumulated", "learning_to_learn", "scaled_losses_of_ones_own", "updated_by_hand"]
+OTHER_NUMBERS = [*((name, number) for name in PROMISED for number in (1, 3, 4)), *((name, 3) for name in CUT)]
 
 
-@pytest.mark.parametrize(("name", "num_replicas"), [(n, r) for n in PROMISED for r in (1, 3, 4)] + [(n, 3) for n in CUT])
+@pytest.mark.parametrize(
+    ("name", "num_replicas"),
+    [pytest.param(name, number, marks=drawn_lane(f"{name}-{number}", "mirrored")) for name, number in OTHER_NUMBERS],
+)
 def test_other_numbers_of_mirrored_replicas(name: str, num_replicas: int) -> None:
     with mirrored(num_replicas).scope():
         found = scenarios.run(name)
@@ -65,17 +94,21 @@ def run_in_scope(strategy: Any, name: str) -> dict[str, Any]:
         return scenarios.run(name)
 
 
-@pytest.mark.parametrize("name", sorted(scenarios.SCENARIOS))
-@pytest.mark.parametrize("communicator", ["horovod", "tf"])
-def test_two_processes(name: str, communicator: str, worker_pool: Any) -> None:
+@pytest.mark.parametrize(
+    ("communicator", "name"),
+    [pytest.param(kind, name, marks=drawn_lane(name, kind)) for kind in ("horovod", "tf") for name in sorted(scenarios.SCENARIOS)],
+)
+def test_two_processes(communicator: str, name: str, worker_pool: Any) -> None:
     pool = worker_pool(communicator, 2)
     for rank, found in enumerate(pool.run(run_in_scope, name, limit=120, meanwhile=lambda: on_one_device(name))):
         assert_same(found, on_one_device(name), f"rank {rank}: {name}")
 
 
-@pytest.mark.parametrize("name", PROMISED)
-@pytest.mark.parametrize("communicator", ["horovod", "tf"])
-def test_four_processes(name: str, communicator: str, worker_pool: Any) -> None:
+@pytest.mark.parametrize(
+    ("communicator", "name"),
+    [pytest.param(kind, name, marks=drawn_lane(name, kind, ["horovod"])) for kind in ("horovod", "tf") for name in PROMISED],
+)
+def test_four_processes(communicator: str, name: str, worker_pool: Any) -> None:
     pool = worker_pool(communicator, 4)
     for rank, found in enumerate(pool.run(run_in_scope, name, limit=180, meanwhile=lambda: on_one_device(name))):
         assert_same(found, on_one_device(name), f"rank {rank}: {name}")

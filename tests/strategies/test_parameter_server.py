@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from parameter_server_support import ROOT
 
+pytestmark = pytest.mark.lane("servers")
+
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["parameter_server_cases.py", "parameter_server_bad_input_cases.py"])

@@ -14,6 +14,8 @@ from parameter_server_support import data, dense_model, start
 import tfrep_strategy as tfrep
 from tfrep_strategy.rendezvous.connections import free_ports
 
+pytestmark = pytest.mark.lane("servers")
+
 _PS, _WORKER = ["127.0.0.1:1"], ["127.0.0.1:2"]
 def _task() -> None:
     strategy = tfrep.ParameterServerStrategy(connect_timeout=100)  # Several imports at once take a while.
@@ -46,6 +48,7 @@ def _spec_resolver(cluster: dict[str, list[str]], task: dict[str, Any]) -> Any:
     return tf.distribute.cluster_resolver.SimpleClusterResolver(spec, task_type=kind, task_id=index, rpc_layer="grpc")
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("through", ["TF_CONFIG", "a resolver"])
 @pytest.mark.parametrize(
     ("more_jobs", "task", "text"),
@@ -71,6 +74,7 @@ def test_a_bad_cluster_is_refused_before_anybody_is_waited_for(
         tfrep.ParameterServerStrategy(resolver)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     "config",
     [

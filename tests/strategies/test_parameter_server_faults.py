@@ -21,6 +21,8 @@ from parameter_server_support import data, dense_model, environ_in, left_behind,
 
 import tfrep_strategy as tfrep
 
+pytestmark = pytest.mark.lane("servers")
+
 _SCRIPTS = Path(__file__).with_name("scripts")
 X, Y = data(2000)
 

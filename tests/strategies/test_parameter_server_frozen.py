@@ -22,6 +22,8 @@ from parameter_server_support import data, dense_model, environ_in, left_behind,
 import tfrep_strategy as tfrep
 from tfrep_strategy.rendezvous.connections import free_ports
 
+pytestmark = pytest.mark.lane("servers")
+
 BACKED_UP = Path(__file__).with_name("scripts") / "backed_up.py"
 ENDS_WITHIN = 20.0
 X, Y = data(2000)

@@ -23,7 +23,7 @@ LIMIT = 200
 EPOCHS = 3
 _EPOCHS_WITH_A_CUT = 40
 
-pytestmark = needs_networks
+pytestmark = [pytest.mark.lane("servers"), needs_networks]
 
 
 def _learned(epochs: int, callbacks: Sequence[keras.callbacks.Callback] = ()) -> keras.Model:

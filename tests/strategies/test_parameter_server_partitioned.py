@@ -11,10 +11,13 @@ from typing import Any
 import keras
 import numpy as np
 import psutil
+import pytest
 import tensorflow as tf
 from parameter_server_support import run
 
 import tfrep_strategy as tfrep
+
+pytestmark = pytest.mark.lane("servers")
 
 PARTITIONERS = tf.distribute.experimental.partitioners
 IDS = np.random.RandomState(0).randint(0, 50, (120, 3))

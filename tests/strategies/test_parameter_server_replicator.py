@@ -15,6 +15,8 @@ from parameter_server_support import data, run
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
 
+pytestmark = pytest.mark.lane("servers")
+
 
 def _refused(what: Callable[[], object]) -> str:
     with pytest.raises(ConfigurationError) as caught:

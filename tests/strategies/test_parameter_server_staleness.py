@@ -17,6 +17,8 @@ from parameter_server_support import data, dense_model, run
 
 import tfrep_strategy as tfrep
 
+pytestmark = pytest.mark.lane("servers")
+
 _WAKE = Path(__file__).with_name("scripts") / "wake.sh"
 
 

@@ -16,6 +16,8 @@ import pytest
 from tfrep_strategy.processes.identity import horovod_is_installed, identities, inherited_environ
 from tfrep_strategy.rendezvous.connections import free_ports
 
+pytestmark = pytest.mark.lane("faults")
+
 PROGRAM = Path(__file__).with_name("peer_programs.py")
 SURVIVORS_END_WITHIN = 30.0
 STOPPED_ENDS_WITHIN = 20.0

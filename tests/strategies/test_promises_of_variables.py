@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from checks import Checks, both_ways, first, local, of_each, own_replicas, shared_folder
+from lanes import in_lane
 
 import tfrep_strategy as tfrep
 
@@ -324,7 +325,7 @@ def test_replicas_of_one_process() -> None:
     assert not failed, failed
 
 
-@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+@pytest.mark.parametrize("communicator", ["horovod", *in_lane("transports", "tf")])
 def test_processes(worker_pool: Any, communicator: str) -> None:
     failed = check.failures_in(worker_pool(communicator, 2))
     assert not failed, failed

@@ -11,10 +11,13 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from keras import layers
 from test_one_device_answer import assert_same, mirrored
+
+pytestmark = pytest.mark.lane("drawn")
 
 O = keras.optimizers  # noqa: E741
 

@@ -17,6 +17,8 @@ import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.strategies.checked_settings import take_settings
 
+pytestmark = pytest.mark.lane("quick")
+
 _SETTINGS = (Path(__file__).parents[2] / "docs" / "settings.md").read_text("utf-8")
 _CLASSES = (tfrep.MirroredStrategy, tfrep.MultiWorkerStrategy, tfrep.ParameterServerStrategy)
 _MOST_NAMES = 14
@@ -101,6 +103,7 @@ def of_parameter_servers() -> None:
         _check(tfrep.ParameterServerStrategy, lambda **options: tfrep.ParameterServerStrategy(cluster, **options))
 
 
+@pytest.mark.lane("short")
 def test_settings_of_parameter_servers() -> None:
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # A process that has been connected to a cluster has other devices.
     done = subprocess.run(

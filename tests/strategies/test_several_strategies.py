@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from lanes import in_lane
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
@@ -61,7 +62,7 @@ def interleaved(first: Any, communicator: str) -> dict[str, Any]:
     return {"passed": passed, "sums": sums, "weights": weights, "alone": alone}
 
 
-@pytest.mark.parametrize("communicator", ["tf", "horovod", "shared_memory"])
+@pytest.mark.parametrize("communicator", ["tf", "horovod", *in_lane("wires", "shared_memory")])
 def test_steps_of_several_strategies_interleave(worker_pool: Any, communicator: str) -> None:
     for rank in worker_pool(communicator, 2).run(interleaved, communicator):
         assert rank["passed"] == 2.0
@@ -83,7 +84,7 @@ def forgotten_by_one_rank(first: Any, communicator: str, folder: str) -> list[An
     return [float(read), tfrep.broadcast_object(first.rank, root=1), float(first.run(lambda: tfrep.all_sum(1.0)))]
 
 
-@pytest.mark.parametrize("communicator", ["tf", "horovod", "shared_memory"])
+@pytest.mark.parametrize("communicator", ["horovod", *in_lane("wires", "tf", "shared_memory")])
 def test_a_strategy_that_only_one_rank_has_forgotten(worker_pool: Any, communicator: str, tmp_path: Any) -> None:
     assert worker_pool(communicator, 2).run(forgotten_by_one_rank, communicator, str(tmp_path)) == [[3.0, 1, 2.0]] * 2
 

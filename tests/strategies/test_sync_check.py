@@ -8,13 +8,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from lanes import in_lane
 from scenarios import dense, regression
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError, DesyncError
 from tfrep_strategy.strategies.sync_check import checksum, compare
 
-BOTH = pytest.mark.parametrize("communicator", ["tf", "horovod"])
+pytestmark = pytest.mark.lane("quick")
 
 
 def _trained(strategy: Any, callbacks: Any = ()) -> keras.Model:
@@ -104,7 +105,7 @@ def test_mirrored() -> None:
     _verify(_check(tfrep.MirroredStrategy(["CPU:0", "CPU:1"])))
 
 
-@BOTH
+@pytest.mark.parametrize("communicator", [*in_lane("short", "tf"), *in_lane("transports", "horovod")])
 def test_processes(worker_pool: Any, communicator: str) -> None:
     results = worker_pool(communicator, 2).run(_check)
     assert results[0] == results[1]

@@ -12,6 +12,8 @@ from calling import command
 
 import tfrep_strategy as tfrep
 
+pytestmark = pytest.mark.lane("loops")
+
 _MANY = 24
 
 

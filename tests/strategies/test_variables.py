@@ -75,6 +75,7 @@ def stock() -> dict[tuple[Any, ...], Any]:
     return outcomes(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
 
 
+@pytest.mark.lane("quick")
 def test_updates_on_mirrored_replicas(stock: dict[tuple[Any, ...], Any]) -> None:
     found = outcomes(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))
     for case, expected in stock.items():

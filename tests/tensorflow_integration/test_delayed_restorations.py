@@ -13,6 +13,8 @@ from keras import layers
 
 import tfrep_strategy as tfrep
 
+pytestmark = pytest.mark.lane("callbacks")
+
 ROWS = np.random.RandomState(0).randn(37, 6).astype("float32")
 TARGETS = np.tanh(ROWS[:, :1])
 KINDS: dict[str, dict[str, Any]] = {

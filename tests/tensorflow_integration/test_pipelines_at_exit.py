@@ -9,11 +9,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import tensorflow as tf
 from calling import command
 
 from tfrep_strategy.tensorflow_integration import pipelines_at_exit  # noqa: F401  # Acts when Python ends.
 from tfrep_strategy.tensorflow_integration.pipeline_ends import PipelineIterator
+
+pytestmark = pytest.mark.lane("faults")
 
 
 class Holder:

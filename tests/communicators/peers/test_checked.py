@@ -9,16 +9,15 @@ from typing import Any
 import keras
 import pytest
 import tensorflow as tf
+from needs import needs_horovod
 from workers import WorkerPool
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.errors import DesyncError
-from tfrep_strategy.processes.identity import horovod_is_installed
 
 BOTH = pytest.mark.parametrize(
-    "communicator",
-    ["tf", pytest.param("horovod", marks=pytest.mark.skipif(not horovod_is_installed(), reason="no Horovod"))],
+    "communicator", ["tf", pytest.param("horovod", marks=[needs_horovod, pytest.mark.lane("transports")])]
 )
 
 
@@ -145,7 +144,8 @@ def _only_some(strategy: Any) -> tuple[str, str]:
     return "none", ""
 
 
-@BOTH
+@pytest.mark.lane("wires")
+@pytest.mark.parametrize("communicator", ["tf", pytest.param("horovod", marks=needs_horovod)])
 def test_debug_names_who_has_not_called(communicator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFREP_DEBUG", "1")
     with WorkerPool(communicator, 2) as pool:

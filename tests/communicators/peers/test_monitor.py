@@ -24,6 +24,8 @@ from tfrep_strategy.communicators.single import SingleCommunicator
 from tfrep_strategy.errors import DesyncError
 from tfrep_strategy.rendezvous.connections import connect
 
+pytestmark = pytest.mark.lane("faults")
+
 ALL = pytest.mark.parametrize("communicator", ["tf", "horovod", "shared_memory"])
 SUM = Call("all_reduce", "sum", (("float32", (3,)),), "train.py:7")
 
@@ -60,6 +62,7 @@ def receive(connection: Connection) -> Any:
     return connection.recv()
 
 
+@pytest.mark.lane("quick")
 def test_all_hear_how_a_rank_ended() -> None:
     with star(3) as (first, second, third):
         second.send(("ended", False, "ValueError: boom"))
