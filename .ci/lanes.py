@@ -64,7 +64,7 @@ def command(lane: str) -> list[str]:
     return [*PYTEST, "-x", "-m", lane]
 
 
-def run(lane: str, limit: float) -> Outcome:
+def run(lane: str, limit: int) -> Outcome:
     """Runs a lane.
 
     Args:
@@ -74,7 +74,7 @@ def run(lane: str, limit: float) -> Outcome:
     print(f"\nLane {lane}: {' '.join(command(lane))}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        limited = ["timeout", "--signal=INT", "--kill-after=60", f"{max(limit, 1.0):.0f}", *command(lane), f"--junitxml={report}"]
+        limited = ["timeout", "--signal=INT", "--kill-after=60", str(limit), *command(lane), f"--junitxml={report}"]
         began = time.monotonic()
         with subprocess.Popen(limited, stdin=subprocess.DEVNULL) as process:
             try:
@@ -92,7 +92,7 @@ def run(lane: str, limit: float) -> Outcome:
     return Outcome(state, passed, failed, skipped, seconds / 60)
 
 
-def run_with_mpi(lane: str, limit: float) -> Outcome:
+def run_with_mpi(lane: str, limit: int) -> Outcome:
     """Runs a lane with a Horovod that has MPI. All other lanes are for Horovod without it.
 
     Args:
@@ -218,7 +218,7 @@ def main() -> int:
             outcomes[lane] = Outcome("passed before")
             continue
         left = end - time.monotonic()
-        limit = min(left, 7200) if lane == SHORT else 60 * lane_minutes
+        limit = max(1, int(min(left, 7200) if lane == SHORT else 60 * lane_minutes))
         if lane != SHORT and left < limit:
             continue
         run_lane = run_with_mpi if lane == "engines" and os.environ.get("TFREP_CI_APT") == "1" else run
