@@ -10,12 +10,14 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
 import tfrep_strategy as tfrep
+from tfrep_strategy.versions import KERAS, TENSORFLOW
 
 pytestmark = pytest.mark.lane("package")
 
@@ -135,14 +137,37 @@ def test_installed_package_trains(fresh, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("module", "version", "minimum"), [("tensorflow", "2.18.1", "2.19"), ("keras", "3.11.0", "3.12")]
+    ("module", "version", "tested"),
+    [("tensorflow", "2.18.1", "tensorflow>=2.19,<2.22"), ("keras", "3.11.0", "keras>=3.12,<3.16")],
 )
-def test_too_old_a_version_is_refused_at_first_use(fresh, tmp_path, module, version, minimum):
-    said = _outside(fresh, "old_version.py", tmp_path, module, version).splitlines()[-1]
+def test_too_old_a_version_is_refused_at_first_use(fresh, tmp_path, module, version, tested):
+    said = _outside(fresh, "another_version.py", tmp_path, module, version).splitlines()[-1]
     assert said.startswith("UnsupportedVersionError")
-    assert f"{minimum} or newer" in said
     assert version in said
-    assert "pip install" in said
+    assert f"pip install '{tested}'" in said
+
+
+@pytest.mark.parametrize(("module", "version"), [("tensorflow", "2.22.0.dev1"), ("keras", "3.16.0.dev1")])
+def test_a_newer_version_in_which_all_fits_is_one_warning(fresh, tmp_path, module, version):
+    used, *said = _outside(fresh, "another_version.py", tmp_path, module, version).splitlines()
+    assert used.endswith("MirroredStrategy'>")
+    (warning,) = said
+    assert version in warning
+    assert "pip install" in warning
+
+
+def test_a_newer_keras_in_which_something_does_not_fit_is_one_error_that_names_all(fresh, tmp_path):
+    changed = ["trainers.trainer:Trainer.compile", "optimizers.base_optimizer:BaseOptimizer.apply"]
+    (said,) = _outside(fresh, "another_version.py", tmp_path, "keras", "3.16.0", *changed).splitlines()
+    assert said.startswith("UnsupportedVersionError | 2 of the ")
+    assert said.count("(self, made_up)") == 2
+    for part in ("do not fit Keras 3.16.0", *changed, "keras>=3.12,<3.16"):
+        assert part in said
+
+
+def test_the_bounds_are_those_of_pip():
+    project = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
+    assert {TENSORFLOW.requirement, KERAS.requirement} <= set(project["dependencies"])
 
 
 def test_another_keras_backend_is_refused_at_first_use(fresh, tmp_path):

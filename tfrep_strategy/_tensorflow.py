@@ -13,28 +13,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from packaging.version import Version
 
-from tfrep_strategy.errors import UnsupportedVersionError
-
-MINIMUM_TENSORFLOW = "2.19"
+from tfrep_strategy.errors import UnsupportedVersionError, message
+from tfrep_strategy.versions import TENSORFLOW
 
 
 def _private(module: str, name: str, package: str = "tensorflow.python") -> Any:
     try:
         return getattr(importlib.import_module(f"{package}.{module}"), name)
     except (ImportError, AttributeError) as error:
-        raise UnsupportedVersionError(
-            f"TensorFlow {tf.__version__} moved `{name}` out of `{package}.{module}`, which tfrep_strategy needs.\n"
-            f"Hint: pip install --upgrade tfrep_strategy, or use an older TensorFlow ({MINIMUM_TENSORFLOW} or newer)."
-        ) from error
+        what = f"TensorFlow {tf.__version__} moved `{name}` out of `{package}.{module}`, which tfrep_strategy needs."
+        raise UnsupportedVersionError(message(what, TENSORFLOW.hint)) from error
 
 
-if Version(tf.__version__) < Version(MINIMUM_TENSORFLOW):
-    raise UnsupportedVersionError(
-        f"tfrep_strategy needs TensorFlow {MINIMUM_TENSORFLOW} or newer. Received: tensorflow {tf.__version__}\n"
-        f"Hint: pip install --upgrade 'tensorflow>={MINIMUM_TENSORFLOW}'"
-    )
+TENSORFLOW.refuse_older(tf.__version__)
 
 # Strategies.
 MirroredExtended = _private("distribute.mirrored_strategy", "MirroredExtended")
@@ -386,3 +378,6 @@ def set_random_state(seed: int, state: object) -> None:
         tf.random.set_seed(seed)
     if state is not None:
         context()._rng.setstate(state)
+
+
+TENSORFLOW.warn_of_newer(tf.__version__)

@@ -5,28 +5,26 @@ Under any other strategy, and under none, each of them does what Keras wrote. `u
 """
 
 import keras
-from packaging.version import Version
 
 from tfrep_strategy.errors import UnsupportedVersionError
+from tfrep_strategy.versions import KERAS
 
-MINIMUM_KERAS = "3.12"
-
-if Version(keras.__version__) < Version(MINIMUM_KERAS):
-    raise UnsupportedVersionError(
-        f"tfrep_strategy needs Keras {MINIMUM_KERAS} or newer. Received: keras {keras.__version__}\n"
-        f"Hint: pip install --upgrade 'keras>={MINIMUM_KERAS}'"
-    )
+KERAS.refuse_older(keras.__version__)
 if keras.backend.backend() != "tensorflow":
     raise UnsupportedVersionError(
         f"tfrep_strategy works with Keras's TensorFlow backend. Received: backend={keras.backend.backend()!r}\n"
         "Hint: set the environment variable KERAS_BACKEND=tensorflow before Keras is imported."
     )
 
+from tfrep_strategy.keras_integration.driver import registry  # noqa: E402  (the next ones touch what it has checked)
+
+registry.check()
+
 from tfrep_strategy.keras_integration.asynchronous import driver as _asynchronous  # noqa: E402, F401  (derives from Keras's own)
-from tfrep_strategy.keras_integration.driver import registry  # noqa: E402
 from tfrep_strategy.keras_integration.synchronous import driver as _synchronous  # noqa: E402, F401  (likewise)
 
 install, uninstall, describe = registry.install, registry.uninstall, registry.describe
 install()
+KERAS.warn_of_newer(keras.__version__)
 
-__all__ = ["MINIMUM_KERAS", "describe", "install", "registry", "uninstall"]
+__all__ = ["describe", "install", "registry", "uninstall"]

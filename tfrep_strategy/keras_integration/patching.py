@@ -19,9 +19,9 @@ from typing import Any
 import keras
 
 from tfrep_strategy.errors import UnsupportedVersionError, message
+from tfrep_strategy.versions import KERAS
 
 _MISSING = object()
-_HINT = "pip install --upgrade tfrep_strategy, or use an older Keras (3.12 or newer)."
 
 
 def keras_internal(module: str, name: str | None = None) -> Any:
@@ -36,7 +36,7 @@ def keras_internal(module: str, name: str | None = None) -> Any:
     except (ImportError, AttributeError) as error:
         missing = f"`keras.src.{module}`" + (f".{name}" if name else "")
         what = f"Keras {keras.__version__} moved {missing}, which tfrep_strategy needs."
-        raise UnsupportedVersionError(message(what, _HINT)) from error
+        raise UnsupportedVersionError(message(what, KERAS.hint)) from error
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Patch:
             found = _MISSING
         if found is _MISSING and self._adds is None and not self._optional:
             what = f"Keras {keras.__version__} has no `{self.target}`, which tfrep_strategy replaces."
-            raise UnsupportedVersionError(message(what, _HINT))
+            raise UnsupportedVersionError(message(what, KERAS.hint))
         return owner, name, found
 
     def check(self) -> None:
@@ -157,7 +157,7 @@ class Patch:
         signature = str(inspect.signature(found))
         if signature not in self.expects:
             what = f"Keras {keras.__version__} has another `{self.target}` than the one that tfrep_strategy replaces."
-            raise UnsupportedVersionError(message(what, _HINT, signature=signature, expected=" or ".join(self.expects)))
+            raise UnsupportedVersionError(message(what, KERAS.hint, signature=signature, expected=" or ".join(self.expects)))
 
     def install(self) -> None:
         """Replaces the attribute."""
@@ -270,17 +270,34 @@ class Registry:
                 entry.find_driver = entry.find_driver or topic.driver
                 self.patches.append(entry)
 
+    def check(self) -> None:
+        """Checks every patch that is not made yet.
+
+        Raises:
+            UnsupportedVersionError: Some do not fit this Keras. It names each of them, with both signatures.
+        """
+        misfits = []
+        for patch in self._fresh():
+            try:
+                patch.check()
+            except UnsupportedVersionError as error:
+                misfits.append(str(error).partition("\nHint: ")[0])
+        if misfits:
+            what = f"{len(misfits)} of the {len(self.patches)} patches of tfrep_strategy do not fit Keras {keras.__version__}."
+            raise UnsupportedVersionError(message("\n".join([what, *misfits]), KERAS.hint))
+
     def install(self) -> None:
         """Checks every patch, and then makes them all. Nothing is changed where one does not fit, or all are made already.
 
         Raises:
-            UnsupportedVersionError: for what this Keras does not have as it is expected; it names both signatures.
+            UnsupportedVersionError: Some do not fit this Keras.
         """
-        fresh = [patch for patch in self.patches if not patch._changed]
-        for patch in fresh:
-            patch.check()
-        for patch in fresh:
+        self.check()
+        for patch in self._fresh():
             patch.install()
+
+    def _fresh(self) -> list[Patch]:
+        return [patch for patch in self.patches if not patch._changed]
 
     def uninstall(self) -> None:
         """Makes Keras what it was before `install`."""
