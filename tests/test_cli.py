@@ -232,6 +232,22 @@ def test_bad_input(tmp_path, monkeypatch, capsys, arguments, named):
     assert "Hint: " in error
 
 
+@pytest.mark.parametrize("command", [["run", "script.py"], ["run", "--strategy", "parameter-server", "script.py"], ["doctor"]])
+@pytest.mark.parametrize("backend", ["jax", "torch", "numpy", "Tensorflow"])
+def test_another_backend_of_keras_is_refused(tmp_path, monkeypatch, capsys, command, backend):
+    from tfrep_strategy.cli import main
+
+    (tmp_path / "script.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tfrep", *command])
+    monkeypatch.setenv("KERAS_BACKEND", backend)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    said = f"tfrep: Only Keras's TensorFlow backend works here. Received: KERAS_BACKEND='{backend}'\nHint: set KERAS_BACKEND=tensorflow.\n"
+    assert capsys.readouterr().err == said
+
+
 def test_version(monkeypatch, capsys):
     from tfrep_strategy.cli import main
 

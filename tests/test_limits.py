@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.limits import (
     backup_seconds,
+    check_keras_backend,
     grace_seconds,
     longest_silence,
     machine_silence,
@@ -68,3 +70,16 @@ def test_a_rank_that_writes_a_backup_has_more_time_to_end(monkeypatch: pytest.Mo
         monkeypatch.setenv("TFREP_GRACE", value)
         with pytest.raises(ConfigurationError, match=f"TFREP_GRACE='{value}'"):
             grace_seconds(for_a_backup=True)
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"backend": "tensorflow"}', '{"backend": "jax"}'])
+def test_a_backend_that_keras_reads_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None) -> None:
+    monkeypatch.delenv("KERAS_BACKEND", raising=False)
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    if content is not None:
+        (tmp_path / "keras.json").write_text(content, "utf-8")
+    if content is not None and "jax" in content:
+        with pytest.raises(ConfigurationError, match="backend='jax'"):
+            check_keras_backend()
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow" if content and "jax" in content else "")
+    check_keras_backend()

@@ -286,6 +286,9 @@ def doctor(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="With --keras: print it as docs/architecture.md has it.")] = False,
 ) -> None:
     """Show what is installed and what was detected, and test that processes can talk to each other."""
+    from tfrep_strategy.limits import check_keras_backend
+
+    check_keras_backend()
     from tfrep_strategy.doctor import examine, in_short, show, show_keras
 
     if short:

@@ -1,11 +1,15 @@
-"""Settings from the environment: waiting times, backups, warnings, trust, how hosts are reached, whether calls are checked."""
+"""Settings from outside: waiting times, backups, warnings, trust, how hosts are reached, whether calls are checked, Keras's backend."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
 import signal
+from pathlib import Path
 
+from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.validation import CommandLine, Limit, Network, Networks, Seconds, WarningSignal, variable
 
 
@@ -194,3 +198,31 @@ def is_debugging() -> bool:
         False
     """
     return os.environ.get("TFREP_DEBUG", "0") not in ("", "0")
+
+
+def check_keras_backend() -> None:
+    """Refuses another backend of Keras than TensorFlow, as its variable or its file names it, without loading Keras.
+
+    Raises:
+        ConfigurationError: Keras would be loaded with another backend.
+
+    Example:
+        >>> os.environ["KERAS_BACKEND"] = "jax"
+        >>> check_keras_backend()
+        Traceback (most recent call last):
+        ...
+        tfrep_strategy.errors.ConfigurationError: Only Keras's TensorFlow backend works here. Received: KERAS_BACKEND='jax'
+        Hint: set KERAS_BACKEND=tensorflow.
+    """
+    if backend := os.environ.get("KERAS_BACKEND"):
+        received = {"KERAS_BACKEND": backend}
+    else:
+        file = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras") / "keras.json"
+        backend = "tensorflow"
+        with contextlib.suppress(OSError, RuntimeError, ValueError, AttributeError):  # Keras does not read such a file either.
+            backend = json.loads(file.read_text("utf-8")).get("backend", backend)
+        received = {"file": str(file), "backend": backend}
+    if backend != "tensorflow":
+        raise ConfigurationError(
+            message("Only Keras's TensorFlow backend works here.", hint="set KERAS_BACKEND=tensorflow.", **received)
+        )

@@ -16,7 +16,7 @@ from typing import Any
 
 from tfrep_strategy.clusters.cluster import LocalCluster, check_counts
 from tfrep_strategy.errors import ConfigurationError, PeerError, ServerLostError, check_count, message
-from tfrep_strategy.limits import grace_seconds
+from tfrep_strategy.limits import check_keras_backend, grace_seconds
 from tfrep_strategy.processes.announced import announced
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.identity import inherited_environ
@@ -50,7 +50,7 @@ class ClusterOptions:
         profile_dir: Folder for traces; by default `profile` in `log_dir`, or `tfrep-profile` in the current folder.
 
     Raises:
-        ConfigurationError: A number cannot be used.
+        ConfigurationError: A number cannot be used, or Keras would be loaded with another backend.
 
     Example:
         >>> ClusterOptions(workers=2, servers=1, max_restarts=3)
@@ -65,6 +65,7 @@ class ClusterOptions:
     profile_dir: Path | None = None
 
     def __post_init__(self) -> None:
+        check_keras_backend()
         check_fields(self)
         check_counts(workers=self.workers, servers=self.servers)
         check_count("A run cannot be restarted that often.", 0, max_restarts=self.max_restarts)

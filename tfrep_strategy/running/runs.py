@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds, message
-from tfrep_strategy.limits import backup_seconds, grace_seconds
+from tfrep_strategy.limits import backup_seconds, check_keras_backend, grace_seconds
 from tfrep_strategy.processes.announced import announced
 from tfrep_strategy.processes.cores import cores_of_ranks, thread_variables
 from tfrep_strategy.processes.forked_ranks import ForkServers
@@ -74,7 +74,8 @@ class Options:
         bind_cores: Whether each rank may use only its own part of the cores that its launcher may use.
 
     Raises:
-        ConfigurationError: An option cannot be used, alone or beside the others, or `TFREP_BACKUP_SECONDS` is no number.
+        ConfigurationError: An option cannot be used, alone or beside the others, `TFREP_BACKUP_SECONDS` is no number, or Keras
+            would be loaded with another backend.
 
     Example:
         >>> Options(num_replicas=2).size
@@ -99,6 +100,7 @@ class Options:
     bind_cores: bool = False
 
     def __post_init__(self) -> None:
+        check_keras_backend()
         check_fields(self)
         if self.num_replicas is not None:
             most = MOST_RANKS if self.hosts or self.ray else MOST_PROCESSES
