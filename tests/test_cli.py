@@ -244,8 +244,8 @@ def test_another_backend_of_keras_is_refused(tmp_path, monkeypatch, capsys, comm
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2
-    said = f"tfrep: Only Keras's TensorFlow backend works here. Received: KERAS_BACKEND='{backend}'\nHint: set KERAS_BACKEND=tensorflow.\n"
-    assert capsys.readouterr().err == said
+    what = f"Only Keras's TensorFlow backend works here. Received: KERAS_BACKEND='{backend}'"
+    assert capsys.readouterr().err == f"tfrep: {what}\nHint: set KERAS_BACKEND=tensorflow.\n"
 
 
 def test_version(monkeypatch, capsys):

@@ -99,7 +99,7 @@ def test_no_import_circles():
 
 
 def test_private_code_is_touched_in_its_rooms_only():
-    """Private TensorFlow goes through _tensorflow.py, private Keras through keras_integration/patching.py."""
+    """Private TensorFlow goes through _tensorflow.py, private Keras through keras_integration/internals.py and patching.py."""
     wrong = []
     for path in _SOURCES:
         imports = [module for module, _ in _imports(path) if module.startswith(("tensorflow.python", "keras.src"))]
@@ -107,7 +107,7 @@ def test_private_code_is_touched_in_its_rooms_only():
         if path.name != "_tensorflow.py" and "tensorflow.python" in text:
             imports.append("tensorflow.python")
         if "keras_integration" not in path.parts:
-            imports += [name for name in ("keras.src", "keras_internal") if name in text]
+            imports += [name for name in ("keras.src", "keras_integration.internals") if name in text]
         wrong += [f"{_module(path)}: {name}" for name in imports]
     assert not wrong
 
@@ -120,19 +120,3 @@ def test_a_name_means_one_thing():
 def test_no_file_is_too_long():
     lines = {str(path.relative_to(_PACKAGE)): len(path.read_text("utf-8").splitlines()) for path in _SOURCES}
     assert not {name: number for name, number in lines.items() if number > _LONGEST_FILE}
-
-
-def test_a_moved_private_name_is_named():
-    from tfrep_strategy import _tensorflow
-    from tfrep_strategy.errors import UnsupportedVersionError
-
-    with pytest.raises(UnsupportedVersionError, match=r"moved `Gone` out of `tensorflow\.python\.distribute\.values`"):
-        _tensorflow._private("distribute.values", "Gone")
-
-
-def test_a_moved_keras_name_is_named():
-    from tfrep_strategy.errors import UnsupportedVersionError
-    from tfrep_strategy.keras_integration.patching import keras_internal
-
-    with pytest.raises(UnsupportedVersionError, match="gone"):
-        keras_internal("losses.loss", "gone")

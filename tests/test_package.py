@@ -152,17 +152,30 @@ def test_a_newer_version_in_which_all_fits_is_one_warning(fresh, tmp_path, modul
     used, *said = _outside(fresh, "another_version.py", tmp_path, module, version).splitlines()
     assert used.endswith("MirroredStrategy'>")
     (warning,) = said
+    assert warning.startswith(f"warned | {_SCRIPTS / 'another_version.py'} ")
     assert version in warning
     assert "pip install" in warning
 
 
-def test_a_newer_keras_in_which_something_does_not_fit_is_one_error_that_names_all(fresh, tmp_path):
+def test_all_that_a_newer_keras_has_changed_is_one_error(fresh, tmp_path):
     changed = ["trainers.trainer:Trainer.compile", "optimizers.base_optimizer:BaseOptimizer.apply"]
-    (said,) = _outside(fresh, "another_version.py", tmp_path, "keras", "3.16.0", *changed).splitlines()
-    assert said.startswith("UnsupportedVersionError | 2 of the ")
-    assert said.count("(self, made_up)") == 2
-    for part in ("do not fit Keras 3.16.0", *changed, "keras>=3.12,<3.16"):
-        assert part in said
+    changes = ["-keras.src.utils.python_utils:is_default", *(f"+keras.src.{name}" for name in changed)]
+    (said,) = _outside(fresh, "another_version.py", tmp_path, "keras", "3.16.0.dev1", *changes).splitlines()
+    assert said.startswith("UnsupportedVersionError | tfrep_strategy does not fit Keras 3.16.0.dev1 (3 misfits): ")
+    assert "`keras.src.utils.python_utils.is_default` is gone." in said
+    for name in changed:
+        assert f"`{name}` is (self, made_up), not (self, " in said
+    assert said.endswith(f" Hint: pip install '{KERAS.requirement}'")
+
+
+def test_all_that_a_newer_tensorflow_has_moved_is_one_error(fresh, tmp_path):
+    gone = ["framework.op_def_registry:get", "eager.record:record_operation", "autograph.core.config:CONVERSION_RULES"]
+    changes = [f"-tensorflow.python.{name}" for name in gone]
+    (said,) = _outside(fresh, "another_version.py", tmp_path, "tensorflow", "2.22.0", *changes).splitlines()
+    assert said.startswith("UnsupportedVersionError | tfrep_strategy does not fit TensorFlow 2.22.0 (3 misfits): ")
+    for name in gone:
+        assert f"`tensorflow.python.{name.replace(':', '.')}` is gone." in said
+    assert said.endswith(f" Hint: pip install '{TENSORFLOW.requirement}'")
 
 
 def test_the_bounds_are_those_of_pip():

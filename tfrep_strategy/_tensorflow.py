@@ -1,32 +1,27 @@
 """Imports the private TensorFlow names that this package uses. No other module imports private names.
 
-Each name is checked at import. If a TensorFlow release moves one, the error names it.
+All names are checked at import. One error tells which of them a TensorFlow release has moved.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.errors import UnsupportedVersionError, message
-from tfrep_strategy.versions import TENSORFLOW
+from tfrep_strategy.versions import TENSORFLOW, private
+
+TENSORFLOW.refuse_older(tf.__version__)
+_misfits: list[str] = []
 
 
 def _private(module: str, name: str, package: str = "tensorflow.python") -> Any:
-    try:
-        return getattr(importlib.import_module(f"{package}.{module}"), name)
-    except (ImportError, AttributeError) as error:
-        what = f"TensorFlow {tf.__version__} moved `{name}` out of `{package}.{module}`, which tfrep_strategy needs."
-        raise UnsupportedVersionError(message(what, TENSORFLOW.hint)) from error
+    return private(f"{package}.{module}", name, misfits=_misfits)
 
-
-TENSORFLOW.refuse_older(tf.__version__)
 
 # Strategies.
 MirroredExtended = _private("distribute.mirrored_strategy", "MirroredExtended")
@@ -40,13 +35,9 @@ UpdateContext = _private("distribute.distribute_lib", "UpdateContext")
 ReductionToOneDevice = _private("distribute.cross_device_ops", "ReductionToOneDevice")
 NcclAllReduce = _private("distribute.cross_device_ops", "NcclAllReduce")
 
-# NCCL between the GPUs of one process, and the dtypes that its operation takes.
+# NCCL between the GPUs of one process.
 nccl_all_sum = _private("ops.nccl_ops", "all_sum")
 operation_definition = _private("framework.op_def_registry", "get")
-_nccl_operation = operation_definition("NcclAllReduce")
-NCCL_DTYPES = frozenset(
-    tf.as_dtype(dtype) for attr in _nccl_operation.attr if attr.name == "T" for dtype in attr.allowed_values.list.type
-)
 
 operations_are_deterministic = _private("util._pywrap_determinism", "is_enabled")
 
@@ -102,20 +93,12 @@ _AutoGraphStatus = _private("autograph.core.ag_ctx", "Status")
 trace = _private("framework.func_graph", "func_graph_from_py_func")
 _unwrap = _private("util.tf_decorator", "unwrap")
 
-# AutoGraph does not convert the functions of this package, just as it does not convert TensorFlow's own.
 autograph_rules = _private("autograph.core", "config")
-autograph_rules.CONVERSION_RULES = (autograph_rules.DoNotConvert("tfrep_strategy"), *autograph_rules.CONVERSION_RULES)
+_private("autograph.core.config", "CONVERSION_RULES")
 autograph_status = _private("autograph.core", "ag_ctx")
 autograph_convert = _private("autograph.impl.api", "tf_convert")
 
-
-def _whether_traced() -> Callable[[], bool]:
-    """Returns what tells whether this process is traced: a variable in TensorFlow 2.19, a function in later releases."""
-    enabled, module = _private("profiler.trace", "enabled"), inspect.getmodule(tf.profiler.experimental.Trace)
-    return enabled if callable(enabled) else functools.partial(getattr, module, "enabled")
-
-
-is_traced = _whether_traced()
+_traced = _private("profiler.trace", "enabled")
 
 # XLA: the names of the operations that it can compile.
 xla_cpu_kernel_names = _private("util.pywrap_xla_ops", "get_cpu_kernel_names")
@@ -193,8 +176,25 @@ XSpace = _private("profiler.protobuf.xplane_pb2", "XSpace", package="tensorflow.
 # Runtime.
 context = _private("eager.context", "context")
 _device_names = _private("eager.context", "_device_parsing_cache")
-ServerDef = _private("distribute.collective_all_reduce_strategy", "tensorflow_server_pb2").ServerDef
-CoordinatedJob = _private("eager.context", "coordination_config_pb2").CoordinatedJob
+ServerDef = _private("distribute.collective_all_reduce_strategy", "tensorflow_server_pb2.ServerDef")
+CoordinatedJob = _private("eager.context", "coordination_config_pb2.CoordinatedJob")
+
+TENSORFLOW.refuse_misfits(tf.__version__, _misfits)
+
+# The dtypes that NCCL's operation takes.
+NCCL_DTYPES = frozenset(
+    tf.as_dtype(dtype)
+    for attr in operation_definition("NcclAllReduce").attr
+    if attr.name == "T"
+    for dtype in attr.allowed_values.list.type
+)
+
+# AutoGraph does not convert the functions of this package, just as it does not convert TensorFlow's own.
+autograph_rules.CONVERSION_RULES = (autograph_rules.DoNotConvert("tfrep_strategy"), *autograph_rules.CONVERSION_RULES)
+
+# Whether this process is traced: a function, and a variable in TensorFlow 2.19.
+_trace_module = inspect.getmodule(tf.profiler.experimental.Trace)
+is_traced: Callable[[], bool] = _traced if callable(_traced) else functools.partial(getattr, _trace_module, "enabled")
 
 
 def runtime_has_started() -> bool:

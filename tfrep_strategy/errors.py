@@ -54,7 +54,7 @@ class HookError(TfrepError, RuntimeError):
 
 
 # Whose lines a warning does not name: they called what the user's program has called.
-_INNER_MODULES = ("tfrep_strategy", "keras", "tensorflow", "contextlib", "functools", "threading")
+_INNER_MODULES = ("tfrep_strategy", "keras", "tensorflow", "contextlib", "functools", "importlib", "threading")
 
 
 def warn(text: str) -> None:

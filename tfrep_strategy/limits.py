@@ -1,4 +1,4 @@
-"""Settings from outside: waiting times, backups, warnings, trust, how hosts are reached, whether calls are checked, Keras's backend."""
+"""Settings from outside: waiting times, backups, warnings, trust, how hosts are reached, checks of calls, Keras's backend."""
 
 from __future__ import annotations
 

@@ -1,8 +1,12 @@
-"""Which releases of TensorFlow and Keras the package is tested with."""
+"""Which releases of TensorFlow and Keras the package is tested with, and what it needs of them that is private."""
 
 from __future__ import annotations
 
+import importlib
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from packaging.version import Version
 
@@ -59,11 +63,58 @@ class Tested:
             what = f"tfrep_strategy needs {self.name} {self.oldest} or newer."
             raise UnsupportedVersionError(message(what, self.hint, installed=installed))
 
+    def refuse_misfits(self, installed: str, misfits: Sequence[str]) -> None:
+        """Refuses a release that has changed what the package needs, with one error for all of it.
+
+        Args:
+            installed: The release.
+            misfits: What it has changed, a sentence each.
+
+        Raises:
+            UnsupportedVersionError: There are some.
+
+        Example:
+            >>> Tested("Keras", "3.12", "3.15").refuse_misfits("3.16.0", ["`losses.Loss` is gone."])
+            Traceback (most recent call last):
+            ...
+            tfrep_strategy.errors.UnsupportedVersionError: tfrep_strategy does not fit Keras 3.16.0 (1 misfit):
+            `losses.Loss` is gone.
+            Hint: pip install 'keras>=3.12,<3.16'
+        """
+        if misfits:
+            count = f"{len(misfits)} misfit{'s' if len(misfits) > 1 else ''}"
+            what = f"tfrep_strategy does not fit {self.name} {installed} ({count}):"
+            raise UnsupportedVersionError(message("\n".join([what, *misfits]), self.hint))
+
     def warn_of_newer(self, installed: str) -> None:
         """Warns of a release that is newer than those that are tested. All that is replaced or imported there fits."""
         if self.is_newer(installed):
             what = f"tfrep_strategy is not tested with {self.name} {installed}, but all that it needs is there."
             warn(message(what, self.hint, newest_tested=self.newest))
+
+
+def private(module: str, name: str = "", *, misfits: list[str]) -> Any:
+    """Returns a private module, or something from it.
+
+    Args:
+        module: The module.
+        name: What is wanted from it, such as "Class.method"; empty for the module itself.
+        misfits: Gets a sentence if it is gone, so that one error can tell all that is.
+
+    Returns:
+        What was found; None if it is gone.
+
+    Example:
+        >>> misfits = []
+        >>> private("json", "Gone", misfits=misfits), misfits
+        (None, ['`json.Gone` is gone.'])
+    """
+    try:
+        found = importlib.import_module(module)
+        return operator.attrgetter(name)(found) if name else found
+    except (ImportError, AttributeError):
+        misfits.append(f"`{module}{'.' if name else ''}{name}` is gone.")
+        return None
 
 
 TENSORFLOW = Tested("TensorFlow", "2.19", "2.21")

@@ -22,7 +22,7 @@ import pytest
 
 import tfrep_strategy as tfrep
 from tfrep_strategy import keras_integration
-from tfrep_strategy.errors import UnsupportedVersionError
+from tfrep_strategy.keras_integration import internals
 from tfrep_strategy.keras_integration.patching import Patch, markdown
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -38,18 +38,26 @@ def test_each_attribute_is_replaced_once_and_says_why() -> None:
     assert len(rows) <= 90, "a new entry needs the place of an old one, or a good reason"
 
 
-def test_a_changed_signature_names_version_entry_and_both_signatures() -> None:
-    changed = Patch("utils.file_utils:exists", "(path, mode)", why="")
-    with pytest.raises(UnsupportedVersionError) as error:
-        changed.check()
-    for part in (keras.__version__, "`utils.file_utils:exists`", "(path)", "(path, mode)"):
-        assert part in str(error.value)
+def test_a_changed_signature_is_named_beside_the_expected_one() -> None:
+    misfit = Patch("utils.file_utils:exists", ("(path, mode)", "(path, how)"), why="").misfit()
+    assert misfit == "`utils.file_utils:exists` is (path), not (path, mode) or (path, how)."
+    assert "is no function but <property" in Patch("models.model:Model.layers", "(self)", why="").misfit()
 
 
-@pytest.mark.parametrize("target", ["utils.file_utils:gone", "gone.module:name", "models.model:Model.gone"])
-def test_a_moved_attribute_is_named(target: str) -> None:
-    with pytest.raises(UnsupportedVersionError, match=f"Keras .* has no `{re.escape(target)}`"):
-        Patch(target, "()", why="").check()
+@pytest.mark.parametrize("target", ["utils.file_utils:gone", "gone.module:name", "models.model:Model.gone", "models.model:Gone.x"])
+def test_a_moved_attribute_is_named(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = f"`{target}` is gone."
+    assert Patch(target, "()", why="").misfit() == gone
+    older_lacks_it = Patch(target, "()", why="", optional=True)
+    assert not older_lacks_it.misfit()
+    monkeypatch.setattr(keras, "__version__", "99.0.0")
+    assert older_lacks_it.misfit() == gone
+
+
+def test_what_is_added_needs_a_place() -> None:
+    assert not Patch("models.model:Model.new", why="", adds=len).misfit()
+    for target in ("gone.module:new", "models.model:Gone.new"):
+        assert Patch(target, why="", adds=len).misfit() == f"`{target}` has no place."
 
 
 def test_the_tables_in_the_documentation_are_those_of_the_registry() -> None:
@@ -148,12 +156,9 @@ def _changed(tree: ast.AST) -> Iterator[Any]:
 
 @pytest.mark.parametrize("path", sorted(_ROOM.rglob("*.py")), ids=lambda path: str(path.relative_to(_ROOM)))
 def test_nothing_but_a_patch_changes_keras(path: Path) -> None:
-    """Looks for assignments to attributes of modules and classes of Keras, by the names that files have for them."""
+    """Looks for assignments to attributes of modules and classes of Keras, by their public and their private names."""
     tree = ast.parse(path.read_text("utf-8"))
-    names = {"keras"}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and "keras_internal(" in ast.unparse(node.value):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    names = {"keras", *vars(internals)} - {"misfits"}
     for target in _changed(tree):
         assert not re.match(rf"(vars\()?({'|'.join(names)})\b", ast.unparse(target)), ast.unparse(target)
 

@@ -19,11 +19,10 @@ from lanes import in_lane
 from tfrep_strategy._tensorflow import dataset_kinds, parts_of_dataset
 from tfrep_strategy.batches import shard
 from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import array_data_adapter
 from tfrep_strategy.pipelines.own_part import CutDataset, OwnReplicas, cut_low
 from tfrep_strategy.pipelines.shuffles import seed_generator
 
-_array_data = keras_internal("trainers.data_adapters.array_data_adapter")
 Dataset = tf.data.Dataset
 _X = np.random.RandomState(0).rand(23, 4).astype("float32")
 _Y = np.arange(23) % 3
@@ -154,7 +153,7 @@ def beside_a_constant(data: tf.data.Dataset, constant: Any) -> tf.data.Dataset:
 def of_keras(**options: Any) -> tf.data.Dataset:
     """The pipeline that `fit` makes of arrays."""
     tf.random.set_seed(1)
-    return _array_data.ArrayDataAdapter(_X, _Y, batch_size=5, **options).get_tf_dataset()
+    return array_data_adapter.ArrayDataAdapter(_X, _Y, batch_size=5, **options).get_tf_dataset()
 
 
 def numbers() -> tf.data.Dataset:

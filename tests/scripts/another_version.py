@@ -1,18 +1,24 @@
-"""Uses the package beside another version of a module: `python another_version.py MODULE VERSION [CLASS.METHOD ...]`.
+"""Uses the package beside another version of a library: `python another_version.py MODULE VERSION [-NAME | +METHOD ...]`.
 
-The methods, in `keras.src`, have other arguments than in any release.
+The library has lost the names (`-keras.src.backend.config:keras_home`). The methods have other arguments than in any release.
 """
 
 import importlib
 import sys
 import warnings
 
-name, version, *changed = sys.argv[1:]
-importlib.import_module(name).__version__ = version
-for path in changed:
-    module, _, method = path.partition(":")
-    owner, _, attribute = method.partition(".")
-    setattr(getattr(importlib.import_module(f"keras.src.{module}"), owner), attribute, lambda self, made_up: None)
+library, version, *changes = sys.argv[1:]
+importlib.import_module(library).__version__ = version
+for change in changes:
+    module, _, path = change[1:].partition(":")
+    *owners, name = path.split(".")
+    owner = importlib.import_module(module)
+    for each in owners:
+        owner = getattr(owner, each)
+    if change[0] == "-":
+        delattr(owner, name)
+    else:
+        setattr(owner, name, lambda self, made_up: None)
 import tfrep_strategy  # noqa: E402
 
 with warnings.catch_warnings(record=True) as said:
@@ -23,4 +29,4 @@ with warnings.catch_warnings(record=True) as said:
         print(type(error).__name__, "|", str(error).replace("\n", " "))
 for each in said:
     if "tfrep_strategy" in str(each.message):
-        print("warned |", str(each.message).replace("\n", " "))
+        print("warned |", each.filename, str(each.message).replace("\n", " "))

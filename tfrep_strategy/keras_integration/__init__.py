@@ -1,7 +1,8 @@
 """Makes Keras 3 work under the strategies of this package; the only room that touches Keras's internals.
 
-Importing it replaces the Keras functions that decide how replicas work together (`table_of_training.py`, `table_of_models.py`).
-Under any other strategy, and under none, each of them does what Keras wrote. `uninstall()` makes Keras what it was.
+Importing it checks all that it needs of Keras (`internals.py`). It then replaces the functions that decide how replicas work
+together (`table_of_training.py`, `table_of_models.py`). Under any other strategy, and under none, each does what Keras wrote.
+`uninstall()` makes Keras what it was.
 """
 
 import keras
@@ -16,9 +17,10 @@ if keras.backend.backend() != "tensorflow":
         "Hint: set the environment variable KERAS_BACKEND=tensorflow before Keras is imported."
     )
 
-from tfrep_strategy.keras_integration.driver import registry  # noqa: E402  (the next ones touch what it has checked)
+from tfrep_strategy.keras_integration import internals  # noqa: E402
+from tfrep_strategy.keras_integration.driver import registry  # noqa: E402
 
-registry.check()
+KERAS.refuse_misfits(keras.__version__, [*internals.misfits, *registry.misfits()])
 
 from tfrep_strategy.keras_integration.asynchronous import driver as _asynchronous  # noqa: E402, F401  (derives from Keras's own)
 from tfrep_strategy.keras_integration.synchronous import driver as _synchronous  # noqa: E402, F401  (likewise)

@@ -9,10 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.keras_integration.patching import keras_internal
-
-_TFDatasetAdapter = keras_internal("trainers.data_adapters.tf_dataset_adapter", "TFDatasetAdapter")
-_make_class_weight_map_fn = keras_internal("trainers.data_adapters.tf_dataset_adapter", "make_class_weight_map_fn")
+from tfrep_strategy.keras_integration.internals import TFDatasetAdapter, make_class_weight_map_fn
 
 
 class DatasetCreator:
@@ -80,7 +77,7 @@ class DatasetCreator:
 
     def with_class_weight(self, class_weight: Mapping[int, float]) -> DatasetCreator:
         """Returns a creator whose examples (x, y) have the weights of their classes, as `fit` gives them."""
-        weigh = _make_class_weight_map_fn(class_weight)
+        weigh = make_class_weight_map_fn(class_weight)
         return DatasetCreator(lambda context: self(context).map(weigh), self.input_options)
 
 
@@ -105,7 +102,7 @@ def make_and_adapt(get_data_adapter: Any, x: Any, *args: Any, make: Any = None, 
 def _adapt_distributed(get_data_adapter: Any, x: Any, *args: Any, class_weight: Any = None, **kwargs: Any) -> Any:
     """Adapts a data set that the user has distributed: Keras knows those of TensorFlow's own strategies, by their names."""
     get_data_adapter(tf.data.Dataset.range(0), *args, **kwargs)  # Refuses what it refuses beside any data set.
-    return _TFDatasetAdapter(x, class_weight)
+    return TFDatasetAdapter(x, class_weight)
 
 
 EXPERIMENTAL = types.ModuleType("keras.utils.experimental")

@@ -1,4 +1,4 @@
-"""How Keras is touched: `keras_internal` imports from it, and each `Patch` of a registry replaces one attribute of it.
+"""How Keras is changed: each `Patch` of a registry replaces one attribute of it.
 
 A patch names its attribute, the signature that it expects there, and why Keras has to be changed. `install` checks all patches
 of this package before it makes the first one; `uninstall` puts back the very objects that Keras had; `describe` lists them.
@@ -18,25 +18,9 @@ from typing import Any
 
 import keras
 
-from tfrep_strategy.errors import UnsupportedVersionError, message
 from tfrep_strategy.versions import KERAS
 
 _MISSING = object()
-
-
-def keras_internal(module: str, name: str | None = None) -> Any:
-    """Imports a module of `keras.src`, or something from it.
-
-    Raises:
-        UnsupportedVersionError: when this Keras has it no more.
-    """
-    try:
-        found = importlib.import_module(f"keras.src.{module}")
-        return found if name is None else getattr(found, name)
-    except (ImportError, AttributeError) as error:
-        missing = f"`keras.src.{module}`" + (f".{name}" if name else "")
-        what = f"Keras {keras.__version__} moved {missing}, which tfrep_strategy needs."
-        raise UnsupportedVersionError(message(what, KERAS.hint)) from error
 
 
 @dataclass(frozen=True)
@@ -123,10 +107,7 @@ class Patch:
         """Finds what is to be replaced.
 
         Returns:
-            The module or class that defines it, its name there, and what stands there, as it is stored.
-
-        Raises:
-            UnsupportedVersionError: when this Keras has no such attribute.
+            The module or class that defines it, its name there, and what stands there, as it is stored; `_MISSING` if nothing does.
         """
         module_name, _, path = self.target.partition(":")
         if not path:
@@ -139,25 +120,21 @@ class Patch:
                 owner = getattr(owner, holder)
             found = vars(owner).get(name, _MISSING)
         except (ImportError, AttributeError):
-            found = _MISSING
-        if found is _MISSING and self._adds is None and not self._optional:
-            what = f"Keras {keras.__version__} has no `{self.target}`, which tfrep_strategy replaces."
-            raise UnsupportedVersionError(message(what, KERAS.hint))
+            owner, found = None, _MISSING
         return owner, name, found
 
-    def check(self) -> None:
-        """Compares the signature that Keras has with the one that is expected.
-
-        Raises:
-            UnsupportedVersionError: when this Keras has no such attribute, or one of another signature.
-        """
-        _, _, found = self.find()
-        if self.expects == ("",) or found is _MISSING:
-            return
-        signature = str(inspect.signature(found))
-        if signature not in self.expects:
-            what = f"Keras {keras.__version__} has another `{self.target}` than the one that tfrep_strategy replaces."
-            raise UnsupportedVersionError(message(what, KERAS.hint, signature=signature, expected=" or ".join(self.expects)))
+    def misfit(self) -> str:
+        """Says how this Keras differs from the one that is expected; empty if it does not."""
+        owner, _, found = self.find()
+        if self._adds is not None:
+            return f"`{self.target}` has no place." if owner is None else ""
+        if found is _MISSING:
+            # What an older Keras lacks, a newer one has moved.
+            return f"`{self.target}` is gone." if not self._optional or KERAS.is_newer(keras.__version__) else ""
+        if self.expects == ("",):
+            return ""
+        signature = str(inspect.signature(found)) if callable(found) else f"no function but {found!r}"
+        return "" if signature in self.expects else f"`{self.target}` is {signature}, not {' or '.join(self.expects)}."
 
     def install(self) -> None:
         """Replaces the attribute."""
@@ -270,29 +247,17 @@ class Registry:
                 entry.find_driver = entry.find_driver or topic.driver
                 self.patches.append(entry)
 
-    def check(self) -> None:
-        """Checks every patch that is not made yet.
-
-        Raises:
-            UnsupportedVersionError: Some do not fit this Keras. It names each of them, with both signatures.
-        """
-        misfits = []
-        for patch in self._fresh():
-            try:
-                patch.check()
-            except UnsupportedVersionError as error:
-                misfits.append(str(error).partition("\nHint: ")[0])
-        if misfits:
-            what = f"{len(misfits)} of the {len(self.patches)} patches of tfrep_strategy do not fit Keras {keras.__version__}."
-            raise UnsupportedVersionError(message("\n".join([what, *misfits]), KERAS.hint))
+    def misfits(self) -> list[str]:
+        """Says which patches do not fit this Keras, and how. One that is made already fits."""
+        return [misfit for patch in self._fresh() if (misfit := patch.misfit())]
 
     def install(self) -> None:
         """Checks every patch, and then makes them all. Nothing is changed where one does not fit, or all are made already.
 
         Raises:
-            UnsupportedVersionError: Some do not fit this Keras.
+            UnsupportedVersionError: Some do not fit this Keras. It names each of them.
         """
-        self.check()
+        KERAS.refuse_misfits(keras.__version__, self.misfits())
         for patch in self._fresh():
             patch.install()
 

@@ -8,11 +8,9 @@ from typing import Any
 import keras
 
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import is_default
 from tfrep_strategy.keras_integration.shared.callback_states import CHECKPOINTS
 from tfrep_strategy.keras_integration.shared.old_objects import refuse_old_callbacks
-
-_is_default = keras_internal("utils.python_utils", "is_default")
 
 _SAVE: Any = (*CHECKPOINTS, keras.callbacks.BackupAndRestore)
 
@@ -46,7 +44,7 @@ def check_callbacks(phase: str, method: Any, model: Any, args: Any, kwargs: Any)
         callbacks, shows_bar = callbacks.callbacks, False
     watched = shows_bar
     for callback in keras.tree.flatten(callbacks) if callbacks else []:
-        hooks = [name for name in _HOOKS[phase] if not _is_default(getattr(callback, name))]
+        hooks = [name for name in _HOOKS[phase] if not is_default(getattr(callback, name))]
         watched |= bool(hooks) and getattr(callback, "verbose", 1) != 0
         if hooks and not _accepts_remote_logs(callback):
             raise ConfigurationError(

@@ -16,7 +16,7 @@ from tfrep_strategy.keras_integration.asynchronous.state import SharedState
 from tfrep_strategy.keras_integration.asynchronous.steps import StepFunction
 from tfrep_strategy.keras_integration.asynchronous.sync_updates import Updates
 from tfrep_strategy.keras_integration.asynchronous.worker_data import StepsOfWorkers
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import TensorFlowTrainer
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.shared.backups import Backups
@@ -24,8 +24,6 @@ from tfrep_strategy.keras_integration.shared.csv_files import CsvFiles
 from tfrep_strategy.keras_integration.shared.metric_results import MetricResults
 from tfrep_strategy.keras_integration.shared.model_files import ModelFiles
 from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfCluster, check_cluster, profiled
-
-_Trainer = keras_internal("backend.tensorflow.trainer", "TensorFlowTrainer")
 
 
 class AsynchronousDriver(Updates, SharedState, Parts, MetricResults, ModelFiles, Backups, CsvFiles):
@@ -120,7 +118,7 @@ class AsynchronousDriver(Updates, SharedState, Parts, MetricResults, ModelFiles,
             spec = iterator.element_spec
             data_batch = tf.nest.map_structure(lambda s: None if isinstance(s, tf.OptionalSpec) else s, spec)
         with self.strategy.scope():
-            if all(getattr(type(model), name) is getattr(_Trainer, name) for name in ("train_step", "test_step")):
+            if all(getattr(type(model), name) is getattr(TensorFlowTrainer, name) for name in ("train_step", "test_step")):
                 model._symbolic_build(data_batch=data_batch)
             elif model.built and isinstance(model.optimizer, keras.optimizers.Optimizer) and not model.optimizer.built:
                 # Nothing says what else such a step calls; what it makes lazily is made when it is traced.

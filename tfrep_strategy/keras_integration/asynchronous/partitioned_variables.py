@@ -12,9 +12,7 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import CompositeTensorGradient, ShardedVariable
 from tfrep_strategy.keras_integration.driver import KerasDriver
-from tfrep_strategy.keras_integration.patching import keras_internal
-
-_Variable = keras_internal("backend.tensorflow.core", "Variable")
+from tfrep_strategy.keras_integration.internals import Variable
 
 
 class PartitionedVariable(ShardedVariable):
@@ -187,7 +185,7 @@ class Parts(KerasDriver):
     def embed(self, original: Any, layer: Any, inputs: Any) -> Any:
         """Fetches the rows that are looked up, and not the whole table, from the servers."""
         variable = getattr(layer, "_embeddings", None)
-        remote = isinstance(variable, _Variable) and (
+        remote = isinstance(variable, Variable) and (
             isinstance(variable._value, PartitionedVariable) or hasattr(variable._value, "cached_read_value")
         )
         whole = layer.lora_enabled or isinstance(inputs, (keras.KerasTensor, tf.SparseTensor, tf.RaggedTensor))

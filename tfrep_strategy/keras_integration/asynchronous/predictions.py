@@ -8,10 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfrep_strategy.keras_integration.asynchronous.steps import StepFunction, StepLayout, as_tensors, run_on_worker
-from tfrep_strategy.keras_integration.patching import keras_internal
-
-_concat = keras_internal("backend.tensorflow.trainer", "concat")
-_convert_to_np = keras_internal("backend.tensorflow.trainer", "convert_to_np_if_not_ragged")
+from tfrep_strategy.keras_integration.internals import concat, convert_to_np_if_not_ragged
 
 
 class PredictFunction(StepFunction):
@@ -28,7 +25,7 @@ class PredictFunction(StepFunction):
 
     def _steps(self, data: Any, on_worker: bool, layout: StepLayout, number: tf.Tensor | None = None) -> Any:
         outputs = [run_on_worker(self.strategy, self._step_function, batch, "concat") for batch in data]
-        return keras.tree.map_structure(lambda *parts: parts[0] if len(parts) == 1 else _concat(parts), *outputs)
+        return keras.tree.map_structure(lambda *parts: parts[0] if len(parts) == 1 else concat(parts), *outputs)
 
 
 class Prediction:
@@ -49,4 +46,4 @@ class Prediction:
 
     def numpy(self) -> Any:
         """Waits for the outputs, and returns them as Keras does those of a batch."""
-        return keras.tree.map_structure(_convert_to_np, self.get())
+        return keras.tree.map_structure(convert_to_np_if_not_ragged, self.get())

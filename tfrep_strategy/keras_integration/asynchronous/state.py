@@ -14,10 +14,9 @@ from tfrep_strategy.keras_integration.asynchronous.partitioned_variables import 
 from tfrep_strategy.keras_integration.asynchronous.sums import refuse_what_is_no_sum
 from tfrep_strategy.keras_integration.driver import KerasDriver
 from tfrep_strategy.keras_integration.finding import driver_in_scope
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import in_stateless_scope
 from tfrep_strategy.keras_integration.settings import Setting
 
-_in_stateless_scope = keras_internal("backend.common.stateless_scope", "in_stateless_scope")
 _GOLDEN = 0x9E3779B9
 
 
@@ -102,7 +101,7 @@ class SharedState(KerasDriver):
     def update_metric(self, original: Any, metric: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Has the state of a metric be a sum, on workers too, which is added to atomically on the servers."""
         variables = [variable for variable in metric.variables if variable._value is not None]
-        if tf.executing_eagerly() or _in_stateless_scope() or not variables:
+        if tf.executing_eagerly() or in_stateless_scope() or not variables:
             return original(metric, *args, **kwargs)
         result = None
         if all(map(is_on_servers, variables)):
@@ -121,7 +120,7 @@ class SharedState(KerasDriver):
     update_mean = update_metric
 
     def _add(self, original: Any, variable: Any, value: Any, method: str) -> Any:
-        if variable._value is None or _in_stateless_scope() or not self._is_shared(variable):
+        if variable._value is None or in_stateless_scope() or not self._is_shared(variable):
             return original(variable, value)
         value = tf.broadcast_to(variable._convert_to_tensor(value, dtype=variable._dtype), variable.shape)
         step = traced_step.value

@@ -17,14 +17,12 @@ from tfrep_strategy.keras_integration.asynchronous.local_variables import kept_o
 from tfrep_strategy.keras_integration.asynchronous.state import AsyncStep, make_exact, traced_step
 from tfrep_strategy.keras_integration.asynchronous.step_layout import StepLayout
 from tfrep_strategy.keras_integration.asynchronous.sync_updates import SyncUpdates
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import StatelessScope, pythonify_logs, tensorflow_trainer
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared.metric_results import noted_results
 from tfrep_strategy.keras_integration.shared.other_optimizers import with_inner
 from tfrep_strategy.keras_integration.shared.xla import compiled_between_collectives
 
-_trainer = keras_internal("backend.tensorflow.trainer")
-_StatelessScope = keras_internal("backend.common.stateless_scope", "StatelessScope")
 _SHOW_SECONDS = 0.25
 
 
@@ -213,8 +211,8 @@ class StepFunction:
             return {}
         sums = self._sums()
         values = [(variable, tf.constant(sums[id(variable)], variable._dtype)) for variable in self._layout.metrics]
-        with _StatelessScope(state_mapping=values):
-            return keras_internal("utils.python_utils", "pythonify_logs")(self.model.get_metrics_result())
+        with StatelessScope(state_mapping=values):
+            return pythonify_logs(self.model.get_metrics_result())
 
     def _with_metrics(self, logs: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
         """Replaces the results of metrics in the logs of one step by those of all steps."""
@@ -312,7 +310,7 @@ class StepFunction:
 def run_on_worker(strategy: Any, step_function: Any, batch: Any, reduction: str) -> Any:
     """Runs a step on the devices of a worker, each of which gets its part of the batch."""
     outputs = strategy.run(step_function, args=(strategy.extended.cut_for_replicas(batch),))
-    return _trainer.reduce_per_replica(outputs, strategy, reduction)
+    return tensorflow_trainer.reduce_per_replica(outputs, strategy, reduction)
 
 
 def _all_or_none(batches: list[Any]) -> list[Any]:

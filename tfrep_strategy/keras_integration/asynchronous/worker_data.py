@@ -11,11 +11,7 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import PerWorkerValues, operations_seeded
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
-from tfrep_strategy.keras_integration.patching import keras_internal
-
-_EpochIterator: Any = keras_internal("backend.tensorflow.trainer", "TFEpochIterator")
-_adapters = keras_internal("trainers.data_adapters")
-_DataAdapter: Any = keras_internal("trainers.data_adapters.data_adapter", "DataAdapter")
+from tfrep_strategy.keras_integration.internals import DataAdapter, TFEpochIterator, data_adapters
 
 
 class FedData:
@@ -48,7 +44,7 @@ class WorkerData:
         return iter(self._distributed)
 
 
-class StepsOfWorkers(_EpochIterator):  # type: ignore[misc]
+class StepsOfWorkers(TFEpochIterator):  # type: ignore[misc]
     """Reads what it is given on the coordinator; the workers read what a `DatasetCreator` makes for training.
 
     Args:
@@ -71,7 +67,7 @@ class StepsOfWorkers(_EpochIterator):  # type: ignore[misc]
             source = _as_dataset_only(source, **kwargs)
             kwargs |= {"x": _WorkerAdapter(), "class_weight": None}
         # What TensorFlow's iterator adds to its base class is the distribution of the data, which is another one here.
-        super(_EpochIterator, self).__init__(**kwargs)
+        super(TFEpochIterator, self).__init__(**kwargs)
         self._driver, self._distribute_strategy = driver, strategy
         dataset: Any = None if on_workers else self.data_adapter.get_tf_dataset()
         endless = on_workers or int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
@@ -99,7 +95,7 @@ def _as_dataset_only(
     """Refuses what Keras refuses beside a data set, and gives the examples of a `DatasetCreator` their class's weight."""
     for name, value, what in (("y", y, "the targets"), ("sample_weight", sample_weight, "the sample weights")):
         if value is not None:
-            _adapters.raise_unsupported_arg(name, what, type(source).__name__)
+            data_adapters.raise_unsupported_arg(name, what, type(source).__name__)
     if class_weight is None:
         return source
     if not isinstance(source, DatasetCreator):
@@ -113,7 +109,7 @@ def _as_dataset_only(
     return source.with_class_weight(class_weight)
 
 
-class _WorkerAdapter(_DataAdapter):  # type: ignore[misc, valid-type]
+class _WorkerAdapter(DataAdapter):  # type: ignore[misc, valid-type]
     """Stands for data that the coordinator does not see."""
 
     num_batches = batch_size = has_partial_batch = partial_batch_size = None

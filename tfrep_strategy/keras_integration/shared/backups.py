@@ -19,12 +19,11 @@ from typing import Any
 
 from tfrep_strategy.errors import message, warn
 from tfrep_strategy.keras_integration.driver import KerasDriver
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import file_utils
 from tfrep_strategy.keras_integration.shared.generations import Backup, Generations, read_metadata
 from tfrep_strategy.keras_integration.shared.model_files import is_local
 from tfrep_strategy.keras_integration.shared.whole_files import hidden_folder, synchronize, whole
 
-_file_utils = keras_internal("utils.file_utils")
 _BLOCK = 2**20
 _CHECKSUM, _BATCHES = "weights_sha256", "batches_done"
 
@@ -96,7 +95,7 @@ def find(callback: Any) -> list[Backup]:
             _warn_of_interruption(callback)
         return marked
     pairs = _pairs(callback)
-    weights = [pair.weights for pair in pairs if _file_utils.exists(pair.weights)]
+    weights = [pair.weights for pair in pairs if file_utils.exists(pair.weights)]
     contents = [read_metadata(pair.metadata) for pair in pairs]
     checksum = functools.cache(_checksum)
     found: dict[Backup, tuple[int, int]] = {}
@@ -261,7 +260,7 @@ def _batches_done(callback: Any) -> int:
 
 
 def _checksum(path: str) -> str:
-    return _file_utils.hash_file(path, "sha256", _BLOCK)
+    return file_utils.hash_file(path, "sha256", _BLOCK)
 
 
 def _warn_of_interruption(callback: Any) -> None:

@@ -15,11 +15,10 @@ from typing import Any
 
 import filelock
 
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import keras_config
 from tfrep_strategy.keras_integration.shared.hdf5_files import raising_errors
 from tfrep_strategy.keras_integration.shared.whole_files import whole
 
-_config = keras_internal("backend.config")
 _SECONDS = 3600
 
 _draws_bars: Callable[[], bool] = lambda: True  # noqa: E731
@@ -33,7 +32,7 @@ def draw_bars_where(is_first: Callable[[], bool]) -> None:
 
 def _destination(arguments: dict[str, Any]) -> str:
     """Returns what all downloads that touch the same files have in common: their folder and the name without its endings."""
-    folder = os.path.expanduser(arguments.get("cache_dir") or _config.keras_home())
+    folder = os.path.expanduser(arguments.get("cache_dir") or keras_config.keras_home())
     if not os.access(folder, os.W_OK):
         folder = ""  # Keras takes one for all of these.
     name = os.path.basename(os.fspath(arguments.get("fname") or urllib.parse.urlsplit(arguments["origin"]).path))

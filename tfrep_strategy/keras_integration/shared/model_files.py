@@ -10,14 +10,14 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.keras_integration.driver import KerasDriver
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import (
+    H5IOStore,
+    ask_to_proceed_with_overwrite,
+    is_remote_path,
+    save_state,
+)
 from tfrep_strategy.keras_integration.shared import hdf5_files
 from tfrep_strategy.keras_integration.shared.files import shown_as, written_whole
-
-_ask_to_overwrite = keras_internal("utils.io_utils", "ask_to_proceed_with_overwrite")
-_save_state = keras_internal("saving.saving_lib", "_save_state")
-_Store = keras_internal("saving.saving_lib", "H5IOStore")
-_is_remote = keras_internal("utils.file_utils", "is_remote_path")
 
 
 class ModelFiles(KerasDriver):
@@ -78,15 +78,15 @@ def weights_in_memory(model: Any) -> io.BytesIO:
         What `save_weights` writes to a file.
     """
     content = io.BytesIO()
-    store = _Store(content, mode="w")
-    _save_state(model, weights_store=store, assets_store=None, inner_path="", visited_saveables=set())
+    store = H5IOStore(content, mode="w")
+    save_state(model, weights_store=store, assets_store=None, inner_path="", visited_saveables=set())
     store.close()
     return content
 
 
 def _may_write(filepath: str | os.PathLike[str], overwrite: bool) -> bool:
     """Asks the user, as Keras does, before a file is replaced."""
-    return overwrite or not os.path.exists(filepath) or _ask_to_overwrite(str(filepath))
+    return overwrite or not os.path.exists(filepath) or ask_to_proceed_with_overwrite(str(filepath))
 
 
 def is_in_old_format(filepath: Any, zipped: bool | None = None) -> bool:
@@ -108,4 +108,4 @@ def num_bytes(model: Any, optimizer: bool = True) -> int:
 
 def is_local(filepath: Any) -> bool:
     """Whether a path is one of this machine's; else it is an open file, or an address."""
-    return isinstance(filepath, (str, os.PathLike)) and not _is_remote(filepath)
+    return isinstance(filepath, (str, os.PathLike)) and not is_remote_path(filepath)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import is_default, pythonify_logs
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.shared import backups
 from tfrep_strategy.keras_integration.shared.callback_states import CHECKPOINTS, ORBAX
@@ -26,9 +26,6 @@ from tfrep_strategy.keras_integration.synchronous.logs import logs_of_all
 from tfrep_strategy.keras_integration.synchronous.lone_callbacks import Given, LoneCallback, find_lone
 from tfrep_strategy.keras_integration.synchronous.run_backups import backup_of_fit
 from tfrep_strategy.keras_integration.synchronous.saving import failing_together, is_coordinated, written_once
-
-_is_default = keras_internal("utils.python_utils", "is_default")
-_pythonify_logs = keras_internal("utils.python_utils", "pythonify_logs")
 
 _DESTINATIONS: dict[type, Callable[[Any], str]] = {
     keras.callbacks.CSVLogger: lambda callback: os.path.abspath(callback.filename),
@@ -253,7 +250,7 @@ class _Before(_Together):
             # Outputs are those of all replicas already.
             if logs and phase != "predict" and (self._calls.is_fitting or self._calls.is_called):
                 # All callbacks get this one object.
-                of_all = _pythonify_logs(logs_of_all(self.model, phase, dict(logs)))
+                of_all = pythonify_logs(logs_of_all(self.model, phase, dict(logs)))
                 logs.clear()
                 logs.update(of_all)
             self._prepare_for_lone()
@@ -304,8 +301,8 @@ def _phases_seen_by_batch(callback: Any) -> frozenset[str]:
         return _phases_of_users(callback).union(["train"] if callback.save_freq != "epoch" else [])
     if isinstance(callback, keras.callbacks.TensorBoard):
         return _phases_of_users(callback).union(["train"] if callback.update_freq != "epoch" else [])
-    phases = [phase for phase in _STOPS if not _is_default(getattr(callback, f"on_{phase}_batch_end"))]
-    return frozenset(phases if _is_default(callback.on_batch_end) else [*phases, "train"])
+    phases = [phase for phase in _STOPS if not is_default(getattr(callback, f"on_{phase}_batch_end"))]
+    return frozenset(phases if is_default(callback.on_batch_end) else [*phases, "train"])
 
 
 def _phases_of_users(callback: Any) -> frozenset[str]:

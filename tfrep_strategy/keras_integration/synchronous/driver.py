@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import TracedFunction, as_traced, is_none
 from tfrep_strategy.errors import TfrepError
 from tfrep_strategy.fingerprints import Fingerprint
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import TensorFlowTrainer
 from tfrep_strategy.keras_integration.protocol import Shards, current_step
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfRanks, profiled
@@ -47,8 +47,7 @@ from tfrep_strategy.keras_integration.synchronous.tapes import Tapes
 from tfrep_strategy.keras_integration.synchronous.thread_state import Seeds
 from tfrep_strategy.preemption import keeping_requests
 
-_Trainer = keras_internal("backend.tensorflow.trainer", "TensorFlowTrainer")
-_STEPS_OF_KERAS = (_Trainer.train_step, _Trainer.test_step)
+_STEPS_OF_KERAS = (TensorFlowTrainer.train_step, TensorFlowTrainer.test_step)
 _STEPS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
 
@@ -359,7 +358,7 @@ def _of_any_size(value: Any) -> Any:
 
 
 def _has_own_steps(model: Any) -> bool:
-    return any(getattr(type(model), name) is not getattr(_Trainer, name) for name in ("train_step", "test_step"))
+    return any(getattr(type(model), name) is not getattr(TensorFlowTrainer, name) for name in ("train_step", "test_step"))
 
 
 def _noting(step_function: Callable[[Any], Any], *facts: str) -> Callable[[Any], Any]:

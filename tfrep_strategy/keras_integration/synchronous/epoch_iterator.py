@@ -18,19 +18,17 @@ from tfrep_strategy._tensorflow import (
     parts_of_dataset,
 )
 from tfrep_strategy.keras_integration.finding import loops_data_of
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import TFEpochIterator, array_data_adapter
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.shared.profiled_fit import ProfiledFit
 from tfrep_strategy.keras_integration.synchronous.generators import GeneratorReading
 from tfrep_strategy.keras_integration.synchronous.random_states import RandomStates, random_states
 
-_EpochIterator: Any = keras_internal("backend.tensorflow.trainer", "TFEpochIterator")
-_array_data = keras_internal("trainers.data_adapters.array_data_adapter")
 _ARRAYS = ("x", "y", "sample_weight")
 _SETTINGS = ("class_weight", "batch_size", "steps_per_epoch", "shuffle", "steps_per_execution")
 
 
-class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
+class StepsOfReplicas(TFEpochIterator):  # type: ignore[misc]
     """Hands out whole steps, so that a replica knows its share of the global batch, and as many as all processes have.
 
     Args:
@@ -54,7 +52,7 @@ class StepsOfReplicas(_EpochIterator):  # type: ignore[misc]
         self._generator = GeneratorReading(x) if isinstance(x, types.GeneratorType) else None
         if self._generator is not None:
             kwargs["x"] = self._generator.for_adapter()
-        strategy.extended.notes_first_batch = not _array_data.can_convert_arrays(tuple(arrays.values()))
+        strategy.extended.notes_first_batch = not array_data_adapter.can_convert_arrays(tuple(arrays.values()))
         try:
             most = _most_steps(epochs, **settings) if isinstance(x, tf.data.Dataset) else None
             with loops_data_of.to(driver), strategy.extended.reads_at_most.to(most):
@@ -241,7 +239,7 @@ def _batches_of_all(strategy: KerasStrategy, distributed: Any, num_batches: int 
 
 def _steps_of(adapter: Any, num_batches: int, most: int) -> int:
     """Returns how many steps batches make, each of which makes as many as it has rows, up to the number of replicas."""
-    if not isinstance(adapter, _array_data.ArrayDataAdapter):
+    if not isinstance(adapter, array_data_adapter.ArrayDataAdapter):
         return num_batches * most
     last = adapter.partial_batch_size or adapter.batch_size
     return (num_batches - 1) * min(most, adapter.batch_size) + min(most, last)

@@ -19,9 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy.fingerprints import Fingerprint, Leaf
-from tfrep_strategy.keras_integration.patching import keras_internal
-
-_get_random_seed = keras_internal("utils.rng_utils", "get_random_seed")
+from tfrep_strategy.keras_integration.internals import get_random_seed
 
 _STEER = (keras.callbacks.EarlyStopping, keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)
 """Callbacks of Keras whose arguments change what is learned. Others have paths, in which there may be the time of day."""
@@ -59,7 +57,7 @@ def description(number: int, model: Any, given: Mapping[str, Any], steps: int | 
         "loss or metrics": {name: _plain(compiled.get(name)) for name in _COMPILED},
         "callbacks": [_steering(callback) for callback in callbacks if isinstance(callback, _STEER)],
         "arguments of fit": _plain(arguments | {"steps": steps}),
-        "seed": _get_random_seed(),
+        "seed": get_random_seed(),
     }
     return {
         "number": number,

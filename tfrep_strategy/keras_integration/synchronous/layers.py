@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import in_stateless_scope
 from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is
@@ -17,7 +17,6 @@ from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 from tfrep_strategy.keras_integration.synchronous.row_growth import note_normalized, note_own_seed
 from tfrep_strategy.shares import Share
 
-_in_stateless_scope = keras_internal("backend.common.stateless_scope", "in_stateless_scope")
 _GOLDEN = 0x9E3779B9
 
 creates_partial_sums = Setting(False)
@@ -64,7 +63,7 @@ class Layers(SynchronousBase):
         return value if self._adds_up(variable, "assign_sub", value) else original(variable, value)
 
     def _adds_up(self, variable: Any, method: str, value: Any) -> bool:
-        if not self.in_replica or _in_stateless_scope() or not _sums_what_is_written(variable._value):
+        if not self.in_replica or in_stateless_scope() or not _sums_what_is_written(variable._value):
             return False
         value = variable._convert_to_tensor(value, dtype=variable._dtype)
         getattr(variable._value, method)(tf.broadcast_to(value, variable.shape))

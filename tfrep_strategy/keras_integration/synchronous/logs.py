@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import StatelessScope
 from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared.metric_results import MetricResults, Result, Told, noted_results
@@ -22,8 +22,6 @@ from tfrep_strategy.keras_integration.synchronous.batch_sums import (
     part_of_global,
 )
 from tfrep_strategy.keras_integration.synchronous.open_rows import TraceAgainError
-
-_StatelessScope = keras_internal("backend.common.stateless_scope", "StatelessScope")
 
 _are_global: Setting[bool] = Setting(False)
 """Whether metrics tell the step that this thread traces what they are over all replicas."""
@@ -151,6 +149,6 @@ def _global_results(strategy: KerasStrategy, results: Iterable[Result]) -> dict[
     numbers = {}
     for result in ordered:
         state = [(variable, next(summed)) for variable in result.metric.variables]
-        with _StatelessScope(state_mapping=state):
+        with StatelessScope(state_mapping=state):
             numbers[result] = tf.nest.flatten(result.metric.result())
     return numbers

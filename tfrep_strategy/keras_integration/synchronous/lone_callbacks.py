@@ -14,12 +14,10 @@ import numpy as np
 
 from tfrep_strategy._tensorflow import random_state, set_random_state
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import is_default
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.synchronous.assigned_values import before_changes
 from tfrep_strategy.keras_integration.synchronous.saving import is_coordinated
-
-_is_default = keras_internal("utils.python_utils", "is_default")
 
 _CHANGE_TRAINING = (
     keras.callbacks.BackupAndRestore,
@@ -123,7 +121,7 @@ class LoneCallback(keras.callbacks.Callback):
 
 def _forwarding(hook: str) -> Callable[..., None]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> None:
-        if _is_default(getattr(self.callback, hook)):
+        if is_default(getattr(self.callback, hook)):
             return  # It does nothing. To look at the learning rate would wait for the step.
         before = _learning_rate(self.model)
         changes: dict[int, tuple[Any, Any]] = {}

@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras import ops
 
 from tfrep_strategy.keras_integration.driver import KerasDriver
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import get_keras_mask, in_stateless_scope
 from tfrep_strategy.keras_integration.protocol import Step, current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
@@ -45,9 +45,6 @@ from tfrep_strategy.keras_integration.synchronous.whole_batch import (
     update_on_first_replica,
     update_with_whole_batch,
 )
-
-_get_keras_mask: Any = keras_internal("backend.common.masking", "get_keras_mask")
-in_stateless_scope: Any = keras_internal("backend.common.stateless_scope", "in_stateless_scope")
 
 _updates_metric = Setting(False)
 """Whether a metric is updated, whose state is summed over the replicas."""
@@ -236,7 +233,7 @@ def _update_sum(original: Any, metric: Any, values: Any, sample_weight: Any = No
 
 def _have_one_weight(values: Any, sample_weight: Any) -> bool:
     """Whether these are the values of rows, none of which is masked, with one weight for all: a loss without a reduction."""
-    if sample_weight is None or _get_keras_mask(values) is not None:
+    if sample_weight is None or get_keras_mask(values) is not None:
         return False
     return not ops.shape(sample_weight) and bool(ops.shape(values))
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfrep_strategy.errors import warn
 from tfrep_strategy.gradients import dense, dense_buckets
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import BaseOptimizer
 from tfrep_strategy.keras_integration.protocol import Step, current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
@@ -20,8 +20,6 @@ from tfrep_strategy.keras_integration.synchronous.given_gradients import compute
 from tfrep_strategy.keras_integration.synchronous.layers import creates_partial_sums
 from tfrep_strategy.keras_integration.synchronous.row_growth import depends_on_rows, is_drawn
 from tfrep_strategy.keras_integration.synchronous.sharded_updates import ShardedUpdates, update_each
-
-_BaseOptimizer = keras_internal("optimizers.base_optimizer", "BaseOptimizer")
 
 _OUTSIDE_REPLICAS = (
     "An optimizer is applied outside `strategy.run`. Gradients that are computed there too are those of the whole batch: right, but"
@@ -162,7 +160,7 @@ class Updates(ShardedUpdates):
 
     def accumulate_gradients(self, original: Any, optimizer: Any, grads: Any, acc_grads: Any) -> None:
         """Adds to the accumulators as on one device: what a replica accumulates is a part of the sum."""
-        _BaseOptimizer._backend_increment_gradient_accumulators(optimizer, grads, acc_grads)
+        BaseOptimizer._backend_increment_gradient_accumulators(optimizer, grads, acc_grads)
 
     def clip_gradients(self, original: Any, optimizer: Any, grads: Any) -> Any:
         """Makes accumulated gradients global, and transforms them, before anything looks at them: an update begins here."""

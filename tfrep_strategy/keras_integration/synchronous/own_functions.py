@@ -20,12 +20,9 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import called_graphs
 from tfrep_strategy.errors import message, warn
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import MeanMetricWrapper, StatelessScope, Tracker
 from tfrep_strategy.keras_integration.trial import TrialContext
 
-_StatelessScope: Any = keras_internal("backend.common.stateless_scope", "StatelessScope")
-_MeanMetricWrapper: Any = keras_internal("metrics.reduction_metrics", "MeanMetricWrapper")
-_Tracker: Any = keras_internal("utils.tracking", "Tracker")
 _ROWS, _FIRST = 4, 1
 _TOLERANCE = 2e-5
 _MARKS = (None, 0, -1, 255, -100, float("nan"))
@@ -88,7 +85,7 @@ def what_metric_sees(metric: Any, update: Callable[..., Any], args: Any, kwargs:
         args: The arguments of the update.
         kwargs: Its keyword arguments.
     """
-    if isinstance(metric, _MeanMetricWrapper) and is_of_keras(update):
+    if isinstance(metric, MeanMetricWrapper) and is_of_keras(update):
         fn = metric._fn
         if is_of_keras(fn) or not _are_rows(args, kwargs):
             return Sees.OWN_ROWS
@@ -111,7 +108,7 @@ def make_variables(metric: Any, update: Callable[..., Any], args: Any, kwargs: A
     The arguments are those of `what_metric_sees`.
     """
     if len(metric.variables) < _numbers_of_variables.get(metric, 1):
-        with _StatelessScope():
+        with StatelessScope():
             update(metric, *args, **kwargs)
 
 
@@ -194,7 +191,7 @@ def _writes(call: Callable[[Any], Any], batch: Any) -> bool:
 
     @tf.function(autograph=False)
     def traced() -> None:
-        with _StatelessScope():  # A metric has one of its own, since what it reads of its state is a sum over replicas.
+        with StatelessScope():  # A metric has one of its own, since what it reads of its state is a sum over replicas.
             call(batch)
 
     try:
@@ -213,7 +210,7 @@ def _writes_in(graph: Any) -> bool:
 
 
 def _is_mean_or_rows(function: Callable[..., Any], parts: list[Any]) -> bool:
-    with _StatelessScope():  # What is drawn at random here is not drawn.
+    with StatelessScope():  # What is drawn at random here is not drawn.
         whole, first, rest = (keras.ops.convert_to_numpy(function(*part)) for part in parts)
     if whole.ndim:
         return len(whole) != _ROWS or _is_close(whole, np.concatenate([first, rest]))
@@ -236,7 +233,7 @@ def _is_sum(metric: Any, update: Callable[..., Any], parts: list[Any]) -> bool:
 def _ends(metric: Any, update: Callable[..., Any], part: Any, starts: list[Any]) -> list[Any]:
     """Returns the state of a metric after an update that begins with another state. The metric keeps its own."""
     variables = list(metric.variables)[: len(starts)]  # An update may make more.
-    with _StatelessScope(state_mapping=list(zip(variables, starts, strict=True))) as scope:
+    with StatelessScope(state_mapping=list(zip(variables, starts, strict=True))) as scope:
         update(metric, *part[0], **part[1])
         return [scope.get_current_value(variable) for variable in variables]
 
@@ -244,7 +241,7 @@ def _ends(metric: Any, update: Callable[..., Any], part: Any, starts: list[Any])
 def _with_variables(metric: Any, update: Callable[..., Any], batch: Any) -> Any:
     """Returns a copy that has made the variables that the metric would make in its first update."""
     copied = _copied(metric)
-    with _StatelessScope():
+    with StatelessScope():
         update(copied, *batch[0], **batch[1])
     _numbers_of_variables[metric] = len(copied.variables)
     return copied
@@ -259,7 +256,7 @@ def _copied(metric: Any) -> Any:
     copies = {id(each): _copied(each) for each in metric._metrics}
     stores = {"_variables": list(metric._variables), "_metrics": list(copies.values())}
     kinds = {name: (is_one, stores[f"_{name}"]) for name, (is_one, _) in metric._tracker.config.items()}
-    tracker = _Tracker(kinds)
+    tracker = Tracker(kinds)
     tracker.stored_ids = {name: set(map(id, store)) for name, (_, store) in kinds.items()}
 
     def own(value: Any) -> Any:

@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import is_none
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import tensorflow_trainer
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.shared.backups import exists, newest_metadata, prepared
 from tfrep_strategy.keras_integration.shared.callback_states import (
@@ -45,8 +45,6 @@ from tfrep_strategy.keras_integration.synchronous.state_beside_files import (
 from tfrep_strategy.limits import backup_dir, progress_dir
 from tfrep_strategy.preemption import answer_requests_to_end, end_as_asked, is_asked_to_end
 from tfrep_strategy.progress import Progress, Step
-
-_trainer = keras_internal("backend.tensorflow.trainer")
 
 _NAME = "fit-"
 """How the name of the folder of each `fit` begins."""
@@ -367,7 +365,7 @@ class RunBackup(keras.callbacks.Callback):
         given = self._given
         if given.get("validation_data") is not None and self._strategy.extended.validations_done:
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(given["validation_data"])
-            _trainer.TFEpochIterator(  # As Keras makes it for validations; it passes over those that are done.
+            tensorflow_trainer.TFEpochIterator(  # As Keras makes it for validations; it passes over those that are done.
                 x=x,
                 y=y,
                 sample_weight=sample_weight,

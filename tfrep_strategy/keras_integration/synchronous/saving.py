@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from tfrep_strategy.errors import PeerError
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import model_metadata
 from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared.model_files import ModelFiles, is_in_old_format, is_local
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
-
-_legacy_metadata = keras_internal("legacy.saving.saving_utils", "model_metadata")
 
 is_coordinated = Setting(False)
 """Whether a caller further up has decided which process saves: `save` then writes without asking the other processes."""
@@ -36,7 +34,7 @@ class Saving(ModelFiles, SynchronousBase):
                 super().save_model(original, model, filepath, overwrite, zipped, **kwargs)
             elif is_in_old_format(filepath, zipped):
                 # Writing such a file takes the optimizer out of the settings that a clone is compiled with. Ranks stay alike.
-                _legacy_metadata(model, kwargs.get("include_optimizer", True))
+                model_metadata(model, kwargs.get("include_optimizer", True))
 
     def save_weights(self, original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
         """Writes where `save_model` would."""

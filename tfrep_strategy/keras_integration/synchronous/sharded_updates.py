@@ -11,10 +11,8 @@ import tensorflow as tf
 
 from tfrep_strategy import sharding
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import BaseOptimizer
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
-
-_BaseOptimizer = keras_internal("optimizers.base_optimizer", "BaseOptimizer")
 
 _BY_ELEMENTS = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Ftrl", "Nadam", "Lion", "ScheduleFreeAdamW")
 """Keras's optimizers that update each element of a variable by itself. Others look at whole variables."""
@@ -153,7 +151,7 @@ class _Part:
 def update_each(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
     """Updates variables one after the other. An optimizer of the user's own gets TensorFlow's, as from Keras."""
     given = [v.value if isinstance(v, keras.Variable) else v for v in variables]
-    _BaseOptimizer._backend_update_step(optimizer, grads, given, learning_rate)
+    BaseOptimizer._backend_update_step(optimizer, grads, given, learning_rate)
 
 
 def is_by_elements(optimizer: Any) -> bool:

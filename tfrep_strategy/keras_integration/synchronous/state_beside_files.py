@@ -12,10 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfrep_strategy.keras_integration.patching import keras_internal
-
-_get_global_attribute = keras_internal("backend.common.global_state", "get_global_attribute")
-_global_seed_generator = keras_internal("random.seed_generator", "global_seed_generator")
+from tfrep_strategy.keras_integration.internals import get_global_attribute, global_seed_generator
 
 _SEEDS, _OWN_SEED, _RECURRENT = "seeds", "seed of Keras", "recurrent states"
 
@@ -40,7 +37,7 @@ def assign_beside_files(model: Any, values: Mapping[str, Sequence[np.ndarray]]) 
         values: From `values_beside_files`.
     """
     if values[_OWN_SEED]:
-        _global_seed_generator()  # Makes it, where nothing has drawn from it yet.
+        global_seed_generator()  # Makes it, where nothing has drawn from it yet.
     for kind in values:
         _assign(kind, model, values)
 
@@ -63,7 +60,7 @@ def _assign(kind: str, model: Any, values: Mapping[str, Sequence[np.ndarray]]) -
 def _variables(model: Any) -> dict[str, list[Any]]:
     in_files = {id(variable) for variable in model.weights + model.metrics_variables}
     layers = [layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
-    generator = _get_global_attribute("global_seed_generator")
+    generator = get_global_attribute("global_seed_generator")
     return {
         _SEEDS: [variable for variable in model.variables if id(variable) not in in_files],
         _OWN_SEED: [] if generator is None else [generator.state],

@@ -12,11 +12,10 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import global_state
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 
-_global_state = keras_internal("backend.common.global_state")
 _TRACKERS = ("GLOBAL_STATE_TRACKER", "GLOBAL_SETTINGS_TRACKER")
 _SEED_GENERATOR = "global_seed_generator"
 
@@ -60,7 +59,7 @@ class CallerState:
 
 
 def _state_of_this_thread(tracker: str) -> dict[str, Any]:
-    return vars(getattr(_global_state, tracker))
+    return vars(getattr(global_state, tracker))
 
 
 def _copied(value: Any) -> Any:

@@ -12,14 +12,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfrep_strategy.keras_integration.patching import keras_internal
+from tfrep_strategy.keras_integration.internals import StatelessScope, masking
 from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.own_functions import make_variables
 from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
 
-_mask = keras_internal("backend.common.masking")
-_StatelessScope: Any = keras_internal("backend.common.stateless_scope", "StatelessScope")
 _FUNCTIONS = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
 _MEANS = (keras.losses.binary_crossentropy, keras.losses.binary_focal_crossentropy)
 """Functions that take the mean over their axis, which may be the batch."""
@@ -60,13 +58,13 @@ def loss_of_whole_batch(
     Returns:
         The value of the global batch, or this replica's rows of it.
     """
-    mask = _mask.get_keras_mask(y_pred)
+    mask = masking.get_keras_mask(y_pred)
     own = {"y_true": y_true, "y_pred": y_pred, "sample_weight": sample_weight, "mask": mask}
     own = keras.tree.map_structure(lambda t: t if t is None else keras.ops.convert_to_tensor(t), own)
     rows = tf.shape(keras.tree.flatten(own["y_pred"])[0])[0]
     everyone, first = _rows_of_all(strategy, own, rows)
     if mask is not None:
-        _mask.set_keras_mask(everyone["y_pred"], everyone["mask"])
+        masking.set_keras_mask(everyone["y_pred"], everyone["mask"])
     with sees_whole_batch.to(True):
         value = compute(loss, everyone["y_true"], everyone["y_pred"], everyone["sample_weight"])
     if len(value.shape):
@@ -102,7 +100,7 @@ def update_on_first_replica(update: Any, metric: Any, args: Any, kwargs: Any) ->
 def update_everywhere(update: Any, metric: Any, args: Any, kwargs: Any) -> None:
     """Updates the state of a metric that calls collectives, which all replicas must run. What the first one assigns is kept."""
     make_variables(metric, update, args, kwargs)
-    with sees_whole_batch.to(True), contextlib.nullcontext() if _is_first_replica() else _StatelessScope():
+    with sees_whole_batch.to(True), contextlib.nullcontext() if _is_first_replica() else StatelessScope():
         update(metric, *args, **kwargs)
 
 

@@ -1,0 +1,54 @@
+"""The private names of Keras that this room uses, beside those that the tables replace. They are looked up at import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfrep_strategy.versions import private
+
+misfits: list[str] = []
+"""What this Keras does not have."""
+
+
+def _private(module: str, name: str = "") -> Any:
+    return private(f"keras.src.{module}", name, misfits=misfits)
+
+
+# State of a thread, and what a layer or a loss puts beside a tensor.
+global_state = _private("backend.common.global_state")
+get_global_attribute = _private("backend.common.global_state", "get_global_attribute")
+masking = _private("backend.common.masking")
+get_keras_mask = _private("backend.common.masking", "get_keras_mask")
+StatelessScope = _private("backend.common.stateless_scope", "StatelessScope")
+in_stateless_scope = _private("backend.common.stateless_scope", "in_stateless_scope")
+global_seed_generator = _private("random.seed_generator", "global_seed_generator")
+get_random_seed = _private("utils.rng_utils", "get_random_seed")
+
+# What models are made of.
+Variable = _private("backend.tensorflow.core", "Variable")
+MeanMetricWrapper = _private("metrics.reduction_metrics", "MeanMetricWrapper")
+BaseOptimizer = _private("optimizers.base_optimizer", "BaseOptimizer")
+Tracker = _private("utils.tracking", "Tracker")
+
+# Loops and their data.
+tensorflow_trainer = _private("backend.tensorflow.trainer")
+TensorFlowTrainer = _private("backend.tensorflow.trainer", "TensorFlowTrainer")
+TFEpochIterator = _private("backend.tensorflow.trainer", "TFEpochIterator")
+concat = _private("backend.tensorflow.trainer", "concat")
+convert_to_np_if_not_ragged = _private("backend.tensorflow.trainer", "convert_to_np_if_not_ragged")
+data_adapters = _private("trainers.data_adapters")
+array_data_adapter = _private("trainers.data_adapters.array_data_adapter")
+DataAdapter = _private("trainers.data_adapters.data_adapter", "DataAdapter")
+TFDatasetAdapter = _private("trainers.data_adapters.tf_dataset_adapter", "TFDatasetAdapter")
+make_class_weight_map_fn = _private("trainers.data_adapters.tf_dataset_adapter", "make_class_weight_map_fn")
+is_default = _private("utils.python_utils", "is_default")
+pythonify_logs = _private("utils.python_utils", "pythonify_logs")
+
+# Files.
+keras_config = _private("backend.config")
+model_metadata = _private("legacy.saving.saving_utils", "model_metadata")
+H5IOStore = _private("saving.saving_lib", "H5IOStore")
+save_state = _private("saving.saving_lib", "_save_state")
+file_utils = _private("utils.file_utils")
+is_remote_path = _private("utils.file_utils", "is_remote_path")
+ask_to_proceed_with_overwrite = _private("utils.io_utils", "ask_to_proceed_with_overwrite")
