@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pytest
+
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _PROJECT = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
 _BUILT = {"horovod"}
@@ -86,3 +88,42 @@ def test_tests_benchmarks_and_docs_import_what_is_declared() -> None:
         if module in _distributions() and not _is_one_of(module, _REQUIRED | _OF_EXTRAS | _BUILT)
     }
     assert not wrong
+
+
+def test_each_extra_of_a_hint_is_declared() -> None:
+    calls = [
+        ast.literal_eval(node.args[0])
+        for path in (_REPOSITORY / "tfrep_strategy").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "install_hint"
+    ]
+    assert calls
+    assert set(calls) <= set(_PROJECT["optional-dependencies"])
+
+
+_OWN_NAME_ON_AN_INDEX = re.compile(r"\bpip3? install\b[^\n]*?[\s'\"`\\]tfrep[-_.]strategy(\[[\w,-]*\])?(?! ?@)(?=[\s'\"`\\<>=!]|$)")
+"""The package's name as an argument of pip, without an address."""
+
+
+def test_nothing_installs_the_package_by_its_name() -> None:
+    """The name is not registered, so a stranger may register it."""
+    folders = ("tfrep_strategy", "docs", "notebooks", "benchmarks", "deploy", ".ci")
+    paths = [*_REPOSITORY.glob("*"), *(path for folder in folders for path in (_REPOSITORY / folder).rglob("*"))]
+    texts = {path: path.read_text("utf-8", errors="ignore") for path in paths if path.is_file()}
+    assert {_REPOSITORY / "README.md", _REPOSITORY / "tfrep_strategy" / "errors.py"} <= set(texts)
+    assert {path: found[0] for path, text in texts.items() if (found := _OWN_NAME_ON_AN_INDEX.search(text))} == {}
+
+
+@pytest.mark.parametrize(
+    ("command", "by_name"),
+    [
+        ("pip install 'tfrep-strategy[ray]'", True),
+        ("%pip install --quiet tfrep_strategy", True),
+        ("uv pip install tfrep-strategy>=0.2", True),
+        ("pip install --upgrade 'tfrep-strategy'", True),
+        ("pip install '.[ray]'", False),
+        ('pip install "tfrep-strategy[plots] @ {REPOSITORY}"', False),
+    ],
+)
+def test_a_command_that_installs_by_name_is_found(command: str, by_name: bool) -> None:
+    assert bool(_OWN_NAME_ON_AN_INDEX.search(command)) == by_name

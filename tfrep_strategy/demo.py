@@ -25,7 +25,7 @@ from rich.table import Table
 import tfrep_strategy as tfrep
 from tfrep_strategy.common_memory import problem_of_sharing
 from tfrep_strategy.digits import load_digits
-from tfrep_strategy.errors import check_count
+from tfrep_strategy.errors import check_count, install_hint
 from tfrep_strategy.examples.plots import draw_bars, draw_curves
 from tfrep_strategy.processes.identity import horovod_is_installed
 from tfrep_strategy.running import launch
@@ -165,7 +165,7 @@ def run_demo(
     if picture is None:
         return results
     if importlib.util.find_spec("matplotlib") is None:
-        hint = "To get a picture of loss curves and throughput: pip install '.[plots]' && tfrep demo"
+        hint = f"To get a picture of loss curves and throughput, {install_hint('plots')} && tfrep demo"
         console.print(hint, markup=False, soft_wrap=True)
     else:
         _draw(results, Path(picture))

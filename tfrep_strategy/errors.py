@@ -100,6 +100,24 @@ def message(what: str, hint: Any = None, **received: Any) -> str:
     return text
 
 
+def install_hint(extra: str) -> str:
+    """Returns the hint that installs what an extra brings.
+
+    No index has the package. A hint that names it would install what a stranger registers under that name.
+
+    Args:
+        extra: The name of the extra in `pyproject.toml`.
+
+    Returns:
+        The hint, which ends with the command.
+
+    Example:
+        >>> install_hint("ray")
+        "in a clone of the repository: pip install '.[ray]'"
+    """
+    return f"in a clone of the repository: pip install '.[{extra}]'"
+
+
 def shown(value: Any) -> str:
     """Returns what a message shows of a value: its `repr`, shortened.
 

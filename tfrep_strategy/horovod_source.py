@@ -1,4 +1,7 @@
-"""Changes the source of Horovod's last release: it builds with current TensorFlow, Python and CUDA, and ranks take no strangers."""
+"""Changes the source of Horovod's last release: it builds with current TensorFlow, Python and CUDA, and ranks take no strangers.
+
+The lines of Horovod and Gloo are quoted under the licences of those projects, see NOTICE.
+"""
 
 from __future__ import annotations
 

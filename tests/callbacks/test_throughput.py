@@ -212,7 +212,7 @@ def test_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     )
     figure.savefig(tmp_path / "throughput.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigurationError, match=r"matplotlib is not installed(.|\n)*\[plots\]"):
+    with pytest.raises(ConfigurationError, match=r"matplotlib is not installed(.|\n)*'\.\[plots\]'"):
         throughput.plot()
 
 

@@ -64,5 +64,5 @@ def test_command_lines_that_do_not_fit(arguments: list[str], error: str) -> None
 
 def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'tfrep-strategy\[ray\]'"), ray_cluster(RayPlaces(), 2):
+    with pytest.raises(ConfigurationError, match=r"pip install '\.\[ray\]'"), ray_cluster(RayPlaces(), 2):
         pytest.fail("Ray cannot be there.")

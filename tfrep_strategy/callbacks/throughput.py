@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.errors import ConfigurationError, check_count, message
+from tfrep_strategy.errors import ConfigurationError, check_count, install_hint, message
 from tfrep_strategy.keras_integration.finding import driver_of_model
 from tfrep_strategy.step_clock import Counts, StepClock, counting
 
@@ -83,7 +83,7 @@ class Throughput(keras.callbacks.Callback):
                 )
         check_count("At least one step lies between two values.", every=every)
         if log_dir is not None and importlib.util.find_spec("tensorboard") is None:
-            hint = "pip install 'tfrep-strategy[tensorboard]'"
+            hint = install_hint("tensorboard")
             raise ConfigurationError(message("TensorBoard is not installed.", hint=hint, log_dir=str(log_dir)))
         self.flops_per_example, self.peak_flops = flops_per_example, peak_flops
         self.log_dir, self.every = log_dir, every
@@ -230,7 +230,7 @@ class Throughput(keras.callbacks.Callback):
         try:
             from matplotlib.figure import Figure
         except ImportError:
-            raise ConfigurationError(message("matplotlib is not installed.", hint="pip install '.[plots]'")) from None
+            raise ConfigurationError(message("matplotlib is not installed.", hint=install_hint("plots"))) from None
         panels = {
             "examples per second": {"examples_per_second": 1.0},
             "time of a step (ms)": {f"step_ms_p{p}": 1.0 for p in reversed(_PERCENTILES)},

@@ -13,7 +13,7 @@ import numpy as np
 from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.host import Arrays, HostCommunicator
 from tfrep_strategy.communicators.ordered import from_ordered_array, to_ordered_array
-from tfrep_strategy.errors import ConfigurationError, PeerError, message
+from tfrep_strategy.errors import ConfigurationError, PeerError, install_hint, message
 from tfrep_strategy.limits import timeout_seconds
 
 _SPIN_SECONDS, _SLEEP_SECONDS = 0.002, 0.0002
@@ -151,7 +151,7 @@ def loaded_mpi() -> Any:
         raise ConfigurationError(
             message(
                 f"mpi4py does not load: {error}",
-                hint="`pip install 'tfrep-strategy[mpi]'` installs it; the library of an MPI has to be installed, too.",
+                hint=f"{install_hint('mpi')}; the library of an MPI has to be installed, too.",
                 communicator="mpi",
             )
         ) from error

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.errors import ConfigurationError, install_hint, message
 from tfrep_strategy.limits import meeting_seconds
 from tfrep_strategy.processes import ray_place
 from tfrep_strategy.processes.ranks import Events
@@ -231,8 +231,7 @@ def ray_cluster(wanted: RayPlaces, size: int) -> Iterator[RayCluster]:
     try:
         import ray
     except ImportError:
-        hint = "pip install 'tfrep-strategy[ray]'"
-        raise ConfigurationError(message("Ray is not installed.", hint=hint, engine="ray")) from None
+        raise ConfigurationError(message("Ray is not installed.", hint=install_hint("ray"), engine="ray")) from None
     with contextlib.ExitStack() as stack:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if address == _ON_THIS_MACHINE:
