@@ -232,7 +232,9 @@ def test_bad_input(tmp_path, monkeypatch, capsys, arguments, named):
     assert "Hint: " in error
 
 
-@pytest.mark.parametrize("command", [["run", "script.py"], ["run", "--strategy", "parameter-server", "script.py"], ["doctor"]])
+@pytest.mark.parametrize(
+    "command", [["run", "script.py"], ["run", "--strategy", "parameter-server", "script.py"], ["doctor"], ["demo"]], ids=" ".join
+)
 @pytest.mark.parametrize("backend", ["jax", "torch", "numpy", "Tensorflow"])
 def test_another_backend_of_keras_is_refused(tmp_path, monkeypatch, capsys, command, backend):
     from tfrep_strategy.cli import main

@@ -310,8 +310,10 @@ def demo(
     ),
 ) -> None:
     """Train a small network on handwritten digits in every way, and compare."""
+    from tfrep_strategy.limits import check_keras_backend
     from tfrep_strategy.startup_log import quiet_start
 
+    check_keras_backend()
     with quiet_start():
         from tfrep_strategy.demo import run_demo
     run_demo(picture)
