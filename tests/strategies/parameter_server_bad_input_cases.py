@@ -11,6 +11,7 @@ import tensorflow as tf
 from parameter_server_cases import BATCH, ROWS, RowCount, make_data, make_model
 
 import tfrep_strategy as tfrep
+from tfrep_strategy.keras_integration.shared import forgotten_scope
 
 strategy = parameter_server_cases.strategy
 
@@ -47,6 +48,15 @@ def test_an_interrupted_training_leaves_nothing_behind(strategy: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[Stop()])
     assert model.train_on_batch(x, y, return_dict=True)["rows"] == ROWS
+
+
+def test_a_model_made_outside_the_scope_trains_here(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forgotten_scope, "_warned", set())  # Another test may have been told.
+    x, y = make_data()
+    model = keras.Sequential([keras.Input(x.shape[1:]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match="`fit` got a model made outside the strategy's scope, so only one device works"):
+        model.fit(x, y, batch_size=BATCH, verbose=0)
 
 
 @pytest.mark.parametrize(

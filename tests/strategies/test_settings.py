@@ -21,7 +21,7 @@ pytestmark = pytest.mark.lane("quick")
 
 _SETTINGS = (Path(__file__).parents[2] / "docs" / "settings.md").read_text("utf-8")
 _CLASSES = (tfrep.MirroredStrategy, tfrep.MultiWorkerStrategy, tfrep.ParameterServerStrategy)
-_MOST_NAMES = 14
+_MOST_NAMES = 15
 
 SYNCHRONOUS = [
     ("compression", "bf16", ["int8", 16, True, ["bf16"]]),
@@ -31,6 +31,7 @@ SYNCHRONOUS = [
     ("gradient_aggregator", max, [5, "sum"]),
     ("check_sync_every", 3, [0, 2.5, "3", False]),
     ("shard_optimizer_state", True, [1, "yes", None]),
+    ("allow_plain_models", True, [1, "yes", None]),
 ]
 OF_CLASS: dict[type, list[tuple[str, Any, list[Any]]]] = {
     tfrep.MirroredStrategy: [
@@ -53,6 +54,7 @@ OF_CLASS: dict[type, list[tuple[str, Any, list[Any]]]] = {
         ("worker_timeout", 30, [0, -1, "30", None, float("nan"), True]),
         ("connect_timeout", 5.5, [0, "5"]),
         ("coordinator_timeout", 60.0, [0, "60"]),
+        ("allow_plain_models", True, [1, None]),
     ],
 }
 FIXED = {

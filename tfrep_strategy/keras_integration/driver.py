@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 from tfrep_strategy.keras_integration.patching import Registry
+from tfrep_strategy.keras_integration.shared import forgotten_scope
 from tfrep_strategy.keras_integration.table_of_models import ModelPatches
 from tfrep_strategy.keras_integration.table_of_training import TrainingPatches
 
@@ -21,11 +22,22 @@ class KerasDriver(TrainingPatches, ModelPatches):
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = weakref.ref(strategy)
+        forgotten_scope.note(strategy)
 
     @property
     def strategy(self) -> Any:
         """The strategy that has brought this driver."""
         return self._strategy()
+
+    @property
+    def has_several(self) -> bool:
+        """Whether the strategy has more to train with than one device."""
+        return True
+
+    @property
+    def has_several_ranks(self) -> bool:
+        """Whether several processes run the program."""
+        return False
 
     def num_processes(self) -> int:
         """Counts the processes that train together, and call what saves at the same time."""

@@ -15,7 +15,7 @@ from tfrep_strategy.keras_integration.finding import (
     of_reader,
 )
 from tfrep_strategy.keras_integration.patching import Patch, Topic
-from tfrep_strategy.keras_integration.shared import minimize
+from tfrep_strategy.keras_integration.shared import forgotten_scope, minimize
 
 patch: Any = Patch  # What a driver does is a method of the same name.
 
@@ -48,12 +48,13 @@ class TrainingPatches:
         " validation_data=None, shuffle=True, class_weight=None, sample_weight=None, initial_epoch=0, steps_per_epoch=None,"
         " validation_steps=None, validation_batch_size=None, validation_freq=1)",
         why="refuses models that were made outside the scope; compares validation data before training; drives workers",
+        does=forgotten_scope.train,
     )
     evaluate = patch(
         "backend.tensorflow.trainer:TensorFlowTrainer.evaluate",
         "(self, x=None, y=None, batch_size=None, verbose='auto', sample_weight=None, steps=None, callbacks=None,"
         " return_dict=False, **kwargs)",
-        why="state is merged first; workers are driven",
+        why="state is merged first; workers are driven", does=forgotten_scope.evaluate,
     )
     metrics_result_or_logs = patch(
         "trainers.trainer:Trainer._get_metrics_result_or_logs", "(self, logs)",
@@ -67,12 +68,12 @@ class TrainingPatches:
     train_on_batch = patch(
         "backend.tensorflow.trainer:TensorFlowTrainer.train_on_batch",
         "(self, x, y=None, sample_weight=None, class_weight=None, return_dict=False)",
-        why="what the first call gets is compared; a worker does the step",
+        why="what the first call gets is compared; a worker does the step", does=forgotten_scope.train,
     )
     test_on_batch = patch(
         "backend.tensorflow.trainer:TensorFlowTrainer.test_on_batch",
         "(self, x, y=None, sample_weight=None, return_dict=False)",
-        why="the same, and state is merged first",
+        why="the same, and state is merged first", does=forgotten_scope.evaluate,
     )
     predict_on_batch = patch(
         "backend.tensorflow.trainer:TensorFlowTrainer.predict_on_batch", "(self, x)",
@@ -146,7 +147,7 @@ class TrainingPatches:
     )
     apply = patch(
         "optimizers.base_optimizer:BaseOptimizer.apply", "(self, grads, trainable_variables=None)",
-        why="aggregate first; gradients of several workers make one update (`sync=True`)",
+        why="aggregate first; gradients of several workers make one update (`sync=True`)", does=forgotten_scope.apply,
     )
     apply_several = patch(
         "optimizers.multi_optimizer:MultiOptimizer.apply", "(self, grads, trainable_variables=None)", optional=True,

@@ -64,6 +64,7 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
             `lambda gradients, communicator: communicator.all_reduce(gradients, "sum")`.
         check_sync_every: Number of steps of `fit` between two calls of `assert_in_sync(model)`; None for no checks.
         shard_optimizer_state: Whether each replica keeps its part of the optimizer's slots only (ZeRO-1).
+        allow_plain_models: Whether models that were made outside the scope may train, each process for itself.
     """
 
     _old_names = OF_STRATEGIES
@@ -78,6 +79,7 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
     gradient_aggregator = CheckedSetting(or_none(function))
     check_sync_every = CheckedSetting(or_none(positive("steps")))
     shard_optimizer_state = CheckedSetting(flag, fixed=True, at_first=True)
+    allow_plain_models = CheckedSetting(flag)
 
     def __init__(self, extended: Any) -> None:
         super().__init__(extended)

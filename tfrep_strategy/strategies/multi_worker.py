@@ -48,6 +48,8 @@ class MultiWorkerStrategy(SynchronousStrategy):
         check_sync_every: Number of steps of `fit` between two checks that all ranks hold the same values.
         shard_optimizer_state: Whether each replica keeps its part of the optimizer's slots only, and updates its part of the
             weights (ZeRO-1). The answer and the files are the same; see docs/sharded_optimizer.md.
+        allow_plain_models: Whether models that were made outside the scope may train. Each rank trains such a model alone; by
+            default it is refused.
         rank_data: The relation between the data that the ranks pass to `fit`, `evaluate`, `predict` and
             `experimental_distribute_dataset`. `"same"`: all ranks pass the same data, and each takes its part of every
             batch. A sample is compared; a difference is an error. `"unchecked"`: the same, without the comparison.
@@ -82,6 +84,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
         gradient_aggregator: GradientAggregator | None = None,
         check_sync_every: int | None = None,
         shard_optimizer_state: bool = False,
+        allow_plain_models: bool = False,
         rank_data: str = "same",
     ) -> None:
         self._set(
@@ -90,6 +93,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
             gradient_aggregator=gradient_aggregator,
             check_sync_every=check_sync_every,
             shard_optimizer_state=shard_optimizer_state,
+            allow_plain_models=allow_plain_models,
             rank_data=rank_data,
             compression=compression,
             bucket_bytes=bucket_bytes,

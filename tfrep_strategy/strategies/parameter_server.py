@@ -61,9 +61,11 @@ class ParameterServerStrategy(ShowsNewNames, tf.distribute.ParameterServerStrate
         connect_timeout: Seconds in which servers and workers must become reachable.
         coordinator_timeout: Under Slurm, seconds that workers and servers wait for the coordinator. Otherwise the job would
             last as long as they do.
+        allow_plain_models: Whether models that were made outside the scope train without a warning. The coordinator trains such a
+            model itself.
 
-    Every argument is an attribute, too. `max_in_flight` and `worker_timeout` can be set before the next step; the others are
-    fixed.
+    Every argument is an attribute, too. `max_in_flight`, `worker_timeout` and `allow_plain_models` can be set later; the others
+    are fixed.
 
     Raises:
         ConfigurationError: The cluster has no server or no worker, or a setting cannot be used.
@@ -93,12 +95,14 @@ class ParameterServerStrategy(ShowsNewNames, tf.distribute.ParameterServerStrate
         worker_timeout: float = 60.0,
         connect_timeout: float = 20.0,
         coordinator_timeout: float = 600.0,
+        allow_plain_models: bool = False,
     ) -> None:
         refuse_graph_mode()
         resolver = _resolver_from_environment() if cluster_resolver is None else cluster_resolver
         self._jobs = _checked_jobs(resolver)
         resolver = _without_evaluator(resolver)
         self.worker_timeout, self.connect_timeout, self.coordinator_timeout = worker_timeout, connect_timeout, coordinator_timeout
+        self.allow_plain_models = allow_plain_models
         if resolver.task_type in ("worker", "ps"):
             self._have_watched(NAMES[resolver.task_type], resolver.task_id)
             timeout = self.coordinator_timeout if getattr(resolver, "from_slurm", False) else None
@@ -142,6 +146,7 @@ class ParameterServerStrategy(ShowsNewNames, tf.distribute.ParameterServerStrate
     worker_timeout = CheckedSetting(seconds)
     connect_timeout = CheckedSetting(seconds, fixed=True, of_run=True)
     coordinator_timeout = CheckedSetting(seconds, fixed=True, of_run=True)
+    allow_plain_models = CheckedSetting(flag)
 
     @property
     def num_workers(self) -> int:

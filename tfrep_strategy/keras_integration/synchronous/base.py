@@ -24,6 +24,11 @@ class SynchronousBase(KerasDriver):
         """Whether there is more than one replica."""
         return self.strategy.num_replicas_in_sync > 1
 
+    @property
+    def has_several_ranks(self) -> bool:
+        """Whether there are replicas in other processes."""
+        return self.strategy.num_replicas_in_sync > self.strategy.extended.num_local_replicas
+
     def what_overwrites(self, gradients: Sequence[Any], variables: Sequence[Any]) -> dict[int, tf.Tensor]:
         """Returns, by the place in the list, the gradients that are no gradients but overwrite their variables, made global.
 

@@ -155,7 +155,7 @@ class SynchronousDriver(
     def _refuse_foreign(self, model: Any, method: str) -> None:
         if self.has_several:
             made_in_scope.refuse_foreign_model(model, self.strategy, method)
-        if model.built and self.strategy.num_replicas_in_sync > self.strategy.extended.num_local_replicas:
+        if model.built and self.has_several_ranks:
             made_in_scope.refuse_foreign_metrics(model, self.strategy, method)
 
     def _merge_state(self) -> None:
