@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import keras
@@ -48,6 +49,16 @@ def test_an_interrupted_training_leaves_nothing_behind(strategy: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[Stop()])
     assert model.train_on_batch(x, y, return_dict=True)["rows"] == ROWS
+
+
+@pytest.mark.skipif(not find_spec("tf_keras"), reason="needs the extra bench (tf_keras)")
+def test_keras_2(strategy: Any) -> None:
+    import tf_keras
+
+    with strategy.scope():
+        model = tf_keras.Sequential([tf_keras.layers.Dense(1)])
+        with pytest.raises(tfrep.errors.ConfigurationError, match="`compile` of a tf_keras model"):
+            model.compile("sgd", "mse")
 
 
 def test_a_model_made_outside_the_scope_trains_here(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from tfrep_strategy.communicators.gpus import warn_of_sparse_gradients
 from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.keras_integration.settings import Setting
+from tfrep_strategy.keras_integration.shared.keras_2 import NoticesKeras2
 from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
 from tfrep_strategy.sharding import Cut, sum_to_parts
 from tfrep_strategy.slices import has_fixed_rows
@@ -30,7 +31,7 @@ from tfrep_strategy.strategies.part_variables import PartVariable
 from tfrep_strategy.strategies.variables import ReplicaVariable, StepsSinceMerge, with_our_class
 
 
-class SynchronousExtended:
+class SynchronousExtended(NoticesKeras2):
     """What this package, and the Keras integration, ask of a synchronous strategy; its users need none of it.
 
     It is a mixin for the `extended` of the strategies, and comes before TensorFlow's class.
@@ -89,7 +90,7 @@ class SynchronousExtended:
         with tf.init_scope() if lift else contextlib.nullcontext():
             if cut is not None:
                 return PartVariable.made(self, next_creator, cut, **kwargs)
-            variable = super()._create_variable(next_creator, **dict(kwargs))  # type: ignore[misc]
+            variable = super()._create_variable(next_creator, **dict(kwargs))
             variable = with_our_class(self._contain(variable, **kwargs))
             if isinstance(variable, ReplicaVariable):
                 variable.spread_initial_value()

@@ -26,6 +26,7 @@ from tfrep_strategy.environments import SlurmEnvironment, TfConfigEnvironment
 from tfrep_strategy.errors import ConfigurationError, PeerError, check_count, message, shortened
 from tfrep_strategy.keras_integration.asynchronous.driver import AsynchronousDriver
 from tfrep_strategy.keras_integration.asynchronous.partitioned_variables import PartInitializer, PartitionedVariable
+from tfrep_strategy.keras_integration.shared.keras_2 import NoticesKeras2
 from tfrep_strategy.old_spellings import OF_PARAMETER_SERVERS, OF_STRATEGIES, ShowsNewNames, refuses
 from tfrep_strategy.processes.watcher import start_watcher
 from tfrep_strategy.rendezvous.confinement import confined
@@ -182,7 +183,7 @@ class ParameterServerStrategy(ShowsNewNames, tf.distribute.ParameterServerStrate
             )
 
 
-class _Extended(ParameterServerExtended):
+class _Extended(NoticesKeras2, ParameterServerExtended):
     step_runner: StepRunner
 
     def __init__(self, *args: Any) -> None:
