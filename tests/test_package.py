@@ -16,6 +16,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.versions import KERAS, TENSORFLOW
@@ -88,6 +89,16 @@ def test_wheel_holds_what_it_should(wheel):
     assert f"Version: {tfrep.__version__}" in metadata
     assert set(re.findall(r"Provides-Extra: (\S+)", metadata)) >= {"horovod", "test", "notebooks", "gpu"}
     assert "tfrep = tfrep_strategy.cli:main" in scripts
+
+
+def test_wheel_says_where_it_runs(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = email.message_from_bytes(archive.read(next(n for n in archive.namelist() if n.endswith("/METADATA"))))
+    classifiers = metadata.get_all("Classifier")
+    assert [each for each in classifiers if each.startswith("Operating System")] == ["Operating System :: POSIX :: Linux"]
+    versions = re.findall(r"Python :: (3\.\d+)$", "\n".join(classifiers), re.MULTILINE)
+    allowed = SpecifierSet(metadata["Requires-Python"])
+    assert versions == [f"3.{minor}" for minor in range(30) if f"3.{minor}" in allowed]
 
 
 def test_wheel_says_under_which_licences_its_parts_are(wheel):

@@ -3,9 +3,11 @@
 from typing import TYPE_CHECKING
 
 from tfrep_strategy._lazy import names_loaded_when_used
+from tfrep_strategy._platform import refuse_other_systems
 from tfrep_strategy._version import __version__
 from tfrep_strategy.old_spellings import OF_PACKAGE
 
+refuse_other_systems()
 if TYPE_CHECKING:
     from tfrep_strategy.clusters.resolver import local_cluster
     from tfrep_strategy.collectives import (
@@ -57,8 +59,7 @@ else:
         ],
         "communicators": ["Communicator"], "environments": ["Environment", "register_environment"],
         "keras_integration.dataset_creator": ["DatasetCreator"], "transports": ["register_communicator"],
-        "keras_integration.timed_checkpoint": ["TimedCheckpoint"],
-        "replicator": [
+        "keras_integration.timed_checkpoint": ["TimedCheckpoint"], "replicator": [
             "InputContext", "InputReplicationMode", "MultiGpuReplicator", "MultiWorkerReplicator",
             "ParameterServerReplicator", "Replicator", "TpuReplicator",
         ],
@@ -70,10 +71,9 @@ else:
 
 __all__ = [
     "Communicator", "DatasetCreator", "Environment", "InputContext", "InputReplicationMode", "MirroredStrategy",
-    "MultiGpuReplicator", "MultiWorkerReplicator", "MultiWorkerStrategy", "ParameterServerReplicator",
-    "ParameterServerStrategy", "Replicator", "SidecarEvaluator", "TimedCheckpoint", "TpuReplicator", "__version__", "all_gather",
-    "all_gather_object", "all_mean", "all_reduce", "all_sum", "all_to_all", "auto_strategy", "barrier", "broadcast",
-    "broadcast_object", "chief_first", "exit_on_server_loss", "is_chief", "launch", "local_cluster", "logical_device", "map_gather",
-    "map_reduce", "num_replicas", "reduce_scatter", "register_communicator", "register_environment", "replica_id",
-    "use_logical_cpus",
+    "MultiGpuReplicator", "MultiWorkerReplicator", "MultiWorkerStrategy", "ParameterServerReplicator", "ParameterServerStrategy",
+    "Replicator", "SidecarEvaluator", "TimedCheckpoint", "TpuReplicator", "__version__", "all_gather", "all_gather_object",
+    "all_mean", "all_reduce", "all_sum", "all_to_all", "auto_strategy", "barrier", "broadcast", "broadcast_object", "chief_first",
+    "exit_on_server_loss", "is_chief", "launch", "local_cluster", "logical_device", "map_gather", "map_reduce", "num_replicas",
+    "reduce_scatter", "register_communicator", "register_environment", "replica_id", "use_logical_cpus",
 ]  # fmt: skip
