@@ -91,6 +91,19 @@ _AutoGraph = _private("autograph.core.ag_ctx", "ControlStatusCtx")
 _AutoGraphStatus = _private("autograph.core.ag_ctx", "Status")
 
 trace = _private("framework.func_graph", "func_graph_from_py_func")
+
+
+def add_function(definition: Any) -> None:
+    """Registers a `FunctionDef`, for eager code and all graphs."""
+    context().add_function_def(definition)
+
+
+def remove_function(name: str) -> None:
+    """Forgets a registered `FunctionDef`."""
+    if context().has_function(name):
+        context().remove_function(name)
+
+
 _unwrap = _private("util.tf_decorator", "unwrap")
 
 autograph_rules = _private("autograph.core", "config")

@@ -1,0 +1,245 @@
+"""Runs the program of a replica for the replicas of this process, in the graph that is being built.
+
+All replicas run one program. Its nodes between two levels of collectives are one TensorFlow function, a segment, which is made once
+and called for each replica with its own arguments. It is written as a `FunctionDef`, without a graph.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import add_function, remove_function
+from tfrep_strategy.partitioner.program import Collective, Node, Program, Tensor, live
+
+_names = itertools.count()
+
+
+class Transport(Protocol):
+    """How the replicas of this process talk with each other, and with those of other processes.
+
+    Attributes:
+        devices: The device of each replica of this process.
+    """
+
+    devices: Sequence[str]
+
+    def sums(self, values: Sequence[Sequence[tf.Tensor]]) -> Sequence[Sequence[tf.Tensor]]:
+        """Sums tensors over all replicas.
+
+        Args:
+            values: For each tensor, what each replica of this process has.
+
+        Returns:
+            For each tensor, what each of them gets.
+        """
+
+    def gathered(self, values: Sequence[tf.Tensor], axis: int) -> Sequence[tf.Tensor]:
+        """Joins the tensors of all replicas along an axis, in their order."""
+
+    def first(self, values: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        """Returns what replica 0 of the run has."""
+
+
+class Segment:
+    """Nodes as a TensorFlow function.
+
+    Args:
+        nodes: In an order in which they can run.
+        outputs: What it returns.
+        compiled: Whether XLA compiles it.
+    """
+
+    def __init__(self, nodes: Sequence[Node], outputs: Sequence[Tensor], compiled: bool = False) -> None:
+        self.outputs = outputs
+        made = {id(node) for node in nodes}
+        self.inputs = list({
+            x.name: x for x in (*(x for node in nodes for x in node.inputs), *outputs) if x.node is None or id(x.node) not in made
+        }.values())  # fmt: skip
+        self.name = f"__tfrep_segment_{next(_names)}"
+        names = {x.name: f"input_{i}" for i, x in enumerate(self.inputs)}
+        definition = tf.compat.v1.GraphDef().library.function.add()
+        definition.signature.name = self.name
+        for x in self.inputs:
+            definition.signature.input_arg.add(name=names[x.name], type=x.dtype.as_datatype_enum)
+        for i, x in enumerate(outputs):
+            definition.signature.output_arg.add(name=f"output_{i}", type=x.dtype.as_datatype_enum)
+            definition.ret[f"output_{i}"] = names.get(x.name, x.name)
+        for node in nodes:
+            controls = [f"^{each.name}" for each in node.control_inputs if id(each) in made]
+            inputs = [names.get(x.name, x.name) for x in node.inputs]
+            written = definition.node_def.add(name=node.name, op=node.type, input=[*inputs, *controls])
+            for name, value in node.attributes.items():
+                written.attr[name].CopyFrom(value)
+            # What waits for a call waits for these alone, once TensorFlow has put the function's operations in its place.
+            if node.has_effects or any(x.dtype == tf.resource for x in node.inputs):
+                definition.signature.control_output.append(node.name)
+                definition.control_ret[node.name] = node.name
+        self.has_effects = any(node.has_effects for node in nodes) or any(x.dtype == tf.resource for x in self.inputs)
+        definition.signature.is_stateful = self.has_effects
+        if compiled:
+            definition.attr["_XlaMustCompile"].b = True
+        add_function(definition)
+        weakref.finalize(self, remove_function, self.name)
+
+    def __call__(self, inputs: Sequence[tf.Tensor], device: str) -> Sequence[tf.Tensor]:
+        """Calls it on a device."""
+        call = tf.raw_ops.StatefulPartitionedCall if self.has_effects else tf.raw_ops.PartitionedCall
+        with tf.device(device):
+            results = call(
+                args=inputs, Tout=[x.dtype for x in self.outputs], f=tf.compat.v1.NameAttrList(name=self.name)
+            )
+        if isinstance(results, tf.Operation) or results is None:
+            return []
+        for result, x in zip(results, self.outputs, strict=True):
+            if tf.is_symbolic_tensor(result) and x.dtype not in (tf.variant, tf.resource):
+                result.set_shape(x.shape)
+        return results
+
+
+class Emitter:
+    """A program that is ready to run.
+
+    Args:
+        program: The program of a replica.
+        compiled: Whether XLA compiles its segments.
+    """
+
+    def __init__(self, program: Program, compiled: bool = False) -> None:
+        self._program = program
+        nodes = live(program.nodes, program.results)
+        self._last = max((node.level for node in nodes), default=0)
+        self._collectives = _by_level(node for node in nodes if isinstance(node, Collective))
+        plain = [node for node in nodes if isinstance(node, Node)]
+        free = _free(plain, program.arguments[:4])
+        self._segments = self._cut([node for node in plain if not node.once], free, nodes, compiled)
+        self._once = self._cut([node for node in plain if node.once], free, nodes, False)
+
+    def _cut(self, nodes: list[Node], free: set[int], everything: list[Any], compiled: bool) -> dict[int, Segment]:
+        """Makes a segment for each level."""
+        chosen = {id(node) for node in nodes}
+        used: dict[str, set[Any]] = collections.defaultdict(set)
+        """By the name of a tensor: where it is used, by the level of the segment, or something else."""
+        for node in everything:
+            is_segment = isinstance(node, Node) and id(node) in chosen and id(node) not in free
+            for x in node.inputs:
+                used[x.name].add(node.level if is_segment else "elsewhere")
+        for x in self._program.results:
+            used[x.name].add("elsewhere")
+        segments = {}
+        for level, members in sorted(_by_level(node for node in nodes if id(node) not in free).items()):
+            needed = _with_free(members, free)
+            outputs = [x for node in members for x in node.outputs if used[x.name] - {level}]
+            segments[level] = Segment(needed, outputs, compiled)
+        # What is free and used by something else than segments, such as a collective or a result.
+        outside = [
+            node for node in nodes if id(node) in free and any("elsewhere" in used[x.name] for x in node.outputs)
+        ]
+        if outside:
+            outputs = [x for node in outside for x in node.outputs if "elsewhere" in used[x.name]]
+            segments[-1] = Segment(_with_free(outside, free), outputs, False)
+        return segments
+
+    def run(self, arguments: Sequence[Sequence[tf.Tensor]], transport: Transport) -> list[list[tf.Tensor]]:
+        """Adds the program to the graph that is being built, for each replica of this process.
+
+        Args:
+            arguments: What each replica gives for the arguments.
+            transport: How they talk.
+
+        Returns:
+            The results of each replica.
+        """
+        names = [x.name for x in self._program.arguments]
+        known: list[dict[str, Any]] = [dict(zip(names, given, strict=True)) for given in arguments]
+        for level in range(-1, self._last + 1):
+            if level in self._segments:
+                segment = self._segments[level]
+                for own, device in zip(known, transport.devices, strict=True):
+                    results = segment([own[x.name] for x in segment.inputs], device)
+                    own.update(zip([x.name for x in segment.outputs], results, strict=True))
+            if level in self._once:
+                segment = self._once[level]
+                results = segment([known[0][x.name] for x in segment.inputs], transport.devices[0])
+                for own in known:
+                    own.update(zip([x.name for x in segment.outputs], results, strict=True))
+            self._communicate(self._collectives.get(level, ()), known, transport)
+        return [[own[x.name] for x in self._program.results] for own in known]
+
+    def _communicate(
+        self, collectives: Sequence[Collective], known: list[dict[str, Any]], transport: Transport
+    ) -> None:
+        def values(collective: Collective) -> list[tf.Tensor]:
+            return [own[collective.inputs[0].name] for own in known]
+
+        def note(collective: Collective, results: Sequence[tf.Tensor]) -> None:
+            for own, result in zip(known, results, strict=True):
+                if tf.is_symbolic_tensor(result):
+                    result.set_shape(collective.outputs[0].shape)
+                own[collective.outputs[0].name] = result
+
+        sums = [each for each in collectives if each.kind == "sum"]
+        if sums:
+            for collective, results in zip(sums, transport.sums([values(each) for each in sums]), strict=True):
+                note(collective, results)
+        for collective in collectives:
+            if collective.kind == "gather":
+                note(collective, transport.gathered(values(collective), collective.axis))
+            elif collective.kind == "first":
+                note(collective, transport.first(values(collective)))
+            elif collective.kind == "shared":
+                note(collective, [values(collective)[0]] * len(known))
+
+
+def _by_level(nodes: Any) -> dict[int, list[Any]]:
+    levels: dict[int, list[Any]] = collections.defaultdict(list)
+    for node in nodes:
+        levels[node.level].append(node)
+    return levels
+
+
+def _free(nodes: Sequence[Node], rows: Sequence[Tensor]) -> set[int]:
+    """Returns the ids of nodes that are made again in each segment that needs them: constants and sizes."""
+    free: set[int] = set()
+    cheap = {x.name for x in rows}
+    for node in nodes:
+        is_free = (
+            not node.has_effects
+            and not node.control_inputs
+            and not node.once
+            and all(x.name in cheap for x in node.inputs)
+        )
+        if is_free and node.type in _FREE:
+            free.add(id(node))
+            cheap.update(x.name for x in node.outputs)
+    return free
+
+
+_FREE = frozenset({
+    "AddV2", "Cast", "ConcatV2", "Const", "Equal", "ExpandDims", "FloorDiv", "GatherV2", "Identity", "Maximum", "Minimum", "Mul",
+    "Pack", "Prod", "Reshape", "Slice", "Squeeze", "StridedSlice", "Sub", "TensorScatterUpdate",
+})  # fmt: skip
+
+
+def _with_free(nodes: Sequence[Node], free: set[int]) -> list[Node]:
+    """Returns nodes with the free ones that they need, in an order in which they can run."""
+    ordered: list[Node] = []
+    seen: set[int] = set()
+
+    def add(node: Node) -> None:
+        if id(node) in seen:
+            return
+        seen.add(id(node))
+        for x in node.inputs:
+            if x.node is not None and id(x.node) in free:
+                add(x.node)
+        ordered.append(node)
+
+    for node in nodes:
+        add(node)
+    return ordered

@@ -1,0 +1,94 @@
+"""Where the replicas hold a tensor of the global step: whole, in rows, or as addends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every replica holds the whole tensor."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Every replica holds contiguous rows; in the order of the replicas they make the tensor.
+
+    Attributes:
+        axis: The axis of the rows.
+        per_row: How many elements of that axis belong to one row of the batch: 1, or more after axes were merged.
+    """
+
+    axis: int = 0
+    per_row: int = 1
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Every replica holds an addend of the tensor's shape; the tensor is their sum."""
+
+
+Placement = Replicate | Shard | Partial
+
+REPLICATE, PARTIAL = Replicate(), Partial()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A size that is a multiple of the number of rows of the global batch.
+
+    Example:
+        >>> 3 * Rows(2)
+        Rows(per_row=6)
+    """
+
+    per_row: int = 1
+
+    def __mul__(self, other: Any) -> Any:
+        return Rows(self.per_row * int(other)) if is_number(other) and other > 0 else None
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: Any) -> Any:
+        if is_number(other) and other > 0 and self.per_row % other == 0:
+            return Rows(self.per_row // int(other))
+        if isinstance(other, Rows) and self.per_row % other.per_row == 0:
+            return self.per_row // other.per_row
+        return None
+
+    def __add__(self, other: Any) -> Any:
+        if isinstance(other, Rows):
+            return Rows(self.per_row + other.per_row)
+        return self if is_number(other) and other == 0 else None
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self if is_number(other) and other == 0 else 0 if self == other else None
+
+
+Size = Any
+"""A number, a multiple of the rows of the global batch, or unknown."""
+
+
+def is_number(size: Any) -> bool:
+    """Returns whether a size is a number."""
+    return isinstance(size, (int, np.integer)) and not isinstance(size, bool)
+
+
+def product(sizes: Any) -> Size:
+    """Returns the product of sizes; None where it is neither a number nor a multiple of the rows.
+
+    Example:
+        >>> product([2, Rows(), 3]), product([Rows(), Rows()]), product([2, None])
+        (Rows(per_row=6), None, None)
+    """
+    result: Any = 1
+    for size in sizes:
+        if result is None or size is None:
+            return None
+        result = size * result if isinstance(size, Rows) else result * int(size)
+    return result

@@ -1,0 +1,287 @@
+"""Partitions the traced step of one device: finds the placement of each tensor, and makes the program of a replica.
+
+Operations are visited after what they need. The rule of an operation (`rules/`) looks at the placements of its inputs, asks for
+other ones where it needs them, which may add a collective, and adds the operation to the program, with local inputs. An operation
+without a rule gets whole inputs: that is slower, and right.
+
+The idea is that of GSPMD (Xu et al., arXiv:2105.04663) and of DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import operation_definition
+from tfrep_strategy.partitioner import sizes as by_value
+from tfrep_strategy.partitioner.placements import (
+    REPLICATE,
+    Placement,
+    Replicate,
+    Shard,
+)
+from tfrep_strategy.partitioner.program import Program, Tensor
+from tfrep_strategy.partitioner.values import RowArguments, Value, Values
+
+Rule = Callable[["Planner", Any], None]
+RULES: dict[str, Rule] = {}
+
+
+def rule(*types: str) -> Callable[[Rule], Rule]:
+    """Makes a function the rule of operations of these types.
+
+    It gets the planner and an operation of the traced graph of which some input is not replicated, and gives the planner a
+    value for each output. It calls `Planner.replicate` for what it does not know.
+    """
+
+    def register(function: Rule) -> Rule:
+        for each in types:
+            assert each not in RULES, each
+            RULES[each] = function
+        return function
+
+    return register
+
+
+def always(function: Rule) -> Rule:
+    """Has a rule called also where all inputs are replicated."""
+    function.is_always_called = True  # type: ignore[attr-defined]
+    return function
+
+
+class Planner(Values):
+    """Makes the program of a replica from a traced graph.
+
+    Args:
+        program: The program, to which nodes are added.
+        rows: Its arguments.
+        local_replicas: How many replicas one process runs.
+    """
+
+    def __init__(self, program: Program, rows: RowArguments, local_replicas: int) -> None:
+        super().__init__(program, rows)
+        self.local_replicas = local_replicas
+        self.without_rule: dict[str, Any] = {}
+        """By type: the first operation that got whole inputs for want of a rule."""
+        self._controls: dict[str, list[Any]] = {}
+        self._accesses: dict[str, tuple[list[Any], list[Any]]] = {}
+
+    # What rules add.
+
+    def put(self, tensor: Any, placement: Placement, local: Tensor, **details: Any) -> None:
+        """Gives a tensor of the traced graph its value."""
+        if local.shape.rank is None and tensor.dtype != tf.variant:
+            shape = tensor.shape
+            if isinstance(placement, Shard) and shape.rank is not None:
+                shape = tf.TensorShape([None if i == placement.axis else d for i, d in enumerate(shape)])
+            local.shape = shape
+        self.values[tensor.name] = Value(placement, local, **details)
+
+    def emit(self, operation: Any, inputs: Sequence[Tensor], *placements: Placement, **changes: Any) -> None:
+        """Adds an operation with local inputs; its outputs have this placement, or one each."""
+        node = self.program.copy_of(operation, inputs, self._manual_controls(operation), **changes)
+        self._controls[operation.name] = [node]
+        each = placements * len(node.outputs) if len(placements) == 1 else placements
+        for tensor, local, placement in zip(operation.outputs, node.outputs, each, strict=True):
+            self.put(tensor, placement, local)
+
+    def emit_filled(
+        self, operation: Any, inputs: Sequence[Tensor], sharded: Sequence[int], shard: Shard, placement: Placement
+    ) -> None:
+        """Adds an operation whose kernels fail on no rows: it gets a row of zeros where there is none.
+
+        TensorFlow's oneDNN kernels (2.21, on CPUs) give no rows a wrong shape, leave a gradient unwritten, or end the process.
+
+        Args:
+            operation: Of the traced graph.
+            inputs: Local ones.
+            sharded: The places of those that have rows.
+            shard: How these are placed.
+            placement: Of the results. To a sum, zeros add nothing.
+        """
+        filled = [self._filled(x, shard, operation.inputs[i]) if i in sharded else x for i, x in enumerate(inputs)]
+        self.emit(operation, filled, placement)
+        if isinstance(placement, Shard):
+            for tensor in operation.outputs:
+                rank = self.rank(tensor)
+                assert rank is not None
+                begin = self.program.constant([0] * rank)
+                size = self.vector(rank, placement.axis, -1, self.times(self.rows.count, placement.per_row))
+                self.put(tensor, placement, self.program.add("Slice", self.local(tensor), begin, size))
+
+    def _filled(self, local: Tensor, shard: Shard, tensor: Any) -> Tensor:
+        """Returns own rows, or a row of zeros. Where nothing is padded, nothing is copied.
+
+        It is no `Pad`: oneDNN fuses that with a convolution, and the kernel of both ignores padded rows.
+        """
+        add, rank = self.program.add, self.rank(tensor)
+        assert rank is not None
+        one = self.program.constant([[0, shard.per_row if i == shard.axis else 0] for i in range(rank)])
+        paddings = add("Maximum", add("Sub", one, self.times(self.rows.count, shard.per_row)), 0)
+        return add("PadV2", local, paddings, self.program.constant(0, local.dtype))
+
+    def filled_count(self) -> Tensor:
+        """Returns the number of own rows, or 1 where there are none."""
+        return self.program.add("Maximum", self.rows.count, 1)
+
+    def locals(self, operation: Any) -> list[Tensor]:
+        """Returns what a replica holds of each input, as it is placed."""
+        return [self.local(x) for x in operation.inputs]
+
+    def replicate(self, operation: Any) -> None:
+        """Adds an operation that every replica runs on whole inputs."""
+        if any(not isinstance(self.placement(x), Replicate) for x in operation.inputs):
+            self.without_rule.setdefault(operation.type, operation)
+        inputs = [self.replicated(x) for x in operation.inputs]
+        if operation_definition(operation.type).is_stateful:
+            self._add_stateful(operation, inputs)
+        else:
+            self.emit(operation, inputs, REPLICATE)
+
+    # The walk.
+
+    def run(self, graph: Any) -> None:
+        """Plans a graph, whose inputs have values."""
+        for operation in in_order(graph):
+            self.plan(operation)
+
+    def plan(self, operation: Any) -> None:
+        """Plans an operation whose inputs are planned."""
+        if operation.type in ("Placeholder", "PlaceholderWithDefault") and operation.outputs[0].name in self.values:
+            return
+        found = RULES.get(operation.type)
+        is_replicated = all(isinstance(self.placement(x), Replicate) for x in operation.inputs)
+        if found is None or (is_replicated and not hasattr(found, "is_always_called")):
+            self.replicate(operation)
+        else:
+            found(self, operation)
+        if operation.type not in _SIZED_BY_RULE:
+            known = [self.sizes.get(x.name) for x in operation.inputs]
+            for tensor, value in zip(operation.outputs, by_value.computed(operation, known), strict=True):
+                if value is not None:
+                    self.sizes[tensor.name] = value
+
+    # Effects.
+
+    def access(self, handle: Tensor, node: Any, writes: bool) -> None:
+        """Orders a node among those that use a variable or another resource."""
+        written, read = self._accesses.setdefault(handle.name, ([], []))
+        before = [*written, *read] if writes else written
+        self.program.run_after(node, before)
+        if writes:
+            self._accesses[handle.name] = ([node], [])
+        else:
+            read.append(node)
+
+    def last_read(self, handle: Tensor, dtype: tf.DType) -> Tensor | None:
+        """Returns what a variable was read as since it was last written, if it was."""
+        for node in self._accesses.get(handle.name, ([], []))[1]:
+            if getattr(node, "type", None) == "ReadVariableOp" and node.outputs[0].dtype == dtype:
+                return node.outputs[0]
+        return None
+
+    def add_write(self, operation: Any, inputs: Sequence[Tensor]) -> None:
+        """Adds an operation that writes the variable whose handle is its first input."""
+        node = self.program.copy_of(operation, inputs, self._manual_controls(operation))
+        node.has_effects = True
+        node.once = self.value(operation.inputs[0]).is_shared and self.local_replicas > 1
+        self._controls[operation.name] = [node]
+        self.access(inputs[0], node, writes=True)
+
+    # Functions.
+
+    def function(self, operation: Any, name: str) -> Any:
+        """Returns the graph of a function that an operation calls."""
+        graph = operation.graph
+        while name not in graph._functions:
+            graph = graph.outer_graph
+        return graph._functions[name].graph
+
+    def inside(self, graph: Any, tensors: Sequence[Any]) -> Planner:
+        """Returns a planner for the graph of a function that is called with tensors of this one."""
+        inner = Planner(self.program, self.rows, self.local_replicas)
+        inner.without_rule, inner._accesses = self.without_rule, self._accesses
+        for own, given in zip(graph.inputs, tensors, strict=True):
+            self.hand_over(self, given, inner, own)
+        return inner
+
+    @staticmethod
+    def hand_over(giver: Planner, given: Any, taker: Planner, taken: Any) -> None:
+        """Tells one planner of a tensor what another one knows of it."""
+        taker.values[taken.name] = giver.value(given)
+        if given.name in giver.sizes:
+            taker.sizes[taken.name] = giver.sizes[given.name]
+        if given.name in giver.whole:
+            taker.whole[taken.name] = giver.whole[given.name]
+        if (dims := giver.dims(given)) is not None and taken.dtype not in (tf.variant, tf.resource):
+            taker.known_dims[taken.name] = dims
+
+    def _manual_controls(self, operation: Any) -> list[Any]:
+        if "_has_manual_control_dependencies" not in operation.node_def.attr:
+            return []
+        return [node for x in operation.control_inputs for node in self._controls_of(x)]
+
+    def _controls_of(self, operation: Any) -> list[Any]:
+        """Returns the nodes of an operation that others wait for; of one that does nothing, those that it waits for."""
+        if operation.name in self._controls:
+            return self._controls[operation.name]
+        if operation.type == "NoOp":
+            return [node for x in operation.control_inputs for node in self._controls_of(x)]
+        return [self.values[x.name].local.node for x in operation.outputs if self.values[x.name].local.node is not None]
+
+    def _add_stateful(self, operation: Any, inputs: list[Tensor]) -> None:
+        """Adds an operation with effects, or one that depends on more than its inputs."""
+        handles = [x for x in operation.inputs if x.dtype == tf.resource]
+        is_own = bool(handles) and not any(self.value(x).is_shared for x in handles)
+        node = self.program.copy_of(operation, inputs, self._manual_controls(operation))
+        node.has_effects = operation.type not in _WITHOUT_EFFECTS
+        node.once = not is_own and self.local_replicas > 1
+        self._controls[operation.name] = [node]
+        for handle in handles:
+            self.access(self.local(handle), node, writes=True)
+        if not handles and node.has_effects:
+            self.access(_EVERYTHING_ELSE, node, writes=True)
+        varies = not handles and not _is_seeded(operation)
+        for tensor, local in zip(operation.outputs, node.outputs, strict=True):
+            can_travel = tensor.dtype not in (tf.variant, tf.resource)
+            if node.once or (varies and can_travel):
+                local = self.program.send("first" if varies and can_travel else "shared", local)
+            self.put(tensor, REPLICATE, local)
+
+
+_EVERYTHING_ELSE = Tensor(None, "effects", tf.resource)
+_WITHOUT_EFFECTS = frozenset({
+    "VarHandleOp", "VarIsInitializedOp", "RandomUniform", "RandomStandardNormal", "TruncatedNormal", "RandomUniformInt",
+})  # fmt: skip
+_SIZED_BY_RULE = frozenset({"Shape", "ShapeN", "Size", "Rank", "Const"})
+
+
+def _is_seeded(operation: Any) -> bool:
+    """Returns whether a random operation has a seed, so that all ranks draw the same."""
+    attributes = operation.node_def.attr
+    return "seed" in attributes and bool(attributes["seed"].i or attributes["seed2"].i)
+
+
+def in_order(graph: Any) -> Iterator[Any]:
+    """Yields the operations of a graph, each after those that it needs.
+
+    The order of a graph is no such order: gradients add inputs to loops that are there already.
+    """
+    done: set[str] = set()
+    for last in graph.get_operations():
+        stack = [last]
+        while stack:
+            operation = stack[-1]
+            if operation.name in done:
+                stack.pop()
+                continue
+            needed = [x.op for x in operation.inputs] + list(operation.control_inputs)
+            missing = [x for x in needed if x.name not in done and x.graph is graph]
+            if missing:
+                stack += missing
+                continue
+            done.add(operation.name)
+            stack.pop()
+            yield operation

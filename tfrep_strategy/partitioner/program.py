@@ -1,0 +1,278 @@
+"""The program that every replica runs: nodes that become TensorFlow functions, with collectives between them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import operation_definition
+
+_NOT_COPIED = frozenset({
+    "_output_shapes", "_class", "_user_specified_name", "_has_manual_control_dependencies", "_gradient_op_type",
+    "_XlaMustCompile", "_XlaScope", "_XlaSeparateCompiledGradients", "_noinline",
+})  # fmt: skip
+"""Attributes of the traced operations that say nothing of what they compute, or name operations of the traced graph."""
+
+
+class Tensor:
+    """A tensor of the program of one replica: an output of a node, or an argument.
+
+    Attributes:
+        node: What makes it; None for an argument.
+        name: As a `FunctionDef` names it.
+        dtype: Its dtype.
+        level: How many collectives, one after the other, come before it.
+        shape: What is known of the local shape.
+    """
+
+    __slots__ = ("dtype", "level", "name", "node", "shape")
+
+    def __init__(self, node: Any, name: str, dtype: tf.DType, level: int = 0) -> None:
+        self.node, self.name, self.dtype, self.level = node, name, dtype, level
+        self.shape = tf.TensorShape(None)
+
+    def __repr__(self) -> str:
+        return f"Tensor({self.name!r})"
+
+
+class Node:
+    """An operation of the program.
+
+    Attributes:
+        type: The type of the operation.
+        inputs: Tensors.
+        control_inputs: Nodes that have to run before.
+        attributes: Of the operation.
+        has_effects: Whether it has to run even if nothing needs its outputs.
+        once: Whether it runs once in a process, for all its replicas.
+    """
+
+    __slots__ = ("attributes", "control_inputs", "has_effects", "inputs", "level", "name", "once", "outputs", "type")
+
+    def __init__(
+        self, type_: str, name: str, inputs: Sequence[Tensor], control_inputs: Sequence[Any], attributes: dict
+    ) -> None:
+        self.type, self.name, self.attributes = type_, name, attributes
+        self.inputs, self.control_inputs = list(inputs), list(control_inputs)
+        self.level = max([*(x.level for x in inputs), *(x.level_after for x in control_inputs)], default=0)
+        self.has_effects = self.once = False
+        self.outputs = [
+            Tensor(self, f"{name}:{output}", dtype, self.level)
+            for output, dtype in _outputs(operation_definition(type_), attributes)
+        ]
+
+    @property
+    def level_after(self) -> int:
+        """The level of what runs after it. What runs once in a process runs behind all else of its level."""
+        return self.level + self.once
+
+    def __repr__(self) -> str:
+        return f"Node({self.type}, {self.name!r})"
+
+
+class Collective:
+    """What the replicas send each other.
+
+    Attributes:
+        kind: `"sum"`, `"gather"` (along `axis`), `"first"`, which is the value of replica 0 of the run, or `"shared"`: that of the
+            first replica of the process.
+        inputs: The tensor that a replica sends.
+        outputs: The tensor that each replica gets.
+    """
+
+    control_inputs: tuple[Any, ...] = ()
+    has_effects = False
+
+    def __init__(self, kind: str, sent: Tensor, name: str, axis: int = 0) -> None:
+        self.kind, self.inputs, self.axis, self.name = kind, [sent], axis, name
+        self.level, self.level_after = sent.level, sent.level + 1
+        self.outputs = [Tensor(self, name, sent.dtype, self.level_after)]
+
+
+class Program:
+    """The program of one replica, as it is being made.
+
+    Attributes:
+        arguments: What differs between replicas, or is given to the program.
+        nodes: Nodes and collectives, in an order in which they can run.
+        results: What it returns.
+    """
+
+    _names = itertools.count()
+
+    def __init__(self) -> None:
+        self.arguments: list[Tensor] = []
+        self.nodes: list[Any] = []
+        self.results: list[Tensor] = []
+        self._made: dict[Any, list[Tensor]] = {}
+
+    def argument(self, dtype: tf.DType, shape: Any = None) -> Tensor:
+        """Adds an argument."""
+        tensor = Tensor(None, f"argument_{len(self.arguments)}", dtype)
+        tensor.shape = tf.TensorShape(shape)
+        self.arguments.append(tensor)
+        return tensor
+
+    def copy_of(
+        self, operation: Any, inputs: Sequence[Tensor], control_inputs: Sequence[Any] = (), **changes: Any
+    ) -> Node:
+        """Adds the operation of a traced graph, with other inputs.
+
+        Args:
+            operation: Of the traced graph.
+            inputs: In place of its own.
+            control_inputs: Nodes.
+            **changes: Attributes that are to be others.
+        """
+        definition = operation.node_def
+        attributes = {name: value for name, value in definition.attr.items() if name not in _NOT_COPIED}
+        attributes.update({name: _attribute(value) for name, value in changes.items()})
+        node = Node(
+            operation.type, f"{_as_name(operation.name)}_{next(self._names)}", inputs, control_inputs, attributes
+        )
+        self.nodes.append(node)
+        return node
+
+    def add(self, type_: str, *inputs: Any, **attributes: Any) -> Any:
+        """Adds an operation that has no effects; an equal one is made once.
+
+        Args:
+            type_: The type.
+            *inputs: Tensors, numbers, or lists of them where the operation takes a list.
+            **attributes: Those that do not follow from the inputs.
+
+        Returns:
+            Its output; a list if there are several.
+        """
+        definition = operation_definition(type_)
+        given = {name: _attribute(value) for name, value in attributes.items()}
+        flat, inferred = self._inferred(definition, inputs)
+        all_attributes = (
+            {attr.name: attr.default_value for attr in definition.attr if attr.HasField("default_value")}
+            | inferred
+            | given
+        )
+        key = (
+            type_,
+            tuple(tensor.name for tensor in flat),
+            *(f"{k}{v.SerializeToString()!r}" for k, v in sorted(given.items())),
+        )
+        if key not in self._made:
+            node = Node(type_, f"{type_}_{next(self._names)}", flat, (), all_attributes)
+            self.nodes.append(node)
+            self._made[key] = node.outputs
+        outputs = self._made[key]
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def constant(self, value: Any, dtype: tf.DType | None = None) -> Tensor:
+        """Adds a constant. Integers are int32 unless a dtype is given."""
+        array = np.asarray(value, None if dtype is None else dtype.as_numpy_dtype)
+        if dtype is None and array.dtype == np.int64:
+            array = array.astype(np.int32)
+        key = ("Const", str(array.dtype), array.shape, array.tobytes())
+        if key not in self._made:
+            dtype = tf.as_dtype(array.dtype)
+            attributes = {"value": _attribute(array), "dtype": _attribute(dtype)}
+            node = Node("Const", f"Const_{next(self._names)}", (), (), attributes)
+            node.outputs[0].shape = tf.TensorShape(array.shape)
+            self.nodes.append(node)
+            self._made[key] = node.outputs
+        return self._made[key][0]
+
+    def run_after(self, node: Any, before: Sequence[Any]) -> None:
+        """Has a node that was just added run after others."""
+        node.control_inputs += [x for x in before if x is not node]
+        later = max((x.level_after for x in node.control_inputs), default=0) - node.level
+        if later > 0:
+            node.level += later
+            for output in node.outputs:
+                output.level += later
+
+    def send(self, kind: str, tensor: Tensor, axis: int = 0) -> Tensor:
+        """Adds a collective; an equal one is made once."""
+        key = ("send", kind, tensor.name, axis)
+        if key not in self._made:
+            collective = Collective(kind, tensor, f"received_{next(self._names)}", axis)
+            self.nodes.append(collective)
+            self._made[key] = collective.outputs
+        return self._made[key][0]
+
+    def _inferred(self, definition: Any, inputs: Sequence[Any]) -> tuple[list[Tensor], dict[str, Any]]:
+        attributes: dict[str, Any] = {}
+        known = {
+            arg.type_attr: x.dtype
+            for arg, given in zip(definition.input_arg, inputs, strict=True)
+            for x in (given if isinstance(given, (list, tuple)) else [given])
+            if isinstance(x, Tensor) and arg.type_attr
+        }
+        flat: list[Tensor] = []
+        for arg, given in zip(definition.input_arg, inputs, strict=True):
+            several = list(given) if arg.number_attr or arg.type_list_attr else [given]
+            dtype = known.get(arg.type_attr) or (tf.as_dtype(arg.type) if arg.type else None)
+            tensors = [x if isinstance(x, Tensor) else self.constant(x, dtype) for x in several]
+            if arg.number_attr:
+                attributes[arg.number_attr] = _attribute(len(tensors))
+            if arg.type_attr:
+                attributes[arg.type_attr] = _attribute(tensors[0].dtype)
+            if arg.type_list_attr:
+                attributes[arg.type_list_attr] = _attribute([x.dtype for x in tensors])
+            flat += tensors
+        return flat, attributes
+
+
+def live(nodes: Sequence[Any], results: Sequence[Tensor]) -> list[Any]:
+    """Returns what results and effects need, in the same order."""
+    needed: set[int] = set()
+    stack = [x.node for x in results] + [node for node in nodes if node.has_effects]
+    while stack:
+        node = stack.pop()
+        if node is not None and id(node) not in needed:
+            needed.add(id(node))
+            stack += [x.node for x in node.inputs] + list(node.control_inputs)
+    return [node for node in nodes if id(node) in needed]
+
+
+def _as_name(name: str) -> str:
+    return name.replace("/", "_").replace(".", "_").lstrip("_") or "operation"
+
+
+def _outputs(definition: Any, attributes: dict[str, Any]) -> Iterator[tuple[str, tf.DType]]:
+    """Yields the names, as a `FunctionDef` has them, and dtypes of an operation's outputs."""
+    for arg in definition.output_arg:
+        if arg.type_list_attr:
+            types = list(attributes[arg.type_list_attr].list.type)
+        else:
+            number = attributes[arg.number_attr].i if arg.number_attr else 1
+            types = [arg.type or attributes[arg.type_attr].type] * number
+        for index, each in enumerate(types):
+            yield f"{arg.name}:{index}", tf.as_dtype(each)
+
+
+def _attribute(value: Any) -> tf.compat.v1.AttrValue:
+    """Returns a Python value as the attribute of an operation."""
+    result = tf.compat.v1.AttrValue()
+    if isinstance(value, tf.compat.v1.AttrValue):
+        return value
+    if isinstance(value, tf.DType):
+        result.type = value.as_datatype_enum
+    elif isinstance(value, tf.TensorShape):
+        result.shape.CopyFrom(value.as_proto())
+    elif isinstance(value, bool):
+        result.b = value
+    elif isinstance(value, int):
+        result.i = value
+    elif isinstance(value, str):
+        result.s = value.encode()
+    elif isinstance(value, np.ndarray):
+        result.tensor.CopyFrom(tf.make_tensor_proto(value))
+    elif isinstance(value, (list, tuple)) and all(isinstance(x, tf.DType) for x in value):
+        result.list.type.extend(x.as_datatype_enum for x in value)
+    elif isinstance(value, (list, tuple)) and all(isinstance(x, tf.TensorShape) for x in value):
+        result.list.shape.extend(x.as_proto() for x in value)
+    else:
+        result.list.i.extend(value)
+    return result

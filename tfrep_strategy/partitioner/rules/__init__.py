@@ -1,0 +1,11 @@
+"""What becomes of each operation: which placements it takes, and which it gives."""
+
+from tfrep_strategy.partitioner.rules import (
+    contractions,  # noqa: F401
+    effects,  # noqa: F401
+    elementwise,  # noqa: F401
+    images,  # noqa: F401
+    indexing,  # noqa: F401
+    reducing,  # noqa: F401
+    shapes,  # noqa: F401
+)

@@ -1,0 +1,177 @@
+"""Products that sum over common axes, as one rule over labelled axes.
+
+Sharded along an axis that is kept, the result is sharded; along one that is summed, it is a sum.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from typing import Any
+
+from tfrep_strategy.partitioner.placements import PARTIAL, Partial, Placement, Replicate, Shard, is_number, product
+from tfrep_strategy.partitioner.planner import Planner, rule
+
+
+def contract(plan: Planner, operation: Any, labels: Sequence[str], result: str, broadcast: str = "") -> None:
+    """Plans a product.
+
+    Args:
+        plan: The planner.
+        operation: Its first inputs are the operands; others are taken whole.
+        labels: A letter for each axis of each operand. Axes of one letter have one size.
+        result: The letters of the result.
+        broadcast: The letters of axes that may have size 1 beside another size.
+    """
+    operands, others = list(operation.inputs)[: len(labels)], list(operation.inputs)[len(labels) :]
+    placements = [plan.placement(x) for x in operands]
+    summed = [i for i, placement in enumerate(placements) if isinstance(placement, Partial)]
+    rest = [plan.replicated(x) for x in others]
+    if summed:
+        is_linear = len(summed) == 1 and all(
+            isinstance(p, Replicate) for i, p in enumerate(placements) if i not in summed
+        )
+        if is_linear and _shrinks(plan, operands[summed[0]], operation.outputs[0]):
+            plan.emit(operation, [*map(plan.local, operands), *rest], PARTIAL)
+            return
+        for i in summed:
+            plan.replicated(operands[i])
+        placements = [plan.placement(x) for x in operands]
+    chosen = _chosen(plan, operands, placements, labels)
+    if chosen is None:
+        plan.replicate(operation)
+        return
+    label, per_row, size = chosen
+    local = []
+    for x, axes in zip(operands, labels, strict=True):
+        if label not in axes:
+            local.append(plan.replicated(x))
+            continue
+        shard = Shard(axes.index(label), per_row)
+        if plan.placement(x) == shard or label not in broadcast or plan.have_rows(x, shard, size):
+            local.append(plan.sharded(x, shard))
+            continue
+        dims = plan.dims(x)
+        if dims is None or dims[shard.axis] != 1:
+            plan.replicate(operation)
+            return
+        local.append(plan.replicated(x))
+    placement: Placement = Shard(result.index(label), per_row) if label in result else PARTIAL
+    plan.emit(operation, [*local, *rest], placement)
+
+
+def _chosen(plan: Planner, operands: Sequence[Any], placements: Sequence[Placement], labels: Sequence[str]) -> Any:
+    """Returns the label of the axis that stays sharded, its elements per row, and its size in the traced graph.
+
+    Operands that are sharded along different axes, as in a contrastive loss, cannot all stay: the largest one does.
+    """
+    sharded = []
+    for x, placement, axes in zip(operands, placements, labels, strict=True):
+        if isinstance(placement, Shard):
+            dims = plan.dims(x)
+            elements = product(d for i, d in enumerate(dims or [None]) if i != placement.axis)
+            known = int(elements) if is_number(elements) else 0
+            is_whole_too = x.name in plan.whole
+            sharded.append(
+                (not is_whole_too, known, (axes[placement.axis], placement.per_row, x.shape[placement.axis]))
+            )
+    return max(sharded, key=lambda each: each[:2])[2] if sharded else None
+
+
+def _shrinks(plan: Planner, operand: Any, result: Any) -> bool:
+    before, after = operand.shape.num_elements(), result.shape.num_elements()
+    return before is not None and after is not None and after <= before
+
+
+@rule("MatMul")
+def matmul(plan: Planner, operation: Any) -> None:
+    """A product of two matrices."""
+    first = "km" if operation.get_attr("transpose_a") else "mk"
+    second = "nk" if operation.get_attr("transpose_b") else "kn"
+    contract(plan, operation, [first, second], "mn")
+
+
+@rule("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
+def batch_matmul(plan: Planner, operation: Any) -> None:
+    """Products of matrices, whose other axes are broadcast."""
+    ranks = [rank for x in operation.inputs if (rank := plan.rank(x)) is not None]
+    if len(ranks) < 2:
+        plan.replicate(operation)
+        return
+    batch = string.ascii_lowercase[: max(ranks) - 2]
+    first = "KM" if operation.get_attr("adj_x") else "MK"
+    second = "NK" if operation.get_attr("adj_y") else "KN"
+    labels = [batch[len(batch) - (rank - 2) :] + axes for rank, axes in zip(ranks, (first, second), strict=True)]
+    contract(plan, operation, labels, batch + "MN", broadcast="" if operation.type == "BatchMatMul" else batch)
+
+
+@rule("Einsum")
+def einsum(plan: Planner, operation: Any) -> None:
+    """Einstein's notation; broadcast axes are not followed."""
+    operands, result = operation.get_attr("equation").decode().split("->")
+    labels = operands.split(",")
+    if "." in operands or any(len(set(each)) < len(each) for each in [*labels, result]):
+        plan.replicate(operation)
+    else:
+        contract(plan, operation, labels, result)
+
+
+def _image_axes(operation: Any, spatial: int) -> tuple[str, str]:
+    """Returns the labels of the pictures that go in, and of those that come out; the axes of a picture are summed in between."""
+    data_format = operation.get_attr("data_format").decode()
+    inner, outer = string.ascii_lowercase[:spatial], string.ascii_lowercase[spatial : 2 * spatial]
+    if data_format.startswith("NC"):
+        return "B" + "C" + inner, "B" + "F" + outer
+    return "B" + inner + "C", "B" + outer + "F"
+
+
+_CONVOLUTIONS = {"Conv2D": 2, "Conv3D": 3, "DepthwiseConv2dNative": 2}
+
+
+def _only_rows(plan: Planner, tensors: Sequence[Any]) -> bool:
+    """Returns whether tensors are sharded along axis 0 alone, if at all."""
+    return all(not isinstance(p, Shard) or p.axis == 0 for p in map(plan.placement, tensors))
+
+
+@rule(*_CONVOLUTIONS)
+def convolution(plan: Planner, operation: Any) -> None:
+    """Pictures with a filter."""
+    pictures, weights = operation.inputs
+    if not _only_rows(plan, [pictures]) or isinstance(plan.placement(weights), Shard):
+        plan.replicate(operation)
+        return
+    placement = plan.placement(pictures)
+    if isinstance(placement, Shard):
+        plan.emit_filled(operation, [plan.local(pictures), plan.replicated(weights)], [0], placement, placement)
+    else:
+        before, after = _image_axes(operation, _CONVOLUTIONS[operation.type])
+        contract(plan, operation, [before, "W" * len(weights.shape)], after)
+
+
+@rule("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput")
+def convolution_to_pictures(plan: Planner, operation: Any) -> None:
+    """The gradient for the pictures, or a transposed convolution. Its first input are the sizes of the result."""
+    sizes, weights, gradient = operation.inputs
+    placement = plan.placement(gradient)
+    if placement != Shard(0, getattr(placement, "per_row", 1)) or not sizes.shape.rank:
+        plan.replicate(operation)
+        return
+    if plan.length(sizes) == 2:  # Without rows and channels.
+        own = plan.replicated(sizes)
+    else:
+        own = plan.own_sizes(sizes, 0, placement.per_row, plan.filled_count())
+    plan.emit_filled(operation, [own, plan.replicated(weights), plan.local(gradient)], [2], placement, placement)
+
+
+@rule("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter")
+def convolution_to_filter(plan: Planner, operation: Any) -> None:
+    """The gradient for the filter is summed over the pictures."""
+    pictures, sizes, gradient = operation.inputs
+    shards = {p for p in (plan.placement(pictures), plan.placement(gradient)) if isinstance(p, Shard)}
+    shard = shards.pop() if len(shards) == 1 else None
+    tensors = (pictures, gradient)
+    if shard is None or shard.axis or any(isinstance(plan.placement(x), Partial) for x in tensors):
+        plan.replicate(operation)
+        return
+    inputs = [plan.sharded(pictures, shard), plan.replicated(sizes), plan.sharded(gradient, shard)]
+    plan.emit_filled(operation, inputs, [0, 2], shard, PARTIAL)

@@ -1,0 +1,199 @@
+"""Operations on the elements of tensors that broadcast against each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Partial, Replicate, Shard, Size, is_number
+from tfrep_strategy.partitioner.planner import Planner, always, rule
+
+_LINEAR = ("Conj", "Identity", "Imag", "Neg", "PreventGradient", "Real", "Snapshot", "StopGradient")
+"""Of one operand; a sum stays a sum."""
+
+_UNARY = (
+    "Abs", "Acos", "Acosh", "Angle", "Bitcast", "Asin", "Asinh", "Atan", "Atanh", "BesselI0e", "BesselI1e", "Ceil",
+    "CheckNumerics", "ComplexAbs", "Cos", "Cosh", "Digamma", "Elu", "Erf", "Erfc", "Erfinv", "Exp", "Expm1", "Floor", "Inv",
+    "Invert", "IsFinite", "IsInf", "IsNan", "LeakyRelu", "Lgamma", "Log", "Log1p", "LogicalNot", "Ndtri", "OnesLike",
+    "PopulationCount", "Reciprocal", "Relu", "Relu6", "Rint", "Round", "Rsqrt", "Selu", "Sigmoid", "Sign", "Sin", "Sinh",
+    "Softplus", "Softsign", "Sqrt", "Square", "Tan", "Tanh", "ZerosLike", "AsString", "StringLower", "StringUpper",
+    "StringStrip", "StringLength", "StringToNumber", "StringToHashBucketFast", "RegexReplace", "StaticRegexReplace",
+    "Bucketize",
+)  # fmt: skip
+
+_BINARY = (
+    "Add", "AddV2", "ApproximateEqual", "Atan2", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Complex", "Div", "DivNoNan",
+    "EluGrad", "Equal", "FloorDiv", "FloorMod", "Greater", "GreaterEqual", "Igamma", "Igammac", "InvGrad", "LeakyReluGrad",
+    "LeftShift", "Less", "LessEqual", "LogicalAnd", "LogicalOr", "Maximum", "Minimum", "Mod", "Mul", "MulNoNan",
+    "NextAfter", "NotEqual", "Polygamma", "Pow", "RealDiv", "ReciprocalGrad", "Relu6Grad", "ReluGrad", "RightShift",
+    "RsqrtGrad", "SeluGrad", "SigmoidGrad", "SoftplusGrad", "SoftsignGrad", "SqrtGrad", "SquaredDifference", "Sub",
+    "TanhGrad", "TruncateDiv", "TruncateMod", "Xdivy", "Xlog1py", "Xlogy", "Zeta", "SelectV2", "ClipByValue", "Betainc",
+    "AddN",
+)  # fmt: skip
+
+_OF_ONE_SHAPE = ("AddN", "ApproximateEqual", *(kind for kind in _BINARY if kind.endswith("Grad")))
+"""Operands that are not broadcast against each other."""
+
+_SUMS = ("Add", "AddV2", "AddN", "Sub")
+
+_PRODUCTS = {
+    "Mul": (0, 1), "MulNoNan": (0,), "RealDiv": (0,), "Div": (0,), "ReluGrad": (0,),
+    "RsqrtGrad": (1,), "SqrtGrad": (1,), "TanhGrad": (1,), "SigmoidGrad": (1,),
+}  # fmt: skip
+"""Linear in each of these operands, while the others are the same on all replicas."""
+
+
+@rule(*_LINEAR)
+@always
+def linear(plan: Planner, operation: Any) -> None:
+    """An operation on one operand, for which the sum of its results is the result of the sum."""
+    (x,) = operation.inputs
+    value = plan.value(x)
+    plan.emit(operation, [value.local], value.placement)
+    _note_dims(plan, operation)
+
+
+@rule("IdentityN")
+def each(plan: Planner, operation: Any) -> None:
+    """Each tensor as it is."""
+    plan.emit(operation, plan.locals(operation), *map(plan.placement, operation.inputs))
+
+
+@rule("Cast")
+@always
+def cast(plan: Planner, operation: Any) -> None:
+    """A sum is cast as a sum where no part can be rounded otherwise, or overflow otherwise, than the whole."""
+    (x,) = operation.inputs
+    dtype = operation.outputs[0].dtype
+    is_exact = x.dtype == dtype or (x.dtype, dtype) == (tf.float32, tf.float64)
+    if isinstance(plan.placement(x), Partial) and not is_exact:
+        plan.replicate(operation)
+    else:
+        plan.emit(operation, plan.locals(operation), plan.placement(x))
+    _note_dims(plan, operation)
+
+
+@rule(*_UNARY, *_BINARY)
+@always
+def elementwise(plan: Planner, operation: Any) -> None:
+    """Operands that are broadcast against each other."""
+    inputs = list(operation.inputs)
+    if any(isinstance(plan.placement(x), Partial) for x in inputs):
+        if _of_sums(plan, operation):
+            return
+        for x in inputs:
+            if isinstance(plan.placement(x), Partial):
+                plan.replicated(x)
+    aligned = aligned_rows(plan, inputs, operation.type in _OF_ONE_SHAPE)
+    if aligned is None:  # Or nothing is sharded.
+        plan.replicate(operation)
+    else:
+        shard, local = aligned
+        plan.emit(operation, local, shard)
+    _note_dims(plan, operation)
+
+
+def _note_dims(plan: Planner, operation: Any) -> None:
+    """Notes sizes of a result that tracing did not know."""
+    shapes = [dims for x in operation.inputs if (dims := plan.dims(x)) is not None]
+    if len(shapes) < len(operation.inputs):
+        return
+    for result in operation.outputs:
+        known = [None] * max(map(len, shapes)) if result.shape.rank is None else result.shape.as_list()
+        if None in known or result.shape.rank is None:
+            plan.known_dims[result.name] = broadcast(shapes, known)
+
+
+def broadcast(shapes: list[list[Size]], known: list[Size]) -> list[Size]:
+    """Returns the shape to which shapes are broadcast, where it is known.
+
+    Example:
+        >>> broadcast([[Rows(), 1], [4]], [None, 4])
+        [Rows(per_row=1), 4]
+    """
+    result = list(known)
+    for axis in range(-len(known), 0):
+        sizes = {dims[axis] for dims in shapes if len(dims) >= -axis and dims[axis] != 1}
+        if result[axis] is None and len(sizes) == 1:
+            result[axis] = sizes.pop()
+    return result
+
+
+def _of_sums(plan: Planner, operation: Any) -> bool:
+    """Adds an operation that is linear in operands that are sums. Returns whether it is."""
+    inputs = list(operation.inputs)
+    placements = [plan.placement(x) for x in inputs]
+    summed = [i for i, placement in enumerate(placements) if isinstance(placement, Partial)]
+    if operation.type in _SUMS:
+        if any(isinstance(placement, Shard) for placement in placements):
+            return False
+        if not all(_fits(inputs[i], operation) for i in summed):
+            return False
+        plan.emit(operation, [plan.partial(x) for x in inputs], PARTIAL)
+        return True
+    if operation.type == "ZerosLike":
+        plan.emit(operation, plan.locals(operation), REPLICATE)
+        return True
+    is_linear = len(summed) == 1 and summed[0] in _PRODUCTS.get(operation.type, ())
+    if not is_linear or not _fits(inputs[summed[0]], operation):
+        return False
+    if not all(isinstance(placements[i], Replicate) for i in range(len(inputs)) if i not in summed):
+        return False
+    plan.emit(operation, plan.locals(operation), PARTIAL)
+    return True
+
+
+def _fits(operand: Any, operation: Any) -> bool:
+    """Returns whether a result is not larger than an operand: a sum is sent before it grows."""
+    before, after = operand.shape.num_elements(), operation.outputs[0].shape.num_elements()
+    return (
+        before == after
+        if before is not None or after is not None
+        else operand.shape.rank == operation.outputs[0].shape.rank
+    )
+
+
+def aligned_rows(plan: Planner, inputs: list[Any], have_one_shape: bool) -> tuple[Shard, list[Any]] | None:
+    """Brings operands that are broadcast against each other to one placement.
+
+    Args:
+        plan: The planner.
+        inputs: The operands, none of which is a sum.
+        have_one_shape: Whether they are not broadcast.
+
+    Returns:
+        The placement of the result, and the local operands; None where rows would not stay rows, or nobody knows.
+    """
+    shapes = [dims for x in inputs if (dims := plan.dims(x)) is not None]
+    if len(shapes) < len(inputs):
+        return None
+    rank = max(map(len, shapes))
+    shard, size = None, None
+    for x, dims in zip(inputs, shapes, strict=True):
+        placement = plan.placement(x)
+        if isinstance(placement, Shard):
+            own = Shard(placement.axis + rank - len(dims), placement.per_row)
+            if shard is not None and own != shard:
+                return None
+            shard, size = own, _first_number(size, dims[placement.axis])
+    if shard is None:
+        return None
+    local = []
+    for x, dims in zip(inputs, shapes, strict=True):
+        axis = shard.axis - (rank - len(dims))
+        if isinstance(plan.placement(x), Shard):
+            if size is not None and is_number(dims[axis]) and dims[axis] != size:
+                return None  # One row that is broadcast.
+            local.append(plan.local(x))
+        elif have_one_shape or (axis >= 0 and plan.have_rows(x, Shard(axis, shard.per_row), size)):
+            local.append(plan.sharded(x, Shard(axis, shard.per_row)))
+        elif axis < 0 or dims[axis] == 1:
+            local.append(plan.replicated(x))
+        else:
+            return None
+    return shard, local
+
+
+def _first_number(*sizes: Any) -> Any:
+    return next((size for size in sizes if is_number(size)), None)

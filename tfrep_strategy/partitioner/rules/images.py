@@ -1,0 +1,90 @@
+"""Operations that treat each picture of a batch by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfrep_strategy.partitioner.placements import PARTIAL, Partial, Shard
+from tfrep_strategy.partitioner.planner import Planner, rule
+
+_PICTURES = {
+    "MaxPool": (0,), "MaxPool3D": (0,), "AvgPool": (0,), "AvgPool3D": (0,),
+    "MaxPoolGrad": (0, 1, 2), "MaxPool3DGrad": (0, 1, 2),
+    "LRN": (0,), "LRNGrad": (0, 1, 2),
+    "ResizeBilinear": (0,), "ResizeNearestNeighbor": (0,), "ResizeBicubic": (0,), "ResizeArea": (0,), "ScaleAndTranslate": (0,),
+    "ResizeBilinearGrad": (0, 1), "ResizeBicubicGrad": (0, 1), "ResizeNearestNeighborGrad": (0,),
+    "RGBToHSV": (0,), "HSVToRGB": (0,), "AdjustContrastv2": (0,), "AdjustSaturation": (0,), "AdjustHue": (0,),
+    "DepthToSpace": (0,), "SpaceToDepth": (0,), "ExtractImagePatches": (0,), "ExtractVolumePatches": (0,),
+    "Dilation2D": (0,), "ImageProjectiveTransformV3": (0, 1), "MatrixInverse": (0,), "Cholesky": (0,), "MatrixDeterminant": (0,),
+    "MatrixDiagV3": (0,), "MatrixDiagPartV3": (0,), "MatrixBandPart": (0,),
+}  # fmt: skip
+"""Which inputs have pictures, one a row. Others are the same for all."""
+
+_LINEAR_ALGEBRA = ("Matrix", "Cholesky")
+
+
+@rule(*_PICTURES)
+def each_picture(plan: Planner, operation: Any) -> None:
+    """Each picture by itself."""
+    places = _PICTURES[operation.type]
+    shards = {p for i in places if isinstance(p := plan.placement(operation.inputs[i]), Shard)}
+    shard = shards.pop() if len(shards) == 1 else None
+    if shard is None or shard.axis or not _own_axes(plan, operation):
+        plan.replicate(operation)
+        return
+    size = next(operation.inputs[i].shape[0] for i in places if plan.placement(operation.inputs[i]) == shard)
+    inputs, with_rows = [], []
+    for i, x in enumerate(operation.inputs):
+        dims = plan.dims(x)
+        is_rows = plan.placement(x) == shard or (i in places and plan.have_rows(x, shard, size))
+        if is_rows and not isinstance(plan.placement(x), Partial):
+            inputs.append(plan.sharded(x, shard))
+            with_rows.append(i)
+        elif i not in places or (dims is not None and dims[0] == 1):  # The same for all, or broadcast.
+            inputs.append(plan.replicated(x))
+        else:
+            plan.replicate(operation)
+            return
+    if operation.type.startswith(_LINEAR_ALGEBRA):
+        plan.emit(operation, inputs, shard)
+    else:
+        plan.emit_filled(operation, inputs, with_rows, shard, shard)
+
+
+def _own_axes(plan: Planner, operation: Any) -> int:
+    """Returns how many axes come before those that an operation works on."""
+    rank = plan.rank(operation.inputs[0])
+    if operation.type.startswith(_LINEAR_ALGEBRA):
+        return 0 if rank is None else rank - (1 if operation.type == "MatrixDiagV3" else 2)
+    if operation.type in ("RGBToHSV", "HSVToRGB", "AdjustContrastv2", "AdjustSaturation", "AdjustHue"):
+        return 0 if rank is None else rank - (3 if operation.type == "AdjustContrastv2" else 1)
+    return 1
+
+
+@rule("AvgPoolGrad", "AvgPool3DGrad")
+def average_pool_gradient(plan: Planner, operation: Any) -> None:
+    """Its first input are the sizes of the pictures."""
+    sizes, gradient = operation.inputs
+    placement = plan.placement(gradient)
+    if not isinstance(placement, Shard) or placement.axis:
+        plan.replicate(operation)
+    else:
+        own = plan.own_sizes(sizes, 0, placement.per_row, plan.filled_count())
+        plan.emit_filled(operation, [own, plan.local(gradient)], [1], placement, placement)
+
+
+@rule("BiasAdd")
+def bias_add(plan: Planner, operation: Any) -> None:
+    """The bias has one axis, that of the channels."""
+    x, bias = operation.inputs
+    placement, rank = plan.placement(x), plan.rank(x)
+    channels = 1 if operation.get_attr("data_format") == b"NCHW" else -1
+    if isinstance(placement, Shard) and rank is not None and placement.axis != channels % rank:
+        plan.emit(operation, [plan.local(x), plan.replicated(bias)], placement)
+    elif isinstance(placement, Partial) or isinstance(plan.placement(bias), Partial):
+        if isinstance(placement, Shard):
+            plan.replicate(operation)
+        else:
+            plan.emit(operation, [plan.partial(x), plan.partial(bias)], PARTIAL)
+    else:
+        plan.replicate(operation)

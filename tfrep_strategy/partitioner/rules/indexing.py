@@ -1,0 +1,221 @@
+"""Slices, gathers, scatters and segments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfrep_strategy.partitioner.placements import PARTIAL, Partial, Replicate, Rows, Shard
+from tfrep_strategy.partitioner.planner import Planner, rule
+from tfrep_strategy.partitioner.program import Tensor
+
+
+def _axes_of_slice(operation: Any, rank: int, length: int) -> tuple[list[int | None], list[int | None]]:
+    """Returns for each axis of what is sliced its place in the specification, and its axis of the result.
+
+    A place of None means the whole axis, and an axis of None one that goes.
+    """
+
+    def has(mask: str, place: int) -> bool:
+        return bool(operation.get_attr(mask) >> place & 1)
+
+    named = sum(not has("new_axis_mask", i) and not has("ellipsis_mask", i) for i in range(length))
+    places: list[int | None] = []
+    axes: list[int | None] = []
+    axis = 0
+    for place in range(length):
+        if has("ellipsis_mask", place):
+            for _ in range(rank - named):
+                places.append(None)
+                axes.append(axis)
+                axis += 1
+        elif has("new_axis_mask", place):
+            axis += 1
+        elif has("shrink_axis_mask", place):
+            places.append(place)
+            axes.append(None)
+        else:
+            places.append(place)
+            axes.append(axis)
+            axis += 1
+    while len(axes) < rank:
+        places.append(None)
+        axes.append(axis)
+        axis += 1
+    return places, axes
+
+
+def _is_all(plan: Planner, operation: Any, place: int | None, specification: Any, size: Any) -> bool:
+    """Returns whether a slice takes all of an axis."""
+    if place is None:
+        return True
+    begin, end, strides = [plan.sizes_of(x) for x in specification]
+    starts = operation.get_attr("begin_mask") >> place & 1 or (begin is not None and begin[place] == 0)
+    is_end = end is not None and end[place] is not None and (isinstance(end[place], Rows) or end[place] == size)
+    ends = operation.get_attr("end_mask") >> place & 1 or is_end
+    return bool(starts and ends and strides is not None and strides[place] == 1)
+
+
+def _own_end(plan: Planner, operation: Any, place: int | None, ends: Any, shard: Shard) -> Tensor:
+    if place is None or operation.get_attr("end_mask") >> place & 1:
+        return plan.replicated(ends)
+    return plan.own_sizes(ends, place, shard.per_row)
+
+
+@rule("StridedSlice")
+def strided_slice(plan: Planner, operation: Any) -> None:
+    """All rows, and any part of the other axes."""
+    x, begin, end, strides = operation.inputs
+    placement, rank, length = plan.placement(x), plan.rank(x), plan.length(begin)
+    if isinstance(placement, Partial):
+        plan.emit(operation, [plan.local(x), *map(plan.replicated, (begin, end, strides))], PARTIAL)
+        return
+    if not isinstance(placement, Shard) or rank is None or length is None:
+        plan.replicate(operation)
+        return
+    places, axes = _axes_of_slice(operation, rank, length)
+    place, axis = places[placement.axis], axes[placement.axis]
+    if axis is None or not _is_all(plan, operation, place, (begin, end, strides), x.shape[placement.axis]):
+        plan.replicate(operation)
+        return
+    own_end = _own_end(plan, operation, place, end, placement)
+    plan.emit(
+        operation,
+        [plan.local(x), plan.replicated(begin), own_end, plan.replicated(strides)],
+        Shard(axis, placement.per_row),
+    )
+
+
+@rule("StridedSliceGrad")
+def strided_slice_gradient(plan: Planner, operation: Any) -> None:
+    """Puts the gradient of a slice among zeros."""
+    shape, begin, end, strides, gradient = operation.inputs
+    placement, rank, length = plan.placement(gradient), plan.length(shape), plan.length(begin)
+    if isinstance(placement, Partial):
+        plan.emit(operation, [*map(plan.replicated, (shape, begin, end, strides)), plan.local(gradient)], PARTIAL)
+        return
+    if not isinstance(placement, Shard) or rank is None or length is None:
+        plan.replicate(operation)
+        return
+    places, axes = _axes_of_slice(operation, rank, length)
+    if placement.axis not in axes:
+        plan.replicate(operation)
+        return
+    before = axes.index(placement.axis)
+    sizes = plan.sizes_of(shape)
+    size = None if sizes is None else sizes[before]
+    holds_rows = size == Rows(placement.per_row) or (size is not None and size == gradient.shape[placement.axis])
+    if not holds_rows or not _is_all(plan, operation, places[before], (begin, end, strides), size):
+        plan.replicate(operation)
+        return
+    own = [
+        plan.own_sizes(shape, before, placement.per_row), plan.replicated(begin),
+        _own_end(plan, operation, places[before], end, placement), plan.replicated(strides), plan.local(gradient),
+    ]  # fmt: skip
+    plan.emit(operation, own, Shard(before, placement.per_row))
+
+
+@rule("Slice")
+def slice_(plan: Planner, operation: Any) -> None:
+    """All rows, and any part of the other axes."""
+    x, begin, size = operation.inputs
+    placement, first, count = plan.placement(x), plan.sizes_of(begin), plan.sizes_of(size)
+    if isinstance(placement, Partial):
+        plan.emit(operation, [plan.local(x), plan.replicated(begin), plan.replicated(size)], PARTIAL)
+        return
+    if not isinstance(placement, Shard) or first is None or count is None or first[placement.axis] != 0:
+        plan.replicate(operation)
+        return
+    wanted = count[placement.axis]
+    if wanted == -1:
+        own = plan.replicated(size)
+    elif wanted == Rows(placement.per_row) or (wanted is not None and wanted == x.shape[placement.axis]):
+        own = plan.own_sizes(size, placement.axis, placement.per_row)
+    else:
+        plan.replicate(operation)
+        return
+    plan.emit(operation, [plan.local(x), plan.replicated(begin), own], placement)
+
+
+@rule("GatherV2", "ResourceGather")
+def gather(plan: Planner, operation: Any) -> None:
+    """Rows of a table that all replicas have, for the indices of their own rows; or other axes than that of the rows."""
+    x, indices = operation.inputs[:2]
+    is_variable = operation.type == "ResourceGather"
+    axis = 0 if is_variable else plan.number(operation.inputs[2])
+    rest = [] if is_variable else [plan.replicated(operation.inputs[2])]
+    table, chosen = plan.placement(x), plan.placement(indices)
+    if axis is None or operation.get_attr("batch_dims"):
+        _gather_rows_by_rows(plan, operation, axis, rest)
+        return
+    inputs = [plan.local(x), plan.local(indices), *rest]
+    if isinstance(table, Replicate) and isinstance(chosen, Shard):
+        plan.emit(operation, inputs, Shard(axis + chosen.axis, chosen.per_row))
+    elif isinstance(table, Partial) and isinstance(chosen, Replicate) and not is_variable:
+        plan.emit(operation, inputs, PARTIAL)
+    elif (
+        isinstance(table, Shard)
+        and isinstance(chosen, Replicate)
+        and table.axis != axis
+        and indices.shape.rank is not None
+    ):
+        plan.emit(operation, inputs, Shard(table.axis + (indices.shape.rank - 1) * (axis < table.axis), table.per_row))
+    else:
+        plan.replicate(operation)
+        return
+    if is_variable:
+        plan.access(plan.local(x), plan.value(operation.outputs[0]).local.node, writes=False)
+
+
+def _gather_rows_by_rows(plan: Planner, operation: Any, axis: int | None, rest: list[Tensor]) -> None:
+    """Each row chooses among its own elements."""
+    x, indices = operation.inputs[:2]
+    shard = Shard(0, getattr(plan.placement(x), "per_row", 1))
+    is_rows = plan.placement(x) == plan.placement(indices) == shard and operation.get_attr("batch_dims") > 0
+    if axis is None or axis == 0 or not is_rows:
+        plan.replicate(operation)
+    else:
+        plan.emit(operation, [plan.local(x), plan.local(indices), *rest], shard)
+
+
+@rule("OneHot")
+def one_hot(plan: Planner, operation: Any) -> None:
+    """An axis is added."""
+    placement, axis = plan.placement(operation.inputs[0]), operation.get_attr("axis")
+    if not isinstance(placement, Shard) or any(
+        isinstance(plan.placement(x), Partial) for x in list(operation.inputs)[1:]
+    ):
+        plan.replicate(operation)
+        return
+    inputs = [plan.local(operation.inputs[0]), *map(plan.replicated, list(operation.inputs)[1:])]
+    moved = axis != -1 and axis <= placement.axis
+    plan.emit(operation, inputs, Shard(placement.axis + moved, placement.per_row))
+
+
+@rule("UnsortedSegmentSum")
+def segment_sum(plan: Planner, operation: Any) -> None:
+    """Rows are added up by their numbers, which is how gradients of tables come."""
+    data, segments, number = operation.inputs
+    placement = plan.placement(data)
+    rest = plan.replicated(number)
+    if (
+        isinstance(placement, Shard)
+        and placement == plan.placement(segments)
+        or isinstance(placement, Partial)
+        and isinstance(plan.placement(segments), Replicate)
+    ):
+        plan.emit(operation, [plan.local(data), plan.local(segments), rest], PARTIAL)
+    else:
+        plan.replicate(operation)
+
+
+@rule("ScatterNd")
+def scatter(plan: Planner, operation: Any) -> None:
+    """Updates of own rows are put among zeros, and add up."""
+    indices, updates, shape = operation.inputs
+    placement = plan.placement(updates)
+    is_own = isinstance(placement, Shard) and placement.axis == 0 and placement == plan.placement(indices)
+    is_sum = isinstance(placement, Partial) and isinstance(plan.placement(indices), Replicate)
+    if is_own or is_sum:
+        plan.emit(operation, [plan.local(indices), plan.local(updates), plan.replicated(shape)], PARTIAL)
+    else:
+        plan.replicate(operation)

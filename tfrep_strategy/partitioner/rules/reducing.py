@@ -1,0 +1,190 @@
+"""Operations that reduce axes, or run along one."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Partial, Shard
+from tfrep_strategy.partitioner.planner import Planner, Rule, always, rule
+
+_OTHERS = {"Max": "Max", "Min": "Min", "Prod": "Prod", "All": "All", "Any": "Any", "EuclideanNorm": None}
+
+
+def reduced_axes(plan: Planner, operation: Any) -> list[int] | None:
+    """Returns which axes an operation reduces, from 0; None if that is not known."""
+    axes, rank = plan.numbers(operation.inputs[1]), plan.rank(operation.inputs[0])
+    return None if axes is None or rank is None else [axis % rank for axis in axes]
+
+
+def _kept(shard: Shard, axes: list[int], keeps: bool) -> Shard:
+    return shard if keeps else Shard(shard.axis - sum(axis < shard.axis for axis in axes), shard.per_row)
+
+
+def _note_dims(plan: Planner, operation: Any) -> None:
+    """Notes sizes of a result that tracing did not know."""
+    axes, dims = reduced_axes(plan, operation), plan.dims(operation.inputs[0])
+    if axes is None or dims is None:
+        return
+    if operation.get_attr("keep_dims"):
+        left = [1 if axis in axes else d for axis, d in enumerate(dims)]
+    else:
+        left = [d for axis, d in enumerate(dims) if axis not in axes]
+    plan.known_dims[operation.outputs[0].name] = left
+
+
+def noting_dims(function: Rule) -> Rule:
+    """Has a rule of a reduction note the sizes of its result, also where nothing is sharded."""
+
+    @always
+    @functools.wraps(function)
+    def noting(plan: Planner, operation: Any) -> None:
+        function(plan, operation)
+        _note_dims(plan, operation)
+
+    return noting
+
+
+@rule("Sum")
+@noting_dims
+def sum_(plan: Planner, operation: Any) -> None:
+    """A sum over rows is the sum of the replicas' sums."""
+    x = operation.inputs[0]
+    placement, axes, keeps = plan.placement(x), reduced_axes(plan, operation), operation.get_attr("keep_dims")
+    if isinstance(placement, Partial) and axes is not None:
+        plan.emit(operation, [plan.local(x), plan.replicated(operation.inputs[1])], PARTIAL)
+    elif not isinstance(placement, Shard) or axes is None:
+        plan.replicate(operation)
+    else:
+        inputs = [plan.local(x), plan.replicated(operation.inputs[1])]
+        plan.emit(operation, inputs, PARTIAL if placement.axis in axes else _kept(placement, axes, keeps))
+
+
+@rule("Mean")
+@noting_dims
+def mean(plan: Planner, operation: Any) -> None:
+    """A mean over rows is the sum of the replicas' sums, each divided by the number of all elements."""
+    x = operation.inputs[0]
+    placement, axes, keeps = plan.placement(x), reduced_axes(plan, operation), operation.get_attr("keep_dims")
+    if not isinstance(placement, (Shard, Partial)) or axes is None:
+        plan.replicate(operation)
+        return
+    inputs = [plan.local(x), plan.replicated(operation.inputs[1])]
+    if isinstance(placement, Partial) or placement.axis not in axes:
+        plan.emit(operation, inputs, PARTIAL if isinstance(placement, Partial) else _kept(placement, axes, keeps))
+        return
+    if not x.dtype.is_floating and not x.dtype.is_complex:
+        plan.replicate(operation)
+        return
+    add = plan.program.add
+    dtype = tf.float32 if x.dtype.size == 2 else x.dtype  # A sum of halves could overflow where their mean does not.
+    rows = inputs[0] if dtype == x.dtype else add("Cast", inputs[0], DstT=dtype)
+    total = add("Sum", rows, inputs[1], keep_dims=keeps)
+    count = add("Cast", plan.times(plan.rows.total, placement.per_row), DstT=dtype)
+    others = [axis for axis in axes if axis != placement.axis]
+    if others:
+        sizes = add("GatherV2", add("Shape", inputs[0]), others, 0)
+        count = add("Mul", count, add("Cast", add("Prod", sizes, 0), DstT=dtype))
+    addend = add("RealDiv", total, count)
+    plan.put(operation.outputs[0], PARTIAL, addend if dtype == x.dtype else add("Cast", addend, DstT=x.dtype))
+
+
+@rule(*_OTHERS)
+@noting_dims
+def reduced_twice(plan: Planner, operation: Any) -> None:
+    """A maximum over rows is the maximum of the replicas' maxima."""
+    x = operation.inputs[0]
+    placement, axes, keeps = plan.placement(x), reduced_axes(plan, operation), operation.get_attr("keep_dims")
+    if not isinstance(placement, Shard) or axes is None:
+        plan.replicate(operation)
+        return
+    inputs = [plan.local(x), plan.replicated(operation.inputs[1])]
+    if placement.axis not in axes:
+        plan.emit(operation, inputs, _kept(placement, axes, keeps))
+        return
+    if _OTHERS[operation.type] is None:
+        plan.replicate(operation)
+        return
+    add = plan.program.add
+    own = add(operation.type, *inputs, keep_dims=True)
+    of_all = plan.program.send("gather", own, placement.axis)
+    plan.put(operation.outputs[0], REPLICATE, add(operation.type, of_all, inputs[1], keep_dims=keeps))
+
+
+@rule("L2Loss")
+def l2_loss(plan: Planner, operation: Any) -> None:
+    """Half the sum of squares."""
+    if isinstance(plan.placement(operation.inputs[0]), Shard):
+        plan.emit(operation, plan.locals(operation), PARTIAL)
+    else:
+        plan.replicate(operation)
+
+
+@rule("ArgMax", "ArgMin")
+def arg_max(plan: Planner, operation: Any) -> None:
+    """Along another axis than the rows."""
+    x = operation.inputs[0]
+    placement, axis, rank = plan.placement(x), plan.number(operation.inputs[1]), plan.rank(x)
+    if not isinstance(placement, Shard) or axis is None or rank is None or axis % rank == placement.axis:
+        plan.replicate(operation)
+        return
+    plan.emit(operation, [plan.local(x), plan.replicated(operation.inputs[1])], _kept(placement, [axis % rank], False))
+
+
+@rule("Cumsum", "Cumprod", "CumulativeLogsumexp")
+def cumulative(plan: Planner, operation: Any) -> None:
+    """Along another axis than the rows; a cumulative sum of a sum is a sum."""
+    x = operation.inputs[0]
+    placement, axis, rank = plan.placement(x), plan.number(operation.inputs[1]), plan.rank(x)
+    inputs = operation.inputs
+    if isinstance(placement, Partial) and operation.type == "Cumsum":
+        plan.emit(operation, [plan.local(x), plan.replicated(inputs[1])], PARTIAL)
+    elif isinstance(placement, Shard) and axis is not None and rank is not None and axis % rank != placement.axis:
+        plan.emit(operation, [plan.local(x), plan.replicated(inputs[1])], placement)
+    else:
+        plan.replicate(operation)
+
+
+@rule(
+    "Softmax",
+    "LogSoftmax",
+    "TopKV2",
+    "InTopKV2",
+    "SparseSoftmaxCrossEntropyWithLogits",
+    "SoftmaxCrossEntropyWithLogits",
+)
+def along_last_axis(plan: Planner, operation: Any) -> None:
+    """Each row by itself, along the last axis."""
+    x = operation.inputs[0]
+    rank = plan.rank(x)
+    shards = {p for p in map(plan.placement, operation.inputs) if isinstance(p, Shard)}
+    shard = shards.pop() if len(shards) == 1 else None
+    if shard is None or rank is None or shard.axis == rank - 1:
+        plan.replicate(operation)
+        return
+    size = next(t.shape[shard.axis] for t in operation.inputs if plan.placement(t) == shard)
+    inputs = []
+    for tensor in operation.inputs:
+        if not tensor.shape.rank:  # How many are wanted.
+            inputs.append(plan.replicated(tensor))
+        elif plan.placement(tensor) == shard or plan.have_rows(tensor, shard, size):
+            inputs.append(plan.sharded(tensor, shard))
+        else:
+            plan.replicate(operation)
+            return
+    plan.emit(operation, inputs, shard)
+
+
+@rule("BiasAddGrad")
+def bias_add_gradient(plan: Planner, operation: Any) -> None:
+    """The sum over all axes but that of the channels."""
+    (x,) = operation.inputs
+    placement, rank = plan.placement(x), plan.rank(x)
+    channels = 1 if operation.get_attr("data_format") == b"NCHW" else -1
+    is_summed = isinstance(placement, Shard) and rank is not None and placement.axis != channels % rank
+    if isinstance(placement, Partial) or is_summed:
+        plan.emit(operation, [plan.local(x)], PARTIAL)
+    else:
+        plan.replicate(operation)

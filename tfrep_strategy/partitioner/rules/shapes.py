@@ -1,0 +1,400 @@
+"""Operations that ask for sizes, or change shapes and the order of axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfrep_strategy.partitioner import sizes as by_value
+from tfrep_strategy.partitioner.placements import (
+    PARTIAL,
+    REPLICATE,
+    Partial,
+    Replicate,
+    Rows,
+    Shard,
+    Size,
+    is_number,
+    product,
+)
+from tfrep_strategy.partitioner.planner import Planner, always, rule
+
+
+@rule("Const")
+@always
+def constant(plan: Planner, operation: Any) -> None:
+    """A constant, the value of which is known where it may be a size."""
+    (result,) = operation.outputs
+    if result.dtype in (tf.int32, tf.int64) and (result.shape.num_elements() or 0) <= 256:
+        value = tf.make_ndarray(operation.get_attr("value"))
+        plan.put(result, REPLICATE, plan.program.constant(value, result.dtype))
+        plan.sizes[result.name] = by_value.of_constant(value)
+    else:
+        plan.emit(operation, [], REPLICATE)
+
+
+def _global_shape(plan: Planner, tensor: Any, dtype: tf.DType) -> Any:
+    """Returns the shape of the global tensor, without asking for the whole of it."""
+    dims, add, placement = plan.dims(tensor), plan.program.add, plan.placement(tensor)
+    shard = placement if isinstance(placement, Shard) else None
+    local = None
+
+    def of(axis: int, size: Size) -> Any:
+        nonlocal local
+        if is_number(size):
+            return plan.program.constant(size, dtype)
+        if isinstance(size, Rows):
+            return plan.as_dtype(plan.times(plan.rows.total, size.per_row), dtype)
+        local = local or add("Shape", plan.local(tensor), out_type=dtype)
+        return add("Squeeze", add("Slice", local, [axis], [1]), squeeze_dims=[0])
+
+    if dims is not None and (shard is not None or all(d is not None for d in dims)):
+        return (
+            add("Pack", [of(i, d) for i, d in enumerate(dims)], axis=0)
+            if dims
+            else plan.program.constant(np.zeros(0), dtype)
+        )
+    whole = plan.replicated(tensor) if shard is not None else plan.local(tensor)
+    return add("Shape", whole, out_type=dtype)
+
+
+@rule("Shape", "ShapeN")
+@always
+def shape(plan: Planner, operation: Any) -> None:
+    """The sizes of the global tensor."""
+    for x, result in zip(operation.inputs, operation.outputs, strict=True):
+        plan.put(result, REPLICATE, _global_shape(plan, x, result.dtype))
+        dims = plan.dims(x)
+        if dims is not None:
+            plan.sizes[result.name] = by_value.array(dims)
+
+
+@rule("Size")
+@always
+def size(plan: Planner, operation: Any) -> None:
+    """How many elements the global tensor has."""
+    (x,), (result,) = operation.inputs, operation.outputs
+    plan.put(result, REPLICATE, plan.program.add("Prod", _global_shape(plan, x, result.dtype), 0))
+    dims = plan.dims(x)
+    plan.sizes[result.name] = by_value.array(None if dims is None else product(dims))
+
+
+@rule("Rank")
+@always
+def rank(plan: Planner, operation: Any) -> None:
+    """How many axes a tensor has."""
+    (x,), (result,) = operation.inputs, operation.outputs
+    known = plan.rank(x)
+    if known is None:
+        plan.put(result, REPLICATE, plan.program.add("Rank", plan.local(x)))
+    else:
+        plan.put(result, REPLICATE, plan.program.constant(known))
+        plan.sizes[result.name] = by_value.array(known)
+
+
+@rule("BroadcastGradientArgs")
+@always
+def broadcast_axes(plan: Planner, operation: Any) -> None:
+    """Which axes the gradients of two operands are summed along.
+
+    They are constants where that is known. At run time, an axis of rows would be among them if the batch has one row.
+    """
+    known = by_value.computed(operation, [plan.sizes_of(x) for x in operation.inputs])
+    if any(x is None for x in known):
+        plan.replicate(operation)
+        return
+    for result, axes in zip(operation.outputs, known, strict=True):
+        plan.put(result, REPLICATE, plan.program.constant(by_value.numbers(axes), result.dtype))
+
+
+@rule("Transpose", "ConjugateTranspose")
+@always
+def transpose(plan: Planner, operation: Any) -> None:
+    """The axis of the rows goes along."""
+    x, order = operation.inputs
+    placement, axes = plan.placement(x), plan.numbers(order)
+    inputs, dims = [plan.local(x), plan.replicated(order)], plan.dims(x)
+    if isinstance(placement, Partial):
+        plan.emit(operation, inputs, PARTIAL)
+    elif isinstance(placement, Shard) and axes is not None:
+        plan.emit(operation, inputs, Shard([a % len(axes) for a in axes].index(placement.axis), placement.per_row))
+    else:
+        plan.replicate(operation)
+    if axes is not None and dims is not None:
+        plan.known_dims[operation.outputs[0].name] = [dims[a] for a in axes]
+
+
+@rule("ExpandDims")
+def expand(plan: Planner, operation: Any) -> None:
+    """An axis of size 1 is added."""
+    x, where = operation.inputs
+    placement, axis, known = plan.placement(x), plan.number(where), plan.rank(x)
+    inputs = [plan.local(x), plan.replicated(where)]
+    if isinstance(placement, Partial):
+        plan.emit(operation, inputs, PARTIAL)
+    elif isinstance(placement, Shard) and axis is not None and known is not None:
+        axis = axis % (known + 1)
+        plan.emit(operation, inputs, Shard(placement.axis + (axis <= placement.axis), placement.per_row))
+    else:
+        plan.replicate(operation)
+
+
+@rule("Squeeze")
+def squeeze(plan: Planner, operation: Any) -> None:
+    """Axes of size 1 go."""
+    (x,) = operation.inputs
+    placement, known = plan.placement(x), plan.rank(x)
+    axes = [axis % known for axis in operation.get_attr("squeeze_dims")] if known else []
+    if isinstance(placement, Partial):
+        plan.emit(operation, [plan.local(x)], PARTIAL)
+    elif isinstance(placement, Shard) and axes and placement.axis not in axes:
+        plan.emit(
+            operation, [plan.local(x)], Shard(placement.axis - sum(a < placement.axis for a in axes), placement.per_row)
+        )
+    else:
+        plan.replicate(operation)
+
+
+@rule("Reshape")
+@always
+def reshape(plan: Planner, operation: Any) -> None:
+    """Rows stay rows where what lies before their axis stays, and what lies behind it goes into it or comes out of it."""
+    x, wanted = operation.inputs
+    placement = plan.placement(x)
+    if not isinstance(placement, Shard):
+        whole = plan.replicated(wanted)
+        plan.emit(operation, [plan.local(x), whole], placement)
+        if isinstance(placement, Replicate):
+            _note_dims(plan, operation.outputs[0], wanted)
+        return
+    found = _reshaped_rows(plan, x, wanted, operation.outputs[0], placement)
+    if found is None:
+        plan.replicate(operation)
+        return
+    _note_dims(plan, operation.outputs[0], wanted, found)
+    dims, add = plan.known_dims[operation.outputs[0].name], plan.program.add
+    if all(
+        is_number(d) for axis, d in enumerate(dims) if axis != found.axis
+    ):  # What is left to infer cannot be inferred of no rows.
+        own = plan.as_dtype(plan.times(plan.rows.count, found.per_row), wanted.dtype)
+        sizes_ = [own if axis == found.axis else plan.program.constant(d, wanted.dtype) for axis, d in enumerate(dims)]
+        plan.emit(operation, [plan.local(x), add("Pack", sizes_, axis=0)], found)
+    else:
+        plan.emit(operation, [plan.local(x), plan.own_sizes(wanted, found.axis, found.per_row)], found)
+
+
+def _note_dims(plan: Planner, result: Any, wanted: Any, shard: Shard | None = None) -> None:
+    """Notes sizes of a result that tracing did not know."""
+    asked = plan.sizes_of(wanted)
+    known = (
+        result.shape.as_list() if result.shape.rank is not None else [None] * asked.size if asked is not None else None
+    )
+    if known is None:
+        return
+    dims = [d if d is not None else None if asked is None or asked[i] == -1 else asked[i] for i, d in enumerate(known)]
+    if shard is not None and dims[shard.axis] is None:
+        dims[shard.axis] = Rows(shard.per_row)
+    plan.known_dims[result.name] = dims
+
+
+def _reshaped_rows(plan: Planner, x: Any, wanted: Any, result: Any, shard: Shard) -> Shard | None:
+    """Returns the placement of a reshaped tensor, if its rows stay rows."""
+    before, asked = plan.dims(x), plan.sizes_of(wanted)
+    if result.shape.rank is not None:
+        after = result.shape.as_list()
+    elif asked is not None:
+        after = [None] * asked.size
+    else:
+        return None
+    if before is None:
+        return None
+    if asked is not None:
+        after = [a if d is None and a != -1 else d for d, a in zip(after, asked, strict=True)]
+    outer, inner = product(before[: shard.axis]), product(before[shard.axis + 1 :])
+    if not is_number(outer):
+        return None
+    for axis, size_ in enumerate(after):
+        if product(after[:axis]) != outer:
+            continue
+        inner_after = product(after[axis + 1 :])
+        per_row = _per_row(
+            shard, inner, inner_after, before[shard.axis], size_, before[shard.axis + 1 :], after[axis + 1 :]
+        )
+        if per_row is not None:
+            return Shard(axis, per_row)
+    return None
+
+
+def _per_row(
+    shard: Shard, inner: Size, inner_after: Size, size_before: Size, size_after: Size, behind: Any, behind_after: Any
+) -> int | None:
+    """Returns how many elements of the new axis belong to a row, if the new axis holds the rows."""
+    if isinstance(size_after, Rows):
+        same = inner_after == inner and size_after.per_row == shard.per_row
+        grown = (
+            is_number(inner) and is_number(inner_after) and inner * shard.per_row == inner_after * size_after.per_row
+        )
+        unknown_behind = size_after.per_row == shard.per_row and list(behind) == list(behind_after)
+        return size_after.per_row if same or grown or unknown_behind or size_after.per_row == shard.per_row else None
+    if is_number(inner) and is_number(inner_after) and inner and inner_after:
+        elements = shard.per_row * inner
+        if elements % inner_after:
+            return None
+        per_row = elements // inner_after
+        if is_number(size_after):
+            whole = is_number(size_before) and size_before * inner == size_after * inner_after
+            return per_row if whole else None
+        return per_row
+    if list(behind) == list(behind_after) and (size_after is None or size_after == size_before):
+        return shard.per_row
+    return None
+
+
+@rule("Fill", "BroadcastTo")
+@always
+def grow_to(plan: Planner, operation: Any) -> None:
+    """What grows to the rows of the batch grows to a replica's own rows there."""
+    wanted, x = operation.inputs if operation.type == "Fill" else reversed(operation.inputs)
+    if isinstance(plan.placement(x), Partial):
+        plan.replicated(x)  # Before it grows.
+    placement, place, sizes_ = plan.placement(x), plan.row_place(wanted), plan.sizes_of(wanted)
+    known = plan.rank(x)
+    if place is None or sizes_ is None or known is None:
+        _grow_whole(plan, operation, wanted)
+        return
+    shard = Shard(*place)
+    axis = shard.axis - (sizes_.size - known)
+    if isinstance(placement, Shard) and placement != Shard(axis, shard.per_row):
+        _grow_whole(plan, operation, wanted)
+        return
+    if isinstance(placement, Shard):
+        local = plan.local(x)
+    elif axis < 0 or (plan.dims(x) or [])[axis] == 1:
+        local = plan.replicated(x)
+    elif plan.have_rows(x, Shard(axis, shard.per_row)):
+        local = plan.sharded(x, Shard(axis, shard.per_row))
+    else:
+        _grow_whole(plan, operation, wanted)
+        return
+    own = plan.own_sizes(wanted, *place)
+    plan.emit(operation, [own, local] if operation.type == "Fill" else [local, own], shard)
+    _note_dims(plan, operation.outputs[0], wanted, shard)
+
+
+def _grow_whole(plan: Planner, operation: Any, wanted: Any) -> None:
+    plan.replicate(operation)
+    _note_dims(plan, operation.outputs[0], wanted)
+
+
+@rule("Tile")
+@always
+def tile(plan: Planner, operation: Any) -> None:
+    """Other axes than that of the rows are repeated; an axis of size 1 may become that of the rows."""
+    x, times = operation.inputs
+    placement, repeated, known = plan.placement(x), plan.sizes_of(times), plan.dims(x)
+    if known is None or repeated is None:
+        plan.replicate(operation)
+        return
+    if isinstance(placement, Shard) and repeated[placement.axis] == 1:
+        plan.emit(operation, [plan.local(x), plan.replicated(times)], placement)
+    elif isinstance(placement, Replicate) and (place := plan.row_place(times)) is not None and known[place[0]] == 1:
+        plan.emit(operation, [plan.local(x), plan.own_sizes(times, *place)], Shard(*place))
+    else:
+        plan.replicate(operation)
+    plan.known_dims[operation.outputs[0].name] = [product([a, b]) for a, b in zip(known, repeated, strict=True)]
+
+
+@rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
+def pad(plan: Planner, operation: Any) -> None:
+    """Other axes than that of the rows are padded."""
+    x, paddings = operation.inputs[:2]
+    placement, known = plan.placement(x), plan.sizes_of(paddings)
+    rest = [plan.replicated(t) for t in list(operation.inputs)[1:]]
+    if isinstance(placement, Partial) and operation.type in ("Pad", "MirrorPad", "MirrorPadGrad"):
+        plan.emit(operation, [plan.local(x), *rest], PARTIAL)
+    elif isinstance(placement, Shard) and known is not None and not any(known[placement.axis]):
+        plan.emit_filled(operation, [plan.local(x), *rest], [0], placement, placement)
+    else:
+        plan.replicate(operation)
+
+
+@rule("EnsureShape")
+def ensure_shape(plan: Planner, operation: Any) -> None:
+    """What is ensured of the rows holds for those of all replicas."""
+    placement, shape_ = plan.placement(operation.inputs[0]), tf.TensorShape(operation.get_attr("shape"))
+    if isinstance(placement, Shard) and shape_.rank is not None:
+        shape_ = tf.TensorShape([None if i == placement.axis else d for i, d in enumerate(shape_)])
+    plan.emit(operation, plan.locals(operation), placement, shape=shape_)
+
+
+@rule("ReverseV2", "Roll")
+def other_axes(plan: Planner, operation: Any) -> None:
+    """Other axes than that of the rows are turned or shifted."""
+    x = operation.inputs[0]
+    axes, placement, known = plan.numbers(operation.inputs[-1]), plan.placement(x), plan.rank(x)
+    inputs = [plan.local(x), *(plan.replicated(t) for t in list(operation.inputs)[1:])]
+    if isinstance(placement, Partial):
+        plan.emit(operation, inputs, PARTIAL)
+    elif (
+        isinstance(placement, Shard) and axes is not None and known and placement.axis not in [a % known for a in axes]
+    ):
+        plan.emit(operation, inputs, placement)
+    else:
+        plan.replicate(operation)
+
+
+@rule("Split", "SplitV")
+def split(plan: Planner, operation: Any) -> None:
+    """Another axis than that of the rows is split."""
+    place = 1 if operation.type == "Split" else 0
+    x, axis = operation.inputs[place], plan.number(operation.inputs[0 if place else 2])
+    placement, known = plan.placement(x), plan.rank(x)
+    is_other = axis is not None and known and isinstance(placement, Shard) and axis % known != placement.axis
+    if not isinstance(placement, Partial) and not is_other:
+        plan.replicate(operation)
+        return
+    inputs = [plan.local(t) if i == place else plan.replicated(t) for i, t in enumerate(operation.inputs)]
+    plan.emit(operation, inputs, placement)
+
+
+@rule("Unpack")
+def unpack(plan: Planner, operation: Any) -> None:
+    """An axis becomes tensors."""
+    (x,) = operation.inputs
+    placement, known = plan.placement(x), plan.rank(x)
+    axis = operation.get_attr("axis") % known if known else None
+    if isinstance(placement, Partial):
+        plan.emit(operation, [plan.local(x)], PARTIAL)
+    elif isinstance(placement, Shard) and axis is not None and axis != placement.axis:
+        plan.emit(operation, [plan.local(x)], Shard(placement.axis - (axis < placement.axis), placement.per_row))
+    else:
+        plan.replicate(operation)
+
+
+@rule("Pack", "ConcatV2")
+def join(plan: Planner, operation: Any) -> None:
+    """Tensors become one, along another axis than that of the rows."""
+    is_pack = operation.type == "Pack"
+    tensors = list(operation.inputs) if is_pack else list(operation.inputs)[:-1]
+    rest = [] if is_pack else [plan.replicated(operation.inputs[-1])]
+    placements, known = [plan.placement(x) for x in tensors], operation.outputs[0].shape.rank
+    axis = operation.get_attr("axis") if is_pack else plan.number(operation.inputs[-1])
+    shards = {p for p in placements if isinstance(p, Shard)}
+    if not shards:
+        plan.emit(operation, [*map(plan.partial, tensors), *rest], PARTIAL)
+        return
+    shard = shards.pop() if len(shards) == 1 else None
+    if shard is None or known is None or axis is None or (not is_pack and axis % known == shard.axis):
+        plan.replicate(operation)
+        return
+    size_ = next(x.shape[shard.axis] for x, p in zip(tensors, placements, strict=True) if p == shard)
+    if any(
+        p != shard and (isinstance(p, Partial) or not plan.have_rows(x, shard, size_))
+        for x, p in zip(tensors, placements, strict=True)
+    ):
+        plan.replicate(operation)
+        return
+    placement = Shard(shard.axis + (is_pack and axis % known <= shard.axis), shard.per_row)
+    plan.emit(operation, [*(plan.sharded(x, shard) for x in tensors), *rest], placement)

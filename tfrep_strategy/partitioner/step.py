@@ -1,0 +1,101 @@
+"""A traced step of one device, planned, and run by the replicas of a process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+import tfrep_strategy.partitioner.rules  # noqa: F401  (registers them)
+from tfrep_strategy.partitioner.emitter import Emitter, Transport
+from tfrep_strategy.partitioner.placements import REPLICATE, Placement, Shard
+from tfrep_strategy.partitioner.planner import Planner
+from tfrep_strategy.partitioner.program import Program
+from tfrep_strategy.partitioner.values import RowArguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What is given for an input of a traced step.
+
+    Attributes:
+        placement: Of a batch, or of what a variable holds.
+        is_shared: Whether it is a variable of which all replicas of a process use one copy.
+    """
+
+    placement: Placement = REPLICATE
+    is_shared: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnRows:
+    """Which rows of the global batch a replica has; int32 scalars.
+
+    Attributes:
+        start: The number of its first row.
+        count: How many it has.
+        total: How many the batch has.
+        replica: The number of the replica.
+    """
+
+    start: Any
+    count: Any
+    total: Any
+    replica: Any
+
+
+class PartitionedStep:
+    """A traced step of one device as a program that each replica runs.
+
+    Args:
+        graph: The traced step, a `FuncGraph`.
+        given: How each of its inputs is given.
+        local_replicas: How many replicas a process runs.
+        keeps_rows: Whether results that are rows of the batch stay on the replicas that have them.
+        compiled: Whether XLA compiles what lies between collectives.
+    """
+
+    def __init__(
+        self,
+        graph: Any,
+        given: Sequence[Given],
+        local_replicas: int = 1,
+        keeps_rows: bool = False,
+        compiled: bool = False,
+    ) -> None:
+        program = Program()
+        rows = RowArguments(*(program.argument(tf.int32, []) for _ in range(4)))
+        plan = Planner(program, rows, local_replicas)
+        for tensor, each in zip(graph.inputs, given, strict=True):
+            local = program.argument(tensor.dtype)
+            plan.put(tensor, each.placement, local)
+            plan.value(tensor).is_shared = each.is_shared
+        plan.run(graph)
+        self.placements: list[Placement] = []
+        for tensor in graph.outputs:
+            keeps = keeps_rows and plan.placement(tensor) == Shard(0)
+            program.results.append(plan.local(tensor) if keeps else plan.replicated(tensor))
+            self.placements.append(plan.placement(tensor) if keeps else REPLICATE)
+        self.program, self.without_rule = program, plan.without_rule
+        self.graph = graph  # With it, its functions would end.
+        self._emitter = Emitter(program, compiled)
+
+    def run(
+        self, rows: Sequence[OwnRows], inputs: Sequence[Sequence[tf.Tensor]], transport: Transport
+    ) -> list[list[tf.Tensor]]:
+        """Runs the step on the replicas of this process.
+
+        Args:
+            rows: Which rows each replica has.
+            inputs: What each replica gives for the inputs of the traced step.
+            transport: How the replicas talk.
+
+        Returns:
+            The results of each replica.
+        """
+        arguments = [
+            [own.start, own.count, own.total, own.replica, *given] for own, given in zip(rows, inputs, strict=True)
+        ]
+        return self._emitter.run(arguments, transport)

@@ -1,0 +1,248 @@
+"""What the program of a replica has for the tensors of a traced graph, and how a placement becomes another one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.errors import TfrepError, message
+from tfrep_strategy.partitioner import sizes as by_value
+from tfrep_strategy.partitioner.placements import REPLICATE, Partial, Placement, Replicate, Rows, Shard, Size, is_number
+from tfrep_strategy.partitioner.program import Program, Tensor
+
+
+class CannotPartitionError(TfrepError, RuntimeError):
+    """A step does what the planner has no way to do on replicas."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowArguments:
+    """Which rows of the global batch a replica has: int32 scalars, arguments of its program.
+
+    Attributes:
+        start: The number of its first row.
+        count: How many it has.
+        total: How many the batch has.
+        replica: The number of the replica.
+    """
+
+    start: Tensor
+    count: Tensor
+    total: Tensor
+    replica: Tensor
+
+
+@dataclasses.dataclass
+class Value:
+    """What the program has for a tensor of the traced graph.
+
+    Attributes:
+        placement: Of the handle of a variable, that of what the variable holds.
+        local: The tensor of the program.
+        is_shared: Of a handle: whether all replicas of the process have this one variable.
+    """
+
+    placement: Placement
+    local: Tensor
+    is_shared: bool = False
+
+
+class Values:
+    """What rules ask about the tensors of a traced graph.
+
+    Args:
+        program: The program, to which nodes are added.
+        rows: Its arguments.
+    """
+
+    def __init__(self, program: Program, rows: RowArguments) -> None:
+        self.program, self.rows = program, rows
+        self.values: dict[str, Value] = {}
+        self.whole: dict[str, Tensor] = {}
+        """The whole of tensors that are placed otherwise, where something has asked for it."""
+        self.sizes: dict[str, by_value.Sizes | None] = {}
+        self.known_dims: dict[str, list[Size]] = {}
+
+    # What rules ask.
+
+    def value(self, tensor: Any) -> Value:
+        """Returns what the program has for a tensor."""
+        return self.values[tensor.name]
+
+    def placement(self, tensor: Any) -> Placement:
+        """Returns the placement of a tensor."""
+        return self.values[tensor.name].placement
+
+    def local(self, tensor: Any) -> Tensor:
+        """Returns what a replica holds of a tensor, as it is placed."""
+        return self.values[tensor.name].local
+
+    def sizes_of(self, tensor: Any) -> by_value.Sizes | None:
+        """Returns what is known of the value of a tensor of sizes."""
+        return self.sizes.get(tensor.name)
+
+    def number(self, tensor: Any) -> int | None:
+        """Returns the value of an integer scalar, or of a vector of one, if it is known."""
+        found = by_value.numbers(self.sizes_of(tensor))
+        return int(found.ravel()[0]) if found is not None and found.size == 1 else None
+
+    def numbers(self, tensor: Any) -> list[int] | None:
+        """Returns the values of an integer vector, if all are known."""
+        found = by_value.numbers(self.sizes_of(tensor))
+        return None if found is None else [int(x) for x in found.ravel()]
+
+    def dims(self, tensor: Any) -> list[Size] | None:
+        """Returns the global shape of a tensor as far as it is known; None if its rank is unknown."""
+        dims: list[Size] | None = self.known_dims.get(tensor.name)
+        if dims is None and tensor.shape.rank is not None:
+            dims = tensor.shape.as_list()
+        if dims is None:
+            return None
+        placed = self.values.get(tensor.name)
+        if placed is not None and isinstance(placed.placement, Shard) and dims[placed.placement.axis] is None:
+            dims[placed.placement.axis] = Rows(placed.placement.per_row)
+        return dims
+
+    def rank(self, tensor: Any) -> int | None:
+        """Returns the rank of a tensor, if it is known."""
+        dims = self.dims(tensor)
+        return None if dims is None else len(dims)
+
+    def have_rows(self, tensor: Any, shard: Shard, like: Any = None) -> bool:
+        """Returns whether an axis of a tensor is known to have the size of a shard's.
+
+        Args:
+            tensor: Its axis `shard.axis` is asked.
+            shard: The shard.
+            like: The size that the sharded axis has in the traced graph.
+        """
+        dims = self.dims(tensor)
+        size = None if dims is None or shard.axis >= len(dims) else dims[shard.axis]
+        return size == Rows(shard.per_row) or (is_number(size) and size == like)
+
+    # Other placements.
+
+    def replicated(self, tensor: Any) -> Tensor:
+        """Returns the whole of a tensor, which may take a collective."""
+        value = self.value(tensor)
+        if isinstance(value.placement, Replicate):
+            return value.local
+        if tensor.dtype == tf.resource:
+            raise CannotPartitionError(
+                message(
+                    "An operation takes a variable of which each replica holds an addend, and has no rule.",
+                    operation=tensor.name,
+                )
+            )
+        if tensor.name not in self.whole:
+            self.whole[tensor.name] = self._whole(tensor, value)
+        if isinstance(value.placement, Partial):  # Nobody needs the addends any more.
+            self.values[tensor.name] = dataclasses.replace(value, placement=REPLICATE, local=self.whole[tensor.name])
+        return self.whole[tensor.name]
+
+    def _whole(self, tensor: Any, value: Value) -> Tensor:
+        again = self._from_whole_inputs(tensor)
+        if again is not None:
+            return again
+        if isinstance(value.placement, Shard):
+            whole = self.program.send("gather", value.local, value.placement.axis)
+        else:
+            whole = self.program.send("sum", value.local)
+        whole.shape = tensor.shape
+        return whole
+
+    def _from_whole_inputs(self, tensor: Any) -> Tensor | None:
+        """Computes the whole of a tensor from inputs whose whole is there, which saves a collective."""
+        operation = tensor.op
+        if operation.type not in _CHEAP or len(operation.outputs) != 1:
+            return None
+        inputs = []
+        for each in operation.inputs:
+            value = self.values[each.name]
+            if not isinstance(value.placement, Replicate) and each.name not in self.whole:
+                return None
+            inputs.append(value.local if isinstance(value.placement, Replicate) else self.whole[each.name])
+        return self.program.copy_of(operation, inputs).outputs[0]
+
+    def sharded(self, tensor: Any, shard: Shard) -> Tensor:
+        """Returns the own rows of a tensor; a whole one is cut."""
+        value = self.value(tensor)
+        if value.placement == shard:
+            return value.local
+        return self.cut(self.replicated(tensor), shard, self.rank(tensor))
+
+    def cut(self, whole: Tensor, shard: Shard, rank: int | None) -> Tensor:
+        """Cuts a replica's rows out of a whole tensor."""
+        assert rank is not None
+        begin, count = (self.times(x, shard.per_row) for x in (self.rows.start, self.rows.count))
+        first, size = self.vector(rank, shard.axis, 0, begin), self.vector(rank, shard.axis, -1, count)
+        return self.program.add("Slice", whole, first, size)
+
+    def partial(self, tensor: Any) -> Tensor:
+        """Returns an addend of a tensor; of a whole one replica 0 has all, and the others have zeros."""
+        if isinstance(self.placement(tensor), Partial):
+            return self.local(tensor)
+        return self.counted_once(self.replicated(tensor))
+
+    def counted_once(self, whole: Tensor) -> Tensor:
+        """Returns a whole tensor on replica 0, and zeros on the others."""
+        add = self.program.add
+        is_first = add("Equal", self.rows.replica, 0)
+        return add("SelectV2", is_first, whole, add("ZerosLike", whole))
+
+    def times(self, size: Tensor, factor: int) -> Tensor:
+        """Returns a size, multiplied."""
+        return size if factor == 1 else self.program.add("Mul", size, factor)
+
+    def vector(self, rank: int, place: int, others: int, value: Tensor, dtype: tf.DType = tf.int32) -> Tensor:
+        """Returns a vector that has a value in one place, and one number in all others."""
+        value = self.as_dtype(value, dtype)
+        values = [value if i == place else self.program.constant(others, dtype) for i in range(rank)]
+        return self.program.add("Pack", values, axis=0)
+
+    def as_dtype(self, tensor: Tensor, dtype: tf.DType) -> Tensor:
+        """Returns integers as another dtype."""
+        return tensor if tensor.dtype == dtype else self.program.add("Cast", tensor, DstT=dtype)
+
+    def own_sizes(self, sizes: Any, place: int, per_row: int, count: Tensor | None = None) -> Tensor:
+        """Returns a vector of global sizes with a replica's own size in one place.
+
+        Args:
+            sizes: int32 or int64 vector of the traced graph, whose length is known.
+            place: Where the own size stands.
+            per_row: How many elements belong to one row.
+            count: The number of rows; by default that of the own ones.
+        """
+        whole, length = self.replicated(sizes), self.length(sizes)
+        assert length is not None
+        own = self.as_dtype(self.times(count or self.rows.count, per_row), sizes.dtype)
+        known = self.sizes_of(sizes)
+        if known is not None and all(is_number(x) for i, x in enumerate(known) if i != place):
+            values = [own if i == place else self.program.constant(x, sizes.dtype) for i, x in enumerate(known)]
+            return self.program.add("Pack", values, axis=0)
+        index = self.program.constant([[place]])
+        return self.program.add("TensorScatterUpdate", whole, index, self.program.add("Pack", [own], axis=0))
+
+    def length(self, vector: Any) -> int | None:
+        """Returns the length of a vector, if it is known."""
+        known = self.sizes_of(vector)
+        if known is not None:
+            return int(known.size)
+        return vector.shape[0] if vector.shape.rank == 1 else None
+
+    def row_place(self, sizes: Any) -> tuple[int, int] | None:
+        """Returns in which place of a vector of sizes the batch's rows stand, and how many elements belong to one; else None."""
+        known = self.sizes_of(sizes)
+        if known is None or known.ndim != 1:
+            return None
+        places = [(i, x.per_row) for i, x in enumerate(known) if isinstance(x, Rows)]
+        return places[0] if len(places) == 1 else None
+
+
+_CHEAP = frozenset({
+    "AddN", "AddV2", "Cast", "Exp", "ExpandDims", "Fill", "Identity", "Mul", "Neg", "OneHot", "PreventGradient", "Range", "RealDiv",
+    "Relu", "Reshape", "Rsqrt", "Sigmoid", "Sqrt", "Square", "Squeeze", "StopGradient", "StridedSlice", "Sub", "Tanh", "Transpose",
+})  # fmt: skip
+"""What costs less to compute again than to send."""
