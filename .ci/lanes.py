@@ -202,7 +202,7 @@ def main() -> int:
     parser.add_argument("commit", help="the commit that is tested")
     parser.add_argument("--changed", action="store_true", help="files differ from the commit: nothing is recorded")
     parser.add_argument("--release", action="store_true", help="every lane must pass on the commit")
-    parser.add_argument("--minutes", type=float, default=60, help="for all lanes")
+    parser.add_argument("--minutes", type=float, default=70, help="for all lanes")
     parser.add_argument("--lane-minutes", type=float, default=10, help="for each lane but the short one")
     parser.add_argument("--spent", type=float, default=0, help="seconds of --minutes that are over")
     options = parser.parse_args()
