@@ -88,6 +88,7 @@ def loaded(folder: str) -> keras.Model:
 
 
 def on_ranks(strategy: Any, folder: str) -> dict[str, Any]:
+    forgotten_scope.note(strategy)  # The pool of processes has it look for nothing.
     with strategy.scope():
         inside = compiled()
     early = compiled()
