@@ -6,7 +6,6 @@ import contextlib
 import gc
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -153,12 +152,6 @@ def test_ranks_do_not_train_apart(worker_pool: Any, tmp_path: Path) -> None:
     assert first["free"]["elsewhere"] == first["free"]["allowed"] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.fixture
-def _no_other_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hides strategies of other tests that are still alive."""
-    monkeypatch.setattr(forgotten_scope, "_strategies", weakref.WeakValueDictionary())
-
-
 @contextlib.contextmanager
 def said() -> Iterator[list[str]]:
     texts: list[str] = []
@@ -169,7 +162,6 @@ def said() -> Iterator[list[str]]:
 
 
 @pytest.mark.lane("quick")
-@pytest.mark.usefixtures("_no_other_strategy")
 def test_devices_of_one_process_say_it_once() -> None:
     plain = fitted(compiled())
     strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -205,7 +197,6 @@ def _freed() -> None:
 
 
 @pytest.mark.lane("quick")
-@pytest.mark.usefixtures("_no_other_strategy")
 @pytest.mark.parametrize("make", [_allowed, _one_replica, _freed])
 def test_nothing_is_forgotten(make: Callable[[], Any]) -> None:
     kept = make()
@@ -218,7 +209,6 @@ def test_nothing_is_forgotten(make: Callable[[], Any]) -> None:
 
 
 @pytest.mark.lane("quick")
-@pytest.mark.usefixtures("_no_other_strategy")
 def test_it_is_looked_for_once_in_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = _allowed()
     looked, forgotten = [], forgotten_scope._forgotten
