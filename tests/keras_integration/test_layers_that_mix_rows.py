@@ -154,7 +154,7 @@ def test_settings(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("make", "function"),
     [
-        (OwnModel, lambda x: x * ops.cumsum(x, axis=1) / ops.norm(x, axis=1, keepdims=True)),
+        (OwnModel, lambda x: ops.cumsum(x, axis=1) / ops.norm(x, axis=1, keepdims=True)),
         (_functional, lambda x: ops.reshape(ops.transpose(ops.reshape(x, (-1, 2, 3)), (0, 2, 1)), (-1, 6))),
         (_as_activation, lambda x: x * ops.sigmoid(x)),
         (_functional, lambda x: ops.reshape(layers.Dense(2)(ops.reshape(x, (-1, 2))), (-1, 6))),  # Windows.
