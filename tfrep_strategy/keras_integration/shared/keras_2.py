@@ -18,11 +18,10 @@ _CALLS_OF_MODELS = ("compile", "fit", "evaluate", "predict", "train_on_batch", "
 
 
 class NoticesKeras2:
-    """Looks whether the program has imported `tf_keras`, wherever its objects can come to a strategy.
+    """Looks whether the program has imported `tf_keras`: when a scope begins, and when a variable is made in one.
 
-    A scope begins, or a model or an optimizer makes a variable in one.
-
-    It is a mixin for the `extended` of a strategy, and comes before TensorFlow's class.
+    No model and no optimizer comes to a strategy otherwise. It is a mixin for the `extended` of a strategy, and comes before
+    TensorFlow's class.
     """
 
     def _scope(self, strategy: Any) -> Any:
