@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import trace
 from tfrep_strategy.partitioner.placements import Partial, Placement, Shard
-from tfrep_strategy.partitioner.step import Given, OwnRows, PartitionedStep
+from tfrep_strategy.partitioner.step import Given, PartitionedStep
+from tfrep_strategy.partitioner.values import OwnRows
 
 
 class Together:

@@ -23,7 +23,7 @@ from tfrep_strategy.partitioner.placements import (
     Shard,
 )
 from tfrep_strategy.partitioner.program import Program, Tensor
-from tfrep_strategy.partitioner.values import RowArguments, Value, Values
+from tfrep_strategy.partitioner.values import OwnRows, Value, Values
 
 Rule = Callable[["Planner", Any], None]
 RULES: dict[str, Rule] = {}
@@ -60,7 +60,7 @@ class Planner(Values):
         local_replicas: How many replicas one process runs.
     """
 
-    def __init__(self, program: Program, rows: RowArguments, local_replicas: int) -> None:
+    def __init__(self, program: Program, rows: OwnRows, local_replicas: int) -> None:
         super().__init__(program, rows)
         self.local_replicas = local_replicas
         self.without_rule: dict[str, Any] = {}

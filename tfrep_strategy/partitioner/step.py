@@ -13,7 +13,7 @@ from tfrep_strategy.partitioner.emitter import Emitter, Transport
 from tfrep_strategy.partitioner.placements import REPLICATE, Placement, Shard
 from tfrep_strategy.partitioner.planner import Planner
 from tfrep_strategy.partitioner.program import Program
-from tfrep_strategy.partitioner.values import RowArguments
+from tfrep_strategy.partitioner.values import OwnRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,23 +27,6 @@ class Given:
 
     placement: Placement = REPLICATE
     is_shared: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class OwnRows:
-    """Which rows of the global batch a replica has; int32 scalars.
-
-    Attributes:
-        start: The number of its first row.
-        count: How many it has.
-        total: How many the batch has.
-        replica: The number of the replica.
-    """
-
-    start: Any
-    count: Any
-    total: Any
-    replica: Any
 
 
 class PartitionedStep:
@@ -66,7 +49,7 @@ class PartitionedStep:
         compiled: bool = False,
     ) -> None:
         program = Program()
-        rows = RowArguments(*(program.argument(tf.int32, []) for _ in range(4)))
+        rows = OwnRows(*(program.argument(tf.int32, []) for _ in range(4)))
         plan = Planner(program, rows, local_replicas)
         for tensor, each in zip(graph.inputs, given, strict=True):
             local = program.argument(tensor.dtype)

@@ -18,8 +18,8 @@ class CannotPartitionError(TfrepError, RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class RowArguments:
-    """Which rows of the global batch a replica has: int32 scalars, arguments of its program.
+class OwnRows:
+    """Which rows of the global batch a replica has: int32 scalars, or the arguments of its program that stand for them.
 
     Attributes:
         start: The number of its first row.
@@ -28,10 +28,10 @@ class RowArguments:
         replica: The number of the replica.
     """
 
-    start: Tensor
-    count: Tensor
-    total: Tensor
-    replica: Tensor
+    start: Any
+    count: Any
+    total: Any
+    replica: Any
 
 
 @dataclasses.dataclass
@@ -57,7 +57,7 @@ class Values:
         rows: Its arguments.
     """
 
-    def __init__(self, program: Program, rows: RowArguments) -> None:
+    def __init__(self, program: Program, rows: OwnRows) -> None:
         self.program, self.rows = program, rows
         self.values: dict[str, Value] = {}
         self.whole: dict[str, Tensor] = {}
