@@ -37,7 +37,7 @@ LANES: dict[str, tuple[str, ...]] = {
     "wires": (),
     "package": (),
     "optimizers": (),
-    "sharded": (),
+    "sharded": ("training", "every"),
     "transports": (),
     "notebooks": (),
     "profiles": (),

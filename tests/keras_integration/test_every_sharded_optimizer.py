@@ -23,7 +23,7 @@ from sharded_training import (
     trained,
 )
 
-pytestmark = pytest.mark.lane("sharded")
+pytestmark = pytest.mark.lane("sharded_every")
 
 CREWS = [("tf", 2), ("tf", 3), ("horovod", 3), ("shared_memory", 2), ("shared_memory", 3)]
 

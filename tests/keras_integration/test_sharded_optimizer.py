@@ -28,7 +28,7 @@ from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.strategies.part_variables import PartVariable
 
 
-@pytest.mark.parametrize("name", ["Adam", *in_lane("sharded", "Muon", "loss_scale")])
+@pytest.mark.parametrize("name", ["Adam", *in_lane("sharded_training", "Muon", "loss_scale")])
 def test_two_mirrored_replicas(name: str) -> None:
     with mirrored(2).scope():
         found = trained(name)
@@ -47,7 +47,7 @@ def with_and_without(strategy: Any, name: str) -> bool:
     return all(a.tobytes() == b.tobytes() for a, b in zip(in_scope(strategy, name), whole, strict=True))
 
 
-@pytest.mark.lane("sharded")
+@pytest.mark.lane("sharded_training")
 @pytest.mark.parametrize("communicator", ["tf", "horovod"])
 def test_two_replicas_give_the_same_bits(communicator: str, worker_pool: Any) -> None:
     assert worker_pool(communicator, 2).run(with_and_without, "Adam") == [True, True]
@@ -67,7 +67,7 @@ def bytes_held(strategy: Any, name: str) -> list[int]:
         return held(large(OPTIMIZERS[name]()))
 
 
-@pytest.mark.parametrize("name", ["Adam", *in_lane("sharded", "Lamb")])
+@pytest.mark.parametrize("name", ["Adam", *in_lane("sharded_training", "Lamb")])
 def test_slots_take_their_part_of_the_memory(name: str, worker_pool: Any) -> None:
     names = ("velocity", "momentum")
     slots = [v for v in large(OPTIMIZERS[name]()).optimizer.variables if v.path.endswith(names)]
@@ -134,7 +134,7 @@ class Signs(keras.optimizers.Optimizer):
         self.assign_sub(variable, learning_rate * mean)
 
 
-@pytest.mark.lane("sharded")
+@pytest.mark.lane("sharded_training")
 def test_an_optimizer_of_ones_own() -> None:
     expected = made(Signs())
     fit(expected)
@@ -166,7 +166,7 @@ def test_slots_look_whole_outside_replicas() -> None:
     assert [part.shape.num_elements() for part in slot.value.values] == [28, 28]
 
 
-@pytest.mark.lane("sharded")
+@pytest.mark.lane("sharded_training")
 def test_gradients_that_somebody_looks_at_are_whole() -> None:
     shapes = []
 

@@ -109,6 +109,7 @@ def broadcast(shapes: list[list[Size]], known: list[Size]) -> list[Size]:
     """Returns the shape to which shapes are broadcast, where it is known.
 
     Example:
+        >>> from tfrep_strategy.partitioner.placements import Rows
         >>> broadcast([[Rows(), 1], [4]], [None, 4])
         [Rows(per_row=1), 4]
     """
