@@ -28,6 +28,17 @@ class Shards(NamedTuple):
     total: tf.Tensor
 
 
+class Whole:
+    """What a step has returned that was run as one device's: results of the global batch, which nobody has to put together.
+
+    Args:
+        results: A nest of tensors.
+    """
+
+    def __init__(self, results: Any) -> None:
+        self.results = results
+
+
 class KerasStrategy(Protocol):
     """A strategy whose replicas train in step, as the Keras integration sees it."""
 

@@ -113,12 +113,17 @@ class Emitter:
     def __init__(self, program: Program, compiled: bool = False) -> None:
         self._program = program
         nodes = live(program.nodes, program.results)
+        self._needed = {x.name for node in nodes for x in node.inputs} | {x.name for x in program.results}
         self._last = max((node.level for node in nodes), default=0)
         self._collectives = _by_level(node for node in nodes if isinstance(node, Collective))
         plain = [node for node in nodes if isinstance(node, Node)]
         free = _free(plain, program.arguments[:4])
         self._segments = self._cut([node for node in plain if not node.once], free, nodes, compiled)
         self._once = self._cut([node for node in plain if node.once], free, nodes, False)
+
+    def needs(self, argument: Tensor) -> bool:
+        """Returns whether anything uses an argument."""
+        return argument.name in self._needed
 
     def _cut(self, nodes: list[Node], free: set[int], everything: list[Any], compiled: bool) -> dict[int, Segment]:
         """Makes a segment for each level."""

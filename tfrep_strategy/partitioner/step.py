@@ -65,6 +65,11 @@ class PartitionedStep:
         self.graph = graph  # With it, its functions would end.
         self._emitter = Emitter(program, compiled)
 
+    @property
+    def asks_for_start(self) -> bool:
+        """Whether a replica has to know where its rows begin."""
+        return self._emitter.needs(self.program.arguments[0])
+
     def run(
         self, rows: Sequence[OwnRows], inputs: Sequence[Sequence[tf.Tensor]], transport: Transport
     ) -> list[list[tf.Tensor]]:

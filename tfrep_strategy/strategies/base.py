@@ -38,6 +38,7 @@ from tfrep_strategy.strategies.checked_settings import (
 from tfrep_strategy.strategies.graph_mode import refuse_graph_mode
 from tfrep_strategy.strategies.groups import ReplicaGroup
 from tfrep_strategy.strategies.of_process import process_strategy
+from tfrep_strategy.strategies.one_replica import HasOneReplica
 from tfrep_strategy.tensorflow_integration import pipelines_at_exit  # noqa: F401  (acts when Python ends)
 from tfrep_strategy.tensorflow_integration.checkpoints import write_checkpoints_safely
 
@@ -45,7 +46,7 @@ GradientTransformer = Callable[[list[Any]], Sequence[Any]]
 GradientAggregator = Callable[[list[Any], Communicator], list[Any]]
 
 
-class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
+class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
     """Base of the strategies whose replicas train in step. Use one of its subclasses.
 
     The settings below are arguments of its constructor, and attributes. All but `shard_optimizer_state` can be set before the next
@@ -98,6 +99,8 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
         In a step that Keras drives, `Shards` are the only argument. Each replica then gets its part, and knows its share of
         the global batch. A step that nobody can cut is run once in each process, on the global batch.
         """
+        if self.is_one_replica:
+            return super().run(fn, args, kwargs, options)
         self.extended.synchronize_new_variables()
         called: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if len(args) == 1 and isinstance(args[0], Shards):
@@ -105,6 +108,9 @@ class SynchronousStrategy(ShowsNewNames, tf.distribute.Strategy):
             shards = args[0]
             if self.num_replicas_in_sync == 1:  # The share is 1, and the step is that of one device.
                 args = (pack(shards),)
+            elif (partitioned := self.extended.partitioned_steps.value) is not None and partitioned.take(shards):
+                with self.extended.watching_peers():
+                    return partitioned.run(fn, shards)
             elif self.extended.runs_outside_replicas.value:
                 with self.extended.watching_peers(), self.scope():
                     return fn(self.extended.whole_batch(shards))

@@ -22,12 +22,14 @@ from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared.keras_2 import NoticesKeras2
 from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
+from tfrep_strategy.partitioner.emitter import Transport
 from tfrep_strategy.sharding import Cut, sum_to_parts
 from tfrep_strategy.slices import has_fixed_rows
 from tfrep_strategy.step_clock import timed_collectives
 from tfrep_strategy.strategies.checked_settings import functions
 from tfrep_strategy.strategies.gathering import gathered
 from tfrep_strategy.strategies.part_variables import PartVariable
+from tfrep_strategy.strategies.partitioned_steps import PartitionedSteps
 from tfrep_strategy.strategies.variables import ReplicaVariable, StepsSinceMerge, with_our_class
 
 
@@ -67,6 +69,8 @@ class SynchronousExtended(NoticesKeras2):
         self.notes_first_batch = True
         self.reads_at_most: Setting[int | None] = Setting(None)
         self.runs_outside_replicas = Setting(False)
+        self.partitioned_steps: Setting[Any] = Setting(None)
+        """The `PartitionedSteps` of the function that Keras calls now, if its steps are run as one device's."""
         self.given_beside: dict[str, Any] = {}
         self.cut_of_new_variables: Setting[Cut | None] = Setting(None)
         """Of which part each replica is to hold of the variables that are made."""
@@ -125,6 +129,23 @@ class SynchronousExtended(NoticesKeras2):
     def compiles_whole_steps(self) -> bool:
         """Whether XLA may compile a whole step: only a single replica runs no collectives."""
         return self._num_replicas_in_sync == 1
+
+    def new_partitioned_steps(self, keeps_rows: bool = False) -> Any:
+        """Makes what runs the steps of one function of Keras's as one device's."""
+        return PartitionedSteps(self.strategy, keeps_rows)
+
+    @property
+    @abc.abstractmethod
+    def transport(self) -> Transport:
+        """How the replicas talk in a step that is run as one device's."""
+
+    def rows_before(self, count: tf.Tensor) -> tf.Tensor:
+        """Returns how many rows of a batch other processes have before those of this one. Every process must call it.
+
+        Args:
+            count: int32 scalar, how many rows this process has.
+        """
+        return tf.zeros_like(count)
 
     def shard(self, batch: Any) -> Shards:
         """Cuts a global batch for the replicas of this process.

@@ -29,6 +29,7 @@ from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, check_count, message, shown, warn
 from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.old_spellings import OF_MIRRORED, refuses
+from tfrep_strategy.partitioner.between_replicas import WithinProcess
 from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.base import GradientAggregator, GradientTransformer, SynchronousStrategy
 from tfrep_strategy.strategies.checked_settings import CheckedSetting, mapping, positive
@@ -210,6 +211,10 @@ class _Extended(SynchronousExtended, MirroredExtended):
     @functools.cached_property
     def _all_replicas(self) -> LocalGroup:
         return LocalGroup(self.strategy, range(self.num_local_replicas))
+
+    @functools.cached_property
+    def transport(self) -> WithinProcess:
+        return WithinProcess(self.worker_devices, isinstance(self._cross_device_ops, NcclAllReduce))
 
     def communicator_of(self, replica: int) -> Communicator:
         return self._all_replicas.communicator(replica)

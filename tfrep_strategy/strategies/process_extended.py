@@ -26,6 +26,7 @@ from tfrep_strategy.communicators.bucket_size import SMALLEST_BUCKET, can_be_fou
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.partitioner.between_replicas import BetweenProcesses
 from tfrep_strategy.shares import Share
 from tfrep_strategy.slices import summed_where_alike
 from tfrep_strategy.strategies import rank_data as ranks_read
@@ -184,6 +185,13 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
             with tf.init_scope():
                 communicator.bucket_bytes = find_bucket_bytes(communicator, self._reduce_in_function)
         return communicator.bucket_bytes
+
+    @functools.cached_property
+    def transport(self) -> BetweenProcesses:
+        return BetweenProcesses(self._communicator, self._device)
+
+    def rows_before(self, count: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(self._communicator.all_gather(count[tf.newaxis])[: self._communicator.rank])
 
     def communicator_of(self, replica: int) -> Communicator:
         return self._communicator

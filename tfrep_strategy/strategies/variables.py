@@ -15,6 +15,7 @@ from tfrep_strategy._tensorflow import (
     ResourceVariable,
     SyncOnReadVariable,
     in_replica_update_context,
+    stands_for_its_copies,
     sync_on_read_context,
 )
 from tfrep_strategy.keras_integration.protocol import current_step
@@ -92,6 +93,8 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
         return super()._update_replica(update_fn, value, **kwargs)
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+        if stands_for_its_copies():
+            return super().assign(value, use_locking=use_locking, name=name, read_value=read_value)
         outside = tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy()
         if not outside:
             value = self._unless_without_rows(value)

@@ -16,7 +16,7 @@ from tfrep_strategy._tensorflow import TracedFunction, as_traced, is_none
 from tfrep_strategy.errors import TfrepError
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.internals import TensorFlowTrainer
-from tfrep_strategy.keras_integration.protocol import Shards, current_step
+from tfrep_strategy.keras_integration.protocol import Shards, Whole, current_step
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfRanks, profiled
 from tfrep_strategy.keras_integration.shared.xla import Prediction, compiled_at_once, compiled_between_collectives
@@ -288,6 +288,8 @@ class SynchronousDriver(
         """Makes a predict function that also takes whole batches, as `predict_on_batch` gives them."""
         extended = self.strategy.extended
 
+        partitioned = None if model.run_eagerly or not self.has_several else extended.new_partitioned_steps()
+
         def predicted(batch: Any) -> Any:
             return model.predict_step(batch)
 
@@ -311,7 +313,7 @@ class SynchronousDriver(
         def function(batches: Any) -> Any:
             nonlocal run
             self._check_first_batch()
-            with extended.watching_peers():
+            with extended.watching_peers(), extended.partitioned_steps.to(partitioned):
                 if self.has_several:
                     batches = [batch if isinstance(batch, Shards) else extended.shard(batch) for batch in batches]
                 if untraced and model.built and hasattr(run, "get_concrete_function"):
@@ -331,6 +333,8 @@ class SynchronousDriver(
 
     def reduce_per_replica(self, original: Any, values: Any, strategy: Any, reduction: str) -> Any:
         """Gathers the predictions of all replicas, in input order, on every process. Of truths and strings there is no mean."""
+        if isinstance(values, Whole):
+            return values.results
         if reduction == "concat":
             return strategy.extended.gather_outputs(values)
 
