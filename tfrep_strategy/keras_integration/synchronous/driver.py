@@ -223,6 +223,9 @@ class SynchronousDriver(
         """Makes a train or test function that also takes whole batches, as `train_on_batch` gives them."""
         strategy = self.strategy
         phase = "test" if step_function == model.test_step else "train"
+        import os
+        if os.environ.get("NEWWAY", "") and self.has_several and not model.run_eagerly:
+            return self._make_partitioned(original, model, step_function, phase)
         gives_means = keeps_rows = _is_all_of_keras(model, step_function)
         whole_step = with_logs_of_its_own(model, phase, step_function)
         extended, warns = strategy.extended, bool(self.layers_not_seen)
@@ -281,6 +284,34 @@ class SynchronousDriver(
             extended.count_steps(model, model.steps_per_execution)
             # Nobody asks again for the logs of a single batch, and metrics in those of a step are of one replica.
             return logs_of_all(model, phase, logs) if takes_whole_batches else logs
+
+        return function
+
+    def _make_partitioned(self, original, model, step_function, phase):
+        extended = self.strategy.extended
+        partitioned = extended.new_partitioned_steps()
+        if model.jit_compile:
+            with _without_jit(model):
+                run = original(model, compiled_between_collectives(step_function))
+        else:
+            run = original(model, step_function)
+
+        def function(iterator: Any) -> Any:
+            extended.synchronize_new_variables()
+            extended.mark_state_changed()
+            if not isinstance(iterator, _STEPS):
+                iterator = list(map(extended.shard, itertools.islice(iterator, model.steps_per_execution)))
+            with extended.watching_peers(), extended.partitioned_steps.to(partitioned):
+                try:
+                    logs = run(iterator)
+                except tf.errors.OutOfRangeError:
+                    if phase == "train" and self.has_several:
+                        extended.take_from_first(model)
+                    raise
+            if extended.first_batch is not None:
+                self._check_first_batch()
+            extended.count_steps(model, model.steps_per_execution)
+            return logs
 
         return function
 
