@@ -288,6 +288,9 @@ def converted_by_autograph(fn: Callable[..., Any]) -> Callable[..., Any]:
     return autograph_convert(fn, enabled)
 
 
+NoneSpec = type(tf.type_spec_from_value(None))
+
+
 def is_none(spec: Any) -> bool:
     """Returns whether a specification is that of None in a pipeline."""
     return spec == tf.type_spec_from_value(None)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import is_none, regroup
+from tfrep_strategy._tensorflow import NoneSpec, is_none, regroup
 from tfrep_strategy.errors import warn
 from tfrep_strategy.keras_integration.protocol import Shards
 
@@ -41,6 +41,22 @@ def num_examples(batch: Any) -> tf.Tensor:
             shape = tf.shape(leaf, out_type=tf.int64)
             return shape[0] if leaf.shape.rank else tf.concat([shape, [1]], 0)[0]
     return tf.constant(1, tf.int64)
+
+
+def has_plain_rows(batch: Any) -> bool:
+    """Returns whether all of a batch, or of the specification of one, is dense, with known numbers of dimensions.
+
+    Example:
+        >>> has_plain_rows((tf.zeros([5, 2]), None)), has_plain_rows(tf.RaggedTensorSpec([None, None]))
+        (True, False)
+    """
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if not is_nothing(leaf)]
+    return all(isinstance(leaf, (tf.Tensor, tf.TensorSpec)) and leaf.dtype != tf.variant and leaf.shape.rank is not None for leaf in leaves)
+
+
+def is_nothing(leaf: Any) -> bool:
+    """Returns whether a leaf of a batch, or its specification, stands for None. Keras takes an `Optional` for it."""
+    return isinstance(leaf, (type(None), NoneSpec, tf.experimental.Optional, tf.OptionalSpec))
 
 
 def as_tensors(batch: Any) -> Any:

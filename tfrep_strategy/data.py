@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import auto_shard_dataset
 from tfrep_strategy.agreement import Agreement
-from tfrep_strategy.batches import cut, in_turn, num_examples
+from tfrep_strategy.batches import cut, has_plain_rows, in_turn, num_examples
 from tfrep_strategy.distributed_iterator import (
     Pipeline,
     Reading,
@@ -23,6 +24,7 @@ from tfrep_strategy.distributed_iterator import (
 from tfrep_strategy.errors import ConfigurationError, message, warn
 from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.pipelines.batch_maps import rows_are_alike
 from tfrep_strategy.pipelines.own_part import OwnReplicas, cut_low, cutting, maps_examples
 
 _PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
@@ -59,11 +61,16 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         self.steps_per_batch: int | None = 1
         """How many steps one batch of the original data set makes at most; None if that is not known."""
         self._spec_of_steps: SpecOfSteps | None = None
+        self.batches: Sequence[tf.data.Dataset] = ()
+        """The data sets of batches that it was made of, where they may tell what its steps are."""
+        self._rows_belong_together = False
 
     def __iter__(self) -> Iterator[Any]:
         self.note_no_more()
         iterators = tuple(pipeline.start() for pipeline in self._pipelines)
-        return ReplicaIterator(iterators, self._reading, self.first_batch)
+        iterator = ReplicaIterator(iterators, self._reading, self.first_batch)
+        iterator.rows_belong_together = self._rows_belong_together
+        return iterator
 
     def note_no_more(self) -> None:
         """Leaves out the operation that records the first batch, if that has been compared: an iterator then starts faster."""
@@ -120,9 +127,17 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
             spec = SpecOfSteps(first.dataset.element_spec)
             if spec != self._spec_of_steps:
                 self._spec_of_steps = spec
-            return WholeSteps(first.dataset, self._spec_of_steps)
+            return WholeSteps(first.dataset, self._spec_of_steps, self._have_plain_rows)
         reading = Reading(self._reading.devices, agreement, as_shards=True)
-        return ReplicaDataset(self._pipelines, reading, self.cardinality)
+        steps = ReplicaDataset(self._pipelines, reading, self.cardinality)
+        steps._rows_belong_together = self._have_plain_rows
+        return steps
+
+    @functools.cached_property
+    def _have_plain_rows(self) -> bool:
+        """Whether all tensors of a batch are dense, and known to have one number of rows."""
+        alike = bool(self.batches) and all(map(rows_are_alike, self.batches))
+        return alike and all(has_plain_rows(each.element_spec) for each in self.batches)
 
 
 support_loops(ReplicaDataset)
@@ -177,6 +192,7 @@ def distribute(
         ConfigurationError: The options do not apply to one data set.
     """
     _check(options)
+    given = dataset
     if options is not None and options.experimental_replication_mode == _PER_REPLICA:
         raise ConfigurationError(
             message(
@@ -197,6 +213,7 @@ def distribute(
         dataset = dataset.filter(tf.autograph.experimental.do_not_convert(lambda *part: num_examples(part) > 0))
         pipeline = Pipeline(dataset, host_of(devices[0]), devices if buffer else (), buffer)
         own = ReplicaDataset([pipeline], Reading(devices, agreement), int(tf.data.UNKNOWN_CARDINALITY))
+        own.batches = [given]
         own.steps_per_batch = replicas.total if policy == _POLICIES.OFF else None
         return own
     place = OwnReplicas(replicas.total, replicas.first, count)
@@ -208,7 +225,7 @@ def distribute(
     may_end_anywhere = agreement.size > 1 and cardinality == tf.data.UNKNOWN_CARDINALITY
     pipeline = Pipeline(shards, host_of(devices[0]), devices if buffer else (), buffer)
     distributed = ReplicaDataset([pipeline], Reading(devices, agreement if may_end_anywhere else None), cardinality)
-    distributed.first_batch = first_batch
+    distributed.first_batch, distributed.batches = first_batch, [given]
     if first_batch is not None and reads_ahead and tf.executing_eagerly():
         distributed.without_note = lambda: _ahead(cut_low(dataset, place, None, most).dataset, most)
     distributed.is_of_one_replica = replicas.total == 1
@@ -259,9 +276,12 @@ def distribute_from_function(
         own = devices[len(pipelines) : len(pipelines) + 1] if per_replica else devices
         pipelines.append(Pipeline(dataset, device, own if buffer else (), buffer))
     cardinalities = {_cardinality(pipeline.dataset) for pipeline in pipelines}
-    if agreement.size == 1 and cardinalities == {tf.data.INFINITE_CARDINALITY}:  # No replica will ever lack a batch.
-        return ReplicaDataset(pipelines, Reading(devices, None), int(tf.data.INFINITE_CARDINALITY))
-    return ReplicaDataset(pipelines, Reading(devices, agreement), int(tf.data.UNKNOWN_CARDINALITY))
+    # Where each has data without an end, no replica will ever lack a batch.
+    never_ends = agreement.size == 1 and cardinalities == {tf.data.INFINITE_CARDINALITY}
+    cardinality = tf.data.INFINITE_CARDINALITY if never_ends else tf.data.UNKNOWN_CARDINALITY
+    distributed = ReplicaDataset(pipelines, Reading(devices, None if never_ends else agreement), int(cardinality))
+    distributed.batches = [pipeline.dataset for pipeline in pipelines]
+    return distributed
 
 
 def _check(options: tf.distribute.InputOptions | None) -> None:

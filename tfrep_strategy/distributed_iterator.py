@@ -100,7 +100,12 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         iterators: A TensorFlow iterator over each pipeline.
         reading: How steps are made from their elements.
         first_batch: Compares the first batch between the processes, if it is read outside functions.
+
+    Attributes:
+        rows_belong_together: Whether all tensors of a step are dense, and known to have one number of rows.
     """
+
+    rows_belong_together = False
 
     def __init__(self, iterators: tuple[Any, ...], reading: Reading, first_batch: FirstBatch | None = None) -> None:
         self._iterators = iterators
@@ -312,13 +317,16 @@ class WholeSteps:
     Args:
         dataset: The data set.
         spec: The specification of its iterators. Those of all epochs share it.
+        rows_belong_together: See `ReplicaIterator`.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, spec: SpecOfSteps) -> None:
-        self._dataset, self._spec = dataset, spec
+    def __init__(self, dataset: tf.data.Dataset, spec: SpecOfSteps, rows_belong_together: bool) -> None:
+        self._dataset, self._spec, self._rows_belong_together = dataset, spec, rows_belong_together
 
     def __iter__(self) -> PipelineIterator:
-        return PipelineIterator(self._dataset, self._spec)
+        iterator = PipelineIterator(self._dataset, self._spec)
+        iterator.rows_belong_together = self._rows_belong_together
+        return iterator
 
 
 class ZippedIterator(tf.distribute.DistributedIterator):

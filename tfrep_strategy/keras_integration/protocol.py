@@ -145,6 +145,15 @@ class KerasExtended(Protocol):
     notes_first_batch: bool
     """Whether data sets that are distributed now are to be compared by their first batch."""
 
+    partitions_steps: bool
+    """Whether steps can be run as one device's."""
+
+    partitioned_steps: Setting[Any]
+    """What runs the steps that are traced now as one device's; None where replicas run them."""
+
+    def new_partitioned_steps(self, builds: bool, keeps_rows: bool = False) -> Any:
+        """Makes what runs the steps of one function as one device's; see `PartitionedSteps`."""
+
     runs_outside_replicas: Setting[bool]
     """Whether steps that are traced now run in each process, on the global batch, in place of a part on each replica."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import dataset_kinds as kinds
-from tfrep_strategy._tensorflow import parts_of_dataset
+from tfrep_strategy._tensorflow import is_none, parts_of_dataset
 from tfrep_strategy.batches import any_size
 from tfrep_strategy.pipelines.functions import are_alike, first_stateful_operation, operation_that_mixes_rows, resources
 
@@ -29,6 +29,13 @@ def of_any_size(dataset: Any) -> tuple[Any, str | None]:
     Returns:
         The same map, traced for any number of rows, and None; or None, and an operation that may mix rows or another reason.
     """
+    if not hasattr(dataset, "_of_any_size"):  # To trace the user's function again takes time.
+        dataset._of_any_size = _found_of_any_size(dataset)
+    found: tuple[Any, str | None] = dataset._of_any_size
+    return found
+
+
+def _found_of_any_size(dataset: Any) -> tuple[Any, str | None]:
     function, below = dataset._map_func.function, _side_by_side(dataset._input_dataset)
     found = first_stateful_operation(function) or changed_below(dataset)
     if found is not None:
@@ -100,6 +107,19 @@ def parts_fit(dataset: Any, num_parts: int) -> bool:
         parts = list(filter(has_rows, dataset._inputs()))
         together = len(parts) < 2 or _common_rows(parts) is not None or all(_divides(part, num_parts) for part in parts)
         return together and all(parts_fit(part, num_parts) for part in parts)
+    return isinstance(dataset, (kinds.Batch, kinds.ParallelBatch))
+
+
+def rows_are_alike(dataset: Any) -> bool:
+    """Returns whether all tensors of a batch that are no scalars have one number of rows, as far as the pipeline tells."""
+    if sum(not is_none(leaf) and leaf.shape.rank != 0 for leaf in _leaves(dataset)) == 1 or _has_known_rows(dataset.element_spec):
+        return True
+    if isinstance(dataset, _SAME_ELEMENTS):
+        return rows_are_alike(dataset._input_dataset)
+    if isinstance(dataset, (kinds.Map, kinds.ParallelMap)):
+        return of_any_size(dataset)[1] is None
+    if isinstance(dataset, kinds.Zip):
+        return _common_rows(dataset._inputs()) is not None and all(map(rows_are_alike, dataset._inputs()))
     return isinstance(dataset, (kinds.Batch, kinds.ParallelBatch))
 
 

@@ -130,9 +130,21 @@ class SynchronousExtended(NoticesKeras2):
         """Whether XLA may compile a whole step: only a single replica runs no collectives."""
         return self._num_replicas_in_sync == 1
 
-    def new_partitioned_steps(self, keeps_rows: bool = False) -> Any:
-        """Makes what runs the steps of one function of Keras's as one device's."""
-        return PartitionedSteps(self.strategy, keeps_rows)
+    @property
+    def partitions_steps(self) -> bool:
+        """Whether the steps that Keras drives can be run as one device's."""
+        own = self.strategy
+        return not (
+            own.compression
+            or own.densify_sparse_gradients
+            or own.gradient_transformers
+            or own.gradient_aggregator
+            or own.shard_optimizer_state
+        )
+
+    def new_partitioned_steps(self, builds: bool, keeps_rows: bool = False) -> PartitionedSteps:
+        """Makes what runs the steps of one function as one device's; see `PartitionedSteps`."""
+        return PartitionedSteps(self.strategy, keeps_rows, builds)
 
     @property
     @abc.abstractmethod

@@ -212,6 +212,10 @@ class _Extended(SynchronousExtended, MirroredExtended):
     def _all_replicas(self) -> LocalGroup:
         return LocalGroup(self.strategy, range(self.num_local_replicas))
 
+    @property
+    def partitions_steps(self) -> bool:
+        return super().partitions_steps and self.strategy.devices_per_replica == 1
+
     @functools.cached_property
     def transport(self) -> WithinProcess:
         return WithinProcess(self.worker_devices, isinstance(self._cross_device_ops, NcclAllReduce))

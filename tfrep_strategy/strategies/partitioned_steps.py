@@ -8,7 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import DistributedVariable, trace, variable_of
-from tfrep_strategy.batches import num_examples
+from tfrep_strategy.batches import has_plain_rows, is_nothing, known_examples, num_examples
+from tfrep_strategy.errors import TfrepError
 from tfrep_strategy.keras_integration.protocol import Shards, Whole
 from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Shard
 from tfrep_strategy.partitioner.step import Given, PartitionedStep
@@ -23,23 +24,18 @@ class PartitionedSteps:
     Args:
         strategy: The strategy whose replicas run them.
         keeps_rows: Whether a process keeps those rows of results that it has computed.
+        builds: Whether the first step makes what the function needs, such as the layers of a model.
     """
 
-    def __init__(self, strategy: Any, keeps_rows: bool = False) -> None:
-        self._strategy, self._keeps_rows = strategy, keeps_rows
+    def __init__(self, strategy: Any, keeps_rows: bool = False, builds: bool = False) -> None:
+        self._strategy, self._keeps_rows, self._builds = strategy, keeps_rows, builds
         self._traced: dict[Any, _Traced] = {}
 
     @staticmethod
     def take(shards: Shards) -> bool:
-        """Returns whether a step with such a batch can be partitioned: all of its rows are dense, and known to belong together."""
-        leaves = _tensors(shards.parts[0])
-        if any(not isinstance(leaf, tf.Tensor) or leaf.dtype == tf.variant or leaf.shape.rank is None for leaf in leaves):
-            return False
-        sizes = {leaf.shape[0] for leaf in leaves if leaf.shape.rank}
-        with_rows = sum(bool(leaf.shape.rank) for leaf in leaves)
-        import os
-        if os.environ.get("NEWWAY", ""): return with_rows > 0
-        return with_rows == 1 or (with_rows > 1 and len(sizes) == 1 and None not in sizes)
+        """Returns whether a step with such a batch can be partitioned, if its rows belong together."""
+        with_rows = sum(bool(leaf.shape.rank) for leaf in _tensors(shards.parts[0]))
+        return has_plain_rows(shards.parts) and with_rows > 0 and not tf.executing_eagerly()
 
     def run(self, fn: Callable[[Any], Any], shards: Shards) -> Whole:
         """Adds a step to the graph that is being built.
@@ -51,12 +47,33 @@ class PartitionedSteps:
         Returns:
             What `fn` returns for the global batch, as `Whole`.
         """
-        total = tf.get_static_value(shards.total)
-        specs = [_spec(leaf, total) for leaf in tf.nest.flatten(shards.parts[0])]
-        key = tuple(specs)
+        total = self._known_total(shards)
+        key = total, *map(_with_open_rows, tf.nest.flatten(shards.parts[0]))
         if key not in self._traced:
-            self._traced[key] = _Traced(self._strategy, fn, tf.nest.pack_sequence_as(shards.parts[0], specs), self._keeps_rows)
+            self._traced[key] = self._trace(fn, shards.parts[0], total)
         return Whole(self._traced[key].run(shards))
+
+    def _known_total(self, shards: Shards) -> int | None:
+        """Returns how many rows the global batch has, if all replicas are of this process, with known numbers of rows."""
+        rows = [known for part in shards.parts if (known := known_examples(part)) is not None]
+        return sum(rows) if len(rows) == self._strategy.num_replicas_in_sync else None
+
+    def _trace(self, fn: Callable[[Any], Any], part: Any, total: int | None) -> _Traced:
+        specs = list(map(_with_open_rows, tf.nest.flatten(part)))
+        ways = [specs]
+        if total is not None:
+            ways.append([s and tf.TensorSpec([total, *s.shape[1:]] if s.shape.rank else [], s.dtype) for s in specs])
+        if self._builds:  # A layer that was built for any number of rows could not be built again.
+            ways.reverse()
+        while True:
+            batch = tf.nest.pack_sequence_as(part, ways.pop(0))
+            try:
+                return _Traced(self._strategy, fn, batch, self._keeps_rows)
+            except (TfrepError, tf.errors.OpError):
+                raise
+            except Exception:  # The step may ask how many rows there are, as in `tf.zeros([x.shape[0], 8])`.
+                if not ways:
+                    raise
 
 
 class _Traced:
@@ -99,19 +116,15 @@ class _Traced:
         return rows
 
 
-def _is_nothing(leaf: Any) -> bool:
-    return leaf is None or isinstance(leaf, tf.experimental.Optional)  # In place of which Keras passes None.
-
-
 def _tensors(part: Any) -> list[tf.Tensor]:
-    return [leaf for leaf in tf.nest.flatten(part) if not _is_nothing(leaf)]
+    return [leaf for leaf in tf.nest.flatten(part) if not is_nothing(leaf)]
 
 
-def _spec(leaf: Any, total: int | None) -> tf.TensorSpec | None:
-    if _is_nothing(leaf):
+def _with_open_rows(leaf: Any) -> tf.TensorSpec | None:
+    """Returns the specification of rows of any number; of what stands for None, None."""
+    if is_nothing(leaf):
         return None
-    is_open = leaf.shape.rank and (leaf.shape[0] is None or total is None)
-    return tf.TensorSpec([None if is_open else total, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)
+    return tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)
 
 
 def _copies(captured: Any) -> list[Any]:

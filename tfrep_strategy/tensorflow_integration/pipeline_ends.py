@@ -35,6 +35,8 @@ class PipelineIterator(OwnedIterator):
         0
     """
 
+    rows_belong_together = False
+
     def __init__(self, dataset: tf.data.Dataset, spec: tf.data.IteratorSpec | None = None) -> None:
         super().__init__(dataset)
         self._spec = spec

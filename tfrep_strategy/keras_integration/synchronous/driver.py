@@ -37,6 +37,7 @@ from tfrep_strategy.keras_integration.synchronous.mixing_layers import (
     has_own_layers,
     with_rows_of_all,
 )
+from tfrep_strategy.keras_integration.synchronous.one_device_steps import OneDeviceSteps
 from tfrep_strategy.keras_integration.synchronous.open_rows import traced_for_any_rows
 from tfrep_strategy.keras_integration.synchronous.optimizer import Updates
 from tfrep_strategy.keras_integration.synchronous.own_functions import is_of_keras
@@ -223,9 +224,6 @@ class SynchronousDriver(
         """Makes a train or test function that also takes whole batches, as `train_on_batch` gives them."""
         strategy = self.strategy
         phase = "test" if step_function == model.test_step else "train"
-        import os
-        if os.environ.get("NEWWAY", "") and self.has_several and not model.run_eagerly:
-            return self._make_partitioned(original, model, step_function, phase)
         gives_means = keeps_rows = _is_all_of_keras(model, step_function)
         whole_step = with_logs_of_its_own(model, phase, step_function)
         extended, warns = strategy.extended, bool(self.layers_not_seen)
@@ -262,6 +260,8 @@ class SynchronousDriver(
 
         hides_sizes = self.has_several and not model.run_eagerly
         run = build(step_function) if not hides_sizes else traced_for_any_rows(build, step_function, keeps_rows, of_whole_batch)
+        if hides_sizes and extended.partitions_steps:
+            run = OneDeviceSteps(extended, build(whole_step), run, builds=not model.built)
 
         # It is called in every step, so it calls no more than it needs.
         def function(iterator: Any) -> Any:
@@ -283,35 +283,9 @@ class SynchronousDriver(
                 self.warn_of_layers_not_seen()
             extended.count_steps(model, model.steps_per_execution)
             # Nobody asks again for the logs of a single batch, and metrics in those of a step are of one replica.
-            return logs_of_all(model, phase, logs) if takes_whole_batches else logs
-
-        return function
-
-    def _make_partitioned(self, original, model, step_function, phase):
-        extended = self.strategy.extended
-        partitioned = extended.new_partitioned_steps()
-        if model.jit_compile:
-            with _without_jit(model):
-                run = original(model, compiled_between_collectives(step_function))
-        else:
-            run = original(model, step_function)
-
-        def function(iterator: Any) -> Any:
-            extended.synchronize_new_variables()
-            extended.mark_state_changed()
-            if not isinstance(iterator, _STEPS):
-                iterator = list(map(extended.shard, itertools.islice(iterator, model.steps_per_execution)))
-            with extended.watching_peers(), extended.partitioned_steps.to(partitioned):
-                try:
-                    logs = run(iterator)
-                except tf.errors.OutOfRangeError:
-                    if phase == "train" and self.has_several:
-                        extended.take_from_first(model)
-                    raise
-            if extended.first_batch is not None:
-                self._check_first_batch()
-            extended.count_steps(model, model.steps_per_execution)
-            return logs
+            if not takes_whole_batches or getattr(run, "gives_global_logs", False):
+                return logs
+            return logs_of_all(model, phase, logs)
 
         return function
 
@@ -319,7 +293,7 @@ class SynchronousDriver(
         """Makes a predict function that also takes whole batches, as `predict_on_batch` gives them."""
         extended = self.strategy.extended
 
-        partitioned = None if model.run_eagerly or not self.has_several else extended.new_partitioned_steps()
+        partitioned = None if model.run_eagerly or not self.has_several else extended.new_partitioned_steps(not model.built)
 
         def predicted(batch: Any) -> Any:
             return model.predict_step(batch)
@@ -342,7 +316,7 @@ class SynchronousDriver(
             return
 
         def function(batches: Any) -> Any:
-            nonlocal run
+            nonlocal run, partitioned
             self._check_first_batch()
             with extended.watching_peers(), extended.partitioned_steps.to(partitioned):
                 if self.has_several:
@@ -354,6 +328,7 @@ class SynchronousDriver(
                     except (TfrepError, tf.errors.OpError):
                         raise
                     except Exception:  # A model may ask how many rows there are, as on one device. Other errors come again.
+                        partitioned = None
                         run, model.predict_function = made(force=True, asks_for_rows=True), function
                 untraced.clear()
                 outputs = run(batches)

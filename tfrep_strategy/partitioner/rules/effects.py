@@ -42,7 +42,8 @@ def call(plan: Planner, operation: Any) -> None:
     inner.run(graph)
     for given, own in zip(operation.inputs, graph.inputs, strict=True):
         plan.hand_over(inner, own, plan, given)
-    for result, own in zip(operation.outputs, graph.outputs, strict=True):
+    # Behind them are outputs for a gradient that some other call has.
+    for result, own in zip(operation.outputs, graph.outputs, strict=False):
         plan.hand_over(inner, own, plan, result)
 
 
