@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import DistributedVariable, trace, variable_of
-from tfrep_strategy.batches import has_plain_rows, is_nothing, known_examples, num_examples
+from tfrep_strategy.batches import has_one_size, has_plain_rows, is_nothing, known_examples, num_examples
 from tfrep_strategy.errors import TfrepError
 from tfrep_strategy.keras_integration.protocol import Shards, Whole
 from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Shard
@@ -36,6 +36,11 @@ class PartitionedSteps:
         """Returns whether a step with such a batch can be partitioned, if its rows belong together."""
         with_rows = sum(bool(leaf.shape.rank) for leaf in _tensors(shards.parts[0]))
         return has_plain_rows(shards.parts) and with_rows > 0 and not tf.executing_eagerly()
+
+    @staticmethod
+    def fit(shards: Shards) -> bool:
+        """Returns whether all of a batch is dense, and known to belong together."""
+        return has_plain_rows(shards.parts) and all(has_one_size(part) is True for part in shards.parts)
 
     def run(self, fn: Callable[[Any], Any], shards: Shards) -> Whole:
         """Adds a step to the graph that is being built.

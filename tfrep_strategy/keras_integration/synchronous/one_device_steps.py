@@ -10,8 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.batches import has_one_size, has_plain_rows
-from tfrep_strategy.keras_integration.protocol import KerasExtended, Shards
+from tfrep_strategy.keras_integration.protocol import KerasExtended
 
 
 class OneDeviceSteps:
@@ -59,10 +58,9 @@ class OneDeviceSteps:
         return result
 
     def _takes(self, batches: Any) -> bool:
+        if tf.config.functions_run_eagerly():
+            return False
         if isinstance(batches, Sequence):
-            return all(map(_fit_together, batches)) and not tf.config.functions_run_eagerly()
-        return batches.rows_belong_together and not tf.config.functions_run_eagerly()
-
-
-def _fit_together(shards: Shards) -> bool:
-    return has_plain_rows(shards.parts) and all(has_one_size(part) is True for part in shards.parts)
+            return all(map(self._steps.fit, batches))
+        fit: bool = batches.rows_belong_together
+        return fit
