@@ -64,7 +64,7 @@ class Planner(Values):
         super().__init__(program, rows)
         self.local_replicas = local_replicas
         self.without_rule: dict[str, Any] = {}
-        """By type: the first operation that got whole inputs for want of a rule."""
+        """By type: the first operation that got the rows of all replicas for want of a rule."""
         self._controls: dict[str, list[Any]] = {}
         self._accesses: dict[str, tuple[list[Any], list[Any]]] = {}
 
@@ -132,7 +132,7 @@ class Planner(Values):
 
     def replicate(self, operation: Any) -> None:
         """Adds an operation that every replica runs on whole inputs."""
-        if any(not isinstance(self.placement(x), Replicate) for x in operation.inputs):
+        if any(isinstance(self.placement(x), Shard) for x in operation.inputs):
             self.without_rule.setdefault(operation.type, operation)
         inputs = [self.replicated(x) for x in operation.inputs]
         if operation_definition(operation.type).is_stateful:

@@ -9,11 +9,11 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import DistributedVariable, trace, variable_of
 from tfrep_strategy.batches import has_one_size, has_plain_rows, is_nothing, known_examples, num_examples
-from tfrep_strategy.errors import TfrepError
+from tfrep_strategy.errors import TfrepError, message, warn
 from tfrep_strategy.keras_integration.protocol import Shards, Whole
 from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Shard
 from tfrep_strategy.partitioner.step import Given, PartitionedStep
-from tfrep_strategy.partitioner.values import OwnRows
+from tfrep_strategy.partitioner.values import CannotPartitionError, OwnRows
 from tfrep_strategy.strategies.one_replica import one_replica
 from tfrep_strategy.strategies.variables import is_sum
 
@@ -96,6 +96,7 @@ class _Traced:
         given = [Given(Shard(0) if x.shape.rank else REPLICATE) for x in graph.inputs[: -len(self._captured) or None]]
         given += map(_given, self._captured)
         self._step = PartitionedStep(graph, given, strategy.extended.num_local_replicas, keeps_rows)
+        _check_costs(self._step.without_rule)
 
     def run(self, shards: Shards) -> Any:
         inputs = [[*_tensors(part), *self._captured_by(i)] for i, part in enumerate(shards.parts)]
@@ -119,6 +120,26 @@ class _Traced:
             rows.append(OwnRows(start, count, total, tf.constant(replica)))
             start += count
         return rows
+
+
+def _check_costs(without_rule: dict[str, Any]) -> None:
+    """Warns of operations that each replica computes for all rows.
+
+    Raises:
+        CannotPartitionError: It would be a loop or a branch.
+    """
+    for type_, operation in without_rule.items():
+        if type_.removeprefix("Stateless") in ("Case", "If", "While"):
+            raise CannotPartitionError(message("A loop or a branch takes rows.", operation=operation.name))
+    if without_rule:
+        warn(
+            message(
+                "Operations of a step have no rule for rows that several replicas have. So each replica computes them for all"
+                " rows: that is right, but no faster than one device.",
+                hint="use such operations as late in a step as you can. See docs/exactness.md.",
+                operations=[f"{type_} {operation.name!r}" for type_, operation in without_rule.items()],
+            )
+        )
 
 
 def _tensors(part: Any) -> list[tf.Tensor]:
