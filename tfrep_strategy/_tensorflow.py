@@ -33,9 +33,9 @@ sync_on_read_context = _private("distribute.distribute_lib", "_variable_sync_on_
 ValueContext = _private("distribute.distribute_lib", "ValueContext")
 UpdateContext = _private("distribute.distribute_lib", "UpdateContext")
 DefaultDistributionExtended = _private("distribute.distribute_lib", "_DefaultDistributionExtended")
-_push_mode = _private("distribute.distribute_lib", "_push_per_thread_mode")
-_pop_mode = _private("distribute.distribute_lib", "_pop_per_thread_mode")
-_default_replica_mode = _private("distribute.distribute_lib", "_get_default_replica_mode")
+push_mode = _private("distribute.distribute_lib", "_push_per_thread_mode")
+pop_mode = _private("distribute.distribute_lib", "_pop_per_thread_mode")
+default_replica_mode = _private("distribute.distribute_lib", "_get_default_replica_mode")
 ReductionToOneDevice = _private("distribute.cross_device_ops", "ReductionToOneDevice")
 NcclAllReduce = _private("distribute.cross_device_ops", "NcclAllReduce")
 
@@ -57,7 +57,7 @@ is_mirrored = _private("distribute.distribute_utils", "is_mirrored")
 regroup = _private("distribute.distribute_utils", "regroup")
 in_replica_update_context = _private("distribute.values_util", "in_replica_update_context")
 stands_for_its_copies = _private("distribute.values_util", "is_saving_non_distributed")
-_value_container = _private("distribute.distribute_utils", "value_container")
+value_container = _private("distribute.distribute_utils", "value_container")
 
 # The graph that holds the scopes that are open outside functions.
 default_graph_stack = _private("framework.ops", "_default_graph_stack")
@@ -173,7 +173,7 @@ CompositeTensorGradient = _private("framework.composite_tensor_gradient", "Compo
 
 # Functions of a SavedModel.
 save_context = _private("saved_model.save_context", "_save_context")
-_saving = _private("saved_model.save_context", "save_context")
+saving = _private("saved_model.save_context", "save_context")
 saved_models = _private("saved_model", "save")
 _private("saved_model.save", "save")
 LoadedFunction = _private("saved_model.load", "_WrapperFunction")
@@ -235,26 +235,6 @@ def configure_collectives(leader: str, device_filters: tuple[str, ...]) -> None:
     runtime._collective_leader = leader
     runtime._collective_scoped_allocator_enabled_ops = ("CollectiveReduce",)
     runtime._collective_device_filters = device_filters
-
-
-@contextlib.contextmanager
-def default_replica() -> Iterator[None]:
-    """Has this thread be in no strategy, whatever scopes are open. There a variable with copies acts as its first one.
-
-    It does so while a model is saved, too.
-    """
-    _push_mode(_default_replica_mode())
-    try:
-        with _saving(tf.saved_model.SaveOptions()):
-            yield
-    finally:
-        _pop_mode()
-
-
-def variable_of(handle: Any) -> Any:
-    """Returns the variable that a handle belongs to, or the container of its copies; None if it is of no variable."""
-    variable = getattr(handle, "_parent_trackable", lambda: None)()
-    return None if variable is None else _value_container(variable)
 
 
 def parts_of_dataset(dataset: tf.data.Dataset) -> Iterator[Any]:

@@ -51,7 +51,8 @@ def has_plain_rows(batch: Any) -> bool:
         (True, False)
     """
     leaves = [leaf for leaf in tf.nest.flatten(batch) if not is_nothing(leaf)]
-    return all(isinstance(leaf, (tf.Tensor, tf.TensorSpec)) and leaf.dtype != tf.variant and leaf.shape.rank is not None for leaf in leaves)
+    are_dense = all(isinstance(leaf, (tf.Tensor, tf.TensorSpec)) and leaf.dtype != tf.variant for leaf in leaves)
+    return are_dense and all(leaf.shape.rank is not None for leaf in leaves)
 
 
 def is_nothing(leaf: Any) -> bool:

@@ -99,6 +99,11 @@ class WatchedIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
     def __init__(self, iterator: Any, clock: StepClock) -> None:
         self._iterator, self._clock = iterator, clock
 
+    @property
+    def rows_belong_together(self) -> bool:
+        """Whether all tensors of a step of distributed data are dense, and known to have one number of rows."""
+        return getattr(self._iterator, "rows_belong_together", False)
+
     def __iter__(self) -> WatchedIterator:
         return self
 

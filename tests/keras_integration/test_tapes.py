@@ -91,7 +91,7 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(("take", "num_sums"), [(as_they_are, 1), (clipped, 2)])
 def test_a_step_that_passes_gradients_on_sums_them_once(take: Any, num_sums: int, sums: list[int]) -> None:
-    with mirrored(2).scope():
+    with mirrored(2, densify_sparse_gradients=True).scope():  # So that replicas trace it.
         trained(Net, take, sgd)
     assert sums == [4] * num_sums * 2  # Traced once for each of two replicas.
 

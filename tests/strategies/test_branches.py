@@ -96,7 +96,7 @@ def nothing() -> Any:
     return tf.constant(0.0)
 
 
-def test_what_nobody_can_follow_is_told_if_replicas_decide_apart() -> None:
+def test_a_step_that_needs_the_number_of_rows_decides_by_all_of_them() -> None:
     def does(limit: float) -> Any:
         def decide(model: Any, x: Any, errors: Any, update: Any) -> None:
             loss = tf.reduce_mean(errors) + tf.reduce_sum(tf.zeros([int(x.shape[0])]))  # The step needs this number.
@@ -104,8 +104,7 @@ def test_what_nobody_can_follow_is_told_if_replicas_decide_apart() -> None:
 
         return decide
 
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"different branches.*\n?.*decided.*\[0 1\]"):
-        fitted(does(2.0))
+    assert np.all(fitted(does(2.0)).layer.kernel.numpy() > 0)  # The mean of the errors is 2.5.
     assert np.all(fitted(does(0.5)).layer.kernel.numpy() > 0)
     assert np.all(fitted(does(9.0)).layer.kernel.numpy() == 0)
 

@@ -75,7 +75,8 @@ class BetweenProcesses:
     """
 
     def __init__(self, communicator: Communicator, device: str) -> None:
-        self._communicator, self.devices = communicator, [device]
+        self._communicator = communicator
+        self.devices: Sequence[str] = (device,)
 
     def sums(self, values: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
         with self._placed():

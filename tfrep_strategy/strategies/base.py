@@ -99,7 +99,7 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
         In a step that Keras drives, `Shards` are the only argument. Each replica then gets its part, and knows its share of
         the global batch. A step that nobody can cut is run once in each process, on the global batch.
         """
-        if self.is_one_replica:
+        if self._is_one_replica:
             return super().run(fn, args, kwargs, options)
         self.extended.synchronize_new_variables()
         called: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

@@ -30,6 +30,7 @@ from tfrep_strategy.errors import ConfigurationError, check_count, message, show
 from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.old_spellings import OF_MIRRORED, refuses
 from tfrep_strategy.partitioner.between_replicas import WithinProcess
+from tfrep_strategy.partitioner.emitter import Transport
 from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.base import GradientAggregator, GradientTransformer, SynchronousStrategy
 from tfrep_strategy.strategies.checked_settings import CheckedSetting, mapping, positive
@@ -217,7 +218,7 @@ class _Extended(SynchronousExtended, MirroredExtended):
         return super().partitions_steps and self.strategy.devices_per_replica == 1
 
     @functools.cached_property
-    def transport(self) -> WithinProcess:
+    def transport(self) -> Transport:
         return WithinProcess(self.worker_devices, isinstance(self._cross_device_ops, NcclAllReduce))
 
     def communicator_of(self, replica: int) -> Communicator:

@@ -129,7 +129,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
 
         Variables made inside get rank 0's values when the outermost scope ends, or when a step runs before.
         """
-        return super().scope() if self.is_one_replica else _Scope(self, super().scope())
+        return super().scope() if self._is_one_replica else _Scope(self, super().scope())
 
     def new_group(self, replicas: Sequence[int]) -> ReplicaGroup:
         members = check_members(replicas, self.num_replicas_in_sync)

@@ -13,7 +13,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import DefaultDistributionExtended, default_replica
+from tfrep_strategy._tensorflow import (
+    DefaultDistributionExtended,
+    default_replica_mode,
+    pop_mode,
+    push_mode,
+    saving,
+)
 from tfrep_strategy.errors import ConfigurationError, message
 
 _thread = threading.local()
@@ -44,7 +50,7 @@ class HasOneReplica:
         self._own_extended = extended
 
     @property
-    def is_one_replica(self) -> bool:
+    def _is_one_replica(self) -> bool:
         """Whether this thread traces the step of one device."""
         return id(self) in getattr(_thread, "extended", ())
 
@@ -72,12 +78,23 @@ def one_replica(strategy: Any) -> Iterator[list[Any]]:
             extendeds[id(strategy)] = one
         return made[-1]
 
-    with strategy.scope(), default_replica(), tf.variable_creator_scope(create):
+    with strategy.scope(), _in_no_strategy(), tf.variable_creator_scope(create):
         extendeds[id(strategy)] = OneReplica(strategy)
         try:
             yield made
         finally:
             del extendeds[id(strategy)]
+
+
+@contextlib.contextmanager
+def _in_no_strategy() -> Iterator[None]:
+    """Has this thread be in no strategy, whatever scopes are open. A variable with copies acts as when a model is saved."""
+    push_mode(default_replica_mode())
+    try:
+        with saving(tf.saved_model.SaveOptions()):
+            yield
+    finally:
+        pop_mode()
 
 
 def _outside_of_trace(value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import DistributedVariable, trace, variable_of
+from tfrep_strategy._tensorflow import DistributedVariable, trace, value_container
 from tfrep_strategy.batches import has_one_size, has_plain_rows, is_nothing, known_examples, num_examples
 from tfrep_strategy.errors import TfrepError, message, warn
 from tfrep_strategy.keras_integration.protocol import Shards, Whole
@@ -153,13 +153,19 @@ def _with_open_rows(leaf: Any) -> tf.TensorSpec | None:
     return tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)
 
 
+def _variable_of(captured: Any) -> Any:
+    """Returns the variable that a handle belongs to, or the container of its copies; None if it is no such handle."""
+    variable = getattr(captured, "_parent_trackable", lambda: None)()
+    return None if variable is None else value_container(variable)
+
+
 def _copies(captured: Any) -> list[Any]:
     """Returns what the replicas of this process have of what a step captures: one thing for all, or one for each."""
-    variable = variable_of(captured) if captured.dtype == tf.resource else None
+    variable = _variable_of(captured)
     return [copy.handle for copy in variable.values] if isinstance(variable, DistributedVariable) else [captured]
 
 
 def _given(captured: Any) -> Given:
-    variable = variable_of(captured) if captured.dtype == tf.resource else None
+    variable = _variable_of(captured)
     is_partial = isinstance(variable, DistributedVariable) and is_sum(variable)
     return Given(PARTIAL if is_partial else REPLICATE, is_shared=captured.dtype == tf.resource and len(_copies(captured)) == 1)

@@ -27,6 +27,7 @@ from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.partitioner.between_replicas import BetweenProcesses
+from tfrep_strategy.partitioner.emitter import Transport
 from tfrep_strategy.shares import Share
 from tfrep_strategy.slices import summed_where_alike
 from tfrep_strategy.strategies import rank_data as ranks_read
@@ -187,7 +188,7 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         return communicator.bucket_bytes
 
     @functools.cached_property
-    def transport(self) -> BetweenProcesses:
+    def transport(self) -> Transport:
         return BetweenProcesses(self._communicator, self._device)
 
     def rows_before(self, count: tf.Tensor) -> tf.Tensor:

@@ -37,7 +37,7 @@ from tfrep_strategy.keras_integration.synchronous.mixing_layers import (
     has_own_layers,
     with_rows_of_all,
 )
-from tfrep_strategy.keras_integration.synchronous.one_device_steps import OneDeviceSteps
+from tfrep_strategy.keras_integration.synchronous.one_device_steps import OneDeviceSteps, predictions_of_one_device
 from tfrep_strategy.keras_integration.synchronous.open_rows import traced_for_any_rows
 from tfrep_strategy.keras_integration.synchronous.optimizer import Updates
 from tfrep_strategy.keras_integration.synchronous.own_functions import is_of_keras
@@ -261,7 +261,7 @@ class SynchronousDriver(
         hides_sizes = self.has_several and not model.run_eagerly
         run = build(step_function) if not hides_sizes else traced_for_any_rows(build, step_function, keeps_rows, of_whole_batch)
         if hides_sizes and extended.partitions_steps:
-            run = OneDeviceSteps(extended, build(whole_step), run, builds=not model.built)
+            run = OneDeviceSteps(extended, build(whole_step), run, builds=not model.built, compiled=model.jit_compile)
 
         # It is called in every step, so it calls no more than it needs.
         def function(iterator: Any) -> Any:
@@ -293,7 +293,7 @@ class SynchronousDriver(
         """Makes a predict function that also takes whole batches, as `predict_on_batch` gives them."""
         extended = self.strategy.extended
 
-        partitioned = None if model.run_eagerly or not self.has_several else extended.new_partitioned_steps(not model.built)
+        partitioned = predictions_of_one_device(self, model)
 
         def predicted(batch: Any) -> Any:
             return model.predict_step(batch)

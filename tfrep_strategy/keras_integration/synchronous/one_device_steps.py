@@ -5,12 +5,14 @@ Nothing of Keras is changed in such a step. Steps that cannot be partitioned yet
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfrep_strategy.keras_integration.protocol import KerasExtended
+from tfrep_strategy.keras_integration.shared.xla import compiled_at_once
 
 
 class OneDeviceSteps:
@@ -21,16 +23,23 @@ class OneDeviceSteps:
         run: Runs steps, each of them in one call of `strategy.run`.
         by_replicas: Runs steps that cannot be partitioned.
         builds: Whether the first step builds the model.
+        compiled: Whether XLA compiles what lies between collectives.
 
     Attributes:
         gives_global_logs: Whether the last steps were one device's, so that their logs are those of the global batch.
     """
 
     def __init__(
-        self, extended: KerasExtended, run: Callable[[Any], Any], by_replicas: Callable[[Any], Any], builds: bool
+        self,
+        extended: KerasExtended,
+        run: Callable[[Any], Any],
+        by_replicas: Callable[[Any], Any],
+        builds: bool,
+        compiled: bool,
     ) -> None:
         self._extended, self._run, self._by_replicas = extended, run, by_replicas
         self._steps = extended.new_partitioned_steps(builds)
+        self._in_its_way = compiled_at_once if compiled else contextlib.nullcontext
         self._is_traced = self._cannot_be_traced = self.gives_global_logs = False
 
     def __call__(self, batches: Any) -> Any:
@@ -38,18 +47,11 @@ class OneDeviceSteps:
         if not self.gives_global_logs:
             return self._by_replicas(batches)
         try:
-            with self._extended.partitioned_steps.to(self._steps):
+            with self._extended.partitioned_steps.to(self._steps), self._in_its_way():
                 result = self._run(batches)
         except (tf.errors.OpError, StopIteration):
             raise
         except Exception:  # A step may ask how many rows there are, or do what the partitioner has no way for.
-            import os, traceback
-            if os.environ.get("NOFALLBACK") == "2":
-                raise
-            if os.environ.get("NOFALLBACK"):
-                traceback.print_exc()
-                with open("/work/wip/play/fallbacks.txt", "a") as f:
-                    f.write(os.environ.get("PYTEST_CURRENT_TEST", "") + " | " + traceback.format_exc().strip().splitlines()[-1][:200] + "\n")
             if self._is_traced:
                 raise
             self._cannot_be_traced, self.gives_global_logs = True, False
@@ -64,3 +66,17 @@ class OneDeviceSteps:
             return all(map(self._steps.fit, batches))
         fit: bool = batches.rows_belong_together
         return fit
+
+
+def predictions_of_one_device(driver: Any, model: Any) -> Any:
+    """Returns what runs the steps of `predict` as one device's; None where replicas run them.
+
+    Args:
+        driver: The driver of the strategy.
+        model: The model.
+    """
+    strategy = driver.strategy
+    if not driver.has_several or model.run_eagerly or not strategy.extended.partitions_steps:
+        return None
+    keeps_rows = getattr(strategy, "rank_data", None) == "own"
+    return strategy.extended.new_partitioned_steps(builds=not model.built, keeps_rows=keeps_rows)
