@@ -127,14 +127,14 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
             spec = SpecOfSteps(first.dataset.element_spec)
             if spec != self._spec_of_steps:
                 self._spec_of_steps = spec
-            return WholeSteps(first.dataset, self._spec_of_steps, self._have_plain_rows)
+            return WholeSteps(first.dataset, self._spec_of_steps, self.rows_belong_together)
         reading = Reading(self._reading.devices, agreement, as_shards=True)
         steps = ReplicaDataset(self._pipelines, reading, self.cardinality)
-        steps._rows_belong_together = self._have_plain_rows
+        steps._rows_belong_together = self.rows_belong_together
         return steps
 
     @functools.cached_property
-    def _have_plain_rows(self) -> bool:
+    def rows_belong_together(self) -> bool:
         """Whether all tensors of a batch are dense, and known to have one number of rows."""
         alike = bool(self.batches) and all(map(rows_are_alike, self.batches))
         return alike and all(has_plain_rows(each.element_spec) for each in self.batches)

@@ -25,6 +25,10 @@ class TfrepError(Exception):
     __init__ = Exception.__init__
 
 
+class CannotPartitionError(TfrepError, RuntimeError):
+    """A step of one device does what there is no way to do on replicas."""
+
+
 class ConfigurationError(TfrepError, ValueError):
     """A setting, an argument or an environment variable cannot be used."""
 

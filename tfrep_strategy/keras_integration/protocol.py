@@ -145,6 +145,9 @@ class KerasExtended(Protocol):
     notes_first_batch: bool
     """Whether data sets that are distributed now are to be compared by their first batch."""
 
+    def rows_belong_together(self, batch: Any) -> bool:
+        """Returns whether all of a batch is dense, and its tensors have one number of rows. All processes find the same."""
+
     partitions_steps: bool
     """Whether steps can be run as one device's."""
 

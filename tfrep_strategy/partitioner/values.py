@@ -7,14 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.errors import TfrepError, message
+from tfrep_strategy.errors import CannotPartitionError, message
 from tfrep_strategy.partitioner import sizes as by_value
 from tfrep_strategy.partitioner.placements import REPLICATE, Partial, Placement, Replicate, Rows, Shard, Size, is_number
 from tfrep_strategy.partitioner.program import Program, Tensor
-
-
-class CannotPartitionError(TfrepError, RuntimeError):
-    """A step does what the planner has no way to do on replicas."""
 
 
 @dataclasses.dataclass(frozen=True)

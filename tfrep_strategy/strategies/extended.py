@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfrep_strategy import data, gradients
 from tfrep_strategy.agreement import Agreement
-from tfrep_strategy.batches import as_tensors, map_rows, shard
+from tfrep_strategy.batches import as_tensors, has_one_size, has_plain_rows, map_rows, shard
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.communicators.compression import compressed_gather, compressed_scatter, compressed_sum
 from tfrep_strategy.communicators.gpus import warn_of_sparse_gradients
@@ -169,6 +169,11 @@ class SynchronousExtended(NoticesKeras2):
             `Shards`, one part for each local replica.
         """
         return shard(as_tensors(batch), self._num_replicas_in_sync, self.first_local_replica, self.num_local_replicas)
+
+    def rows_belong_together(self, batch: Any) -> bool:
+        """Returns whether all of a batch is dense, and its tensors have one number of rows. All processes find the same."""
+        batch = as_tensors(batch)
+        return has_plain_rows(batch) and has_one_size(batch) is True
 
     # Gradients.
 

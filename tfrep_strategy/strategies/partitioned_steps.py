@@ -8,12 +8,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import DistributedVariable, trace, value_container
-from tfrep_strategy.batches import has_one_size, has_plain_rows, is_nothing, known_examples, num_examples
-from tfrep_strategy.errors import TfrepError, message, warn
+from tfrep_strategy.batches import has_plain_rows, is_nothing, known_examples, num_examples
+from tfrep_strategy.errors import CannotPartitionError, TfrepError, message, warn
 from tfrep_strategy.keras_integration.protocol import Shards, Whole
 from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Shard
 from tfrep_strategy.partitioner.step import Given, PartitionedStep
-from tfrep_strategy.partitioner.values import CannotPartitionError, OwnRows
+from tfrep_strategy.partitioner.values import OwnRows
 from tfrep_strategy.strategies.one_replica import one_replica
 from tfrep_strategy.strategies.variables import is_sum
 
@@ -30,17 +30,14 @@ class PartitionedSteps:
     def __init__(self, strategy: Any, keeps_rows: bool = False, builds: bool = False) -> None:
         self._strategy, self._keeps_rows, self._builds = strategy, keeps_rows, builds
         self._traced: dict[Any, _Traced] = {}
+        self._told: set[str] = set()
+        """The types of operations whose costs were told."""
 
     @staticmethod
     def take(shards: Shards) -> bool:
         """Returns whether a step with such a batch can be partitioned, if its rows belong together."""
         with_rows = sum(bool(leaf.shape.rank) for leaf in _tensors(shards.parts[0]))
         return has_plain_rows(shards.parts) and with_rows > 0 and not tf.executing_eagerly()
-
-    @staticmethod
-    def fit(shards: Shards) -> bool:
-        """Returns whether all of a batch is dense, and known to belong together."""
-        return has_plain_rows(shards.parts) and all(has_one_size(part) is True for part in shards.parts)
 
     def run(self, fn: Callable[[Any], Any], shards: Shards) -> Whole:
         """Adds a step to the graph that is being built.
@@ -73,12 +70,35 @@ class PartitionedSteps:
         while True:
             batch = tf.nest.pack_sequence_as(part, ways.pop(0))
             try:
-                return _Traced(self._strategy, fn, batch, self._keeps_rows)
+                traced = _Traced(self._strategy, fn, batch, self._keeps_rows)
+                self._check_costs(traced.without_rule)
+                return traced
             except (TfrepError, tf.errors.OpError):
                 raise
             except Exception:  # The step may ask how many rows there are, as in `tf.zeros([x.shape[0], 8])`.
                 if not ways:
                     raise
+
+    def _check_costs(self, without_rule: dict[str, Any]) -> None:
+        """Warns of operations that each replica computes for all rows.
+
+        Raises:
+            CannotPartitionError: It would be a loop or a branch.
+        """
+        for type_, operation in without_rule.items():
+            if type_.removeprefix("Stateless") in ("Case", "If", "While"):
+                raise CannotPartitionError(message("A loop or a branch takes rows.", operation=operation.name))
+        new = [f"{type_} {operation.name!r}" for type_, operation in without_rule.items() if type_ not in self._told]
+        self._told.update(without_rule)
+        if new:
+            warn(
+                message(
+                    "Operations of a step have no rule for rows that several replicas have. So each replica computes them for"
+                    " all rows: that is right, but no faster than one device.",
+                    hint="use such operations as late in a step as you can. See docs/exactness.md.",
+                    operations=new,
+                )
+            )
 
 
 class _Traced:
@@ -96,7 +116,7 @@ class _Traced:
         given = [Given(Shard(0) if x.shape.rank else REPLICATE) for x in graph.inputs[: -len(self._captured) or None]]
         given += map(_given, self._captured)
         self._step = PartitionedStep(graph, given, strategy.extended.num_local_replicas, keeps_rows)
-        _check_costs(self._step.without_rule)
+        self.without_rule = self._step.without_rule
 
     def run(self, shards: Shards) -> Any:
         inputs = [[*_tensors(part), *self._captured_by(i)] for i, part in enumerate(shards.parts)]
@@ -120,26 +140,6 @@ class _Traced:
             rows.append(OwnRows(start, count, total, tf.constant(replica)))
             start += count
         return rows
-
-
-def _check_costs(without_rule: dict[str, Any]) -> None:
-    """Warns of operations that each replica computes for all rows.
-
-    Raises:
-        CannotPartitionError: It would be a loop or a branch.
-    """
-    for type_, operation in without_rule.items():
-        if type_.removeprefix("Stateless") in ("Case", "If", "While"):
-            raise CannotPartitionError(message("A loop or a branch takes rows.", operation=operation.name))
-    if without_rule:
-        warn(
-            message(
-                "Operations of a step have no rule for rows that several replicas have. So each replica computes them for all"
-                " rows: that is right, but no faster than one device.",
-                hint="use such operations as late in a step as you can. See docs/exactness.md.",
-                operations=[f"{type_} {operation.name!r}" for type_, operation in without_rule.items()],
-            )
-        )
 
 
 def _tensors(part: Any) -> list[tf.Tensor]:

@@ -200,6 +200,11 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
     def own_communicator(self) -> Communicator:
         return self._communicator
 
+    def rows_belong_together(self, batch: Any) -> bool:
+        # Those of other processes may have other sizes.
+        is_own = self.strategy.rank_data == "own"
+        return super().rows_belong_together(batch) and (not is_own or len(tf.nest.flatten(batch)) == 1)
+
     def shard(self, batch: Any) -> Shards:
         if self.strategy.rank_data != "own":
             return super().shard(batch)

@@ -16,7 +16,7 @@ from tfrep_strategy._tensorflow import TracedFunction, as_traced, is_none
 from tfrep_strategy.errors import TfrepError
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.internals import TensorFlowTrainer
-from tfrep_strategy.keras_integration.protocol import Shards, Whole, current_step
+from tfrep_strategy.keras_integration.protocol import Whole, current_step
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfRanks, profiled
 from tfrep_strategy.keras_integration.shared.xla import Prediction, compiled_at_once, compiled_between_collectives
@@ -37,11 +37,12 @@ from tfrep_strategy.keras_integration.synchronous.mixing_layers import (
     has_own_layers,
     with_rows_of_all,
 )
-from tfrep_strategy.keras_integration.synchronous.one_device_steps import OneDeviceSteps, predictions_of_one_device
+from tfrep_strategy.keras_integration.synchronous.one_device_steps import OneDeviceSteps, WholeBatches
 from tfrep_strategy.keras_integration.synchronous.open_rows import traced_for_any_rows
 from tfrep_strategy.keras_integration.synchronous.optimizer import Updates
 from tfrep_strategy.keras_integration.synchronous.own_functions import is_of_keras
 from tfrep_strategy.keras_integration.synchronous.placement import Placement
+from tfrep_strategy.keras_integration.synchronous.predict_function import PredictFunction
 from tfrep_strategy.keras_integration.synchronous.saving import Saving
 from tfrep_strategy.keras_integration.synchronous.stateful_rnn import StatefulLayers
 from tfrep_strategy.keras_integration.synchronous.tapes import Tapes
@@ -66,6 +67,8 @@ class SynchronousDriver(
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
         self.profile: Any = None
+        self.read_last: StepsOfReplicas | None = None
+        """What the loop that runs now reads."""
         self._compared_calls: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
     # A call begins.
@@ -147,11 +150,11 @@ class SynchronousDriver(
     @contextlib.contextmanager
     def _called(self) -> Iterator[None]:
         """Notes that what is read meanwhile is no validation data of `fit`: a callback may evaluate and predict, too."""
-        before, self.is_called = self.is_called, True
+        before, read_before, self.is_called = self.is_called, self.read_last, True
         try:
             yield
         finally:
-            self.is_called = before
+            self.is_called, self.read_last = before, read_before
 
     def _refuse_foreign(self, model: Any, method: str) -> None:
         if self.has_several:
@@ -181,7 +184,7 @@ class SynchronousDriver(
         given, epochs = self.given_to_fit, None if validates else 1
         if begins_fit:
             epochs = given.get("epochs", 1) - given.get("initial_epoch", 0)
-        steps = StepsOfReplicas(self, epochs, **kwargs)
+        steps = self.read_last = StepsOfReplicas(self, epochs, **kwargs)
         if begins_fit:
             self.steps_of_fit = steps
             steps.is_of_fit, steps.profile = True, self.profile
@@ -269,7 +272,7 @@ class SynchronousDriver(
             extended.mark_state_changed()
             takes_whole_batches = not isinstance(iterator, _STEPS)
             if takes_whole_batches:
-                iterator = list(map(extended.shard, itertools.islice(iterator, model.steps_per_execution)))
+                iterator = WholeBatches(extended, itertools.islice(iterator, model.steps_per_execution))
             with extended.watching_peers():
                 try:
                     logs = run(iterator)
@@ -278,7 +281,7 @@ class SynchronousDriver(
                         extended.take_from_first(model)
                     raise
             if extended.first_batch is not None:
-                self._check_first_batch()
+                self.check_first_batch()
             if warns:
                 self.warn_of_layers_not_seen()
             extended.count_steps(model, model.steps_per_execution)
@@ -292,8 +295,6 @@ class SynchronousDriver(
     def make_predict_function(self, original: Any, model: Any, force: bool = False) -> None:
         """Makes a predict function that also takes whole batches, as `predict_on_batch` gives them."""
         extended = self.strategy.extended
-
-        partitioned = predictions_of_one_device(self, model)
 
         def predicted(batch: Any) -> Any:
             return model.predict_step(batch)
@@ -311,31 +312,9 @@ class SynchronousDriver(
             model.predict_function = prediction.predict_function
             return model.predict_function
 
-        run, untraced = made(force), [True]
-        if getattr(run, "takes_whole_batches", False):
-            return
-
-        def function(batches: Any) -> Any:
-            nonlocal run, partitioned
-            self._check_first_batch()
-            with extended.watching_peers(), extended.partitioned_steps.to(partitioned):
-                if self.has_several:
-                    batches = [batch if isinstance(batch, Shards) else extended.shard(batch) for batch in batches]
-                if untraced and model.built and hasattr(run, "get_concrete_function"):
-                    try:
-                        # Else it would be traced for the size of the first batch, and again for the last, smaller one.
-                        run.get_concrete_function(tf.nest.map_structure(_of_any_size, batches))
-                    except (TfrepError, tf.errors.OpError):
-                        raise
-                    except Exception:  # A model may ask how many rows there are, as on one device. Other errors come again.
-                        partitioned = None
-                        run, model.predict_function = made(force=True, asks_for_rows=True), function
-                untraced.clear()
-                outputs = run(batches)
-            return extended.kept_outputs(outputs)
-
-        function.takes_whole_batches = True  # type: ignore[attr-defined]
-        model.predict_function = function
+        run = made(force)
+        if not getattr(run, "takes_whole_batches", False):
+            model.predict_function = PredictFunction(self, model, made, run)
 
     def reduce_per_replica(self, original: Any, values: Any, strategy: Any, reduction: str) -> Any:
         """Gathers the predictions of all replicas, in input order, on every process. Of truths and strings there is no mean."""
@@ -350,7 +329,7 @@ class SynchronousDriver(
 
         return original(tf.nest.map_structure(told, values), strategy, reduction)
 
-    def _check_first_batch(self) -> None:
+    def check_first_batch(self) -> None:
         """Compares what the ranks have read first, once."""
         first_batch, self.strategy.extended.first_batch = self.strategy.extended.first_batch, None
         if first_batch is not None:
@@ -359,12 +338,6 @@ class SynchronousDriver(
 
 def _given(original: Any, model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return inspect.signature(original).bind(model, *args, **kwargs).arguments
-
-
-def _of_any_size(value: Any) -> Any:
-    if not isinstance(value, tf.Tensor) or not value.shape.rank:
-        return value
-    return tf.TensorSpec([None, *value.shape[1:]], value.dtype)
 
 
 def _has_own_steps(model: Any) -> bool:

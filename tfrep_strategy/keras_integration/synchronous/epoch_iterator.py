@@ -63,6 +63,7 @@ class StepsOfReplicas(TFEpochIterator):  # type: ignore[misc]
             self._generator.read_by(self.data_adapter)
         self._of_replicas = self._distributed_dataset
         self.part_spec = self._of_replicas.part_spec
+        self.rows_belong_together: bool = self._of_replicas.rows_belong_together
         self._common_batches = _batches_of_all(strategy, self._distributed_dataset, self._num_batches, self.data_adapter)
         self._num_batches = self._common_batches
         self._may_end_before = self._common_batches is not None and self._of_replicas.steps_per_batch != 1

@@ -6,7 +6,7 @@ Nothing of Keras is changed in such a step. Steps that cannot be partitioned yet
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -60,23 +60,23 @@ class OneDeviceSteps:
         return result
 
     def _takes(self, batches: Any) -> bool:
-        if tf.config.functions_run_eagerly():
-            return False
-        if isinstance(batches, Sequence):
-            return all(map(self._steps.fit, batches))
-        fit: bool = batches.rows_belong_together
-        return fit
+        together: bool = batches.rows_belong_together
+        return together and not tf.config.functions_run_eagerly()
 
 
-def predictions_of_one_device(driver: Any, model: Any) -> Any:
-    """Returns what runs the steps of `predict` as one device's; None where replicas run them.
+
+class WholeBatches(list[Any]):
+    """Whole batches as `Shards`.
 
     Args:
-        driver: The driver of the strategy.
-        model: The model.
+        extended: That of the strategy, which cuts them.
+        batches: The batches.
+
+    Attributes:
+        rows_belong_together: Whether all of them is dense, and the tensors of each have one number of rows, on every process.
     """
-    strategy = driver.strategy
-    if not driver.has_several or model.run_eagerly or not strategy.extended.partitions_steps:
-        return None
-    keeps_rows = getattr(strategy, "rank_data", None) == "own"
-    return strategy.extended.new_partitioned_steps(builds=not model.built, keeps_rows=keeps_rows)
+
+    def __init__(self, extended: KerasExtended, batches: Iterable[Any]) -> None:
+        given = list(batches)
+        super().__init__(map(extended.shard, given))
+        self.rows_belong_together = all(map(extended.rows_belong_together, given))

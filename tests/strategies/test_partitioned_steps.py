@@ -1,0 +1,187 @@
+"""Steps that Keras drives are traced once, as one device's: whatever they do with rows, the answer is that of one device."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfrep_strategy as tfrep
+
+_X = np.random.default_rng(0).normal(size=(39, 6)).astype("float32")
+_Y = _X[:, :2] * 0.5
+_BATCH = 16  # The last batch has seven rows.
+
+
+class Smooths(layers.Layer):
+    """Each row gets something of the rows beside it."""
+
+    def call(self, x: Any) -> Any:
+        kernel = tf.constant([[[0.25]], [[0.5]], [[0.25]]])
+        return tf.transpose(tf.nn.conv1d(tf.transpose(x)[..., None], kernel, 1, "SAME")[..., 0])
+
+
+class Spectral(keras.Sequential):
+    """Its loss has the spectrum of the errors along the batch."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            errors = tf.transpose(self(x, training=True) - y)
+            loss = tf.reduce_mean(tf.math.log1p(tf.square(tf.abs(tf.signal.fft(tf.cast(errors, tf.complex64))))))
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss}
+
+
+class Noisy(keras.Sequential):
+    """Draws in its step."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return super().train_step((x + tf.random.stateless_normal(tf.shape(x), [1, 2]), y))
+
+
+def _smoothing() -> keras.Model:
+    return keras.Sequential([keras.Input((6,)), layers.Dense(5), Smooths(), layers.Dense(2)])
+
+
+def _spectral() -> keras.Model:
+    return Spectral([keras.Input((6,)), layers.Dense(2)])
+
+
+def _drawing() -> keras.Model:
+    between = [layers.Dropout(0.5), layers.BatchNormalization(), layers.GaussianNoise(0.1)]
+    return keras.Sequential([keras.Input((6,)), layers.Dense(8, "tanh"), *between, layers.Dense(2)])
+
+
+def _noisy() -> keras.Model:
+    return Noisy([keras.Input((6,)), layers.Dense(2)])
+
+
+_MODELS: dict[str, Callable[[], keras.Model]] = {
+    "smoothing": _smoothing,
+    "spectral": _spectral,
+    "drawing": _drawing,
+    "noisy": _noisy,
+}
+
+
+def _trained(scope: Any, name: str, **settings: Any) -> dict[str, Any]:
+    keras.utils.set_random_seed(3)
+    with scope:
+        model = _MODELS[name]()
+        model.compile(keras.optimizers.SGD(0.1, 0.9), "mse", **settings)
+    fitted = model.fit(_X, _Y, batch_size=_BATCH, epochs=2, shuffle=False, validation_data=(_X[:9], _Y[:9]), verbose=0)
+    one = model.train_on_batch(_X[:5], _Y[:5])
+    return {"history": fitted.history, "one": one, "weights": model.get_weights(), "predict": model.predict(_X, 16, verbose=0)}
+
+
+def _trained_in_scope(strategy: Any, name: str) -> dict[str, Any]:
+    return _trained(strategy.scope(), name)
+
+
+def _assert_same(found: Any, expected: Any) -> None:
+    keras.tree.map_structure(lambda f, e: np.testing.assert_allclose(f, e, rtol=1e-5, atol=2e-6), found, expected)
+
+
+def _mirrored(number: int) -> tfrep.MirroredStrategy:
+    return tfrep.MirroredStrategy([f"CPU:{i}" for i in range(number)])
+
+
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("name", _MODELS)
+def test_mirrored_replicas(name: str, number: int) -> None:
+    _assert_same(_trained_in_scope(_mirrored(number), name), _trained(contextlib.nullcontext(), name))
+
+
+@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+def test_processes(communicator: str, worker_pool: Any) -> None:
+    for name in _MODELS:
+        expected = _trained(contextlib.nullcontext(), name)
+        for found in worker_pool(communicator, 2).run(_trained_in_scope, name):
+            _assert_same(found, expected)
+
+
+@pytest.mark.parametrize("settings", [{"jit_compile": True}, {"steps_per_execution": 2}], ids=["XLA", "several"])
+def test_settings(settings: dict[str, Any]) -> None:
+    expected = _trained(contextlib.nullcontext(), "drawing", **settings)
+    _assert_same(_trained(_mirrored(2).scope(), "drawing", **settings), expected)
+
+
+class Told(keras.Sequential):
+    """Tells what a step sees of its replicas and its rows."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        context: Any = tf.distribute.get_replica_context()
+        self.seen = (
+            self.distribute_strategy.num_replicas_in_sync,
+            context.num_replicas_in_sync,
+            tf.distribute.has_strategy(),
+        )
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        total = tf.reduce_sum(x)
+        return super().train_step(data) | {
+            "rows": tf.shape(x)[0],
+            "sum": total,
+            "reduced": context.all_reduce("sum", total),
+            "average": tf.nn.compute_average_loss(tf.square(x[:, 0])),
+        }
+
+
+def test_there_is_one_replica_in_a_step() -> None:
+    strategy = _mirrored(2)
+    with strategy.scope():
+        model = Told([keras.Input((6,)), layers.Dense(2)])
+        model.compile("sgd", "mse")
+    logs = model.train_on_batch(_X[:7], _Y[:7], return_dict=True)
+    assert model.seen == (1, 1, False)
+    assert logs["rows"] == 7
+    np.testing.assert_allclose([logs["sum"], logs["reduced"]], [_X[:7].sum()] * 2, rtol=1e-5)
+    np.testing.assert_allclose(logs["average"], np.mean(_X[:7, 0] ** 2), rtol=1e-5)
+    assert strategy.num_replicas_in_sync == 2
+
+
+def test_layers_and_slots_that_a_step_makes_are_the_strategys() -> None:
+    class Late(keras.Model):
+        def build(self, shape: Any) -> None:
+            self.dense = layers.Dense(2, kernel_initializer="ones")
+            self.dense.build(shape)
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+    def trained(scope: Any) -> Any:
+        with scope:
+            model = Late()
+            model.compile(keras.optimizers.Adam(0.1), "mse")
+        model.train_on_batch(_X[:7], _Y[:7])
+        return model
+
+    found, expected = trained(_mirrored(2).scope()), trained(contextlib.nullcontext())
+    _assert_same(found.get_weights(), expected.get_weights())
+    for variable in [*found.variables, *found.optimizer.variables]:
+        copies = variable.value.values
+        assert [copy.device[-5:] for copy in copies] == ["CPU:0", "CPU:1"]
+        np.testing.assert_array_equal(copies[0], copies[1])
+
+
+def test_what_has_no_rule_is_told_once() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        _trained(_mirrored(2).scope(), "spectral")
+    told = [str(each.message) for each in seen if "have no rule" in str(each.message)]
+    assert len(told) == 1
+    assert "FFT" in told[0]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        _trained(_mirrored(2).scope(), "drawing")
+    assert not [each for each in seen if "have no rule" in str(each.message)]
+

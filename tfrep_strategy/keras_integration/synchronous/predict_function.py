@@ -1,0 +1,83 @@
+"""A predict function that also takes whole batches, as `predict_on_batch` gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.errors import CannotPartitionError, TfrepError
+from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.keras_integration.synchronous.one_device_steps import WholeBatches
+
+
+class PredictFunction:
+    """Predicts the rows of batches: with steps of one device where that is possible, else by replicas.
+
+    Args:
+        driver: The driver of the strategy.
+        model: The model.
+        make: Makes Keras's function again; `asks_for_rows` if the model asks how many rows there are.
+        run: What it has made.
+    """
+
+    takes_whole_batches = True
+
+    def __init__(self, driver: Any, model: Any, make: Callable[..., Any], run: Any) -> None:
+        self._driver, self._model, self._make = driver, model, make
+        extended = driver.strategy.extended
+        self._steps: Any = None
+        if driver.has_several and not model.run_eagerly and extended.partitions_steps:
+            keeps_rows = getattr(driver.strategy, "rank_data", None) == "own"
+            self._steps = extended.new_partitioned_steps(builds=not model.built, keeps_rows=keeps_rows)
+        self._runs = {self._steps is not None: run}
+        """Functions, by whether their steps are those of one device."""
+        self._untraced = {True, False}
+
+    def __call__(self, batches: Any) -> Any:
+        extended = self._driver.strategy.extended
+        self._driver.check_first_batch()
+        with extended.watching_peers():
+            as_one = False
+            if self._driver.has_several:
+                if not all(isinstance(batch, Shards) for batch in batches):
+                    batches = WholeBatches(extended, batches)
+                belong = getattr(batches, "rows_belong_together", None)
+                as_one = self._steps is not None and (self._driver.read_last.rows_belong_together if belong is None else belong)
+            try:
+                outputs = self._predicted(list(batches), as_one)
+            except CannotPartitionError:
+                self._steps = None
+                outputs = self._predicted(list(batches), False)
+        return extended.kept_outputs(outputs)
+
+    def _predicted(self, batches: list[Any], as_one: bool) -> Any:
+        steps = self._driver.strategy.extended.partitioned_steps
+        if as_one not in self._runs:
+            self._runs[as_one] = self._made()
+        if as_one in self._untraced and self._model.built and hasattr(self._runs[as_one], "get_concrete_function"):
+            try:
+                # Else it would be traced for the size of the first batch, and again for the last, smaller one.
+                with steps.to(self._steps if as_one else None):
+                    self._runs[as_one].get_concrete_function(tf.nest.map_structure(_of_any_size, batches))
+            except (TfrepError, tf.errors.OpError):
+                raise
+            except Exception:  # A model may ask how many rows there are, as on one device. Other errors come again.
+                self._steps, as_one = None, False
+                self._runs[False] = self._made(asks_for_rows=True)
+                self._untraced.clear()
+        self._untraced.discard(as_one)
+        with steps.to(self._steps if as_one else None):
+            return self._runs[as_one](batches)
+
+    def _made(self, **settings: Any) -> Any:
+        run = self._make(force=True, **settings)
+        self._model.predict_function = self
+        return run
+
+
+def _of_any_size(value: Any) -> Any:
+    if not isinstance(value, tf.Tensor) or not value.shape.rank:
+        return value
+    return tf.TensorSpec([None, *value.shape[1:]], value.dtype)
