@@ -63,6 +63,8 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         self._spec_of_steps: SpecOfSteps | None = None
         self.batches: Sequence[tf.data.Dataset] = ()
         """The data sets of batches that it was made of, where they may tell what its steps are."""
+        self.is_of_each = False
+        """Whether pipelines are read apart, so that open sizes other than the numbers of rows may differ between them."""
         self._rows_belong_together = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -137,7 +139,9 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
     def rows_belong_together(self) -> bool:
         """Whether all tensors of a batch are dense, and known to have one number of rows."""
         alike = bool(self.batches) and all(map(rows_are_alike, self.batches))
-        return alike and all(has_plain_rows(each.element_spec) for each in self.batches)
+        specs = [each.element_spec for each in self.batches]
+        has_open_sizes = self.is_of_each and any(size is None for leaf in tf.nest.flatten(specs) for size in _sizes(leaf)[1:])
+        return alike and all(map(has_plain_rows, specs)) and not has_open_sizes
 
 
 support_loops(ReplicaDataset)
@@ -213,7 +217,7 @@ def distribute(
         dataset = dataset.filter(tf.autograph.experimental.do_not_convert(lambda *part: num_examples(part) > 0))
         pipeline = Pipeline(dataset, host_of(devices[0]), devices if buffer else (), buffer)
         own = ReplicaDataset([pipeline], Reading(devices, agreement), int(tf.data.UNKNOWN_CARDINALITY))
-        own.batches = [given]
+        own.batches, own.is_of_each = [given], True
         own.steps_per_batch = replicas.total if policy == _POLICIES.OFF else None
         return own
     place = OwnReplicas(replicas.total, replicas.first, count)
@@ -280,8 +284,14 @@ def distribute_from_function(
     never_ends = agreement.size == 1 and cardinalities == {tf.data.INFINITE_CARDINALITY}
     cardinality = tf.data.INFINITE_CARDINALITY if never_ends else tf.data.UNKNOWN_CARDINALITY
     distributed = ReplicaDataset(pipelines, Reading(devices, None if never_ends else agreement), int(cardinality))
-    distributed.batches = [pipeline.dataset for pipeline in pipelines]
+    distributed.batches, distributed.is_of_each = [pipeline.dataset for pipeline in pipelines], True
     return distributed
+
+
+def _sizes(spec: Any) -> list[int | None]:
+    """Returns the sizes that the specification of a tensor tells, where it tells how many there are."""
+    shape = getattr(spec, "shape", None)
+    return [] if shape is None or shape.rank is None else shape.as_list()
 
 
 def _check(options: tf.distribute.InputOptions | None) -> None:

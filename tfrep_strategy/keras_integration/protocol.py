@@ -154,7 +154,7 @@ class KerasExtended(Protocol):
     partitioned_steps: Setting[Any]
     """What runs the steps that are traced now as one device's; None where replicas run them."""
 
-    def new_partitioned_steps(self, builds: bool, keeps_rows: bool = False) -> Any:
+    def new_partitioned_steps(self, builds: bool) -> Any:
         """Makes what runs the steps of one function as one device's; see `PartitionedSteps`."""
 
     runs_outside_replicas: Setting[bool]

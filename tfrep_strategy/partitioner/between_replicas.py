@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -11,6 +11,7 @@ from tfrep_strategy._tensorflow import NCCL_DTYPES, nccl_all_sum, run_independen
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.communicators.base import carry, outside_xla, uncarry
 from tfrep_strategy.communicators.strings import gather_rows
+from tfrep_strategy.gradients import buckets
 from tfrep_strategy.packing import Packed
 
 _ON_GPUS = NCCL_DTYPES - {tf.int32}  # TensorFlow keeps int32 in the memory of the host.
@@ -72,15 +73,24 @@ class BetweenProcesses:
     Args:
         communicator: That of this process.
         device: The device of its replica.
+        bucket_bytes_for: Says in buckets of how many bytes tensors travel.
     """
 
-    def __init__(self, communicator: Communicator, device: str) -> None:
-        self._communicator = communicator
+    def __init__(
+        self, communicator: Communicator, device: str, bucket_bytes_for: Callable[[Sequence[tf.Tensor]], int]
+    ) -> None:
+        self._communicator, self._bucket_bytes_for = communicator, bucket_bytes_for
         self.devices: Sequence[str] = (device,)
 
     def sums(self, values: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
+        own = [each for (each,) in values]
+        totals: dict[int, tf.Tensor] = {}
+        # The first that are computed travel first, while the others are computed.
+        later_first, backwards = own[::-1], range(len(own))[::-1]
         with self._placed():
-            return [[total] for total in self._communicator.all_reduce([own for (own,) in values])]
+            for bucket in buckets(backwards, later_first, self._bucket_bytes_for(own)):
+                totals.update(zip(bucket, self._communicator.all_reduce([own[i] for i in bucket]), strict=True))
+        return [[totals[i]] for i in range(len(own))]
 
     def gathered(self, values: Sequence[tf.Tensor], axis: int) -> list[tf.Tensor]:
         (own,) = values

@@ -33,7 +33,7 @@ class Transport(Protocol):
         """Sums tensors over all replicas.
 
         Args:
-            values: For each tensor, what each replica of this process has.
+            values: For each tensor, what each replica of this process has, in the order in which the tensors are computed.
 
         Returns:
             For each tensor, what each of them gets.
@@ -115,7 +115,7 @@ class Emitter:
         nodes = live(program.nodes, program.results)
         self._needed = {x.name for node in nodes for x in node.inputs} | {x.name for x in program.results}
         self._last = max((node.level for node in nodes), default=0)
-        self._collectives = _by_level(node for node in nodes if isinstance(node, Collective))
+        self._collectives = _by_level(node for node in _in_order_of_values(nodes) if isinstance(node, Collective))
         plain = [node for node in nodes if isinstance(node, Node)]
         free = _free(plain, program.arguments[:4])
         self._segments = self._cut([node for node in plain if not node.once], free, nodes, compiled)
@@ -199,6 +199,12 @@ class Emitter:
                 note(collective, transport.first(values(collective)))
             elif collective.kind == "shared":
                 note(collective, [values(collective)[0]] * len(known))
+
+
+def _in_order_of_values(nodes: Sequence[Any]) -> list[Any]:
+    """Returns nodes in the order in which their inputs are computed: gradients are asked for in another one."""
+    places = {id(node): place for place, node in enumerate(nodes)}
+    return sorted(nodes, key=lambda node: max((places.get(id(x.node), -1) for x in node.inputs), default=-1))
 
 
 def _by_level(nodes: Any) -> dict[int, list[Any]]:

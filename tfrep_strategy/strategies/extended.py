@@ -142,9 +142,9 @@ class SynchronousExtended(NoticesKeras2):
             or own.shard_optimizer_state
         )
 
-    def new_partitioned_steps(self, builds: bool, keeps_rows: bool = False) -> PartitionedSteps:
+    def new_partitioned_steps(self, builds: bool) -> PartitionedSteps:
         """Makes what runs the steps of one function as one device's; see `PartitionedSteps`."""
-        return PartitionedSteps(self.strategy, keeps_rows, builds)
+        return PartitionedSteps(self.strategy, builds)
 
     @property
     @abc.abstractmethod

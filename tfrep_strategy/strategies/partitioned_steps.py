@@ -23,12 +23,11 @@ class PartitionedSteps:
 
     Args:
         strategy: The strategy whose replicas run them.
-        keeps_rows: Whether a process keeps those rows of results that it has computed.
         builds: Whether the first step makes what the function needs, such as the layers of a model.
     """
 
-    def __init__(self, strategy: Any, keeps_rows: bool = False, builds: bool = False) -> None:
-        self._strategy, self._keeps_rows, self._builds = strategy, keeps_rows, builds
+    def __init__(self, strategy: Any, builds: bool) -> None:
+        self._strategy, self._builds = strategy, builds
         self._traced: dict[Any, _Traced] = {}
         self._told: set[str] = set()
         """The types of operations whose costs were told."""
@@ -70,7 +69,7 @@ class PartitionedSteps:
         while True:
             batch = tf.nest.pack_sequence_as(part, ways.pop(0))
             try:
-                traced = _Traced(self._strategy, fn, batch, self._keeps_rows)
+                traced = _Traced(self._strategy, fn, batch)
                 self._check_costs(traced.without_rule)
                 return traced
             except (TfrepError, tf.errors.OpError):
@@ -104,7 +103,7 @@ class PartitionedSteps:
 class _Traced:
     """A step that was traced for batches of one kind."""
 
-    def __init__(self, strategy: Any, fn: Callable[[Any], Any], batch: Any, keeps_rows: bool) -> None:
+    def __init__(self, strategy: Any, fn: Callable[[Any], Any], batch: Any) -> None:
         self._strategy = strategy
         made: list[Any] = [None]
         while made:  # As `tf.function` does: what made variables is traced once more, now that they are there.
@@ -115,7 +114,7 @@ class _Traced:
         self._captured = [outer for outer, _ in graph.captures]
         given = [Given(Shard(0) if x.shape.rank else REPLICATE) for x in graph.inputs[: -len(self._captured) or None]]
         given += map(_given, self._captured)
-        self._step = PartitionedStep(graph, given, strategy.extended.num_local_replicas, keeps_rows)
+        self._step = PartitionedStep(graph, given, strategy.extended.num_local_replicas)
         self.without_rule = self._step.without_rule
 
     def run(self, shards: Shards) -> Any:

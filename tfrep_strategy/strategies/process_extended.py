@@ -189,7 +189,12 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
 
     @functools.cached_property
     def transport(self) -> Transport:
-        return BetweenProcesses(self._communicator, self._device)
+        return BetweenProcesses(self._communicator, self._device, self.bucket_bytes_for)
+
+    @property
+    def partitions_steps(self) -> bool:
+        # Data of its own may have other sizes on each process, such as the length of sequences.
+        return super().partitions_steps and self.strategy.rank_data != "own"
 
     def rows_before(self, count: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(self._communicator.all_gather(count[tf.newaxis])[: self._communicator.rank])
@@ -199,11 +204,6 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
 
     def own_communicator(self) -> Communicator:
         return self._communicator
-
-    def rows_belong_together(self, batch: Any) -> bool:
-        # Those of other processes may have other sizes.
-        is_own = self.strategy.rank_data == "own"
-        return super().rows_belong_together(batch) and (not is_own or len(tf.nest.flatten(batch)) == 1)
 
     def shard(self, batch: Any) -> Shards:
         if self.strategy.rank_data != "own":

@@ -29,8 +29,7 @@ class PredictFunction:
         extended = driver.strategy.extended
         self._steps: Any = None
         if driver.has_several and not model.run_eagerly and extended.partitions_steps:
-            keeps_rows = getattr(driver.strategy, "rank_data", None) == "own"
-            self._steps = extended.new_partitioned_steps(builds=not model.built, keeps_rows=keeps_rows)
+            self._steps = extended.new_partitioned_steps(builds=not model.built)
         self._runs = {self._steps is not None: run}
         """Functions, by whether their steps are those of one device."""
         self._untraced = {True, False}
