@@ -173,6 +173,21 @@ def test_layers_and_slots_that_a_step_makes_are_the_strategys() -> None:
         np.testing.assert_array_equal(copies[0], copies[1])
 
 
+def test_what_is_written_while_a_step_is_traced_reaches_all_copies() -> None:
+    class Counts(keras.Sequential):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            with tf.init_scope():
+                self.traces.assign_add(1.0)
+            return super().train_step(data) | {"traces": self.traces + 0.0}
+
+    with _mirrored(2).scope():
+        model = Counts([keras.Input((6,)), layers.Dense(2)])
+        model.traces = tf.Variable(0.0)
+        model.compile("sgd", "mse")
+    logs = model.train_on_batch(_X[:7], _Y[:7], return_dict=True)
+    assert [float(copy) for copy in model.traces.values] == [logs["traces"]] * 2 != [0.0] * 2
+
+
 def test_what_has_no_rule_is_told_once() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import DistributedVariable, trace, value_container
+from tfrep_strategy._tensorflow import DistributedVariable, MirroredVariable, trace, value_container
 from tfrep_strategy.batches import has_plain_rows, is_nothing, known_examples, num_examples
 from tfrep_strategy.errors import CannotPartitionError, TfrepError, message, warn
 from tfrep_strategy.keras_integration.protocol import Shards, Whole
@@ -112,6 +112,7 @@ class _Traced:
         strategy.extended.synchronize_new_variables()
         self._results = graph.structured_outputs
         self._captured = [outer for outer, _ in graph.captures]
+        _copy_from_first(map(_variable_of, self._captured))
         given = [Given(Shard(0) if x.shape.rank else REPLICATE) for x in graph.inputs[: -len(self._captured) or None]]
         given += map(_given, self._captured)
         self._step = PartitionedStep(graph, given, strategy.extended.num_local_replicas)
@@ -156,6 +157,15 @@ def _variable_of(captured: Any) -> Any:
     """Returns the variable that a handle belongs to, or the container of its copies; None if it is no such handle."""
     variable = getattr(captured, "_parent_trackable", lambda: None)()
     return None if variable is None else value_container(variable)
+
+
+def _copy_from_first(variables: Iterable[Any]) -> None:
+    """Gives all copies of variables what the first has: what eager code has written while a step was traced went to it alone."""
+    with tf.init_scope():
+        for variable in variables:
+            if isinstance(variable, MirroredVariable):
+                for copy in variable.values[1:]:
+                    copy.assign(variable.values[0])
 
 
 def _copies(captured: Any) -> list[Any]:
