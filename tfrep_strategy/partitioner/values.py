@@ -129,6 +129,7 @@ class Values:
             raise CannotPartitionError(
                 message(
                     "An operation takes a variable of which each replica holds an addend, and has no rule.",
+                    hint="read the variable before, outside of loops and branches.",
                     operation=tensor.name,
                 )
             )

@@ -86,7 +86,8 @@ class PartitionedSteps:
         """
         for type_, operation in without_rule.items():
             if type_.removeprefix("Stateless") in ("Case", "If", "While"):
-                raise CannotPartitionError(message("A loop or a branch takes rows.", operation=operation.name))
+                hint = "nothing has to be done: replicas run such steps."
+                raise CannotPartitionError(message("A loop or a branch takes rows.", hint, operation=operation.name))
         new = [f"{type_} {operation.name!r}" for type_, operation in without_rule.items() if type_ not in self._told]
         self._told.update(without_rule)
         if new:
