@@ -47,7 +47,7 @@ def set_up(with_xla: bool) -> None:
 
 def mirrored(names: list[str]) -> Iterator[dict[str, Any]]:
     """Two replicas of one process: on halves of a GPU, or on logical CPUs."""
-    strategy = tfrep.MirroredStrategy(halves(_MEMORY_MIB))
+    strategy = tfrep.MirroredStrategy(halves(_MEMORY_MIB), allow_plain_models=True)
     for name in names:
         yield {"place": "mirrored", **compared(strategy, name)}
 
@@ -61,7 +61,7 @@ def processes(names: list[str], with_xla: bool) -> Iterator[dict[str, Any]]:
 
 def _on_rank(names: list[str], with_xla: bool) -> list[dict[str, Any]]:
     set_up(with_xla)
-    strategy = tfrep.MultiWorkerStrategy("tf")
+    strategy = tfrep.MultiWorkerStrategy("tf", allow_plain_models=True)
     return [compared(strategy, name) for name in names]
 
 
