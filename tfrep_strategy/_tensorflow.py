@@ -268,12 +268,12 @@ def converted_by_autograph(fn: Callable[..., Any]) -> Callable[..., Any]:
     return autograph_convert(fn, enabled)
 
 
-NoneSpec = type(tf.type_spec_from_value(None))
+_NoneSpec = type(tf.type_spec_from_value(None))
 
 
 def is_none(spec: Any) -> bool:
     """Returns whether a specification is that of None in a pipeline."""
-    return spec == tf.type_spec_from_value(None)
+    return isinstance(spec, _NoneSpec)
 
 
 def leaves_traces(dataset: tf.data.Dataset) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import NoneSpec, is_none, regroup
+from tfrep_strategy._tensorflow import is_none, regroup
 from tfrep_strategy.errors import warn
 from tfrep_strategy.keras_integration.protocol import Shards
 
@@ -43,6 +43,12 @@ def num_examples(batch: Any) -> tf.Tensor:
     return tf.constant(1, tf.int64)
 
 
+def known_total(parts: Sequence[Any], num_replicas: int) -> int | None:
+    """Returns how many examples the global batch has, if all replicas are of this process, with known numbers of rows."""
+    rows = [known for part in parts if (known := known_examples(part)) is not None]
+    return sum(rows) if len(rows) == num_replicas else None
+
+
 def has_plain_rows(batch: Any) -> bool:
     """Returns whether all of a batch, or of the specification of one, is dense, with known numbers of dimensions.
 
@@ -57,7 +63,7 @@ def has_plain_rows(batch: Any) -> bool:
 
 def is_nothing(leaf: Any) -> bool:
     """Returns whether a leaf of a batch, or its specification, stands for None. Keras takes an `Optional` for it."""
-    return isinstance(leaf, (type(None), NoneSpec, tf.experimental.Optional, tf.OptionalSpec))
+    return leaf is None or is_none(leaf) or isinstance(leaf, (tf.experimental.Optional, tf.OptionalSpec))
 
 
 def as_tensors(batch: Any) -> Any:
@@ -315,13 +321,13 @@ def with_open_sizes(spec: Any, batch: Any, sizes: tf.Tensor) -> Any:
 
 def _open_dimensions(leaf: Any) -> list[int]:
     """Returns which dimensions of a tensor, or of the flat values of a ragged one, are of unknown size, without the first."""
-    if is_none(leaf) or isinstance(leaf, tf.OptionalSpec) or leaf.dtype == tf.variant or leaf.shape.rank is None:
+    if is_nothing(leaf) or leaf.dtype == tf.variant or leaf.shape.rank is None:
         return []
     return [i for i, size in enumerate(leaf.shape[_ragged_rank(leaf) :]) if i and size is None]
 
 
 def _has_open_rank(leaf: Any) -> bool:
-    return not is_none(leaf) and not isinstance(leaf, tf.OptionalSpec) and leaf.shape.rank is None
+    return not is_nothing(leaf) and leaf.shape.rank is None
 
 
 def _ragged_rank(leaf: Any) -> int:
@@ -339,7 +345,7 @@ def any_size(spec: Any) -> Any:
     """Returns a specification of batches with any number of examples, given one with a fixed number."""
 
     def any_leaf(leaf: Any) -> Any:
-        if is_none(leaf) or isinstance(leaf, tf.OptionalSpec) or not leaf.shape.rank:
+        if is_nothing(leaf) or not leaf.shape.rank:
             return leaf
         shape = [None, *leaf.shape[1:]]
         if isinstance(leaf, tf.RaggedTensorSpec):

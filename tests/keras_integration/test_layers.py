@@ -47,9 +47,24 @@ def sums_of_a_step(strategy: Any) -> list[int]:
     return sums
 
 
-def test_synchronized_statistics_cost_one_sum_forward(worker_pool: Any) -> None:
+def sums_of_a_step_by_replicas(strategy: Any) -> list[int]:
+    strategy.densify_sparse_gradients = True  # So that replicas trace the step.
+    try:
+        return sums_of_a_step(strategy)
+    finally:
+        strategy.densify_sparse_gradients = False
+
+
+def test_synchronized_statistics_cost_one_sum_forward_and_one_backward_by_replicas(worker_pool: Any) -> None:
+    statistics, gradients = 3, 6
+    for sums in worker_pool("tf", 2).run(sums_of_a_step_by_replicas):
+        assert sums == [*[statistics] * 3, gradients], "nothing needs a gradient of what the first layer gets"
+
+
+def test_synchronized_statistics_cost_one_sum_forward_and_two_backward(worker_pool: Any) -> None:
+    statistics, gradients, loss, metric = 3, 6, 1, 1
     for sums in worker_pool("tf", 2).run(sums_of_a_step):
-        assert len(sums) == 5, "one for each layer, two on the way back, and one of gradients and metrics"
+        assert sums == [statistics + metric, statistics, 1 + loss, 1 + metric, gradients]
 
 
 def functions_in_a_step(rows: int) -> list[str]:

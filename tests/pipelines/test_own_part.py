@@ -531,7 +531,6 @@ def pipelines(draw: Any) -> Callable[[], tf.data.Dataset]:
     return make
 
 
-@pytest.mark.timeout(550)
 @pytest.mark.parametrize("draws", [40, *in_lane("drawn", 400)])
 def test_drawn_pipelines(draws: int) -> None:
     @settings(

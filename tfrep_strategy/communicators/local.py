@@ -105,13 +105,7 @@ class LocalCommunicator(Communicator):
     def _reduce_values(self, values: Sequence[tf.Tensor], op: str) -> list[tf.Tensor]:
         if op in _REDUCTIONS:
             return [functools.reduce(_REDUCTIONS[op], values)] * len(values)
-        if self._group.nccl and len(values) > 1 and values[0].dtype in _ON_GPUS:
-            sums = nccl_all_sum(list(values))
-            for total in sums:  # If one result is unused and thus not computed, NCCL waits forever for its member.
-                if not tf.executing_eagerly():
-                    run_independently(total.op)
-            return sums
-        return [tf.add_n(list(values)) if len(values) > 1 else values[0]] * len(values)
+        return summed_everywhere(values, self._group.nccl)
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         tensor = tf.convert_to_tensor(tensor)
@@ -258,6 +252,22 @@ class LocalCommunicator(Communicator):
         place = functools.partial(replica_name, replica=self._replica)
         key, nccl = self._group.key, self._group.nccl
         return RingCommunicator(self.rank, self.size, self._device, key, f"group{key}/", place, nccl=nccl)
+
+
+def summed_everywhere(values: Sequence[tf.Tensor], nccl: bool) -> list[tf.Tensor]:
+    """Sums what the replicas of a process have, and returns the sum for each of them. NCCL puts it on its device.
+
+    Args:
+        values: What each replica has.
+        nccl: Whether NCCL connects their devices.
+    """
+    if nccl and len(values) > 1 and values[0].dtype in _ON_GPUS:
+        sums: list[tf.Tensor] = nccl_all_sum(list(values))
+        for total in sums:  # If one result is unused and thus not computed, NCCL waits forever for its member.
+            if not tf.executing_eagerly():
+                run_independently(total.op)
+        return sums
+    return [tf.add_n(list(values)) if len(values) > 1 else values[0]] * len(values)
 
 
 def _is_branch_of(shared: Any) -> bool:

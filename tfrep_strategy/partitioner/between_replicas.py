@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import NCCL_DTYPES, nccl_all_sum, run_independently
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.communicators.base import carry, outside_xla, uncarry
+from tfrep_strategy.communicators.local import summed_everywhere
 from tfrep_strategy.communicators.strings import gather_rows
 from tfrep_strategy.gradients import buckets
 from tfrep_strategy.packing import Packed
-
-_ON_GPUS = NCCL_DTYPES - {tf.int32}  # TensorFlow keeps int32 in the memory of the host.
 
 
 class WithinProcess:
@@ -29,42 +28,38 @@ class WithinProcess:
         self.devices, self._nccl = devices, nccl
 
     def sums(self, values: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
-        if not self._nccl:
-            return [self._everywhere(tf.add_n(list(each)), like=each) for each in values]
-        packed = []
-        for replica, device in enumerate(self.devices):
-            with tf.device(device), outside_xla():
-                packed.append(Packed([carry(each[replica]) for each in values]))
-        flats = [self._sum_of_flats(flat) for flat in zip(*(each.flats for each in packed), strict=True)]
-        own = []
-        for replica, device in enumerate(self.devices):
-            with tf.device(device), outside_xla():
-                totals = packed[replica].unpack([flat[replica] for flat in flats])
-                own.append([uncarry(t, each[replica].dtype) for t, each in zip(totals, values, strict=True)])
-        return [list(each) for each in zip(*own, strict=True)]
+        own = self._at_each(lambda replica: [carry(each[replica]) for each in values])
+        if self._nccl:  # It launches a kernel on every GPU for each sum, so it gets few large tensors.
+            packed = self._at_each(lambda replica: Packed(own[replica]))
+            flats = self._summed([each.flats for each in packed])
+            totals = self._at_each(lambda replica: packed[replica].unpack(flats[replica]))
+        else:
+            totals = self._summed(own)
+        dtypes = [each[0].dtype for each in values]
+        results = self._at_each(lambda replica: list(map(uncarry, totals[replica], dtypes)))
+        return [list(each) for each in zip(*results, strict=True)]
 
-    def _sum_of_flats(self, flats: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def _summed(self, own: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
+        """Returns, for each replica, the sums of tensors of which each replica has its own."""
         with outside_xla():
-            if flats[0].dtype not in _ON_GPUS:
-                return self._everywhere(tf.add_n(list(flats)), like=flats)
-            sums = nccl_all_sum(list(flats))
-        for total in sums:  # If one result is unused and thus not computed, NCCL waits forever for its replica.
-            run_independently(total.op)
-        return list(sums)
+            sums = [summed_everywhere(values, self._nccl) for values in zip(*own, strict=True)]
+        return self._at_each(lambda replica: [tf.identity(each[replica]) for each in sums])
 
     def gathered(self, values: Sequence[tf.Tensor], axis: int) -> list[tf.Tensor]:
         with tf.device(self.devices[0]), outside_xla():
-            return self._everywhere(tf.concat(list(values), axis), like=values)
+            whole = tf.concat(list(values), axis)
+        return self._at_each(lambda replica: tf.identity(whole))
 
     def first(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return self._everywhere(values[0], like=values)
+        return self._at_each(lambda replica: tf.identity(values[0]))
 
-    def _everywhere(self, value: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        copies = []
-        for device in self.devices[: len(like)]:
+    def _at_each(self, make: Callable[[int], Any]) -> list[Any]:
+        """Makes something on the device of each replica, which XLA leaves alone."""
+        made = []
+        for replica, device in enumerate(self.devices):
             with tf.device(device), outside_xla():
-                copies.append(tf.identity(value))
-        return copies
+                made.append(make(replica))
+        return made
 
 
 class BetweenProcesses:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.batches import known_examples, num_examples, pack, with_unknown_size
+from tfrep_strategy.batches import known_total, num_examples, pack, with_unknown_size
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.communicators.compression import DTYPES
 from tfrep_strategy.data import explain
@@ -97,7 +97,8 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
         """Runs `fn` on every replica; see `tf.distribute.Strategy.run`.
 
         In a step that Keras drives, `Shards` are the only argument. Each replica then gets its part, and knows its share of
-        the global batch. A step that nobody can cut is run once in each process, on the global batch.
+        the global batch. A step that is run as one device's is traced once, and partitioned. A step that nobody can cut is run
+        once in each process, on the global batch.
         """
         if self._is_one_replica:
             return super().run(fn, args, kwargs, options)
@@ -108,7 +109,7 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
             shards = args[0]
             if self.num_replicas_in_sync == 1:  # The share is 1, and the step is that of one device.
                 args = (pack(shards),)
-            elif (partitioned := self.extended.partitioned_steps.value) is not None and partitioned.take(shards):
+            elif (partitioned := self.extended.partitioned_steps.value) is not None:
                 with self.extended.watching_peers():
                     return partitioned.run(fn, shards)
             elif self.extended.runs_outside_replicas.value:
@@ -126,8 +127,8 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
 
     def _total_of(self, shards: Shards) -> tf.Tensor:
         """Returns the examples of the global batch: a constant if all replicas are of this process, with known numbers of rows."""
-        rows = [known for part in shards.parts if (known := known_examples(part)) is not None]
-        return tf.constant(sum(rows), tf.int64) if len(rows) == self.num_replicas_in_sync else shards.total
+        known = known_total(shards.parts, self.num_replicas_in_sync)
+        return shards.total if known is None else tf.constant(known, tf.int64)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces a result of `run` over the replicas; see `tf.distribute.Strategy.reduce`.

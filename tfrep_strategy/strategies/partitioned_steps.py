@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import DistributedVariable, MirroredVariable, trace, value_container
-from tfrep_strategy.batches import has_plain_rows, is_nothing, known_examples, num_examples
+from tfrep_strategy.batches import is_nothing, known_total, num_examples
 from tfrep_strategy.errors import CannotPartitionError, TfrepError, message, warn
 from tfrep_strategy.keras_integration.protocol import Shards, Whole
 from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Shard
@@ -32,32 +32,27 @@ class PartitionedSteps:
         self._told: set[str] = set()
         """The types of operations whose costs were told."""
 
-    @staticmethod
-    def take(shards: Shards) -> bool:
-        """Returns whether a step with such a batch can be partitioned, if its rows belong together."""
-        with_rows = sum(bool(leaf.shape.rank) for leaf in _tensors(shards.parts[0]))
-        return has_plain_rows(shards.parts) and with_rows > 0 and not tf.executing_eagerly()
-
     def run(self, fn: Callable[[Any], Any], shards: Shards) -> Whole:
         """Adds a step to the graph that is being built.
 
         Args:
             fn: What one device would do with a batch.
-            shards: The batch.
+            shards: The batch, whose rows belong together.
 
         Returns:
             What `fn` returns for the global batch, as `Whole`.
+
+        Raises:
+            CannotPartitionError: Nothing of the batch has rows, or the step does what there is no way for.
         """
-        total = self._known_total(shards)
+        if tf.executing_eagerly() or not any(leaf.shape.rank for leaf in _tensors(shards.parts[0])):
+            hint = "nothing has to be done: replicas run such steps."
+            raise CannotPartitionError(message("An eager step, or a batch without rows, cannot be cut.", hint))
+        total = known_total(shards.parts, self._strategy.num_replicas_in_sync)
         key = total, *map(_with_open_rows, tf.nest.flatten(shards.parts[0]))
         if key not in self._traced:
             self._traced[key] = self._trace(fn, shards.parts[0], total)
         return Whole(self._traced[key].run(shards))
-
-    def _known_total(self, shards: Shards) -> int | None:
-        """Returns how many rows the global batch has, if all replicas are of this process, with known numbers of rows."""
-        rows = [known for part in shards.parts if (known := known_examples(part)) is not None]
-        return sum(rows) if len(rows) == self._strategy.num_replicas_in_sync else None
 
     def _trace(self, fn: Callable[[Any], Any], part: Any, total: int | None) -> _Traced:
         specs = list(map(_with_open_rows, tf.nest.flatten(part)))

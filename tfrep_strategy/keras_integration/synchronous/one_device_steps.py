@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy.errors import CannotPartitionError, PeerError
 from tfrep_strategy.keras_integration.protocol import KerasExtended
 from tfrep_strategy.keras_integration.shared.xla import compiled_at_once
 
@@ -49,10 +50,10 @@ class OneDeviceSteps:
         try:
             with self._extended.partitioned_steps.to(self._steps), self._in_its_way():
                 result = self._run(batches)
-        except (tf.errors.OpError, StopIteration):
+        except (tf.errors.OpError, PeerError, StopIteration):
             raise
-        except Exception:  # A step may ask how many rows there are, or do what the partitioner has no way for.
-            if self._is_traced:
+        except Exception as error:  # A step may ask how many rows there are, or do what the partitioner has no way for.
+            if self._is_traced and not isinstance(error, CannotPartitionError):
                 raise
             self._cannot_be_traced, self.gives_global_logs = True, False
             return self._by_replicas(batches)
@@ -62,7 +63,6 @@ class OneDeviceSteps:
     def _takes(self, batches: Any) -> bool:
         together: bool = batches.rows_belong_together
         return together and not tf.config.functions_run_eagerly()
-
 
 
 class WholeBatches(list[Any]):
