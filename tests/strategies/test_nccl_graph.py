@@ -118,5 +118,6 @@ def test_a_bucket_is_one_launch(nccl: Nccl) -> None:
             model.train_on_batch(*regression(8))
         return [sums for sums in nccl.launches if sums[0][1] != 1]  # The loss is a sum of its own.
 
-    assert launches(32 << 20) == [[("float32", 8 * 5 + 9 * 8 * 9 + 9)] * 2]
+    loss = 2  # Its sum and the number of rows travel with the gradients.
+    assert launches(32 << 20) == [[("float32", 8 * 5 + 9 * 8 * 9 + 9 + loss)] * 2]
     assert len(launches(1)) > 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,19 +16,43 @@ from tfrep_strategy.communicators.strings import gather_rows
 from tfrep_strategy.gradients import buckets
 from tfrep_strategy.packing import Packed
 
+Values = Sequence[Sequence[tf.Tensor]]
+BucketBytes = Callable[[Sequence[tf.Tensor]], int]
+"""Says in buckets of how many bytes tensors travel."""
 
-class WithinProcess:
+
+class _InBuckets(abc.ABC):
+    """Sums tensors in buckets: the first that are computed travel first, while the others are computed."""
+
+    def __init__(self, bucket_bytes_for: BucketBytes) -> None:
+        self._bucket_bytes_for = bucket_bytes_for
+
+    def sums(self, values: Values) -> list[list[tf.Tensor]]:
+        totals: dict[int, list[tf.Tensor]] = {}
+        later_first, backwards = [each[0] for each in values][::-1], range(len(values))[::-1]
+        for bucket in buckets(backwards, later_first, self._bucket_bytes_for(later_first)):
+            totals.update(zip(bucket, self._sums([values[i] for i in bucket]), strict=True))
+        return [totals[i] for i in range(len(values))]
+
+    @abc.abstractmethod
+    def _sums(self, values: Values) -> list[list[tf.Tensor]]:
+        """Sums the tensors of a bucket."""
+
+
+class WithinProcess(_InBuckets):
     """Replicas that are the devices of one process: what they send each other is arithmetic in the graph that they share.
 
     Args:
         devices: The device of each replica.
         nccl: Whether NCCL connects them.
+        bucket_bytes_for: See `BucketBytes`.
     """
 
-    def __init__(self, devices: Sequence[str], nccl: bool) -> None:
+    def __init__(self, devices: Sequence[str], nccl: bool, bucket_bytes_for: BucketBytes) -> None:
+        super().__init__(bucket_bytes_for)
         self.devices, self._nccl = devices, nccl
 
-    def sums(self, values: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
+    def _sums(self, values: Values) -> list[list[tf.Tensor]]:
         own = self._at_each(lambda replica: [carry(each[replica]) for each in values])
         if self._nccl:  # It launches a kernel on every GPU for each sum, so it gets few large tensors.
             packed = self._at_each(lambda replica: Packed(own[replica]))
@@ -62,30 +87,23 @@ class WithinProcess:
         return made
 
 
-class BetweenProcesses:
+class BetweenProcesses(_InBuckets):
     """Replicas that are the processes of a run.
 
     Args:
         communicator: That of this process.
         device: The device of its replica.
-        bucket_bytes_for: Says in buckets of how many bytes tensors travel.
+        bucket_bytes_for: See `BucketBytes`.
     """
 
-    def __init__(
-        self, communicator: Communicator, device: str, bucket_bytes_for: Callable[[Sequence[tf.Tensor]], int]
-    ) -> None:
-        self._communicator, self._bucket_bytes_for = communicator, bucket_bytes_for
+    def __init__(self, communicator: Communicator, device: str, bucket_bytes_for: BucketBytes) -> None:
+        super().__init__(bucket_bytes_for)
+        self._communicator = communicator
         self.devices: Sequence[str] = (device,)
 
-    def sums(self, values: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
-        own = [each for (each,) in values]
-        totals: dict[int, tf.Tensor] = {}
-        # The first that are computed travel first, while the others are computed.
-        later_first, backwards = own[::-1], range(len(own))[::-1]
+    def _sums(self, values: Values) -> list[list[tf.Tensor]]:
         with self._placed():
-            for bucket in buckets(backwards, later_first, self._bucket_bytes_for(own)):
-                totals.update(zip(bucket, self._communicator.all_reduce([own[i] for i in bucket]), strict=True))
-        return [[totals[i]] for i in range(len(own))]
+            return [[total] for total in self._communicator.all_reduce([own for (own,) in values])]
 
     def gathered(self, values: Sequence[tf.Tensor], axis: int) -> list[tf.Tensor]:
         (own,) = values

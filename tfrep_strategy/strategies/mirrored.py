@@ -219,7 +219,7 @@ class _Extended(SynchronousExtended, MirroredExtended):
 
     @functools.cached_property
     def transport(self) -> Transport:
-        return WithinProcess(self.worker_devices, isinstance(self._cross_device_ops, NcclAllReduce))
+        return WithinProcess(self.worker_devices, self._all_replicas.nccl, self.bucket_bytes_for)
 
     def communicator_of(self, replica: int) -> Communicator:
         return self._all_replicas.communicator(replica)
