@@ -115,11 +115,12 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         start = iterator.get_next_as_optional(), initial_state
         return tf.while_loop(lambda optional, state: optional.has_value(), step, start, parallel_iterations=1)[1]
 
-    def for_keras(self, length_is_known: bool) -> Any:
+    def for_keras(self, length_is_known: bool, rows_belong_together: bool) -> Any:
         """Returns an iterable of `Shards`, for Keras's training loops; of batches, if there is one replica in all.
 
         Args:
             length_is_known: Whether Keras's loops run the same number of steps on every process.
+            rows_belong_together: Whether `rows_belong_together` is true on every process.
         """
         self.note_no_more()
         first = self._pipelines[0]
@@ -129,15 +130,15 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
             spec = SpecOfSteps(first.dataset.element_spec)
             if spec != self._spec_of_steps:
                 self._spec_of_steps = spec
-            return WholeSteps(first.dataset, self._spec_of_steps, self.rows_belong_together)
+            return WholeSteps(first.dataset, self._spec_of_steps, rows_belong_together)
         reading = Reading(self._reading.devices, agreement, as_shards=True)
         steps = ReplicaDataset(self._pipelines, reading, self.cardinality)
-        steps._rows_belong_together = self.rows_belong_together
+        steps._rows_belong_together = rows_belong_together
         return steps
 
     @functools.cached_property
     def rows_belong_together(self) -> bool:
-        """Whether all tensors of a batch are dense, and known to have one number of rows."""
+        """Whether all tensors of a batch are dense, and known to have one number of rows, on this process."""
         alike = bool(self.batches) and all(map(rows_are_alike, self.batches))
         specs = [each.element_spec for each in self.batches]
         has_open_sizes = self.is_of_each and any(size is None for leaf in tf.nest.flatten(specs) for size in _sizes(leaf)[1:])

@@ -63,6 +63,7 @@ def test_keras_2(strategy: Any) -> None:
 
 def test_a_model_made_outside_the_scope_trains_here(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forgotten_scope, "_warned", set())  # Another test may have been told.
+    forgotten_scope.note(strategy)  # Of the module: a test begins without the strategies of those before.
     x, y = make_data()
     model = keras.Sequential([keras.Input(x.shape[1:]), keras.layers.Dense(1)])
     model.compile("sgd", "mse")

@@ -110,6 +110,28 @@ def test_processes(communicator: str, worker_pool: Any) -> None:
             _assert_same(found, expected)
 
 
+def _trained_on_batches(scope: Any, hides_rows: bool) -> dict[str, Any]:
+    keras.utils.set_random_seed(3)
+    with scope:
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.1, 0.9), "mse")
+    batches = tf.data.Dataset.from_tensor_slices((_X, _Y)).batch(_BATCH)
+    if hides_rows:  # Nothing tells that inputs and targets have one number of rows.
+        batches = batches.map(lambda x, y: (tf.ensure_shape(tf.numpy_function(np.copy, [x], x.dtype), [None, 6]), y))
+    fitted = model.fit(batches, epochs=2, validation_data=batches, verbose=0)
+    return {"history": fitted.history, "weights": model.get_weights(), "predict": model.predict(batches, verbose=0)}
+
+
+def _trained_on_batches_of_a_rank(strategy: Any) -> dict[str, Any]:
+    return _trained_on_batches(strategy.scope(), hides_rows=strategy.rank == 1)
+
+
+def test_ranks_whose_pipelines_differ(worker_pool: Any) -> None:
+    expected = _trained_on_batches(contextlib.nullcontext(), hides_rows=False)
+    for found in worker_pool("tf", 2).run(_trained_on_batches_of_a_rank):
+        _assert_same(found, expected)
+
+
 @pytest.mark.parametrize("settings", [{"jit_compile": True}, {"steps_per_execution": 2}], ids=["XLA", "several"])
 def test_settings(settings: dict[str, Any]) -> None:
     expected = _trained(contextlib.nullcontext(), "drawing", **settings)

@@ -63,7 +63,8 @@ class StepsOfReplicas(TFEpochIterator):  # type: ignore[misc]
             self._generator.read_by(self.data_adapter)
         self._of_replicas = self._distributed_dataset
         self.part_spec = self._of_replicas.part_spec
-        self.rows_belong_together: bool = self._of_replicas.rows_belong_together
+        # Pipelines may differ between the processes, and all run a step in the same way.
+        self.rows_belong_together = not strategy.extended.any_process(not self._of_replicas.rows_belong_together)
         self._common_batches = _batches_of_all(strategy, self._distributed_dataset, self._num_batches, self.data_adapter)
         self._num_batches = self._common_batches
         self._may_end_before = self._common_batches is not None and self._of_replicas.steps_per_batch != 1
@@ -97,7 +98,7 @@ class StepsOfReplicas(TFEpochIterator):  # type: ignore[misc]
         if self.is_of_fit:
             (epochs, batches), strategy.extended.resumes_at = strategy.extended.resumes_at, (0, 0)
         strategy.extended.first_batch = self._of_replicas.first_batch
-        self._distributed_dataset = self._of_replicas.for_keras(self._common_batches is not None)
+        self._distributed_dataset = self._of_replicas.for_keras(self._common_batches is not None, self.rows_belong_together)
         self.pass_over(epochs)
         super().__iter__()
         if batches:
