@@ -94,6 +94,7 @@ def differences(
     placements: Sequence[Placement],
     counts: Sequence[int],
     is_open: bool = True,
+    in_function: bool = False,
 ) -> tuple[float, PartitionedStep, Together]:
     """Compares a function on replicas with one device.
 
@@ -103,6 +104,7 @@ def differences(
         placements: How they are placed.
         counts: How many rows each replica has.
         is_open: Whether the trace knows no number of rows.
+        in_function: Whether the replicas run in a `tf.function`.
 
     Returns:
         The largest difference of a result on a replica, the planned step, and the transport.
@@ -111,7 +113,11 @@ def differences(
     parts = [parts_of(v, p, counts) for v, p in zip(values, placements, strict=True)]
     captured = [outer for outer, _ in step.graph.captures]
     inputs = [[*(tf.constant(each[r]) for each in parts), *captured] for r in range(len(counts))]
-    results = step.run(own_rows(counts, sum(counts)), inputs, transport)
+
+    def run(inputs: Any) -> Any:
+        return step.run(own_rows(counts, sum(counts)), inputs, transport)
+
+    results = (tf.function(run, autograph=False) if in_function else run)(inputs)
     wanted = tf.nest.flatten(function(*map(tf.constant, values)))
     worst = 0.0
     for own in results:

@@ -210,7 +210,7 @@ def test_what_is_written_while_a_step_is_traced_reaches_all_copies() -> None:
     assert [float(copy) for copy in model.traces.values] == [logs["traces"]] * 2 != [0.0] * 2
 
 
-class LoopsForFive(keras.Model):
+class MapsFive(keras.Model):
     """A loop takes the rows of batches with five columns; replicas run such a step."""
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ class LoopsForFive(keras.Model):
     def train_step(self, data: Any) -> dict[str, Any]:
         x, *_ = keras.utils.unpack_x_y_sample_weight(data)
         if x.shape[1] == 5:
-            x = tf.while_loop(lambda i, _: i < 2, lambda i, v: (i + 1, 0.5 * v), (0, x))[1]
+            x = tf.map_fn(lambda row: 0.5 * row, x)
         self.total.assign_add(tf.reduce_sum(x))
         return {"total": self.total + 0.0}
 
@@ -228,7 +228,7 @@ class LoopsForFive(keras.Model):
 def test_a_later_step_that_cannot_be_partitioned_runs_by_replicas() -> None:
     def totals(scope: Any) -> list[float]:
         with scope:
-            model = LoopsForFive()
+            model = MapsFive()
             model.compile()
         return [model.train_on_batch(x, return_dict=True)["total"] for x in (_X[:7], _X[:7, :5], _X[:9])]
 

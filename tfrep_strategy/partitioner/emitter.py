@@ -53,14 +53,23 @@ class Segment:
         nodes: In an order in which they can run.
         outputs: What it returns.
         compiled: Whether XLA compiles it.
+        inputs: What it gets; by default what its nodes need.
     """
 
-    def __init__(self, nodes: Sequence[Node], outputs: Sequence[Tensor], compiled: bool = False) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        outputs: Sequence[Tensor],
+        compiled: bool = False,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
         self.outputs = outputs
         made = {id(node) for node in nodes}
-        self.inputs = list({
-            x.name: x for x in (*(x for node in nodes for x in node.inputs), *outputs) if x.node is None or id(x.node) not in made
-        }.values())  # fmt: skip
+        if inputs is None:
+            used = (*(x for node in nodes for x in node.inputs), *outputs)
+            inputs = list({x.name: x for x in used if x.node is None or id(x.node) not in made}.values())
+        self.inputs = inputs
+        self._bodies: list[Segment] = []
         self.name = f"__tfrep_segment_{next(_names)}"
         names = {x.name: f"input_{i}" for i, x in enumerate(self.inputs)}
         definition = tf.compat.v1.GraphDef().library.function.add()
@@ -72,10 +81,14 @@ class Segment:
             definition.ret[f"output_{i}"] = names.get(x.name, x.name)
         for node in nodes:
             controls = [f"^{each.name}" for each in node.control_inputs if id(each) in made]
-            inputs = [names.get(x.name, x.name) for x in node.inputs]
-            written = definition.node_def.add(name=node.name, op=node.type, input=[*inputs, *controls])
+            given = [names.get(x.name, x.name) for x in node.inputs]
+            written = definition.node_def.add(name=node.name, op=node.type, input=[*given, *controls])
             for name, value in node.attributes.items():
                 written.attr[name].CopyFrom(value)
+            for name, body in node.bodies:
+                self._bodies.append(Segment(live(body.nodes, body.results), body.results, inputs=body.inputs))
+                called = written.attr[name].list.func.add() if name == "branches" else written.attr[name].func
+                called.name = self._bodies[-1].name
             # What waits for a call waits for these alone, once TensorFlow has put the function's operations in its place.
             if node.has_effects or any(x.dtype == tf.resource for x in node.inputs):
                 definition.signature.control_output.append(node.name)
@@ -116,8 +129,9 @@ class Emitter:
         self._needed = {x.name for node in nodes for x in node.inputs} | {x.name for x in program.results}
         self._last = max((node.level for node in nodes), default=0)
         self._collectives = _by_level(node for node in _in_order_of_values(nodes) if isinstance(node, Collective))
-        plain = [node for node in nodes if isinstance(node, Node)]
-        free = _free(plain, program.arguments[:4])
+        plain = [node for node in nodes if isinstance(node, Node) and not node.talks]
+        self._together = _by_level(_Together(node, compiled) for node in nodes if isinstance(node, Node) and node.talks)
+        free = _free(plain, program.arguments[:4])  # The rows, which all programs begin with.
         self._segments = self._cut([node for node in plain if not node.once], free, nodes, compiled)
         self._once = self._cut([node for node in plain if node.once], free, nodes, False)
 
@@ -160,7 +174,7 @@ class Emitter:
         Returns:
             The results of each replica.
         """
-        names = [x.name for x in self._program.arguments]
+        names = [x.name for x in (self._program.arguments if self._program.inputs is None else self._program.inputs)]
         known: list[dict[str, Any]] = [dict(zip(names, given, strict=True)) for given in arguments]
         for level in range(-1, self._last + 1):
             if level in self._segments:
@@ -174,6 +188,8 @@ class Emitter:
                 for own in known:
                     own.update(zip([x.name for x in segment.outputs], results, strict=True))
             self._communicate(self._collectives.get(level, ()), known, transport)
+            for together in self._together.get(level, ()):
+                together.run(known, transport)
         return [[own[x.name] for x in self._program.results] for own in known]
 
     def _communicate(
@@ -199,6 +215,83 @@ class Emitter:
                 note(collective, transport.first(values(collective)))
             elif collective.kind == "shared":
                 note(collective, [values(collective)[0]] * len(known))
+
+
+class _Together:
+    """A loop or branches in which replicas talk: those of a process make each round, or take a branch, together.
+
+    Args:
+        node: The loop or the branches.
+        compiled: Whether XLA compiles what lies between collectives.
+    """
+
+    def __init__(self, node: Node, compiled: bool) -> None:
+        self._node, self.level = node, node.level
+        self._bodies = [Emitter(body, compiled) for _, body in node.bodies]
+
+    def run(self, known: list[dict[str, Any]], transport: Transport) -> None:
+        """Adds it to the graph that is being built.
+
+        Args:
+            known: By the name of a tensor: what each replica has. The results are added.
+            transport: How the replicas talk.
+        """
+        run = self._run_loop if self._node.type.endswith("While") else self._run_branches
+        results = run([[own[x.name] for x in self._node.inputs] for own in known], transport)
+        for own, each in zip(known, results, strict=True):
+            own.update(zip([x.name for x in self._node.outputs], each, strict=True))
+
+    def _run_branches(self, given: list[list[Any]], transport: Transport) -> Any:
+        inputs = [own[1:] for own in given]
+
+        def taken(body: Emitter) -> Any:
+            # A branch has to return something.
+            return lambda: [tf.constant(0), *(x for own in body.run(inputs, transport) for x in own)]
+
+        if self._node.type.endswith("If"):
+            _, *results = tf.cond(given[0][0], *map(taken, self._bodies))
+        else:
+            _, *results = tf.switch_case(given[0][0], list(map(taken, self._bodies)))
+        return _of_each(results, len(given))
+
+    def _run_loop(self, given: list[list[Any]], transport: Transport) -> Any:
+        test, body = self._bodies
+        carried, replicas = self._node.carried, range(len(given))
+
+        def inputs(moving: Sequence[Any]) -> list[list[Any]]:
+            own = [dict(zip(carried, each, strict=True)) for each in _of_each(moving, len(given))]
+            return [[own[r].get(i, x) for i, x in enumerate(given[r])] for r in replicas]
+
+        def next_(*moving: Any) -> list[Any]:
+            return self._shaped(body.run(inputs(moving), transport))
+
+        results = tf.while_loop(
+            lambda *moving: test.run(inputs(moving), transport)[0][0],
+            next_,
+            self._shaped(given),
+            shape_invariants=[self._shape(i) for _ in replicas for i in carried],
+            parallel_iterations=self._node.attributes["parallel_iterations"].i,
+        )
+        own = [dict(zip(carried, each, strict=True)) for each in _of_each(results, len(given))]
+        return [[own[r].get(i, x) for i, x in enumerate(given[r])] for r in replicas]
+
+    def _shaped(self, given: list[list[Any]]) -> list[Any]:
+        """Returns what each replica carries, with the shapes that are known of it."""
+        moving = [(own[i], self._shape(i)) for own in given for i in self._node.carried]
+        for tensor, shape in moving:
+            if tf.is_symbolic_tensor(tensor):
+                tensor.set_shape(shape)
+        return [tensor for tensor, _ in moving]
+
+    def _shape(self, place: int) -> tf.TensorShape:
+        output = self._node.outputs[place]
+        return tf.TensorShape([]) if output.dtype == tf.variant else output.shape
+
+
+def _of_each(tensors: Sequence[Any], replicas: int) -> list[list[Any]]:
+    """Returns tensors of which each replica has as many, by replica."""
+    each = len(tensors) // replicas
+    return [list(tensors[r * each : (r + 1) * each]) for r in range(replicas)]
 
 
 def _in_order_of_values(nodes: Sequence[Any]) -> list[Any]:

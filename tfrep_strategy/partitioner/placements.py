@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +32,15 @@ class Partial:
     """Every replica holds an addend of the tensor's shape; the tensor is their sum."""
 
 
-Placement = Replicate | Shard | Partial
+@dataclass(frozen=True)
+class Vacant:
+    """A list that holds nothing yet: the first element that is put in decides."""
 
-REPLICATE, PARTIAL = Replicate(), Partial()
+
+Placement = Replicate | Shard | Partial | Vacant
+"""That of a list is the one of its elements."""
+
+REPLICATE, PARTIAL, VACANT = Replicate(), Partial(), Vacant()
 
 
 @dataclass(frozen=True)
@@ -92,3 +99,15 @@ def product(sizes: Any) -> Size:
             return None
         result = size * result if isinstance(size, Rows) else result * int(size)
     return result
+
+
+def common_dims(a: Sequence[Size] | None, b: Sequence[Size] | None) -> tuple[Size, ...] | None:
+    """Returns what two shapes have in common; None if one is unknown, or their ranks differ.
+
+    Example:
+        >>> common_dims([Rows(), 3], [Rows(), 4])
+        (Rows(per_row=1), None)
+    """
+    if a is None or b is None or len(a) != len(b):
+        return None
+    return tuple(x if x == y else None for x, y in zip(a, b, strict=True))

@@ -66,7 +66,7 @@ class Planner(Values):
         self.without_rule: dict[str, Any] = {}
         """By type: the first operation that got the rows of all replicas for want of a rule."""
         self._controls: dict[str, list[Any]] = {}
-        self._accesses: dict[str, tuple[list[Any], list[Any]]] = {}
+        self._accesses: dict[str, tuple[Tensor, list[Any], list[Any]]] = {}
 
     # What rules add.
 
@@ -78,6 +78,11 @@ class Planner(Values):
                 shape = tf.TensorShape([None if i == placement.axis else d for i, d in enumerate(shape)])
             local.shape = shape
         self.values[tensor.name] = Value(placement, local, **details)
+
+    def put_node(self, operation: Any, node: Any) -> None:
+        """Notes which node stands for an operation, for those that wait for it."""
+        self._controls[operation.name] = [node]
+        self.program.run_after(node, self._manual_controls(operation))
 
     def emit(self, operation: Any, inputs: Sequence[Tensor], *placements: Placement, **changes: Any) -> None:
         """Adds an operation with local inputs; its outputs have this placement, or one each."""
@@ -167,17 +172,18 @@ class Planner(Values):
 
     def access(self, handle: Tensor, node: Any, writes: bool) -> None:
         """Orders a node among those that use a variable or another resource."""
-        written, read = self._accesses.setdefault(handle.name, ([], []))
+        _, written, read = self._accesses.setdefault(handle.name, (handle, [], []))
         before = [*written, *read] if writes else written
         self.program.run_after(node, before)
         if writes:
-            self._accesses[handle.name] = ([node], [])
+            self._accesses[handle.name] = (handle, [node], [])
         else:
             read.append(node)
 
     def last_read(self, handle: Tensor, dtype: tf.DType) -> Tensor | None:
         """Returns what a variable was read as since it was last written, if it was."""
-        for node in self._accesses.get(handle.name, ([], []))[1]:
+        _, _, read = self._accesses.get(handle.name, (handle, [], []))
+        for node in read:
             if getattr(node, "type", None) == "ReadVariableOp" and node.outputs[0].dtype == dtype:
                 return node.outputs[0]
         return None
@@ -199,10 +205,20 @@ class Planner(Values):
             graph = graph.outer_graph
         return graph._functions[name].graph
 
+    def note_without_rule(self, found: dict[str, Any]) -> None:
+        """Notes operations of a body that get the rows of all replicas for want of a rule."""
+        for type_, operation in found.items():
+            self.without_rule.setdefault(type_, operation)
+
+    def accesses(self) -> Iterator[tuple[Tensor, bool]]:
+        """Yields what was accessed as a resource, and whether it was written."""
+        for handle, written, _ in self._accesses.values():
+            yield handle, bool(written)
+
     def inside(self, graph: Any, tensors: Sequence[Any]) -> Planner:
         """Returns a planner for the graph of a function that is called with tensors of this one."""
         inner = Planner(self.program, self.rows, self.local_replicas)
-        inner.without_rule, inner._accesses = self.without_rule, self._accesses
+        inner.without_rule, inner._accesses, inner.traced_rows = self.without_rule, self._accesses, self.traced_rows
         for own, given in zip(graph.inputs, tensors, strict=True):
             self.hand_over(self, given, inner, own)
         return inner
@@ -215,7 +231,7 @@ class Planner(Values):
             taker.sizes[taken.name] = giver.sizes[given.name]
         if given.name in giver.whole:
             taker.whole[taken.name] = giver.whole[given.name]
-        if (dims := giver.dims(given)) is not None and taken.dtype not in (tf.variant, tf.resource):
+        if (dims := giver.dims(given)) is not None:
             taker.known_dims[taken.name] = dims
 
     def _manual_controls(self, operation: Any) -> list[Any]:

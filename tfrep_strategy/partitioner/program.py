@@ -17,6 +17,9 @@ _NOT_COPIED = frozenset({
 })  # fmt: skip
 """Attributes of the traced operations that say nothing of what they compute, or name operations of the traced graph."""
 
+_ATTRIBUTES_OF_BODIES = ("_lower_using_switch_merge", "_stateful_parallelism")
+"""How loops and branches run."""
+
 
 class Tensor:
     """A tensor of the program of one replica: an output of a node, or an argument.
@@ -49,26 +52,40 @@ class Node:
         attributes: Of the operation.
         has_effects: Whether it has to run even if nothing needs its outputs.
         once: Whether it runs once in a process, for all its replicas.
+        bodies: Of a loop or of branches: the attribute of each body, and its program.
+        talks: Whether replicas talk in its bodies, so that those of a process run it together.
+        carried: Of a loop: the places of the inputs that it changes.
     """
 
-    __slots__ = ("attributes", "control_inputs", "has_effects", "inputs", "level", "name", "once", "outputs", "type")
+    __slots__ = (
+        "attributes", "bodies", "carried", "control_inputs", "has_effects", "inputs", "level", "name", "once", "outputs", "talks",
+        "type",
+    )  # fmt: skip
 
     def __init__(
-        self, type_: str, name: str, inputs: Sequence[Tensor], control_inputs: Sequence[Any], attributes: dict
+        self,
+        type_: str,
+        name: str,
+        inputs: Sequence[Tensor],
+        control_inputs: Sequence[Any],
+        attributes: dict,
+        bodies: Sequence[tuple[str, Program]] = (),
     ) -> None:
-        self.type, self.name, self.attributes = type_, name, attributes
+        self.type, self.name, self.attributes, self.bodies = type_, name, attributes, bodies
         self.inputs, self.control_inputs = list(inputs), list(control_inputs)
         self.level = max([*(x.level for x in inputs), *(x.level_after for x in control_inputs)], default=0)
-        self.has_effects = self.once = False
+        self.has_effects = any(node.has_effects for _, body in bodies for node in body.nodes)
+        self.carried: list[int] = []
+        self.once, self.talks = False, any(body.talks for _, body in bodies)
         self.outputs = [
-            Tensor(self, f"{name}:{output}", dtype, self.level)
+            Tensor(self, f"{name}:{output}", dtype, self.level_after)
             for output, dtype in _outputs(operation_definition(type_), attributes)
         ]
 
     @property
     def level_after(self) -> int:
-        """The level of what runs after it. What runs once in a process runs behind all else of its level."""
-        return self.level + self.once
+        """The level of what runs after it. What all replicas of a process run together runs behind all else of its level."""
+        return self.level + (self.once or self.talks)
 
     def __repr__(self) -> str:
         return f"Node({self.type}, {self.name!r})"
@@ -86,6 +103,7 @@ class Collective:
 
     control_inputs: tuple[Any, ...] = ()
     has_effects = False
+    talks = True
 
     def __init__(self, kind: str, sent: Tensor, name: str, axis: int = 0) -> None:
         self.kind, self.inputs, self.axis, self.name = kind, [sent], axis, name
@@ -100,6 +118,7 @@ class Program:
         arguments: What differs between replicas, or is given to the program.
         nodes: Nodes and collectives, in an order in which they can run.
         results: What it returns.
+        inputs: Of a body: the arguments that it gets.
     """
 
     _names = itertools.count()
@@ -108,7 +127,17 @@ class Program:
         self.arguments: list[Tensor] = []
         self.nodes: list[Any] = []
         self.results: list[Tensor] = []
+        self.inputs: list[Tensor] | None = None
         self._made: dict[Any, list[Tensor]] = {}
+
+    @property
+    def talks(self) -> bool:
+        """Whether replicas talk in it, or some of it runs once in a process."""
+        return any(node.talks or getattr(node, "once", False) for node in live(self.nodes, self.results))
+
+    def needs(self, argument: Tensor) -> bool:
+        """Returns whether anything but a result uses an argument."""
+        return any(x is argument for node in live(self.nodes, self.results) for x in node.inputs)
 
     def argument(self, dtype: tf.DType, shape: Any = None) -> Tensor:
         """Adds an argument."""
@@ -134,6 +163,26 @@ class Program:
         node = Node(
             operation.type, f"{_as_name(operation.name)}_{next(self._names)}", inputs, control_inputs, attributes
         )
+        self.nodes.append(node)
+        return node
+
+    def with_bodies(
+        self, operation: Any, inputs: Sequence[Tensor], bodies: Sequence[tuple[str, Program]], **changes: Any
+    ) -> Node:
+        """Adds a loop or branches of a traced graph.
+
+        Args:
+            operation: Of the traced graph.
+            inputs: In place of its own.
+            bodies: The attribute of each body, and its program.
+            **changes: Attributes that are to be others.
+        """
+        kept = {
+            k: v for k, v in operation.node_def.attr.items() if k in ("parallel_iterations", *_ATTRIBUTES_OF_BODIES)
+        }
+        attributes = kept | {name: _attribute(value) for name, value in changes.items()}
+        name = f"{_as_name(operation.name)}_{next(self._names)}"
+        node = Node(operation.type, name, inputs, (), attributes, bodies)
         self.nodes.append(node)
         return node
 
@@ -255,6 +304,8 @@ def _outputs(definition: Any, attributes: dict[str, Any]) -> Iterator[tuple[str,
 def _attribute(value: Any) -> tf.compat.v1.AttrValue:
     """Returns a Python value as the attribute of an operation."""
     result = tf.compat.v1.AttrValue()
+    if isinstance(value, (list, tuple)):
+        result.list.SetInParent()
     if isinstance(value, tf.compat.v1.AttrValue):
         return value
     if isinstance(value, tf.DType):

@@ -103,6 +103,11 @@ def _transpose(operation: Any, x: Sizes, order: Sizes) -> Sizes | None:
     return None if axes is None else x.transpose(axes)
 
 
+def _inverted(operation: Any, order: Sizes) -> Sizes | None:
+    axes = numbers(order)
+    return None if axes is None else np.argsort(axes).astype(object)
+
+
 def _concat_offset(operation: Any, axis: Sizes, *shapes: Sizes) -> list[Sizes] | None:
     place = numbers(axis)
     if place is None:
@@ -193,6 +198,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "FloorDiv": _each(lambda a, b: a // b if not is_number(b) or b else None),
     "FloorMod": _each(_of_numbers(lambda a, b: a % b if b else 0)),
     "GatherV2": _gather,
+    "InvertPermutation": _inverted,
     "Identity": lambda operation, x: x,
     "Maximum": _each(lambda a, b: a if a == b else max(a, b) if is_number(a) and is_number(b) else None),
     "Minimum": _each(lambda a, b: a if a == b else min(a, b) if is_number(a) and is_number(b) else None),

@@ -52,6 +52,8 @@ class PartitionedStep:
         rows = OwnRows(*(program.argument(tf.int32, []) for _ in range(4)))
         plan = Planner(program, rows, local_replicas)
         for tensor, each in zip(graph.inputs, given, strict=True):
+            if isinstance(each.placement, Shard):
+                plan.traced_rows = plan.traced_rows or tensor.shape[each.placement.axis]
             local = program.argument(tensor.dtype)
             plan.put(tensor, each.placement, local)
             plan.value(tensor).is_shared = each.is_shared

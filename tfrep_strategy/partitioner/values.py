@@ -9,7 +9,17 @@ import tensorflow as tf
 
 from tfrep_strategy.errors import CannotPartitionError, message
 from tfrep_strategy.partitioner import sizes as by_value
-from tfrep_strategy.partitioner.placements import REPLICATE, Partial, Placement, Replicate, Rows, Shard, Size, is_number
+from tfrep_strategy.partitioner.placements import (
+    REPLICATE,
+    Partial,
+    Placement,
+    Replicate,
+    Rows,
+    Shard,
+    Size,
+    Vacant,
+    is_number,
+)
 from tfrep_strategy.partitioner.program import Program, Tensor
 
 
@@ -30,6 +40,23 @@ class OwnRows:
     replica: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class Elements:
+    """What is known of each element of a list.
+
+    Attributes:
+        dtype: Its dtype.
+        dims: Its global shape, as far as it is known.
+        sizes: Its value, if it holds sizes.
+        elements: If it is a list: of the elements of that.
+    """
+
+    dtype: tf.DType
+    dims: tuple[Size, ...] | None = None
+    sizes: tuple[Any, ...] | None = None
+    elements: Elements | None = None
+
+
 @dataclasses.dataclass
 class Value:
     """What the program has for a tensor of the traced graph.
@@ -38,11 +65,13 @@ class Value:
         placement: Of the handle of a variable, that of what the variable holds.
         local: The tensor of the program.
         is_shared: Of a handle: whether all replicas of the process have this one variable.
+        elements: Of a list: what is known of its elements.
     """
 
     placement: Placement
     local: Tensor
     is_shared: bool = False
+    elements: Elements | None = None
 
 
 class Values:
@@ -60,6 +89,8 @@ class Values:
         """The whole of tensors that are placed otherwise, where something has asked for it."""
         self.sizes: dict[str, by_value.Sizes | None] = {}
         self.known_dims: dict[str, list[Size]] = {}
+        self.traced_rows: int | None = None
+        """The number of rows in the trace, if it was traced for one."""
 
     # What rules ask.
 
@@ -89,8 +120,21 @@ class Values:
         found = by_value.numbers(self.sizes_of(tensor))
         return None if found is None else [int(x) for x in found.ravel()]
 
+    def note_sizes(self, tensor: Any, sizes: tuple[Any, ...] | None) -> None:
+        """Notes the value of a tensor of sizes.
+
+        Args:
+            tensor: The tensor.
+            sizes: Its shape, then all values.
+        """
+        if sizes is not None:
+            shape, *values = sizes
+            self.sizes[tensor.name] = by_value.array(values).reshape(shape)
+
     def dims(self, tensor: Any) -> list[Size] | None:
-        """Returns the global shape of a tensor as far as it is known; None if its rank is unknown."""
+        """Returns the global shape of a tensor as far as it is known; None if its rank is unknown, or it is a list or a handle."""
+        if tensor.dtype in (tf.variant, tf.resource):
+            return None
         dims: list[Size] | None = self.known_dims.get(tensor.name)
         if dims is None and tensor.shape.rank is not None:
             dims = tensor.shape.as_list()
@@ -123,7 +167,7 @@ class Values:
     def replicated(self, tensor: Any) -> Tensor:
         """Returns the whole of a tensor, which may take a collective."""
         value = self.value(tensor)
-        if isinstance(value.placement, Replicate):
+        if isinstance(value.placement, (Replicate, Vacant)):
             return value.local
         if tensor.dtype == tf.resource:
             raise CannotPartitionError(
@@ -140,15 +184,74 @@ class Values:
         return self.whole[tensor.name]
 
     def _whole(self, tensor: Any, value: Value) -> Tensor:
-        again = self._from_whole_inputs(tensor)
+        again = self._from_whole_inputs(tensor) or self._from_sum(tensor, value)
         if again is not None:
             return again
+        if value.elements is not None:
+            return self._whole_list(value)
         if isinstance(value.placement, Shard):
             whole = self.program.send("gather", value.local, value.placement.axis)
         else:
             whole = self.program.send("sum", value.local)
         whole.shape = tensor.shape
         return whole
+
+    def _whole_list(self, value: Value) -> Tensor:
+        """Sends the elements of a list at once."""
+        assert value.elements is not None
+        dims = value.elements.dims
+        if dims is None or None in dims:  # Or they are lists.
+            hint = "nothing has to be done: replicas run such steps."
+            raise CannotPartitionError(message("A list whose elements may have several shapes is wanted whole.", hint))
+        add, placement = self.program.add, value.placement
+        shape = self.program.constant(self.element_shape(dims, placement))
+        stacked = add("TensorListStack", value.local, shape, element_dtype=value.elements.dtype)
+        if isinstance(placement, Shard):
+            whole = self.program.send("gather", stacked, placement.axis + 1)
+        else:
+            whole = self.program.send("sum", stacked)
+        whole.shape = tf.TensorShape([None, *(d if is_number(d) else None for d in dims)])
+        return add("TensorListFromTensor", whole, -1)
+
+    def element_shape(self, dims: Any, placement: Placement) -> Any:
+        """Returns the shape that elements of a list are known to have on each replica, as a list op takes it: -1 is any size."""
+        if dims is None:
+            return -1
+        axis = placement.axis if isinstance(placement, Shard) else None
+        return [d if is_number(d) and i != axis and d != self.traced_rows else -1 for i, d in enumerate(dims)]
+
+    def to(self, tensor: Any, placement: Placement) -> Tensor:
+        """Returns what a replica holds of a tensor that is placed otherwise."""
+        if placement == self.placement(tensor) or isinstance(self.placement(tensor), Vacant):
+            return self.local(tensor)
+        if isinstance(placement, Shard):
+            return self.sharded(tensor, placement)
+        return self.partial(tensor) if isinstance(placement, Partial) else self.replicated(tensor)
+
+    def can_be(self, tensor: Any, placement: Placement) -> bool:
+        """Returns whether a tensor can have a placement without that replicas send anything."""
+        own = self.placement(tensor)
+        if own == placement or isinstance(own, Vacant):
+            return True
+        if not isinstance(own, Replicate) or self.value(tensor).elements is not None or tensor.dtype == tf.resource:
+            return False
+        if isinstance(placement, Shard):
+            return self.have_rows(tensor, placement, self.traced_rows and self.traced_rows * placement.per_row)
+        return isinstance(placement, Partial)
+
+    def _from_sum(self, tensor: Any, value: Value) -> Tensor | None:
+        """Computes the whole of a tensor from its only operand that is a sum, which may be wanted whole by others, too."""
+        operation = tensor.op
+        if not isinstance(value.placement, Partial) or operation.type not in _KEEP_SUMS:
+            return None
+        if operation.type == "IdentityN":
+            return self.replicated(operation.inputs[tensor.value_index])
+        summed = [x for x in operation.inputs if x.name in self.values and isinstance(self.placement(x), Partial)]
+        others = [x for x in operation.inputs if x.name not in self.values or isinstance(self.placement(x), Shard)]
+        if len(summed) != 1 or others or not summed[0].shape.is_compatible_with(tensor.shape) or not tensor.shape.rank:
+            return None
+        self.replicated(summed[0])
+        return self.program.copy_of(operation, [self.replicated(x) for x in operation.inputs]).outputs[0]
 
     def _from_whole_inputs(self, tensor: Any) -> Tensor | None:
         """Computes the whole of a tensor from inputs whose whole is there, which saves a collective."""
@@ -237,6 +340,9 @@ class Values:
         places = [(i, x.per_row) for i, x in enumerate(known) if isinstance(x, Rows)]
         return places[0] if len(places) == 1 else None
 
+
+_KEEP_SUMS = frozenset({"Add", "AddV2", "DivNoNan", "Identity", "IdentityN", "Mul", "Neg", "RealDiv", "Sub"})
+"""What is linear in a sum, and costs as much to send as that."""
 
 _CHEAP = frozenset({
     "AddN", "AddV2", "Cast", "Exp", "ExpandDims", "Fill", "Identity", "Mul", "Neg", "OneHot", "PreventGradient", "Range", "RealDiv",

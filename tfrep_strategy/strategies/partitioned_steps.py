@@ -61,28 +61,32 @@ class PartitionedSteps:
             ways.append([s and tf.TensorSpec([total, *s.shape[1:]] if s.shape.rank else [], s.dtype) for s in specs])
         if self._builds:  # A layer that was built for any number of rows could not be built again.
             ways.reverse()
-        while True:
-            batch = tf.nest.pack_sequence_as(part, ways.pop(0))
+        traced: list[_Traced] = []
+        for specs in ways:
             try:
-                traced = _Traced(self._strategy, fn, batch)
-                self._check_costs(traced.without_rule)
-                return traced
+                traced.append(_Traced(self._strategy, fn, tf.nest.pack_sequence_as(part, specs)))
             except (TfrepError, tf.errors.OpError):
                 raise
             except Exception:  # The step may ask how many rows there are, as in `tf.zeros([x.shape[0], 8])`.
-                if not ways:
+                if specs is ways[-1] and not traced:
                     raise
+                continue
+            if not traced[-1].without_rule:
+                break
+        best = min(traced, key=lambda each: len(each.without_rule))
+        self._check_costs(best.without_rule)
+        return best
 
     def _check_costs(self, without_rule: dict[str, Any]) -> None:
         """Warns of operations that each replica computes for all rows.
 
         Raises:
-            CannotPartitionError: It would be a loop or a branch.
+            CannotPartitionError: They are in a loop, or rows are what a loop goes over.
         """
         for type_, operation in without_rule.items():
-            if type_.removeprefix("Stateless") in ("Case", "If", "While"):
+            if type_.removeprefix("Stateless") in ("While", "TensorListFromTensor"):
                 hint = "nothing has to be done: replicas run such steps."
-                raise CannotPartitionError(message("A loop or a branch takes rows.", hint, operation=operation.name))
+                raise CannotPartitionError(message("A loop would send rows in each round.", hint, operation=operation.name))
         new = [f"{type_} {operation.name!r}" for type_, operation in without_rule.items() if type_ not in self._told]
         self._told.update(without_rule)
         if new:

@@ -1,11 +1,14 @@
 """What becomes of each operation: which placements it takes, and which it gives."""
 
 from tfrep_strategy.partitioner.rules import (
+    branches,  # noqa: F401
     contractions,  # noqa: F401
     effects,  # noqa: F401
     elementwise,  # noqa: F401
     images,  # noqa: F401
     indexing,  # noqa: F401
+    lists,  # noqa: F401
+    loops,  # noqa: F401
     reducing,  # noqa: F401
     shapes,  # noqa: F401
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfrep_strategy.partitioner.placements import Partial, Rows, Shard
+from tfrep_strategy.partitioner.placements import REPLICATE, Partial, Rows, Shard
 from tfrep_strategy.partitioner.planner import Planner, always, rule
 
 
@@ -21,6 +21,13 @@ def read(plan: Planner, operation: Any) -> None:
         plan.access(value.local, local.node, writes=False)
     else:
         plan.put(operation.outputs[0], value.placement, before)
+
+
+@rule("VariableShape")
+@always
+def shape_of_variable(plan: Planner, operation: Any) -> None:
+    """The copies of a variable have one shape."""
+    plan.emit(operation, plan.locals(operation), REPLICATE)
 
 
 @rule("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Partial, Replicate, Shard, Size, is_number
 from tfrep_strategy.partitioner.planner import Planner, always, rule
+from tfrep_strategy.partitioner.rules.lists import of_lists
 
 _LINEAR = ("Conj", "Identity", "Imag", "Neg", "PreventGradient", "Real", "Snapshot", "StopGradient")
 """Of one operand; a sum stays a sum."""
@@ -51,6 +52,9 @@ def linear(plan: Planner, operation: Any) -> None:
     (x,) = operation.inputs
     value = plan.value(x)
     plan.emit(operation, [value.local], value.placement)
+    if value.elements is not None:
+        plan.value(operation.outputs[0]).elements = value.elements
+        return
     _note_dims(plan, operation)
 
 
@@ -58,6 +62,8 @@ def linear(plan: Planner, operation: Any) -> None:
 def each(plan: Planner, operation: Any) -> None:
     """Each tensor as it is."""
     plan.emit(operation, plan.locals(operation), *map(plan.placement, operation.inputs))
+    for x, result in zip(operation.inputs, operation.outputs, strict=True):
+        plan.value(result).elements = plan.value(x).elements
 
 
 @rule("Cast")
@@ -79,6 +85,9 @@ def cast(plan: Planner, operation: Any) -> None:
 def elementwise(plan: Planner, operation: Any) -> None:
     """Operands that are broadcast against each other."""
     inputs = list(operation.inputs)
+    if operation.outputs[0].dtype == tf.variant:
+        of_lists(plan, operation)
+        return
     if any(isinstance(plan.placement(x), Partial) for x in inputs):
         if _of_sums(plan, operation):
             return

@@ -195,14 +195,14 @@ def one_hot(plan: Planner, operation: Any) -> None:
 def segment_sum(plan: Planner, operation: Any) -> None:
     """Rows are added up by their numbers, which is how gradients of tables come."""
     data, segments, number = operation.inputs
-    placement = plan.placement(data)
+    placement, own = plan.placement(data), plan.placement(segments)
     rest = plan.replicated(number)
-    if (
-        isinstance(placement, Shard)
-        and placement == plan.placement(segments)
-        or isinstance(placement, Partial)
-        and isinstance(plan.placement(segments), Replicate)
-    ):
+    are_rows = isinstance(own, Shard) and (
+        placement == own or (isinstance(placement, Replicate) and plan.have_rows(data, own))
+    )
+    if isinstance(own, Shard) and are_rows:
+        plan.emit(operation, [plan.sharded(data, own), plan.local(segments), rest], PARTIAL)
+    elif isinstance(placement, Partial) and isinstance(own, Replicate):
         plan.emit(operation, [plan.local(data), plan.local(segments), rest], PARTIAL)
     else:
         plan.replicate(operation)

@@ -175,6 +175,11 @@ def along_last_axis(plan: Planner, operation: Any) -> None:
             plan.replicate(operation)
             return
     plan.emit(operation, inputs, shard)
+    dims = plan.dims(x)
+    if dims is not None:
+        for result in operation.outputs:  # Of the losses of rows, the last axis has gone.
+            known = result.shape.as_list() if result.shape.rank is not None else dims
+            plan.known_dims[result.name] = [d if d is not None else dims[i] for i, d in enumerate(known)]
 
 
 @rule("BiasAddGrad")

@@ -379,6 +379,9 @@ def join(plan: Planner, operation: Any) -> None:
     is_pack = operation.type == "Pack"
     tensors = list(operation.inputs) if is_pack else list(operation.inputs)[:-1]
     rest = [] if is_pack else [plan.replicated(operation.inputs[-1])]
+    if operation.outputs[0].dtype == tf.variant:
+        plan.replicate(operation)
+        return
     placements, known = [plan.placement(x) for x in tensors], operation.outputs[0].shape.rank
     axis = operation.get_attr("axis") if is_pack else plan.number(operation.inputs[-1])
     shards = {p for p in placements if isinstance(p, Shard)}
