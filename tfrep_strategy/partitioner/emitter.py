@@ -74,8 +74,10 @@ class Segment:
         names = {x.name: f"input_{i}" for i, x in enumerate(self.inputs)}
         definition = tf.compat.v1.GraphDef().library.function.add()
         definition.signature.name = self.name
-        for x in self.inputs:
+        for place, x in enumerate(self.inputs):
             definition.signature.input_arg.add(name=names[x.name], type=x.dtype.as_datatype_enum)
+            if x.shape.rank is not None:
+                definition.arg_attr[place].attr["_output_shapes"].list.shape.append(x.shape.as_proto())
         for i, x in enumerate(outputs):
             definition.signature.output_arg.add(name=f"output_{i}", type=x.dtype.as_datatype_enum)
             definition.ret[f"output_{i}"] = names.get(x.name, x.name)

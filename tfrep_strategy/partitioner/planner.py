@@ -79,6 +79,15 @@ class Planner(Values):
             local.shape = shape
         self.values[tensor.name] = Value(placement, local, **details)
 
+    def put_same(self, operation: Any, tensor: Any) -> None:
+        """Gives the only output of an operation the value of a tensor. What has to wait for something stays an operation."""
+        value, (result,) = self.value(tensor), operation.outputs
+        if self._manual_controls(operation):
+            self.emit(operation, self.locals(operation), value.placement)
+        else:
+            self.put(result, value.placement, value.local)
+        self.value(result).elements = value.elements
+
     def put_node(self, operation: Any, node: Any) -> None:
         """Notes which node stands for an operation, for those that wait for it."""
         self._controls[operation.name] = [node]

@@ -159,7 +159,7 @@ class Program:
         """
         definition = operation.node_def
         attributes = {name: value for name, value in definition.attr.items() if name not in _NOT_COPIED}
-        attributes.update({name: _attribute(value) for name, value in changes.items()})
+        attributes.update({name: attribute(value) for name, value in changes.items()})
         node = Node(
             operation.type, f"{_as_name(operation.name)}_{next(self._names)}", inputs, control_inputs, attributes
         )
@@ -180,7 +180,7 @@ class Program:
         kept = {
             k: v for k, v in operation.node_def.attr.items() if k in ("parallel_iterations", *_ATTRIBUTES_OF_BODIES)
         }
-        attributes = kept | {name: _attribute(value) for name, value in changes.items()}
+        attributes = kept | {name: attribute(value) for name, value in changes.items()}
         name = f"{_as_name(operation.name)}_{next(self._names)}"
         node = Node(operation.type, name, inputs, (), attributes, bodies)
         self.nodes.append(node)
@@ -198,7 +198,7 @@ class Program:
             Its output; a list if there are several.
         """
         definition = operation_definition(type_)
-        given = {name: _attribute(value) for name, value in attributes.items()}
+        given = {name: attribute(value) for name, value in attributes.items()}
         flat, inferred = self._inferred(definition, inputs)
         all_attributes = (
             {attr.name: attr.default_value for attr in definition.attr if attr.HasField("default_value")}
@@ -225,7 +225,7 @@ class Program:
         key = ("Const", str(array.dtype), array.shape, array.tobytes())
         if key not in self._made:
             dtype = tf.as_dtype(array.dtype)
-            attributes = {"value": _attribute(array), "dtype": _attribute(dtype)}
+            attributes = {"value": attribute(array), "dtype": attribute(dtype)}
             node = Node("Const", f"Const_{next(self._names)}", (), (), attributes)
             node.outputs[0].shape = tf.TensorShape(array.shape)
             self.nodes.append(node)
@@ -264,11 +264,11 @@ class Program:
             dtype = known.get(arg.type_attr) or (tf.as_dtype(arg.type) if arg.type else None)
             tensors = [x if isinstance(x, Tensor) else self.constant(x, dtype) for x in several]
             if arg.number_attr:
-                attributes[arg.number_attr] = _attribute(len(tensors))
+                attributes[arg.number_attr] = attribute(len(tensors))
             if arg.type_attr:
-                attributes[arg.type_attr] = _attribute(tensors[0].dtype)
+                attributes[arg.type_attr] = attribute(tensors[0].dtype)
             if arg.type_list_attr:
-                attributes[arg.type_list_attr] = _attribute([x.dtype for x in tensors])
+                attributes[arg.type_list_attr] = attribute([x.dtype for x in tensors])
             flat += tensors
         return flat, attributes
 
@@ -301,7 +301,7 @@ def _outputs(definition: Any, attributes: dict[str, Any]) -> Iterator[tuple[str,
             yield f"{arg.name}:{index}", tf.as_dtype(each)
 
 
-def _attribute(value: Any) -> tf.compat.v1.AttrValue:
+def attribute(value: Any) -> tf.compat.v1.AttrValue:
     """Returns a Python value as the attribute of an operation."""
     result = tf.compat.v1.AttrValue()
     if isinstance(value, (list, tuple)):

@@ -13,6 +13,7 @@ from tfrep_strategy.partitioner.emitter import Emitter, Transport
 from tfrep_strategy.partitioner.placements import REPLICATE, Placement, Shard
 from tfrep_strategy.partitioner.planner import Planner
 from tfrep_strategy.partitioner.program import Program
+from tfrep_strategy.partitioner.pruning import prune
 from tfrep_strategy.partitioner.values import OwnRows
 
 
@@ -65,6 +66,7 @@ class PartitionedStep:
             self.placements.append(plan.placement(tensor) if keeps else REPLICATE)
         self.program, self.without_rule = program, plan.without_rule
         self.graph = graph  # With it, its functions would end.
+        prune(program)
         self._emitter = Emitter(program, compiled)
 
     @property

@@ -10,7 +10,10 @@ from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Partial, R
 from tfrep_strategy.partitioner.planner import Planner, always, rule
 from tfrep_strategy.partitioner.rules.lists import of_lists
 
-_LINEAR = ("Conj", "Identity", "Imag", "Neg", "PreventGradient", "Real", "Snapshot", "StopGradient")
+_SAME = ("Identity", "PreventGradient", "Snapshot", "StopGradient")
+"""These give what they get."""
+
+_LINEAR = ("Conj", "Imag", "Neg", "Real")
 """Of one operand; a sum stays a sum."""
 
 _UNARY = (
@@ -45,16 +48,22 @@ _PRODUCTS = {
 """Linear in each of these operands, while the others are the same on all replicas."""
 
 
+@rule(*_SAME)
+@always
+def same(plan: Planner, operation: Any) -> None:
+    """What is the same tensor needs no operation."""
+    (x,) = operation.inputs
+    plan.put_same(operation, x)
+    if plan.value(x).elements is None:
+        _note_dims(plan, operation)
+
+
 @rule(*_LINEAR)
 @always
 def linear(plan: Planner, operation: Any) -> None:
     """An operation on one operand, for which the sum of its results is the result of the sum."""
     (x,) = operation.inputs
-    value = plan.value(x)
-    plan.emit(operation, [value.local], value.placement)
-    if value.elements is not None:
-        plan.value(operation.outputs[0]).elements = value.elements
-        return
+    plan.emit(operation, plan.locals(operation), plan.placement(x))
     _note_dims(plan, operation)
 
 

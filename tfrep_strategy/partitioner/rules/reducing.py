@@ -53,7 +53,9 @@ def sum_(plan: Planner, operation: Any) -> None:
     """A sum over rows is the sum of the replicas' sums."""
     x = operation.inputs[0]
     placement, axes, keeps = plan.placement(x), reduced_axes(plan, operation), operation.get_attr("keep_dims")
-    if isinstance(placement, Partial) and axes is not None:
+    if axes == []:
+        plan.put_same(operation, x)
+    elif isinstance(placement, Partial) and axes is not None:
         plan.emit(operation, [plan.local(x), plan.replicated(operation.inputs[1])], PARTIAL)
     elif not isinstance(placement, Shard) or axes is None:
         plan.replicate(operation)

@@ -163,6 +163,10 @@ def reshape(plan: Planner, operation: Any) -> None:
     """Rows stay rows where what lies before their axis stays, and what lies behind it goes into it or comes out of it."""
     x, wanted = operation.inputs
     placement = plan.placement(x)
+    if _is_reshaped_to_itself(plan, x, wanted):
+        plan.put_same(operation, x)
+        plan.known_dims[operation.outputs[0].name] = list(plan.dims(x) or ())
+        return
     if not isinstance(placement, Shard):
         whole = plan.replicated(wanted)
         plan.emit(operation, [plan.local(x), whole], placement)
@@ -183,6 +187,12 @@ def reshape(plan: Planner, operation: Any) -> None:
         plan.emit(operation, [plan.local(x), add("Pack", sizes_, axis=0)], found)
     else:
         plan.emit(operation, [plan.local(x), plan.own_sizes(wanted, found.axis, found.per_row)], found)
+
+
+def _is_reshaped_to_itself(plan: Planner, x: Any, wanted: Any) -> bool:
+    """Returns whether a tensor is known to have the shape already, as where the gradient of a sum is not broadcast."""
+    dims, asked = plan.dims(x), plan.sizes_of(wanted)
+    return dims is not None and asked is not None and None not in dims and dims == list(asked)
 
 
 def _note_dims(plan: Planner, result: Any, wanted: Any, shard: Shard | None = None) -> None:
