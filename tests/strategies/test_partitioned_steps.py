@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfrep_strategy as tfrep
+from tfrep_strategy.keras_integration.synchronous.one_device_steps import OneDeviceSteps
 
 _X = np.random.default_rng(0).normal(size=(39, 6)).astype("float32")
 _Y = _X[:, :2] * 0.5
@@ -49,6 +50,52 @@ class Noisy(keras.Sequential):
         return super().train_step((x + tf.random.stateless_normal(tf.shape(x), [1, 2]), y))
 
 
+class Looping(keras.Sequential):
+    """Its step has loops and branches in which all rows are asked, and variables are written."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.rounds = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.mean = self.add_weight(shape=(2,), initializer="zeros", trainable=False)
+        self.drop = layers.Dropout(0.3)
+        self.error = keras.metrics.Mean("error")
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = self.objective(x, y)
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss, "rounds": self.rounds + 0.0, "error": self.error.result()}
+
+    def objective(self, x: Any, y: Any) -> Any:
+        def halve(outputs: Any) -> Any:
+            self.rounds.assign_add(1.0)
+            return [tf.tanh(0.7 * outputs)]
+
+        def note() -> Any:
+            self.error.update_state(tf.reduce_sum(tf.abs(outputs - y), 1))
+            return 0.01 * tf.reduce_sum(self.mean.value * outputs)
+
+        def add(i: Any, loss: Any) -> Any:
+            self.mean.assign(0.9 * self.mean + tf.reduce_mean(outputs, 0))
+            dropped = self.drop(outputs, training=True)
+            loss += tf.reduce_mean(tf.square(dropped - y)) * tf.cast(i, tf.float32)
+            return i + 1, loss + tf.cond(tf.reduce_mean(dropped) > 0.0, note, lambda: 0.0)
+
+        (outputs,) = tf.while_loop(lambda each: tf.reduce_mean(tf.abs(each)) > 0.2, halve, [self(x, training=True)])
+        return tf.while_loop(lambda i, _: i < 3, add, (0, 0.0))[1]
+
+
+def _recurrent() -> keras.Model:
+    rows = [layers.Reshape((3, 2)), layers.Masking(), layers.Bidirectional(layers.LSTM(4, dropout=0.2, return_sequences=True))]
+    return keras.Sequential([keras.Input((6,)), *rows, layers.GRU(3), layers.Dense(2)])
+
+
+def _looping() -> keras.Model:
+    return Looping([keras.Input((6,)), layers.Dense(2)])
+
+
 def _smoothing() -> keras.Model:
     return keras.Sequential([keras.Input((6,)), layers.Dense(5), Smooths(), layers.Dense(2)])
 
@@ -71,6 +118,8 @@ _MODELS: dict[str, Callable[[], keras.Model]] = {
     "spectral": _spectral,
     "drawing": _drawing,
     "noisy": _noisy,
+    "recurrent": _recurrent,
+    "looping": _looping,
 }
 
 
@@ -96,10 +145,26 @@ def _mirrored(number: int) -> tfrep.MirroredStrategy:
     return tfrep.MirroredStrategy([f"CPU:{i}" for i in range(number)])
 
 
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> set[bool]:
+    """Whether steps were partitioned."""
+    call, seen = OneDeviceSteps.__call__, set[bool]()
+
+    def noted(steps: Any, batches: Any) -> Any:
+        result = call(steps, batches)
+        seen.add(steps.gives_global_logs)
+        return result
+
+    monkeypatch.setattr(OneDeviceSteps, "__call__", noted)
+    return seen
+
+
 @pytest.mark.parametrize("number", [2, 3])
 @pytest.mark.parametrize("name", _MODELS)
-def test_mirrored_replicas(name: str, number: int) -> None:
-    _assert_same(_trained_in_scope(_mirrored(number), name), _trained(contextlib.nullcontext(), name))
+def test_mirrored_replicas(name: str, number: int, ways: set[bool]) -> None:
+    expected = _trained(contextlib.nullcontext(), name)
+    _assert_same(_trained_in_scope(_mirrored(number), name), expected)
+    assert ways == {True}
 
 
 @pytest.mark.parametrize("communicator", ["tf", "horovod"])
@@ -132,10 +197,11 @@ def test_ranks_whose_pipelines_differ(worker_pool: Any) -> None:
         _assert_same(found, expected)
 
 
+@pytest.mark.parametrize("name", ["drawing", "recurrent"])
 @pytest.mark.parametrize("settings", [{"jit_compile": True}, {"steps_per_execution": 2}], ids=["XLA", "several"])
-def test_settings(settings: dict[str, Any]) -> None:
-    expected = _trained(contextlib.nullcontext(), "drawing", **settings)
-    _assert_same(_trained(_mirrored(2).scope(), "drawing", **settings), expected)
+def test_settings(settings: dict[str, Any], name: str) -> None:
+    expected = _trained(contextlib.nullcontext(), name, **settings)
+    _assert_same(_trained(_mirrored(2).scope(), name, **settings), expected)
 
 
 class Told(keras.Sequential):
