@@ -45,6 +45,12 @@ class Case(NamedTuple):
     high: int = 3
 
 
+def _contrasted(x: Any) -> Any:
+    """A contrastive loss: the label of a row is its number."""
+    labels = tf.range(tf.shape(x)[0])
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, tf.matmul(x, x, transpose_b=True))
+
+
 raw = tf.raw_ops
 row, rows = ("n", 3), [[S()], [P], [R]]
 
@@ -329,6 +335,7 @@ CASES = {
         [row],
         rows,
     ),
+    "Range": Case(lambda x: [tf.range(tf.shape(x)[0]), tf.range(1, 5, 2), *_gradients(_contrasted, x)], [row], rows),
     "GatherV2": Case(
         lambda t, i: [tf.gather(t, i), tf.gather(t, i, axis=1)],
         [(3, 3), ("n", 2)],

@@ -87,6 +87,21 @@ class Looping(keras.Sequential):
         return tf.while_loop(lambda i, _: i < 3, add, (0, 0.0))[1]
 
 
+class Late(keras.Sequential):
+    """Its loss has a layer that `call` does not use, and that is built when the step is traced."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.head = layers.Dense(2)
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *others: Any, **named: Any) -> Any:
+        return keras.ops.mean(keras.ops.square(y - self.head(y_pred)))
+
+
+def _late() -> keras.Model:
+    return Late([keras.Input((6,)), layers.Dense(3)])
+
+
 def _recurrent() -> keras.Model:
     rows = [layers.Reshape((3, 2)), layers.Masking(), layers.Bidirectional(layers.LSTM(4, dropout=0.2, return_sequences=True))]
     return keras.Sequential([keras.Input((6,)), *rows, layers.GRU(3), layers.Dense(2)])
@@ -120,6 +135,7 @@ _MODELS: dict[str, Callable[[], keras.Model]] = {
     "noisy": _noisy,
     "recurrent": _recurrent,
     "looping": _looping,
+    "late": _late,
 }
 
 
@@ -127,7 +143,7 @@ def _trained(scope: Any, name: str, **settings: Any) -> dict[str, Any]:
     keras.utils.set_random_seed(3)
     with scope:
         model = _MODELS[name]()
-        model.compile(keras.optimizers.SGD(0.1, 0.9), "mse", **settings)
+        model.compile(keras.optimizers.SGD(0.1, 0.9), None if name == "late" else "mse", **settings)
     fitted = model.fit(_X, _Y, batch_size=_BATCH, epochs=2, shuffle=False, validation_data=(_X[:9], _Y[:9]), verbose=0)
     one = model.train_on_batch(_X[:5], _Y[:5])
     return {"history": fitted.history, "one": one, "weights": model.get_weights(), "predict": model.predict(_X, 16, verbose=0)}

@@ -341,7 +341,9 @@ def _given(original: Any, model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _has_own_steps(model: Any) -> bool:
-    return any(getattr(type(model), name) is not getattr(TensorFlowTrainer, name) for name in ("train_step", "test_step"))
+    """Returns whether a step calls code of the user's own, which may use layers that `call` does not."""
+    own = ("train_step", "test_step", "compute_loss")
+    return any(getattr(type(model), name) is not getattr(TensorFlowTrainer, name) for name in own)
 
 
 def _noting(step_function: Callable[[Any], Any], *facts: str) -> Callable[[Any], Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfrep_strategy.partitioner.placements import PARTIAL, Partial, Replicate, Rows, Shard
-from tfrep_strategy.partitioner.planner import Planner, rule
+from tfrep_strategy.partitioner.planner import Planner, always, rule
 from tfrep_strategy.partitioner.program import Tensor
 
 
@@ -134,6 +134,16 @@ def slice_(plan: Planner, operation: Any) -> None:
         plan.replicate(operation)
         return
     plan.emit(operation, [plan.local(x), plan.replicated(begin), own], placement)
+
+
+@rule("Range")
+@always
+def range_(plan: Planner, operation: Any) -> None:
+    """All replicas have all numbers."""
+    plan.replicate(operation)
+    start, limit, delta = map(plan.sizes_of, operation.inputs)
+    if start == 0 and delta == 1 and limit is not None:
+        plan.known_dims[operation.outputs[0].name] = [limit[()]]
 
 
 @rule("GatherV2", "ResourceGather")
