@@ -173,6 +173,65 @@ def _list_of_rows(x: Any, w: Any) -> Any:
     return tf.map_fn(lambda row: tf.tanh(row * w[0]), x)
 
 
+def _maps_two(x: Any, w: Any) -> Any:
+    """A round looks at its rows of two tensors, at the size of the batch, and has a branch of its own."""
+    size = tf.cast(tf.shape(x)[0], x.dtype)
+
+    def of_row(rows: Any) -> Any:
+        a, b = rows
+        chosen = tf.cond(tf.reduce_sum(a) > 0.0, lambda: a * b, lambda: a - b)
+        return tf.linalg.matvec(w, chosen) / size, tf.reduce_max(a)
+
+    return tf.map_fn(of_row, (x, tf.cos(x)), fn_output_signature=(x.dtype, x.dtype))
+
+
+def _maps_a_map(x: Any, w: Any) -> Any:
+    return tf.map_fn(lambda row: tf.map_fn(lambda each: each * w[0, 0], row), x)
+
+
+def _folds_to_a_sum(x: Any, w: Any) -> Any:
+    return tf.foldl(lambda total, row: total + tf.tanh(row * w[0]), x, initializer=tf.zeros([4], x.dtype)) ** 2
+
+
+def _folds_otherwise(x: Any, w: Any) -> Any:
+    """The rounds hang on each other."""
+    zeros = tf.zeros([4], x.dtype)
+    return [
+        tf.foldl(lambda a, row: tf.maximum(a, row), x, initializer=zeros),
+        tf.foldl(lambda a, row: 0.5 * a + row * w[0], x, initializer=zeros),
+        tf.scan(lambda a, row: a + row, x, initializer=zeros),
+    ]
+
+
+def _maps_with_numbers(x: Any, w: Any) -> Any:
+    """A round uses the number of its row."""
+    size = tf.shape(x)[0]
+    rows = tf.TensorArray(x.dtype, size).unstack(x)
+    made = tf.TensorArray(x.dtype, size, element_shape=[4])
+    made = tf.while_loop(
+        lambda i, _: i < size, lambda i, made: (i + 1, made.write(i, rows.read(i) * tf.cast(i, x.dtype))), (0, made)
+    )[1]
+    return made.stack()
+
+
+def _maps_backwards(x: Any, w: Any) -> Any:
+    """A round takes the row of another one."""
+    size = tf.shape(x)[0]
+    rows = tf.TensorArray(x.dtype, size).unstack(x)
+    made = tf.TensorArray(x.dtype, size, element_shape=[4])
+    made = tf.while_loop(lambda i, _: i < size, lambda i, made: (i + 1, made.write(i, rows.read(size - 1 - i))), (0, made))[1]
+    return made.stack()
+
+
+def _maps_some(x: Any, w: Any) -> Any:
+    """There are other numbers of rounds than rows."""
+    size = tf.shape(x)[0]
+    rows = tf.TensorArray(x.dtype, size).unstack(x)
+    made = tf.TensorArray(x.dtype, size, element_shape=[4])
+    made = tf.while_loop(lambda i, _: i < (size + 1) // 2, lambda i, made: (i + 1, made.write(i, rows.read(i))), (0, made))[1]
+    return made.stack()
+
+
 def _other_lists(x: Any, w: Any) -> Any:
     scattered = tf.TensorArray(x.dtype, 4, element_shape=[None, 4], clear_after_read=False).scatter(
         [1, 3], tf.stack([x, 2.0 * x])
@@ -213,7 +272,8 @@ _EXACT: dict[str, Callable[..., Any]] = {
         _carries_rows, _adds_losses, _adds_rows, _until_the_mean_is_small, _until_it_stands,
         _wants_the_whole_of_what_does_not_change, _starts_with_zeros, _grows_to_rows, _swaps, _becomes_a_constant, _rows_then_sums,
         _no_rounds, _as_long_as_there_are_rows, _loop_in_a_loop, _branches, _rows_or_a_constant, _cases, _list_over_time,
-        _list_of_sums, _list_of_both, _list_of_rows, _other_lists,
+        _list_of_sums, _list_of_both, _list_of_rows, _other_lists, _maps_two, _maps_a_map, _folds_to_a_sum, _folds_otherwise,
+        _maps_with_numbers, _maps_backwards, _maps_some,
     )
 }  # fmt: skip
 
@@ -249,6 +309,17 @@ def test_operations_on_lists() -> None:
         for placement in (Shard(0), PARTIAL, REPLICATE):
             worst, _, _ = differences(_raw_lists, _values(sum(counts)), [placement, REPLICATE], counts)
             assert worst <= 1e-12, (counts, placement)
+
+
+@pytest.mark.parametrize("name", ["list_of_rows", "maps_two", "folds_to_a_sum"])
+def test_each_replica_makes_the_rounds_of_its_rows(name: str) -> None:
+    def summed(x: Any, w: Any) -> Any:
+        return [tf.reduce_sum(each) for each in tf.nest.flatten(_with_gradients(_EXACT[name])(x, w))]
+
+    worst, step, transport = differences(summed, _values(5), [Shard(0), REPLICATE], (3, 2), in_function=True)
+    assert worst <= 1e-12
+    assert transport.gathers == 0
+    assert not step.without_rule
 
 
 _SENT = {

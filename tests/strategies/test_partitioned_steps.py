@@ -102,6 +102,20 @@ def _late() -> keras.Model:
     return Late([keras.Input((6,)), layers.Dense(3)])
 
 
+class Maps(layers.Layer):
+    """Its output is computed a row after the other."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], 3))
+
+    def call(self, x: Any) -> Any:
+        return tf.map_fn(lambda row: tf.tanh(tf.linalg.matvec(self.kernel, row, transpose_a=True)), x)
+
+
+def _mapping() -> keras.Model:
+    return keras.Sequential([keras.Input((6,)), layers.Dense(4), Maps(), layers.Dense(2)])
+
+
 def _recurrent() -> keras.Model:
     rows = [layers.Reshape((3, 2)), layers.Masking(), layers.Bidirectional(layers.LSTM(4, dropout=0.2, return_sequences=True))]
     return keras.Sequential([keras.Input((6,)), *rows, layers.GRU(3), layers.Dense(2)])
@@ -136,6 +150,7 @@ _MODELS: dict[str, Callable[[], keras.Model]] = {
     "recurrent": _recurrent,
     "looping": _looping,
     "late": _late,
+    "mapping": _mapping,
 }
 
 
@@ -292,7 +307,7 @@ def test_what_is_written_while_a_step_is_traced_reaches_all_copies() -> None:
     assert [float(copy) for copy in model.traces.values] == [logs["traces"]] * 2 != [0.0] * 2
 
 
-class MapsFive(keras.Model):
+class ScansFive(keras.Model):
     """A loop takes the rows of batches with five columns; replicas run such a step."""
 
     def __init__(self) -> None:
@@ -302,7 +317,7 @@ class MapsFive(keras.Model):
     def train_step(self, data: Any) -> dict[str, Any]:
         x, *_ = keras.utils.unpack_x_y_sample_weight(data)
         if x.shape[1] == 5:
-            x = tf.map_fn(lambda row: 0.5 * row, x)
+            x = tf.scan(lambda before, row: 0.5 * before + row, x)
         self.total.assign_add(tf.reduce_sum(x))
         return {"total": self.total + 0.0}
 
@@ -310,7 +325,7 @@ class MapsFive(keras.Model):
 def test_a_later_step_that_cannot_be_partitioned_runs_by_replicas() -> None:
     def totals(scope: Any) -> list[float]:
         with scope:
-            model = MapsFive()
+            model = ScansFive()
             model.compile()
         return [model.train_on_batch(x, return_dict=True)["total"] for x in (_X[:7], _X[:7, :5], _X[:9])]
 

@@ -37,10 +37,15 @@ class Vacant:
     """A list that holds nothing yet: the first element that is put in decides."""
 
 
-Placement = Replicate | Shard | Partial | Vacant
-"""That of a list is the one of its elements."""
+@dataclass(frozen=True)
+class Items:
+    """A list of which every replica holds elements: those of its rows."""
 
-REPLICATE, PARTIAL, VACANT = Replicate(), Partial(), Vacant()
+
+Placement = Replicate | Shard | Partial | Vacant | Items
+"""That of a list is the one of its elements, unless these are the rows."""
+
+REPLICATE, PARTIAL, VACANT, ITEMS = Replicate(), Partial(), Vacant(), Items()
 
 
 @dataclass(frozen=True)

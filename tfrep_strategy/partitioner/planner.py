@@ -18,6 +18,7 @@ from tfrep_strategy._tensorflow import operation_definition
 from tfrep_strategy.partitioner import sizes as by_value
 from tfrep_strategy.partitioner.placements import (
     REPLICATE,
+    Items,
     Placement,
     Replicate,
     Shard,
@@ -153,6 +154,13 @@ class Planner(Values):
             self._add_stateful(operation, inputs)
         else:
             self.emit(operation, inputs, REPLICATE)
+
+    def settle_items(self, tensor: Any) -> None:
+        """Gives every replica the whole of a list whose elements are rows, where there is no rule for those of own rows."""
+        value = self.value(tensor)
+        if isinstance(value.placement, Items):
+            self.without_rule.setdefault("TensorListFromTensor", tensor.op)
+            self.put(tensor, REPLICATE, self.replicated(tensor), elements=value.elements)
 
     # The walk.
 

@@ -8,7 +8,7 @@ from tfrep_strategy.partitioner.program import Node, Program, attribute, live
 def prune(program: Program) -> None:
     """Has the loops of a program carry what is needed."""
     for node in reversed(program.nodes):  # A later loop may need what an earlier one carries.
-        if isinstance(node, Node) and node.type.endswith("While"):
+        if isinstance(node, Node) and node.bodies and node.type.endswith("While"):
             _prune_loop(program, node)
         for _, body in getattr(node, "bodies", ()):
             prune(body)

@@ -11,6 +11,7 @@ from tfrep_strategy.errors import CannotPartitionError, message
 from tfrep_strategy.partitioner import sizes as by_value
 from tfrep_strategy.partitioner.placements import (
     REPLICATE,
+    Items,
     Partial,
     Placement,
     Replicate,
@@ -40,6 +41,10 @@ class OwnRows:
     replica: Any
 
 
+NUMBER, LENGTH = "number", "length"
+"""What an element may be for a loop over rows: the number of a row among a replica's, or how many rows the replica has."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Elements:
     """What is known of each element of a list.
@@ -49,12 +54,14 @@ class Elements:
         dims: Its global shape, as far as it is known.
         sizes: Its value, if it holds sizes.
         elements: If it is a list: of the elements of that.
+        role: `NUMBER` or `LENGTH`; None for other tensors.
     """
 
     dtype: tf.DType
     dims: tuple[Size, ...] | None = None
     sizes: tuple[Any, ...] | None = None
     elements: Elements | None = None
+    role: str | None = None
 
 
 @dataclasses.dataclass
@@ -204,7 +211,14 @@ class Values:
             hint = "nothing has to be done: replicas run such steps."
             raise CannotPartitionError(message("A list whose elements may have several shapes is wanted whole.", hint))
         add, placement = self.program.add, value.placement
-        shape = self.program.constant(self.element_shape(dims, placement))
+        if value.elements.role is not None:  # Those of a replica are about its own rows.
+            total = self.rows.total
+            whole = add("Range", 0, total, 1) if value.elements.role == NUMBER else add("Fill", add("Pack", [total], axis=0), total)
+            return add("TensorListFromTensor", self.as_dtype(whole, value.elements.dtype), -1)
+        if isinstance(placement, Items):
+            own = add("TensorListStack", value.local, self.program.constant(dims, tf.int32), element_dtype=value.elements.dtype)
+            return add("TensorListFromTensor", self.program.send("gather", own), -1)
+        shape = self.program.constant(self.element_shape(dims, placement), tf.int32)
         stacked = add("TensorListStack", value.local, shape, element_dtype=value.elements.dtype)
         if isinstance(placement, Shard):
             whole = self.program.send("gather", stacked, placement.axis + 1)

@@ -24,6 +24,8 @@ def branches(plan: Planner, operation: Any) -> None:
     graphs = [plan.function(operation, each.name) for each in called]
     which, *given = operation.inputs
     chosen = plan.replicated(which)
+    for x in given:
+        plan.settle_items(x)
     entries, bodies = _planned(plan, given, graphs)
     results = [_either(bodies, outs) for outs in zip(*(graph.outputs for graph in graphs), strict=True)]
     for graph, body in zip(graphs, bodies, strict=True):

@@ -9,11 +9,14 @@ import tensorflow as tf
 
 from tfrep_strategy.partitioner import sizes as by_value
 from tfrep_strategy.partitioner.placements import (
+    ITEMS,
     REPLICATE,
     VACANT,
+    Items,
     Partial,
     Placement,
     Replicate,
+    Rows,
     Shard,
     Vacant,
     common_dims,
@@ -71,6 +74,8 @@ def put_element(plan: Planner, tensor: Any, placement: Placement, local: Tensor,
 def _own_shape(plan: Planner, shape: Any, placement: Placement) -> Tensor:
     """Returns the shape of elements, as an operation gets it, without the sizes that replicas have parts of."""
     known = plan.sizes_of(shape)
+    if isinstance(placement, Items):
+        return plan.replicated(shape)
     if known is None or not known.ndim:
         return plan.program.constant(-1)
     return plan.program.constant(plan.element_shape(known, placement), shape.dtype)
@@ -100,7 +105,9 @@ def unstack(plan: Planner, operation: Any) -> None:
     if isinstance(placement, Shard):
         if placement.axis:
             placement = Shard(placement.axis - 1, placement.per_row)
-        else:  # The rows become elements.
+        elif placement.per_row == 1:
+            placement = ITEMS
+        else:  # Several elements belong to a row.
             plan.without_rule.setdefault(operation.type, operation)
             placement, local = REPLICATE, plan.replicated(x)
     dims, sizes = plan.dims(x), plan.sizes_of(x)
@@ -115,6 +122,7 @@ def unstack(plan: Planner, operation: Any) -> None:
 def element(plan: Planner, operation: Any) -> None:
     """An element is placed as all of them are."""
     given, *index, shape = operation.inputs
+    plan.settle_items(given)
     value = plan.value(given)
     inputs = [value.local, *map(plan.replicated, index), _own_shape(plan, shape, value.placement)]
     plan.emit(operation, inputs, value.placement)
@@ -129,8 +137,13 @@ def element(plan: Planner, operation: Any) -> None:
 def stack(plan: Planner, operation: Any) -> None:
     """The elements as one tensor."""
     given, *indices, shape = operation.inputs
+    if indices:
+        plan.settle_items(given)
     value = plan.value(given)
     placement = value.placement
+    if isinstance(placement, Items):
+        plan.emit(operation, [value.local, plan.replicated(shape)], Shard(0), num_elements=-1)
+        return
     inputs = [value.local, *map(plan.replicated, indices), _own_shape(plan, shape, placement)]
     if isinstance(placement, Shard):
         placement = Shard(placement.axis + 1, placement.per_row)
@@ -146,6 +159,8 @@ def stack(plan: Planner, operation: Any) -> None:
 def put_in(plan: Planner, operation: Any) -> None:
     """An element becomes what all elements are."""
     given, *index, x = operation.inputs
+    plan.settle_items(given)
+    plan.settle_items(x)
     value, own = plan.value(given), plan.placement(x)
     placement = joined(value.placement, own)
     if not plan.can_be(given, placement) or (own != placement and not plan.can_be(x, placement)):
@@ -161,7 +176,12 @@ def put_in(plan: Planner, operation: Any) -> None:
 @always
 def length(plan: Planner, operation: Any) -> None:
     """How many elements there are."""
-    plan.emit(operation, plan.locals(operation), REPLICATE)
+    (given,), (result,) = operation.inputs, operation.outputs
+    if isinstance(plan.placement(given), Items):
+        plan.put(result, REPLICATE, plan.rows.total)
+        plan.note_sizes(result, ((), Rows()))
+    else:
+        plan.emit(operation, plan.locals(operation), REPLICATE)
 
 
 @rule("TensorListResize")
@@ -169,6 +189,7 @@ def length(plan: Planner, operation: Any) -> None:
 def resize(plan: Planner, operation: Any) -> None:
     """Elements go, or places for more come."""
     given, number = operation.inputs
+    plan.settle_items(given)
     value = plan.value(given)
     _put_list(plan, operation, value.placement, value.elements, value.local, plan.replicated(number))
 
@@ -196,6 +217,8 @@ def shape_of_elements(plan: Planner, operation: Any) -> None:
 def other(plan: Planner, operation: Any) -> None:
     """Whole elements."""
     lists = [x for x in operation.inputs if x.dtype == tf.variant]
+    for x in lists:
+        plan.settle_items(x)
     elements = None
     for x in lists:
         elements = joined_elements(elements, plan.value(x).elements)
@@ -236,6 +259,7 @@ def optional(plan: Planner, operation: Any) -> None:
         plan.replicate(operation)
         return
     (x,) = operation.inputs
+    plan.settle_items(x)
     _put_list(plan, operation, plan.placement(x), elements_of(plan, x), plan.local(x))
 
 

@@ -9,6 +9,7 @@ from tfrep_strategy.partitioner.bodies import ROWS, Entry, arguments, entry, not
 from tfrep_strategy.partitioner.placements import REPLICATE, Partial, Placement, Replicate, Vacant, common_dims
 from tfrep_strategy.partitioner.planner import Planner, always, rule
 from tfrep_strategy.partitioner.rules.lists import joined_elements
+from tfrep_strategy.partitioner.rules.row_loops import origin, over_rows
 
 
 @rule("While", "StatelessWhile")
@@ -19,6 +20,10 @@ def loop(plan: Planner, operation: Any) -> None:
     What does not change, and is wanted whole, is sent before the loop.
     """
     test, body = (plan.function(operation, operation.get_attr(name).name) for name in ("cond", "body"))
+    if over_rows(plan, operation, test, body):
+        return
+    for x in operation.inputs:
+        plan.settle_items(x)
     settled = _Loop(plan, operation, test, body)
     entries, inner, outer = settled.entries, settled.inner, settled.outer
     given = list(operation.inputs)
@@ -78,7 +83,7 @@ class _Loop:
     def __init__(self, plan: Planner, operation: Any, test: Any, body: Any) -> None:
         self._plan, self._given = plan, list(operation.inputs)
         self._body = body
-        self.fixed = [_origin(out) is into for into, out in zip(body.inputs, body.outputs, strict=True)]
+        self.fixed = [origin(out) is into for into, out in zip(body.inputs, body.outputs, strict=True)]
         self.entries = [entry(plan, x) for x in self._given]
         self._pinned = [False] * len(self.entries)
         while True:
@@ -126,9 +131,3 @@ class _Loop:
             return wanted
         self._pinned[i] = True
         return REPLICATE
-
-
-def _origin(tensor: Any) -> Any:
-    while tensor.op.type == "Identity":
-        tensor = tensor.op.inputs[0]
-    return tensor
