@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.keras_integration.synchronous.one_device_steps import OneDeviceSteps
@@ -344,3 +347,45 @@ def test_what_has_no_rule_is_told_once() -> None:
         _trained(_mirrored(2).scope(), "drawing")
     assert not [each for each in seen if "have no rule" in str(each.message)]
 
+
+
+class Tells(keras.Sequential):
+    """Its step writes a summary, prints, and checks."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        tf.summary.scalar("mean", tf.reduce_mean(x), step=self.optimizer.iterations.value)
+        tf.print("the sum is", tf.round(tf.reduce_sum(x)))
+        tf.debugging.assert_less(tf.reduce_sum(x), 100.0)
+        return super().train_step(data)
+
+
+def _told(scope: Any, x: Any, folder: Path) -> list[tuple[int, float]]:
+    with scope:
+        model = Tells([keras.Input((6,)), layers.Dense(2)])
+        model.compile("sgd", "mse")
+    with tf.summary.create_file_writer(str(folder)).as_default():
+        model.fit(x, _Y, batch_size=_BATCH, shuffle=False, verbose=0)
+        tf.summary.flush()
+    (file,) = folder.iterdir()
+    written = EventAccumulator(str(file), {"tensors": 0})
+    written.Reload()
+    return [(event.step, float(tf.make_ndarray(event.tensor_proto))) for event in written.Tensors("mean")]
+
+
+def test_what_a_step_tells_is_told_once_and_of_all_rows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for name, scope in {"one": contextlib.nullcontext(), "two": _mirrored(2).scope()}.items():
+        (tmp_path / name).mkdir()
+        found = _told(scope, _X, tmp_path / name)
+        np.testing.assert_allclose(found, [(i, _X[16 * i : 16 * i + 16].mean()) for i in range(3)], atol=1e-6)
+        printed.append([line for line in capfd.readouterr().err.splitlines() if line.startswith("the sum is")])
+    assert printed[0] == printed[1]
+    assert len(printed[0]) == 3
+
+
+def test_an_error_of_a_step_names_the_users_line(tmp_path: Path) -> None:
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        _told(_mirrored(2).scope(), np.ones_like(_X) * 9.0, tmp_path)
+    line = inspect.getsourcelines(Tells)[1] + 7
+    assert any(f"{__file__}:{line}" in note for note in error.value.__notes__)

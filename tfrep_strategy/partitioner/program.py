@@ -55,11 +55,12 @@ class Node:
         bodies: Of a loop or of branches: the attribute of each body, and its program.
         talks: Whether replicas talk in its bodies, so that those of a process run it together.
         carried: Of a loop: the places of the inputs that it changes.
+        traced: The operation of the traced graph that it stands for, if there is one.
     """
 
     __slots__ = (
         "attributes", "bodies", "carried", "control_inputs", "has_effects", "inputs", "level", "name", "once", "outputs", "talks",
-        "type",
+        "traced", "type",
     )  # fmt: skip
 
     def __init__(
@@ -76,6 +77,7 @@ class Node:
         self.level = max([*(x.level for x in inputs), *(x.level_after for x in control_inputs)], default=0)
         self.has_effects = any(node.has_effects for _, body in bodies for node in body.nodes)
         self.carried: list[int] = []
+        self.traced: Any = None
         self.once, self.talks = False, any(body.talks for _, body in bodies)
         self.outputs = [
             Tensor(self, f"{name}:{output}", dtype, self.level_after)
@@ -163,6 +165,7 @@ class Program:
         node = Node(
             operation.type, f"{_as_name(operation.name)}_{next(self._names)}", inputs, control_inputs, attributes
         )
+        node.traced = operation
         self.nodes.append(node)
         return node
 
@@ -183,6 +186,7 @@ class Program:
         attributes = kept | {name: attribute(value) for name, value in changes.items()}
         name = f"{_as_name(operation.name)}_{next(self._names)}"
         node = Node(operation.type, name, inputs, (), attributes, bodies)
+        node.traced = operation
         self.nodes.append(node)
         return node
 
@@ -271,6 +275,15 @@ class Program:
                 attributes[arg.type_list_attr] = attribute([x.dtype for x in tensors])
             flat += tensors
         return flat, attributes
+
+
+def every_node(program: Program) -> Iterator[Node]:
+    """Yields the nodes of a program and of its bodies."""
+    for node in program.nodes:
+        if isinstance(node, Node):
+            yield node
+            for _, body in node.bodies:
+                yield from every_node(body)
 
 
 def live(nodes: Sequence[Any], results: Sequence[Tensor]) -> list[Any]:

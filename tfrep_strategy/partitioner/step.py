@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import tfrep_strategy.partitioner.rules  # noqa: F401  (registers them)
 from tfrep_strategy.partitioner.emitter import Emitter, Transport
 from tfrep_strategy.partitioner.placements import REPLICATE, Placement, Shard
 from tfrep_strategy.partitioner.planner import Planner
-from tfrep_strategy.partitioner.program import Program
+from tfrep_strategy.partitioner.program import Program, every_node
 from tfrep_strategy.partitioner.pruning import prune
 from tfrep_strategy.partitioner.values import OwnRows
 
@@ -73,6 +74,11 @@ class PartitionedStep:
     def asks_for_start(self) -> bool:
         """Whether a replica has to know where its rows begin."""
         return self._emitter.needs(self.program.arguments[0])
+
+    def named_in(self, text: str) -> list[Any]:
+        """Returns the traced operations for which the nodes stand that an error of TensorFlow names."""
+        names = set(re.findall(r"\{\{node ([^}]+)\}\}", text))
+        return [node.traced for node in every_node(self.program) if node.name in names and node.traced is not None]
 
     def run(
         self, rows: Sequence[OwnRows], inputs: Sequence[Sequence[tf.Tensor]], transport: Transport

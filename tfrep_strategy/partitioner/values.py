@@ -213,10 +213,19 @@ class Values:
         add, placement = self.program.add, value.placement
         if value.elements.role is not None:  # Those of a replica are about its own rows.
             total = self.rows.total
-            whole = add("Range", 0, total, 1) if value.elements.role == NUMBER else add("Fill", add("Pack", [total], axis=0), total)
+            whole = (
+                add("Range", 0, total, 1)
+                if value.elements.role == NUMBER
+                else add("Fill", add("Pack", [total], axis=0), total)
+            )
             return add("TensorListFromTensor", self.as_dtype(whole, value.elements.dtype), -1)
         if isinstance(placement, Items):
-            own = add("TensorListStack", value.local, self.program.constant(dims, tf.int32), element_dtype=value.elements.dtype)
+            own = add(
+                "TensorListStack",
+                value.local,
+                self.program.constant(dims, tf.int32),
+                element_dtype=value.elements.dtype,
+            )
             return add("TensorListFromTensor", self.program.send("gather", own), -1)
         shape = self.program.constant(self.element_shape(dims, placement), tf.int32)
         stacked = add("TensorListStack", value.local, shape, element_dtype=value.elements.dtype)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import DistributedVariable, MirroredVariable, trace, value_container
 from tfrep_strategy.batches import is_nothing, known_total, num_examples
+from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.errors import CannotPartitionError, TfrepError, message, warn
 from tfrep_strategy.keras_integration.protocol import Shards, Whole
 from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Shard
@@ -54,6 +55,12 @@ class PartitionedSteps:
             self._traced[key] = self._trace(fn, shards.parts[0], total)
         return Whole(self._traced[key].run(shards))
 
+    def tell_lines(self, error: tf.errors.OpError) -> None:
+        """Adds to an error of a step where the user's program has made what failed."""
+        for traced in self._traced.values():
+            for operation in traced.step.named_in(error.message or ""):
+                error.add_note(f"{operation.type} {operation.name!r} was made at {_line_of(operation)}.")
+
     def _trace(self, fn: Callable[[Any], Any], part: Any, total: int | None) -> _Traced:
         specs = list(map(_with_open_rows, tf.nest.flatten(part)))
         ways = [specs]
@@ -87,7 +94,11 @@ class PartitionedSteps:
             if type_.removeprefix("Stateless") in ("While", "TensorListFromTensor"):
                 hint = "nothing has to be done: replicas run such steps."
                 raise CannotPartitionError(message("A loop would send rows in each round.", hint, operation=operation.name))
-        new = [f"{type_} {operation.name!r}" for type_, operation in without_rule.items() if type_ not in self._told]
+        new = [
+            f"{type_} {operation.name!r}, {_line_of(operation)}"
+            for type_, operation in without_rule.items()
+            if type_ not in self._told
+        ]
         self._told.update(without_rule)
         if new:
             warn(
@@ -115,12 +126,12 @@ class _Traced:
         _copy_from_first(map(_variable_of, self._captured))
         given = [Given(Shard(0) if x.shape.rank else REPLICATE) for x in graph.inputs[: -len(self._captured) or None]]
         given += map(_given, self._captured)
-        self._step = PartitionedStep(graph, given, strategy.extended.num_local_replicas)
-        self.without_rule = self._step.without_rule
+        self.step = PartitionedStep(graph, given, strategy.extended.num_local_replicas)
+        self.without_rule = self.step.without_rule
 
     def run(self, shards: Shards) -> Any:
         inputs = [[*_tensors(part), *self._captured_by(i)] for i, part in enumerate(shards.parts)]
-        first, *_ = self._step.run(self._rows(shards), inputs, self._strategy.extended.transport)
+        first, *_ = self.step.run(self._rows(shards), inputs, self._strategy.extended.transport)
         results = iter(first)
         flat = tf.nest.flatten(self._results, expand_composites=True)
         return tf.nest.pack_sequence_as(
@@ -134,12 +145,16 @@ class _Traced:
     def _rows(self, shards: Shards) -> list[OwnRows]:
         extended = self._strategy.extended
         total, counts = tf.cast(shards.total, tf.int32), [tf.cast(num_examples(part), tf.int32) for part in shards.parts]
-        start = extended.rows_before(counts[0]) if self._step.asks_for_start else tf.constant(0)
+        start = extended.rows_before(counts[0]) if self.step.asks_for_start else tf.constant(0)
         rows = []
         for replica, count in enumerate(counts, extended.first_local_replica):
             rows.append(OwnRows(start, count, total, tf.constant(replica)))
             start += count
         return rows
+
+
+def _line_of(operation: Any) -> str:
+    return user_line((frame.filename, frame.lineno) for frame in reversed(operation.traceback))
 
 
 def _tensors(part: Any) -> list[tf.Tensor]:

@@ -50,7 +50,10 @@ class OneDeviceSteps:
         try:
             with self._extended.partitioned_steps.to(self._steps), self._in_its_way():
                 result = self._run(batches)
-        except (tf.errors.OpError, PeerError, StopIteration):
+        except tf.errors.OpError as error:
+            self._steps.tell_lines(error)
+            raise
+        except (PeerError, StopIteration):
             raise
         except Exception as error:  # A step may ask how many rows there are, or do what the partitioner has no way for.
             if self._is_traced and not isinstance(error, CannotPartitionError):

@@ -46,6 +46,10 @@ class PredictFunction:
                 as_one = self._steps is not None and (self._driver.read_last.rows_belong_together if belong is None else belong)
             try:
                 outputs = self._predicted(list(batches), as_one)
+            except tf.errors.OpError as error:
+                if self._steps is not None:
+                    self._steps.tell_lines(error)
+                raise
             except CannotPartitionError:
                 self._steps = None
                 outputs = self._predicted(list(batches), False)
