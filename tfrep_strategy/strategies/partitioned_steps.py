@@ -88,10 +88,11 @@ class PartitionedSteps:
         """Warns of operations that each replica computes for all rows.
 
         Raises:
-            CannotPartitionError: They are in a loop, or rows are what a loop goes over.
+            CannotPartitionError: They are so large that the step is faster by replicas: a loop that would send rows in each round, or
+                a recurrent net of cuDNN.
         """
         for type_, operation in without_rule.items():
-            if type_.removeprefix("Stateless") in ("While", "TensorListFromTensor"):
+            if type_.removeprefix("Stateless") in ("While", "TensorListFromTensor") or type_.startswith("CudnnRNN"):
                 hint = "nothing has to be done: replicas run such steps."
                 raise CannotPartitionError(message("A loop would send rows in each round.", hint, operation=operation.name))
         new = [
