@@ -69,8 +69,7 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
 
     def __iter__(self) -> Iterator[Any]:
         self.note_no_more()
-        iterators = tuple(pipeline.start() for pipeline in self._pipelines)
-        iterator = ReplicaIterator(iterators, self._reading, self.first_batch)
+        iterator = ReplicaIterator(tuple(pipeline.start() for pipeline in self._pipelines), self._reading, self.first_batch)
         iterator.rows_belong_together = self._rows_belong_together
         return iterator
 

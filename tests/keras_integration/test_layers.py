@@ -62,9 +62,9 @@ def test_synchronized_statistics_cost_one_sum_forward_and_one_backward_by_replic
 
 
 def test_synchronized_statistics_cost_one_sum_forward_and_two_backward(worker_pool: Any) -> None:
-    statistics, gradients, loss, metric = 3, 6, 1, 1
-    for sums in worker_pool("tf", 2).run(sums_of_a_step):
-        assert sums == [statistics + metric, statistics, 1 + loss, 1 + metric, gradients]
+    statistics, of_first, of_others, loss, metric = 3, 2, 4, 1, 1
+    for sums in worker_pool("tf", 2).run(sums_of_a_step):  # Gradients travel as soon as they are there.
+        assert sums == [statistics + metric, statistics, 1 + loss + of_others, 1 + metric, of_first]
 
 
 def functions_in_a_step(rows: int) -> list[str]:

@@ -13,7 +13,7 @@ from partitioner.replicas import differences
 from tfrep_strategy._tensorflow import trace
 from tfrep_strategy.partitioner import planner
 from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Shard
-from tfrep_strategy.partitioner.rules import branches, lists, loops
+from tfrep_strategy.partitioner.rules import conditionals, lists, loops
 
 pytestmark = pytest.mark.lane("quick")
 
@@ -351,7 +351,7 @@ def test_every_rule_of_control_flow_has_a_case() -> None:
     found: set[str] = set()
     for function in [*map(_with_gradients, _EXACT.values()), _raw_lists]:
         found |= set(_types(trace("step", function, specs, {})))
-    rooms = {module.__name__ for module in (branches, lists, loops)}
+    rooms = {module.__name__ for module in (conditionals, lists, loops)}
     missing = {kind for kind, rule in planner.RULES.items() if rule.__module__ in rooms} - found
     assert {
         kind for kind in missing if not kind.startswith("Stateless") and kind not in ("If", "Case", "While")

@@ -14,7 +14,7 @@ from partitioner.replicas import differences
 from tfrep_strategy._tensorflow import operation_definition
 from tfrep_strategy.partitioner import planner
 from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
-from tfrep_strategy.partitioner.rules import branches, elementwise, lists, loops
+from tfrep_strategy.partitioner.rules import conditionals, elementwise, lists, loops
 
 pytestmark = pytest.mark.lane("rows")
 
@@ -552,7 +552,7 @@ def test_every_rule_has_a_case() -> None:
     drawn = {
         kind for kind in planner.RULES if "Random" in kind or "TruncatedNormal" in kind or kind.startswith("Stateful")
     }
-    rooms = {module.__name__ for module in (branches, lists, loops)}  # See test_control_flow.py.
+    rooms = {module.__name__ for module in (conditionals, lists, loops)}  # See test_control_flow.py.
     of_control_flow = {kind for kind, found in planner.RULES.items() if found.__module__ in rooms}
     missing = planner.RULES.keys() - named - elsewhere - drawn - of_control_flow
     assert not missing

@@ -88,8 +88,7 @@ class PartitionedSteps:
         """Warns of operations that each replica computes for all rows.
 
         Raises:
-            CannotPartitionError: They are so large that the step is faster by replicas: a loop that would send rows in each round, or
-                a recurrent net of cuDNN.
+            CannotPartitionError: The step is faster by replicas, as where a loop would send rows in each round.
         """
         for type_, operation in without_rule.items():
             if type_.removeprefix("Stateless") in ("While", "TensorListFromTensor") or type_.startswith("CudnnRNN"):

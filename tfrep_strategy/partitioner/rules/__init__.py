@@ -1,7 +1,7 @@
 """What becomes of each operation: which placements it takes, and which it gives."""
 
 from tfrep_strategy.partitioner.rules import (
-    branches,  # noqa: F401
+    conditionals,  # noqa: F401
     contractions,  # noqa: F401
     effects,  # noqa: F401
     elementwise,  # noqa: F401
