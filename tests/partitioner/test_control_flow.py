@@ -219,7 +219,9 @@ def _maps_backwards(x: Any, w: Any) -> Any:
     size = tf.shape(x)[0]
     rows = tf.TensorArray(x.dtype, size).unstack(x)
     made = tf.TensorArray(x.dtype, size, element_shape=[4])
-    made = tf.while_loop(lambda i, _: i < size, lambda i, made: (i + 1, made.write(i, rows.read(size - 1 - i))), (0, made))[1]
+    made = tf.while_loop(
+        lambda i, _: i < size, lambda i, made: (i + 1, made.write(i, rows.read(size - 1 - i))), (0, made)
+    )[1]
     return made.stack()
 
 
@@ -228,7 +230,9 @@ def _maps_some(x: Any, w: Any) -> Any:
     size = tf.shape(x)[0]
     rows = tf.TensorArray(x.dtype, size).unstack(x)
     made = tf.TensorArray(x.dtype, size, element_shape=[4])
-    made = tf.while_loop(lambda i, _: i < (size + 1) // 2, lambda i, made: (i + 1, made.write(i, rows.read(i))), (0, made))[1]
+    made = tf.while_loop(
+        lambda i, _: i < (size + 1) // 2, lambda i, made: (i + 1, made.write(i, rows.read(i))), (0, made)
+    )[1]
     return made.stack()
 
 
