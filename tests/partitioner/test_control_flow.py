@@ -236,6 +236,35 @@ def _maps_some(x: Any, w: Any) -> Any:
     return made.stack()
 
 
+def _maps_into_more(x: Any, w: Any) -> Any:
+    """A list has more places than there are rows, and another one gets two elements of each."""
+    size = tf.shape(x)[0]
+    rows = tf.TensorArray(x.dtype, size, clear_after_read=False).unstack(x)
+    more = tf.TensorArray(x.dtype, size + size, element_shape=[4])
+    more = tf.while_loop(lambda i, _: i < size, lambda i, more: (i + 1, more.write(i, rows.read(i))), (0, more))[1]
+    empty = tf.raw_ops.EmptyTensorList(element_shape=[4], max_num_elements=-1, element_dtype=x.dtype)
+
+    def push(i: Any, pushed: Any) -> Any:
+        row = rows.read(i)
+        once = tf.raw_ops.TensorListPushBack(input_handle=pushed, tensor=row)
+        return i + 1, tf.raw_ops.TensorListPushBack(input_handle=once, tensor=2.0 * row)
+
+    pushed = tf.while_loop(lambda i, _: i < size, push, (0, empty))[1]
+    twice = tf.raw_ops.TensorListStack(input_handle=pushed, element_shape=[4], element_dtype=x.dtype)
+    return more.stack(), tf.stop_gradient(twice)
+
+
+def _folds_to_more(x: Any, w: Any) -> Any:
+    """What rounds add up to has another shape than the beginning."""
+    rows = tf.TensorArray(x.dtype, tf.shape(x)[0]).unstack(x)
+    shapes = tf.TensorShape([]), tf.TensorShape(None)
+    size, start = tf.shape(x)[0], tf.constant(0.0, x.dtype)
+    total = tf.while_loop(
+        lambda i, _: i < size, lambda i, a: (i + 1, a + rows.read(i)), (0, start), shape_invariants=shapes
+    )
+    return tf.ensure_shape(total[1], [4])
+
+
 def _other_lists(x: Any, w: Any) -> Any:
     scattered = tf.TensorArray(x.dtype, 4, element_shape=[None, 4], clear_after_read=False).scatter(
         [1, 3], tf.stack([x, 2.0 * x])
@@ -277,7 +306,7 @@ _EXACT: dict[str, Callable[..., Any]] = {
         _wants_the_whole_of_what_does_not_change, _starts_with_zeros, _grows_to_rows, _swaps, _becomes_a_constant, _rows_then_sums,
         _no_rounds, _as_long_as_there_are_rows, _loop_in_a_loop, _branches, _rows_or_a_constant, _cases, _list_over_time,
         _list_of_sums, _list_of_both, _list_of_rows, _other_lists, _maps_two, _maps_a_map, _folds_to_a_sum, _folds_otherwise,
-        _maps_with_numbers, _maps_backwards, _maps_some,
+        _maps_with_numbers, _maps_backwards, _maps_some, _maps_into_more, _folds_to_more,
     )
 }  # fmt: skip
 

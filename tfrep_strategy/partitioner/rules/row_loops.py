@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import operation_definition
-from tfrep_strategy.partitioner.placements import ITEMS, PARTIAL, REPLICATE, Items, Replicate, Rows, Vacant
+from tfrep_strategy.partitioner.placements import ITEMS, PARTIAL, REPLICATE, VACANT, Items, Replicate, Rows, Vacant
 from tfrep_strategy.partitioner.planner import Planner, in_order
 from tfrep_strategy.partitioner.values import LENGTH, NUMBER, Elements
 
@@ -46,6 +46,8 @@ class RowLoop:
         self._elements: dict[int, Elements] = {}
         self._set: set[int] = set()
         """The places of lists that elements are put into, which have places for the rows of all replicas."""
+        self._pushed: set[int] = set()
+        self._popped: set[int] = set()
         for i, tensor in enumerate(body.inputs):
             self._labels[tensor.name] = self._of_input(i)
         for each in in_order(body):
@@ -100,6 +102,8 @@ class RowLoop:
             if tensor.dtype == tf.resource and not isinstance(placement, Replicate):
                 raise NotOverRowsError
             return _SAME
+        if None in (given.shape.rank, tensor.shape.rank) or given.shape.as_list() != tensor.shape.as_list():  # It may grow.
+            raise NotOverRowsError
         return ("sum", place)
 
     def _follow(self, operation: Any) -> None:
@@ -150,16 +154,30 @@ class RowLoop:
             return [_ROW]
         if kind == "TensorListSetItem" and labels[1] == _NUMBER and labels[2] in (_ROW, _SAME):
             self._note(first, operation.inputs[2])
-            if first != _FRESH and isinstance(self._plan.placement(self._given[first[1]]), Vacant):
+            if first != _FRESH and self._is_new(first[1], "TensorListReserve"):
                 self._set.add(first[1])
             return [first]
         if kind == "TensorListPushBack" and labels[1] in (_ROW, _SAME, _NUMBER, _LENGTH):
+            if first == _FRESH or first[1] in self._pushed or not self._is_new(first[1], "EmptyTensorList"):
+                raise NotOverRowsError  # There is one element for each row.
+            self._pushed.add(first[1])
             self._note(first, operation.inputs[1], labels[1])
             return [first]
         if kind == "TensorListPopBack" and first != _FRESH:
+            self._popped.add(first[1])
             elements = self._plan.value(self._given[first[1]]).elements
             return [first, (elements and elements.role) or _ROW]
         raise NotOverRowsError
+
+    def _is_new(self, place: int, kind: str) -> bool:
+        """Returns whether a list was made for the loop, with places for the rows; else it has an element for each."""
+        made = origin(self._given[place]).op
+        if isinstance(self._plan.placement(self._given[place]), Items):
+            return False
+        is_right = made.type == kind and (kind == "EmptyTensorList" or self._plan.sizes_of(made.inputs[1]) == Rows())
+        if not is_right:
+            raise NotOverRowsError
+        return True
 
     def _note(self, label: Any, item: Any, role: str = _ROW) -> None:
         if label != _FRESH:
@@ -193,6 +211,8 @@ class RowLoop:
             elif self._counts(i):
                 plan.put(tensor, REPLICATE, plan.as_dtype(plan.rows.total, tensor.dtype))
                 plan.note_sizes(tensor, ((), Rows()))
+            elif i in self._popped:  # Nothing is left.
+                plan.put(tensor, VACANT, local)
             elif tensor.dtype == tf.variant:
                 plan.put(tensor, ITEMS, local, elements=self._elements.get(i, plan.value(given).elements))
             else:
