@@ -42,12 +42,12 @@ def test_two_processes(communicator: str, worker_pool: Any) -> None:
 
 
 def with_and_without(strategy: Any, name: str) -> bool:
-    strategy.densify_sparse_gradients = True  # So that replicas trace the step, as with sharded state.
+    strategy.gradient_transformers = [list]  # Replicas trace the step, as with sharded state.
     try:
         with strategy.scope():
             whole = trained(name)
     finally:
-        strategy.densify_sparse_gradients = False
+        strategy.gradient_transformers = []
     return all(a.tobytes() == b.tobytes() for a, b in zip(in_scope(strategy, name), whole, strict=True))
 
 
