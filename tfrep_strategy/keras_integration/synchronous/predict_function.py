@@ -28,7 +28,9 @@ class PredictFunction:
         self._driver, self._model, self._make = driver, model, make
         extended = driver.strategy.extended
         self._steps: Any = None
-        if driver.has_several and not model.run_eagerly and extended.partitions_steps:
+        # Between processes a step is traced for any number of rows, and a model that was built so could not be built otherwise.
+        can_be_traced = model.built or not driver.has_several_ranks
+        if driver.has_several and not model.run_eagerly and extended.partitions_steps and can_be_traced:
             self._steps = extended.new_partitioned_steps(builds=not model.built)
         self._runs = {self._steps is not None: run}
         """Functions, by whether their steps are those of one device."""
