@@ -42,25 +42,27 @@ class Agreement:
         return self._all_have(tf.stack(there), what)
 
     def next_step(
-        self, has_batch: tf.Tensor, own: tf.Tensor, open_sizes: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        self, has_batch: tf.Tensor, own: tf.Tensor, alike: tf.Tensor, open_sizes: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
         """Agrees on the next step of processes that each read their own data.
 
         Args:
             has_batch: bool scalar, whether this process has read a batch for the step. A batch may be empty.
             own: int64 scalar, the number of examples in that batch.
+            alike: bool scalar, whether all its tensors have as many rows.
             open_sizes: Sizes of the batch in other dimensions, as an int64 vector; zeros if there is no batch.
 
         Returns:
-            The number of examples of all processes (int64 scalar), whether there is a step (bool scalar), and the largest of
-            the open sizes.
+            The number of examples of all processes (int64 scalar), whether there is a step (bool scalar), whether the tensors of
+            each are alike, and the largest of the open sizes.
         """
         if self.size == 1:
-            return own, has_batch, open_sizes
-        told = self._gather(tf.concat([[tf.where(has_batch, own, -1)], open_sizes], 0))
+            return own, has_batch, alike, open_sizes
+        told = self._gather(tf.concat([[tf.where(has_batch, own, -1), tf.cast(alike, tf.int64)], open_sizes], 0))
         there = told[:, 0] >= 0
         goes_on = self._all_have(there, *_OF_RANKS) if self.stop_together else tf.reduce_any(there)
-        return tf.reduce_sum(tf.maximum(told[:, 0], 0)), goes_on, tf.reduce_max(told[:, 1:], 0)
+        alike = tf.reduce_all(told[:, 1] > 0)
+        return tf.reduce_sum(tf.maximum(told[:, 0], 0)), goes_on, alike, tf.reduce_max(told[:, 2:], 0)
 
     def all_read(self, has_batch: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
         """Returns whether all processes have read the next batch of data that each of them reads whole.

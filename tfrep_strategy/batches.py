@@ -129,6 +129,11 @@ def has_one_size(batch: Any) -> bool | tf.Tensor:
     return bool(alike) if tf.executing_eagerly() else alike
 
 
+def all_alike(batches: Sequence[Any]) -> tf.Tensor:
+    """Returns a bool scalar: whether in each of several batches all tensors have one number of rows."""
+    return tf.reduce_all([has_one_size(batch) for batch in batches])
+
+
 def take_rows(batch: Any, start: Any, stop: Any) -> Any:
     """Returns the rows from `start` to before `stop` of a nest of dense, sparse or ragged tensors, all of which have them.
 
@@ -197,7 +202,8 @@ def shard(batch: Any, num_replicas: int, first: int, count: int, fits: bool | No
         fits = has_one_size(batch)
         if first == 0 and fits is not True:
             fits = _telling(fits)
-    return Shards(tuple(cut(batch, num_replicas, first + i, fits) for i in range(count)), num_examples(batch))
+    parts = tuple(cut(batch, num_replicas, first + i, fits) for i in range(count))
+    return Shards(parts, num_examples(batch), all_alike([batch]))
 
 
 def _telling(fits: bool | tf.Tensor) -> bool | tf.Tensor:
@@ -205,7 +211,7 @@ def _telling(fits: bool | tf.Tensor) -> bool | tf.Tensor:
 
     def tell() -> np.bool_:
         warn(
-            "The tensors of a batch have different numbers of rows, so that nobody can cut it: replica 0 computes it alone.\n"
+            "The tensors of a batch have different numbers of rows, so that nobody can cut it: it is computed as on one device.\n"
             "Hint: make batches whose tensors have one number of rows, or let each replica read its own"
             " (strategy.distribute_datasets_from_function).",
         )

@@ -65,12 +65,12 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         """The data sets of batches that it was made of, where they may tell what its steps are."""
         self.is_of_each = False
         """Whether pipelines are read apart, so that open sizes other than the numbers of rows may differ between them."""
-        self._rows_belong_together = False
+        self._rows_are_alike: bool | None = False
 
     def __iter__(self) -> Iterator[Any]:
         self.note_no_more()
         iterator = ReplicaIterator(tuple(pipeline.start() for pipeline in self._pipelines), self._reading, self.first_batch)
-        iterator.rows_belong_together = self._rows_belong_together
+        iterator.rows_are_alike = self._rows_are_alike
         return iterator
 
     def note_no_more(self) -> None:
@@ -114,12 +114,12 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         start = iterator.get_next_as_optional(), initial_state
         return tf.while_loop(lambda optional, state: optional.has_value(), step, start, parallel_iterations=1)[1]
 
-    def for_keras(self, length_is_known: bool, rows_belong_together: bool) -> Any:
+    def for_keras(self, length_is_known: bool, rows_are_alike: bool | None) -> Any:
         """Returns an iterable of `Shards`, for Keras's training loops; of batches, if there is one replica in all.
 
         Args:
             length_is_known: Whether Keras's loops run the same number of steps on every process.
-            rows_belong_together: Whether `rows_belong_together` is true on every process.
+            rows_are_alike: What all processes have agreed on; see the property of this name.
         """
         self.note_no_more()
         first = self._pipelines[0]
@@ -129,19 +129,24 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
             spec = SpecOfSteps(first.dataset.element_spec)
             if spec != self._spec_of_steps:
                 self._spec_of_steps = spec
-            return WholeSteps(first.dataset, self._spec_of_steps, rows_belong_together)
+            return WholeSteps(first.dataset, self._spec_of_steps, rows_are_alike)
         reading = Reading(self._reading.devices, agreement, as_shards=True)
         steps = ReplicaDataset(self._pipelines, reading, self.cardinality)
-        steps._rows_belong_together = rows_belong_together
+        steps._rows_are_alike = rows_are_alike
         return steps
 
     @functools.cached_property
-    def rows_belong_together(self) -> bool:
-        """Whether all tensors of a batch are dense, and known to have one number of rows, on this process."""
-        alike = bool(self.batches) and all(map(rows_are_alike, self.batches))
+    def rows_are_alike(self) -> bool | None:
+        """Whether all tensors of a batch have one number of rows; None if each batch tells.
+
+        If some are ragged or sparse, or have an unknown number of dimensions, it is False.
+        """
         specs = [each.element_spec for each in self.batches]
         has_open_sizes = self.is_of_each and any(size is None for leaf in tf.nest.flatten(specs) for size in _sizes(leaf)[1:])
-        return alike and all(map(has_plain_rows, specs)) and not has_open_sizes
+        if has_open_sizes or not self.batches or not all(map(has_plain_rows, specs)):
+            return False
+        are_known = all(map(rows_are_alike, self.batches))
+        return True if are_known else False if self.is_of_each else None
 
 
 support_loops(ReplicaDataset)
@@ -225,7 +230,7 @@ def distribute(
     shards = _cut(dataset, place, agreement, reads_ahead, first_batch, most)
     if buffer and count > 1:
         # Each part is an element of its own; TensorFlow's iterator sends the elements to the devices in turn.
-        shards = in_turn(shards, lambda step: [Shards((part,), step.total) for part in step.parts])
+        shards = in_turn(shards, lambda step: [step._replace(parts=(part,)) for part in step.parts])
     may_end_anywhere = agreement.size > 1 and cardinality == tf.data.UNKNOWN_CARDINALITY
     pipeline = Pipeline(shards, host_of(devices[0]), devices if buffer else (), buffer)
     distributed = ReplicaDataset([pipeline], Reading(devices, agreement if may_end_anywhere else None), cardinality)

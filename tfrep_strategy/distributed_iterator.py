@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import OwnedMultiDeviceIterator, PerReplicaSpec, enumerate_registry, zip_registry
 from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.batches import (
+    all_alike,
     any_size,
     empty_batch,
     has_open_sizes,
@@ -102,10 +103,10 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         first_batch: Compares the first batch between the processes, if it is read outside functions.
 
     Attributes:
-        rows_belong_together: Whether all tensors of a step are dense, and known to have one number of rows.
+        rows_are_alike: Whether all tensors of a batch have one number of rows; None if its `Shards` tell.
     """
 
-    rows_belong_together = False
+    rows_are_alike: bool | None = False
 
     def __init__(self, iterators: tuple[Any, ...], reading: Reading, first_batch: FirstBatch | None = None) -> None:
         self._iterators = iterators
@@ -190,11 +191,12 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         specs = [optional.element_spec for optional, _ in optionals]
         own = [tf.where(has, num_examples(part), 0) for has, part in zip(there, elements, strict=True)]
         sizes = list(map(open_sizes, specs, elements))
-        total, goes_on, others = agreement.next_step(agreement.has_step(there), tf.add_n(own), tf.reduce_max(sizes, 0))
+        step = agreement.next_step(agreement.has_step(there), tf.add_n(own), all_alike(elements), tf.reduce_max(sizes, 0))
+        total, goes_on, alike, others = step
         if has_open_sizes(specs):
             sizes = [tf.where(has, own_sizes, others) for has, own_sizes in zip(there, sizes, strict=True)]
             elements = list(map(with_open_sizes, specs, elements, sizes))
-        return Shards(tuple(elements), total), goes_on
+        return Shards(tuple(elements), total, alike), goes_on
 
     def _read(self, read: Callable[[Any], Any]) -> list[tuple[Any, str | None]]:
         """Reads the elements of one step. Returns each with the device to which it was moved."""
@@ -215,8 +217,9 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
     def _joined(self, elements: Sequence[Any]) -> Shards:
         """Makes one step from its elements, each of which holds one part or several."""
         if isinstance(elements[0], Shards):
-            return Shards(tuple(part for element in elements for part in element.parts), elements[0].total)
-        return Shards(tuple(elements), tf.add_n([num_examples(part) for part in elements]))
+            parts = tuple(part for element in elements for part in element.parts)
+            return Shards(parts, elements[0].total, elements[0].alike)
+        return Shards(tuple(elements), tf.add_n([num_examples(part) for part in elements]), all_alike(elements))
 
     def _given(self, shards: Shards, always_copied: bool = False) -> Any:
         """Returns a step as `get_next` returns it, with its parts on their devices."""
@@ -225,13 +228,15 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         parts = shards.parts
         if always_copied or any(device != host_of(device) for device in self._reading.devices):
             parts = tuple(map(_copied, parts, self._reading.devices))
-        given = Shards(parts, tf.identity(shards.total))
+        given = shards._replace(parts=parts, total=tf.identity(shards.total), alike=tf.identity(shards.alike))
         return given if self._reading.as_shards else pack(given)
 
     def _given_spec(self) -> Any:
         specs = [iterator.element_spec for iterator in self._iterators]
         if self._reading.as_shards:
-            return Shards(tuple(self._reading.part_specs(specs)), tf.TensorSpec([], tf.int64))
+            return Shards(
+                tuple(self._reading.part_specs(specs)), tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.bool)
+            )
         return self._reading.packed_spec(specs)
 
     @property
@@ -317,15 +322,15 @@ class WholeSteps:
     Args:
         dataset: The data set.
         spec: The specification of its iterators. Those of all epochs share it.
-        rows_belong_together: See `ReplicaIterator`.
+        rows_are_alike: See `ReplicaIterator`.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, spec: SpecOfSteps, rows_belong_together: bool) -> None:
-        self._dataset, self._spec, self._rows_belong_together = dataset, spec, rows_belong_together
+    def __init__(self, dataset: tf.data.Dataset, spec: SpecOfSteps, rows_are_alike: bool | None) -> None:
+        self._dataset, self._spec, self._rows_are_alike = dataset, spec, rows_are_alike
 
     def __iter__(self) -> PipelineIterator:
         iterator = PipelineIterator(self._dataset, self._spec)
-        iterator.rows_belong_together = self._rows_belong_together
+        iterator.rows_are_alike = self._rows_are_alike
         return iterator
 
 

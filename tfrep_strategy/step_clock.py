@@ -100,9 +100,9 @@ class WatchedIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         self._iterator, self._clock = iterator, clock
 
     @property
-    def rows_belong_together(self) -> bool:
-        """Whether all tensors of a step of distributed data are dense, and known to have one number of rows."""
-        return getattr(self._iterator, "rows_belong_together", False)
+    def rows_are_alike(self) -> bool | None:
+        """Whether all tensors of a batch of distributed data have one number of rows; None if its `Shards` tell."""
+        return getattr(self._iterator, "rows_are_alike", False)
 
     def __iter__(self) -> WatchedIterator:
         return self

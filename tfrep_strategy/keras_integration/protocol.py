@@ -22,10 +22,12 @@ class Shards(NamedTuple):
     Attributes:
         parts: One batch (any nest of tensors) for each replica of this process, in replica order.
         total: int64 scalar, how many examples the global batch has over all replicas.
+        alike: bool scalar, whether all tensors of the global batch that are no scalars have one number of rows.
     """
 
     parts: tuple[Any, ...]
     total: tf.Tensor
+    alike: tf.Tensor
 
 
 class Whole:
@@ -145,8 +147,8 @@ class KerasExtended(Protocol):
     notes_first_batch: bool
     """Whether data sets that are distributed now are to be compared by their first batch."""
 
-    def rows_belong_together(self, batch: Any) -> bool:
-        """Returns whether all of a batch is dense, and its tensors have one number of rows. All processes find the same."""
+    def rows_are_alike(self, batch: Any) -> bool | None:
+        """Returns whether all tensors of a batch have one number of rows; None if its `Shards` tell. All find the same."""
 
     partitions_steps: bool
     """Whether steps can be run as one device's."""
@@ -154,7 +156,7 @@ class KerasExtended(Protocol):
     partitioned_steps: Setting[Any]
     """What runs the steps that are traced now as one device's; None where replicas run them."""
 
-    def new_partitioned_steps(self, builds: bool) -> Any:
+    def new_partitioned_steps(self, builds: bool, alike: bool | None) -> Any:
         """Makes what runs the steps of one function as one device's; see `PartitionedSteps`."""
 
     runs_outside_replicas: Setting[bool]

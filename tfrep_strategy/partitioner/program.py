@@ -298,6 +298,19 @@ def live(nodes: Sequence[Any], results: Sequence[Tensor]) -> list[Any]:
     return [node for node in nodes if id(node) in needed]
 
 
+def without(program: Program, arguments: Sequence[Tensor]) -> Program:
+    """Returns what a program does that needs none of some arguments, with no results."""
+    left = Program()
+    left.arguments = program.arguments
+    missing, done = {id(x) for x in arguments}, set[int]()
+    for node in program.nodes:
+        inputs_are_there = not any(id(x) in missing or x.node is not None and id(x.node) not in done for x in node.inputs)
+        if inputs_are_there and all(id(x) in done for x in node.control_inputs):
+            done.add(id(node))
+            left.nodes.append(node)
+    return left
+
+
 def _as_name(name: str) -> str:
     return name.replace("/", "_").replace(".", "_").lstrip("_") or "operation"
 

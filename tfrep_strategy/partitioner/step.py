@@ -13,7 +13,7 @@ import tfrep_strategy.partitioner.rules  # noqa: F401  (registers them)
 from tfrep_strategy.partitioner.emitter import Emitter, Transport
 from tfrep_strategy.partitioner.placements import REPLICATE, Placement, Shard
 from tfrep_strategy.partitioner.planner import Planner
-from tfrep_strategy.partitioner.program import Program, every_node
+from tfrep_strategy.partitioner.program import Program, every_node, without
 from tfrep_strategy.partitioner.pruning import prune
 from tfrep_strategy.partitioner.values import OwnRows
 
@@ -69,6 +69,7 @@ class PartitionedStep:
         self.graph = graph  # With it, its functions would end.
         prune(program)
         self._emitter = Emitter(program, compiled)
+        self._without_batch: Emitter | None = None
 
     @property
     def asks_for_start(self) -> bool:
@@ -97,3 +98,19 @@ class PartitionedStep:
             [own.start, own.count, own.total, own.replica, *given] for own, given in zip(rows, inputs, strict=True)
         ]
         return self._emitter.run(arguments, transport)
+
+    def run_without_batch(self, replicas: Sequence[Any], inputs: Sequence[Sequence[Any]], transport: Transport) -> None:
+        """Does what a step does that needs nothing of a batch, such as counting steps.
+
+        TensorFlow does so when a step finds no more data, since it stops what waits for data, and nothing else.
+
+        Args:
+            replicas: The number of each replica of this process.
+            inputs: As for `run`, with None for what belongs to the batch.
+            transport: How the replicas talk.
+        """
+        given = [[None, None, None, number, *each] for number, each in zip(replicas, inputs, strict=True)]
+        if self._without_batch is None:
+            missing = [own for own, each in zip(self.program.arguments, given[0], strict=True) if each is None]
+            self._without_batch = Emitter(without(self.program, missing), compiled=False)
+        self._without_batch.run(given, transport)

@@ -119,7 +119,7 @@ def own_batches(lifted: Lifted, batches: Batches, place: Any) -> tf.data.Dataset
 
     @tf.autograph.experimental.do_not_convert
     def shards(part: Any, total: tf.Tensor) -> Shards:
-        return Shards((part,), total)
+        return Shards((part,), total, tf.constant(True))
 
     totals = batches.each(lambda rows: tf.constant(rows, tf.int64))
     return tf.data.Dataset.zip((parts, totals)).map(shards)

@@ -187,8 +187,10 @@ class _Cutter:
             return tf.nest.pack_sequence_as(dataset._datasets, own)
 
         cut = [(element, each) for element, each in zip(elements, dataset._inputs(), strict=True) if isinstance(element, Shards)]
-        counted = next((element for element, each in cut if has_rows(each)), cut[0][0])
-        return Shards(tuple(map(part, range(self._place.local))), counted.total)
+        with_rows = [element for element, each in cut if has_rows(each)] or [cut[0][0]]
+        total = with_rows[0].total
+        alike = tf.reduce_all([each.alike & tf.equal(each.total, total) for each in with_rows])
+        return Shards(tuple(map(part, range(self._place.local))), total, alike)
 
     def _mapped(self, dataset: Any, function: Callable[[Any], Any]) -> tf.data.Dataset:
         """Maps the parts instead of the batches.
@@ -203,7 +205,7 @@ class _Cutter:
 
         @tf.autograph.experimental.do_not_convert
         def mapped(shards: Shards) -> Shards:
-            return Shards(tuple(map(function, shards.parts)), shards.total)
+            return shards._replace(parts=tuple(map(function, shards.parts)))
 
         @tf.autograph.experimental.do_not_convert
         def cut_and_mapped(*components: Any) -> Shards:
@@ -259,9 +261,10 @@ class _Cutter:
         @tf.autograph.experimental.do_not_convert
         def parts(batch: Any, told: tf.Tensor) -> Shards:
             if drops and count == 1:
-                return Shards((take_rows(batch, 0, stop - start),), told[0, 0])  # Its size is known.
+                part = take_rows(batch, 0, stop - start)  # Its size is known.
+                return Shards((part,), told[0, 0], tf.constant(True))
             number, *own = tf.unstack(told[0], count + 2)
-            return Shards(tuple(take_rows(batch, *pair) for pair in itertools.pairwise(own)), number)
+            return Shards(tuple(take_rows(batch, *pair) for pair in itertools.pairwise(own)), number, tf.constant(True))
 
         return whole.map(parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 

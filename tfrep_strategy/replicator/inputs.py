@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfrep_strategy.batches import num_examples
+from tfrep_strategy.batches import all_alike, num_examples
 from tfrep_strategy.distributed_iterator import Reading, ReplicaIterator
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.protocol import Shards
@@ -153,7 +153,8 @@ class _Process(NamedTuple):
 def no_input(strategy: SynchronousStrategy) -> Shards:
     """Returns what the replicas get whose step takes no batch: each counts as much as any other."""
     _, devices, _ = strategy.extended.local_replicas(stop_together=True)
-    return Shards(tuple(tf.zeros([1]) for _ in devices), tf.constant(strategy.num_replicas_in_sync, tf.int64))
+    total = tf.constant(strategy.num_replicas_in_sync, tf.int64)
+    return Shards(tuple(tf.zeros([1]) for _ in devices), total, tf.constant(True))
 
 
 def make_input(strategy: tf.distribute.Strategy, mode: InputReplicationMode, input_fn: InputFn) -> Any:
@@ -184,8 +185,9 @@ def make_input(strategy: tf.distribute.Strategy, mode: InputReplicationMode, inp
         def batches() -> Shards:
             parts = process.take(mode, functions)
             rows = tf.add_n([num_examples(part) for part in parts])
-            total, *_ = agreement.next_step(tf.constant(True), rows, tf.zeros([0], tf.int64))
-            return Shards(parts, total)
+            no_sizes = tf.zeros([0], tf.int64)
+            total, _, alike, _ = agreement.next_step(tf.constant(True), rows, all_alike(parts), no_sizes)
+            return Shards(parts, total, alike)
 
         return batches
     raise ConfigurationError(

@@ -117,7 +117,7 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
                     return fn(self.extended.whole_batch(shards))
             else:
                 if not tf.executing_eagerly():
-                    shards = Shards(tuple(map(with_unknown_size, shards.parts)), shards.total)
+                    shards = shards._replace(parts=tuple(map(with_unknown_size, shards.parts)))
                 fn, args = in_step(self, fn, num_examples), (pack(shards), self._total_of(shards))
                 called = as_parts_of_steps()
         elif self.num_replicas_in_sync > 1:

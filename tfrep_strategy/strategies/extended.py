@@ -142,9 +142,9 @@ class SynchronousExtended(NoticesKeras2):
             or own.shard_optimizer_state
         )
 
-    def new_partitioned_steps(self, builds: bool) -> PartitionedSteps:
+    def new_partitioned_steps(self, builds: bool, alike: bool | None) -> PartitionedSteps:
         """Makes what runs the steps of one function as one device's; see `PartitionedSteps`."""
-        return PartitionedSteps(self.strategy, builds)
+        return PartitionedSteps(self.strategy, builds, alike)
 
     @property
     @abc.abstractmethod
@@ -170,10 +170,13 @@ class SynchronousExtended(NoticesKeras2):
         """
         return shard(as_tensors(batch), self._num_replicas_in_sync, self.first_local_replica, self.num_local_replicas)
 
-    def rows_belong_together(self, batch: Any) -> bool:
-        """Returns whether all of a batch is dense, and its tensors have one number of rows. All processes find the same."""
+    def rows_are_alike(self, batch: Any) -> bool | None:
+        """Returns whether all tensors of a batch have one number of rows. All processes find the same.
+
+        None means that its `Shards` tell. If some are ragged or sparse, or have an unknown number of dimensions, it is False.
+        """
         batch = as_tensors(batch)
-        return has_plain_rows(batch) and has_one_size(batch) is True
+        return has_plain_rows(batch) and (has_one_size(batch) is True or None)
 
     # Gradients.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -25,10 +25,11 @@ class PartitionedSteps:
     Args:
         strategy: The strategy whose replicas run them.
         builds: Whether the first step makes what the function needs, such as the layers of a model.
+        alike: Whether all tensors of a batch have one number of rows; None if each batch tells.
     """
 
-    def __init__(self, strategy: Any, builds: bool) -> None:
-        self._strategy, self._builds = strategy, builds
+    def __init__(self, strategy: Any, builds: bool, alike: bool | None) -> None:
+        self._strategy, self._builds, self._alike = strategy, builds, alike
         self._traced: dict[Any, _Traced] = {}
         self._told: set[str] = set()
         """The types of operations whose costs were told."""
@@ -38,7 +39,7 @@ class PartitionedSteps:
 
         Args:
             fn: What one device would do with a batch.
-            shards: The batch, whose rows belong together.
+            shards: The batch. It is cut into rows if all its tensors have one number of them. Otherwise each replica computes all.
 
         Returns:
             What `fn` returns for the global batch, as `Whole`.
@@ -49,11 +50,57 @@ class PartitionedSteps:
         if tf.executing_eagerly() or not any(leaf.shape.rank for leaf in _tensors(shards.parts[0])):
             hint = "nothing has to be done: replicas run such steps."
             raise CannotPartitionError(message("An eager step, or a batch without rows, cannot be cut.", hint))
+        if self._alike:
+            return self._in_rows(fn, shards).whole_results()
+        if self._alike is not None:
+            return self._of_all(fn, shards).whole_results()
+        made: list[_Results] = []
+
+        def of(run: Callable[[Any, Shards], _Results]) -> list[tf.Tensor]:
+            made.append(run(fn, shards))
+            return made[-1].tensors
+
+        tensors = tf.cond(shards.alike, lambda: of(self._in_rows), lambda: of(self._of_all))
+        return made[0]._replace(tensors=tensors).whole_results()
+
+    def _in_rows(self, fn: Callable[[Any], Any], shards: Shards) -> _Results:
+        """Runs a step of which each replica computes its own rows."""
         total = known_total(shards.parts, self._strategy.num_replicas_in_sync)
         key = total, *map(_with_open_rows, tf.nest.flatten(shards.parts[0]))
         if key not in self._traced:
             self._traced[key] = self._trace(fn, shards.parts[0], total)
-        return Whole(self._traced[key].run(shards))
+        traced = self._traced[key]
+        return traced.run(self._rows(shards, traced.step.asks_for_start), list(map(_tensors, shards.parts)))
+
+    def _of_all(self, fn: Callable[[Any], Any], shards: Shards) -> _Results:
+        """Runs a step that each replica computes for all rows."""
+        batch = tf.nest.map_structure(
+            lambda leaf: None if is_nothing(leaf) else leaf, self._strategy.extended.whole_batch(shards)
+        )
+        specs = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), batch)
+        key = ("all", *tf.nest.flatten(specs))
+        if key not in self._traced:
+            self._traced[key] = _Traced(self._strategy, fn, specs, is_cut=False)
+        tensors = [x for x in tf.nest.flatten(batch, expand_composites=True) if x is not None]
+        return self._traced[key].run(self._rows(shards, False), [tensors] * len(shards.parts))
+
+    def _rows(self, shards: Shards, with_start: bool) -> list[OwnRows]:
+        extended = self._strategy.extended
+        total, counts = tf.cast(shards.total, tf.int32), [tf.cast(num_examples(part), tf.int32) for part in shards.parts]
+        start = extended.rows_before(counts[0]) if with_start else tf.constant(0)
+        rows = []
+        for replica, count in enumerate(counts, extended.first_local_replica):
+            rows.append(OwnRows(start, count, total, tf.constant(replica)))
+            start += count
+        return rows
+
+    def run_without_batch(self) -> None:
+        """Does what a step does that needs nothing of a batch, as TensorFlow does when a step finds no more data.
+
+        Where each batch tells how it is computed, nothing is done before it is there.
+        """
+        if self._alike is None and self._traced:
+            next(reversed(self._traced.values())).run_without_batch()
 
     def tell_lines(self, error: tf.errors.OpError) -> None:
         """Adds to an error of a step where the user's program has made what failed."""
@@ -111,10 +158,30 @@ class PartitionedSteps:
             )
 
 
-class _Traced:
-    """A step that was traced for batches of one kind."""
+class _Results(NamedTuple):
+    """What a step returns: its tensors, and the structure that they are in."""
 
-    def __init__(self, strategy: Any, fn: Callable[[Any], Any], batch: Any) -> None:
+    tensors: list[tf.Tensor]
+    structure: Any
+
+    def whole_results(self) -> Whole:
+        """Returns the structure with these tensors."""
+        tensors, flat = iter(self.tensors), tf.nest.flatten(self.structure, expand_composites=True)
+        results = [next(tensors) if tf.is_tensor(each) else each for each in flat]
+        return Whole(tf.nest.pack_sequence_as(self.structure, results, expand_composites=True))
+
+
+class _Traced:
+    """A step that was traced for batches of one kind.
+
+    Args:
+        strategy: The strategy whose replicas run it.
+        fn: The step.
+        batch: The specification of a batch.
+        is_cut: Whether replicas get rows of it, and not all of it.
+    """
+
+    def __init__(self, strategy: Any, fn: Callable[[Any], Any], batch: Any, is_cut: bool = True) -> None:
         self._strategy = strategy
         made: list[Any] = [None]
         while made:  # As `tf.function` does: what made variables is traced once more, now that they are there.
@@ -124,33 +191,34 @@ class _Traced:
         self._results = graph.structured_outputs
         self._captured = [outer for outer, _ in graph.captures]
         _copy_from_first(map(_variable_of, self._captured))
-        given = [Given(Shard(0) if x.shape.rank else REPLICATE) for x in graph.inputs[: -len(self._captured) or None]]
+        self._num_batch = len(graph.inputs) - len(self._captured)
+        given = [Given(Shard(0) if is_cut and x.shape.rank else REPLICATE) for x in graph.inputs[: self._num_batch]]
         given += map(_given, self._captured)
         self.step = PartitionedStep(graph, given, strategy.extended.num_local_replicas)
         self.without_rule = self.step.without_rule
+        self.run_without_batch = tf.function(self._run_without_batch, autograph=False)
 
-    def run(self, shards: Shards) -> Any:
-        inputs = [[*_tensors(part), *self._captured_by(i)] for i, part in enumerate(shards.parts)]
-        first, *_ = self.step.run(self._rows(shards), inputs, self._strategy.extended.transport)
-        results = iter(first)
-        flat = tf.nest.flatten(self._results, expand_composites=True)
-        return tf.nest.pack_sequence_as(
-            self._results, [next(results) if tf.is_tensor(each) else each for each in flat], expand_composites=True
-        )
+    def run(self, rows: Sequence[OwnRows], batches: Sequence[Sequence[tf.Tensor]]) -> _Results:
+        """Runs it.
+
+        Args:
+            rows: Which rows each replica of this process has.
+            batches: What of the batch each of them gets.
+        """
+        inputs = [[*batch, *self._captured_by(i)] for i, batch in enumerate(batches)]
+        first, *_ = self.step.run(rows, inputs, self._strategy.extended.transport)
+        return _Results(first, self._results)
+
+    def _run_without_batch(self) -> None:
+        """Does what needs nothing of a batch."""
+        extended = self._strategy.extended
+        numbers = range(extended.first_local_replica, extended.first_local_replica + extended.num_local_replicas)
+        inputs = [[*[None] * self._num_batch, *self._captured_by(i)] for i in range(len(numbers))]
+        self.step.run_without_batch(list(map(tf.constant, numbers)), inputs, extended.transport)
 
     def _captured_by(self, replica: int) -> list[Any]:
         every = map(_copies, self._captured)
         return [copies[replica] if len(copies) > 1 else copies[0] for copies in every]
-
-    def _rows(self, shards: Shards) -> list[OwnRows]:
-        extended = self._strategy.extended
-        total, counts = tf.cast(shards.total, tf.int32), [tf.cast(num_examples(part), tf.int32) for part in shards.parts]
-        start = extended.rows_before(counts[0]) if self.step.asks_for_start else tf.constant(0)
-        rows = []
-        for replica, count in enumerate(counts, extended.first_local_replica):
-            rows.append(OwnRows(start, count, total, tf.constant(replica)))
-            start += count
-        return rows
 
 
 def _line_of(operation: Any) -> str:

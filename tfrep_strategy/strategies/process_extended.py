@@ -20,7 +20,7 @@ from tfrep_strategy._tensorflow import (
     is_mirrored,
 )
 from tfrep_strategy.agreement import Agreement
-from tfrep_strategy.batches import as_tensors, num_examples
+from tfrep_strategy.batches import all_alike, as_tensors, num_examples
 from tfrep_strategy.communicators import Communicator, SingleCommunicator
 from tfrep_strategy.communicators.bucket_size import SMALLEST_BUCKET, can_be_found, find_bucket_bytes
 from tfrep_strategy.errors import ConfigurationError, message
@@ -209,7 +209,9 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         if self.strategy.rank_data != "own":
             return super().shard(batch)
         batch = as_tensors(batch)
-        return Shards((batch,), self._communicator.all_reduce([num_examples(batch)])[0])
+        unlike = tf.cast(~all_alike([batch]), tf.int64)
+        total, unlike = tf.unstack(self._communicator.all_reduce([tf.stack([num_examples(batch), unlike])])[0])
+        return Shards((batch,), total, tf.equal(unlike, 0))
 
     def gather_outputs(self, outputs: Any) -> Any:
         if self.strategy.rank_data == "own":

@@ -35,7 +35,7 @@ class PipelineIterator(OwnedIterator):
         0
     """
 
-    rows_belong_together = False
+    rows_are_alike: bool | None = False
 
     def __init__(self, dataset: tf.data.Dataset, spec: tf.data.IteratorSpec | None = None) -> None:
         super().__init__(dataset)

@@ -264,7 +264,7 @@ class SynchronousDriver(
         hides_sizes = self.has_several and not model.run_eagerly
         run = build(step_function) if not hides_sizes else traced_for_any_rows(build, step_function, keeps_rows, of_whole_batch)
         if hides_sizes and extended.partitions_steps:
-            run = OneDeviceSteps(extended, build(whole_step), run, builds=not model.built, compiled=model.jit_compile)
+            run = OneDeviceSteps(extended, lambda: build(whole_step), run, builds=not model.built, compiled=model.jit_compile)
 
         # It is called in every step, so it calls no more than it needs.
         def function(iterator: Any) -> Any:

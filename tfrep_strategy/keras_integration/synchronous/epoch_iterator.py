@@ -64,7 +64,8 @@ class StepsOfReplicas(TFEpochIterator):  # type: ignore[misc]
         self._of_replicas = self._distributed_dataset
         self.part_spec = self._of_replicas.part_spec
         # Pipelines may differ between the processes, and all run a step in the same way.
-        self.rows_belong_together = not strategy.extended.any_process(not self._of_replicas.rows_belong_together)
+        told = set(strategy.extended.all_gather_object(self._of_replicas.rows_are_alike))
+        self.rows_are_alike = told.pop() if len(told) == 1 else False if False in told else None
         self._common_batches = _batches_of_all(strategy, self._distributed_dataset, self._num_batches, self.data_adapter)
         self._num_batches = self._common_batches
         self._may_end_before = self._common_batches is not None and self._of_replicas.steps_per_batch != 1
@@ -98,7 +99,7 @@ class StepsOfReplicas(TFEpochIterator):  # type: ignore[misc]
         if self.is_of_fit:
             (epochs, batches), strategy.extended.resumes_at = strategy.extended.resumes_at, (0, 0)
         strategy.extended.first_batch = self._of_replicas.first_batch
-        self._distributed_dataset = self._of_replicas.for_keras(self._common_batches is not None, self.rows_belong_together)
+        self._distributed_dataset = self._of_replicas.for_keras(self._common_batches is not None, self.rows_are_alike)
         self.pass_over(epochs)
         super().__iter__()
         if batches:

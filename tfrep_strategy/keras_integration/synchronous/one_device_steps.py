@@ -21,7 +21,7 @@ class OneDeviceSteps:
 
     Args:
         extended: That of the strategy.
-        run: Runs steps, each of them in one call of `strategy.run`.
+        make: Makes what runs steps, each of them in one call of `strategy.run`.
         by_replicas: Runs steps that cannot be partitioned.
         builds: Whether the first step builds the model.
         compiled: Whether XLA compiles what lies between collectives.
@@ -33,39 +33,44 @@ class OneDeviceSteps:
     def __init__(
         self,
         extended: KerasExtended,
-        run: Callable[[Any], Any],
+        make: Callable[[], Callable[[Any], Any]],
         by_replicas: Callable[[Any], Any],
         builds: bool,
         compiled: bool,
     ) -> None:
-        self._extended, self._run, self._by_replicas = extended, run, by_replicas
-        self._steps = extended.new_partitioned_steps(builds)
+        self._extended, self._make, self._by_replicas, self._builds = extended, make, by_replicas, builds
         self._in_its_way = compiled_at_once if compiled else contextlib.nullcontext
-        self._is_traced = self._cannot_be_traced = self.gives_global_logs = False
+        self._ways: dict[bool | None, tuple[Callable[[Any], Any], Any]] = {}
+        """By whether the tensors of a batch have one number of rows: what runs its steps, and how they are partitioned."""
+        self._traced: set[bool | None] = set()
+        self._cannot_be_traced = self.gives_global_logs = False
 
     def __call__(self, batches: Any) -> Any:
-        self.gives_global_logs = not self._cannot_be_traced and self._takes(batches)
+        alike = batches.rows_are_alike
+        self.gives_global_logs = not (self._cannot_be_traced or alike is False or tf.config.functions_run_eagerly())
         if not self.gives_global_logs:
             return self._by_replicas(batches)
+        if alike not in self._ways:
+            self._ways[alike] = self._make(), self._extended.new_partitioned_steps(self._builds, alike)
+        run, steps = self._ways[alike]
         try:
-            with self._extended.partitioned_steps.to(self._steps), self._in_its_way():
-                result = self._run(batches)
+            with self._extended.partitioned_steps.to(steps), self._in_its_way():
+                result = run(batches)
+        except tf.errors.OutOfRangeError:
+            steps.run_without_batch()
+            raise
         except tf.errors.OpError as error:
-            self._steps.tell_lines(error)
+            steps.tell_lines(error)
             raise
         except (PeerError, StopIteration):
             raise
         except Exception as error:  # A step may ask how many rows there are, or do what the partitioner has no way for.
-            if self._is_traced and not isinstance(error, CannotPartitionError):
+            if alike in self._traced and not isinstance(error, CannotPartitionError):
                 raise
             self._cannot_be_traced, self.gives_global_logs = True, False
             return self._by_replicas(batches)
-        self._is_traced = True
+        self._traced.add(alike)
         return result
-
-    def _takes(self, batches: Any) -> bool:
-        together: bool = batches.rows_belong_together
-        return together and not tf.config.functions_run_eagerly()
 
 
 class WholeBatches(list[Any]):
@@ -76,10 +81,11 @@ class WholeBatches(list[Any]):
         batches: The batches.
 
     Attributes:
-        rows_belong_together: Whether all of them is dense, and the tensors of each have one number of rows, on every process.
+        rows_are_alike: Whether all tensors of each batch have one number of rows; None if its `Shards` tell.
     """
 
     def __init__(self, extended: KerasExtended, batches: Iterable[Any]) -> None:
         given = list(batches)
         super().__init__(map(extended.shard, given))
-        self.rows_belong_together = all(map(extended.rows_belong_together, given))
+        told = set(map(extended.rows_are_alike, given))
+        self.rows_are_alike = told.pop() if len(told) == 1 else False if False in told else None

@@ -27,54 +27,57 @@ class PredictFunction:
     def __init__(self, driver: Any, model: Any, make: Callable[..., Any], run: Any) -> None:
         self._driver, self._model, self._make = driver, model, make
         extended = driver.strategy.extended
-        self._steps: Any = None
         # Between processes a step is traced for any number of rows, and a model that was built so could not be built otherwise.
         can_be_traced = model.built or not driver.has_several_ranks
-        if driver.has_several and not model.run_eagerly and extended.partitions_steps and can_be_traced:
-            self._steps = extended.new_partitioned_steps(builds=not model.built)
-        self._runs = {self._steps is not None: run}
-        """Functions, by whether their steps are those of one device."""
-        self._untraced = {True, False}
+        self._partitions = driver.has_several and not model.run_eagerly and extended.partitions_steps and can_be_traced
+        self._builds = not model.built
+        self._ways = {False: (run, None)}
+        """By whether the tensors of a batch have one number of rows: what runs its steps, and how they are partitioned, if so."""
+        self._untraced: set[bool | None] = {True, None, False}
 
     def __call__(self, batches: Any) -> Any:
         extended = self._driver.strategy.extended
         self._driver.check_first_batch()
         with extended.watching_peers():
-            as_one = False
+            alike: bool | None = False
             if self._driver.has_several:
                 if not all(isinstance(batch, Shards) for batch in batches):
                     batches = WholeBatches(extended, batches)
-                belong = getattr(batches, "rows_belong_together", None)
-                as_one = self._steps is not None and (self._driver.read_last.rows_belong_together if belong is None else belong)
+                whole = isinstance(batches, WholeBatches)
+                alike = batches.rows_are_alike if whole else self._driver.read_last.rows_are_alike
             try:
-                outputs = self._predicted(list(batches), as_one)
+                outputs = self._predicted(list(batches), alike)
             except tf.errors.OpError as error:
-                if self._steps is not None:
-                    self._steps.tell_lines(error)
+                _, steps = self._ways.get(alike, (None, None))
+                if steps is not None:
+                    steps.tell_lines(error)
                 raise
             except CannotPartitionError:
-                self._steps = None
+                self._partitions = False
                 outputs = self._predicted(list(batches), False)
         return extended.kept_outputs(outputs)
 
-    def _predicted(self, batches: list[Any], as_one: bool) -> Any:
-        steps = self._driver.strategy.extended.partitioned_steps
-        if as_one not in self._runs:
-            self._runs[as_one] = self._made()
-        if as_one in self._untraced and self._model.built and hasattr(self._runs[as_one], "get_concrete_function"):
+    def _predicted(self, batches: list[Any], alike: bool | None) -> Any:
+        extended = self._driver.strategy.extended
+        if not self._partitions:
+            alike = False
+        if alike not in self._ways:
+            self._ways[alike] = self._made(), extended.new_partitioned_steps(self._builds, alike)
+        run, steps = self._ways[alike]
+        if alike in self._untraced and self._model.built and hasattr(run, "get_concrete_function"):
             try:
                 # Else it would be traced for the size of the first batch, and again for the last, smaller one.
-                with steps.to(self._steps if as_one else None):
-                    self._runs[as_one].get_concrete_function(tf.nest.map_structure(_of_any_size, batches))
+                with extended.partitioned_steps.to(steps):
+                    run.get_concrete_function(tf.nest.map_structure(_of_any_size, batches))
             except (TfrepError, tf.errors.OpError):
                 raise
             except Exception:  # A model may ask how many rows there are, as on one device. Other errors come again.
-                self._steps, as_one = None, False
-                self._runs[False] = self._made(asks_for_rows=True)
+                self._partitions = False
+                run, steps = self._ways[False] = self._made(asks_for_rows=True), None
                 self._untraced.clear()
-        self._untraced.discard(as_one)
-        with steps.to(self._steps if as_one else None):
-            return self._runs[as_one](batches)
+        self._untraced.discard(alike)
+        with extended.partitioned_steps.to(steps):
+            return run(batches)
 
     def _made(self, **settings: Any) -> Any:
         run = self._make(force=True, **settings)
