@@ -14,9 +14,9 @@ from tfrep_strategy.keras_integration.protocol import Shards
 
 
 def known_examples(batch: Any) -> int | None:
-    """Returns how many examples a batch has, if that is known while a function is traced, and some tensor has rows."""
-    with_rows = [leaf for leaf in tf.nest.flatten(batch) if not tf.is_tensor(leaf) or leaf.shape.rank != 0]
-    is_dense = bool(with_rows) and isinstance(with_rows[0], tf.Tensor) and with_rows[0].dtype != tf.variant
+    """Returns how many examples a batch has, if it, or its specification, tells, and some tensor has rows."""
+    with_rows = [leaf for leaf in tf.nest.flatten(batch) if not is_nothing(leaf) and leaf.shape.rank != 0]
+    is_dense = bool(with_rows) and isinstance(with_rows[0], (tf.Tensor, tf.TensorSpec)) and with_rows[0].dtype != tf.variant
     return with_rows[0].shape[0] if is_dense and with_rows[0].shape.rank else None
 
 
@@ -289,6 +289,17 @@ def empty_batch(spec: Any) -> Any:
     return tf.nest.map_structure(empty_leaf, spec)
 
 
+def with_all_open(batch: Any) -> Any:
+    """Returns the specification of a batch with open sizes in all dimensions of its dense tensors."""
+
+    def opened(leaf: Any) -> Any:
+        if not isinstance(leaf, tf.Tensor):
+            return None if leaf is None else tf.type_spec_from_value(leaf)
+        return tf.TensorSpec([None] * leaf.shape.rank, leaf.dtype)
+
+    return tf.nest.map_structure(opened, batch)
+
+
 def has_open_sizes(spec: Any) -> bool:
     """Returns whether a specification leaves a dimension open beside the first, or their number: the length of sequences, say."""
     return any(_open_dimensions(leaf) or _has_open_rank(leaf) for leaf in tf.nest.flatten(spec))
@@ -302,12 +313,16 @@ def open_sizes(spec: Any, batch: Any) -> tf.Tensor:
 
 
 def with_open_sizes(spec: Any, batch: Any, sizes: tf.Tensor) -> Any:
-    """Gives a batch sizes in the dimensions that its specification leaves open; other ones only if it has no examples.
+    """Pads a batch with zeros to sizes in the dimensions that its specification leaves open.
 
     Args:
         spec: A nest as `empty_batch` takes it.
         batch: A batch of this kind.
         sizes: What `open_sizes` returns for a batch with these sizes.
+
+    Example:
+        >>> with_open_sizes(tf.TensorSpec([None, None]), tf.ones([1, 2]), [3]).numpy().tolist()
+        [[1.0, 1.0, 0.0]]
     """
     left = iter(tf.unstack(sizes, len([i for leaf in tf.nest.flatten(spec) for i in _open_dimensions(leaf)])))
 
@@ -315,12 +330,14 @@ def with_open_sizes(spec: Any, batch: Any, sizes: tf.Tensor) -> Any:
         opened = _open_dimensions(kind)
         if not opened:
             return leaf
-        known = kind.shape[_ragged_rank(kind) + 1 :]
-        given = [_shape(leaf)[0], *(next(left) if size is None else size for size in known)]
-        shape = tf.stack([tf.cast(size, tf.int64) for size in given])
+        known, has = kind.shape[_ragged_rank(kind) + 1 :], _shape(leaf)
+        shape = tf.stack([has[0], *(tf.cast(next(left) if size is None else size, tf.int64) for size in known)])
         if isinstance(leaf, tf.SparseTensor):
             return tf.SparseTensor(leaf.indices, leaf.values, shape)
-        return leaf.with_flat_values(tf.reshape(leaf.flat_values, shape)) if _ragged_rank(kind) else tf.reshape(leaf, shape)
+        paddings = tf.stack([tf.zeros_like(has), shape - has], 1)
+        if isinstance(leaf, tf.RaggedTensor):
+            return leaf.with_flat_values(tf.pad(leaf.flat_values, paddings))
+        return tf.ensure_shape(tf.pad(leaf, paddings), kind.shape)
 
     return tf.nest.map_structure(resized, batch, spec)
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import auto_shard_dataset
 from tfrep_strategy.agreement import Agreement
-from tfrep_strategy.batches import cut, has_plain_rows, in_turn, num_examples
+from tfrep_strategy.batches import cut, has_plain_rows, in_turn, known_examples, num_examples
 from tfrep_strategy.distributed_iterator import (
     Pipeline,
     Reading,
@@ -23,7 +23,7 @@ from tfrep_strategy.distributed_iterator import (
 )
 from tfrep_strategy.errors import ConfigurationError, message, warn
 from tfrep_strategy.fingerprints import FirstBatch
-from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
 from tfrep_strategy.pipelines.batch_maps import rows_are_alike
 from tfrep_strategy.pipelines.own_part import OwnReplicas, cut_low, cutting, maps_examples
 
@@ -65,12 +65,12 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         """The data sets of batches that it was made of, where they may tell what its steps are."""
         self.is_of_each = False
         """Whether pipelines are read apart, so that open sizes other than the numbers of rows may differ between them."""
-        self._rows_are_alike: bool | None = False
+        self._known_rows = KnownRows()
 
     def __iter__(self) -> Iterator[Any]:
         self.note_no_more()
         iterator = ReplicaIterator(tuple(pipeline.start() for pipeline in self._pipelines), self._reading, self.first_batch)
-        iterator.rows_are_alike = self._rows_are_alike
+        iterator.known_rows = self._known_rows
         return iterator
 
     def note_no_more(self) -> None:
@@ -114,12 +114,12 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         start = iterator.get_next_as_optional(), initial_state
         return tf.while_loop(lambda optional, state: optional.has_value(), step, start, parallel_iterations=1)[1]
 
-    def for_keras(self, length_is_known: bool, rows_are_alike: bool | None) -> Any:
+    def for_keras(self, length_is_known: bool, known_rows: KnownRows) -> Any:
         """Returns an iterable of `Shards`, for Keras's training loops; of batches, if there is one replica in all.
 
         Args:
             length_is_known: Whether Keras's loops run the same number of steps on every process.
-            rows_are_alike: What all processes have agreed on; see the property of this name.
+            known_rows: What all processes know of the rows of batches.
         """
         self.note_no_more()
         first = self._pipelines[0]
@@ -129,24 +129,20 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
             spec = SpecOfSteps(first.dataset.element_spec)
             if spec != self._spec_of_steps:
                 self._spec_of_steps = spec
-            return WholeSteps(first.dataset, self._spec_of_steps, rows_are_alike)
+            return WholeSteps(first.dataset, self._spec_of_steps, known_rows)
         reading = Reading(self._reading.devices, agreement, as_shards=True)
         steps = ReplicaDataset(self._pipelines, reading, self.cardinality)
-        steps._rows_are_alike = rows_are_alike
+        steps._known_rows = known_rows
         return steps
 
     @functools.cached_property
-    def rows_are_alike(self) -> bool | None:
-        """Whether all tensors of a batch have one number of rows; None if each batch tells.
-
-        If some are ragged or sparse, or have an unknown number of dimensions, it is False.
-        """
-        specs = [each.element_spec for each in self.batches]
-        has_open_sizes = self.is_of_each and any(size is None for leaf in tf.nest.flatten(specs) for size in _sizes(leaf)[1:])
-        if has_open_sizes or not self.batches or not all(map(has_plain_rows, specs)):
-            return False
-        are_known = all(map(rows_are_alike, self.batches))
-        return True if are_known else False if self.is_of_each else None
+    def known_rows(self) -> KnownRows:
+        """What this process knows of the rows of batches."""
+        if not self.batches or not all(has_plain_rows(each.element_spec) for each in self.batches):
+            return KnownRows()
+        if all(map(rows_are_alike, self.batches)):
+            return KnownRows(True, None if self.is_of_each else known_examples(self.batches[0].element_spec))
+        return KnownRows(False if self.is_of_each else None)
 
 
 support_loops(ReplicaDataset)
@@ -291,12 +287,6 @@ def distribute_from_function(
     distributed = ReplicaDataset(pipelines, Reading(devices, None if never_ends else agreement), int(cardinality))
     distributed.batches, distributed.is_of_each = [pipeline.dataset for pipeline in pipelines], True
     return distributed
-
-
-def _sizes(spec: Any) -> list[int | None]:
-    """Returns the sizes that the specification of a tensor tells, where it tells how many there are."""
-    shape = getattr(spec, "shape", None)
-    return [] if shape is None or shape.rank is None else shape.as_list()
 
 
 def _check(options: tf.distribute.InputOptions | None) -> None:

@@ -24,7 +24,7 @@ from tfrep_strategy.batches import (
 )
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import FirstBatch
-from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
 from tfrep_strategy.tensorflow_integration.pipeline_ends import PipelineIterator
 
 _MOST_UNROLLED = 500
@@ -103,10 +103,10 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         first_batch: Compares the first batch between the processes, if it is read outside functions.
 
     Attributes:
-        rows_are_alike: Whether all tensors of a batch have one number of rows; None if its `Shards` tell.
+        known_rows: What is known of the rows of its batches.
     """
 
-    rows_are_alike: bool | None = False
+    known_rows = KnownRows()
 
     def __init__(self, iterators: tuple[Any, ...], reading: Reading, first_batch: FirstBatch | None = None) -> None:
         self._iterators = iterators
@@ -194,7 +194,10 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         step = agreement.next_step(agreement.has_step(there), tf.add_n(own), all_alike(elements), tf.reduce_max(sizes, 0))
         total, goes_on, alike, others = step
         if has_open_sizes(specs):
-            sizes = [tf.where(has, own_sizes, others) for has, own_sizes in zip(there, sizes, strict=True)]
+            if not self._reading.as_shards:  # To Keras, the batches of all are one, and as long as the longest.
+                sizes = [tf.where(has, own_sizes, others) for has, own_sizes in zip(there, sizes, strict=True)]
+            else:
+                sizes = [others] * len(sizes)
             elements = list(map(with_open_sizes, specs, elements, sizes))
         return Shards(tuple(elements), total, alike), goes_on
 
@@ -322,15 +325,15 @@ class WholeSteps:
     Args:
         dataset: The data set.
         spec: The specification of its iterators. Those of all epochs share it.
-        rows_are_alike: See `ReplicaIterator`.
+        known_rows: See `ReplicaIterator`.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, spec: SpecOfSteps, rows_are_alike: bool | None) -> None:
-        self._dataset, self._spec, self._rows_are_alike = dataset, spec, rows_are_alike
+    def __init__(self, dataset: tf.data.Dataset, spec: SpecOfSteps, known_rows: KnownRows) -> None:
+        self._dataset, self._spec, self._known_rows = dataset, spec, known_rows
 
     def __iter__(self) -> PipelineIterator:
         iterator = PipelineIterator(self._dataset, self._spec)
-        iterator.rows_are_alike = self._rows_are_alike
+        iterator.known_rows = self._known_rows
         return iterator
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import anonymous_name
 from tfrep_strategy.batches import num_examples
 from tfrep_strategy.communicators.base import outside_xla
-from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
 from tfrep_strategy.keras_integration.settings import Setting
 
 _HOST = "CPU:0"
@@ -100,9 +100,9 @@ class WatchedIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         self._iterator, self._clock = iterator, clock
 
     @property
-    def rows_are_alike(self) -> bool | None:
-        """Whether all tensors of a batch of distributed data have one number of rows; None if its `Shards` tell."""
-        return getattr(self._iterator, "rows_are_alike", False)
+    def known_rows(self) -> KnownRows:
+        """What is known of the rows of batches of distributed data."""
+        return getattr(self._iterator, "known_rows", KnownRows())
 
     def __iter__(self) -> WatchedIterator:
         return self

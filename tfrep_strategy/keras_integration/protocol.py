@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
@@ -28,6 +28,26 @@ class Shards(NamedTuple):
     parts: tuple[Any, ...]
     total: tf.Tensor
     alike: tf.Tensor
+
+
+class KnownRows(NamedTuple):
+    """What is known of the rows of global batches before one is read. All processes have to know the same.
+
+    Attributes:
+        alike: Whether all tensors of a batch have one number of rows; None if its `Shards` tell. If some are ragged or sparse, or
+            have an unknown number of dimensions, it is False.
+        total: How many rows each batch has; None if batches differ, or nobody knows.
+    """
+
+    alike: bool | None = False
+    total: int | None = None
+
+    @staticmethod
+    def common(each: Iterable[KnownRows]) -> KnownRows:
+        """Returns what is known if each of these is known of some of the batches, or by one of the processes."""
+        alike, totals = map(set, zip(*each, strict=True))
+        common = alike.pop() if len(alike) == 1 else False if False in alike else None
+        return KnownRows(common, totals.pop() if len(totals) == 1 else None)
 
 
 class Whole:
@@ -147,8 +167,8 @@ class KerasExtended(Protocol):
     notes_first_batch: bool
     """Whether data sets that are distributed now are to be compared by their first batch."""
 
-    def rows_are_alike(self, batch: Any) -> bool | None:
-        """Returns whether all tensors of a batch have one number of rows; None if its `Shards` tell. All find the same."""
+    def known_rows(self, batch: Any) -> KnownRows:
+        """Returns what is known of the rows of a batch. All processes find the same."""
 
     partitions_steps: bool
     """Whether steps can be run as one device's."""
@@ -156,7 +176,7 @@ class KerasExtended(Protocol):
     partitioned_steps: Setting[Any]
     """What runs the steps that are traced now as one device's; None where replicas run them."""
 
-    def new_partitioned_steps(self, builds: bool, alike: bool | None) -> Any:
+    def new_partitioned_steps(self, builds: bool, known: KnownRows) -> Any:
         """Makes what runs the steps of one function as one device's; see `PartitionedSteps`."""
 
     runs_outside_replicas: Setting[bool]

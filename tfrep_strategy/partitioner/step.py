@@ -62,9 +62,9 @@ class PartitionedStep:
         plan.run(graph)
         self.placements: list[Placement] = []
         for tensor in graph.outputs:
-            keeps = keeps_rows and plan.placement(tensor) == Shard(0)
-            program.results.append(plan.local(tensor) if keeps else plan.replicated(tensor))
-            self.placements.append(plan.placement(tensor) if keeps else REPLICATE)
+            keeps = keeps_rows and (plan.placement(tensor) == Shard(0) or plan.can_be(tensor, Shard(0)))
+            program.results.append(plan.sharded(tensor, Shard(0)) if keeps else plan.replicated(tensor))
+            self.placements.append(Shard(0) if keeps else REPLICATE)
         self.program, self.without_rule = program, plan.without_rule
         self.graph = graph  # With it, its functions would end.
         prune(program)

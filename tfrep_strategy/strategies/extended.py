@@ -13,12 +13,12 @@ import tensorflow as tf
 
 from tfrep_strategy import data, gradients
 from tfrep_strategy.agreement import Agreement
-from tfrep_strategy.batches import as_tensors, has_one_size, has_plain_rows, map_rows, shard
+from tfrep_strategy.batches import as_tensors, has_one_size, has_plain_rows, known_examples, map_rows, shard
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.communicators.compression import compressed_gather, compressed_scatter, compressed_sum
 from tfrep_strategy.communicators.gpus import warn_of_sparse_gradients
 from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
-from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared.keras_2 import NoticesKeras2
 from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
@@ -142,9 +142,12 @@ class SynchronousExtended(NoticesKeras2):
             or own.shard_optimizer_state
         )
 
-    def new_partitioned_steps(self, builds: bool, alike: bool | None) -> PartitionedSteps:
+    keeps_own_rows = False
+    """Whether a process gets of results that are rows those of its own part."""
+
+    def new_partitioned_steps(self, builds: bool, known: KnownRows) -> PartitionedSteps:
         """Makes what runs the steps of one function as one device's; see `PartitionedSteps`."""
-        return PartitionedSteps(self.strategy, builds, alike)
+        return PartitionedSteps(self.strategy, builds, known, keeps_rows=self.keeps_own_rows)
 
     @property
     @abc.abstractmethod
@@ -170,13 +173,12 @@ class SynchronousExtended(NoticesKeras2):
         """
         return shard(as_tensors(batch), self._num_replicas_in_sync, self.first_local_replica, self.num_local_replicas)
 
-    def rows_are_alike(self, batch: Any) -> bool | None:
-        """Returns whether all tensors of a batch have one number of rows. All processes find the same.
-
-        None means that its `Shards` tell. If some are ragged or sparse, or have an unknown number of dimensions, it is False.
-        """
+    def known_rows(self, batch: Any) -> KnownRows:
+        """Returns what is known of the rows of a batch. All processes find the same."""
         batch = as_tensors(batch)
-        return has_plain_rows(batch) and (has_one_size(batch) is True or None)
+        if not has_plain_rows(batch):
+            return KnownRows()
+        return KnownRows(True, known_examples(batch)) if has_one_size(batch) is True else KnownRows(None)
 
     # Gradients.
 

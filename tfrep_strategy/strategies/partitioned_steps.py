@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from tfrep_strategy._tensorflow import DistributedVariable, MirroredVariable, tr
 from tfrep_strategy.batches import is_nothing, known_total, num_examples
 from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.errors import CannotPartitionError, TfrepError, message, warn
-from tfrep_strategy.keras_integration.protocol import Shards, Whole
+from tfrep_strategy.keras_integration.protocol import KnownRows, Shards, Whole
 from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Shard
 from tfrep_strategy.partitioner.step import Given, PartitionedStep
 from tfrep_strategy.partitioner.values import OwnRows
@@ -25,12 +26,14 @@ class PartitionedSteps:
     Args:
         strategy: The strategy whose replicas run them.
         builds: Whether the first step makes what the function needs, such as the layers of a model.
-        alike: Whether all tensors of a batch have one number of rows; None if each batch tells.
+        known: What is known of the rows of batches.
+        keeps_rows: Whether a process gets of results that are rows those of its own part.
     """
 
-    def __init__(self, strategy: Any, builds: bool, alike: bool | None) -> None:
-        self._strategy, self._builds, self._alike = strategy, builds, alike
-        self._traced: dict[Any, _Traced] = {}
+    def __init__(self, strategy: Any, builds: bool, known: KnownRows, keeps_rows: bool = False) -> None:
+        self._strategy, self._builds, self._known, self._keeps_rows = strategy, builds, known, keeps_rows
+        self._traced: dict[Any, _Traced | None] = {}
+        """By the specification of a batch: its step; None if it has to be computed whole."""
         self._told: set[str] = set()
         """The types of operations whose costs were told."""
 
@@ -50,10 +53,8 @@ class PartitionedSteps:
         if tf.executing_eagerly() or not any(leaf.shape.rank for leaf in _tensors(shards.parts[0])):
             hint = "nothing has to be done: replicas run such steps."
             raise CannotPartitionError(message("An eager step, or a batch without rows, cannot be cut.", hint))
-        if self._alike:
-            return self._in_rows(fn, shards).whole_results()
-        if self._alike is not None:
-            return self._of_all(fn, shards).whole_results()
+        if self._known.alike is not None:
+            return (self._in_rows if self._known.alike else self._of_all)(fn, shards).whole_results()
         made: list[_Results] = []
 
         def of(run: Callable[[Any, Shards], _Results]) -> list[tf.Tensor]:
@@ -65,11 +66,17 @@ class PartitionedSteps:
 
     def _in_rows(self, fn: Callable[[Any], Any], shards: Shards) -> _Results:
         """Runs a step of which each replica computes its own rows."""
-        total = known_total(shards.parts, self._strategy.num_replicas_in_sync)
+        total = known_total(shards.parts, self._strategy.num_replicas_in_sync) or self._known.total
         key = total, *map(_with_open_rows, tf.nest.flatten(shards.parts[0]))
         if key not in self._traced:
-            self._traced[key] = self._trace(fn, shards.parts[0], total)
+            try:
+                self._traced[key] = self._trace(fn, shards.parts[0], total)
+            except CannotPartitionError as error:
+                warn(f"Each replica computes all rows of a step: that is right, but no faster than one device.\n{error}")
+                self._traced[key] = None
         traced = self._traced[key]
+        if traced is None:
+            return self._of_all(fn, shards)
         return traced.run(self._rows(shards, traced.step.asks_for_start), list(map(_tensors, shards.parts)))
 
     def _of_all(self, fn: Callable[[Any], Any], shards: Shards) -> _Results:
@@ -79,10 +86,11 @@ class PartitionedSteps:
         )
         specs = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), batch)
         key = ("all", *tf.nest.flatten(specs))
-        if key not in self._traced:
-            self._traced[key] = _Traced(self._strategy, fn, specs, is_cut=False)
+        traced = self._traced.get(key)
+        if traced is None:
+            traced = self._traced[key] = _Traced(self._strategy, fn, specs, is_cut=False)
         tensors = [x for x in tf.nest.flatten(batch, expand_composites=True) if x is not None]
-        return self._traced[key].run(self._rows(shards, False), [tensors] * len(shards.parts))
+        return traced.run(self._rows(shards, False), [tensors] * len(shards.parts))
 
     def _rows(self, shards: Shards, with_start: bool) -> list[OwnRows]:
         extended = self._strategy.extended
@@ -99,12 +107,13 @@ class PartitionedSteps:
 
         Where each batch tells how it is computed, nothing is done before it is there.
         """
-        if self._alike is None and self._traced:
-            next(reversed(self._traced.values())).run_without_batch()
+        traced = next(filter(None, reversed(self._traced.values())), None)
+        if self._known.alike is None and traced is not None:
+            traced.run_without_batch()
 
     def tell_lines(self, error: tf.errors.OpError) -> None:
         """Adds to an error of a step where the user's program has made what failed."""
-        for traced in self._traced.values():
+        for traced in filter(None, self._traced.values()):
             for operation in traced.step.named_in(error.message or ""):
                 error.add_note(f"{operation.type} {operation.name!r} was made at {_line_of(operation)}.")
 
@@ -118,7 +127,7 @@ class PartitionedSteps:
         traced: list[_Traced] = []
         for specs in ways:
             try:
-                traced.append(_Traced(self._strategy, fn, tf.nest.pack_sequence_as(part, specs)))
+                traced.append(_Traced(self._strategy, fn, tf.nest.pack_sequence_as(part, specs), self._keeps_rows))
             except (TfrepError, tf.errors.OpError):
                 raise
             except Exception:  # The step may ask how many rows there are, as in `tf.zeros([x.shape[0], 8])`.
@@ -128,19 +137,11 @@ class PartitionedSteps:
             if not traced[-1].without_rule:
                 break
         best = min(traced, key=lambda each: len(each.without_rule))
-        self._check_costs(best.without_rule)
+        self._tell_costs(best.without_rule)
         return best
 
-    def _check_costs(self, without_rule: dict[str, Any]) -> None:
-        """Warns of operations that each replica computes for all rows.
-
-        Raises:
-            CannotPartitionError: The step is faster by replicas, as where a loop would send rows in each round.
-        """
-        for type_, operation in without_rule.items():
-            if type_.removeprefix("Stateless") in ("While", "TensorListFromTensor") or type_.startswith("CudnnRNN"):
-                hint = "nothing has to be done: replicas run such steps."
-                raise CannotPartitionError(message("A loop would send rows in each round.", hint, operation=operation.name))
+    def _tell_costs(self, without_rule: dict[str, Any]) -> None:
+        """Warns of operations that each replica computes for all rows."""
         new = [
             f"{type_} {operation.name!r}, {_line_of(operation)}"
             for type_, operation in without_rule.items()
@@ -178,10 +179,13 @@ class _Traced:
         strategy: The strategy whose replicas run it.
         fn: The step.
         batch: The specification of a batch.
+        keeps_rows: See `PartitionedSteps`.
         is_cut: Whether replicas get rows of it, and not all of it.
     """
 
-    def __init__(self, strategy: Any, fn: Callable[[Any], Any], batch: Any, is_cut: bool = True) -> None:
+    def __init__(
+        self, strategy: Any, fn: Callable[[Any], Any], batch: Any, keeps_rows: bool = False, is_cut: bool = True
+    ) -> None:
         self._strategy = strategy
         made: list[Any] = [None]
         while made:  # As `tf.function` does: what made variables is traced once more, now that they are there.
@@ -194,9 +198,8 @@ class _Traced:
         self._num_batch = len(graph.inputs) - len(self._captured)
         given = [Given(Shard(0) if is_cut and x.shape.rank else REPLICATE) for x in graph.inputs[: self._num_batch]]
         given += map(_given, self._captured)
-        self.step = PartitionedStep(graph, given, strategy.extended.num_local_replicas)
+        self.step = PartitionedStep(graph, given, strategy.extended.num_local_replicas, keeps_rows)
         self.without_rule = self.step.without_rule
-        self.run_without_batch = tf.function(self._run_without_batch, autograph=False)
 
     def run(self, rows: Sequence[OwnRows], batches: Sequence[Sequence[tf.Tensor]]) -> _Results:
         """Runs it.
@@ -209,8 +212,12 @@ class _Traced:
         first, *_ = self.step.run(rows, inputs, self._strategy.extended.transport)
         return _Results(first, self._results)
 
+    @functools.cached_property
+    def run_without_batch(self) -> Any:
+        """A function that does what needs nothing of a batch."""
+        return tf.function(self._run_without_batch, autograph=False).get_concrete_function()
+
     def _run_without_batch(self) -> None:
-        """Does what needs nothing of a batch."""
         extended = self._strategy.extended
         numbers = range(extended.first_local_replica, extended.first_local_replica + extended.num_local_replicas)
         inputs = [[*[None] * self._num_batch, *self._captured_by(i)] for i in range(len(numbers))]

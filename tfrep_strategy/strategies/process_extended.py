@@ -20,12 +20,19 @@ from tfrep_strategy._tensorflow import (
     is_mirrored,
 )
 from tfrep_strategy.agreement import Agreement
-from tfrep_strategy.batches import all_alike, as_tensors, num_examples
+from tfrep_strategy.batches import (
+    all_alike,
+    as_tensors,
+    num_examples,
+    open_sizes,
+    with_all_open,
+    with_open_sizes,
+)
 from tfrep_strategy.communicators import Communicator, SingleCommunicator
 from tfrep_strategy.communicators.bucket_size import SMALLEST_BUCKET, can_be_found, find_bucket_bytes
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import Fingerprint
-from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
 from tfrep_strategy.partitioner.between_replicas import BetweenProcesses
 from tfrep_strategy.partitioner.emitter import Transport
 from tfrep_strategy.shares import Share
@@ -191,11 +198,6 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
     def transport(self) -> Transport:
         return BetweenProcesses(self._communicator, self._device, self.bucket_bytes_for)
 
-    @property
-    def partitions_steps(self) -> bool:
-        # Data of its own may have other sizes on each process, such as the length of sequences.
-        return super().partitions_steps and self.strategy.rank_data != "own"
-
     def rows_before(self, count: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(self._communicator.all_gather(count[tf.newaxis])[: self._communicator.rank])
 
@@ -209,12 +211,22 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         if self.strategy.rank_data != "own":
             return super().shard(batch)
         batch = as_tensors(batch)
-        unlike = tf.cast(~all_alike([batch]), tf.int64)
-        total, unlike = tf.unstack(self._communicator.all_reduce([tf.stack([num_examples(batch), unlike])])[0])
-        return Shards((batch,), total, tf.equal(unlike, 0))
+        spec = with_all_open(batch)
+        agreement = self._agreement(stop_together=False)
+        sizes = open_sizes(spec, batch)
+        total, _, alike, sizes = agreement.next_step(tf.constant(True), num_examples(batch), all_alike([batch]), sizes)
+        return Shards((with_open_sizes(spec, batch, sizes),), total, alike)
+
+    def known_rows(self, batch: Any) -> KnownRows:
+        known = super().known_rows(batch)
+        return KnownRows(not self.any_process(not known.alike)) if self.keeps_own_rows else known
+
+    @property
+    def keeps_own_rows(self) -> bool:  # type: ignore[override]
+        return bool(self.strategy.rank_data == "own")
 
     def gather_outputs(self, outputs: Any) -> Any:
-        if self.strategy.rank_data == "own":
+        if self.keeps_own_rows:
             return outputs
         return tf.nest.map_structure(lambda value: gathered(value, self._communicator), outputs)
 

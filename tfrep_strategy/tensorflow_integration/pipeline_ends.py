@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import OwnedIterator, caches_in_file
+from tfrep_strategy.keras_integration.protocol import KnownRows
 
 PATIENCE_SECONDS = 0.1
 """How long the end of an iterator waits for its pipeline. Most pipelines end in less than a millisecond."""
@@ -35,7 +36,7 @@ class PipelineIterator(OwnedIterator):
         0
     """
 
-    rows_are_alike: bool | None = False
+    known_rows = KnownRows()
 
     def __init__(self, dataset: tf.data.Dataset, spec: tf.data.IteratorSpec | None = None) -> None:
         super().__init__(dataset)

@@ -19,7 +19,7 @@ from tfrep_strategy._tensorflow import (
 )
 from tfrep_strategy.keras_integration.finding import loops_data_of
 from tfrep_strategy.keras_integration.internals import TFEpochIterator, array_data_adapter
-from tfrep_strategy.keras_integration.protocol import KerasStrategy
+from tfrep_strategy.keras_integration.protocol import KerasStrategy, KnownRows
 from tfrep_strategy.keras_integration.shared.profiled_fit import ProfiledFit
 from tfrep_strategy.keras_integration.synchronous.generators import GeneratorReading
 from tfrep_strategy.keras_integration.synchronous.random_states import RandomStates, random_states
@@ -64,8 +64,7 @@ class StepsOfReplicas(TFEpochIterator):  # type: ignore[misc]
         self._of_replicas = self._distributed_dataset
         self.part_spec = self._of_replicas.part_spec
         # Pipelines may differ between the processes, and all run a step in the same way.
-        told = set(strategy.extended.all_gather_object(self._of_replicas.rows_are_alike))
-        self.rows_are_alike = told.pop() if len(told) == 1 else False if False in told else None
+        self.known_rows = KnownRows.common(strategy.extended.all_gather_object(self._of_replicas.known_rows))
         self._common_batches = _batches_of_all(strategy, self._distributed_dataset, self._num_batches, self.data_adapter)
         self._num_batches = self._common_batches
         self._may_end_before = self._common_batches is not None and self._of_replicas.steps_per_batch != 1
@@ -99,7 +98,7 @@ class StepsOfReplicas(TFEpochIterator):  # type: ignore[misc]
         if self.is_of_fit:
             (epochs, batches), strategy.extended.resumes_at = strategy.extended.resumes_at, (0, 0)
         strategy.extended.first_batch = self._of_replicas.first_batch
-        self._distributed_dataset = self._of_replicas.for_keras(self._common_batches is not None, self.rows_are_alike)
+        self._distributed_dataset = self._of_replicas.for_keras(self._common_batches is not None, self.known_rows)
         self.pass_over(epochs)
         super().__iter__()
         if batches:

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.errors import CannotPartitionError, PeerError
-from tfrep_strategy.keras_integration.protocol import KerasExtended
+from tfrep_strategy.keras_integration.protocol import KerasExtended, KnownRows
 from tfrep_strategy.keras_integration.shared.xla import compiled_at_once
 
 
@@ -40,19 +40,22 @@ class OneDeviceSteps:
     ) -> None:
         self._extended, self._make, self._by_replicas, self._builds = extended, make, by_replicas, builds
         self._in_its_way = compiled_at_once if compiled else contextlib.nullcontext
-        self._ways: dict[bool | None, tuple[Callable[[Any], Any], Any]] = {}
-        """By whether the tensors of a batch have one number of rows: what runs its steps, and how they are partitioned."""
-        self._traced: set[bool | None] = set()
+        self._ways: dict[KnownRows, tuple[Callable[[Any], Any], Any]] = {}
+        """By what is known of the rows of batches: what runs their steps, and how they are partitioned."""
+        self._traced: set[KnownRows] = set()
+        self._needs_total = builds  # A layer that was built for any number of rows could not be built again.
         self._cannot_be_traced = self.gives_global_logs = False
 
     def __call__(self, batches: Any) -> Any:
-        alike = batches.rows_are_alike
-        self.gives_global_logs = not (self._cannot_be_traced or alike is False or tf.config.functions_run_eagerly())
+        known = batches.known_rows if self._needs_total else batches.known_rows._replace(total=None)
+        self.gives_global_logs = not (
+            self._cannot_be_traced or known.alike is False or tf.config.functions_run_eagerly()
+        )
         if not self.gives_global_logs:
             return self._by_replicas(batches)
-        if alike not in self._ways:
-            self._ways[alike] = self._make(), self._extended.new_partitioned_steps(self._builds, alike)
-        run, steps = self._ways[alike]
+        if known not in self._ways:
+            self._ways[known] = self._make(), self._extended.new_partitioned_steps(self._builds, known)
+        run, steps = self._ways[known]
         try:
             with self._extended.partitioned_steps.to(steps), self._in_its_way():
                 result = run(batches)
@@ -64,12 +67,15 @@ class OneDeviceSteps:
             raise
         except (PeerError, StopIteration):
             raise
-        except Exception as error:  # A step may ask how many rows there are, or do what the partitioner has no way for.
-            if alike in self._traced and not isinstance(error, CannotPartitionError):
+        except Exception as error:
+            if known in self._traced and not isinstance(error, CannotPartitionError):
                 raise
+            if known != batches.known_rows:  # A step may ask how many rows there are, as in `tf.zeros([x.shape[0], 8])`.
+                self._needs_total = True
+                return self(batches)
             self._cannot_be_traced, self.gives_global_logs = True, False
             return self._by_replicas(batches)
-        self._traced.add(alike)
+        self._traced.add(known)
         return result
 
 
@@ -81,11 +87,10 @@ class WholeBatches(list[Any]):
         batches: The batches.
 
     Attributes:
-        rows_are_alike: Whether all tensors of each batch have one number of rows; None if its `Shards` tell.
+        known_rows: What is known of their rows.
     """
 
     def __init__(self, extended: KerasExtended, batches: Iterable[Any]) -> None:
         given = list(batches)
         super().__init__(map(extended.shard, given))
-        told = set(map(extended.rows_are_alike, given))
-        self.rows_are_alike = told.pop() if len(told) == 1 else False if False in told else None
+        self.known_rows = KnownRows.common(map(extended.known_rows, given))

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.errors import CannotPartitionError, TfrepError
-from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
 from tfrep_strategy.keras_integration.synchronous.one_device_steps import WholeBatches
 
 
@@ -26,58 +26,60 @@ class PredictFunction:
 
     def __init__(self, driver: Any, model: Any, make: Callable[..., Any], run: Any) -> None:
         self._driver, self._model, self._make = driver, model, make
-        extended = driver.strategy.extended
-        # Between processes a step is traced for any number of rows, and a model that was built so could not be built otherwise.
-        can_be_traced = model.built or not driver.has_several_ranks
-        self._partitions = driver.has_several and not model.run_eagerly and extended.partitions_steps and can_be_traced
+        self._partitions = driver.has_several and not model.run_eagerly and driver.strategy.extended.partitions_steps
         self._builds = not model.built
-        self._ways = {False: (run, None)}
-        """By whether the tensors of a batch have one number of rows: what runs its steps, and how they are partitioned, if so."""
-        self._untraced: set[bool | None] = {True, None, False}
+        self._needs_total = self._builds  # A layer that was built for any number of rows could not be built again.
+        self._ways = {KnownRows(): (run, None)}
+        """By what is known of the rows of batches: what runs their steps, and how they are partitioned, if so."""
+        self._traced: set[KnownRows] = set()
 
     def __call__(self, batches: Any) -> Any:
         extended = self._driver.strategy.extended
         self._driver.check_first_batch()
         with extended.watching_peers():
-            alike: bool | None = False
+            known = KnownRows()
             if self._driver.has_several:
                 if not all(isinstance(batch, Shards) for batch in batches):
                     batches = WholeBatches(extended, batches)
-                whole = isinstance(batches, WholeBatches)
-                alike = batches.rows_are_alike if whole else self._driver.read_last.rows_are_alike
-            try:
-                outputs = self._predicted(list(batches), alike)
-            except tf.errors.OpError as error:
-                _, steps = self._ways.get(alike, (None, None))
-                if steps is not None:
-                    steps.tell_lines(error)
-                raise
-            except CannotPartitionError:
-                self._partitions = False
-                outputs = self._predicted(list(batches), False)
-        return extended.kept_outputs(outputs)
+                known = (batches if isinstance(batches, WholeBatches) else self._driver.read_last).known_rows
+            return extended.kept_outputs(self._predicted(list(batches), known))
 
-    def _predicted(self, batches: list[Any], alike: bool | None) -> Any:
+    def _predicted(self, batches: list[Any], known: KnownRows) -> Any:
+        way = known if self._needs_total else known._replace(total=None)
+        if not self._partitions or not way.alike and way.alike is not None:
+            way = KnownRows()
         extended = self._driver.strategy.extended
-        if not self._partitions:
-            alike = False
-        if alike not in self._ways:
-            self._ways[alike] = self._made(), extended.new_partitioned_steps(self._builds, alike)
-        run, steps = self._ways[alike]
-        if alike in self._untraced and self._model.built and hasattr(run, "get_concrete_function"):
-            try:
-                # Else it would be traced for the size of the first batch, and again for the last, smaller one.
-                with extended.partitioned_steps.to(steps):
+        if way not in self._ways:
+            self._ways[way] = self._made(), extended.new_partitioned_steps(self._builds, way)
+        run, steps = self._ways[way]
+        try:
+            with extended.partitioned_steps.to(steps):
+                if way not in self._traced and self._model.built and hasattr(run, "get_concrete_function"):
+                    # Else it would be traced for the size of the first batch, and again for the last, smaller one.
                     run.get_concrete_function(tf.nest.map_structure(_of_any_size, batches))
-            except (TfrepError, tf.errors.OpError):
+                outputs = run(batches)
+        except tf.errors.OpError as error:
+            if steps is not None:
+                steps.tell_lines(error)
+            raise
+        except TfrepError as error:
+            if not isinstance(error, CannotPartitionError) or steps is None:
                 raise
-            except Exception:  # A model may ask how many rows there are, as on one device. Other errors come again.
+            self._partitions = False
+            return self._predicted(batches, known)
+        except Exception:  # A model may ask how many rows there are, as on one device. Other errors come again.
+            if way in self._traced:
+                raise
+            self._traced.add(way)
+            if steps is None:
+                self._ways[way] = self._made(asks_for_rows=True), None
+            elif known != way:
+                self._needs_total = True
+            else:
                 self._partitions = False
-                run, steps = self._ways[False] = self._made(asks_for_rows=True), None
-                self._untraced.clear()
-        self._untraced.discard(alike)
-        with extended.partitioned_steps.to(steps):
-            return run(batches)
+            return self._predicted(batches, known)
+        self._traced.add(way)
+        return outputs
 
     def _made(self, **settings: Any) -> Any:
         run = self._make(force=True, **settings)

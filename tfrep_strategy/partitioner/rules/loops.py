@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import tensorflow as tf
+
 from tfrep_strategy.partitioner.bodies import ROWS, Entry, arguments, entry, note_effects, planned, put_entry
 from tfrep_strategy.partitioner.placements import REPLICATE, Partial, Placement, Replicate, Vacant, common_dims
 from tfrep_strategy.partitioner.planner import Planner, always, rule
@@ -25,6 +27,9 @@ def loop(plan: Planner, operation: Any) -> None:
     for x in operation.inputs:
         plan.settle_items(x)
     settled = _Loop(plan, operation, test, body)
+    if settled.inner.without_rule:  # It would send rows in each round.
+        plan.note_without_rule({operation.type: operation})
+        settled = _Loop(plan, operation, test, body, is_whole=True)
     entries, inner, outer = settled.entries, settled.inner, settled.outer
     given = list(operation.inputs)
     inner.program.results += [
@@ -57,8 +62,6 @@ def loop(plan: Planner, operation: Any) -> None:
     node.carried = [place for place, i in enumerate(used) if settled.changes(i - ROWS)]
     plan.put_node(operation, node)
     note_effects(plan, node, inputs, [inner, outer])
-    if inner.without_rule:
-        plan.note_without_rule({operation.type: operation})
     for i, (x, tensor) in enumerate(zip(given, operation.outputs, strict=True)):
         if settled.fixed[i]:
             plan.hand_over(plan, x, plan, tensor)
@@ -73,6 +76,13 @@ class _Loop:
     than the body gives it is replicated, and stays so. All choices are right, since what the body gives is brought to what the
     loop carries. They are about what it costs.
 
+    Args:
+        plan: The planner.
+        operation: The loop.
+        test: Its traced condition.
+        body: Its traced body.
+        is_whole: Whether every replica computes all of it.
+
     Attributes:
         entries: What the loop carries.
         fixed: Which of it does not change.
@@ -80,12 +90,17 @@ class _Loop:
         outer: The plan of the condition.
     """
 
-    def __init__(self, plan: Planner, operation: Any, test: Any, body: Any) -> None:
+    def __init__(self, plan: Planner, operation: Any, test: Any, body: Any, is_whole: bool = False) -> None:
         self._plan, self._given = plan, list(operation.inputs)
         self._body = body
         self.fixed = [origin(out) is into for into, out in zip(body.inputs, body.outputs, strict=True)]
         self.entries = [entry(plan, x) for x in self._given]
-        self._pinned = [False] * len(self.entries)
+        self._pinned = [is_whole] * len(self.entries)
+        if is_whole:
+            self.entries = [
+                each if x.dtype == tf.resource else dataclasses.replace(each, placement=REPLICATE)
+                for x, each in zip(self._given, self.entries, strict=True)
+            ]
         while True:
             self.inner, self.outer = planned(plan, body, self.entries), planned(plan, test, self.entries)
             new = [self._next(i, each, test) for i, each in enumerate(self.entries)]
