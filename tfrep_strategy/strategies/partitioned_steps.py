@@ -38,7 +38,7 @@ class PartitionedSteps:
         """The types of operations whose costs were told."""
 
     def run(self, fn: Callable[[Any], Any], shards: Shards) -> Whole:
-        """Adds a step to the graph that is being built.
+        """Adds a step to the graph that is being built; outside of graphs, runs it.
 
         Args:
             fn: What one device would do with a batch.
@@ -48,13 +48,13 @@ class PartitionedSteps:
             What `fn` returns for the global batch, as `Whole`.
 
         Raises:
-            CannotPartitionError: Nothing of the batch has rows, or the step does what there is no way for.
+            CannotPartitionError: The step does what there is no way for.
         """
-        if tf.executing_eagerly() or not any(leaf.shape.rank for leaf in _tensors(shards.parts[0])):
-            hint = "nothing has to be done: replicas run such steps."
-            raise CannotPartitionError(message("An eager step, or a batch without rows, cannot be cut.", hint))
-        if self._known.alike is not None:
-            return (self._in_rows if self._known.alike else self._of_all)(fn, shards).whole_results()
+        if tf.executing_eagerly():
+            return Whole(self._eagerly(fn, shards))
+        has_rows = any(leaf.shape.rank for leaf in _tensors(shards.parts[0]))
+        if self._known.alike is not None or not has_rows:
+            return (self._in_rows if self._known.alike and has_rows else self._of_all)(fn, shards).whole_results()
         made: list[_Results] = []
 
         def of(run: Callable[[Any, Shards], _Results]) -> list[tf.Tensor]:
@@ -63,6 +63,29 @@ class PartitionedSteps:
 
         tensors = tf.cond(shards.alike, lambda: of(self._in_rows), lambda: of(self._of_all))
         return made[0]._replace(tensors=tensors).whole_results()
+
+    def _eagerly(self, fn: Callable[[Any], Any], shards: Shards) -> Any:
+        """Runs a step as Python, once in each process, with all rows."""
+        extended, batch = self._strategy.extended, self._whole(shards)
+        if "eager" not in self._told:
+            self._told.add("eager")
+            warn("Steps run eagerly: each process computes the whole batch. That is right, but no faster than one device.")
+        with extended.as_one_device(), one_replica(self._strategy):
+            results = fn(batch)
+        if not self._keeps_rows:
+            return results
+        own = self._rows(shards, with_start=True)[0]
+
+        def kept(result: Any) -> Any:
+            has_rows = tf.is_tensor(result) and result.shape.rank and result.shape[0] == own.total
+            return result[own.start : own.start + own.count] if has_rows else result
+
+        return tf.nest.map_structure(kept, results)
+
+    def _whole(self, shards: Shards) -> Any:
+        """Returns the whole batch."""
+        whole = self._strategy.extended.whole_batch(shards)
+        return tf.nest.map_structure(lambda leaf: None if is_nothing(leaf) else leaf, whole)
 
     def _in_rows(self, fn: Callable[[Any], Any], shards: Shards) -> _Results:
         """Runs a step of which each replica computes its own rows."""
@@ -81,9 +104,7 @@ class PartitionedSteps:
 
     def _of_all(self, fn: Callable[[Any], Any], shards: Shards) -> _Results:
         """Runs a step that each replica computes for all rows."""
-        batch = tf.nest.map_structure(
-            lambda leaf: None if is_nothing(leaf) else leaf, self._strategy.extended.whole_batch(shards)
-        )
+        batch = self._whole(shards)
         specs = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), batch)
         key = ("all", *tf.nest.flatten(specs))
         traced = self._traced.get(key)

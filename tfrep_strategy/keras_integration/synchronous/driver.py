@@ -263,7 +263,7 @@ class SynchronousDriver(
 
         hides_sizes = self.has_several and not model.run_eagerly
         run = build(step_function) if not hides_sizes else traced_for_any_rows(build, step_function, keeps_rows, of_whole_batch)
-        if hides_sizes and extended.partitions_steps:
+        if self.has_several and extended.partitions_steps:
             run = OneDeviceSteps(extended, lambda: build(whole_step), run, builds=not model.built, compiled=model.jit_compile)
 
         # It is called in every step, so it calls no more than it needs.
@@ -280,6 +280,8 @@ class SynchronousDriver(
                     if phase == "train" and self.has_several:
                         extended.take_from_first(model)
                     raise
+            if model.run_eagerly or tf.config.functions_run_eagerly():
+                extended.take_from_first(model)
             if extended.first_batch is not None:
                 self.check_first_batch()
             if warns:

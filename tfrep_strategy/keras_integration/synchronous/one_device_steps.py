@@ -48,9 +48,7 @@ class OneDeviceSteps:
 
     def __call__(self, batches: Any) -> Any:
         known = batches.known_rows if self._needs_total else batches.known_rows._replace(total=None)
-        self.gives_global_logs = not (
-            self._cannot_be_traced or known.alike is False or tf.config.functions_run_eagerly()
-        )
+        self.gives_global_logs = not self._cannot_be_traced and known.alike is not False
         if not self.gives_global_logs:
             return self._by_replicas(batches)
         if known not in self._ways:
