@@ -168,6 +168,7 @@ AggregatingVariable = _private("distribute.ps_values", "AggregatingVariable")
 anonymous_name = _private("eager.context", "anonymous_name")
 executor_scope = _private("eager.context", "executor_scope")
 new_executor = _private("eager.executor", "new_executor")
+UninitializedVariable = _private("ops.resource_variable_ops", "UninitializedVariable")
 variable_handle = _private("ops.resource_variable_ops", "_variable_handle_from_shape_and_dtype")
 CompositeTensorGradient = _private("framework.composite_tensor_gradient", "CompositeTensorGradient")
 
@@ -298,6 +299,11 @@ def run_independently(operation: Any) -> None:
 def set_shape_attribute(operation: Any, shape: tf.TensorShape) -> None:
     """Gives an operation of a graph, such as a placeholder, another shape for when it runs. Its output keeps that of the graph."""
     operation._set_attr("shape", tf.compat.v1.AttrValue(shape=shape.as_proto()))
+
+
+def set_mark(operation: Any, name: str, mark: str) -> None:
+    """Gives an operation of a graph an attribute that says nothing of what it computes."""
+    operation._set_attr(name, tf.compat.v1.AttrValue(s=mark.encode()))
 
 
 def body_of_call(operation: Any) -> Any:

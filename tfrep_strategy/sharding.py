@@ -114,7 +114,7 @@ class Owned(Cut):
 
     def __init__(self, shape: Any, size: int, owner: int) -> None:
         super().__init__(shape, size)
-        self.owner = owner
+        self.owner, self.part_shape = owner, self.shape
 
     def part(self, whole: Any, rank: int) -> Any:
         return whole if rank == self.owner else tf.zeros([0], whole.dtype)

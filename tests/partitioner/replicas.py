@@ -22,14 +22,22 @@ class Together:
     """
 
     def __init__(self, size: int) -> None:
-        self.size, self.devices = size, ["CPU:0"] * size
+        self.size, self.devices, self.logical_devices = size, ["CPU:0"] * size, [["CPU:0"]] * size
         self.rounds = self.gathers = 0
 
-    def sums(self, values: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
+    def sums(self, values: Sequence[Sequence[tf.Tensor]], gradients: Sequence[bool]) -> list[list[tf.Tensor]]:
         self.rounds += 1
         return [[tf.add_n(list(each))] * self.size for each in values]
 
-    def gathered(self, values: Sequence[tf.Tensor], axis: int) -> list[tf.Tensor]:
+    def scattered(self, values: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
+        self.rounds += 1
+        return [tf.unstack(tf.add_n(list(each)), self.size) for each in values]
+
+    def rows_of_all(self, values: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
+        self.gathers += 1
+        return [[tf.stack(each)] * self.size for each in values]
+
+    def gathered(self, values: Sequence[tf.Tensor], axis: int, is_gradient: bool) -> list[tf.Tensor]:
         self.gathers += 1
         return [tf.concat(list(values), axis)] * self.size
 

@@ -17,14 +17,18 @@ loops_data_of: Setting[Any] = Setting(None)
 """The driver for whose loop an adapter of data is made now; None outside loops."""
 
 
+driver_of_trace: Setting[Any] = Setting(None)
+"""The driver for the step of one device that is traced now; None outside of such traces."""
+
+
 def driver_of(strategy: Any) -> Any:
     """Returns the driver that a strategy brings; for None, and for strategies of others, None."""
     return getattr(getattr(strategy, "extended", None), "keras_driver", None)
 
 
 def driver_in_scope(*args: Any, **kwargs: Any) -> Any:
-    """Returns the driver of the strategy in scope."""
-    return driver_of(tf.distribute.get_strategy())
+    """Returns the driver of the strategy in scope, or that of the step of one device which is traced."""
+    return driver_of_trace.value or driver_of(tf.distribute.get_strategy())
 
 
 def driver_of_model(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -170,9 +170,6 @@ class KerasExtended(Protocol):
     def known_rows(self, batch: Any) -> KnownRows:
         """Returns what is known of the rows of a batch. All processes find the same."""
 
-    partitions_steps: bool
-    """Whether steps can be run as one device's."""
-
     partitioned_steps: Setting[Any]
     """What runs the steps that are traced now as one device's; None where replicas run them."""
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.communicators.base import carry, outside_xla, uncarry
+from tfrep_strategy.communicators.compression import DTYPES, compressed_gather, compressed_scatter, compressed_sum
 from tfrep_strategy.communicators.local import summed_everywhere
 from tfrep_strategy.communicators.strings import gather_rows
 from tfrep_strategy.gradients import buckets
@@ -21,36 +22,92 @@ BucketBytes = Callable[[Sequence[tf.Tensor]], int]
 """Says in buckets of how many bytes tensors travel."""
 
 
+class Gradients(NamedTuple):
+    """How gradients travel.
+
+    Attributes:
+        bucket_bytes_for: See `BucketBytes`. All sums travel so.
+        compression: Returns the setting of this name.
+        run: Runs a function on each replica of this process, given a tuple of arguments for each.
+        timed: Calls a function with tensors, and counts the time from the last of these to the last of what it returns.
+    """
+
+    bucket_bytes_for: BucketBytes
+    compression: Callable[[], str | None]
+    run: Callable[[Callable[..., Any], Sequence[Sequence[Any]]], Sequence[Any]]
+    timed: Callable[[Callable[[Any], Any], Any], Any]
+
+
 class _InBuckets(abc.ABC):
     """Sums tensors in buckets: the first that are computed travel first, while the others are computed."""
 
-    def __init__(self, bucket_bytes_for: BucketBytes) -> None:
-        self._bucket_bytes_for = bucket_bytes_for
+    devices: Sequence[str]
+    logical_devices: Sequence[Sequence[str]]
 
-    def sums(self, values: Values) -> list[list[tf.Tensor]]:
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+
+    def sums(self, values: Values, gradients: Sequence[bool]) -> list[list[tf.Tensor]]:
+        compression = self._gradients.compression()
+        if not any(gradients):
+            return self._in_buckets(values, self._sums)
+        if compression is None:
+            return self._gradients.timed(functools.partial(self._in_buckets, talk=self._sums), values)
+        own = [each for each, is_gradient in zip(values, gradients, strict=True) if is_gradient]
+        others = [each for each, is_gradient in zip(values, gradients, strict=True) if not is_gradient]
+        talk = functools.partial(self._compressed_sums, kind=compression)
+        totals = iter(self._gradients.timed(functools.partial(self._in_buckets, talk=talk), own))
+        plain = iter(self._in_buckets(others, self._sums))
+        return [next(totals if is_gradient else plain) for is_gradient in gradients]
+
+    def scattered(self, values: Values) -> list[list[tf.Tensor]]:
+        return self._gradients.timed(functools.partial(self._in_buckets, talk=self._scattered), values)
+
+    def rows_of_all(self, values: Values) -> list[list[tf.Tensor]]:
+        return self._in_buckets(values, self._rows_of_all)
+
+    def called(self, function: Callable[..., Any], values: Values) -> list[list[tf.Tensor]]:
+        def call(*own: tf.Tensor) -> Sequence[tf.Tensor]:
+            return function(own)
+
+        return self._gradients.timed(lambda each: list(map(list, self._gradients.run(call, each))), values)
+
+    def _in_buckets(self, values: Values, talk: Callable[[Values], list[list[tf.Tensor]]]) -> list[list[tf.Tensor]]:
         totals: dict[int, list[tf.Tensor]] = {}
         later_first, backwards = [each[0] for each in values][::-1], range(len(values))[::-1]
-        for bucket in buckets(backwards, later_first, self._bucket_bytes_for(later_first)):
-            totals.update(zip(bucket, self._sums([values[i] for i in bucket]), strict=True))
+        for bucket in buckets(backwards, later_first, self._gradients.bucket_bytes_for(later_first)):
+            totals.update(zip(bucket, talk([values[i] for i in bucket]), strict=True))
         return [totals[i] for i in range(len(values))]
 
     @abc.abstractmethod
     def _sums(self, values: Values) -> list[list[tf.Tensor]]:
         """Sums the tensors of a bucket."""
 
+    @abc.abstractmethod
+    def _compressed_sums(self, values: Values, kind: str) -> list[list[tf.Tensor]]:
+        """Sums the tensors of a bucket, which travel in 16 bits if they are float32."""
+
+    @abc.abstractmethod
+    def _scattered(self, values: Values) -> list[list[tf.Tensor]]:
+        """Sums the tensors of a bucket, of shape `[replicas, width]`, and gives each replica its row."""
+
+    @abc.abstractmethod
+    def _rows_of_all(self, values: Values) -> list[list[tf.Tensor]]:
+        """Puts the vectors of a bucket together."""
+
 
 class WithinProcess(_InBuckets):
     """Replicas that are the devices of one process: what they send each other is arithmetic in the graph that they share.
 
     Args:
-        devices: The device of each replica.
+        devices: The logical devices of each replica.
         nccl: Whether NCCL connects them.
-        bucket_bytes_for: See `BucketBytes`.
+        gradients: How gradients travel.
     """
 
-    def __init__(self, devices: Sequence[str], nccl: bool, bucket_bytes_for: BucketBytes) -> None:
-        super().__init__(bucket_bytes_for)
-        self.devices, self._nccl = devices, nccl
+    def __init__(self, devices: Sequence[Sequence[str]], nccl: bool, gradients: Gradients) -> None:
+        super().__init__(gradients)
+        self.logical_devices, self.devices, self._nccl = devices, [each[0] for each in devices], nccl
 
     def _sums(self, values: Values) -> list[list[tf.Tensor]]:
         own = self._at_each(lambda replica: [carry(each[replica]) for each in values])
@@ -64,16 +121,41 @@ class WithinProcess(_InBuckets):
         results = self._at_each(lambda replica: list(map(uncarry, totals[replica], dtypes)))
         return [list(each) for each in zip(*results, strict=True)]
 
+    def _compressed_sums(self, values: Values, kind: str) -> list[list[tf.Tensor]]:
+        dtype, results = DTYPES[kind], list(values)
+        short = [i for i, each in enumerate(values) if each[0].dtype == tf.float32]
+        for i in short:
+            halves = self._at_each(lambda replica, own=values[i]: tf.cast(own[replica], dtype))
+            with tf.device(self.devices[0]), outside_xla():
+                total = tf.cast(tf.add_n([tf.cast(half, tf.float32) for half in halves]), dtype)
+            results[i] = self._at_each(lambda replica, total=total: tf.cast(tf.identity(total), tf.float32))
+        long = [i for i in range(len(values)) if i not in short]
+        for i, sums in zip(long, self._sums([values[i] for i in long]) if long else (), strict=True):
+            results[i] = sums
+        return list(map(list, results))
+
+    def _scattered(self, values: Values) -> list[list[tf.Tensor]]:
+        kind = self._gradients.compression()
+        totals = self._sums(values) if kind is None else self._compressed_sums(values, kind)
+        return [self._at_each(lambda replica, each=each: each[replica][replica]) for each in totals]
+
+    def _rows_of_all(self, values: Values) -> list[list[tf.Tensor]]:
+        return [self.gathered([own[tf.newaxis] for own in each], 0) for each in values]
+
     def _summed(self, own: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
         """Returns, for each replica, the sums of tensors of which each replica has its own."""
         with outside_xla():
             sums = [summed_everywhere(values, self._nccl) for values in zip(*own, strict=True)]
         return self._at_each(lambda replica: [tf.identity(each[replica]) for each in sums])
 
-    def gathered(self, values: Sequence[tf.Tensor], axis: int) -> list[tf.Tensor]:
+    def gathered(self, values: Sequence[tf.Tensor], axis: int, is_gradient: bool = False) -> list[tf.Tensor]:
+        kind = self._gradients.compression() if is_gradient else None
+        short = kind is not None and values[0].dtype == tf.float32
+        if short:
+            values = self._at_each(lambda replica, values=values: tf.cast(values[replica], DTYPES[kind]))
         with tf.device(self.devices[0]), outside_xla():
             whole = tf.concat(list(values), axis)
-        return self._at_each(lambda replica: tf.identity(whole))
+        return self._at_each(lambda replica: tf.cast(whole, tf.float32) if short else tf.identity(whole))
 
     def first(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return self._at_each(lambda replica: tf.identity(values[0]))
@@ -93,22 +175,45 @@ class BetweenProcesses(_InBuckets):
     Args:
         communicator: That of this process.
         device: The device of its replica.
-        bucket_bytes_for: See `BucketBytes`.
+        gradients: How gradients travel.
     """
 
-    def __init__(self, communicator: Communicator, device: str, bucket_bytes_for: BucketBytes) -> None:
-        super().__init__(bucket_bytes_for)
+    def __init__(self, communicator: Communicator, device: str, gradients: Gradients) -> None:
+        super().__init__(gradients)
         self._communicator = communicator
-        self.devices: Sequence[str] = (device,)
+        self.devices, self.logical_devices = (device,), ((device,),)
 
     def _sums(self, values: Values) -> list[list[tf.Tensor]]:
         with self._placed():
             return [[total] for total in self._communicator.all_reduce([own for (own,) in values])]
 
-    def gathered(self, values: Sequence[tf.Tensor], axis: int) -> list[tf.Tensor]:
-        (own,) = values
+    def _compressed_sums(self, values: Values, kind: str) -> list[list[tf.Tensor]]:
+        with self._placed():
+            return [[total] for total in compressed_sum(self._communicator, [own for (own,) in values], kind)]
+
+    def _scattered(self, values: Values) -> list[list[tf.Tensor]]:
+        kind, widths = self._gradients.compression(), [tf.shape(own)[1] for (own,) in values]
+        with self._placed():
+            rows = tf.concat([own for (own,) in values], 1)
+            if kind is None:
+                row = self._communicator.reduce_scatter(rows)
+            else:
+                row = compressed_scatter(self._communicator, rows, kind)
+            return [[own] for own in tf.split(row[0], widths)]
+
+    def _rows_of_all(self, values: Values) -> list[list[tf.Tensor]]:
+        widths = [tf.shape(own)[0] for (own,) in values]
+        with self._placed():
+            whole = self._communicator.all_gather_equal(tf.concat([own for (own,) in values], 0))
+            rows = tf.reshape(whole, [self._communicator.size, -1])
+            return [[each] for each in tf.split(rows, widths, 1)]
+
+    def gathered(self, values: Sequence[tf.Tensor], axis: int, is_gradient: bool = False) -> list[tf.Tensor]:
+        (own,), kind = values, self._gradients.compression() if is_gradient else None
         gather = functools.partial(gather_rows, self._communicator.all_gather)
         with self._placed():
+            if kind is not None:
+                return [compressed_gather(self._communicator, own, kind)]
             if not axis:
                 return [gather(own)]
             order = [axis, *(i for i in range(own.shape.rank) if i != axis)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -25,22 +25,46 @@ class Transport(Protocol):
 
     Attributes:
         devices: The device of each replica of this process.
+        logical_devices: All that each of them has.
     """
 
     devices: Sequence[str]
+    logical_devices: Sequence[Sequence[str]]
 
-    def sums(self, values: Sequence[Sequence[tf.Tensor]]) -> Sequence[Sequence[tf.Tensor]]:
+    def sums(
+        self, values: Sequence[Sequence[tf.Tensor]], gradients: Sequence[bool]
+    ) -> Sequence[Sequence[tf.Tensor]]:
         """Sums tensors over all replicas.
 
         Args:
             values: For each tensor, what each replica of this process has, in the order in which the tensors are computed.
+            gradients: Which of them are gradients.
 
         Returns:
             For each tensor, what each of them gets.
         """
 
-    def gathered(self, values: Sequence[tf.Tensor], axis: int) -> Sequence[tf.Tensor]:
+    def scattered(self, values: Sequence[Sequence[tf.Tensor]]) -> Sequence[Sequence[tf.Tensor]]:
+        """Sums gradients of shape `[replicas, width]`, of which a replica gets its row; as `sums` otherwise."""
+
+    def rows_of_all(self, values: Sequence[Sequence[tf.Tensor]]) -> Sequence[Sequence[tf.Tensor]]:
+        """Puts vectors of one length together, which are the rows of matrices; as `sums` otherwise."""
+
+    def gathered(self, values: Sequence[tf.Tensor], axis: int, is_gradient: bool) -> Sequence[tf.Tensor]:
         """Joins the tensors of all replicas along an axis, in their order."""
+
+    def called(
+        self, function: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]], values: Sequence[Sequence[tf.Tensor]]
+    ) -> Sequence[Sequence[tf.Tensor]]:
+        """Has each replica call a function with its tensors, which talks by itself.
+
+        Args:
+            function: Takes and returns tensors.
+            values: Of each replica of this process, what it gives.
+
+        Returns:
+            What each of them gets.
+        """
 
     def first(self, values: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
         """Returns what replica 0 of the run has."""
@@ -69,11 +93,16 @@ class Segment:
             used = (*(x for node in nodes for x in node.inputs), *outputs)
             inputs = list({x.name: x for x in used if x.node is None or id(x.node) not in made}.values())
         self.inputs = inputs
-        self._bodies: list[Segment] = []
-        self.name = f"__tfrep_segment_{next(_names)}"
+        self._bodies = [
+            (node.name, name, Segment(live(body.nodes, body.results), body.results, inputs=body.inputs))
+            for node in nodes
+            for name, body in node.bodies
+        ]
+        self._is_placed = any(node.device for node in nodes) or any(body._is_placed for _, _, body in self._bodies)
+        self._functions: dict[tuple[str, ...], str] = {}
+        """The names of its functions, by the devices of a replica if the user has placed operations."""
         names = {x.name: f"input_{i}" for i, x in enumerate(self.inputs)}
-        definition = tf.compat.v1.GraphDef().library.function.add()
-        definition.signature.name = self.name
+        definition = self._definition = tf.compat.v1.GraphDef().library.function.add()
         for place, x in enumerate(self.inputs):
             definition.signature.input_arg.add(name=names[x.name], type=x.dtype.as_datatype_enum)
             if x.shape.rank is not None:
@@ -84,13 +113,9 @@ class Segment:
         for node in nodes:
             controls = [f"^{each.name}" for each in node.control_inputs if id(each) in made]
             given = [names.get(x.name, x.name) for x in node.inputs]
-            written = definition.node_def.add(name=node.name, op=node.type, input=[*given, *controls])
+            written = definition.node_def.add(name=node.name, op=node.type, input=[*given, *controls], device=node.device)
             for name, value in node.attributes.items():
                 written.attr[name].CopyFrom(value)
-            for name, body in node.bodies:
-                self._bodies.append(Segment(live(body.nodes, body.results), body.results, inputs=body.inputs))
-                called = written.attr[name].list.func.add() if name == "branches" else written.attr[name].func
-                called.name = self._bodies[-1].name
             # What waits for a call waits for these alone, once TensorFlow has put the function's operations in its place.
             if node.has_effects or any(x.dtype == tf.resource for x in node.inputs):
                 definition.signature.control_output.append(node.name)
@@ -99,22 +124,57 @@ class Segment:
         definition.signature.is_stateful = self.has_effects
         if compiled:
             definition.attr["_XlaMustCompile"].b = True
-        add_function(definition)
-        weakref.finalize(self, remove_function, self.name)
 
-    def __call__(self, inputs: Sequence[tf.Tensor], device: str) -> Sequence[tf.Tensor]:
-        """Calls it on a device."""
+    def function(self, devices: Sequence[Sequence[str]], replica: int) -> str:
+        """Returns the name of the function for a replica.
+
+        Args:
+            devices: Of each replica of this process.
+            replica: The place of the replica among them.
+        """
+        key = tuple(devices[replica]) if self._is_placed else ()
+        if key not in self._functions:
+            self._functions[key] = f"__tfrep_segment_{next(_names)}"
+            definition = tf.compat.v1.GraphDef().library.function.add()
+            definition.CopyFrom(self._definition)
+            definition.signature.name = self._functions[key]
+            written = {node.name: node for node in definition.node_def}
+            for node, attribute, body in self._bodies:
+                attr = written[node].attr[attribute]
+                called = attr.list.func.add() if attribute == "branches" else attr.func
+                called.name = body.function(devices, replica)
+            for node in definition.node_def:
+                node.device = _device_of(node.device, devices, replica)
+            add_function(definition)
+            weakref.finalize(self, remove_function, self._functions[key])
+        return self._functions[key]
+
+    def __call__(
+        self, inputs: Sequence[tf.Tensor], device: str, devices: Sequence[Sequence[str]], replica: int
+    ) -> Sequence[tf.Tensor]:
+        """Calls it for a replica, on a device; see `function`."""
         call = tf.raw_ops.StatefulPartitionedCall if self.has_effects else tf.raw_ops.PartitionedCall
+        name = tf.compat.v1.NameAttrList(name=self.function(devices, replica))
         with tf.device(device):
-            results = call(
-                args=inputs, Tout=[x.dtype for x in self.outputs], f=tf.compat.v1.NameAttrList(name=self.name)
-            )
+            results = call(args=inputs, Tout=[x.dtype for x in self.outputs], f=name)
         if isinstance(results, tf.Operation) or results is None:
             return []
         for result, x in zip(results, self.outputs, strict=True):
             if tf.is_symbolic_tensor(result) and x.dtype not in (tf.variant, tf.resource):
                 result.set_shape(x.shape)
         return results
+
+
+def _device_of(device: str, devices: Sequence[Sequence[str]], replica: int) -> str:
+    """Returns the device of a replica that stands for one which replica 0 has in the trace; others are those of all."""
+    if not device:
+        return ""
+    wanted = tf.DeviceSpec.from_string(device)
+    for place, each in enumerate(devices[0]):
+        own = tf.DeviceSpec.from_string(each)
+        if (own.device_type, own.device_index) == (wanted.device_type, wanted.device_index):
+            return devices[replica][place]
+    return device
 
 
 class Emitter:
@@ -181,12 +241,14 @@ class Emitter:
         for level in range(-1, self._last + 1):
             if level in self._segments:
                 segment = self._segments[level]
-                for own, device in zip(known, transport.devices, strict=True):
-                    results = segment([own[x.name] for x in segment.inputs], device)
+                for replica, own in enumerate(known):
+                    given, device = [own[x.name] for x in segment.inputs], transport.devices[replica]
+                    results = segment(given, device, transport.logical_devices, replica)
                     own.update(zip([x.name for x in segment.outputs], results, strict=True))
             if level in self._once:
                 segment = self._once[level]
-                results = segment([known[0][x.name] for x in segment.inputs], transport.devices[0])
+                given = [known[0][x.name] for x in segment.inputs]
+                results = segment(given, transport.devices[0], transport.logical_devices, 0)
                 for own in known:
                     own.update(zip([x.name for x in segment.outputs], results, strict=True))
             self._communicate(self._collectives.get(level, ()), known, transport)
@@ -197,26 +259,34 @@ class Emitter:
     def _communicate(
         self, collectives: Sequence[Collective], known: list[dict[str, Any]], transport: Transport
     ) -> None:
-        def values(collective: Collective) -> list[tf.Tensor]:
-            return [own[collective.inputs[0].name] for own in known]
-
-        def note(collective: Collective, results: Sequence[tf.Tensor]) -> None:
+        def note(tensor: Tensor, results: Sequence[tf.Tensor]) -> None:
             for own, result in zip(known, results, strict=True):
                 if tf.is_symbolic_tensor(result):
-                    result.set_shape(collective.outputs[0].shape)
-                own[collective.outputs[0].name] = result
+                    result.set_shape(tensor.shape)
+                own[tensor.name] = result
 
-        sums = [each for each in collectives if each.kind == "sum"]
-        if sums:
-            for collective, results in zip(sums, transport.sums([values(each) for each in sums]), strict=True):
-                note(collective, results)
-        for collective in collectives:
-            if collective.kind == "gather":
-                note(collective, transport.gathered(values(collective), collective.axis))
-            elif collective.kind == "first":
-                note(collective, transport.first(values(collective)))
-            elif collective.kind == "shared":
-                note(collective, [values(collective)[0]] * len(known))
+        def together(kinds: Sequence[str], talk: Callable[..., Any]) -> None:
+            members = [each for each in collectives if each.kind in kinds]
+            if members:
+                values = [[own[each.inputs[0].name] for own in known] for each in members]
+                for each, results in zip(members, talk(values, [each.kind for each in members]), strict=True):
+                    note(each.outputs[0], results)
+
+        together(("sum", "gradient"), lambda values, kinds: transport.sums(values, [kind == "gradient" for kind in kinds]))
+        together(("scatter",), lambda values, _: transport.scattered(values))
+        together(("equal rows",), lambda values, _: transport.rows_of_all(values))
+        for each in collectives:
+            values = [[own[x.name] for x in each.inputs] for own in known]
+            first = [own[0] for own in values]
+            if each.kind in ("gather", "slices"):
+                note(each.outputs[0], transport.gathered(first, each.axis, each.kind == "slices"))
+            elif each.kind == "first":
+                note(each.outputs[0], transport.first(first))
+            elif each.kind == "shared":
+                note(each.outputs[0], [first[0]] * len(known))
+            elif each.kind == "call":
+                for tensor, results in zip(each.outputs, zip(*transport.called(each.function, values), strict=True), strict=True):
+                    note(tensor, results)
 
 
 class _Together:

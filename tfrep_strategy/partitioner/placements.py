@@ -33,6 +33,11 @@ class Partial:
 
 
 @dataclass(frozen=True)
+class Own:
+    """Every replica holds a value of its own; what is computed of it is written for one replica."""
+
+
+@dataclass(frozen=True)
 class Vacant:
     """A list that holds nothing yet: the first element that is put in decides."""
 
@@ -42,10 +47,10 @@ class Items:
     """A list of which every replica holds elements: those of its rows."""
 
 
-Placement = Replicate | Shard | Partial | Vacant | Items
+Placement = Replicate | Shard | Partial | Own | Vacant | Items
 """That of a list is the one of its elements, unless these are the rows."""
 
-REPLICATE, PARTIAL, VACANT, ITEMS = Replicate(), Partial(), Vacant(), Items()
+REPLICATE, PARTIAL, OWN, VACANT, ITEMS = Replicate(), Partial(), Own(), Vacant(), Items()
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import operation_definition
+from tfrep_strategy.partitioner import marks
 from tfrep_strategy.partitioner import sizes as by_value
 from tfrep_strategy.partitioner.placements import (
     REPLICATE,
     Items,
+    Own,
     Placement,
     Replicate,
     Shard,
@@ -28,6 +30,10 @@ from tfrep_strategy.partitioner.values import OwnRows, Value, Values
 
 Rule = Callable[["Planner", Any], None]
 RULES: dict[str, Rule] = {}
+
+
+MARKED, OF_OWN = "(marked)", "(of own values)"
+"""The rules of operations that have a mark, and of those whose inputs are values that replicas have of their own."""
 
 
 def rule(*types: str) -> Callable[[Rule], Rule]:
@@ -88,6 +94,11 @@ class Planner(Values):
         else:
             self.put(result, value.placement, value.local)
         self.value(result).elements = value.elements
+
+    def node_of(self, operation: Any) -> Any:
+        """Returns the node that stands for an operation."""
+        (node,) = self._controls[operation.name]
+        return node
 
     def put_node(self, operation: Any, node: Any) -> None:
         """Notes which node stands for an operation, for those that wait for it."""
@@ -174,6 +185,10 @@ class Planner(Values):
         if operation.type in ("Placeholder", "PlaceholderWithDefault") and operation.outputs[0].name in self.values:
             return
         found = RULES.get(operation.type)
+        if marks.mark_of(operation) is not None:
+            found = RULES[MARKED]
+        elif operation.type not in _TAKE_OWN and any(isinstance(self.placement(x), Own) for x in operation.inputs):
+            found = RULES[OF_OWN]
         is_replicated = all(isinstance(self.placement(x), Replicate) for x in operation.inputs)
         if found is None or (is_replicated and not hasattr(found, "is_always_called")):
             self.replicate(operation)
@@ -288,6 +303,11 @@ _EVERYTHING_ELSE = Tensor(None, "effects", tf.resource)
 _WITHOUT_EFFECTS = frozenset({
     "VarHandleOp", "VarIsInitializedOp", "RandomUniform", "RandomStandardNormal", "TruncatedNormal", "RandomUniformInt",
 })  # fmt: skip
+_TAKE_OWN = frozenset({
+    "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "Case", "If", "PartitionedCall", "ReadVariableOp",
+    "StatefulPartitionedCall", "StatelessCase", "StatelessIf", "VariableShape",
+})  # fmt: skip
+"""What has a rule for values of a replica's own."""
 _SIZED_BY_RULE = frozenset({"Shape", "ShapeN", "Size", "Rank", "Const"})
 
 

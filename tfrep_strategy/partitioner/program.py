@@ -56,11 +56,12 @@ class Node:
         talks: Whether replicas talk in its bodies, so that those of a process run it together.
         carried: Of a loop: the places of the inputs that it changes.
         traced: The operation of the traced graph that it stands for, if there is one.
+        device: The device that the user has chosen, of replica 0 or of all; empty if none was.
     """
 
     __slots__ = (
-        "attributes", "bodies", "carried", "control_inputs", "has_effects", "inputs", "level", "name", "once", "outputs", "talks",
-        "traced", "type",
+        "attributes", "bodies", "carried", "control_inputs", "device", "has_effects", "inputs", "level", "name", "once",
+        "outputs", "talks", "traced", "type",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +79,7 @@ class Node:
         self.has_effects = any(node.has_effects for _, body in bodies for node in body.nodes)
         self.carried: list[int] = []
         self.traced: Any = None
+        self.device = ""
         self.once, self.talks = False, any(body.talks for _, body in bodies)
         self.outputs = [
             Tensor(self, f"{name}:{output}", dtype, self.level_after)
@@ -97,20 +99,25 @@ class Collective:
     """What the replicas send each other.
 
     Attributes:
-        kind: `"sum"`, `"gather"` (along `axis`), `"first"`, which is the value of replica 0 of the run, or `"shared"`: that of the
-            first replica of the process.
+        kind: `"sum"`; `"gather"`, along `axis`; `"equal rows"`, one of each replica; `"scatter"`: of the sum, a replica gets its
+            row; `"first"`, which is the value of replica 0 of the run; `"shared"`: that of the first replica of the process;
+            `"call"`, of a function that talks by itself. A `"gradient"` is a sum, and `"slices"` are gathered, that travel as
+            gradients do.
         inputs: The tensor that a replica sends.
         outputs: The tensor that each replica gets.
+        function: What is called.
     """
 
     control_inputs: tuple[Any, ...] = ()
     has_effects = False
     talks = True
 
-    def __init__(self, kind: str, sent: Tensor, name: str, axis: int = 0) -> None:
-        self.kind, self.inputs, self.axis, self.name = kind, [sent], axis, name
-        self.level, self.level_after = sent.level, sent.level + 1
-        self.outputs = [Tensor(self, name, sent.dtype, self.level_after)]
+    def __init__(self, kind: str, sent: Sequence[Tensor], name: str, axis: int = 0) -> None:
+        self.kind, self.inputs, self.axis, self.name = kind, list(sent), axis, name
+        self.function: Any = None
+        self.level = max(x.level for x in sent)
+        self.level_after = self.level + 1
+        self.outputs = [Tensor(self, name, sent[0].dtype, self.level_after)]
 
 
 class Program:
@@ -165,7 +172,7 @@ class Program:
         node = Node(
             operation.type, f"{_as_name(operation.name)}_{next(self._names)}", inputs, control_inputs, attributes
         )
-        node.traced = operation
+        node.traced, node.device = operation, operation.device
         self.nodes.append(node)
         return node
 
@@ -249,10 +256,21 @@ class Program:
         """Adds a collective; an equal one is made once."""
         key = ("send", kind, tensor.name, axis)
         if key not in self._made:
-            collective = Collective(kind, tensor, f"received_{next(self._names)}", axis)
+            collective = Collective(kind, [tensor], f"received_{next(self._names)}", axis)
             self.nodes.append(collective)
             self._made[key] = collective.outputs
         return self._made[key][0]
+
+    def call(self, function: Any, tensors: Sequence[Tensor], dtypes: Sequence[tf.DType]) -> list[Tensor]:
+        """Adds a call of a function that talks by itself, and returns tensors of some dtypes."""
+        name = f"received_{next(self._names)}"
+        collective = Collective("call", tensors, name)
+        collective.function = function
+        collective.outputs = [
+            Tensor(collective, f"{name}_{i}", each, collective.level_after) for i, each in enumerate(dtypes)
+        ]
+        self.nodes.append(collective)
+        return collective.outputs
 
     def _inferred(self, definition: Any, inputs: Sequence[Any]) -> tuple[list[Tensor], dict[str, Any]]:
         attributes: dict[str, Any] = {}

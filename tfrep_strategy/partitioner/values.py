@@ -12,6 +12,7 @@ from tfrep_strategy.partitioner import sizes as by_value
 from tfrep_strategy.partitioner.placements import (
     REPLICATE,
     Items,
+    Own,
     Partial,
     Placement,
     Replicate,
@@ -171,8 +172,13 @@ class Values:
 
     # Other placements.
 
-    def replicated(self, tensor: Any) -> Tensor:
-        """Returns the whole of a tensor, which may take a collective."""
+    def replicated(self, tensor: Any, sum_as: str = "sum") -> Tensor:
+        """Returns the whole of a tensor, which may take a collective.
+
+        Args:
+            tensor: The tensor.
+            sum_as: The kind of collective that sums addends.
+        """
         value = self.value(tensor)
         if isinstance(value.placement, (Replicate, Vacant)):
             return value.local
@@ -185,13 +191,14 @@ class Values:
                 )
             )
         if tensor.name not in self.whole:
-            self.whole[tensor.name] = self._whole(tensor, value)
+            self.whole[tensor.name] = self._whole(tensor, value, sum_as)
         if isinstance(value.placement, Partial):  # Nobody needs the addends any more.
             self.values[tensor.name] = dataclasses.replace(value, placement=REPLICATE, local=self.whole[tensor.name])
         return self.whole[tensor.name]
 
-    def _whole(self, tensor: Any, value: Value) -> Tensor:
-        again = self._from_whole_inputs(tensor) or self._from_sum(tensor, value)
+    def _whole(self, tensor: Any, value: Value, sum_as: str) -> Tensor:
+        assert not isinstance(value.placement, Own), tensor
+        again = self._from_whole_inputs(tensor) or self._from_sum(tensor, value, sum_as)
         if again is not None:
             return again
         if value.elements is not None:
@@ -199,7 +206,7 @@ class Values:
         if isinstance(value.placement, Shard):
             whole = self.program.send("gather", value.local, value.placement.axis)
         else:
-            whole = self.program.send("sum", value.local)
+            whole = self.program.send(sum_as, value.local)
         whole.shape = tensor.shape
         return whole
 
@@ -262,18 +269,18 @@ class Values:
             return self.have_rows(tensor, placement, self.traced_rows and self.traced_rows * placement.per_row)
         return isinstance(placement, Partial)
 
-    def _from_sum(self, tensor: Any, value: Value) -> Tensor | None:
+    def _from_sum(self, tensor: Any, value: Value, sum_as: str) -> Tensor | None:
         """Computes the whole of a tensor from its only operand that is a sum, which may be wanted whole by others, too."""
         operation = tensor.op
         if not isinstance(value.placement, Partial) or operation.type not in _KEEP_SUMS:
             return None
         if operation.type == "IdentityN":
-            return self.replicated(operation.inputs[tensor.value_index])
+            return self.replicated(operation.inputs[tensor.value_index], sum_as)
         summed = [x for x in operation.inputs if x.name in self.values and isinstance(self.placement(x), Partial)]
         others = [x for x in operation.inputs if x.name not in self.values or isinstance(self.placement(x), Shard)]
         if len(summed) != 1 or others or not summed[0].shape.is_compatible_with(tensor.shape) or not tensor.shape.rank:
             return None
-        self.replicated(summed[0])
+        self.replicated(summed[0], sum_as)
         return self.program.copy_of(operation, [self.replicated(x) for x in operation.inputs]).outputs[0]
 
     def _from_whole_inputs(self, tensor: Any) -> Tensor | None:

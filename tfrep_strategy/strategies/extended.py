@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy import data, gradients
+from tfrep_strategy._tensorflow import regroup
 from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.batches import as_tensors, has_one_size, has_plain_rows, known_examples, map_rows, shard
 from tfrep_strategy.communicators import Communicator
@@ -22,6 +23,7 @@ from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared.keras_2 import NoticesKeras2
 from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
+from tfrep_strategy.partitioner.between_replicas import Gradients
 from tfrep_strategy.partitioner.emitter import Transport
 from tfrep_strategy.sharding import Cut, sum_to_parts
 from tfrep_strategy.slices import has_fixed_rows
@@ -130,24 +132,23 @@ class SynchronousExtended(NoticesKeras2):
         """Whether XLA may compile a whole step: only a single replica runs no collectives."""
         return self._num_replicas_in_sync == 1
 
-    @property
-    def partitions_steps(self) -> bool:
-        """Whether the steps that Keras drives can be run as one device's."""
-        own = self.strategy
-        return not (
-            own.compression
-            or own.densify_sparse_gradients
-            or own.gradient_transformers
-            or own.gradient_aggregator
-            or own.shard_optimizer_state
-        )
-
     keeps_own_rows = False
     """Whether a process gets of results that are rows those of its own part."""
 
     def new_partitioned_steps(self, builds: bool, known: KnownRows) -> PartitionedSteps:
         """Makes what runs the steps of one function as one device's; see `PartitionedSteps`."""
         return PartitionedSteps(self.strategy, builds, known, keeps_rows=self.keeps_own_rows)
+
+    @property
+    def of_gradients(self) -> Gradients:
+        """How gradients travel in such a step."""
+        return Gradients(self.bucket_bytes_for, lambda: self.strategy.compression, self._run_on_each, timed_collectives)
+
+    def _run_on_each(self, function: Callable[..., Any], arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """Calls a function in each replica of this process, with the arguments of that one; returns what each returns."""
+        given = [regroup(each) for each in zip(*arguments, strict=True)]
+        results = [self.strategy.experimental_local_results(each) for each in self.strategy.run(function, given)]
+        return [list(each) for each in zip(*results, strict=True)]
 
     @property
     @abc.abstractmethod

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.errors import ConfigurationError, is_count, message
+from tfrep_strategy.strategies.one_replica import traced_for
 
 
 class LogicalDevices:
@@ -124,7 +125,8 @@ def logical_device(index: int) -> contextlib.AbstractContextManager[Any]:
         >>> strategy.run(step).device.rpartition("device:")[2]
         'CPU:1'
     """
-    devices = getattr(tf.distribute.get_strategy().extended, "logical_devices", None) or LogicalDevices([""], 1, {})
+    extended = traced_for() or tf.distribute.get_strategy().extended
+    devices = getattr(extended, "logical_devices", None) or LogicalDevices([""], 1, {})
     if index == 0 and devices.of_replica == [[""]]:
         return contextlib.nullcontext()
     return devices.for_operations(index)

@@ -213,13 +213,9 @@ class _Extended(SynchronousExtended, MirroredExtended):
     def _all_replicas(self) -> LocalGroup:
         return LocalGroup(self.strategy, range(self.num_local_replicas))
 
-    @property
-    def partitions_steps(self) -> bool:
-        return super().partitions_steps and self.strategy.devices_per_replica == 1
-
     @functools.cached_property
     def transport(self) -> Transport:
-        return WithinProcess(self.worker_devices, self._all_replicas.nccl, self.bucket_bytes_for)
+        return WithinProcess(self.logical_devices.of_replica, self._all_replicas.nccl, self.of_gradients)
 
     def communicator_of(self, replica: int) -> Communicator:
         return self._all_replicas.communicator(replica)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -20,13 +20,105 @@ from tfrep_strategy._tensorflow import (
     push_mode,
     saving,
 )
+from tfrep_strategy.communicators import SingleCommunicator
+from tfrep_strategy.communicators.gpus import warn_of_sparse_gradients
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.gradients import dense
+from tfrep_strategy.keras_integration.finding import driver_of_trace
+from tfrep_strategy.partitioner import marks
 
 _thread = threading.local()
 
 
 class OneReplica(DefaultDistributionExtended):
-    """The `extended` of a strategy for a thread that traces the step of one device."""
+    """The `extended` of a strategy for a thread that traces the step of one device.
+
+    Args:
+        strategy: The strategy.
+        of_all: Its own `extended`.
+    """
+
+    def __init__(self, strategy: Any, of_all: Any) -> None:
+        super().__init__(strategy)
+        self.of_all = of_all
+        self.num_replicas = of_all._num_replicas_in_sync
+        self.cut_of_new_variables, self.transform_gradients = of_all.cut_of_new_variables, of_all.transform_gradients
+        self.logical_devices = getattr(of_all, "logical_devices", None)
+
+    def aggregate_gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        """Marks gradients, which travel between replicas here.
+
+        Args:
+            gradients: `tf.Tensor`, `tf.IndexedSlices` or None.
+        """
+        strategy = self.of_all.strategy
+        own = [dense(g) if strategy.densify_sparse_gradients else g for g in gradients]
+        if self.num_replicas > 1 and any(isinstance(g, tf.IndexedSlices) for g in own):
+            warn_of_sparse_gradients(self.of_all.worker_devices)
+        if strategy.gradient_aggregator is not None:
+            return self._aggregated(strategy.gradient_aggregator, own)
+        return list(map(self._marked, own))
+
+    def _marked(self, gradient: Any) -> Any:
+        if isinstance(gradient, tf.Tensor):
+            return marks.gradient(gradient)
+        if isinstance(gradient, tf.IndexedSlices) and self.of_all.strategy.compression is not None:
+            return tf.IndexedSlices(marks.slices(gradient.values), marks.slices(gradient.indices), gradient.dense_shape)
+        return gradient
+
+    def _aggregated(self, aggregator: Any, gradients: Sequence[Any]) -> list[Any]:
+        given = tf.nest.flatten(list(gradients), expand_composites=True)
+
+        def call(tensors: Sequence[tf.Tensor], communicator: Any) -> list[Any]:
+            there = iter(tensors)
+            own = [each if each is None else next(there) for each in given]
+            return list(aggregator(tf.nest.pack_sequence_as(list(gradients), own, expand_composites=True), communicator))
+
+        with tf.__internal__.FuncGraph("trial").as_default():  # It may return dense gradients for sparse ones.
+            trial = [tf.compat.v1.placeholder(x.dtype, x.shape) for x in given if x is not None]
+            results = call(trial, SingleCommunicator())
+        flat = tf.nest.flatten(results, expand_composites=True)
+
+        def aggregate(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            found = tf.nest.flatten(call(tensors, self.of_all.own_communicator()), expand_composites=True)
+            return [each for each in found if each is not None]
+
+        specs = [tf.TensorSpec(each.shape, each.dtype) for each in flat if each is not None]
+        made = iter(marks.called(aggregate, [x for x in given if x is not None], specs))
+        filled = [each if each is None else next(made) for each in flat]
+        return tf.nest.pack_sequence_as(results, filled, expand_composites=True)
+
+    def replica(self) -> tf.Tensor:
+        """Returns the number of the replica, as a value that each has of its own."""
+        return marks.replica()
+
+    def own_part(self, cut: Any, whole: Any) -> Any:
+        """Returns the part of a tensor, or of slices, that a replica has.
+
+        Args:
+            cut: A `sharding.Even`.
+            whole: The tensor.
+        """
+        if isinstance(whole, tf.IndexedSlices):
+            return cut.part(whole, marks.replica())
+        return tf.reshape(marks.own_row(cut.rows(whole)), cut.part_shape)
+
+    def of_parts(self, cut: Any, part: tf.Tensor) -> tf.Tensor:
+        """Returns the whole of which each replica has a part."""
+        return cut.joined([marks.all_rows(tf.reshape(part, [-1]), self.num_replicas)])
+
+    def of_owner(self, owner: int, value: tf.Tensor) -> tf.Tensor:
+        """Returns what one of the replicas has of its own."""
+        is_own = tf.equal(marks.replica(), owner)
+        return marks.addend(tf.where(is_own, value, tf.zeros_like(value)))
+
+    def on_all(self, condition: tf.Tensor) -> tf.Tensor:
+        """Returns whether a condition that each replica has of its own is true on all of them."""
+        return tf.equal(marks.addend(tf.cast(condition, tf.int32)), self.num_replicas)
+
+    def bucket_bytes_for(self, tensors: Sequence[Any]) -> int:
+        """Returns the size of the buckets in which gradients travel."""
+        return int(self.of_all.bucket_bytes_for(tensors))
 
     def _scope(self, strategy: Any) -> Any:
         return contextlib.nullcontext(strategy)
@@ -55,6 +147,12 @@ class HasOneReplica:
         return id(self) in getattr(_thread, "extended", ())
 
 
+def traced_for() -> OneReplica | None:
+    """Returns what stands for the replicas in the step of one device that this thread traces; None if it traces none."""
+    extendeds = list(getattr(_thread, "extended", {}).values())
+    return extendeds[-1] if extendeds else None
+
+
 @contextlib.contextmanager
 def one_replica(strategy: Any) -> Iterator[list[Any]]:
     """Opens a block in which this thread traces the step of one device, for a strategy that `HasOneReplica`.
@@ -79,9 +177,11 @@ def one_replica(strategy: Any) -> Iterator[list[Any]]:
         return made[-1]
 
     with strategy.scope(), _in_no_strategy(), tf.variable_creator_scope(create):
-        extendeds[id(strategy)] = OneReplica(strategy)
+        of_all = strategy.extended
+        extendeds[id(strategy)] = OneReplica(strategy, of_all)
         try:
-            yield made
+            with driver_of_trace.to(None if tf.executing_eagerly() else of_all.keras_driver.of_trace):
+                yield made
         finally:
             del extendeds[id(strategy)]
 

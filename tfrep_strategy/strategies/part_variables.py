@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import in_replica_update_context
+from tfrep_strategy._tensorflow import UninitializedVariable, in_replica_update_context
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.sharding import Cut
 from tfrep_strategy.strategies.variables import ReplicaVariable
@@ -25,6 +26,8 @@ class PartVariable(ReplicaVariable):
         super().__init__(strategy, values, aggregation, var_policy)
         self.differs = True
         self.cut: Any = cut
+        self.stand_in: Any = None
+        """What stands for it in the trace of one device's step: it has the shape of the part of a replica that has one."""
         self.assigned_alone = False
         """Whether this process has assigned `held`, and the others know nothing of it."""
 
@@ -50,6 +53,27 @@ class PartVariable(ReplicaVariable):
         return cls(extended.strategy, parts, tf.VariableAggregation.NONE, cut=cut)
 
     @property
+    def _is_traced(self) -> bool:
+        """Whether the step of one device is traced."""
+        return self._distribute_strategy._is_one_replica and not tf.executing_eagerly()
+
+    @property
+    def _extended(self) -> Any:
+        """That of the strategy, also while one device's step runs."""
+        extended = self._distribute_strategy.extended
+        return getattr(extended, "of_all", extended)
+
+    @property
+    def _primary(self) -> Any:
+        if not self._is_traced:
+            return super()._primary
+        if self.stand_in is None:
+            with tf.init_scope():
+                self.stand_in = UninitializedVariable(trainable=False, shape=self.cut.part_shape, dtype=self.values[0].dtype)
+            self.stand_in._distributed_container = weakref.ref(self)
+        return self.stand_in
+
+    @property
     def shape(self) -> tf.TensorShape:
         """The shape of the whole."""
         return self.cut.shape
@@ -73,12 +97,14 @@ class PartVariable(ReplicaVariable):
         self.assign(whole)
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+        if self._is_traced:
+            return self._primary.assign(value, use_locking, name, read_value)
         if not _outside_replicas():
             return super().assign(value, use_locking=use_locking, name=name, read_value=read_value)
         return self._assign_to_all(value)
 
     def _assign_to_all(self, value: Any) -> Any:
-        extended = self._distribute_strategy.extended
+        extended = self._extended
         value = tf.cast(value, self.dtype)
         if extended.reads_alone:
             self.held, self.assigned_alone = value.numpy(), True
@@ -88,9 +114,13 @@ class PartVariable(ReplicaVariable):
         return value
 
     def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._is_traced:
+            return self._primary.assign_add(value, *args, **kwargs)
         return self.assign(self + value) if _outside_replicas() else super().assign_add(value, *args, **kwargs)
 
     def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._is_traced:
+            return self._primary.assign_sub(value, *args, **kwargs)
         return self.assign(self - value) if _outside_replicas() else super().assign_sub(value, *args, **kwargs)
 
     def scatter_add(self, slices: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
@@ -103,6 +133,8 @@ class PartVariable(ReplicaVariable):
         return self._scatter("scatter_update", tf.tensor_scatter_nd_update, slices)
 
     def _scatter(self, method: str, scattered: Callable[..., tf.Tensor], slices: tf.IndexedSlices) -> Any:
+        if self._is_traced:
+            return getattr(self._primary, method)(slices)
         if not _outside_replicas():
             return getattr(self._get_on_device_or_primary(), method)(slices)
         return self.assign(scattered(self.read_value(), slices.indices[:, tf.newaxis], slices.values))
@@ -114,8 +146,21 @@ class PartVariable(ReplicaVariable):
             value = self.cut.part(value, int(tf.get_static_value(context.replica_id_in_sync_group)))
         return super()._update_replica(update_fn, value, **kwargs)
 
+    def value(self) -> Any:
+        return self._get_cross_replica() if self._runs_as_one else super().value()
+
+    def _dense_var_to_tensor(self, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
+        if self._runs_as_one:
+            return tf.convert_to_tensor(self._get_cross_replica(), dtype, name=name)
+        return super()._dense_var_to_tensor(dtype=dtype, name=name, as_ref=as_ref)
+
+    @property
+    def _runs_as_one(self) -> bool:
+        """Whether the step of one device runs eagerly."""
+        return self._distribute_strategy._is_one_replica and tf.executing_eagerly()
+
     def _get_cross_replica(self) -> Any:
-        extended = self._distribute_strategy.extended
+        extended = self._extended
         if extended.reads_alone:
             if self.held is None:
                 raise ConfigurationError(

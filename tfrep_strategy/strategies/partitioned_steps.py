@@ -13,10 +13,11 @@ from tfrep_strategy.batches import is_nothing, known_total, num_examples
 from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.errors import CannotPartitionError, TfrepError, message, warn
 from tfrep_strategy.keras_integration.protocol import KnownRows, Shards, Whole
-from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Shard
+from tfrep_strategy.partitioner.placements import OWN, PARTIAL, REPLICATE, Shard
 from tfrep_strategy.partitioner.step import Given, PartitionedStep
 from tfrep_strategy.partitioner.values import OwnRows
 from tfrep_strategy.strategies.one_replica import one_replica
+from tfrep_strategy.strategies.part_variables import PartVariable
 from tfrep_strategy.strategies.variables import is_sum
 
 
@@ -287,5 +288,7 @@ def _copies(captured: Any) -> list[Any]:
 
 def _given(captured: Any) -> Given:
     variable = _variable_of(captured)
+    if isinstance(variable, PartVariable):
+        return Given(OWN)
     is_partial = isinstance(variable, DistributedVariable) and is_sum(variable)
     return Given(PARTIAL if is_partial else REPLICATE, is_shared=captured.dtype == tf.resource and len(_copies(captured)) == 1)

@@ -196,7 +196,7 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
 
     @functools.cached_property
     def transport(self) -> Transport:
-        return BetweenProcesses(self._communicator, self._device, self.bucket_bytes_for)
+        return BetweenProcesses(self._communicator, self._device, self.of_gradients)
 
     def rows_before(self, count: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(self._communicator.all_gather(count[tf.newaxis])[: self._communicator.rank])

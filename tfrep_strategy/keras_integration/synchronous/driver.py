@@ -47,6 +47,7 @@ from tfrep_strategy.keras_integration.synchronous.saving import Saving
 from tfrep_strategy.keras_integration.synchronous.stateful_rnn import StatefulLayers
 from tfrep_strategy.keras_integration.synchronous.tapes import Tapes
 from tfrep_strategy.keras_integration.synchronous.thread_state import Seeds
+from tfrep_strategy.keras_integration.synchronous.traced_step import TracedStep
 from tfrep_strategy.preemption import keeping_requests
 
 _STEPS_OF_KERAS = (TensorFlowTrainer.train_step, TensorFlowTrainer.test_step)
@@ -69,6 +70,8 @@ class SynchronousDriver(
         self.profile: Any = None
         self.read_last: StepsOfReplicas | None = None
         """What the loop that runs now reads."""
+        self.of_trace = TracedStep(self)
+        """The driver while the step of one device is traced."""
         self._compared_calls: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
     # A call begins.
@@ -263,7 +266,7 @@ class SynchronousDriver(
 
         hides_sizes = self.has_several and not model.run_eagerly
         run = build(step_function) if not hides_sizes else traced_for_any_rows(build, step_function, keeps_rows, of_whole_batch)
-        if self.has_several and extended.partitions_steps:
+        if self.has_several:
             run = OneDeviceSteps(extended, lambda: build(whole_step), run, builds=not model.built, compiled=model.jit_compile)
 
         # It is called in every step, so it calls no more than it needs.

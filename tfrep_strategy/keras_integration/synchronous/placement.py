@@ -6,10 +6,10 @@ import contextlib
 from typing import Any
 
 from tfrep_strategy.errors import warn
-from tfrep_strategy.keras_integration.synchronous.layers import Layers
+from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 
 
-class Placement(Layers):
+class Placement(SynchronousBase):
     """Where layers are."""
 
     def call_layer(self, original: Any, layer: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ class PredictFunction:
 
     def __init__(self, driver: Any, model: Any, make: Callable[..., Any], run: Any) -> None:
         self._driver, self._model, self._make = driver, model, make
-        self._partitions = driver.has_several and driver.strategy.extended.partitions_steps
+        self._partitions = driver.has_several
         self._builds = not model.built
         self._needs_total = self._builds  # A layer that was built for any number of rows could not be built again.
         self._ways = {KnownRows(): (run, None)}

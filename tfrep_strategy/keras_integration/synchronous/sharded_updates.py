@@ -34,14 +34,19 @@ class ShardedUpdates(SynchronousBase):
         """Whether replicas keep parts of the optimizer's state."""
         return self.has_several and self.strategy.shard_optimizer_state
 
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas keep parts."""
+        return self.strategy.num_replicas_in_sync
+
     def deal_out(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Decides which replica updates which variable, where an optimizer looks at whole ones."""
-        owners = sharding.owners([v.shape.num_elements() for v in variables], self.strategy.num_replicas_in_sync)
+        owners = sharding.owners([v.shape.num_elements() for v in variables], self.num_replicas)
         self._owners[optimizer] = {optimizer._var_key(v): owner for v, owner in zip(variables, owners, strict=True)}
 
     def cut_of_slot(self, optimizer: Any, variable: Any, name: str | None) -> sharding.Cut | None:
         """Returns which part of a slot each replica holds; None if each holds all of it."""
-        size = self.strategy.num_replicas_in_sync
+        size = self.num_replicas
         if not self.shards or name in _NOT_CUT:
             return None
         if is_by_elements(optimizer):
@@ -74,37 +79,50 @@ class ShardedUpdates(SynchronousBase):
             learning_rate: The learning rate.
             are_parts: Whether dense gradients are the own parts.
         """
-        communicator = self.strategy.extended.own_communicator()
-        if is_by_elements(optimizer):
-            self._update_elements(optimizer, grads, variables, learning_rate, are_parts, communicator)
-        else:
-            self._update_own(optimizer, grads, variables, learning_rate, communicator)
-
-    def _update_elements(
-        self, optimizer: Any, grads: Any, variables: Any, learning_rate: Any, are_parts: bool, communicator: Any
-    ) -> None:
-        rank = communicator.rank
-        cuts = [sharding.Even(variable.shape, communicator.size) for variable in variables]
+        if not is_by_elements(optimizer):
+            _refuse_other_state(optimizer)
+            owners = [self._owners[optimizer][optimizer._var_key(variable)] for variable in variables]
+            self.update_own(optimizer, grads, variables, learning_rate, owners)
+            return
+        cuts = [sharding.Even(variable.shape, self.num_replicas) for variable in variables]
         parts = [
-            _Part(cut.part(tf.convert_to_tensor(variable), rank), optimizer._var_key(variable))
+            _Part(self.own_part(cut, tf.convert_to_tensor(variable)), optimizer._var_key(variable))
             for cut, variable in zip(cuts, variables, strict=True)
         ]
         own = [
-            gradient if are_parts and not isinstance(gradient, tf.IndexedSlices) else cut.part(gradient, rank)
+            gradient if are_parts and not isinstance(gradient, tf.IndexedSlices) else self.own_part(cut, gradient)
             for cut, gradient in zip(cuts, grads, strict=True)
         ]
         update_each(optimizer, own, parts, learning_rate)
-        bucket_bytes = self.strategy.extended.bucket_bytes_for(grads)
-        updated = sharding.gather_parts(cuts, [part.value for part in parts], communicator, bucket_bytes)
+        updated = self.of_parts(cuts, [part.value for part in parts])
         for variable, value in zip(variables, updated, strict=True):
             variable.assign(value)
 
-    def _update_own(self, optimizer: Any, grads: Any, variables: Any, learning_rate: Any, communicator: Any) -> None:
-        _refuse_other_state(optimizer)
-        owners = [self._owners[optimizer][optimizer._var_key(variable)] for variable in variables]
+    def own_part(self, cut: sharding.Even, whole: Any) -> Any:
+        """Returns the replica's part of a tensor, or of slices."""
+        return cut.part(whole, self.strategy.extended.own_communicator().rank)
+
+    def of_parts(self, cuts: Sequence[sharding.Even], parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the wholes of which each replica has a part."""
+        extended = self.strategy.extended
+        return sharding.gather_parts(cuts, parts, extended.own_communicator(), extended.bucket_bytes_for(parts))
+
+    def update_own(
+        self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any, owners: Sequence[int]
+    ) -> None:
+        """Updates the variables that the replica owns, and gives all replicas the new values.
+
+        Args:
+            optimizer: The optimizer.
+            grads: The global gradients.
+            variables: The variables, with a gradient each.
+            learning_rate: The learning rate.
+            owners: The owner of each variable.
+        """
+        communicator = self.strategy.extended.own_communicator()
         own = [i for i, owner in enumerate(owners) if owner == communicator.rank]
         update_each(optimizer, [grads[i] for i in own], [variables[i] for i in own], learning_rate)
-        changed = [(owner, each) for owner, v in zip(owners, variables, strict=True) for each in (v, *_factors(optimizer, v))]
+        changed = [(owner, each) for owner, v in zip(owners, variables, strict=True) for each in (v, *factors(optimizer, v))]
         owned_by = [owner for owner, _ in changed]
         values = sharding.exchange_owned(owned_by, [tf.convert_to_tensor(each) for _, each in changed], communicator)
         for (owner, each), value in zip(changed, values, strict=True):
@@ -165,7 +183,7 @@ def _module_of(name: str) -> str:
     return getattr(keras.optimizers, name).__module__ if hasattr(keras.optimizers, name) else ""
 
 
-def _factors(optimizer: Any, variable: Any) -> tuple[Any, ...]:
+def factors(optimizer: Any, variable: Any) -> tuple[Any, ...]:
     """Returns the state of a variable that is no slot: Adafactor has means of its rows and columns, which are small."""
     if not isinstance(optimizer, keras.optimizers.Adafactor) or len(variable.shape) < 2:
         return ()

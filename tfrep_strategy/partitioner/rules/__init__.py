@@ -9,6 +9,7 @@ from tfrep_strategy.partitioner.rules import (
     indexing,  # noqa: F401
     lists,  # noqa: F401
     loops,  # noqa: F401
+    marked,  # noqa: F401
     reducing,  # noqa: F401
     shapes,  # noqa: F401
 )

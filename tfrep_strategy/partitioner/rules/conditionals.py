@@ -1,4 +1,4 @@
-"""Branches: all replicas take the same one."""
+"""Branches: all replicas take the same one, unless the condition is a value of each replica's own."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from tfrep_strategy.partitioner.bodies import Entry, arguments, entry, note_effects, planned, put_entry
-from tfrep_strategy.partitioner.placements import REPLICATE, Replicate, common_dims
+from tfrep_strategy.partitioner.placements import OWN, REPLICATE, Own, Replicate, common_dims
 from tfrep_strategy.partitioner.planner import Planner, always, rule
-from tfrep_strategy.partitioner.program import Program
+from tfrep_strategy.partitioner.program import Program, Tensor
 from tfrep_strategy.partitioner.rules.lists import joined, joined_elements
 
 
@@ -23,15 +25,22 @@ def branches(plan: Planner, operation: Any) -> None:
     called = [operation.get_attr(name) for name in names] if is_if else operation.get_attr("branches")
     graphs = [plan.function(operation, each.name) for each in called]
     which, *given = operation.inputs
-    chosen = plan.replicated(which)
     for x in given:
         plan.settle_items(x)
-    entries, bodies = _planned(plan, given, graphs)
-    results = [_either(bodies, outs) for outs in zip(*(graph.outputs for graph in graphs), strict=True)]
+    if isinstance(plan.placement(which), Own):
+        chosen = plan.local(which)
+        entries, locals_ = _before_each_takes_its_own(plan, given)
+        bodies = [planned(plan, graph, entries) for graph in graphs]
+        results = [Entry(OWN) for _ in operation.outputs]
+    else:
+        chosen = plan.replicated(which)
+        entries, bodies = _planned(plan, given, graphs)
+        locals_ = [plan.local(x) for x in given]
+        results = [_either(bodies, outs) for outs in zip(*(graph.outputs for graph in graphs), strict=True)]
     for graph, body in zip(graphs, bodies, strict=True):
         body.program.results += [body.to(x, each.placement) for x, each in zip(graph.outputs, results, strict=True)]
     wholes = [plan.whole[x.name] for x, each in zip(given, entries, strict=True) if each.has_whole]
-    inputs = arguments(plan, [plan.local(x) for x in given], wholes)
+    inputs = arguments(plan, locals_, wholes)
     used = [i for i in range(len(inputs)) if any(_uses(body.program, i) for body in bodies)]
     for body in bodies:
         body.program.inputs = [body.program.arguments[i] for i in used]
@@ -45,6 +54,15 @@ def branches(plan: Planner, operation: Any) -> None:
     note_effects(plan, node, inputs, bodies)
     for tensor, each, local in zip(operation.outputs, results, node.outputs, strict=True):
         put_entry(plan, tensor, each, local)
+
+
+def _before_each_takes_its_own(plan: Planner, given: Sequence[Any]) -> tuple[list[Entry], list[Tensor]]:
+    """Sends all that replicas want whole, before each of them takes a branch of its own, in which nobody talks."""
+    locals_ = [
+        plan.local(x) if isinstance(plan.placement(x), Own) or x.dtype == tf.resource else plan.replicated(x)
+        for x in given
+    ]
+    return [dataclasses.replace(entry(plan, x), placement=OWN) for x in given], locals_
 
 
 def _planned(plan: Planner, given: Sequence[Any], graphs: Sequence[Any]) -> tuple[list[Entry], list[Planner]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfrep_strategy.partitioner.placements import REPLICATE, Partial, Rows, Shard
+from tfrep_strategy.partitioner.placements import REPLICATE, Own, Partial, Rows, Shard
 from tfrep_strategy.partitioner.planner import Planner, always, rule
 
 
@@ -36,7 +36,12 @@ def write(plan: Planner, operation: Any) -> None:
     """A variable that holds addends gets addends; every other one the whole."""
     handle, new = operation.inputs
     value = plan.value(handle)
-    local = plan.partial(new) if isinstance(value.placement, Partial) else plan.replicated(new)
+    if isinstance(value.placement, Partial):
+        local = plan.partial(new)
+    elif isinstance(value.placement, Own) and isinstance(plan.placement(new), Own):
+        local = plan.local(new)
+    else:
+        local = plan.replicated(new)
     plan.add_write(operation, [value.local, local])
 
 

@@ -1,0 +1,134 @@
+"""What the trace of a step does otherwise than Keras: gradients are marked, sharded state has parts, layers are placed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy import sharding
+from tfrep_strategy.keras_integration.settings import Setting
+from tfrep_strategy.keras_integration.synchronous.base import overwrites
+from tfrep_strategy.keras_integration.synchronous.placement import Placement
+from tfrep_strategy.keras_integration.synchronous.sharded_updates import ShardedUpdates, factors, update_each
+
+_applied: Setting[str | None] = Setting(None)
+"""What is applied now: nothing, "global" gradients, "parts" of them, or what is "accumulated" first."""
+
+_updated_variables: Setting[Sequence[Any]] = Setting(())
+"""Whose gradients an update clips."""
+
+
+class TracedStep(Placement, ShardedUpdates):
+    """The driver while the step of one device is traced.
+
+    Args:
+        driver: That of the strategy.
+    """
+
+    def __init__(self, driver: ShardedUpdates) -> None:
+        super().__init__(driver.strategy)
+        self._owners = driver._owners
+
+    @property
+    def num_replicas(self) -> int:
+        return int(self._traced.num_replicas)
+
+    @property
+    def shards(self) -> bool:
+        return self.num_replicas > 1 and self.strategy.shard_optimizer_state
+
+    @property
+    def _traced(self) -> Any:
+        """The `OneReplica` of the trace."""
+        return self.strategy.extended
+
+    def build_optimizer(self, original: Any, optimizer: Any, variables: Any) -> None:
+        """Decides who updates what, where the state is sharded."""
+        if self.shards:
+            self.deal_out(optimizer, variables)
+        original(optimizer, variables)
+
+    def add_slot(self, original: Any, optimizer: Any, reference_variable: Any, name: Any = None, **kwargs: Any) -> Any:
+        """Makes slots of which each replica has a part."""
+        with self._traced.cut_of_new_variables.to(self.cut_of_slot(optimizer, reference_variable, name)):
+            return original(optimizer, reference_variable, name=name, **kwargs)
+
+    def apply(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        """Marks gradients where they are applied; those that are accumulated, where an update uses them."""
+        grads = list(grads)
+        if _applied.value is not None or not grads:
+            return original(optimizer, grads, trainable_variables)
+        variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if _accumulates_addends(inner):
+            with _applied.to("accumulated"):
+                return original(optimizer, grads, trainable_variables and variables)
+        in_parts = not inner.gradient_accumulation_steps and self.takes_parts(inner, grads, variables)
+        with _applied.to("parts" if in_parts else "global"):
+            return original(optimizer, self._marked(grads, variables, in_parts), trainable_variables and variables)
+
+    apply_several = apply_scaled = apply
+
+    def apply_to_variables(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any) -> None:
+        """Notes whose gradients an update clips."""
+        with _updated_variables.to(tuple(trainable_variables)):
+            original(optimizer, grads, trainable_variables)
+
+    def clip_gradients(self, original: Any, optimizer: Any, grads: Any) -> Any:
+        """Marks accumulated gradients, and transforms all: an update begins here."""
+        variables = _updated_variables.value
+        if _applied.value == "accumulated":
+            grads = self._marked(list(grads), variables, self.takes_parts(optimizer, grads, variables))
+        return original(optimizer, self._traced.transform_gradients(list(grads), variables))
+
+    def update_variables(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+        """Updates the part of each replica if the optimizer's state is sharded."""
+        if not self.shards:
+            update_each(optimizer, grads, trainable_variables, learning_rate)
+            return
+        takes_parts = _applied.value == "accumulated" and self.takes_parts(optimizer, grads, trainable_variables)
+        self.update_in_parts(optimizer, grads, trainable_variables, learning_rate, takes_parts or _applied.value == "parts")
+
+    def check_finite(self, original: Any, optimizer: Any, grads: Any) -> Any:
+        """Lets an overflow in the part of one replica be one of the whole gradient."""
+        finite = original(optimizer, grads)
+        return self._traced.on_all(finite) if _applied.value == "parts" else finite
+
+    def _marked(self, grads: Sequence[Any], variables: Sequence[Any], in_parts: bool) -> list[Any]:
+        """Marks gradients; those that overwrite their variables are none."""
+        given = [None if overwrites(v) else g for g, v in zip(grads, variables, strict=False)]
+        is_cut = [in_parts and g is not None and not isinstance(g, tf.IndexedSlices) for g in given]
+        marked = self._traced.aggregate_gradients([None if cut else g for g, cut in zip(given, is_cut, strict=True)])
+        for i in (i for i, cut in enumerate(is_cut) if cut):
+            marked[i] = self.own_part(sharding.Even(given[i].shape, self.num_replicas), given[i])
+        return [old if new is None else new for old, new in zip(grads, marked, strict=True)]
+
+    def own_part(self, cut: sharding.Even, whole: Any) -> Any:
+        return self._traced.own_part(cut, whole)
+
+    def of_parts(self, cuts: Sequence[sharding.Even], parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return [self._traced.of_parts(cut, part) for cut, part in zip(cuts, parts, strict=True)]
+
+    def update_own(
+        self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any, owners: Sequence[int]
+    ) -> None:
+        for owner in sorted(set(owners)):
+            own = [i for i, each in enumerate(owners) if each == owner]
+
+            def update(own: Sequence[int] = own) -> tf.Tensor:
+                update_each(optimizer, [grads[i] for i in own], [variables[i] for i in own], learning_rate)
+                return tf.constant(0)
+
+            tf.cond(tf.equal(self._traced.replica(), owner), update, lambda: tf.constant(0))
+        for owner, variable in zip(owners, variables, strict=True):
+            for each in (variable, *factors(optimizer, variable)):
+                each.assign(self._traced.of_owner(owner, tf.convert_to_tensor(each)))
+
+
+def _accumulates_addends(optimizer: Any) -> bool:
+    """Whether each replica accumulates its addends of gradients, which become global when an update uses them."""
+    slots = (optimizer.built and optimizer.gradient_accumulation_steps and optimizer._accumulated_gradients) or ()
+    on_read = tf.VariableSynchronization.ON_READ
+    return any(slot is not None and getattr(slot.value, "synchronization", None) == on_read for slot in slots)

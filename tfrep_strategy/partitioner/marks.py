@@ -1,0 +1,95 @@
+"""Marks on operations of a step while it is traced: what replicas do there. On one device each of them gives what it gets.
+
+A mark is an attribute of an operation. Its rule is in `rules/marked.py`. Some give a replica a value of its own, `Own`: what is
+computed of such values is written for one replica. It comes out as a whole or as a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import set_mark
+
+NAME = "_tfrep_mark"
+
+GRADIENT, SLICES, REPLICA, OWN_ROW, ALL_ROWS, ADDEND, CALL = (
+    "gradient", "slices", "replica", "own row", "all rows", "addend", "call",
+)  # fmt: skip
+MARKED = frozenset({"BroadcastTo", "EagerPyFunc", "GatherV2", "Identity"})
+"""The types of operations that may have a mark."""
+
+Called = Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
+
+
+def gradient(tensor: tf.Tensor) -> tf.Tensor:
+    """Marks a gradient. Where replicas hold addends, these travel as gradients do."""
+    return _marked(GRADIENT, tf.identity(tensor))
+
+
+def slices(tensor: tf.Tensor) -> tf.Tensor:
+    """Marks the values of a sparse gradient. Where replicas hold rows, these travel as gradients do."""
+    return _marked(SLICES, tf.identity(tensor))
+
+
+def replica() -> tf.Tensor:
+    """Returns the number of the replica, an int32 scalar of its own."""
+    return _marked(REPLICA, tf.identity(tf.constant(0)))
+
+
+def own_row(rows: tf.Tensor) -> tf.Tensor:
+    """Returns the row of each replica, of shape `[width]`, of a gradient in shape `[replicas, width]`."""
+    return _marked(OWN_ROW, tf.raw_ops.GatherV2(params=rows, indices=0, axis=0))
+
+
+def all_rows(row: tf.Tensor, replicas: int) -> tf.Tensor:
+    """Returns the rows of all replicas, of shape `[replicas, width]`, given the own one of each."""
+    return _marked(ALL_ROWS, tf.raw_ops.BroadcastTo(input=row, shape=[replicas, *row.shape]))
+
+
+def addend(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the sum of the values that replicas have of their own."""
+    return _marked(ADDEND, tf.identity(tensor))
+
+
+def called(function: Called, tensors: Sequence[tf.Tensor], results: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
+    """Returns what a function makes of tensors. Each replica calls it with its addends and rows, and all get the same from it.
+
+    Args:
+        function: Takes and returns tensors.
+        tensors: The tensors.
+        results: What it returns.
+    """
+    shapes = [each.shape for each in results]
+    made = tf.raw_ops.EagerPyFunc(input=list(tensors), token="", Tout=[each.dtype for each in results])
+    for tensor, shape in zip(made, shapes, strict=True):
+        tensor.set_shape(shape)
+    _marked(CALL, made[0])
+    operation = made[0].op
+    operation.graph.add_to_collection(_collection(operation), function)
+    return list(made)
+
+
+def function_of(operation: Any) -> Called:
+    """Returns the function of an operation that `called` has made."""
+    (function,) = operation.graph.get_collection(_collection(operation))
+    return function  # type: ignore[no-any-return]
+
+
+def mark_of(operation: Any) -> str | None:
+    """Returns the mark of an operation of a trace."""
+    if operation.type not in MARKED:
+        return None
+    attributes = operation.node_def.attr
+    return attributes[NAME].s.decode() if NAME in attributes else None
+
+
+def _collection(operation: Any) -> str:
+    return f"{NAME}: {operation.name}"
+
+
+def _marked(mark: str, result: tf.Tensor) -> tf.Tensor:
+    set_mark(result.op, NAME, mark)
+    return result
