@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import auto_shard_dataset
 from tfrep_strategy.agreement import Agreement
-from tfrep_strategy.batches import cut, has_plain_rows, in_turn, known_examples, num_examples
+from tfrep_strategy.batches import cut, in_turn, known_examples, num_examples
 from tfrep_strategy.distributed_iterator import (
     Pipeline,
     Reading,
@@ -138,8 +138,8 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
     @functools.cached_property
     def known_rows(self) -> KnownRows:
         """What this process knows of the rows of batches."""
-        if not self.batches or not all(has_plain_rows(each.element_spec) for each in self.batches):
-            return KnownRows()
+        if not self.batches:
+            return KnownRows(None)
         if all(map(rows_are_alike, self.batches)):
             return KnownRows(True, None if self.is_of_each else known_examples(self.batches[0].element_spec))
         return KnownRows(False if self.is_of_each else None)

@@ -34,8 +34,8 @@ class KnownRows(NamedTuple):
     """What is known of the rows of global batches before one is read. All processes have to know the same.
 
     Attributes:
-        alike: Whether all tensors of a batch have one number of rows; None if its `Shards` tell. If some are ragged or sparse, or
-            have an unknown number of dimensions, it is False.
+        alike: Whether all tensors of a batch have one number of rows; None if its `Shards` tell. It is False where replicas read
+            batches of their own whose tensors have other numbers of rows, so that nothing of them belongs together.
         total: How many rows each batch has; None if batches differ, or nobody knows.
     """
 

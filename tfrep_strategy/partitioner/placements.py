@@ -79,12 +79,38 @@ class Rows:
     def __add__(self, other: Any) -> Any:
         if isinstance(other, Rows):
             return Rows(self.per_row + other.per_row)
-        return self if is_number(other) and other == 0 else None
+        return None if not is_number(other) else self if other == 0 else Offset(self.per_row, int(other))
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
-        return self if is_number(other) and other == 0 else 0 if self == other else None
+        return self + -other if is_number(other) else 0 if self == other else None
+
+
+@dataclass(frozen=True)
+class Offset:
+    """A size that is a number more than a multiple of the rows, as that of the limits of ragged rows.
+
+    Example:
+        >>> Rows() + 1, Rows() + 1 - 1
+        (Offset(per_row=1, more=1), Rows(per_row=1))
+    """
+
+    per_row: int
+    more: int
+
+    def __add__(self, other: Any) -> Any:
+        return Rows(self.per_row) + (self.more + other) if is_number(other) else None
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self + -other if is_number(other) else 0 if self == other else None
+
+    def __mul__(self, other: Any) -> Any:
+        return None
+
+    __rmul__ = __floordiv__ = __rfloordiv__ = __rsub__ = __mul__
 
 
 Size = Any
@@ -105,7 +131,7 @@ def product(sizes: Any) -> Size:
     """
     result: Any = 1
     for size in sizes:
-        if result is None or size is None:
+        if result is None or size is None or isinstance(size, Offset):
             return None
         result = size * result if isinstance(size, Rows) else result * int(size)
     return result

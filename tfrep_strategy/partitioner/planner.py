@@ -23,6 +23,7 @@ from tfrep_strategy.partitioner.placements import (
     Own,
     Placement,
     Replicate,
+    Rows,
     Shard,
 )
 from tfrep_strategy.partitioner.program import Program, Tensor
@@ -47,6 +48,20 @@ def rule(*types: str) -> Callable[[Rule], Rule]:
         for each in types:
             assert each not in RULES, each
             RULES[each] = function
+        return function
+
+    return register
+
+
+LEADING: dict[str, Callable[[Planner, Any], Any]] = {}
+"""By the type of an operation that may have lost rows and brings them back: tells the leading size of its result."""
+
+
+def leading(*types: str) -> Callable[[Any], Any]:
+    """Makes a function the one that tells the leading size of results of operations of these types."""
+
+    def register(function: Any) -> Any:
+        LEADING.update(dict.fromkeys(types, function))
         return function
 
     return register
@@ -194,11 +209,24 @@ class Planner(Values):
             self.replicate(operation)
         else:
             found(self, operation)
+        if operation.type in LEADING:
+            self._cut_rows(operation)
         if operation.type not in _SIZED_BY_RULE:
             known = [self.sizes.get(x.name) for x in operation.inputs]
             for tensor, value in zip(operation.outputs, by_value.computed(operation, known), strict=True):
                 if value is not None:
                     self.sizes[tensor.name] = value
+
+    def _cut_rows(self, operation: Any) -> None:
+        """Gives each replica its rows of a whole result that is known to have those of the batch, as dense rows of ragged ones."""
+        (result,) = operation.outputs
+        size, rank = LEADING[operation.type](self, operation), result.shape.rank
+        if not isinstance(size, Rows) or not isinstance(self.placement(result), Replicate) or rank is None:
+            return
+        whole, shard = self.local(result), Shard(0, size.per_row)
+        self.known_dims[result.name] = [size, *result.shape.as_list()[1:]]
+        self.put(result, shard, self.cut(whole, shard, rank))
+        self.whole[result.name] = whole
 
     # Effects.
 

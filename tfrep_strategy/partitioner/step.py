@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tfrep_strategy.partitioner.rules  # noqa: F401  (registers them)
 from tfrep_strategy.partitioner.emitter import Emitter, Transport
-from tfrep_strategy.partitioner.placements import REPLICATE, Placement, Shard
+from tfrep_strategy.partitioner.placements import REPLICATE, Placement, Shard, Size
 from tfrep_strategy.partitioner.planner import Planner
 from tfrep_strategy.partitioner.program import Program, every_node, without
 from tfrep_strategy.partitioner.pruning import prune
@@ -25,10 +25,14 @@ class Given:
     Attributes:
         placement: Of a batch, or of what a variable holds.
         is_shared: Whether it is a variable of which all replicas of a process use one copy.
+        dims: Its global shape, if more is known than the trace tells.
+        sizes: Its value, if it holds sizes: the shape, then all values.
     """
 
     placement: Placement = REPLICATE
     is_shared: bool = False
+    dims: tuple[Size, ...] | None = None
+    sizes: tuple[Any, ...] | None = None
 
 
 class PartitionedStep:
@@ -59,6 +63,9 @@ class PartitionedStep:
             local = program.argument(tensor.dtype)
             plan.put(tensor, each.placement, local)
             plan.value(tensor).is_shared = each.is_shared
+            plan.note_sizes(tensor, each.sizes)
+            if each.dims is not None:
+                plan.known_dims[tensor.name] = list(each.dims)
         plan.run(graph)
         self.placements: list[Placement] = []
         for tensor in graph.outputs:

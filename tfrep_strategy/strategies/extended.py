@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfrep_strategy import data, gradients
 from tfrep_strategy._tensorflow import regroup
 from tfrep_strategy.agreement import Agreement
-from tfrep_strategy.batches import as_tensors, has_one_size, has_plain_rows, known_examples, map_rows, shard
+from tfrep_strategy.batches import as_tensors, has_one_size, known_examples, map_rows, shard
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.communicators.compression import compressed_gather, compressed_scatter, compressed_sum
 from tfrep_strategy.communicators.gpus import warn_of_sparse_gradients
@@ -200,8 +200,6 @@ class SynchronousExtended(NoticesKeras2):
     def known_rows(self, batch: Any) -> KnownRows:
         """Returns what is known of the rows of a batch. All processes find the same."""
         batch = as_tensors(batch)
-        if not has_plain_rows(batch):
-            return KnownRows()
         return KnownRows(True, known_examples(batch)) if has_one_size(batch) is True else KnownRows(None)
 
     # Gradients.

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import DistributedVariable, MirroredVariable, trace, value_container
-from tfrep_strategy.batches import is_nothing, known_total, num_examples
+from tfrep_strategy.batches import any_size, is_nothing, known_total, num_examples
 from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.errors import CannotPartitionError, TfrepError, message, warn
 from tfrep_strategy.keras_integration.protocol import KnownRows, Shards, Whole
-from tfrep_strategy.partitioner.placements import OWN, PARTIAL, REPLICATE, Shard
+from tfrep_strategy.partitioner.placements import OWN, PARTIAL, REPLICATE, Offset, Rows, Shard
 from tfrep_strategy.partitioner.step import Given, PartitionedStep
 from tfrep_strategy.partitioner.values import OwnRows
 from tfrep_strategy.strategies.one_replica import one_replica
@@ -91,27 +91,45 @@ class PartitionedSteps:
     def _in_rows(self, fn: Callable[[Any], Any], shards: Shards) -> _Results:
         """Runs a step of which each replica computes its own rows."""
         total = known_total(shards.parts, self._strategy.num_replicas_in_sync) or self._known.total
-        key = total, *map(_with_open_rows, tf.nest.flatten(shards.parts[0]))
+        leaves = tf.nest.flatten(shards.parts[0])
+        key = total, *map(_with_open_rows, leaves)
+        wholes = self._wholes(shards)
         if key not in self._traced:
             try:
-                self._traced[key] = self._trace(fn, shards.parts[0], total)
+                self._traced[key] = self._trace(fn, shards.parts[0], total, [*map(_given_for, leaves, wholes)])
             except CannotPartitionError as error:
                 warn(f"Each replica computes all rows of a step: that is right, but no faster than one device.\n{error}")
                 self._traced[key] = None
         traced = self._traced[key]
         if traced is None:
             return self._of_all(fn, shards)
-        return traced.run(self._rows(shards, traced.step.asks_for_start), list(map(_tensors, shards.parts)))
+        batches = [
+            [
+                x
+                for leaf, whole in zip(tf.nest.flatten(part), wholes, strict=True)
+                for x in tf.nest.flatten(leaf if whole is None else whole, expand_composites=True)
+                if not is_nothing(x)
+            ]
+            for part in shards.parts
+        ]
+        return traced.run(self._rows(shards, traced.step.asks_for_start), batches)
+
+    def _wholes(self, shards: Shards) -> list[Any]:
+        """Returns the wholes of what of a batch cannot be cut into dense rows; None for the others."""
+        if not any(map(_is_uncut, tf.nest.flatten(shards.parts[0]))):
+            return [None for _ in tf.nest.flatten(shards.parts[0])]
+        parts = [[leaf if _is_uncut(leaf) else None for leaf in tf.nest.flatten(part)] for part in shards.parts]
+        return list(self._strategy.extended.whole_batch(shards._replace(parts=tuple(parts))))
 
     def _of_all(self, fn: Callable[[Any], Any], shards: Shards) -> _Results:
         """Runs a step that each replica computes for all rows."""
         batch = self._whole(shards)
         specs = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), batch)
         key = ("all", *tf.nest.flatten(specs))
+        tensors = [x for x in tf.nest.flatten(batch, expand_composites=True) if x is not None]
         traced = self._traced.get(key)
         if traced is None:
-            traced = self._traced[key] = _Traced(self._strategy, fn, specs, is_cut=False)
-        tensors = [x for x in tf.nest.flatten(batch, expand_composites=True) if x is not None]
+            traced = self._traced[key] = _Traced(self._strategy, fn, specs, [Given()] * len(tensors))
         return traced.run(self._rows(shards, False), [tensors] * len(shards.parts))
 
     def _rows(self, shards: Shards, with_start: bool) -> list[OwnRows]:
@@ -139,17 +157,19 @@ class PartitionedSteps:
             for operation in traced.step.named_in(error.message or ""):
                 error.add_note(f"{operation.type} {operation.name!r} was made at {_line_of(operation)}.")
 
-    def _trace(self, fn: Callable[[Any], Any], part: Any, total: int | None) -> _Traced:
+    def _trace(
+        self, fn: Callable[[Any], Any], part: Any, total: int | None, given: Sequence[Sequence[Given]]
+    ) -> _Traced:
         specs = list(map(_with_open_rows, tf.nest.flatten(part)))
         ways = [specs]
         if total is not None:
-            ways.append([s and tf.TensorSpec([total, *s.shape[1:]] if s.shape.rank else [], s.dtype) for s in specs])
+            ways.append([_with_rows(spec, total) for spec in specs])
         if self._builds:  # A layer that was built for any number of rows could not be built again.
             ways.reverse()
         traced: list[_Traced] = []
         for specs in ways:
             try:
-                traced.append(_Traced(self._strategy, fn, tf.nest.pack_sequence_as(part, specs), self._keeps_rows))
+                traced.append(_Traced(self._strategy, fn, tf.nest.pack_sequence_as(part, specs), sum(given, ()), self._keeps_rows))
             except (TfrepError, tf.errors.OpError):
                 raise
             except Exception:  # The step may ask how many rows there are, as in `tf.zeros([x.shape[0], 8])`.
@@ -201,12 +221,12 @@ class _Traced:
         strategy: The strategy whose replicas run it.
         fn: The step.
         batch: The specification of a batch.
+        of_batch: How replicas get each tensor of it.
         keeps_rows: See `PartitionedSteps`.
-        is_cut: Whether replicas get rows of it, and not all of it.
     """
 
     def __init__(
-        self, strategy: Any, fn: Callable[[Any], Any], batch: Any, keeps_rows: bool = False, is_cut: bool = True
+        self, strategy: Any, fn: Callable[[Any], Any], batch: Any, of_batch: Sequence[Given], keeps_rows: bool = False
     ) -> None:
         self._strategy = strategy
         made: list[Any] = [None]
@@ -217,9 +237,8 @@ class _Traced:
         self._results = graph.structured_outputs
         self._captured = [outer for outer, _ in graph.captures]
         _copy_from_first(map(_variable_of, self._captured))
-        self._num_batch = len(graph.inputs) - len(self._captured)
-        given = [Given(Shard(0) if is_cut and x.shape.rank else REPLICATE) for x in graph.inputs[: self._num_batch]]
-        given += map(_given, self._captured)
+        self._num_batch = len(of_batch)
+        given = [*of_batch, *map(_given, self._captured)]
         self.step = PartitionedStep(graph, given, strategy.extended.num_local_replicas, keeps_rows)
         self.without_rule = self.step.without_rule
 
@@ -258,11 +277,34 @@ def _tensors(part: Any) -> list[tf.Tensor]:
     return [leaf for leaf in tf.nest.flatten(part) if not is_nothing(leaf)]
 
 
-def _with_open_rows(leaf: Any) -> tf.TensorSpec | None:
+def _is_uncut(leaf: Any) -> bool:
+    """Returns whether a leaf of a batch is ragged or sparse, or has an unknown number of dimensions."""
+    return not is_nothing(leaf) and (not isinstance(leaf, tf.Tensor) or leaf.shape.rank is None)
+
+
+def _with_open_rows(leaf: Any) -> Any:
     """Returns the specification of rows of any number; of what stands for None, None."""
+    return None if is_nothing(leaf) else any_size(tf.type_spec_from_value(leaf))
+
+
+def _with_rows(spec: Any, total: int) -> Any:
+    """Returns the specification of so many dense rows; others are left open."""
+    is_dense = isinstance(spec, tf.TensorSpec) and spec.shape.rank
+    return tf.TensorSpec([total, *spec.shape[1:]], spec.dtype) if is_dense else spec
+
+
+def _given_for(leaf: Any, whole: Any) -> tuple[Given, ...]:
+    """Returns how replicas get the tensors of a leaf of a batch."""
     if is_nothing(leaf):
-        return None
-    return tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)
+        return ()
+    if whole is None:
+        return (Given(Shard(0) if leaf.shape.rank else REPLICATE),)
+    if isinstance(whole, tf.SparseTensor):
+        known = None if whole.shape.rank is None else ((whole.shape.rank,), Rows(), *whole.shape[1:])
+        return Given(), Given(), Given(sizes=known)
+    tensors = tf.nest.flatten(whole, expand_composites=True)
+    limits = whole.row_splits if isinstance(whole, tf.RaggedTensor) else None
+    return tuple(Given(dims=(Offset(1, 1),) if x is limits else None) for x in tensors)
 
 
 def _variable_of(captured: Any) -> Any:

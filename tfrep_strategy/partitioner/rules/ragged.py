@@ -1,0 +1,40 @@
+"""Ragged and sparse rows: every replica computes what has them, and takes its own rows where they are dense again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfrep_strategy.partitioner.placements import Offset, Rows, Size
+from tfrep_strategy.partitioner.planner import Planner, leading
+
+
+@leading("RaggedTensorToTensor")
+def rows_of_ragged(plan: Planner, operation: Any) -> Size:
+    """The number of rows is that of the first row partition."""
+    first = operation.inputs[3]
+    kind = operation.get_attr("row_partition_types")[0]
+    if kind == b"ROW_SPLITS":
+        dims = plan.dims(first)
+        return Rows() if dims == [Offset(1, 1)] else None
+    return _only(plan, first) if kind == b"FIRST_DIM_SIZE" else None
+
+
+@leading("UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd", "UnsortedSegmentSum")
+def rows_of_segments(plan: Planner, operation: Any) -> Size:
+    """There is a row for each segment."""
+    return _only(plan, operation.inputs[2])
+
+
+@leading("SparseToDense", "SparseTensorDenseMatMul")
+def rows_of_sparse(plan: Planner, operation: Any) -> Size:
+    """The shape of the sparse tensor tells."""
+    is_product = operation.type == "SparseTensorDenseMatMul"
+    if is_product and operation.get_attr("adjoint_a"):
+        return None
+    shape = plan.sizes_of(operation.inputs[2 if is_product else 1])
+    return None if shape is None or not shape.size else shape[0]
+
+
+def _only(plan: Planner, tensor: Any) -> Size:
+    sizes = plan.sizes_of(tensor)
+    return sizes.ravel()[0] if sizes is not None and sizes.size == 1 else None
