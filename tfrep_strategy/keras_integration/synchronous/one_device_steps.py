@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.errors import CannotPartitionError, PeerError
+from tfrep_strategy.errors import PeerError
 from tfrep_strategy.keras_integration.protocol import KerasExtended, KnownRows
 from tfrep_strategy.keras_integration.shared.xla import compiled_at_once
 
@@ -22,7 +22,7 @@ class OneDeviceSteps:
     Args:
         extended: That of the strategy.
         make: Makes what runs steps, each of them in one call of `strategy.run`.
-        by_replicas: Runs steps that cannot be partitioned.
+        by_replicas: Runs steps of which replicas have batches of their own that make no global one.
         builds: Whether the first step builds the model.
         compiled: Whether XLA compiles what lies between collectives.
 
@@ -44,11 +44,11 @@ class OneDeviceSteps:
         """By what is known of the rows of batches: what runs their steps, and how they are partitioned."""
         self._traced: set[KnownRows] = set()
         self._needs_total = builds  # A layer that was built for any number of rows could not be built again.
-        self._cannot_be_traced = self.gives_global_logs = False
+        self.gives_global_logs = False
 
     def __call__(self, batches: Any) -> Any:
         known = batches.known_rows if self._needs_total else batches.known_rows._replace(total=None)
-        self.gives_global_logs = not self._cannot_be_traced and known.alike is not False
+        self.gives_global_logs = known.alike is not False
         if not self.gives_global_logs:
             return self._by_replicas(batches)
         if known not in self._ways:
@@ -65,14 +65,11 @@ class OneDeviceSteps:
             raise
         except (PeerError, StopIteration):
             raise
-        except Exception as error:
-            if known in self._traced and not isinstance(error, CannotPartitionError):
+        except Exception:
+            if known in self._traced or known == batches.known_rows:
                 raise
-            if known != batches.known_rows:  # A step may ask how many rows there are, as in `tf.zeros([x.shape[0], 8])`.
-                self._needs_total = True
-                return self(batches)
-            self._cannot_be_traced, self.gives_global_logs = True, False
-            return self._by_replicas(batches)
+            self._needs_total = True  # A step may ask how many rows there are, as in `tf.zeros([x.shape[0], 8])`.
+            return self(batches)
         self._traced.add(known)
         return result
 

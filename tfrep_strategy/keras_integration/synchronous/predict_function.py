@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.errors import CannotPartitionError, TfrepError
 from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
 from tfrep_strategy.keras_integration.synchronous.one_device_steps import WholeBatches
 
@@ -62,21 +61,10 @@ class PredictFunction:
             if steps is not None:
                 steps.tell_lines(error)
             raise
-        except TfrepError as error:
-            if not isinstance(error, CannotPartitionError) or steps is None:
+        except Exception:
+            if way in self._traced or known == way or not self._partitions:
                 raise
-            self._partitions = False
-            return self._predicted(batches, known)
-        except Exception:  # A model may ask how many rows there are, as on one device. Other errors come again.
-            if way in self._traced:
-                raise
-            self._traced.add(way)
-            if steps is None:
-                self._ways[way] = self._made(asks_for_rows=True), None
-            elif known != way:
-                self._needs_total = True
-            else:
-                self._partitions = False
+            self._needs_total = True  # A model may ask how many rows there are, as on one device.
             return self._predicted(batches, known)
         self._traced.add(way)
         return outputs
