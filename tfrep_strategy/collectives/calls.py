@@ -21,8 +21,7 @@ from tfrep_strategy.communicators import Communicator, SingleCommunicator
 from tfrep_strategy.communicators.context import ContextCommunicator
 from tfrep_strategy.communicators.peers.checked import CheckedCommunicator
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.keras_integration.protocol import Step, current_step
-from tfrep_strategy.keras_integration.synchronous.row_growth import has_rows, note_global
+from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.trial import note_collective
 from tfrep_strategy.strategies.groups import ReplicaGroup
 
@@ -52,9 +51,7 @@ def launch(
     """
     tensors = [to_tensor(kind, leaf) for leaf in tf.nest.flatten(nest)]
     note_collective()
-    step = current_step()
-    is_same_everywhere = kind == "all_reduce" and group is None and step is not None and _have_no_rows(step, tensors)
-    flow = flow_of(group, brings_rows=not is_same_everywhere)
+    flow = flow_of(group)
     try:
         for tensor in tensors:
             check(tensor)
@@ -70,20 +67,14 @@ def launch(
         if replicas:
             tensors = check_shapes(call, tensors, replicas, flow.communicator)
     results = work(flow, tensors) if tensors else []
-    return tf.nest.pack_sequence_as(nest, list(map(note_global, results, tensors)) if is_same_everywhere else results)
+    return tf.nest.pack_sequence_as(nest, results)
 
 
-def _have_no_rows(step: Step, tensors: list[tf.Tensor]) -> bool:
-    """Whether a step's graph tells that tensors are sums, means and the like, and not rows."""
-    return not step.is_in_branch and all(step.has_computed(each) and not has_rows(step, each) for each in tensors)
-
-
-def flow_of(group: ReplicaGroup | None, brings_rows: bool = True) -> Flow:
+def flow_of(group: ReplicaGroup | None) -> Flow:
     """Returns the collectives of the calling replica, between all replicas or those of a group.
 
     Args:
         group: The group; None for all replicas.
-        brings_rows: Whether what comes may have rows of other replicas, so that nobody can follow what the step makes of it.
 
     Raises:
         ConfigurationError: The replicas cannot communicate, or the group belongs to another strategy.
@@ -115,10 +106,7 @@ def flow_of(group: ReplicaGroup | None, brings_rows: bool = True) -> Flow:
         communicator = strategy.extended.communicator_of(replica)
     else:
         communicator = ContextCommunicator(context)
-    step = current_step()
-    if step is not None and brings_rows:
-        step.gathers = True
-    return Flow(communicator, step)
+    return Flow(communicator, current_step())
 
 
 def outside_step() -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
@@ -176,9 +176,6 @@ class KerasExtended(Protocol):
     def new_partitioned_steps(self, builds: bool, known: KnownRows) -> Any:
         """Makes what runs the steps of one function as one device's; see `PartitionedSteps`."""
 
-    runs_outside_replicas: Setting[bool]
-    """Whether steps that are traced now run in each process, on the global batch, in place of a part on each replica."""
-
     reads_at_most: Setting[int | None]
     """How many steps will be read of the data sets that are distributed now; None where nobody knows."""
 
@@ -213,110 +210,26 @@ class KerasExtended(Protocol):
         """Hears how many steps a model has done."""
 
 
-is_vectorizing: Setting[bool] = Setting(False)
-"""Whether a loop is traced whose operations come into the graph of the step."""
-
-
 class Step:
-    """What a replica knows while it runs one step that Keras drives.
+    """What a replica knows of one step whose replicas weigh by their examples.
 
     Args:
-        strategy: The strategy that runs it.
-        share: This replica's share of the global batch.
-        rows: How many examples this replica has, an integer or a tensor; None if nobody knows.
+        share: This replica's share of all examples.
     """
 
-    def __init__(self, strategy: KerasStrategy, share: Share, rows: Any = None) -> None:
-        self.strategy = strategy
+    def __init__(self, share: Share) -> None:
         self.share = share
-        self.rows = rows
         self.scaled_losses: collections.Counter[int] = collections.Counter()
         """By the id of an optimizer: how many losses whose gradients it will get were multiplied by the share."""
-        self.is_own = False
-        """Whether a step function runs that is the user's own, or that calls parts which are: tapes give them global gradients."""
-        self.only_parts_are_own = False
-        """Whether the step function is Keras's, and what it calls, such as `compute_loss`, the user's own."""
-        self.has_own_layers = False
-        """Whether the step is all of Keras, and layers or operations of the model are the user's own, so that they may mix rows."""
-        self.may_take_whole_batch = False
-        """Whether the step may be traced again for the global batch, if it mixes rows in a way that nobody can repeat."""
-        self.rows_are_fixed = False
-        """Whether it is traced for one number of rows, so that its graph does not tell sums over rows from means."""
-        self.gives_means = False
-        """Whether the step and its losses are Keras's, and none of these is a sum, so that its loss is a mean."""
-        self.gathers = False
-        """Whether the step has asked for rows of other replicas, so that a sum over rows may be that of the global batch."""
-        self.gathered: dict[str, tuple[tf.Tensor, tf.Tensor]] = {}
-        """By the name of a tensor whose rows were gathered: how many each replica has, and those of all."""
-        self.joint_values: dict[str, Any] = {}
-        """By the name of a tensor: what the replicas have computed together in its place."""
-        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        # By the id of a tensor, and with the tensor: an id is given again when its tensor has gone.
-        self._optimizers: dict[int, tuple[Any, int]] = {}
-        self._is_weighed = False
-        self._global_gradients: dict[int, Any] = {}
-        self._means: dict[int, Any] = {}
 
     @property
     def loss_is_scaled(self) -> bool:
-        """Whether the loss that gradients are taken of now was multiplied by the share, or is weighed where they begin."""
-        return self._is_weighed or any(self.scaled_losses.values())
-
-    @property
-    def is_in_branch(self) -> bool:
-        """Whether the caller is in a branch, a loop or a function of its own inside the step."""
-        return not tf.executing_eagerly() and (is_vectorizing.value or tf.compat.v1.get_default_graph() is not self._graph)
-
-    def has_computed(self, value: Any) -> bool:
-        """Returns whether a value is a tensor of the step's graph, and of none of its branches, loops and functions."""
-        return tf.is_symbolic_tensor(value) and value.graph is self._graph
+        """Whether the loss that gradients are taken of now was multiplied by the share."""
+        return any(self.scaled_losses.values())
 
     def note_scaled_loss(self, loss: tf.Tensor, optimizer: Any) -> None:
         """Records a loss that was multiplied by the share, and the optimizer that will get its gradients."""
         self.scaled_losses[id(optimizer)] += 1
-        self._optimizers[id(loss)] = loss, id(optimizer)
-
-    @contextlib.contextmanager
-    def taking_global(self, target: Any, is_weighed: bool) -> Iterator[None]:
-        """Opens a block that takes gradients of a target. They become global, so that their optimizer has to weigh them.
-
-        Args:
-            target: What the gradients are of.
-            is_weighed: Whether they begin with what each addend of the target counts in the global batch.
-        """
-        if not self.was_scaled(target):
-            was_weighed, self._is_weighed = self._is_weighed, is_weighed
-            try:
-                yield
-            finally:
-                self._is_weighed = was_weighed
-            return
-        _, optimizer = self._optimizers[id(tf.nest.flatten(target)[0])]
-        before = self.scaled_losses[optimizer]
-        self.scaled_losses[optimizer] = max(before, 1)  # A persistent tape may take them once more.
-        yield
-        self.scaled_losses[optimizer] = max(before - 1, 0)
-
-    def was_scaled(self, target: Any) -> bool:
-        """Whether a target, a tensor or a nest of them, is a loss that was multiplied by the share."""
-        return all(id(tensor) in self._optimizers for tensor in tf.nest.flatten(target))
-
-    def note_global(self, gradients: Sequence[Any]) -> None:
-        """Records gradients that are the same on all replicas."""
-        self._global_gradients.update((id(gradient), gradient) for gradient in gradients if gradient is not None)
-
-    def are_global(self, gradients: Sequence[Any]) -> bool:
-        """Whether gradients are among those that were recorded."""
-        given = [gradient for gradient in gradients if gradient is not None]
-        return bool(given) and all(id(gradient) in self._global_gradients for gradient in given)
-
-    def note_mean(self, value: Any) -> None:
-        """Records a mean over the replica's rows, so that nobody has to ask the graph."""
-        self._means[id(value)] = value
-
-    def is_noted_mean(self, value: Any) -> bool:
-        """Whether a value is among those that were recorded."""
-        return id(value) in self._means
 
     def send_back(
         self, send: Callable[[list[tf.Tensor]], list[tf.Tensor]], gradients: Sequence[tf.Tensor]
@@ -329,19 +242,18 @@ _step: Setting[Step | None] = Setting(None)
 
 
 def current_step() -> Step | None:
-    """Returns the step that Keras drives on this replica's thread, or None outside one."""
+    """Returns the step of this replica's thread whose replicas weigh by examples, or None outside one."""
     return _step.value
 
 
 def in_step(
     strategy: KerasStrategy, step_function: Callable[[Any], Any], num_examples: Callable[[Any], tf.Tensor]
 ) -> Callable[[Any, tf.Tensor], Any]:
-    """Wraps a Keras step so that it knows, on each replica, which share of the global batch it has."""
+    """Wraps a step so that it knows, on each replica, which share of all examples it has."""
 
     def replica_step(part: Any, total: tf.Tensor) -> Any:
-        rows = num_examples(part)
-        share = Share.of_batch(rows, total, strategy.num_replicas_in_sync)
-        with _step.to(Step(strategy, share, rows)):
+        share = Share.of_batch(num_examples(part), total, strategy.num_replicas_in_sync)
+        with _step.to(Step(share)):
             return step_function(part)
 
     return replica_step

@@ -76,14 +76,6 @@ class ModelPatches:
         "layers.normalization.batch_normalization:BatchNormalization._moments", "(self, inputs, mask)",
         why="no rows change no statistics; synchronized ones are summed at once, and masked ones are synchronized",
     )
-    make_rnn_states = patch(
-        "layers.rnn.rnn:RNN._create_state_variables", "(self, batch_size)",
-        why="a row of state for each row of the global batch",
-    )
-    call_rnn = patch(
-        "layers.rnn.rnn:RNN.call", "(self, sequences, initial_state=None, mask=None, training=False)",
-        why="begins with what the batch before has left for the replica's rows",
-    )
     vectorize_text = patch(
         "layers.preprocessing.text_vectorization:TextVectorization.call", "(self, inputs)",
         why="pads to the longest sentence of the global batch",

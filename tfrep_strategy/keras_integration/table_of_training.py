@@ -199,11 +199,6 @@ class TrainingPatches:
         "optimizers.base_optimizer:BaseOptimizer.minimize",
         why="scripts that were written for Keras 2 call it", adds=minimize.minimize,
     )
-    take_gradient = patch(
-        "backend.tensorflow.trainer:tf.GradientTape.gradient",
-        "(self, target, sources, output_gradients=None, unconnected_gradients=<UnconnectedGradients.NONE: 'none'>)",
-        why="a `train_step` of the user's own gets the gradient of the global batch, before it clips, logs or uses it",
-    )
 
     _reductions = Topic(
         "Losses and metrics",
@@ -219,10 +214,6 @@ class TrainingPatches:
     add_loss = patch(
         "layers.layer:Layer.add_loss", "(self, loss)",
         why="a sum over the rows of a replica counts whole, and not with its share",
-    )
-    make_loss = patch(
-        "losses.loss:Loss.__init__", "(self, name=None, reduction='sum_over_batch_size', dtype=None)",
-        why="finds the losses of users that have a `__call__` of their own",
     )
     scale_for_replicas = patch(
         "losses.loss:scale_loss_for_distribution", "(value)",

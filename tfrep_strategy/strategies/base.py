@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,12 +19,9 @@ from tfrep_strategy.keras_integration.synchronous.driver import SynchronousDrive
 from tfrep_strategy.old_spellings import DISTRIBUTE, OF_FUNCTIONS, OF_STRATEGIES, RUN, ShowsNewNames, gone
 from tfrep_strategy.strategies import (
     branches,  # noqa: F401  (acts where a `tf.cond` is built)
-    foreign_variables,  # noqa: F401  (acts where a step assigns)
     reflecting_pads,  # noqa: F401  (acts where something is padded)
     sync_check,
-    vectorized_loops,  # noqa: F401  (acts where a loop is vectorized)
 )
-from tfrep_strategy.strategies.called_functions import as_parts_of_steps
 from tfrep_strategy.strategies.checked_settings import (
     CheckedSetting,
     flag,
@@ -96,14 +92,12 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica; see `tf.distribute.Strategy.run`.
 
-        In a step that Keras drives, `Shards` are the only argument. Each replica then gets its part, and knows its share of
-        the global batch. A step that is run as one device's is traced once, and partitioned. A step that nobody can cut is run
-        once in each process, on the global batch.
+        Of steps that Keras or a `TfReplicator` drives, `Shards` are the only argument. A step that is run as one device's is traced
+        once, and partitioned. In others each replica gets its part, and knows its share of all examples.
         """
         if self._is_one_replica:
             return super().run(fn, args, kwargs, options)
         self.extended.synchronize_new_variables()
-        called: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if len(args) == 1 and isinstance(args[0], Shards):
             self.extended.steps.mark()
             shards = args[0]
@@ -112,17 +106,13 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
             elif (partitioned := self.extended.partitioned_steps.value) is not None:
                 with self.extended.watching_peers():
                     return partitioned.run(fn, shards)
-            elif self.extended.runs_outside_replicas.value:
-                with self.extended.watching_peers(), self.scope():
-                    return fn(self.extended.whole_batch(shards))
             else:
                 if not tf.executing_eagerly():
                     shards = shards._replace(parts=tuple(map(with_unknown_size, shards.parts)))
                 fn, args = in_step(self, fn, num_examples), (pack(shards), self._total_of(shards))
-                called = as_parts_of_steps()
         elif self.num_replicas_in_sync > 1:
             self.extended.note_step()
-        with self.extended.watching_peers(), called:
+        with self.extended.watching_peers():
             return super().run(fn, args, kwargs, options)
 
     def _total_of(self, shards: Shards) -> tf.Tensor:

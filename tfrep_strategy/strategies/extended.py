@@ -22,7 +22,6 @@ from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
 from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared.keras_2 import NoticesKeras2
-from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
 from tfrep_strategy.partitioner.between_replicas import Gradients
 from tfrep_strategy.partitioner.emitter import Transport
 from tfrep_strategy.sharding import Cut, sum_to_parts
@@ -70,7 +69,6 @@ class SynchronousExtended(NoticesKeras2):
         self.first_batch: FirstBatch | None = None
         self.notes_first_batch = True
         self.reads_at_most: Setting[int | None] = Setting(None)
-        self.runs_outside_replicas = Setting(False)
         self.partitioned_steps: Setting[Any] = Setting(None)
         """The `PartitionedSteps` of the function that Keras calls now, if its steps are run as one device's."""
         self.given_beside: dict[str, Any] = {}
@@ -269,7 +267,7 @@ class SynchronousExtended(NoticesKeras2):
 
     def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums dense tensors over all replicas; called inside a replica."""
-        return list(map(note_global, self.own_communicator().all_reduce(list(tensors), "sum"))) if tensors else []
+        return self.own_communicator().all_reduce(list(tensors), "sum") if tensors else []
 
     def gather_over_replicas(self, tensor: Any) -> Any:
         """Concatenates tensors, also of strings, ragged or sparse, along the first dimension in replica order; in a replica.

@@ -8,11 +8,10 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import MirroredReplicaContext, ReplicaContext, stop_recording
 from tfrep_strategy.keras_integration.protocol import current_step
-from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
 
 
 class _WeighedGradient:
-    """Overrides `all_reduce` inside steps that Keras drives: its gradients have the shares of other replicas (`Share.through`)."""
+    """Overrides `all_reduce` in steps that weigh by examples: its gradients have the shares of others (`Share.through`)."""
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         step = current_step()
@@ -33,13 +32,7 @@ class _WeighedGradient:
             return totals, lambda *dys: step.send_back(reduced, dys)  # That of the gradient is such a sum, too.
 
         own = list(map(tf.convert_to_tensor, flat))
-        return tf.nest.pack_sequence_as(value, list(map(note_global, reduced(own), own)))
-
-    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        step = current_step()
-        if step is not None:
-            step.gathers = True
-        return super().all_gather(value, axis, options)  # type: ignore[misc]
+        return tf.nest.pack_sequence_as(value, reduced(own))
 
 
 class ProcessReplicaContext(_WeighedGradient, ReplicaContext):

@@ -19,11 +19,9 @@ from tfrep_strategy._tensorflow import (
     sync_on_read_context,
 )
 from tfrep_strategy.keras_integration.protocol import current_step
-from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is, note_change, of_all_replicas
-from tfrep_strategy.keras_integration.synchronous.row_growth import depends_on_rows
+from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is, note_change
 
 _REDUCED = (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
-_OF_ONE_DEVICE = (tf.VariableAggregation.NONE, tf.VariableAggregation.MEAN)
 _creation_order = itertools.count()
 
 
@@ -120,30 +118,12 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
     def _restore_from_tensors(self, restored_tensors: Any) -> Any:
         return self._assign_to_all(restored_tensors["VARIABLE_VALUE"])
 
-    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().assign_add(self._of_one_device(value), *args, **kwargs)
-
-    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().assign_sub(self._of_one_device(value), *args, **kwargs)
-
-    def _of_one_device(self, value: Any) -> Any:
-        return _of_one_device(value) if self.aggregation == tf.VariableAggregation.MEAN else value
-
     def _unless_without_rows(self, value: Any) -> Any:
-        """Keeps what a replica without examples has of a moving average: the mean over no rows is no number, for good.
-
-        What does not come from rows, such as a count of steps, is the same on all replicas.
-        """
+        """Keeps what a replica without examples has of a moving average: the mean over no rows is no number, for good."""
         step = current_step()
         if step is None or assigns_as_is.value or self.aggregation != tf.VariableAggregation.MEAN:
             return value
-        value = tf.cast(value, self.dtype)
-        total = of_all_replicas(value)
-        if total is not None:
-            return total
-        if not depends_on_rows(step, value):
-            return value
-        return tf.where(step.share.value > 0, value, self.read_value())
+        return tf.where(step.share.value > 0, tf.cast(value, self.dtype), self.read_value())
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
         """Returns what a checkpoint holds. A sum is restored as it is assigned: TensorFlow would divide it."""
@@ -212,35 +192,24 @@ class ReplicatedVariable(_Converts, MirroredVariable):
         """Gives all copies what a checkpoint holds, also if a step makes the variable later, on the thread of one replica."""
         return [each._restore_from_tensors(restored_tensors) for each in self.values][0]
 
-    def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        total = of_all_replicas(value) if self.aggregation in _OF_ONE_DEVICE else None
-        if total is None:
-            return super()._update_replica(update_fn, value, **kwargs)
-        return update_fn(self._get_on_device_or_primary(), total, **kwargs)
-
 
 class ProcessVariable(ResourceVariable):
     """The copy of a process, of a variable that has an equal copy on each."""
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         note_change(self)
-        return super().assign(_of_one_device(value), *args, **kwargs)
+        return super().assign(value, *args, **kwargs)
 
     def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
         note_change(self)
-        return super().assign_add(_of_one_device(delta), *args, **kwargs)
+        return super().assign_add(delta, *args, **kwargs)
 
     def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
         note_change(self)
-        return super().assign_sub(_of_one_device(delta), *args, **kwargs)
+        return super().assign_sub(delta, *args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return with_our_class(super().__deepcopy__(memo))
-
-
-def _of_one_device(value: Any) -> Any:
-    total = of_all_replicas(value)
-    return value if total is None else total
 
 
 def _with_copies_that_are_read(call: Any) -> Any:

@@ -9,17 +9,16 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import TracedFunction, as_traced, is_none
+from tfrep_strategy._tensorflow import is_none
 from tfrep_strategy.errors import TfrepError
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.internals import TensorFlowTrainer
-from tfrep_strategy.keras_integration.protocol import Whole, current_step
+from tfrep_strategy.keras_integration.protocol import Whole
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfRanks, profiled
-from tfrep_strategy.keras_integration.shared.xla import Prediction, compiled_at_once, compiled_between_collectives
+from tfrep_strategy.keras_integration.shared.xla import Prediction, compiled_between_collectives
 from tfrep_strategy.keras_integration.synchronous import run_backups
 from tfrep_strategy.keras_integration.synchronous.callbacks import Callbacks
 from tfrep_strategy.keras_integration.synchronous.empty_parts import EmptyParts
@@ -32,30 +31,20 @@ from tfrep_strategy.keras_integration.synchronous.logs import (
     with_logs_of_its_own,
 )
 from tfrep_strategy.keras_integration.synchronous.losses import Losses
-from tfrep_strategy.keras_integration.synchronous.mixing_layers import (
-    followed_if_rows_mix,
-    has_own_layers,
-    with_rows_of_all,
-)
 from tfrep_strategy.keras_integration.synchronous.one_device_steps import OneDeviceSteps, WholeBatches
-from tfrep_strategy.keras_integration.synchronous.open_rows import traced_for_any_rows
 from tfrep_strategy.keras_integration.synchronous.optimizer import Updates
-from tfrep_strategy.keras_integration.synchronous.own_functions import is_of_keras
 from tfrep_strategy.keras_integration.synchronous.placement import Placement
 from tfrep_strategy.keras_integration.synchronous.predict_function import PredictFunction
 from tfrep_strategy.keras_integration.synchronous.saving import Saving
-from tfrep_strategy.keras_integration.synchronous.stateful_rnn import StatefulLayers
-from tfrep_strategy.keras_integration.synchronous.tapes import Tapes
 from tfrep_strategy.keras_integration.synchronous.thread_state import Seeds
 from tfrep_strategy.keras_integration.synchronous.traced_step import TracedStep
 from tfrep_strategy.preemption import keeping_requests
 
-_STEPS_OF_KERAS = (TensorFlowTrainer.train_step, TensorFlowTrainer.test_step)
 _STEPS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
 
 class SynchronousDriver(
-    Updates, Tapes, Losses, Logs, StatefulLayers, Placement, Layers, Seeds, EmptyParts, Callbacks, Saving
+    Updates, Losses, Logs, Placement, Layers, Seeds, EmptyParts, Callbacks, Saving
 ):
     """Trains a model on all replicas of a strategy as on one device.
 
@@ -230,21 +219,8 @@ class SynchronousDriver(
         """Makes a train or test function that also takes whole batches, as `train_on_batch` gives them."""
         strategy = self.strategy
         phase = "test" if step_function == model.test_step else "train"
-        gives_means = keeps_rows = _is_all_of_keras(model, step_function)
         whole_step = with_logs_of_its_own(model, phase, step_function)
         extended, warns = strategy.extended, bool(self.layers_not_seen)
-        if self.has_several:
-            if isinstance(step_function, TracedFunction):  # Keras traces the step in any case, into a graph that can be followed.
-                step_function = as_traced(step_function)
-            if getattr(step_function, "__func__", None) not in _STEPS_OF_KERAS or _has_own_apply(model.optimizer):
-                step_function = _noting(step_function, "is_own")
-            elif not all(map(is_of_keras, (type(model).compute_loss, type(model).compute_metrics))):
-                step_function = _noting(step_function, "is_own", "only_parts_are_own")
-            elif has_own_layers(model):
-                step_function, keeps_rows = followed_if_rows_mix(step_function), False
-            step_function = with_global_logs(model, phase, strategy, step_function)
-            if gives_means:
-                step_function = _noting(step_function, "gives_means")
 
         def build(step_function: Any) -> Any:
             if strategy.extended.compiles_whole_steps or not model.jit_compile:
@@ -252,22 +228,15 @@ class SynchronousDriver(
             with _without_jit(model):
                 return original(model, compiled_between_collectives(step_function))
 
-        def of_whole_batch() -> Any:
-            run = build(whole_step)
-
-            def on_whole_batches(batches: Any) -> Any:
-                with extended.runs_outside_replicas.to(True), compiled_at_once():
-                    return run(batches)
-
-            return on_whole_batches
-
         if not self.has_several and not self.layers_not_seen:
             return build(step_function)  # There is nobody to keep in step with, and a call more would cost time in every step.
 
-        hides_sizes = self.has_several and not model.run_eagerly
-        run = build(step_function) if not hides_sizes else traced_for_any_rows(build, step_function, keeps_rows, of_whole_batch)
+        run = build(step_function)
         if self.has_several:
-            run = OneDeviceSteps(extended, lambda: build(whole_step), run, builds=not model.built, compiled=model.jit_compile)
+            by_replicas = build(with_global_logs(model, phase, strategy, step_function))
+            run = OneDeviceSteps(
+                extended, lambda: build(whole_step), by_replicas, builds=not model.built, compiled=model.jit_compile
+            )
 
         # It is called in every step, so it calls no more than it needs.
         def function(iterator: Any) -> Any:
@@ -304,12 +273,9 @@ class SynchronousDriver(
         def predicted(batch: Any) -> Any:
             return model.predict_step(batch)
 
-        def made(force: bool, asks_for_rows: bool = False) -> Any:
+        def made(force: bool) -> Any:
             compiles_all = extended.compiles_whole_steps
             predict_step: Callable[[Any], Any] = predicted
-            may_mix_rows = has_own_layers(model) or not is_of_keras(type(model).predict_step)
-            if self.has_several and model.built and may_mix_rows and not asks_for_rows:
-                predict_step = with_rows_of_all(predict_step)
             if model.jit_compile and not compiles_all:
                 predict_step = compiled_between_collectives(predict_step)
             prediction = Prediction(model, predict_step, model.jit_compile and compiles_all)
@@ -351,38 +317,10 @@ def _has_own_steps(model: Any) -> bool:
     return any(getattr(type(model), name) is not getattr(TensorFlowTrainer, name) for name in own)
 
 
-def _noting(step_function: Callable[[Any], Any], *facts: str) -> Callable[[Any], Any]:
-    """Wraps a step function so that its `Step` knows what is true of it."""
-
-    def step(batch: Any) -> Any:
-        if (current := current_step()) is not None:
-            for fact in facts:
-                setattr(current, fact, True)
-        return step_function(batch)
-
-    return step
-
-
 def _awaits_checkpoint(model: Any) -> bool:
     """Whether a checkpoint was read for variables that a model has not made yet."""
     awaited = (getattr(layer, "_self_unconditional_deferred_dependencies", None) for layer in model._flatten_layers())
     return not model.built and any(awaited)
-
-
-def _has_own_apply(optimizer: Any) -> bool:
-    """Whether an optimizer of the user's own sees gradients before Keras's `apply` does, so that they must be global by then."""
-    if optimizer is None:
-        return False
-    names = ("apply", "apply_gradients")
-    return any(name in vars(optimizer) or not is_of_keras(getattr(type(optimizer), name, None)) for name in names)
-
-
-def _is_all_of_keras(model: Any, step_function: Any) -> bool:
-    """Whether neither the step nor a loss is of the user's own, so that scalars are means but for what layers may add."""
-    if getattr(step_function, "__func__", None) not in _STEPS_OF_KERAS or not is_of_keras(type(model).compute_loss):
-        return False
-    losses = [loss for loss in keras.tree.flatten(model.loss) if loss is not None and not isinstance(loss, str)]
-    return all(is_of_keras(loss) and is_of_keras(getattr(loss, "fn", loss)) for loss in losses)
 
 
 @contextlib.contextmanager

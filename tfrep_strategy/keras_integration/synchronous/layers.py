@@ -14,7 +14,6 @@ from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
-from tfrep_strategy.keras_integration.synchronous.row_growth import note_normalized, note_own_seed
 from tfrep_strategy.shares import Share
 
 _GOLDEN = 0x9E3779B9
@@ -78,7 +77,7 @@ class Layers(SynchronousBase):
         context: Any = tf.distribute.get_replica_context()
         # The same operations on every replica, so that all trace the same program.
         offset = tf.cast(context.replica_id_in_sync_group, tf.int64) * _GOLDEN % 2**32
-        return note_own_seed(seed + tf.cast(tf.stack([tf.zeros_like(offset), offset]), seed.dtype))
+        return seed + tf.cast(tf.stack([tf.zeros_like(offset), offset]), seed.dtype)
 
     def normalize(self, original: Any, layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         """Weighs what a step adds to moving statistics by the examples of the replica, since what is read is their mean.
@@ -86,15 +85,6 @@ class Layers(SynchronousBase):
         Where all replicas have as many examples, which is nearly always, that launches nothing on an accelerator. Where they
         are known to, it is left out.
         """
-        step = current_step()
-        # What all replicas have put together is one value, unless it comes from rows that a step of the user's own has mixed.
-        with assigns_as_is.to(not layer.synchronized or step is None or not step.is_own):
-            outputs = self._normalize(original, layer, inputs, training, mask)
-        if training and step is not None and not layer.synchronized:
-            note_normalized(outputs)
-        return outputs
-
-    def _normalize(self, original: Any, layer: Any, inputs: Any, training: Any, mask: Any) -> Any:
         step = current_step()
         if not training or not layer.trainable or step is None or not _is_weighed(layer) or step.share.is_known_equal:
             return original(layer, inputs, training=training, mask=mask)

@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.keras_integration.internals import StatelessScope
-from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_step
-from tfrep_strategy.keras_integration.settings import Setting
-from tfrep_strategy.keras_integration.shared.metric_results import MetricResults, Result, Told, noted_results
-from tfrep_strategy.keras_integration.synchronous.assigned_values import of_all_replicas
+from tfrep_strategy.keras_integration.protocol import KerasStrategy, Step, current_step
+from tfrep_strategy.keras_integration.shared.metric_results import MetricResults
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
-from tfrep_strategy.keras_integration.synchronous.batch_sums import (
-    are_own_rows,
-    compares_rows,
-    is_count,
-    of_all_rows,
-    part_of_global,
-)
-from tfrep_strategy.keras_integration.synchronous.open_rows import TraceAgainError
-
-_are_global: Setting[bool] = Setting(False)
-"""Whether metrics tell the step that this thread traces what they are over all replicas."""
-
-
-class ResultsAreUsedError(TraceAgainError):
-    """A step computes something from results of metrics, which were not those of all replicas."""
 
 
 class Logs(MetricResults, SynchronousBase):
@@ -39,16 +21,6 @@ class Logs(MetricResults, SynchronousBase):
         variables = [variable.value for metric in model.metrics for variable in metric.variables]
         with self.strategy.extended.summed_at_once(variables):
             return original(model, logs)
-
-    def noted(self, noted: Told, metric: Any, value: Any) -> Any:
-        """Gives a step that uses results those of the global batch."""
-        step = current_step()
-        if not _are_global.value or step is None or step.is_in_branch:
-            return super().noted(noted, metric, value)
-        asked = Result(metric)
-        numbers = _global_results(self.strategy, [asked])[asked]
-        noted.update((id(number), (number, None, index)) for index, number in enumerate(numbers))
-        return tf.nest.pack_sequence_as(value, numbers)
 
 
 _with_own_logs: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
@@ -61,44 +33,25 @@ def logs_of_all(model: Any, phase: str, logs: Any) -> Any:
 
 
 def with_global_logs(model: Any, phase: str, strategy: KerasStrategy, step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wraps a step whose logs are more than the model's metrics, so that they are those of the global batch.
+    """Wraps the step of a replica, so that floating scalars in its logs are means over the examples of all replicas.
 
-    Where the logs are exactly the metrics, nothing is done: they are read over all replicas when somebody asks. Else a
-    result of a metric is computed from its state on all replicas, and another floating value, such as a bare loss, is the
-    mean over the examples of the global batch, or the sum. A count of rows is that of the global batch, and what has something for
-    each row has it for each row of the global batch.
-
-    A step may compute with results, as in `tf.exp(self.loss.result())`. It is then traced again, and each result is that of
-    all replicas at once. An eager step gets such results in any case, since nobody knows what it will do with them.
+    Results of metrics are read over all replicas when somebody asks.
     """
     own_logs = _with_own_logs.setdefault(model, set())
-    uses_results = False
 
     def step_with_global_logs(batch: Any) -> Any:
-        nonlocal uses_results
-        are_global = uses_results or tf.executing_eagerly()
-        with noted_results(model.metrics) as told, _are_global.to(are_global):
-            logs = step_function(batch)
-        if not are_global and any(_is_used(number) for number, _, _ in told.values()):
-            uses_results = True
-            raise ResultsAreUsedError
-        flat = tf.nest.flatten(logs)
+        logs = step_function(batch)
         own_logs.discard(phase)
-        # A bare loss may have the name of a metric: `return {"loss": loss}`.
-        if isinstance(logs, dict) and set(logs) == set(model.get_metrics_result()) and all(id(value) in told for value in flat):
+        if isinstance(logs, dict) and set(logs) == set(model.get_metrics_result()):
             return logs
         own_logs.add(phase)
-        asked = [told[id(value)][1] for value in flat if id(value) in told]
-        results = _global_results(strategy, dict.fromkeys(result for result in asked if result is not None))
-        means = iter(_of_global_batch(strategy, [value for value in flat if id(value) not in told]))
-
-        def whole(value: Any) -> tf.Tensor:
-            if id(value) not in told:
-                return next(means)
-            _, result, index = told[id(value)]
-            return value if result is None else results[result][index]
-
-        return tf.nest.pack_sequence_as(logs, [whole(value) for value in flat])
+        step: Step | None = current_step()
+        assert step is not None
+        flat = [tf.convert_to_tensor(value) for value in tf.nest.flatten(logs)]
+        places = [i for i, value in enumerate(flat) if value.dtype.is_floating and not value.shape.rank]
+        summed = strategy.extended.sum_over_replicas([step.share.weigh(flat[i]) for i in places])
+        known = dict(zip(places, summed, strict=True))
+        return tf.nest.pack_sequence_as(logs, [known.get(i, value) for i, value in enumerate(flat)])
 
     return step_with_global_logs
 
@@ -112,43 +65,3 @@ def with_logs_of_its_own(model: Any, phase: str, step_function: Callable[[Any], 
         return step_function(batch)
 
     return step
-
-
-def _is_used(value: Any) -> bool:
-    """Returns whether the step that is traced has computed something from a value."""
-    step = current_step()
-    return step is not None and step.has_computed(value) and bool(value.consumers())
-
-
-def _of_global_batch(strategy: KerasStrategy, values: list[Any]) -> list[tf.Tensor]:
-    step: Any = current_step()
-    tensors = [tf.convert_to_tensor(value) for value in values]
-    whole = {i: of_all_replicas(t) for i, t in enumerate(tensors) if t.shape.rank}
-    known = {i: each for i, each in whole.items() if each is not None}
-    rest = {i: t for i, t in enumerate(tensors) if i not in known}
-    rows = {i for i, t in rest.items() if are_own_rows(step, t)}
-    parts = {i: part_of_global(step, t) for i, t in rest.items() if t.dtype.is_floating and i not in rows}
-    parts |= {i: t for i, t in rest.items() if t.dtype.is_integer and is_count(step, t) and not compares_rows(step, t)}
-    known |= zip(parts, strategy.extended.sum_over_replicas(list(parts.values())), strict=True)
-    left = {i: t for i, t in rest.items() if i not in parts}
-    of_all = {i: of_all_rows(step, t) for i, t in left.items() if i in rows or compares_rows(step, t) or _is_told(t)}
-    of_all |= {i: strategy.extended.gather_over_replicas(tensors[i]) for i in rows if of_all[i] is None}
-    known |= {i: each for i, each in of_all.items() if each is not None}
-    return [known.get(i, t) for i, t in enumerate(tensors)]
-
-
-def _is_told(value: tf.Tensor) -> bool:
-    """Whether a value is one truth or whole number, such as whether a loss is finite."""
-    return value.shape.rank == 0 and (value.dtype.is_bool or value.dtype.is_integer)
-
-
-def _global_results(strategy: KerasStrategy, results: Iterable[Result]) -> dict[Result, list[tf.Tensor]]:
-    """Computes, on every replica, the results of metrics from the sums of their states."""
-    ordered = list(results)
-    summed = iter(strategy.extended.sum_over_replicas([value for result in ordered for value in result.state]))
-    numbers = {}
-    for result in ordered:
-        state = [(variable, next(summed)) for variable in result.metric.variables]
-        with StatelessScope(state_mapping=state):
-            numbers[result] = tf.nest.flatten(result.metric.result())
-    return numbers

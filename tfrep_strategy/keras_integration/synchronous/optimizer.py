@@ -10,15 +10,12 @@ import tensorflow as tf
 from tfrep_strategy.errors import warn
 from tfrep_strategy.gradients import dense, dense_buckets
 from tfrep_strategy.keras_integration.internals import BaseOptimizer
-from tfrep_strategy.keras_integration.protocol import Step, current_step
+from tfrep_strategy.keras_integration.protocol import current_step
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is
 from tfrep_strategy.keras_integration.synchronous.base import overwrites
-from tfrep_strategy.keras_integration.synchronous.batch_sums import are_rows, compares_rows, part_of_global
-from tfrep_strategy.keras_integration.synchronous.given_gradients import computed_by_hand, look_for_mixed_gradients
 from tfrep_strategy.keras_integration.synchronous.layers import creates_partial_sums
-from tfrep_strategy.keras_integration.synchronous.row_growth import depends_on_rows, is_drawn
 from tfrep_strategy.keras_integration.synchronous.sharded_updates import ShardedUpdates, update_each
 
 _OUTSIDE_REPLICAS = (
@@ -76,7 +73,7 @@ class Updates(ShardedUpdates):
             return original(optimizer, reference_variable, name=name, **kwargs)
 
     def scale_loss(self, original: Any, optimizer: Any, loss: Any) -> Any:
-        """Applies the replica's share to the loss itself where the step gives the chance.
+        """Applies the replica's share to the loss itself where a step weighs by examples.
 
         Backward then computes what one device would, in the same range, which decides about overflow in half precision, and
         the gradients need no multiplication of their own.
@@ -84,13 +81,7 @@ class Updates(ShardedUpdates):
         step = current_step()
         if step is None:
             return original(optimizer, loss)
-        loss = tf.convert_to_tensor(loss)
-        if are_rows(step, loss):
-            if compares_rows(step, loss):
-                loss = part_of_global(step, tf.reduce_sum(loss))
-        else:
-            loss = part_of_global(step, loss)
-        scaled = original(optimizer, loss)
+        scaled = original(optimizer, step.share.weigh(tf.convert_to_tensor(loss)))
         step.note_scaled_loss(scaled, optimizer)
         return scaled
 
@@ -106,21 +97,15 @@ class Updates(ShardedUpdates):
         if _applied_gradients.value is not None:
             return original(optimizer, grads, trainable_variables)
         if not self.in_replica:
-            if self.has_several and not strategy.extended.runs_outside_replicas.value:
+            if self.has_several:
                 warn(_OUTSIDE_REPLICAS)
             with _applied_gradients.to("global"):
                 return original(optimizer, strategy.extended.mean_over_processes(list(grads)), trainable_variables)
-        grads, step = list(grads), current_step()
+        grads = list(grads)
         trainable_variables = None if trainable_variables is None else list(trainable_variables)  # It may be an iterator.
         if not grads:
             return original(optimizer, grads, trainable_variables)
-        if step is not None and step.are_global(grads) and not self._accumulates_locally(optimizer):
-            with _applied_gradients.to("global"):
-                return original(optimizer, grads, trainable_variables)
-        if step is not None:
-            look_for_mixed_gradients(step, grads)
         whole = self.what_overwrites(grads, trainable_variables or optimizer._trainable_variables)
-        whole |= {i: each for i, each in computed_by_hand(step, grads).items() if i not in whole}
         grads = [None if i in whole else gradient for i, gradient in enumerate(grads)]
 
         def with_whole(gradients: Sequence[Any]) -> list[Any]:
@@ -134,9 +119,6 @@ class Updates(ShardedUpdates):
         in_parts = not inner.gradient_accumulation_steps and self.takes_parts(
             inner, grads, trainable_variables or optimizer._trainable_variables
         )
-        if not in_parts:
-            whole |= {i: gradient for i, gradient in enumerate(grads) if step is not None and _are_global_slices(step, gradient)}
-            grads = [None if i in whole else gradient for i, gradient in enumerate(grads)]
         with _applied_gradients.to("parts" if in_parts else "global"):
             own = self._weighed(optimizer, grads)
             summed = strategy.extended.aggregate_gradients(own, in_parts)
@@ -209,17 +191,6 @@ class Updates(ShardedUpdates):
             return [step.share.weigh(g) for g in grads]
         step.scaled_losses[id(optimizer)] -= 1
         return step.share.silenced_gradients(grads, dense_buckets(grads, self.strategy.extended.bucket_bytes_for(grads)))
-
-
-def _are_global_slices(step: Step, gradient: Any) -> bool:
-    """Whether a step has computed slices from what all replicas have alike: it has clipped those that a tape made global, say.
-
-    They are all slices that one device has. The sum of weighed ones would be right, but for optimizers that square each slice.
-    """
-    if not isinstance(gradient, tf.IndexedSlices) or not step.is_own:
-        return False
-    parts = gradient.values, gradient.indices
-    return not any(depends_on_rows(step, part) or is_drawn(step, part) for part in parts)
 
 
 def _comes_from_half(gradient: Any) -> bool:

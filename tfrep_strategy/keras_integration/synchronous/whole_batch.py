@@ -6,17 +6,14 @@ Every replica computes the loss of the global batch instead, from rows that were
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfrep_strategy.keras_integration.internals import StatelessScope, masking
+from tfrep_strategy.keras_integration.internals import masking
 from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_step
 from tfrep_strategy.keras_integration.settings import Setting
-from tfrep_strategy.keras_integration.synchronous.own_functions import make_variables
-from tfrep_strategy.keras_integration.synchronous.row_growth import note_global
 
 _FUNCTIONS = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
 _MEANS = (keras.losses.binary_crossentropy, keras.losses.binary_focal_crossentropy)
@@ -28,10 +25,10 @@ sees_whole_batch = Setting(False)
 
 
 def mixes_rows(loss: Any, y_pred: Any) -> bool:
-    """Whether one of Keras's losses, or metrics that is a mean of one, compares the rows of a batch with each other.
+    """Whether one of Keras's losses compares the rows of a batch with each other.
 
     Args:
-        loss: The loss or the metric.
+        loss: The loss.
         y_pred: Predictions, a tensor or a nest of them.
     """
     function = getattr(loss, "fn", getattr(loss, "_fn", None))
@@ -69,45 +66,8 @@ def loss_of_whole_batch(
         value = compute(loss, everyone["y_true"], everyone["y_pred"], everyone["sample_weight"])
     if len(value.shape):
         return value[first : first + rows]
-    # In a step that Keras drives, the mean over the replicas counts; in another one their sum.
-    return note_global(value) if current_step() is not None else value / strategy.num_replicas_in_sync
-
-
-def update_with_whole_batch(strategy: KerasStrategy, update: Any, metric: Any, args: Any, kwargs: Any) -> None:
-    """Updates the state of a metric, which reads as the sum over the replicas, on the first replica alone.
-
-    Args:
-        strategy: The strategy in scope.
-        update: Keras's or the user's own `update_state`.
-        metric: The metric.
-        args: What this replica gives to it.
-        kwargs: What this replica gives to it by name.
-    """
-    own = keras.tree.map_structure(lambda v: v if v is None else keras.ops.convert_to_tensor(v), (args, kwargs))
-    rows = tf.shape(next(value for value in keras.tree.flatten(own) if len(value.shape)))[0]
-    (args, kwargs), _ = _rows_of_all(strategy, own, rows)
-    update_on_first_replica(update, metric, args, kwargs)
-
-
-def update_on_first_replica(update: Any, metric: Any, args: Any, kwargs: Any) -> None:
-    """Updates the state of a metric, which reads as the sum over the replicas, with what all of them have."""
-    make_variables(metric, update, args, kwargs)
-    if _is_first_replica():
-        with sees_whole_batch.to(True):
-            update(metric, *args, **kwargs)
-
-
-def update_everywhere(update: Any, metric: Any, args: Any, kwargs: Any) -> None:
-    """Updates the state of a metric that calls collectives, which all replicas must run. What the first one assigns is kept."""
-    make_variables(metric, update, args, kwargs)
-    with sees_whole_batch.to(True), contextlib.nullcontext() if _is_first_replica() else StatelessScope():
-        update(metric, *args, **kwargs)
-
-
-def _is_first_replica() -> bool:
-    """Whether the calling replica is replica 0, which keeps the state of what is not a sum."""
-    replica: Any = tf.distribute.get_replica_context().replica_id_in_sync_group
-    return int(tf.get_static_value(replica)) == 0
+    # In a step that weighs by examples, the mean over the replicas counts; in another one their sum.
+    return value if current_step() is not None else value / strategy.num_replicas_in_sync
 
 
 def _rows_of_all(strategy: KerasStrategy, nest: Any, rows: tf.Tensor) -> tuple[Any, tf.Tensor]:
@@ -117,7 +77,7 @@ def _rows_of_all(strategy: KerasStrategy, nest: Any, rows: tf.Tensor) -> tuple[A
         The nest, and where this replica's rows begin in it.
     """
     context: Any = tf.distribute.get_replica_context()
-    first, total = place_in_batch(strategy, rows)
+    first, total = _place_in_batch(strategy, rows)
     behind = total - first - rows
 
     def of_all(tensor: Any) -> Any:
@@ -126,12 +86,12 @@ def _rows_of_all(strategy: KerasStrategy, nest: Any, rows: tf.Tensor) -> tuple[A
         # A sum, through which gradients find back to the replica that they belong to.
         sent = tensor if tensor.dtype.size > 1 else tf.cast(tensor, tf.int32)
         placed = tf.pad(sent, [[first, behind]] + [[0, 0]] * (len(tensor.shape) - 1))
-        return tf.cast(note_global(context.all_reduce(tf.distribute.ReduceOp.SUM, placed)), tensor.dtype)
+        return tf.cast(context.all_reduce(tf.distribute.ReduceOp.SUM, placed), tensor.dtype)
 
     return keras.tree.map_structure(of_all, nest), first
 
 
-def place_in_batch(strategy: KerasStrategy, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def _place_in_batch(strategy: KerasStrategy, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Asks all replicas how many rows they have; called inside a replica.
 
     Args:
