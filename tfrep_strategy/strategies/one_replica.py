@@ -57,14 +57,7 @@ class OneReplica(DefaultDistributionExtended):
             warn_of_sparse_gradients(self.of_all.worker_devices)
         if strategy.gradient_aggregator is not None:
             return self._aggregated(strategy.gradient_aggregator, own)
-        return list(map(self._marked, own))
-
-    def _marked(self, gradient: Any) -> Any:
-        if isinstance(gradient, tf.Tensor):
-            return marks.gradient(gradient)
-        if isinstance(gradient, tf.IndexedSlices) and self.of_all.strategy.compression is not None:
-            return tf.IndexedSlices(marks.slices(gradient.values), marks.slices(gradient.indices), gradient.dense_shape)
-        return gradient
+        return list(map(_marked, own))
 
     def _aggregated(self, aggregator: Any, gradients: Sequence[Any]) -> list[Any]:
         given = tf.nest.flatten(list(gradients), expand_composites=True)
@@ -128,6 +121,12 @@ class OneReplica(DefaultDistributionExtended):
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
         return contextlib.nullcontext()  # A variable with copies has one beside each copy of the other.
+
+
+def _marked(gradient: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(marks.slices(gradient.values), marks.slices(gradient.indices), gradient.dense_shape)
+    return gradient if gradient is None else marks.gradient(gradient)
 
 
 class HasOneReplica:

@@ -1,8 +1,8 @@
 """Losses and metrics in replicas: in loops written for them, and in steps that weigh by examples.
 
 In a loop of the user's own gradients are summed, as under TensorFlow's strategies, and a mean divides by the count of all replicas.
-In a step whose replicas have batches of their own, a loss is the mean over the replica's examples, and its share (`shares.py`) weighs
-the gradient later (`optimizer.py`). A step of one device needs none of this.
+In a step whose replicas have batches of their own, a loss is the mean over the replica's examples, and its share (`shares.py`)
+weighs the gradient later (`optimizer.py`). A step of one device needs none of this.
 """
 
 from __future__ import annotations
