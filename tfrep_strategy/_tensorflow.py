@@ -63,7 +63,6 @@ value_container = _private("distribute.distribute_utils", "value_container")
 default_graph_stack = _private("framework.ops", "_default_graph_stack")
 
 # Whether a gradient tape of this thread records.
-tape_is_recording = _private("eager.record", "could_possibly_record")
 
 # What a `tf.autodiff.ForwardAccumulator` of this thread has found out of tensors.
 pack_tangents = _private("eager.forwardprop_util", "pack_tangents")
@@ -87,14 +86,9 @@ _private("ops.cond_v2", "_build_cond")
 _private("ops.cond_v2", "_build_case")
 array_operations = _private("ops", "gen_array_ops")
 _private("ops.gen_array_ops", "mirror_pad")
-parallel_loops = _private("ops.parallel_for", "control_flow_ops")
 _private("ops.parallel_for.control_flow_ops", "_pfor_impl")
 
 # What `tf.function` makes.
-TracedFunction = _private("eager.polymorphic_function.polymorphic_function", "Function")
-_converted = _private("eager.polymorphic_function.autograph_util", "py_func_from_autograph")
-_AutoGraph = _private("autograph.core.ag_ctx", "ControlStatusCtx")
-_AutoGraphStatus = _private("autograph.core.ag_ctx", "Status")
 
 trace = _private("framework.func_graph", "func_graph_from_py_func")
 
@@ -296,11 +290,6 @@ def run_independently(operation: Any) -> None:
         manager.run_independently(operation)
 
 
-def set_shape_attribute(operation: Any, shape: tf.TensorShape) -> None:
-    """Gives an operation of a graph, such as a placeholder, another shape for when it runs. Its output keeps that of the graph."""
-    operation._set_attr("shape", tf.compat.v1.AttrValue(shape=shape.as_proto()))
-
-
 def set_mark(operation: Any, name: str, mark: str) -> None:
     """Gives an operation of a graph an attribute that says nothing of what it computes."""
     operation._set_attr(name, tf.compat.v1.AttrValue(s=mark.encode()))
@@ -328,18 +317,6 @@ def called_graphs(operation: Any, attribute: str | None = None) -> list[Any]:
     names = [each.name for given in chosen for each in (*([given.func] if given.HasField("func") else []), *given.list.func)]
     functions = map(operation.graph._get_function, names)
     return [function.graph for function in functions if hasattr(function, "graph")]  # Others are TensorFlow's own.
-
-
-def as_traced(function: Any) -> Callable[..., Any]:
-    """Returns what a `tf.function` was made of, converted by AutoGraph as it converts that: a function to be called in a graph."""
-    converts = function._autograph
-    inner = _converted(function.python_function, function._experimental_autograph_options) if converts else function.python_function
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _AutoGraph(_AutoGraphStatus.ENABLED if converts else _AutoGraphStatus.DISABLED):
-            return inner(*args, **kwargs)
-
-    return call
 
 
 def traced_function(graph: Any) -> Any:

@@ -49,18 +49,6 @@ def known_total(parts: Sequence[Any], num_replicas: int) -> int | None:
     return sum(rows) if len(rows) == num_replicas else None
 
 
-def has_plain_rows(batch: Any) -> bool:
-    """Returns whether all of a batch, or of the specification of one, is dense, with known numbers of dimensions.
-
-    Example:
-        >>> has_plain_rows((tf.zeros([5, 2]), None)), has_plain_rows(tf.RaggedTensorSpec([None, None]))
-        (True, False)
-    """
-    leaves = [leaf for leaf in tf.nest.flatten(batch) if not is_nothing(leaf)]
-    are_dense = all(isinstance(leaf, (tf.Tensor, tf.TensorSpec)) and leaf.dtype != tf.variant for leaf in leaves)
-    return are_dense and all(leaf.shape.rank is not None for leaf in leaves)
-
-
 def is_nothing(leaf: Any) -> bool:
     """Returns whether a leaf of a batch, or its specification, stands for None. Keras takes an `Optional` for it."""
     return leaf is None or is_none(leaf) or isinstance(leaf, (tf.experimental.Optional, tf.OptionalSpec))
@@ -337,7 +325,7 @@ def with_open_sizes(spec: Any, batch: Any, sizes: tf.Tensor) -> Any:
         paddings = tf.stack([tf.zeros_like(has), shape - has], 1)
         if isinstance(leaf, tf.RaggedTensor):
             return leaf.with_flat_values(tf.pad(leaf.flat_values, paddings))
-        return tf.ensure_shape(tf.pad(leaf, paddings), kind.shape)
+        return tf.ensure_shape(tf.pad(leaf, paddings), [leaf.shape[0], *kind.shape[1:]])
 
     return tf.nest.map_structure(resized, batch, spec)
 

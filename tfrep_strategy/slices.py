@@ -8,16 +8,12 @@ sum over all examples, where the rows do not depend on the batch, or where a loo
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import body_of_call
-
-_of_all_replicas: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-"""By graph, the names of tensors that replicas have gathered, so that all have the same."""
 
 _PASSING = frozenset({"Identity", "Reshape", "Cast", "ExpandDims", "Squeeze", "EnsureShape", "Snapshot"})
 _DISTINCT = frozenset({"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"})
@@ -28,8 +24,7 @@ class Kind(enum.Enum):
 
     Attributes:
         NAMED: Each slice belongs to a row that an example names. One device has the slices of all replicas.
-        FIXED: The rows are computed from constants, or from what was gathered of all replicas. One device has as many slices as a
-            replica, with the sums of the values.
+        FIXED: The rows are computed from constants. One device has as many slices as a replica, with the sums of the values.
         ALIKE: The rows are computed from constants, from lengths of sequences, and from variables, which replicas share if their
             parts are of one batch. Then they count as fixed ones do, else as named ones.
         DISTINCT: A replica has one slice for each row (`tf.unique`, as in a product with a sparse matrix), and so has one device.
@@ -91,11 +86,6 @@ class _Tensor(NamedTuple):
             return None
         return Kind.ALIKE if any(sizes[i] is None for i in dimensions) else Kind.FIXED
 
-    def is_of_all_replicas(self) -> bool:
-        """Returns whether it was noted as gathered."""
-        tensor = self.tensor
-        return tf.is_symbolic_tensor(tensor) and tensor.name in _of_all_replicas.get(tensor.graph, ())
-
     def reads_variable(self) -> bool:
         """Returns whether it is the value of a variable."""
         return tf.is_symbolic_tensor(self.tensor) and self.tensor.op.type == "ReadVariableOp"
@@ -105,7 +95,7 @@ class _Tensor(NamedTuple):
         here = self
         while tf.is_symbolic_tensor(here.tensor):
             passes = here.tensor.op.type in _PASSING or here.tensor.op.type == "Placeholder" and here.calls
-            if here.is_of_all_replicas() or not passes and body_of_call(here.tensor.op) is None:
+            if not passes and body_of_call(here.tensor.op) is None:
                 break
             here = (here.causes() or [here])[0]
         return here
@@ -114,7 +104,7 @@ class _Tensor(NamedTuple):
         """Returns what it was put together of, by lookups or by a gradient that adds up several."""
         source = self.source()
         is_joined = tf.is_symbolic_tensor(source.tensor) and source.tensor.op.type == "ConcatV2"
-        if not is_joined or source.is_of_all_replicas():
+        if not is_joined:
             return [source]
         *pieces, _ = source.tensor.op.inputs
         if any(piece.shape.rank != 1 for piece in pieces):
@@ -140,8 +130,6 @@ class _Tensor(NamedTuple):
             if (of_length := here.kind_of_length()) is not None:
                 kind = Kind.ALIKE if of_length is Kind.ALIKE else kind
                 continue
-            if here.is_of_all_replicas():
-                continue
             if here.reads_variable():
                 kind = Kind.ALIKE
                 continue
@@ -150,11 +138,6 @@ class _Tensor(NamedTuple):
                 return Kind.NAMED
             waiting += causes
         return kind
-
-
-def note_of_all_replicas(tensor: tf.Tensor) -> None:
-    """Notes that a tensor of a graph was gathered, so that slices of the rows that it names belong to the whole batch."""
-    _of_all_replicas.setdefault(tensor.graph, set()).add(tensor.name)
 
 
 def _taken(tensor: tf.Tensor, length: int) -> list[int] | None:

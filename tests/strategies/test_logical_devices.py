@@ -80,7 +80,7 @@ def test_fit_gives_the_weights_of_one_device(build):
     assert slots
     assert all([_device(copy) for copy in v.value.values] == ["CPU:1", "CPU:3"] for v in slots)
     if build is TwoParts:
-        assert {device.rpartition("device:")[2] for device in model.seen} >= {"CPU:1", "CPU:3"}
+        assert {device.rpartition("device:")[2] for device in model.seen} >= {"CPU:1"}  # The step is traced for replica 0.
 
 
 def test_own_loop_with_gradients():

@@ -26,9 +26,7 @@ get_random_seed = _private("utils.rng_utils", "get_random_seed")
 
 # What models are made of.
 Variable = _private("backend.tensorflow.core", "Variable")
-MeanMetricWrapper = _private("metrics.reduction_metrics", "MeanMetricWrapper")
 BaseOptimizer = _private("optimizers.base_optimizer", "BaseOptimizer")
-Tracker = _private("utils.tracking", "Tracker")
 
 # Loops and their data.
 tensorflow_trainer = _private("backend.tensorflow.trainer")

@@ -122,22 +122,23 @@ class WithinProcess(_InBuckets):
         return [list(each) for each in zip(*results, strict=True)]
 
     def _compressed_sums(self, values: Values, kind: str) -> list[list[tf.Tensor]]:
-        dtype, results = DTYPES[kind], list(values)
-        short = [i for i, each in enumerate(values) if each[0].dtype == tf.float32]
-        for i in short:
-            halves = self._at_each(lambda replica, own=values[i]: tf.cast(own[replica], dtype))
-            with tf.device(self.devices[0]), outside_xla():
-                total = tf.cast(tf.add_n([tf.cast(half, tf.float32) for half in halves]), dtype)
-            results[i] = self._at_each(lambda replica, total=total: tf.cast(tf.identity(total), tf.float32))
-        long = [i for i in range(len(values)) if i not in short]
-        for i, sums in zip(long, self._sums([values[i] for i in long]) if long else (), strict=True):
-            results[i] = sums
-        return list(map(list, results))
+        long = [each for each in values if each[0].dtype != tf.float32]
+        sums = iter(self._sums(long) if long else ())
+        return [self._compressed_sum(each, DTYPES[kind]) if each[0].dtype == tf.float32 else next(sums) for each in values]
+
+    def _compressed_sum(self, own: Sequence[tf.Tensor], dtype: tf.DType) -> list[tf.Tensor]:
+        halves = self._at_each(lambda replica: tf.cast(own[replica], dtype))
+        with tf.device(self.devices[0]), outside_xla():
+            total = tf.cast(tf.add_n([tf.cast(half, tf.float32) for half in halves]), dtype)
+        return self._at_each(lambda replica: tf.cast(tf.identity(total), tf.float32))
 
     def _scattered(self, values: Values) -> list[list[tf.Tensor]]:
         kind = self._gradients.compression()
         totals = self._sums(values) if kind is None else self._compressed_sums(values, kind)
-        return [self._at_each(lambda replica, each=each: each[replica][replica]) for each in totals]
+        return [self._own_rows(each) for each in totals]
+
+    def _own_rows(self, totals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return self._at_each(lambda replica: totals[replica][replica])
 
     def _rows_of_all(self, values: Values) -> list[list[tf.Tensor]]:
         return [self.gathered([own[tf.newaxis] for own in each], 0) for each in values]
@@ -150,12 +151,13 @@ class WithinProcess(_InBuckets):
 
     def gathered(self, values: Sequence[tf.Tensor], axis: int, is_gradient: bool = False) -> list[tf.Tensor]:
         kind = self._gradients.compression() if is_gradient else None
-        short = kind is not None and values[0].dtype == tf.float32
-        if short:
-            values = self._at_each(lambda replica, values=values: tf.cast(values[replica], DTYPES[kind]))
+        sent, dtype = list(values), values[0].dtype
+        if kind is not None and dtype == tf.float32:
+            short = DTYPES[kind]
+            sent = self._at_each(lambda replica: tf.cast(values[replica], short))
         with tf.device(self.devices[0]), outside_xla():
-            whole = tf.concat(list(values), axis)
-        return self._at_each(lambda replica: tf.cast(whole, tf.float32) if short else tf.identity(whole))
+            whole = tf.concat(sent, axis)
+        return self._at_each(lambda replica: tf.cast(tf.identity(whole), dtype))
 
     def first(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return self._at_each(lambda replica: tf.identity(values[0]))

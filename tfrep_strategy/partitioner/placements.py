@@ -26,6 +26,9 @@ class Shard:
     axis: int = 0
     per_row: int = 1
 
+    def __post_init__(self) -> None:
+        assert self.axis >= 0, self.axis
+
 
 @dataclass(frozen=True)
 class Partial:

@@ -6,7 +6,7 @@ import abc
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -160,29 +160,6 @@ class SynchronousExtended(NoticesKeras2):
             count: int32 scalar, how many rows this process has.
         """
         return tf.zeros_like(count)
-
-    @contextlib.contextmanager
-    def as_one_device(self) -> Iterator[None]:
-        """Opens a block in which this process computes, eagerly, what one device would. All processes open it together.
-
-        Inside, the first copies of sums and of moving statistics hold the value of all replicas.
-        """
-
-        def own() -> list[list[Any]]:
-            return self.own_of_replicas(tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
-
-        for variables in own():
-            for variable in variables:
-                variable.assign(variable.read_value())
-        for variable, value in [(v, v.read_value()) for v in own()[0]]:
-            variable.values[0].assign(value)
-        yield
-        sums, means = own()
-        for variable in sums:  # What rank 0 has counts.
-            variable.assign(tf.identity(variable.values[0]))
-        for variable in means:
-            for copy in variable.values[1:]:
-                copy.assign(variable.values[0])
 
     def shard(self, batch: Any) -> Shards:
         """Cuts a global batch for the replicas of this process.

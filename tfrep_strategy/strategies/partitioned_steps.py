@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -71,7 +73,7 @@ class PartitionedSteps:
         if "eager" not in self._told:
             self._told.add("eager")
             warn("Steps run eagerly: each process computes the whole batch. That is right, but no faster than one device.")
-        with extended.as_one_device(), one_replica(self._strategy):
+        with _as_one_device(extended), one_replica(self._strategy):
             results = fn(batch)
         if not self._keeps_rows:
             return results
@@ -169,7 +171,8 @@ class PartitionedSteps:
         traced: list[_Traced] = []
         for specs in ways:
             try:
-                traced.append(_Traced(self._strategy, fn, tf.nest.pack_sequence_as(part, specs), sum(given, ()), self._keeps_rows))
+                batch = tf.nest.pack_sequence_as(part, specs)
+                traced.append(_Traced(self._strategy, fn, batch, [*itertools.chain(*given)], self._keeps_rows))
             except (TfrepError, tf.errors.OpError):
                 raise
             except Exception:  # The step may ask how many rows there are, as in `tf.zeros([x.shape[0], 8])`.
@@ -267,6 +270,30 @@ class _Traced:
     def _captured_by(self, replica: int) -> list[Any]:
         every = map(_copies, self._captured)
         return [copies[replica] if len(copies) > 1 else copies[0] for copies in every]
+
+
+@contextlib.contextmanager
+def _as_one_device(extended: Any) -> Iterator[None]:
+    """Opens a block in which this process computes, eagerly, what one device would. All processes open it together.
+
+    Inside, the first copies of sums and of moving statistics hold the value of all replicas.
+    """
+
+    def own() -> list[list[Any]]:
+        return extended.own_of_replicas(tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
+
+    for variables in own():
+        for variable in variables:
+            variable.assign(variable.read_value())
+    for variable, value in [(v, v.read_value()) for v in own()[0]]:
+        variable.values[0].assign(value)
+    yield
+    sums, means = own()
+    for variable in sums:  # What rank 0 has counts.
+        variable.assign(tf.identity(variable.values[0]))
+    for variable in means:
+        for copy in variable.values[1:]:
+            copy.assign(variable.values[0])
 
 
 def _line_of(operation: Any) -> str:

@@ -20,14 +20,7 @@ from tfrep_strategy._tensorflow import (
     is_mirrored,
 )
 from tfrep_strategy.agreement import Agreement
-from tfrep_strategy.batches import (
-    all_alike,
-    as_tensors,
-    num_examples,
-    open_sizes,
-    with_all_open,
-    with_open_sizes,
-)
+from tfrep_strategy.batches import all_alike, as_tensors, num_examples, open_sizes, with_all_open, with_open_sizes
 from tfrep_strategy.communicators import Communicator, SingleCommunicator
 from tfrep_strategy.communicators.bucket_size import SMALLEST_BUCKET, can_be_found, find_bucket_bytes
 from tfrep_strategy.errors import ConfigurationError, message

@@ -147,7 +147,7 @@ def _is_weighed(layer: Any) -> bool:
     """Whether `normalize` weighs what this step adds to the moving statistics of a layer."""
     step = current_step()
     renorm = getattr(layer, "renorm", False)  # Newer than the oldest Keras.
-    return step is not None and step.strategy.num_replicas_in_sync > 1 and not layer.synchronized and not renorm
+    return step is not None and step.share.num_replicas > 1 and not layer.synchronized and not renorm
 
 
 def _sums_what_is_written(variable: Any) -> bool:

@@ -98,7 +98,7 @@ class TracedStep(Placement, ShardedUpdates):
 
     def _marked(self, grads: Sequence[Any], variables: Sequence[Any], in_parts: bool) -> list[Any]:
         """Marks gradients; those that overwrite their variables are none."""
-        given = [None if overwrites(v) else g for g, v in zip(grads, variables, strict=False)]
+        given: list[Any] = [None if overwrites(v) else g for g, v in zip(grads, variables, strict=False)]
         is_cut = [in_parts and g is not None and not isinstance(g, tf.IndexedSlices) for g in given]
         marked = self._traced.aggregate_gradients([None if cut else g for g, cut in zip(given, is_cut, strict=True)])
         for i in (i for i, cut in enumerate(is_cut) if cut):

@@ -154,6 +154,9 @@ def gather(plan: Planner, operation: Any) -> None:
     axis = 0 if is_variable else plan.number(operation.inputs[2])
     rest = [] if is_variable else [plan.replicated(operation.inputs[2])]
     table, chosen = plan.placement(x), plan.placement(indices)
+    if axis is not None and axis < 0:
+        rank = plan.rank(x)
+        axis = None if rank is None else axis + rank
     if axis is None or operation.get_attr("batch_dims"):
         _gather_rows_by_rows(plan, operation, axis, rest)
         return

@@ -1,4 +1,4 @@
-"""Functions of the rows of a batch that are drawn at random: replicas compute together what one device does, and its gradient."""
+"""Programs that compute a number from the rows of a batch give replicas the value of one device, and its gradient."""
 
 from __future__ import annotations
 
@@ -11,15 +11,48 @@ import pytest
 import tensorflow as tf
 from keras import ops
 from lanes import in_lane
+from partitioner.programs_of_rows import CALLED, PROGRAMS
+from partitioner.replicas import differences
 
-import tfrep_strategy as tfrep
-from tfrep_strategy.keras_integration.protocol import Shards, current_step
-from tfrep_strategy.keras_integration.synchronous.assigned_values import of_all_replicas
-from tfrep_strategy.keras_integration.synchronous.batch_sums import part_of_global
+from tfrep_strategy.partitioner.placements import REPLICATE, Shard
+
+_ROWS = np.random.RandomState(0).randn(6, 4, 2).astype("float32")
+
+
+def _with_gradient(function: Callable[..., Any]) -> Callable[..., list[tf.Tensor]]:
+    def value_and_gradient(x: tf.Tensor, weight: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            tape.watch(weight)
+            value = function(x, weight)
+        return [value, tape.gradient(value, weight, unconnected_gradients="zero")]
+
+    return value_and_gradient
+
+
+def _check(function: Callable[..., Any], rows: np.ndarray, counts: tuple[int, ...], is_open: bool = True) -> None:
+    given = _with_gradient(function), [rows, np.float32(1.2)], [Shard(0), REPLICATE]
+    worst, *_ = differences(*given, counts, is_open=is_open, in_function=True)
+    assert worst < 2e-4, worst
+
+
+@pytest.mark.parametrize("parts", ["4 2", *in_lane("drawn", "6 0", "2 3 1")])
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, each in PROGRAMS.items() for name in each])
+def test_programs(kind: str, name: str, parts: str) -> None:
+    program = PROGRAMS[kind][name]
+    _check(lambda x, weight: weight**2 * program(weight * x), _ROWS, tuple(map(int, parts.split())))
+
+
+@pytest.mark.parametrize("parts", ["4 3", *in_lane("drawn", "7 0", "2 3 2")])
+@pytest.mark.parametrize("name", CALLED)
+def test_calls(name: str, parts: str) -> None:
+    counts = tuple(map(int, parts.split()))
+    worst, *_ = differences(CALLED[name], [_BATCH], [Shard(0)], counts, in_function=True)
+    assert worst < 2e-5, worst
+
 
 Function = Callable[[Any, Any], Any]  # Of rows of shape [n, 4], and of a weight.
 _BATCH = (np.random.RandomState(0).rand(7, 4) + 0.2).astype("float32")
-_CUTS = {2: ([4], [7]), 3: ([3, 5], [7, 7])}
+_COUNTS = ((4, 3), (7, 0), (3, 2, 2), (7, 0, 0))
 
 
 def _drawn_rows(draw: random.Random, depth: int) -> Function:
@@ -84,44 +117,9 @@ def _drawn_scalar(draw: random.Random, depth: int) -> Function:
     )
 
 
-def _of_replicas(function: Function, parts: list[np.ndarray]) -> tuple[float, list[float], list[float]]:
-    """Returns the value of all replicas together; on each, the global gradient, and what it would assign."""
-    strategy = tfrep.MirroredStrategy([f"CPU:{i}" for i in range(len(parts))])
-    with strategy.scope():
-        weight = tf.Variable(1.3)
-
-    def replica(part: Any) -> Any:
-        step, context = current_step(), tf.distribute.get_replica_context()
-        assert step is not None
-        own = weight.values[int(tf.get_static_value(context.replica_id_in_sync_group))]
-        with tf.GradientTape() as tape:
-            value = part_of_global(step, function(part, weight))
-        gradient = tape.gradient(value, own, unconnected_gradients="zero")
-        total = strategy.extended.sum_over_replicas(step.share.silenced([gradient]))[0]
-        assigned = of_all_replicas(function(part, weight))
-        assert assigned is not None
-        return value, total, assigned
-
-    @tf.function(input_signature=[Shards((tf.TensorSpec([None, 4]),) * len(parts), tf.TensorSpec([], tf.int64))])
-    def of_all(batch: Shards) -> Any:
-        return strategy.run(replica, args=(batch,))
-
-    value, *others = of_all(Shards(tuple(map(tf.constant, parts)), tf.constant(len(_BATCH), tf.int64)))
-    gradients, assigned = ([float(each) for each in strategy.experimental_local_results(other)] for other in others)
-    return float(strategy.reduce("SUM", value)), gradients, assigned
-
-
 @pytest.mark.parametrize("draws", [6, *in_lane("drawn", 150)])
-def test_drawn_values(draws: int) -> None:
+def test_drawn_programs(draws: int) -> None:
     for seed in range(draws):
         draw = random.Random(1000 * draws + seed)
         function = _drawn_scalar(draw, draw.choice([2, 3, 4]))
-        cut = draw.choice(_CUTS[draw.choice([2, 3])])
-        weight = tf.Variable(1.3)
-        with tf.GradientTape() as tape:
-            wanted = function(tf.constant(_BATCH), weight)
-        gradient = float(tape.gradient(wanted, weight, unconnected_gradients="zero"))
-        value, gradients, assigned = _of_replicas(function, np.split(_BATCH, cut))
-        told = f"seed {1000 * draws + seed}, cut at {cut}"
-        assert [value, *assigned] == pytest.approx([float(wanted)] * (1 + len(assigned)), rel=2e-4, abs=2e-4), told
-        assert gradients == pytest.approx([gradient] * len(gradients), rel=2e-4, abs=2e-4), told
+        _check(function, _BATCH, draw.choice(_COUNTS), is_open=draw.choice([True, False]))
