@@ -12,16 +12,7 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import OwnedMultiDeviceIterator, PerReplicaSpec, enumerate_registry, zip_registry
 from tfrep_strategy.agreement import Agreement
-from tfrep_strategy.batches import (
-    all_alike,
-    any_size,
-    empty_batch,
-    has_open_sizes,
-    num_examples,
-    open_sizes,
-    pack,
-    with_open_sizes,
-)
+from tfrep_strategy.batches import all_alike, any_size, empty_batch, has_open_sizes, num_examples, open_sizes, pack, with_open_sizes
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
@@ -191,13 +182,11 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         specs = [optional.element_spec for optional, _ in optionals]
         own = [tf.where(has, num_examples(part), 0) for has, part in zip(there, elements, strict=True)]
         sizes = list(map(open_sizes, specs, elements))
-        step = agreement.next_step(agreement.has_step(there), tf.add_n(own), all_alike(elements), tf.reduce_max(sizes, 0))
-        total, goes_on, alike, others = step
+        told = tf.add_n(own), all_alike(elements), tf.reduce_max(sizes, 0)
+        total, goes_on, alike, others = agreement.next_step(agreement.has_step(there), *told)
         if has_open_sizes(specs):
-            if not self._reading.as_shards:  # To Keras, the batches of all are one, and as long as the longest.
-                sizes = [tf.where(has, own_sizes, others) for has, own_sizes in zip(there, sizes, strict=True)]
-            else:
-                sizes = [others] * len(sizes)
+            keeps = not self._reading.as_shards  # To Keras, the batches of all are one, and as long as the longest.
+            sizes = [tf.where(keeps & has, own, others) for has, own in zip(there, sizes, strict=True)]
             elements = list(map(with_open_sizes, specs, elements, sizes))
         return Shards(tuple(elements), total, alike), goes_on
 
@@ -237,9 +226,8 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
     def _given_spec(self) -> Any:
         specs = [iterator.element_spec for iterator in self._iterators]
         if self._reading.as_shards:
-            return Shards(
-                tuple(self._reading.part_specs(specs)), tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.bool)
-            )
+            parts = tuple(self._reading.part_specs(specs))
+            return Shards(parts, tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.bool))
         return self._reading.packed_spec(specs)
 
     @property

@@ -47,51 +47,10 @@ def sums_of_a_step(strategy: Any) -> list[int]:
     return sums
 
 
-def sums_of_a_step_by_replicas(strategy: Any) -> list[int]:
-    strategy.densify_sparse_gradients = True  # So that replicas trace the step.
-    try:
-        return sums_of_a_step(strategy)
-    finally:
-        strategy.densify_sparse_gradients = False
-
-
-def test_synchronized_statistics_cost_one_sum_forward_and_one_backward_by_replicas(worker_pool: Any) -> None:
-    statistics, gradients = 3, 6
-    for sums in worker_pool("tf", 2).run(sums_of_a_step_by_replicas):
-        assert sums == [*[statistics] * 3, gradients], "nothing needs a gradient of what the first layer gets"
-
-
 def test_synchronized_statistics_cost_one_sum_forward_and_two_backward(worker_pool: Any) -> None:
     statistics, of_first, of_others, loss, metric = 3, 2, 4, 1, 1
     for sums in worker_pool("tf", 2).run(sums_of_a_step):  # Gradients travel as soon as they are there.
         assert sums == [statistics + metric, statistics, 1 + loss + of_others, 1 + metric, of_first]
-
-
-def functions_in_a_step(rows: int) -> list[str]:
-    """Trains with three layers of statistics in batches of 4. Returns the functions that the traced step of 2 replicas calls."""
-    graphs = []
-
-    def noted(x: Any) -> Any:
-        graphs.append(tf.compat.v1.get_default_graph())
-        return x
-
-    # With this setting, replicas trace the step.
-    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"], densify_sparse_gradients=True).scope():
-        kinds = [kind for size in (2, 3, 4) for kind in (layers.Dense(size), layers.BatchNormalization())]
-        model = keras.Sequential([keras.Input((3,)), layers.Lambda(noted), *kinds])
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-    data = tf.data.Dataset.from_tensor_slices((np.ones([rows, 3], "float32"), np.ones([rows, 4], "float32")))
-    model.fit(data.batch(4, drop_remainder=rows % 4 == 0), verbose=0)
-    assert not [op for op in graphs[-1].get_operations() if "If" in op.type]
-    return [op.get_attr("f").name for op in graphs[-1].get_operations() if op.type == "PartitionedCall"]
-
-
-@pytest.mark.lane("quick")
-def test_statistics_add_little_to_a_trace() -> None:
-    assert functions_in_a_step(8) == [], "all replicas are known to have as many rows"
-    called = functions_in_a_step(7)
-    assert len(called) == 6, "one for each layer and replica"
-    assert len(set(called)) == 1, "traced once"
 
 
 def test_moving_statistics_are_those_of_one_device(worker_pool: Any) -> None:

@@ -14,8 +14,6 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.keras_integration.protocol import current_step
-from tfrep_strategy.keras_integration.synchronous.batch_sums import compares_rows
 
 _MIXES = "A layer mixes the rows of a batch"
 _X = np.random.default_rng(0).normal(size=(11, 6)).astype("float32")
@@ -151,14 +149,6 @@ def test_settings(settings: dict[str, Any]) -> None:
     _check(OwnModel, _places, **settings)
 
 
-def test_replicas_that_trace_the_step_tell_the_cost() -> None:
-    expected, _ = _trained(contextlib.nullcontext(), OwnModel, _places)
-    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"], densify_sparse_gradients=True)
-    found, told = _trained(strategy.scope(), OwnModel, _places)
-    keras.tree.map_structure(lambda f, e: np.testing.assert_allclose(f, e, rtol=2e-5, atol=2e-6), found, expected)
-    assert told
-
-
 @pytest.mark.parametrize(
     ("make", "function"),
     [
@@ -198,17 +188,12 @@ def test_gradients_of_each_row_are_left_alone(function: Callable[[Any], Any]) ->
 
 
 @pytest.mark.parametrize("settings", [{}, {"drop_remainder": True}, {"steps_per_execution": 3}, {"jit_compile": True}], ids=str)
-def test_a_step_that_nobody_can_repeat_is_run_with_all_rows(settings: dict[str, Any]) -> None:
+def test_a_loop_behind_mixed_rows(settings: dict[str, Any]) -> None:
     given: Any = _in_a_loop, lambda x: x - ops.mean(x, 0)
     expected, _ = _trained(contextlib.nullcontext(), *given, **settings)
-    # With this setting, replicas trace the step.
-    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"], densify_sparse_gradients=True)
-    found, told = _trained(strategy.scope(), *given, warning="", **settings)
+    found, told = _trained(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope(), *given, warning="no rule", **settings)
     keras.tree.map_structure(lambda f, e: np.testing.assert_allclose(f, e, rtol=2e-5, atol=2e-6), found, expected)
-    costs = [each for each in told if "So each process runs it with all rows" in each]
-    assert len(costs) == 2  # To train and to test.
-    assert all("operation='While" in each for each in costs)
-    assert not [each for each in told if "outside `strategy.run`" in each or "Each replica compares its own" in each]
+    assert not told
 
 
 def test_sums_that_a_layer_asks_of_all_replicas_are_left_alone() -> None:
@@ -233,30 +218,3 @@ def test_a_predict_step_that_mixes_rows_gives_those_of_one_device() -> None:
 
     found, expected = predicted(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope()), predicted(contextlib.nullcontext())
     keras.tree.map_structure(lambda f, e: np.testing.assert_allclose(f, e, rtol=1e-6), found, expected)
-
-
-class PooledModel(keras.Model):
-    """Its step notes whether rows are compared by a pool behind something that normalizes them."""
-
-    def __init__(self, normalize: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.normalize, self.pool, self.seen = normalize, layers.MaxPooling2D(), list[bool]()
-
-    def train_step(self, batch: Any) -> dict[str, Any]:
-        x, _ = batch
-        step: Any = current_step()
-        self.seen.append(compares_rows(step, self.pool(ops.relu(self.normalize(x)))))
-        return {"loss": ops.mean(x)}
-
-
-@pytest.mark.parametrize("synchronized", [True, False])
-@pytest.mark.parametrize("by_layer", [True, False], ids=["a layer", "the user"])
-def test_a_pool_behind_batch_normalization_takes_no_rows_of_others(by_layer: bool, synchronized: bool) -> None:
-    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-        layer = layers.BatchNormalization(synchronized=synchronized)
-        layer.build((None, 4, 4, 3))
-        model = PooledModel((lambda x: layer(x, training=True)) if by_layer else (lambda x: x - ops.mean(x, axis=0)))
-        model.compile("sgd")
-    x = np.random.default_rng(0).normal(size=(7, 4, 4, 3)).astype("float32")
-    model.fit(x, x[:, 0, 0], batch_size=4, verbose=0)
-    assert set(model.seen) == {not by_layer}

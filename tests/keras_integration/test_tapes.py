@@ -11,7 +11,6 @@ import pytest
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.strategies.extended import SynchronousExtended
 
 ROWS = 20
 BATCH = 10
@@ -73,27 +72,6 @@ def mirrored(num_replicas: int, **settings: Any) -> tfrep.MirroredStrategy:
 
 def sgd() -> keras.optimizers.Optimizer:
     return keras.optimizers.SGD(0.1)
-
-
-@pytest.fixture
-def sums(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lists how many gradients each sum has that a replica asks for; the sums are done."""
-    seen: list[int] = []
-    original = SynchronousExtended.aggregate_gradients
-
-    def counted(extended: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(len(gradients))
-        return original(extended, gradients, *args, **kwargs)
-
-    monkeypatch.setattr(SynchronousExtended, "aggregate_gradients", counted)
-    return seen
-
-
-@pytest.mark.parametrize(("take", "num_sums"), [(as_they_are, 1), (clipped, 2)])
-def test_a_step_that_passes_gradients_on_sums_them_once(take: Any, num_sums: int, sums: list[int]) -> None:
-    with mirrored(2, densify_sparse_gradients=True).scope():  # So that replicas trace it.
-        trained(Net, take, sgd)
-    assert sums == [4] * num_sums * 2  # Traced once for each of two replicas.
 
 
 def test_a_step_that_passes_gradients_on_has_the_bits_of_keras() -> None:
