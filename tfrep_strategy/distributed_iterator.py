@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfrep_strategy import batches
 from tfrep_strategy._tensorflow import OwnedMultiDeviceIterator, PerReplicaSpec, enumerate_registry, zip_registry
 from tfrep_strategy.agreement import Agreement
-from tfrep_strategy.batches import all_alike, any_size, empty_batch, has_open_sizes, num_examples, open_sizes, pack, with_open_sizes
+from tfrep_strategy.batches import all_alike, any_size, empty_batch, num_examples, pack
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
@@ -181,13 +182,13 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
             return shards, agreement.all_read(tf.reduce_all(there), shards.total)
         specs = [optional.element_spec for optional, _ in optionals]
         own = [tf.where(has, num_examples(part), 0) for has, part in zip(there, elements, strict=True)]
-        sizes = list(map(open_sizes, specs, elements))
+        sizes = list(map(batches.open_sizes, specs, elements))
         told = tf.add_n(own), all_alike(elements), tf.reduce_max(sizes, 0)
         total, goes_on, alike, others = agreement.next_step(agreement.has_step(there), *told)
-        if has_open_sizes(specs):
+        if batches.has_open_sizes(specs):
             keeps = not self._reading.as_shards  # To Keras, the batches of all are one, and as long as the longest.
             sizes = [tf.where(keeps & has, own, others) for has, own in zip(there, sizes, strict=True)]
-            elements = list(map(with_open_sizes, specs, elements, sizes))
+            elements = list(map(batches.with_open_sizes, specs, elements, sizes))
         return Shards(tuple(elements), total, alike), goes_on
 
     def _read(self, read: Callable[[Any], Any]) -> list[tuple[Any, str | None]]:
