@@ -240,6 +240,55 @@ CASES = {
         [("n", 3, 3)],
         [[S()]],
     ),
+    "FFT IFFT RFFT IRFFT": Case(
+        lambda x: [
+            tf.abs(tf.signal.fft(tf.cast(x, tf.complex128))),
+            tf.signal.irfft(tf.signal.rfft(x)),
+            tf.math.real(tf.signal.ifft(tf.transpose(tf.cast(x, tf.complex128)))),
+        ],
+        [("n", 4)],
+        [[S()], [P]],
+    ),
+    "FFT2D FFT3D IFFT2D IFFT3D RFFT2D IRFFT2D": Case(
+        lambda x: [
+            tf.abs(tf.signal.fft2d(tf.signal.ifft2d(tf.cast(x, tf.complex128)))),
+            tf.abs(tf.signal.fft3d(tf.cast(x, tf.complex128))),
+            tf.abs(tf.signal.ifft3d(tf.cast(x[:, None], tf.complex128))),
+            tf.signal.irfft2d(tf.signal.rfft2d(x)),
+        ],
+        [("n", 4, 4)],
+        [[S()], [P]],
+    ),
+    "LogMatrixDeterminant": Case(lambda x: tf.linalg.slogdet(x + 9 * tf.eye(3, dtype=x.dtype)), [("n", 3, 3)], [[S()]]),
+    "MatrixSolve MatrixTriangularSolve Cross": Case(
+        lambda x, y: [
+            tf.linalg.solve(x + 9 * tf.eye(3, dtype=x.dtype), y),
+            tf.linalg.triangular_solve(x + 9 * tf.eye(3, dtype=x.dtype), y),
+            tf.linalg.cross(x, y),
+        ],
+        [("n", 3, 3), ("n", 3, 3)],
+        [[S(), S()], [P, S()], [S(), P]],
+    ),
+    "Qr Svd SelfAdjointEigV2 Eig": Case(
+        lambda x: [
+            tf.abs(tf.linalg.qr(x)[1]),
+            tf.linalg.svd(x, compute_uv=False),
+            tf.linalg.eigvalsh(x @ tf.linalg.matrix_transpose(x)),
+            tf.sort(tf.abs(tf.linalg.eigvals(x)), axis=-1),
+        ],
+        [("n", 3, 3)],
+        [[S()]],
+    ),
+    "DenseBincount": Case(
+        lambda x, w: [
+            tf.math.bincount(x, minlength=4, maxlength=4, axis=-1),
+            tf.math.bincount(x, w, minlength=4, maxlength=4, axis=-1),
+            tf.math.bincount(tf.reshape(x, [-1]), minlength=4, maxlength=4),
+        ],
+        [("n", 3), ("n", 3)],
+        [[S(), S()], [S(), R]],
+        [np.int32, np.float32],
+    ),
     "MatrixDeterminant": Case(tf.linalg.det, [("n", 3, 3)], [[S()], [P]]),
     "MatrixDiagV3": Case(tf.linalg.diag, [row], [[S()], [P]]),
     "MatrixDiagV3 of rows": Case(tf.linalg.diag, [("n",)], [[S()], [P]]),
@@ -548,7 +597,7 @@ def test_an_operation_on_elements(kind: str) -> None:
 def test_every_rule_has_a_case() -> None:
     named = {kind for name in CASES for kind in name.split()} | set(_ELEMENTWISE)
     assigned = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
-    elsewhere = {"VariableShape", "ReadVariableOp", "ResourceGather"} | assigned
+    elsewhere = {"VariableShape", "ReadVariableOp", "ResourceGather", "LookupTableFindV2"} | assigned
     drawn = {
         kind for kind in planner.RULES if "Random" in kind or "TruncatedNormal" in kind or kind.startswith("Stateful")
     }

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import operation_definition
+from tfrep_strategy._tensorflow import add_function, operation_definition
 from tfrep_strategy.partitioner import marks
 from tfrep_strategy.partitioner import sizes as by_value
 from tfrep_strategy.partitioner.placements import (
@@ -259,11 +259,14 @@ class Planner(Values):
     # Functions.
 
     def function(self, operation: Any, name: str) -> Any:
-        """Returns the graph of a function that an operation calls."""
+        """Returns the graph of a function that an operation calls; None if it has none, and is known by its name alone."""
         graph = operation.graph
         while name not in graph._functions:
             graph = graph.outer_graph
-        return graph._functions[name].graph
+        found = graph._functions[name]
+        if not hasattr(found, "graph"):
+            add_function(found.definition)
+        return getattr(found, "graph", None)
 
     def note_without_rule(self, found: dict[str, Any]) -> None:
         """Notes operations of a body that get the rows of all replicas for want of a rule."""

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfrep_strategy.keras_integration.asynchronous.callback_checks import check_callbacks
+from tfrep_strategy.keras_integration.asynchronous.metric_results import MetricResults
 from tfrep_strategy.keras_integration.asynchronous.partitioned_variables import Parts
 from tfrep_strategy.keras_integration.asynchronous.predictions import PredictFunction
 from tfrep_strategy.keras_integration.asynchronous.state import SharedState
@@ -21,7 +22,6 @@ from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.shared.backups import Backups
 from tfrep_strategy.keras_integration.shared.csv_files import CsvFiles
-from tfrep_strategy.keras_integration.shared.metric_results import MetricResults
 from tfrep_strategy.keras_integration.shared.model_files import ModelFiles
 from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfCluster, check_cluster, profiled
 

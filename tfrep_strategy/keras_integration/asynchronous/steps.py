@@ -14,12 +14,12 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import PerWorkerValues
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.asynchronous.local_variables import kept_on_worker, new_local
+from tfrep_strategy.keras_integration.asynchronous.metric_results import noted_results
 from tfrep_strategy.keras_integration.asynchronous.state import AsyncStep, make_exact, traced_step
 from tfrep_strategy.keras_integration.asynchronous.step_layout import StepLayout
 from tfrep_strategy.keras_integration.asynchronous.sync_updates import SyncUpdates
 from tfrep_strategy.keras_integration.internals import StatelessScope, pythonify_logs, tensorflow_trainer
 from tfrep_strategy.keras_integration.settings import Setting
-from tfrep_strategy.keras_integration.shared.metric_results import noted_results
 from tfrep_strategy.keras_integration.shared.other_optimizers import with_inner
 from tfrep_strategy.keras_integration.shared.xla import compiled_between_collectives
 

@@ -9,11 +9,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.keras_integration.protocol import KerasStrategy, Step, current_step
-from tfrep_strategy.keras_integration.shared.metric_results import MetricResults
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 
 
-class Logs(MetricResults, SynchronousBase):
+class Logs(SynchronousBase):
     """What steps and metrics tell."""
 
     def metrics_result_or_logs(self, original: Any, model: Any, logs: Any) -> Any:

@@ -10,6 +10,7 @@ from tfrep_strategy.partitioner.rules import (
     lists,  # noqa: F401
     loops,  # noqa: F401
     marked,  # noqa: F401
+    matrices,  # noqa: F401
     ragged,  # noqa: F401
     reducing,  # noqa: F401
     shapes,  # noqa: F401

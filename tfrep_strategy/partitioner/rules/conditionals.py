@@ -25,6 +25,9 @@ def branches(plan: Planner, operation: Any) -> None:
     called = [operation.get_attr(name) for name in names] if is_if else operation.get_attr("branches")
     graphs = [plan.function(operation, each.name) for each in called]
     which, *given = operation.inputs
+    if None in graphs:
+        plan.replicate(operation)
+        return
     for x in given:
         plan.settle_items(x)
     if isinstance(plan.placement(which), Own):

@@ -48,8 +48,11 @@ def write(plan: Planner, operation: Any) -> None:
 @rule("PartitionedCall", "StatefulPartitionedCall")
 @always
 def call(plan: Planner, operation: Any) -> None:
-    """A function is planned where it is called."""
+    """A function is planned where it is called. One of TensorFlow's own that has no graph is called with all rows."""
     graph = plan.function(operation, operation.get_attr("f").name)
+    if graph is None:
+        plan.replicate(operation)
+        return
     inner = plan.inside(graph, operation.inputs)
     inner.run(graph)
     for given, own in zip(operation.inputs, graph.inputs, strict=True):

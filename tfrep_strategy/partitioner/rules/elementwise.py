@@ -17,7 +17,8 @@ _LINEAR = ("Conj", "Imag", "Neg", "Real")
 """Of one operand; a sum stays a sum."""
 
 _UNARY = (
-    "Abs", "Acos", "Acosh", "Angle", "Bitcast", "Asin", "Asinh", "Atan", "Atanh", "BesselI0e", "BesselI1e", "Ceil",
+    "Abs", "Acos", "Acosh", "Angle", "Bitcast", "Asin", "Asinh", "Atan", "Atanh", "BesselI0", "BesselI0e", "BesselI1", "BesselI1e",
+    "Ceil",
     "CheckNumerics", "ComplexAbs", "Cos", "Cosh", "Digamma", "Elu", "Erf", "Erfc", "Erfinv", "Exp", "Expm1", "Floor", "Inv",
     "Invert", "IsFinite", "IsInf", "IsNan", "LeakyRelu", "Lgamma", "Log", "Log1p", "LogicalNot", "Ndtri", "OnesLike",
     "PopulationCount", "Reciprocal", "Relu", "Relu6", "Rint", "Round", "Rsqrt", "Selu", "Sigmoid", "Sign", "Sin", "Sinh",

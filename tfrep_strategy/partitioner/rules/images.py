@@ -15,12 +15,9 @@ _PICTURES = {
     "ResizeBilinearGrad": (0, 1), "ResizeBicubicGrad": (0, 1), "ResizeNearestNeighborGrad": (0,),
     "RGBToHSV": (0,), "HSVToRGB": (0,), "AdjustContrastv2": (0,), "AdjustSaturation": (0,), "AdjustHue": (0,),
     "DepthToSpace": (0,), "SpaceToDepth": (0,), "ExtractImagePatches": (0,), "ExtractVolumePatches": (0,),
-    "Dilation2D": (0,), "ImageProjectiveTransformV3": (0, 1), "MatrixInverse": (0,), "Cholesky": (0,), "MatrixDeterminant": (0,),
-    "MatrixDiagV3": (0,), "MatrixDiagPartV3": (0,), "MatrixBandPart": (0,),
+    "Dilation2D": (0,), "ImageProjectiveTransformV3": (0, 1),
 }  # fmt: skip
 """Which inputs have pictures, one a row. Others are the same for all."""
-
-_LINEAR_ALGEBRA = ("Matrix", "Cholesky")
 
 
 @rule(*_PICTURES)
@@ -45,17 +42,12 @@ def each_picture(plan: Planner, operation: Any) -> None:
         else:
             plan.replicate(operation)
             return
-    if operation.type.startswith(_LINEAR_ALGEBRA):
-        plan.emit(operation, inputs, shard)
-    else:
-        plan.emit_filled(operation, inputs, with_rows, shard, shard)
+    plan.emit_filled(operation, inputs, with_rows, shard, shard)
 
 
 def _own_axes(plan: Planner, operation: Any) -> int:
     """Returns how many axes come before those that an operation works on."""
     rank = plan.rank(operation.inputs[0])
-    if operation.type.startswith(_LINEAR_ALGEBRA):
-        return 0 if rank is None else rank - (1 if operation.type == "MatrixDiagV3" else 2)
     if operation.type in ("RGBToHSV", "HSVToRGB", "AdjustContrastv2", "AdjustSaturation", "AdjustHue"):
         return 0 if rank is None else rank - (3 if operation.type == "AdjustContrastv2" else 1)
     return 1

@@ -22,6 +22,9 @@ def loop(plan: Planner, operation: Any) -> None:
     What does not change, and is wanted whole, is sent before the loop.
     """
     test, body = (plan.function(operation, operation.get_attr(name).name) for name in ("cond", "body"))
+    if test is None or body is None:
+        plan.replicate(operation)
+        return
     if over_rows(plan, operation, test, body):
         return
     for x in operation.inputs:

@@ -1,0 +1,57 @@
+"""Operations on the last axes of tensors: linear algebra, Fourier transforms, lookups and counts. Other axes are left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfrep_strategy.partitioner.placements import Replicate, Shard
+from tfrep_strategy.partitioner.planner import Planner, rule
+
+_INNER = {
+    "Cholesky": 2, "Cross": 1, "Eig": 2, "FFT": 1, "FFT2D": 2, "FFT3D": 3, "IFFT": 1, "IFFT2D": 2, "IFFT3D": 3,
+    "IRFFT": 1, "IRFFT2D": 2, "LogMatrixDeterminant": 2, "MatrixBandPart": 2, "MatrixDeterminant": 2, "MatrixDiagPartV3": 2,
+    "MatrixDiagV3": 1, "MatrixInverse": 2, "MatrixSolve": 2, "MatrixTriangularSolve": 2, "Qr": 2, "RFFT": 1, "RFFT2D": 2,
+    "SelfAdjointEigV2": 2, "Svd": 2,
+}  # fmt: skip
+"""How many of the last axes an operation works on."""
+
+_SEVERAL = ("Cross", "MatrixSolve", "MatrixTriangularSolve")
+"""Their two operands have the same other axes."""
+
+
+@rule(*_INNER)
+def of_last_axes(plan: Planner, operation: Any) -> None:
+    """Rows stay rows where they are in none of the axes that the operation works on."""
+    shard, rank = plan.placement(operation.inputs[0]), plan.rank(operation.inputs[0])
+    operands = operation.inputs[: 2 if operation.type in _SEVERAL else 1]
+    is_other = isinstance(shard, Shard) and rank is not None and shard.axis < rank - _INNER[operation.type]
+    if not is_other or any(plan.placement(x) != shard or plan.rank(x) != rank for x in operands):
+        plan.replicate(operation)
+        return
+    others = [plan.replicated(x) for x in operation.inputs[len(operands) :]]
+    plan.emit(operation, [*map(plan.local, operands), *others], shard)
+
+
+@rule("LookupTableFindV2")
+def lookup(plan: Planner, operation: Any) -> None:
+    """Each element is looked up by itself, in the table of the process."""
+    table, keys, default = operation.inputs
+    placement = plan.placement(keys)
+    if not isinstance(placement, Shard) or not isinstance(plan.placement(table), Replicate):
+        plan.replicate(operation)
+        return
+    plan.emit(operation, [plan.local(table), plan.local(keys), plan.replicated(default)], placement)
+    plan.access(plan.local(table), plan.node_of(operation), writes=False)
+
+
+@rule("DenseBincount")
+def counts(plan: Planner, operation: Any) -> None:
+    """The elements of each row are counted."""
+    x, size, weights = operation.inputs
+    placement, of_weights = plan.placement(x), plan.placement(weights)
+    is_none = weights.shape.num_elements() == 0
+    if placement != Shard(0) or plan.rank(x) != 2 or not (is_none or of_weights == placement):
+        plan.replicate(operation)
+        return
+    own = plan.replicated(weights) if is_none else plan.local(weights)
+    plan.emit(operation, [plan.local(x), plan.replicated(size), own], placement)
