@@ -22,7 +22,6 @@ from tfrep_strategy.communicators.context import ContextCommunicator
 from tfrep_strategy.communicators.peers.checked import CheckedCommunicator
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.protocol import current_step
-from tfrep_strategy.keras_integration.trial import note_collective
 from tfrep_strategy.strategies.groups import ReplicaGroup
 
 Nest = Any
@@ -50,7 +49,6 @@ def launch(
         The result, in the structure of `nest`.
     """
     tensors = [to_tensor(kind, leaf) for leaf in tf.nest.flatten(nest)]
-    note_collective()
     flow = flow_of(group)
     try:
         for tensor in tensors:
