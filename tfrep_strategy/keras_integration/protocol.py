@@ -173,8 +173,8 @@ class KerasExtended(Protocol):
     partitioned_steps: Setting[Any]
     """What runs the steps that are traced now as one device's; None where replicas run them."""
 
-    def new_partitioned_steps(self, builds: bool, known: KnownRows) -> Any:
-        """Makes what runs the steps of one function as one device's; see `PartitionedSteps`."""
+    def new_partitioned_steps(self, builds: bool, known: KnownRows, model: Any, phase: str) -> Any:
+        """Makes what runs the steps of a phase of a model, such as "train", as one device's; see `PartitionedSteps`."""
 
     reads_at_most: Setting[int | None]
     """How many steps will be read of the data sets that are distributed now; None where nobody knows."""

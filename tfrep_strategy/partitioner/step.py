@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 import tfrep_strategy.partitioner.rules  # noqa: F401  (registers them)
 from tfrep_strategy.partitioner.emitter import Emitter, Transport
 from tfrep_strategy.partitioner.placements import REPLICATE, Placement, Shard, Size
 from tfrep_strategy.partitioner.planner import Planner
-from tfrep_strategy.partitioner.program import Program, every_node, without
+from tfrep_strategy.partitioner.program import Collective, Node, Program, every_node, live, without
 from tfrep_strategy.partitioner.pruning import prune
 from tfrep_strategy.partitioner.values import OwnRows
 
@@ -73,6 +75,7 @@ class PartitionedStep:
             program.results.append(plan.sharded(tensor, Shard(0)) if keeps else plan.replicated(tensor))
             self.placements.append(Shard(0) if keeps else REPLICATE)
         self.program, self.without_rule = program, plan.without_rule
+        self._placed = collections.Counter(type(value.placement).__name__ for value in plan.values.values())
         self.graph = graph  # With it, its functions would end.
         prune(program)
         self._emitter = Emitter(program, compiled)
@@ -87,6 +90,23 @@ class PartitionedStep:
         """Returns the traced operations for which the nodes stand that an error of TensorFlow names."""
         names = set(re.findall(r"\{\{node ([^}]+)\}\}", text))
         return [node.traced for node in every_node(self.program) if node.name in names and node.traced is not None]
+
+    def describe(self) -> list[str]:
+        """Says where its tensors are, and what replicas send, a line for each round of collectives."""
+        rounds: dict[int, collections.Counter[tuple[str, str]]] = collections.defaultdict(collections.Counter)
+        for each in live(self.program.nodes, self.program.results):
+            if isinstance(each, Collective) and each.kind != "shared":
+                for x in each.inputs:
+                    rounds[each.level][each.kind, _size(x)] += 1
+            elif isinstance(each, Node) and each.talks:
+                rounds[each.level][each.type, "in each round"] += 1
+        kinds = {"Shard": "in rows", "Partial": "sums", "Replicate": "whole", "Own": "a replica's own"}
+        placed = ", ".join(f"{self._placed[kind]} {told}" for kind, told in kinds.items() if self._placed[kind])
+        lines = [f"Tensors: {placed}."]
+        for level, sent in sorted(rounds.items()):
+            each = (f"{count} {kind} of {size}" for (kind, size), count in sorted(sent.items()))
+            lines.append(f"Round {level + 1}: {', '.join(each)}.")
+        return lines
 
     def run(
         self, rows: Sequence[OwnRows], inputs: Sequence[Sequence[tf.Tensor]], transport: Transport
@@ -121,3 +141,12 @@ class PartitionedStep:
             missing = [own for own, each in zip(self.program.arguments, given[0], strict=True) if each is None]
             self._without_batch = Emitter(without(self.program, missing), compiled=False)
         self._without_batch.run(given, transport)
+
+
+def _size(tensor: Any) -> str:
+    """Says how large a tensor is that is sent, or how large each of its rows."""
+    if tensor.shape.rank is None:
+        return "unknown size"
+    known = [size for size in tensor.shape if size is not None]
+    told = f"{int(np.prod(known, dtype=np.int64)) * tensor.dtype.size} bytes"
+    return told if len(known) == tensor.shape.rank else f"{told} a row"

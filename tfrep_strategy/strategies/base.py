@@ -171,18 +171,23 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
             ReplicaGroup([1])
         """
 
-    def explain(self, dataset: tf.data.Dataset) -> str:
-        """Says what a process computes of a data set: which operations for its own examples only, and what prevents more.
+    def explain(self, what: Any) -> str:
+        """Says what a process computes of a data set, or how the steps of a model are partitioned.
 
         Args:
-            dataset: A data set of global batches, as `fit` gets it.
+            what: A `tf.data.Dataset` of global batches. It tells which of its operations a process computes for its own examples
+                only, and why not the others. Or a model that has run a step under this strategy: for each phase, how many tensors
+                are in rows, sums, or whole on every replica; what replicas send in each round; which operations each of them
+                computes for all rows.
 
         Example:
-            >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
             >>> strategy.explain(tf.data.Dataset.range(8).batch(4))
             'One process reads the data set and computes all of it.'
         """
-        return explain(dataset, self.extended.local_replicas(stop_together=False))
+        if isinstance(what, tf.data.Dataset):
+            return explain(what, self.extended.local_replicas(stop_together=False))
+        lines = [f"{phase}: {line}" for phase, steps in self.extended.steps_of.get(what, ()) for line in steps.describe()]
+        return "\n".join(lines) or "The model has run no step on several replicas."
 
     def assert_in_sync(self, model_or_variables: Any, every: int | None = None) -> None:
         """Raises unless all replicas hold the same values, bit by bit. Every process must call it.

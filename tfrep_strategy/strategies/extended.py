@@ -71,6 +71,8 @@ class SynchronousExtended(NoticesKeras2):
         self.reads_at_most: Setting[int | None] = Setting(None)
         self.partitioned_steps: Setting[Any] = Setting(None)
         """The `PartitionedSteps` of the function that Keras calls now, if its steps are run as one device's."""
+        self.steps_of: weakref.WeakKeyDictionary[Any, list[tuple[str, PartitionedSteps]]] = weakref.WeakKeyDictionary()
+        """Of each model: its phases, and how their steps are partitioned."""
         self.given_beside: dict[str, Any] = {}
         self.cut_of_new_variables: Setting[Cut | None] = Setting(None)
         """Of which part each replica is to hold of the variables that are made."""
@@ -133,9 +135,11 @@ class SynchronousExtended(NoticesKeras2):
     keeps_own_rows = False
     """Whether a process gets of results that are rows those of its own part."""
 
-    def new_partitioned_steps(self, builds: bool, known: KnownRows) -> PartitionedSteps:
-        """Makes what runs the steps of one function as one device's; see `PartitionedSteps`."""
-        return PartitionedSteps(self.strategy, builds, known, keeps_rows=self.keeps_own_rows)
+    def new_partitioned_steps(self, builds: bool, known: KnownRows, model: Any, phase: str) -> PartitionedSteps:
+        """Makes what runs the steps of a phase of a model, such as "train", as one device's; see `PartitionedSteps`."""
+        steps = PartitionedSteps(self.strategy, builds, known, keeps_rows=self.keeps_own_rows)
+        self.steps_of.setdefault(model, []).append((phase, steps))
+        return steps
 
     @property
     def of_gradients(self) -> Gradients:

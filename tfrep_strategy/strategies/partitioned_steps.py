@@ -153,6 +153,18 @@ class PartitionedSteps:
         if self._known.alike is None and traced is not None:
             traced.run_without_batch()
 
+    def describe(self) -> list[str]:
+        """Says how the steps that were traced are partitioned, a line for each finding."""
+        lines = []
+        for traced in filter(None, self._traced.values()):
+            lines += traced.step.describe()
+            whole = [f"{type_} ({_line_of(operation)})" for type_, operation in traced.without_rule.items()]
+            if whole:
+                lines.append(f"Every replica computes for all rows, for want of a rule: {', '.join(whole)}.")
+        if any(traced is None for traced in self._traced.values()):
+            lines.append("Every replica computes all rows of some batches.")
+        return lines
+
     def tell_lines(self, error: tf.errors.OpError) -> None:
         """Adds to an error of a step where the user's program has made what failed."""
         for traced in filter(None, self._traced.values()):

@@ -235,7 +235,7 @@ class SynchronousDriver(
         if self.has_several:
             by_replicas = build(with_global_logs(model, phase, strategy, step_function))
             run = OneDeviceSteps(
-                extended, lambda: build(whole_step), by_replicas, builds=not model.built, compiled=model.jit_compile
+                extended, model, phase, lambda: build(whole_step), by_replicas, not model.built, model.jit_compile
             )
 
         # It is called in every step, so it calls no more than it needs.

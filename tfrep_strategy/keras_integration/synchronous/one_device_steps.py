@@ -21,6 +21,8 @@ class OneDeviceSteps:
 
     Args:
         extended: That of the strategy.
+        model: The model.
+        phase: "train" or "test".
         make: Makes what runs steps, each of them in one call of `strategy.run`.
         by_replicas: Runs steps of which replicas have batches of their own that make no global one.
         builds: Whether the first step builds the model.
@@ -33,12 +35,15 @@ class OneDeviceSteps:
     def __init__(
         self,
         extended: KerasExtended,
+        model: Any,
+        phase: str,
         make: Callable[[], Callable[[Any], Any]],
         by_replicas: Callable[[Any], Any],
         builds: bool,
         compiled: bool,
     ) -> None:
         self._extended, self._make, self._by_replicas, self._builds = extended, make, by_replicas, builds
+        self._of = model, phase
         self._in_its_way = compiled_at_once if compiled else contextlib.nullcontext
         self._ways: dict[KnownRows, tuple[Callable[[Any], Any], Any]] = {}
         """By what is known of the rows of batches: what runs their steps, and how they are partitioned."""
@@ -52,7 +57,7 @@ class OneDeviceSteps:
         if not self.gives_global_logs:
             return self._by_replicas(batches)
         if known not in self._ways:
-            self._ways[known] = self._make(), self._extended.new_partitioned_steps(self._builds, known)
+            self._ways[known] = self._make(), self._extended.new_partitioned_steps(self._builds, known, *self._of)
         run, steps = self._ways[known]
         try:
             with self._extended.partitioned_steps.to(steps), self._in_its_way():

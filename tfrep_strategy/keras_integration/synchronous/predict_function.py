@@ -49,7 +49,7 @@ class PredictFunction:
             way = KnownRows()
         extended = self._driver.strategy.extended
         if way not in self._ways:
-            self._ways[way] = self._made(), extended.new_partitioned_steps(self._builds, way)
+            self._ways[way] = self._made(), extended.new_partitioned_steps(self._builds, way, self._model, "predict")
         run, steps = self._ways[way]
         try:
             with extended.partitioned_steps.to(steps):
