@@ -139,10 +139,10 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
     def known_rows(self) -> KnownRows:
         """What this process knows of the rows of batches."""
         if not self.batches:
-            return KnownRows(None)
+            return KnownRows()
         if all(map(rows_are_alike, self.batches)):
             return KnownRows(True, None if self.is_of_each else known_examples(self.batches[0].element_spec))
-        return KnownRows(False if self.is_of_each else None)
+        return KnownRows(are_apart=self.is_of_each)
 
 
 support_loops(ReplicaDataset)

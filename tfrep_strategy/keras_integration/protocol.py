@@ -34,20 +34,21 @@ class KnownRows(NamedTuple):
     """What is known of the rows of global batches before one is read. All processes have to know the same.
 
     Attributes:
-        alike: Whether all tensors of a batch have one number of rows; None if its `Shards` tell. It is False where replicas read
-            batches of their own whose tensors have other numbers of rows, so that nothing of them belongs together.
+        alike: Whether all tensors of a batch have one number of rows; None if its `Shards` tell.
         total: How many rows each batch has; None if batches differ, or nobody knows.
+        are_apart: Whether replicas read batches of their own whose tensors may have other numbers of rows, so that nothing of them
+            belongs together: there is no global batch.
     """
 
-    alike: bool | None = False
+    alike: bool | None = None
     total: int | None = None
+    are_apart: bool = False
 
     @staticmethod
     def common(each: Iterable[KnownRows]) -> KnownRows:
         """Returns what is known if each of these is known of some of the batches, or by one of the processes."""
-        alike, totals = map(set, zip(*each, strict=True))
-        common = alike.pop() if len(alike) == 1 else False if False in alike else None
-        return KnownRows(common, totals.pop() if len(totals) == 1 else None)
+        alike, totals, apart = map(set, zip(*each, strict=True))
+        return KnownRows(alike.pop() if len(alike) == 1 else None, totals.pop() if len(totals) == 1 else None, True in apart)
 
 
 class Whole:

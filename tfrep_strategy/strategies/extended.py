@@ -179,7 +179,7 @@ class SynchronousExtended(NoticesKeras2):
     def known_rows(self, batch: Any) -> KnownRows:
         """Returns what is known of the rows of a batch. All processes find the same."""
         batch = as_tensors(batch)
-        return KnownRows(True, known_examples(batch)) if has_one_size(batch) is True else KnownRows(None)
+        return KnownRows(True, known_examples(batch)) if has_one_size(batch) else KnownRows(False)
 
     # Gradients.
 

@@ -212,7 +212,10 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
 
     def known_rows(self, batch: Any) -> KnownRows:
         known = super().known_rows(batch)
-        return KnownRows(not self.any_process(not known.alike)) if self.keeps_own_rows else known
+        if not self.keeps_own_rows:
+            return known
+        alike = not self.any_process(not known.alike)
+        return KnownRows(alike, are_apart=not alike)
 
     @property
     def keeps_own_rows(self) -> bool:  # type: ignore[override]

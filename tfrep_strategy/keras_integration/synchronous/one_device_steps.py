@@ -53,7 +53,7 @@ class OneDeviceSteps:
 
     def __call__(self, batches: Any) -> Any:
         known = batches.known_rows if self._needs_total else batches.known_rows._replace(total=None)
-        self.gives_global_logs = known.alike is not False
+        self.gives_global_logs = not known.are_apart
         if not self.gives_global_logs:
             return self._by_replicas(batches)
         if known not in self._ways:

@@ -10,6 +10,9 @@ import tensorflow as tf
 from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
 from tfrep_strategy.keras_integration.synchronous.one_device_steps import WholeBatches
 
+_APART = KnownRows(are_apart=True)
+"""Batches that each replica has for itself: those of the only one, too."""
+
 
 class PredictFunction:
     """Predicts the rows of batches: with steps of one device where that is possible, else by replicas.
@@ -25,10 +28,9 @@ class PredictFunction:
 
     def __init__(self, driver: Any, model: Any, make: Callable[..., Any], run: Any) -> None:
         self._driver, self._model, self._make = driver, model, make
-        self._partitions = driver.has_several
         self._builds = not model.built
         self._needs_total = self._builds  # A layer that was built for any number of rows could not be built again.
-        self._ways = {KnownRows(): (run, None)}
+        self._ways = {_APART: (run, None)}
         """By what is known of the rows of batches: what runs their steps, and how they are partitioned, if so."""
         self._traced: set[KnownRows] = set()
 
@@ -36,7 +38,7 @@ class PredictFunction:
         extended = self._driver.strategy.extended
         self._driver.check_first_batch()
         with extended.watching_peers():
-            known = KnownRows()
+            known = _APART
             if self._driver.has_several:
                 if not all(isinstance(batch, Shards) for batch in batches):
                     batches = WholeBatches(extended, batches)
@@ -45,8 +47,8 @@ class PredictFunction:
 
     def _predicted(self, batches: list[Any], known: KnownRows) -> Any:
         way = known if self._needs_total else known._replace(total=None)
-        if not self._partitions or not way.alike and way.alike is not None:
-            way = KnownRows()
+        if way.are_apart:
+            way = _APART
         extended = self._driver.strategy.extended
         if way not in self._ways:
             self._ways[way] = self._made(), extended.new_partitioned_steps(self._builds, way, self._model, "predict")
@@ -62,7 +64,7 @@ class PredictFunction:
                 steps.tell_lines(error)
             raise
         except Exception:
-            if way in self._traced or known == way or not self._partitions:
+            if way in self._traced or known == way or way.are_apart:
                 raise
             self._needs_total = True  # A model may ask how many rows there are, as on one device.
             return self._predicted(batches, known)

@@ -161,8 +161,9 @@ def gather(plan: Planner, operation: Any) -> None:
         _gather_rows_by_rows(plan, operation, axis, rest)
         return
     inputs = [plan.local(x), plan.local(indices), *rest]
-    if isinstance(table, Replicate) and isinstance(chosen, Shard):
-        plan.emit(operation, inputs, Shard(axis + chosen.axis, chosen.per_row))
+    if isinstance(chosen, Shard) and (isinstance(table, Replicate) or not is_variable):
+        whole = plan.local(x) if is_variable else plan.replicated(x)
+        plan.emit(operation, [whole, *inputs[1:]], Shard(axis + chosen.axis, chosen.per_row))
     elif isinstance(table, Partial) and isinstance(chosen, Replicate) and not is_variable:
         plan.emit(operation, inputs, PARTIAL)
     elif (

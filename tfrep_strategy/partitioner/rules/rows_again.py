@@ -1,4 +1,7 @@
-"""Ragged and sparse rows: every replica computes what has them, and takes its own rows where they are dense again."""
+"""Operations that every replica computes for all rows, and whose results have these rows again: a replica goes on with its own.
+
+So it is with dense rows of ragged and sparse ones, and with what mixes rows and gives one for each.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,16 @@ from typing import Any
 
 from tfrep_strategy.partitioner.placements import Offset, Rows, Size
 from tfrep_strategy.partitioner.planner import Planner, leading
+
+
+@leading(
+    "Cumprod", "Cumsum", "CumulativeLogsumexp", "FFT", "FFT2D", "FFT3D", "IFFT", "IFFT2D", "IFFT3D", "LogSoftmax", "RandomShuffle",
+    "ReverseV2", "Roll", "Softmax",
+)  # fmt: skip
+def as_many_as_before(plan: Planner, operation: Any) -> Size:
+    """The result has the shape of the first input."""
+    dims = plan.dims(operation.inputs[0])
+    return dims[0] if dims else None
 
 
 @leading("RaggedTensorToTensor")
