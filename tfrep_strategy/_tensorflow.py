@@ -134,6 +134,7 @@ class dataset_kinds:  # noqa: N801 It is used as a module is.
     Chosen = _private("data.ops.directed_interleave_op", "_DirectedInterleaveDataset")
     Map = _private("data.ops.map_op", "_MapDataset")
     Options = _private("data.ops.dataset_ops", "_OptionsDataset")
+    PaddedBatch = _private("data.ops.padded_batch_op", "_PaddedBatchDataset")
     ParallelBatch = _private("data.ops.batch_op", "_ParallelBatchDataset")
     ParallelMap = _private("data.ops.map_op", "_ParallelMapDataset")
     Prefetch = _private("data.ops.prefetch_op", "_PrefetchDataset")

@@ -389,3 +389,52 @@ def test_an_error_of_a_step_names_the_users_line(tmp_path: Path) -> None:
         _told(_mirrored(2).scope(), np.ones_like(_X) * 9.0, tmp_path)
     line = inspect.getsourcelines(Tells)[1] + 7
     assert any(f"{__file__}:{line}" in note for note in error.value.__notes__)
+
+
+def test_what_a_step_sends_is_explained() -> None:
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(3, use_bias=False), layers.Lambda(lambda x: tf.cumsum(x, 0))])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    assert strategy.explain(model) == "The model has run no step on several replicas."
+    model.fit(_X, _X[:, :3], batch_size=_BATCH, verbose=0)
+    told = strategy.explain(model)
+    assert "1 gradient of 72 bytes" in told, told  # Of 6 x 3 numbers.
+    assert "1 gather of 12 bytes a row" in told, told
+    assert "for want of a rule: Cumsum (" in told, told
+    assert Path(__file__).name in told
+
+
+_SENTENCES = [[1, 2, 3], [4, 5], [2], [6, 1, 1, 3]], [[4, 5, 6, 7, 8], [1, 1, 2], [3, 3], [9]]
+
+
+def _of_sentences() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([layers.Embedding(10, 4, mask_zero=True), layers.LSTM(3), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    return model
+
+
+def _of_own_sentences(strategy: Any) -> list[Any]:
+    """Each rank has sentences of other lengths. A masked model does not see how far they are padded."""
+    own = tf.ragged.constant(_SENTENCES[strategy.rank], dtype=tf.int64)
+    data = tf.data.Dataset.from_tensor_slices(own).map(lambda x: (x, tf.cast(x[:1], tf.float32))).padded_batch(4)
+    strategy.rank_data = "own"
+    try:
+        with strategy.scope():
+            model = _of_sentences()
+        model.fit(data, epochs=2, verbose=0)
+        return model.get_weights()
+    finally:
+        strategy.rank_data = "same"
+
+
+def test_sentences_of_other_lengths_on_each_rank(worker_pool: Any) -> None:
+    alone = _of_sentences()
+    for _ in range(2):
+        for half in (slice(0, 2), slice(2, 4)):  # A batch of a rank is cut for two replicas.
+            rows = tf.ragged.constant([row for own in _SENTENCES for row in own[half]], dtype=tf.int64).to_tensor().numpy()
+            alone.train_on_batch(rows, rows[:, :1].astype("float32"))
+    for weights in worker_pool("tf", 2).run(_of_own_sentences):
+        for found, wanted in zip(weights, alone.get_weights(), strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

@@ -107,7 +107,7 @@ def parts_fit(dataset: Any, num_parts: int) -> bool:
         parts = list(filter(has_rows, dataset._inputs()))
         together = len(parts) < 2 or _common_rows(parts) is not None or all(_divides(part, num_parts) for part in parts)
         return together and all(parts_fit(part, num_parts) for part in parts)
-    return isinstance(dataset, (kinds.Batch, kinds.ParallelBatch))
+    return isinstance(dataset, (kinds.Batch, kinds.PaddedBatch, kinds.ParallelBatch))
 
 
 def rows_are_alike(dataset: Any) -> bool:
@@ -120,7 +120,7 @@ def rows_are_alike(dataset: Any) -> bool:
         return of_any_size(dataset)[1] is None
     if isinstance(dataset, kinds.Zip):
         return _common_rows(dataset._inputs()) is not None and all(map(rows_are_alike, dataset._inputs()))
-    return isinstance(dataset, (kinds.Batch, kinds.ParallelBatch))
+    return isinstance(dataset, (kinds.Batch, kinds.PaddedBatch, kinds.ParallelBatch))
 
 
 def _has_known_rows(spec: Any) -> bool:
