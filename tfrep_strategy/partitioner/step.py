@@ -91,10 +91,15 @@ class PartitionedStep:
         names = set(re.findall(r"\{\{node ([^}]+)\}\}", text))
         return [node.traced for node in every_node(self.program) if node.name in names and node.traced is not None]
 
+    @property
+    def nodes(self) -> list[Any]:
+        """What a replica computes and sends, but for what nothing needs."""
+        return live(self.program.nodes, self.program.results)
+
     def describe(self) -> list[str]:
         """Says where its tensors are, and what replicas send, a line for each round of collectives."""
         rounds: dict[int, collections.Counter[tuple[str, str]]] = collections.defaultdict(collections.Counter)
-        for each in live(self.program.nodes, self.program.results):
+        for each in self.nodes:
             if isinstance(each, Collective) and each.kind != "shared":
                 for x in each.inputs:
                     rounds[each.level][each.kind, _size(x)] += 1

@@ -3,6 +3,7 @@
 from tfrep_strategy.partitioner.rules import (
     conditionals,  # noqa: F401
     contractions,  # noqa: F401
+    drawing,  # noqa: F401
     effects,  # noqa: F401
     elementwise,  # noqa: F401
     images,  # noqa: F401

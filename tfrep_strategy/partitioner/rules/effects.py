@@ -1,10 +1,10 @@
-"""Variables, functions, and random numbers."""
+"""Variables and functions."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tfrep_strategy.partitioner.placements import REPLICATE, Own, Partial, Rows, Shard
+from tfrep_strategy.partitioner.placements import REPLICATE, Own, Partial
 from tfrep_strategy.partitioner.planner import Planner, always, rule
 
 
@@ -60,31 +60,3 @@ def call(plan: Planner, operation: Any) -> None:
     # Behind them are outputs for a gradient that some other call has.
     for result, own in zip(operation.outputs, graph.outputs, strict=False):
         plan.hand_over(inner, own, plan, result)
-
-
-_DRAWS = {
-    "StatelessRandomUniformV2": 0, "StatelessRandomNormalV2": 0, "StatelessTruncatedNormalV2": 0, "StatelessRandomUniformIntV2": 0,
-    "StatelessRandomUniformFullIntV2": 0, "StatelessRandomUniform": 0, "StatelessRandomNormal": 0, "StatelessTruncatedNormal": 0,
-    "RandomUniform": 0, "RandomStandardNormal": 0, "TruncatedNormal": 0, "RandomUniformInt": 0,
-    "StatefulUniform": 2, "StatefulStandardNormalV2": 2,
-}  # fmt: skip
-"""Where the operations that draw numbers get the shape of what they draw."""
-
-
-@rule(*_DRAWS)
-@always
-def draw(plan: Planner, operation: Any) -> None:
-    """Every replica draws the numbers of one device, and uses those of its rows."""
-    plan.replicate(operation)
-    (result,) = operation.outputs
-    wanted = operation.inputs[_DRAWS[operation.type]]
-    sizes, place = plan.sizes_of(wanted), plan.row_place(wanted)
-    if sizes is None:
-        return
-    known = [None] * sizes.size if result.shape.rank is None else result.shape.as_list()
-    plan.known_dims[result.name] = [s if d is None else d for d, s in zip(known, sizes, strict=True)]
-    if place is not None and not any(isinstance(x, Rows) for i, x in enumerate(sizes) if i != place[0]):
-        whole = plan.replicated(result)
-        shard = Shard(*place)
-        plan.put(result, shard, plan.cut(whole, shard, sizes.size))
-        plan.whole[result.name] = whole

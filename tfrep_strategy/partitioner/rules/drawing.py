@@ -1,0 +1,89 @@
+"""Random numbers: those of one device, of which each replica has those of its rows.
+
+Where a generator counts, a replica begins with the number of its first row, and draws no others. Philox (Salmon et al., SC 2011)
+makes some numbers of each value of its counter: TensorFlow gives them out in order.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.partitioner.placements import Rows, Shard, is_number
+from tfrep_strategy.partitioner.planner import Planner, always, rule
+from tfrep_strategy.partitioner.program import Tensor
+
+_DRAWS = {
+    "StatelessRandomUniformV2": 0, "StatelessRandomNormalV2": 0, "StatelessTruncatedNormalV2": 0, "StatelessRandomUniformIntV2": 0,
+    "StatelessRandomUniformFullIntV2": 0, "StatelessRandomUniform": 0, "StatelessRandomNormal": 0, "StatelessTruncatedNormal": 0,
+    "RandomUniform": 0, "RandomStandardNormal": 0, "TruncatedNormal": 0, "RandomUniformInt": 0,
+    "StatefulUniform": 2, "StatefulStandardNormalV2": 2,
+}  # fmt: skip
+"""Where the operations that draw numbers get the shape of what they draw."""
+
+_COUNTED = frozenset({
+    "StatelessRandomUniformV2", "StatelessRandomNormalV2", "StatelessRandomUniformIntV2", "StatelessRandomUniformFullIntV2",
+})  # fmt: skip
+"""These draw as many numbers for each value of the counter, whatever the numbers are."""
+
+_BY_PHILOX = (1, 3)
+"""Values of `tf.random.Algorithm`: Philox, and what is best for the device, which is Philox on CPUs and GPUs without XLA."""
+
+
+@rule(*_DRAWS)
+@always
+def draw(plan: Planner, operation: Any) -> None:
+    """Every replica has the numbers of one device for its rows."""
+    plan.replicate(operation)
+    (result,) = operation.outputs
+    wanted = operation.inputs[_DRAWS[operation.type]]
+    sizes, place = plan.sizes_of(wanted), plan.row_place(wanted)
+    if sizes is None:
+        return
+    known = [None] * sizes.size if result.shape.rank is None else result.shape.as_list()
+    plan.known_dims[result.name] = [s if d is None else d for d, s in zip(known, sizes, strict=True)]
+    if place is not None and not any(isinstance(x, Rows) for i, x in enumerate(sizes) if i != place[0]):
+        whole, shard = plan.replicated(result), Shard(*place)
+        rest = [size for i, size in enumerate(sizes) if i != shard.axis]
+        if shard.axis == 0 and all(map(is_number, rest)) and _counts(plan, operation):
+            own = _own_numbers(plan, operation, shard, math.prod(rest))
+        else:
+            own = plan.cut(whole, shard, sizes.size)
+        plan.put(result, shard, own)
+        plan.whole[result.name] = whole
+
+
+def _counts(plan: Planner, operation: Any) -> bool:
+    is_compiled = operation.node_def.attr["_XlaCompile"].b  # XLA draws in another order.
+    return operation.type in _COUNTED and not is_compiled and plan.number(operation.inputs[3]) in _BY_PHILOX
+
+
+def _own_numbers(plan: Planner, operation: Any, shard: Shard, per_element: int) -> Tensor:
+    """Draws the numbers of own rows: from the value of the counter that has the first of them."""
+    add, constant = plan.program.add, plan.program.constant
+    shape, key, counter, *others = operation.inputs
+    (result,) = operation.outputs
+    at_once = 4 if result.dtype.size <= 4 else 2
+    each = constant(shard.per_row * per_element, tf.int64)
+    start, count = (add("Mul", plan.as_dtype(x, tf.int64), each) for x in (plan.rows.start, plan.rows.count))
+    turns = add("FloorDiv", start, constant(at_once, tf.int64))
+    before = add("Sub", start, add("Mul", turns, constant(at_once, tf.int64)))
+    from_there = _counted_on(plan, plan.replicated(counter), turns)
+    length = add("Pack", [add("AddV2", before, count)], axis=0)
+    inputs = [length, plan.replicated(key), from_there, *map(plan.replicated, others)]
+    flat = plan.program.copy_of(operation, inputs, Tshape=tf.int64).outputs[0]
+    own = add("Slice", flat, add("Pack", [before], axis=0), add("Pack", [count], axis=0))
+    return add("Reshape", own, plan.own_sizes(shape, 0, shard.per_row))
+
+
+def _counted_on(plan: Planner, counter: Tensor, turns: Tensor) -> Tensor:
+    """Returns a counter of 128 bits, two uint64, that is so many values further on."""
+    add, constant = plan.program.add, plan.program.constant
+    low, high = add("Unpack", add("Bitcast", counter, type=tf.int64), num=2, axis=0)
+    total, sign = add("AddV2", low, turns), constant(-(2**63), tf.int64)
+    # Unsigned numbers are in the order of signed ones that have the other sign.
+    carries = add("Less", add("BitwiseXor", total, sign), add("BitwiseXor", low, sign))
+    further = add("Pack", [total, add("AddV2", high, add("Cast", carries, DstT=tf.int64))], axis=0)
+    return add("Bitcast", further, type=tf.uint64)
