@@ -138,11 +138,10 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
     @functools.cached_property
     def known_rows(self) -> KnownRows:
         """What this process knows of the rows of batches."""
-        if not self.batches:
-            return KnownRows()
-        if all(map(rows_are_alike, self.batches)):
-            return KnownRows(True, None if self.is_of_each else known_examples(self.batches[0].element_spec))
-        return KnownRows(are_apart=self.is_of_each)
+        is_known, is_even = bool(self.batches) and all(map(rows_are_alike, self.batches)), not self.is_of_each
+        if not is_known:
+            return KnownRows(are_even=is_even, are_apart=bool(self.batches) and self.is_of_each)
+        return KnownRows(True, known_examples(self.batches[0].element_spec) if is_even else None, is_even)
 
 
 support_loops(ReplicaDataset)

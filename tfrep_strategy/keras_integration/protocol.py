@@ -36,19 +36,22 @@ class KnownRows(NamedTuple):
     Attributes:
         alike: Whether all tensors of a batch have one number of rows; None if its `Shards` tell.
         total: How many rows each batch has; None if batches differ, or nobody knows.
+        are_even: Whether each replica has the part of a batch that `batches.bounds` tells, so that all know where it begins.
         are_apart: Whether replicas read batches of their own whose tensors may have other numbers of rows, so that nothing of them
             belongs together: there is no global batch.
     """
 
     alike: bool | None = None
     total: int | None = None
+    are_even: bool = False
     are_apart: bool = False
 
     @staticmethod
     def common(each: Iterable[KnownRows]) -> KnownRows:
         """Returns what is known if each of these is known of some of the batches, or by one of the processes."""
-        alike, totals, apart = map(set, zip(*each, strict=True))
-        return KnownRows(alike.pop() if len(alike) == 1 else None, totals.pop() if len(totals) == 1 else None, True in apart)
+        alike, totals, even, apart = map(set, zip(*each, strict=True))
+        total = totals.pop() if len(totals) == 1 else None
+        return KnownRows(alike.pop() if len(alike) == 1 else None, total, False not in even, True in apart)
 
 
 class Whole:

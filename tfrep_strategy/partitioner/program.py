@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import operation_definition
+from tfrep_strategy.errors import CannotPartitionError, message
 
 _NOT_COPIED = frozenset({
     "_output_shapes", "_class", "_user_specified_name", "_has_manual_control_dependencies", "_gradient_op_type",
@@ -253,7 +254,14 @@ class Program:
                 output.level += later
 
     def send(self, kind: str, tensor: Tensor, axis: int = 0) -> Tensor:
-        """Adds a collective; an equal one is made once."""
+        """Adds a collective; an equal one is made once.
+
+        Raises:
+            CannotPartitionError: A tensor is to be gathered whose rank nobody knows.
+        """
+        if kind == "gather" and tensor.shape.rank is None:
+            hint = "give it a shape with tf.ensure_shape."
+            raise CannotPartitionError(message("Rows of an unknown number of dimensions cannot be sent.", hint, tensor=tensor.name))
         key = ("send", kind, tensor.name, axis)
         if key not in self._made:
             collective = Collective(kind, [tensor], f"received_{next(self._names)}", axis)

@@ -233,10 +233,12 @@ class Values:
                 self.program.constant(dims, tf.int32),
                 element_dtype=value.elements.dtype,
             )
+            own.shape = tf.TensorShape([None, *(d if is_number(d) else None for d in dims)])
             return add("TensorListFromTensor", self.program.send("gather", own), -1)
         shape = self.program.constant(self.element_shape(dims, placement), tf.int32)
         stacked = add("TensorListStack", value.local, shape, element_dtype=value.elements.dtype)
         if isinstance(placement, Shard):
+            stacked.shape = tf.TensorShape([None] * (1 + len(dims)))
             whole = self.program.send("gather", stacked, placement.axis + 1)
         else:
             whole = self.program.send("sum", stacked)

@@ -179,7 +179,8 @@ class SynchronousExtended(NoticesKeras2):
     def known_rows(self, batch: Any) -> KnownRows:
         """Returns what is known of the rows of a batch. All processes find the same."""
         batch = as_tensors(batch)
-        return KnownRows(True, known_examples(batch)) if has_one_size(batch) else KnownRows(False)
+        alike = bool(has_one_size(batch))
+        return KnownRows(alike, known_examples(batch) if alike else None, are_even=alike)
 
     # Gradients.
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import DistributedVariable, MirroredVariable, trace, value_container
-from tfrep_strategy.batches import any_size, is_nothing, known_total, num_examples
+from tfrep_strategy.batches import any_size, bounds, is_nothing, known_total, num_examples
 from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.errors import CannotPartitionError, TfrepError, message, warn
 from tfrep_strategy.keras_integration.protocol import KnownRows, Shards, Whole
@@ -137,7 +137,10 @@ class PartitionedSteps:
     def _rows(self, shards: Shards, with_start: bool) -> list[OwnRows]:
         extended = self._strategy.extended
         total, counts = tf.cast(shards.total, tf.int32), [tf.cast(num_examples(part), tf.int32) for part in shards.parts]
-        start = extended.rows_before(counts[0]) if with_start else tf.constant(0)
+        start, is_even = tf.constant(0), self._known.are_even
+        if with_start and extended.num_local_replicas < extended._num_replicas_in_sync:
+            first = extended.first_local_replica
+            start = bounds(total, extended._num_replicas_in_sync, first)[0] if is_even else extended.rows_before(counts[0])
         rows = []
         for replica, count in enumerate(counts, extended.first_local_replica):
             rows.append(OwnRows(start, count, total, tf.constant(replica)))

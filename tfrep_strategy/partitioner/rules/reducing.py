@@ -111,6 +111,7 @@ def reduced_twice(plan: Planner, operation: Any) -> None:
         return
     add = plan.program.add
     own = add(operation.type, *inputs, keep_dims=True)
+    own.shape = tf.TensorShape([None] * (plan.rank(x) or 1))
     of_all = plan.program.send("gather", own, placement.axis)
     plan.put(operation.outputs[0], REPLICATE, add(operation.type, of_all, inputs[1], keep_dims=keeps))
 
