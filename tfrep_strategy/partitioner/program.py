@@ -149,6 +149,10 @@ class Program:
         """Returns whether anything but a result uses an argument."""
         return any(x is argument for node in live(self.nodes, self.results) for x in node.inputs)
 
+    def uses(self, argument: Tensor) -> bool:
+        """Returns whether anything, or a result, uses an argument."""
+        return self.needs(argument) or any(x is argument for x in self.results)
+
     def argument(self, dtype: tf.DType, shape: Any = None) -> Tensor:
         """Adds an argument."""
         tensor = Tensor(None, f"argument_{len(self.arguments)}", dtype)

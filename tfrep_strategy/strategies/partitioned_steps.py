@@ -131,8 +131,9 @@ class PartitionedSteps:
         tensors = [x for x in tf.nest.flatten(batch, expand_composites=True) if x is not None]
         traced = self._traced.get(key)
         if traced is None:
-            traced = self._traced[key] = _Traced(self._strategy, fn, specs, [Given()] * len(tensors))
-        return traced.run(self._rows(shards, False), [tensors] * len(shards.parts))
+            given = [Given(dims=(Rows(), *x.shape[1:]) if self._keeps_rows and x.shape.rank else None) for x in tensors]
+            traced = self._traced[key] = _Traced(self._strategy, fn, specs, given, self._keeps_rows)
+        return traced.run(self._rows(shards, traced.step.asks_for_start), [tensors] * len(shards.parts))
 
     def _rows(self, shards: Shards, with_start: bool) -> list[OwnRows]:
         extended = self._strategy.extended

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfrep_strategy.partitioner.bodies import Entry, arguments, entry, note_effects, planned, put_entry
 from tfrep_strategy.partitioner.placements import OWN, REPLICATE, Own, Replicate, common_dims
 from tfrep_strategy.partitioner.planner import Planner, always, rule
-from tfrep_strategy.partitioner.program import Program, Tensor
+from tfrep_strategy.partitioner.program import Tensor
 from tfrep_strategy.partitioner.rules.lists import joined, joined_elements
 
 
@@ -44,7 +44,7 @@ def branches(plan: Planner, operation: Any) -> None:
         body.program.results += [body.to(x, each.placement) for x, each in zip(graph.outputs, results, strict=True)]
     wholes = [plan.whole[x.name] for x, each in zip(given, entries, strict=True) if each.has_whole]
     inputs = arguments(plan, locals_, wholes)
-    used = [i for i in range(len(inputs)) if any(_uses(body.program, i) for body in bodies)]
+    used = [i for i in range(len(inputs)) if any(body.program.uses(body.program.arguments[i]) for body in bodies)]
     for body in bodies:
         body.program.inputs = [body.program.arguments[i] for i in used]
     own = [inputs[i] for i in used]
@@ -103,8 +103,3 @@ def _either(bodies: Sequence[Planner], outs: Sequence[Any]) -> Entry:
     if all(body.can_be(tensor, either.placement) for body, tensor in zip(bodies, outs, strict=True)):
         return either
     return dataclasses.replace(either, placement=REPLICATE)
-
-
-def _uses(program: Program, place: int) -> bool:
-    argument = program.arguments[place]
-    return program.needs(argument) or any(x is argument for x in program.results)
