@@ -78,12 +78,7 @@ class PartitionedSteps:
         if not self._keeps_rows:
             return results
         own = self._rows(shards, with_start=True)[0]
-
-        def kept(result: Any) -> Any:
-            has_rows = tf.is_tensor(result) and result.shape.rank and result.shape[0] == own.total
-            return result[own.start : own.start + own.count] if has_rows else result
-
-        return tf.nest.map_structure(kept, results)
+        return tf.nest.map_structure(lambda x: _own_of(x, own) if tf.is_tensor(x) else x, results)
 
     def _whole(self, shards: Shards) -> Any:
         """Returns the whole batch."""
@@ -131,9 +126,10 @@ class PartitionedSteps:
         tensors = [x for x in tf.nest.flatten(batch, expand_composites=True) if x is not None]
         traced = self._traced.get(key)
         if traced is None:
-            given = [Given(dims=(Rows(), *x.shape[1:]) if self._keeps_rows and x.shape.rank else None) for x in tensors]
-            traced = self._traced[key] = _Traced(self._strategy, fn, specs, given, self._keeps_rows)
-        return traced.run(self._rows(shards, traced.step.asks_for_start), [tensors] * len(shards.parts))
+            traced = self._traced[key] = _Traced(self._strategy, fn, specs, [Given()] * len(tensors))
+        rows = self._rows(shards, with_start=self._keeps_rows)
+        results = traced.run(rows, [tensors] * len(shards.parts))
+        return results._replace(tensors=[_own_of(x, rows[0]) for x in results.tensors]) if self._keeps_rows else results
 
     def _rows(self, shards: Shards, with_start: bool) -> list[OwnRows]:
         extended = self._strategy.extended
@@ -310,6 +306,16 @@ def _as_one_device(extended: Any) -> Iterator[None]:
     for variable in means:
         for copy in variable.values[1:]:
             copy.assign(variable.values[0])
+
+
+def _own_of(result: tf.Tensor, own: OwnRows) -> tf.Tensor:
+    """Returns those of the rows of a batch that a replica has; all of what has another number of rows."""
+    if not result.shape.rank:
+        return result
+    count = tf.shape(result)[0]
+    are_rows = tf.equal(count, own.total)
+    start, stop = tf.where(are_rows, own.start, 0), tf.where(are_rows, own.start + own.count, count)
+    return result[start:stop]
 
 
 def _line_of(operation: Any) -> str:
