@@ -325,7 +325,7 @@ class ScansFive(keras.Model):
         return {"total": self.total + 0.0}
 
 
-def test_a_later_step_that_cannot_be_partitioned_runs_by_replicas() -> None:
+def test_a_loop_from_row_to_row_in_batches_of_other_sizes() -> None:
     def totals(scope: Any) -> list[float]:
         with scope:
             model = ScansFive()

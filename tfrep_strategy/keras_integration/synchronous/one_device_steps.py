@@ -1,6 +1,6 @@
 """Train and test functions whose steps are traced once, as one device's, and partitioned: `strategy.run` does it.
 
-Nothing of Keras is changed in such a step. Steps that cannot be partitioned yet run by replicas.
+Where replicas have batches of their own that make no global one, each of them runs the step on its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tfrep_strategy.keras_integration.shared.xla import compiled_at_once
 
 
 class OneDeviceSteps:
-    """Runs steps as one device's where that is possible.
+    """Runs steps as one device's, where there is a global batch.
 
     Args:
         extended: That of the strategy.
