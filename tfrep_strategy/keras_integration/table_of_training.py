@@ -209,15 +209,15 @@ class TrainingPatches:
 
     compute_loss = patch(
         "losses.loss:Loss.__call__", "(self, y_true, y_pred, sample_weight=None)",
-        why="a loss that mixes rows (Dice, Tversky, Circle, some that users write) sees those of all replicas",
+        why="in a loop written for replicas, a loss that mixes rows (Dice, Tversky, Circle) sees those of all",
     )
     add_loss = patch(
         "layers.layer:Layer.add_loss", "(self, loss)",
-        why="a sum over the rows of a replica counts whole, and not with its share",
+        why="each replica has losses of its own",
     )
     scale_for_replicas = patch(
         "losses.loss:scale_loss_for_distribution", "(value)",
-        why="a step that Keras drives weighs gradients, not losses",
+        why="a step that weighs gradients by examples does not weigh losses",
     )
     unscale_for_replicas = patch(
         "losses.loss:unscale_loss_for_distribution", "(value)",
@@ -237,15 +237,15 @@ class TrainingPatches:
     )
     metric_result = patch(
         "metrics.metric:Metric.result", "(self)", in_subclasses=True,
-        why="logs that are no metrics, or not only, are those of the global batch",
+        why="tells which logs of a worker's step are results of metrics",
     )
     update_metric = patch(
         "metrics.metric:Metric.update_state", "(self, *args, **kwargs)", in_subclasses=True,
-        why="a metric that is no sum over rows sees those of all replicas; what a worker counts is added on the server at once",
+        why="what a worker counts is added on the server at once",
     )
     make_metric = patch(
         "metrics.metric:Metric.__init__", "(self, dtype=None, name=None)",
-        why="finds the metrics of users, with variables or with other metrics inside, and those whose state is on servers",
+        why="finds the metrics whose state is on servers",
     )
 
     # fmt: on
