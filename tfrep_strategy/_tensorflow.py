@@ -330,6 +330,25 @@ def traced_function(graph: Any) -> Any:
     return None
 
 
+@contextlib.contextmanager
+def without_rewriting() -> Iterator[None]:
+    """Has TensorFlow run the functions that this thread calls as they were traced: Grappler does not rewrite their graphs."""
+    runtime = context()
+    before = runtime.function_call_options
+    runtime.function_call_options = _not_rewriting(type(before), before.executor_type, before.config_proto_serialized)
+    try:
+        yield
+    finally:
+        runtime.function_call_options = before
+
+
+@functools.lru_cache(maxsize=1)
+def _not_rewriting(kind: Callable[..., Any], executor: str | None, serialized: bytes) -> Any:
+    config = tf.compat.v1.ConfigProto.FromString(serialized)
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    return kind(executor, config)
+
+
 def forget_device_names() -> None:
     """Forgets the full names of devices that were given short ones, after this process has become a task of a cluster."""
     _device_names.clear()

@@ -93,7 +93,7 @@ _MODELS: dict[str, tuple[Any, Any, int | None]] = {
         lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), 8.0, 2),
         None,
     ),
-    "convolutions": (_convolutions, lambda: keras.optimizers.SGD(**_SGD), None),
+    "convolutions": (_convolutions, lambda: keras.optimizers.SGD(**_SGD), 3),
     "separable": (_separable, lambda: keras.optimizers.RMSprop(1e-3), 1),
     "u": (_u_shaped, lambda: keras.optimizers.SGD(**_SGD), 1),
     "attention": (_attention, lambda: keras.optimizers.SGD(**_SGD), 1),

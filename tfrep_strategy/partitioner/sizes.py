@@ -77,9 +77,9 @@ def _gather(operation: Any, x: Sizes, indices: Sizes, axis: Sizes) -> Sizes | No
 
 def _slice(operation: Any, x: Sizes, begin: Sizes, size: Sizes) -> Sizes | None:
     first, count = numbers(begin), numbers(size)
-    if x.ndim != 1 or first is None or count is None:
+    if first is None or count is None:
         return None
-    return x[first[0] :] if count[0] == -1 else x[first[0] : first[0] + count[0]]
+    return x[tuple(slice(i, None if n == -1 else i + n) for i, n in zip(first, count, strict=True))]
 
 
 def _range(operation: Any, start: Sizes, limit: Sizes, delta: Sizes) -> Sizes | None:

@@ -280,7 +280,8 @@ class Values:
             return self.replicated(operation.inputs[tensor.value_index], sum_as)
         summed = [x for x in operation.inputs if x.name in self.values and isinstance(self.placement(x), Partial)]
         others = [x for x in operation.inputs if x.name not in self.values or isinstance(self.placement(x), Shard)]
-        if len(summed) != 1 or others or not summed[0].shape.is_compatible_with(tensor.shape) or not tensor.shape.rank:
+        has_its_size = operation.type in _ONLY_RESHAPED or summed[0].shape.is_compatible_with(tensor.shape)
+        if len(summed) != 1 or others or not has_its_size or not tensor.shape.rank:
             return None
         self.replicated(summed[0], sum_as)
         return self.program.copy_of(operation, [self.replicated(x) for x in operation.inputs]).outputs[0]
@@ -373,7 +374,9 @@ class Values:
         return places[0] if len(places) == 1 else None
 
 
-_KEEP_SUMS = frozenset({"Add", "AddV2", "DivNoNan", "Identity", "IdentityN", "Mul", "Neg", "RealDiv", "Sub"})
+_ONLY_RESHAPED = frozenset({"ExpandDims", "Reshape", "Squeeze"})
+
+_KEEP_SUMS = _ONLY_RESHAPED | {"Add", "AddV2", "DivNoNan", "Identity", "IdentityN", "Mul", "Neg", "RealDiv", "Sub"}
 """What is linear in a sum, and costs as much to send as that."""
 
 _CHEAP = frozenset({

@@ -70,6 +70,7 @@ class SynchronousExtended(NoticesKeras2):
         self.notes_first_batch = True
         self.reads_at_most: Setting[int | None] = Setting(None)
         self.partitioned_steps: Setting[Any] = Setting(None)
+        """What runs the steps that are traced now as one device's; None where replicas run them."""
         """The `PartitionedSteps` of the function that Keras calls now, if its steps are run as one device's."""
         self.steps_of: weakref.WeakKeyDictionary[Any, list[tuple[str, PartitionedSteps]]] = weakref.WeakKeyDictionary()
         """Of each model: its phases, and how their steps are partitioned."""
@@ -140,6 +141,10 @@ class SynchronousExtended(NoticesKeras2):
         steps = PartitionedSteps(self.strategy, builds, known, keeps_rows=self.keeps_own_rows)
         self.steps_of.setdefault(model, []).append((phase, steps))
         return steps
+
+    def partitioned_by(self, steps: PartitionedSteps | None) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which steps are run as one device's, by what `new_partitioned_steps` has made."""
+        return self.partitioned_steps.to(steps)
 
     @property
     def of_gradients(self) -> Gradients:

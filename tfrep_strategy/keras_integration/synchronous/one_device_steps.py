@@ -60,7 +60,7 @@ class OneDeviceSteps:
             self._ways[known] = self._make(), self._extended.new_partitioned_steps(self._builds, known, *self._of)
         run, steps = self._ways[known]
         try:
-            with self._extended.partitioned_steps.to(steps), self._in_its_way():
+            with self._extended.partitioned_by(steps), self._in_its_way():
                 result = run(batches)
         except tf.errors.OutOfRangeError:
             steps.run_without_batch()

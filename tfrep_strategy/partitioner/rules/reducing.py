@@ -9,6 +9,8 @@ import tensorflow as tf
 
 from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Partial, Shard
 from tfrep_strategy.partitioner.planner import Planner, Rule, always, rule
+from tfrep_strategy.partitioner.program import Tensor
+from tfrep_strategy.partitioner.rules.deviations import sum_of_squared_deviations
 
 _OTHERS = {"Max": "Max", "Min": "Min", "Prod": "Prod", "All": "All", "Any": "Any", "EuclideanNorm": None}
 
@@ -59,9 +61,18 @@ def sum_(plan: Planner, operation: Any) -> None:
         plan.emit(operation, [plan.local(x), plan.replicated(operation.inputs[1])], PARTIAL)
     elif not isinstance(placement, Shard) or axes is None:
         plan.replicate(operation)
+    elif placement.axis in axes and (found := sum_of_squared_deviations(plan, x, axes)) is not None:
+        _put_reduced(plan, operation, found)
     else:
         inputs = [plan.local(x), plan.replicated(operation.inputs[1])]
         plan.emit(operation, inputs, PARTIAL if placement.axis in axes else _kept(placement, axes, keeps))
+
+
+def _put_reduced(plan: Planner, operation: Any, total: Tensor) -> None:
+    """Gives the result of a reduction its value, of which the reduced axes are still there."""
+    if not operation.get_attr("keep_dims"):
+        total = plan.program.add("Squeeze", total, squeeze_dims=reduced_axes(plan, operation))
+    plan.put(operation.outputs[0], REPLICATE, total)
 
 
 @rule("Mean")
@@ -89,6 +100,9 @@ def mean(plan: Planner, operation: Any) -> None:
     if others:
         sizes = add("GatherV2", add("Shape", inputs[0]), others, 0)
         count = add("Mul", count, add("Cast", add("Prod", sizes, 0), DstT=dtype))
+    if (found := sum_of_squared_deviations(plan, x, axes)) is not None:
+        _put_reduced(plan, operation, add("RealDiv", found, count))
+        return
     addend = add("RealDiv", total, count)
     plan.put(operation.outputs[0], PARTIAL, addend if dtype == x.dtype else add("Cast", addend, DstT=x.dtype))
 
