@@ -191,6 +191,7 @@ XSpace = _private("profiler.protobuf.xplane_pb2", "XSpace", package="tensorflow.
 
 # Runtime.
 context = _private("eager.context", "context")
+_FunctionCallOptions = _private("eager.context", "FunctionCallOptions")
 _device_names = _private("eager.context", "_device_parsing_cache")
 ServerDef = _private("distribute.collective_all_reduce_strategy", "tensorflow_server_pb2.ServerDef")
 CoordinatedJob = _private("eager.context", "coordination_config_pb2.CoordinatedJob")
@@ -335,7 +336,7 @@ def without_rewriting() -> Iterator[None]:
     """Has TensorFlow run the functions that this thread calls as they were traced: Grappler does not rewrite their graphs."""
     runtime = context()
     before = runtime.function_call_options
-    runtime.function_call_options = _not_rewriting(type(before), before.executor_type, before.config_proto_serialized)
+    runtime.function_call_options = _not_rewriting(before.executor_type, before.config_proto_serialized)
     try:
         yield
     finally:
@@ -343,10 +344,10 @@ def without_rewriting() -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=1)
-def _not_rewriting(kind: Callable[..., Any], executor: str | None, serialized: bytes) -> Any:
+def _not_rewriting(executor: str | None, serialized: bytes) -> Any:
     config = tf.compat.v1.ConfigProto.FromString(serialized)
     config.graph_options.rewrite_options.disable_meta_optimizer = True
-    return kind(executor, config)
+    return _FunctionCallOptions(executor, config)
 
 
 def forget_device_names() -> None:

@@ -34,7 +34,6 @@ class Case(NamedTuple):
         placements: Of its inputs, one way after the other.
         dtypes: Of its inputs; float64 by default.
         low, high: Between these are the values of integers.
-        types: The types of the operations that are meant, where the name of the case does not tell.
     """
 
     function: Callable[..., Any]
@@ -49,6 +48,15 @@ def _contrasted(x: Any) -> Any:
     """A contrastive loss: the label of a row is its number."""
     labels = tf.range(tf.shape(x)[0])
     return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, tf.matmul(x, x, transpose_b=True))
+
+
+def _compared(x: Any) -> list[Any]:
+    """Softmaxes over all rows, for each row."""
+    each = tf.transpose(tf.matmul(x, x, transpose_b=True))
+    backwards = tf.shape(x)[0] - 1 - tf.range(tf.shape(x)[0])
+    sparse = tf.raw_ops.SparseSoftmaxCrossEntropyWithLogits(features=each, labels=backwards)
+    dense = tf.raw_ops.SoftmaxCrossEntropyWithLogits(features=each, labels=tf.nn.softmax(each))
+    return [tf.nn.softmax(each), tf.nn.log_softmax(2.0 * each), *sparse, *dense]
 
 
 raw = tf.raw_ops
@@ -89,6 +97,9 @@ CASES = {
         lambda x, y: raw.SoftmaxCrossEntropyWithLogits(features=x, labels=y),
         [row, row],
         [[S(), S()], [R, S()], [S(), R], [P, S()]],
+    ),
+    "Softmaxes of what the rows of a batch are to each other": Case(
+        _compared, [row], [[S()]]
     ),
     "BiasAddGrad": Case(
         lambda x: [raw.BiasAddGrad(out_backprop=x), raw.BiasAddGrad(out_backprop=tf.transpose(x))], [row], rows

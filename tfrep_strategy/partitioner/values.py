@@ -280,8 +280,9 @@ class Values:
             return self.replicated(operation.inputs[tensor.value_index], sum_as)
         summed = [x for x in operation.inputs if x.name in self.values and isinstance(self.placement(x), Partial)]
         others = [x for x in operation.inputs if x.name not in self.values or isinstance(self.placement(x), Shard)]
-        has_its_size = operation.type in _ONLY_RESHAPED or summed[0].shape.is_compatible_with(tensor.shape)
-        if len(summed) != 1 or others or not has_its_size or not tensor.shape.rank:
+        if len(summed) != 1 or others or not tensor.shape.rank:
+            return None
+        if operation.type not in _ONLY_RESHAPED and not summed[0].shape.is_compatible_with(tensor.shape):
             return None
         self.replicated(summed[0], sum_as)
         return self.program.copy_of(operation, [self.replicated(x) for x in operation.inputs]).outputs[0]

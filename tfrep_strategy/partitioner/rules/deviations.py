@@ -102,10 +102,14 @@ def _deviations(squared: Any) -> _Deviations | None:
     """Returns of what a tensor of the trace holds the squares."""
     operation = squared.op
     if operation.type == "SquaredDifference":
-        return _Deviations(*operation.inputs, None)
+        x, center = operation.inputs
+        return _Deviations(x, center, None)
     if operation.type != "Square":
         return None
     mask, difference = None, operation.inputs[0].op
     if difference.type == "SelectV2" and tf.get_static_value(difference.inputs[2]) == 0:
         mask, difference = difference.inputs[0], difference.inputs[1].op
-    return _Deviations(*difference.inputs, mask) if difference.type == "Sub" else None
+    if difference.type != "Sub":
+        return None
+    x, center = difference.inputs
+    return _Deviations(x, center, mask)

@@ -11,6 +11,7 @@ from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Partial, S
 from tfrep_strategy.partitioner.planner import Planner, Rule, always, rule
 from tfrep_strategy.partitioner.program import Tensor
 from tfrep_strategy.partitioner.rules.deviations import sum_of_squared_deviations
+from tfrep_strategy.partitioner.rules.softmaxes import ACROSS_REPLICAS
 
 _OTHERS = {"Max": "Max", "Min": "Min", "Prod": "Prod", "All": "All", "Any": "Any", "EuclideanNorm": None}
 
@@ -177,6 +178,11 @@ def along_last_axis(plan: Planner, operation: Any) -> None:
     x = operation.inputs[0]
     rank = plan.rank(x)
     shards = {p for p in map(plan.placement, operation.inputs) if isinstance(p, Shard)}
+    placement = plan.placement(x)
+    known = operation.type in ACROSS_REPLICAS and x.dtype.size > 2  # Sums of halves would be rounded otherwise.
+    if known and isinstance(placement, Shard) and rank is not None and placement.axis == rank - 1:
+        ACROSS_REPLICAS[operation.type](plan, operation, placement)
+        return
     shard = shards.pop() if len(shards) == 1 else None
     if shard is None or rank is None or shard.axis == rank - 1:
         plan.replicate(operation)
