@@ -73,6 +73,7 @@ class KerasStrategy(Protocol):
     gradient_transformers: Sequence[Any]
     gradient_aggregator: Any
     shard_optimizer_state: bool
+    batch_statistics: str
 
     def scope(self) -> Any:
         """Returns the context manager in which variables belong to this strategy."""

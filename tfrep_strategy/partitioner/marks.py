@@ -15,8 +15,8 @@ from tfrep_strategy._tensorflow import set_mark
 
 NAME = "_tfrep_mark"
 
-GRADIENT, SLICES, REPLICA, OWN_ROW, ALL_ROWS, ADDEND, CALL = (
-    "gradient", "slices", "replica", "own row", "all rows", "addend", "call",
+GRADIENT, SLICES, REPLICA, OWN_ROW, ALL_ROWS, ADDEND, OWN_SUM, SPREAD, CALL = (
+    "gradient", "slices", "replica", "own row", "all rows", "addend", "own sum", "spread", "call",
 )  # fmt: skip
 MARKED = frozenset({"BroadcastTo", "EagerPyFunc", "GatherV2", "Identity"})
 """The types of operations that may have a mark."""
@@ -52,6 +52,38 @@ def all_rows(row: tf.Tensor, replicas: int) -> tf.Tensor:
 def addend(tensor: tf.Tensor) -> tf.Tensor:
     """Returns the sum of the values that replicas have of their own."""
     return _marked(ADDEND, tf.identity(tensor))
+
+
+def own_sum(rows: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
+    """Returns, for each replica, the sum of its own rows over axes, which stay.
+
+    Args:
+        rows: Their first axis is that of the batch.
+        axes: That axis, and others.
+    """
+
+    @tf.custom_gradient
+    def summed(rows: tf.Tensor) -> Any:
+        own = _marked(OWN_SUM, tf.identity(tf.reduce_sum(rows, axes, keepdims=True)))
+        return own, lambda gradient: tf.broadcast_to(spread(gradient, rows), tf.shape(rows))
+
+    return summed(rows)
+
+
+def spread(own: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    """Returns the value of a replica for each of its rows.
+
+    Args:
+        own: What each replica has of its own; its first axis is 1.
+        rows: Has as many rows.
+    """
+
+    @tf.custom_gradient
+    def spread_out(own: tf.Tensor) -> Any:
+        shape = tf.concat([tf.shape(rows)[:1], own.shape[1:]], 0)
+        return _marked(SPREAD, tf.raw_ops.BroadcastTo(input=own, shape=shape)), lambda gradient: own_sum(gradient, [0])
+
+    return spread_out(own)
 
 
 def called(function: Called, tensors: Sequence[tf.Tensor], results: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:

@@ -335,8 +335,8 @@ _WITHOUT_EFFECTS = frozenset({
     "VarHandleOp", "VarIsInitializedOp", "RandomUniform", "RandomStandardNormal", "TruncatedNormal", "RandomUniformInt",
 })  # fmt: skip
 _TAKE_OWN = frozenset({
-    "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "Case", "If", "PartitionedCall", "ReadVariableOp",
-    "StatefulPartitionedCall", "StatelessCase", "StatelessIf", "VariableShape",
+    "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "Case", "IdentityN", "If", "PartitionedCall",
+    "ReadVariableOp", "StatefulPartitionedCall", "StatelessCase", "StatelessIf", "VariableShape",
 })  # fmt: skip
 """What has a rule for values of a replica's own."""
 _SIZED_BY_RULE = frozenset({"Shape", "ShapeN", "Size", "Rank", "Const"})

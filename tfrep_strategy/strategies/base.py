@@ -45,8 +45,8 @@ GradientAggregator = Callable[[list[Any], Communicator], list[Any]]
 class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
     """Base of the strategies whose replicas train in step. Use one of its subclasses.
 
-    The settings below are arguments of its constructor, and attributes. All but `shard_optimizer_state` can be set before the next
-    step. What Keras and the rest of this package ask of a strategy is on `extended`.
+    The settings below are arguments of its constructor, and attributes. All but `shard_optimizer_state` and `batch_statistics` can
+    be set before the next step. What Keras and the rest of this package ask of a strategy is on `extended`.
 
     Attributes:
         bucket_bytes: Gradients are sent in buckets of about this many bytes.
@@ -61,6 +61,8 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
             `lambda gradients, communicator: communicator.all_reduce(gradients, "sum")`.
         check_sync_every: Number of steps of `fit` between two calls of `assert_in_sync(model)`; None for no checks.
         shard_optimizer_state: Whether each replica keeps its part of the optimizer's slots only (ZeRO-1).
+        batch_statistics: Of which rows `BatchNormalization` takes mean and variance in a step: of the global batch, as one device
+            does ("global"), or each replica of its own rows ("replica").
         allow_plain_models: Whether models that were made outside the scope may train, each process for itself.
     """
 
@@ -76,6 +78,7 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
     gradient_aggregator = CheckedSetting(or_none(function))
     check_sync_every = CheckedSetting(or_none(positive("steps")))
     shard_optimizer_state = CheckedSetting(flag, fixed=True, at_first=True)
+    batch_statistics = CheckedSetting(one_of("global", "replica"), fixed=True, at_first=True)
     allow_plain_models = CheckedSetting(flag)
 
     def __init__(self, extended: Any) -> None:

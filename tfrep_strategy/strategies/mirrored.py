@@ -110,10 +110,13 @@ class MirroredStrategy(SynchronousStrategy):
         check_sync_every: Number of steps of `fit` between two checks that all replicas hold the same values.
         shard_optimizer_state: Whether each replica keeps its part of the optimizer's slots only, and updates its part of the
             weights (ZeRO-1). The answer and the files are the same; see docs/sharded_optimizer.md.
+        batch_statistics: `"global"`: `BatchNormalization` takes the mean and the variance of the global batch, as one device does.
+            `"replica"`: each replica takes those of its own rows, and waits for no other. The answer then depends on how many
+            replicas there are; see docs/speed.md.
         allow_plain_models: Whether models that were made outside the scope train without a warning. One device trains such a model.
 
-    Every argument is an attribute, too. Those that name devices, `devices_per_replica` and `shard_optimizer_state` are fixed; the
-    others can be set before the next step.
+    Every argument is an attribute, too. Those that name devices, `devices_per_replica`, `shard_optimizer_state` and
+    `batch_statistics` are fixed; the others can be set before the next step.
 
     Raises:
         ConfigurationError: A device does not exist or is named twice, or a setting cannot be used.
@@ -138,6 +141,7 @@ class MirroredStrategy(SynchronousStrategy):
         gradient_aggregator: GradientAggregator | None = None,
         check_sync_every: int | None = None,
         shard_optimizer_state: bool = False,
+        batch_statistics: str = "global",
         allow_plain_models: bool = False,
     ) -> None:
         _warn_among_processes()
@@ -149,6 +153,7 @@ class MirroredStrategy(SynchronousStrategy):
             gradient_aggregator=gradient_aggregator,
             check_sync_every=check_sync_every,
             shard_optimizer_state=shard_optimizer_state,
+            batch_statistics=batch_statistics,
             allow_plain_models=allow_plain_models,
             devices_per_replica=devices_per_replica,
             keras_layer_placement=keras_layer_placement or {},

@@ -48,6 +48,9 @@ class MultiWorkerStrategy(SynchronousStrategy):
         check_sync_every: Number of steps of `fit` between two checks that all ranks hold the same values.
         shard_optimizer_state: Whether each replica keeps its part of the optimizer's slots only, and updates its part of the
             weights (ZeRO-1). The answer and the files are the same; see docs/sharded_optimizer.md.
+        batch_statistics: `"global"`: `BatchNormalization` takes the mean and the variance of the global batch, as one device does.
+            `"replica"`: each replica takes those of its own rows, and waits for no other. The answer then depends on how many
+            replicas there are; see docs/speed.md.
         allow_plain_models: Whether models that were made outside the scope may train. Each rank trains such a model alone; by
             default it is refused.
         rank_data: The relation between the data that the ranks pass to `fit`, `evaluate`, `predict` and
@@ -57,8 +60,8 @@ class MultiWorkerStrategy(SynchronousStrategy):
             `batch_size / size` examples on each rank. An epoch lasts until the last rank has read its data. `predict`
             returns to each rank the predictions for its own rows.
 
-    Every argument is an attribute, too. `communicator` (the object), `device` and `shard_optimizer_state` are fixed. The others can
-    be set before the next step, and `rank_data` before the next `fit` or `predict`.
+    Every argument is an attribute, too. `communicator` (the object), `device`, `shard_optimizer_state` and `batch_statistics` are
+    fixed. The others can be set before the next step, and `rank_data` before the next `fit` or `predict`.
 
     Raises:
         ConfigurationError: The communicator or another setting is unknown, the communicator connects other processes than the
@@ -84,6 +87,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
         gradient_aggregator: GradientAggregator | None = None,
         check_sync_every: int | None = None,
         shard_optimizer_state: bool = False,
+        batch_statistics: str = "global",
         allow_plain_models: bool = False,
         rank_data: str = "same",
     ) -> None:
@@ -93,6 +97,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
             gradient_aggregator=gradient_aggregator,
             check_sync_every=check_sync_every,
             shard_optimizer_state=shard_optimizer_state,
+            batch_statistics=batch_statistics,
             allow_plain_models=allow_plain_models,
             rank_data=rank_data,
             compression=compression,

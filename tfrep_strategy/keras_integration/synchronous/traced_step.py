@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfrep_strategy import sharding
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.base import overwrites
+from tfrep_strategy.keras_integration.synchronous.own_statistics import OwnStatistics
 from tfrep_strategy.keras_integration.synchronous.placement import Placement
 from tfrep_strategy.keras_integration.synchronous.sharded_updates import ShardedUpdates, factors, update_each
 
@@ -20,7 +21,7 @@ _updated_variables: Setting[Sequence[Any]] = Setting(())
 """Whose gradients an update clips."""
 
 
-class TracedStep(Placement, ShardedUpdates):
+class TracedStep(Placement, ShardedUpdates, OwnStatistics):
     """The driver while the step of one device is traced.
 
     Args:

@@ -38,7 +38,7 @@ def write(plan: Planner, operation: Any) -> None:
     value = plan.value(handle)
     if isinstance(value.placement, Partial):
         local = plan.partial(new)
-    elif isinstance(value.placement, Own) and isinstance(plan.placement(new), Own):
+    elif isinstance(plan.placement(new), Own) and not (value.is_shared and plan.local_replicas > 1):
         local = plan.local(new)
     else:
         local = plan.replicated(new)

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import operation_definition
+from tfrep_strategy.errors import CannotPartitionError, message
 from tfrep_strategy.partitioner import marks
 from tfrep_strategy.partitioner.placements import OWN, PARTIAL, REPLICATE, Own, Partial, Shard
 from tfrep_strategy.partitioner.planner import MARKED, OF_OWN, Planner, always, rule
@@ -82,6 +83,24 @@ def addend(plan: Planner, operation: Any) -> None:
     (x,) = operation.inputs
     value = plan.value(x)
     plan.put(operation.outputs[0], PARTIAL if isinstance(value.placement, Own) else value.placement, value.local)
+
+
+@_for(marks.OWN_SUM)
+def own_sum(plan: Planner, operation: Any) -> None:
+    """The addend of a replica is a value of its own."""
+    (x,) = operation.inputs
+    plan.put(operation.outputs[0], OWN, plan.partial(x))
+
+
+@_for(marks.SPREAD)
+def spread(plan: Planner, operation: Any) -> None:
+    """Each replica has its value for its own rows."""
+    own, shape = operation.inputs
+    rows = plan.row_place(shape)
+    if rows is None:
+        raise CannotPartitionError(message("Statistics of replicas are wanted for rows that are not those of the batch."))
+    place, per_row = rows
+    plan.emit(operation, [plan.local(own), plan.own_sizes(shape, place, per_row)], Shard(place, per_row))
 
 
 @_for(marks.CALL)
