@@ -6,7 +6,7 @@ import abc
 import contextlib
 import hashlib
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cloudpickle
@@ -258,6 +258,20 @@ class Communicator(abc.ABC):
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         self.all_reduce([tf.zeros([1])], "sum")
+
+    def check_program(  # noqa: B027
+        self, name: str, digest: bytes, lines: Callable[[], Sequence[tuple[str, str]]]
+    ) -> None:
+        """Refuses a program that other ranks have otherwise, before it runs. It waits for no rank that has none of this name.
+
+        Args:
+            name: The same on all ranks.
+            digest: Is equal for equal programs.
+            lines: Returns for each line of the program what must be equal, and what to tell of it; called if something differs.
+
+        Raises:
+            DesyncError: The programs differ. Only communicators that know of the other ranks' calls find out.
+        """
 
     def abort(self, reason: str) -> None:  # noqa: B027
         """Makes running and later collectives fail. The monitor calls it, in a thread, when they would wait forever.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from tfrep_strategy.communicators.local import summed_everywhere
 from tfrep_strategy.communicators.strings import gather_rows
 from tfrep_strategy.gradients import buckets
 from tfrep_strategy.packing import Packed
+from tfrep_strategy.partitioner.step import PartitionedStep
 
 Values = Sequence[Sequence[tf.Tensor]]
 BucketBytes = Callable[[Sequence[tf.Tensor]], int]
@@ -78,6 +80,14 @@ class _InBuckets(abc.ABC):
         for bucket in buckets(backwards, later_first, self._gradients.bucket_bytes_for(later_first)):
             totals.update(zip(bucket, talk([values[i] for i in bucket]), strict=True))
         return [totals[i] for i in range(len(values))]
+
+    def compare(self, name: str, step: PartitionedStep) -> None:  # noqa: B027 (Replicas of one process have one step.)
+        """Refuses a step that other processes have otherwise.
+
+        Args:
+            name: The same in all processes.
+            step: The step, before it has run.
+        """
 
     @abc.abstractmethod
     def _sums(self, values: Values) -> list[list[tf.Tensor]]:
@@ -225,6 +235,10 @@ class BetweenProcesses(_InBuckets):
     def first(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         with self._placed():
             return self._communicator.broadcast(list(values))
+
+    def compare(self, name: str, step: PartitionedStep) -> None:
+        known = weakref.ref(step)  # It may be asked for when the step is gone.
+        self._communicator.check_program(name, step.digest(), lambda: [] if (one := known()) is None else one.lines())
 
     def _placed(self) -> tf.device:
         return tf.device(self.devices[0])

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfrep_strategy.partitioner.rules  # noqa: F401  (registers them)
+from tfrep_strategy.partitioner import fingerprint
 from tfrep_strategy.partitioner.emitter import Emitter, Transport
 from tfrep_strategy.partitioner.placements import REPLICATE, Placement, Shard, Size
 from tfrep_strategy.partitioner.planner import Planner
@@ -95,6 +96,14 @@ class PartitionedStep:
     def nodes(self) -> list[Any]:
         """What a replica computes and sends, but for what nothing needs."""
         return live(self.program.nodes, self.program.results)
+
+    def digest(self) -> bytes:
+        """Returns what is equal for equal programs, and for no others."""
+        return fingerprint.digest(self.program)
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Returns for each node what must be equal on all ranks, and what to tell of it where it is not."""
+        return fingerprint.lines(self.program)
 
     def describe(self) -> list[str]:
         """Says where its tensors are, and what replicas send, a line for each round of collectives."""

@@ -69,6 +69,7 @@ class SynchronousExtended(NoticesKeras2):
         self.first_batch: FirstBatch | None = None
         self.notes_first_batch = True
         self.reads_at_most: Setting[int | None] = Setting(None)
+        self._num_steps = 0
         self.partitioned_steps: Setting[Any] = Setting(None)
         """What runs the steps that are traced now as one device's; None where replicas run them."""
         """The `PartitionedSteps` of the function that Keras calls now, if its steps are run as one device's."""
@@ -138,7 +139,8 @@ class SynchronousExtended(NoticesKeras2):
 
     def new_partitioned_steps(self, builds: bool, known: KnownRows, model: Any, phase: str) -> PartitionedSteps:
         """Makes what runs the steps of a phase of a model, such as "train", as one device's; see `PartitionedSteps`."""
-        steps = PartitionedSteps(self.strategy, builds, known, keeps_rows=self.keeps_own_rows)
+        self._num_steps += 1
+        steps = PartitionedSteps(self.strategy, builds, known, self.keeps_own_rows, f"{phase} {self._num_steps}")
         self.steps_of.setdefault(model, []).append((phase, steps))
         return steps
 

@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import DistributedVariable, MirroredVariable, trace, value_container
 from tfrep_strategy.batches import any_size, bounds, is_nothing, known_total, num_examples
-from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.errors import CannotPartitionError, TfrepError, message, warn
 from tfrep_strategy.keras_integration.protocol import KnownRows, Shards, Whole
+from tfrep_strategy.partitioner.fingerprint import line_of
 from tfrep_strategy.partitioner.placements import OWN, PARTIAL, REPLICATE, Offset, Rows, Shard
 from tfrep_strategy.partitioner.step import Given, PartitionedStep
 from tfrep_strategy.partitioner.values import OwnRows
@@ -31,10 +31,14 @@ class PartitionedSteps:
         builds: Whether the first step makes what the function needs, such as the layers of a model.
         known: What is known of the rows of batches.
         keeps_rows: Whether a process gets of results that are rows those of its own part.
+        name: The same on all ranks, and another one for other steps.
     """
 
-    def __init__(self, strategy: Any, builds: bool, known: KnownRows, keeps_rows: bool = False) -> None:
+    def __init__(
+        self, strategy: Any, builds: bool, known: KnownRows, keeps_rows: bool = False, name: str = "step"
+    ) -> None:
         self._strategy, self._builds, self._known, self._keeps_rows = strategy, builds, known, keeps_rows
+        self._name = name
         self._traced: dict[Any, _Traced | None] = {}
         """By the specification of a batch: its step; None if it has to be computed whole."""
         self._told: set[str] = set()
@@ -97,6 +101,7 @@ class PartitionedSteps:
             except CannotPartitionError as error:
                 warn(f"Each replica computes all rows of a step: that is right, but no faster than one device.\n{error}")
                 self._traced[key] = None
+            self._compare(key)
         traced = self._traced[key]
         if traced is None:
             return self._of_all(fn, shards)
@@ -110,6 +115,12 @@ class PartitionedSteps:
             for part in shards.parts
         ]
         return traced.run(self._rows(shards, traced.step.asks_for_start), batches)
+
+    def _compare(self, key: Any) -> None:
+        """Refuses a step that other processes have traced otherwise."""
+        traced = self._traced[key]
+        if traced is not None:
+            self._strategy.extended.transport.compare(f"{self._name} {key}", traced.step)
 
     def _wholes(self, shards: Shards) -> list[Any]:
         """Returns the wholes of what of a batch cannot be cut into dense rows; None for the others."""
@@ -127,6 +138,7 @@ class PartitionedSteps:
         traced = self._traced.get(key)
         if traced is None:
             traced = self._traced[key] = _Traced(self._strategy, fn, specs, [Given()] * len(tensors))
+            self._compare(key)
         rows = self._rows(shards, with_start=self._keeps_rows)
         results = traced.run(rows, [tensors] * len(shards.parts))
         return results._replace(tensors=[_own_of(x, rows[0]) for x in results.tensors]) if self._keeps_rows else results
@@ -158,7 +170,7 @@ class PartitionedSteps:
         lines = []
         for traced in filter(None, self._traced.values()):
             lines += traced.step.describe()
-            whole = [f"{type_} ({_line_of(operation)})" for type_, operation in traced.without_rule.items()]
+            whole = [f"{type_} ({line_of(operation)})" for type_, operation in traced.without_rule.items()]
             if whole:
                 lines.append(f"Every replica computes for all rows, for want of a rule: {', '.join(whole)}.")
         if any(traced is None for traced in self._traced.values()):
@@ -169,7 +181,7 @@ class PartitionedSteps:
         """Adds to an error of a step where the user's program has made what failed."""
         for traced in filter(None, self._traced.values()):
             for operation in traced.step.named_in(error.message or ""):
-                error.add_note(f"{operation.type} {operation.name!r} was made at {_line_of(operation)}.")
+                error.add_note(f"{operation.type} {operation.name!r} was made at {line_of(operation)}.")
 
     def _trace(
         self, fn: Callable[[Any], Any], part: Any, total: int | None, given: Sequence[Sequence[Given]]
@@ -200,7 +212,7 @@ class PartitionedSteps:
     def _tell_costs(self, without_rule: dict[str, Any]) -> None:
         """Warns of operations that each replica computes for all rows."""
         new = [
-            f"{type_} {operation.name!r}, {_line_of(operation)}"
+            f"{type_} {operation.name!r}, {line_of(operation)}"
             for type_, operation in without_rule.items()
             if type_ not in self._told
         ]
@@ -316,10 +328,6 @@ def _own_of(result: tf.Tensor, own: OwnRows) -> tf.Tensor:
     are_rows = tf.equal(count, own.total)
     start, stop = tf.where(are_rows, own.start, 0), tf.where(are_rows, own.start + own.count, count)
     return result[start:stop]
-
-
-def _line_of(operation: Any) -> str:
-    return user_line((frame.filename, frame.lineno) for frame in reversed(operation.traceback))
 
 
 def _tensors(part: Any) -> list[tf.Tensor]:

@@ -102,6 +102,9 @@ class CheckedCommunicator(Communicator):
         inner = self._call("subgroup", str(list(ranks)), [], lambda ts: self.inner.subgroup(ranks))
         return None if inner is None else CheckedCommunicator(inner, self.monitor, [self._group[r] for r in ranks])
 
+    def check_program(self, name: str, digest: bytes, lines: Callable[[], Sequence[tuple[str, str]]]) -> None:
+        self.monitor.programs.compare(f"{name} of {self._group}", digest, lines)
+
     def abort(self, reason: str) -> None:
         self.inner.abort(reason)
 

@@ -58,3 +58,9 @@ def lost(ended: Ended) -> PeerLostError:
     if not ended.failed:
         hint = "every rank has to call the same collectives; its program ended before that of the others."
     return PeerLostError(message(f"{ended} No collective can finish without it.", hint=hint))
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the type of an error, and the first line of its text, which is cut."""
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return text if len(text) <= 200 else text[:200] + "..."

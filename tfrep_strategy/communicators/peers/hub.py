@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tfrep_strategy.communicators.forking import close_in_children
+from tfrep_strategy.communicators.peers import programs
 from tfrep_strategy.communicators.peers.reports import Report, describe_difference, some_of
 from tfrep_strategy.limits import longest_silence, timeout_seconds
 from tfrep_strategy.rendezvous.connections import CONNECT_SECONDS, GREETING_SECONDS, hang_up, set_patience
@@ -78,6 +79,7 @@ class Hub:
         self._heard: dict[int, float] = {}
         self._silent: dict[int, float] = {}
         self._looked_for_silence = 0.0
+        self._programs = programs.Programs(self._tell)
         self._hung: set[int] = set()  # Those that the others have been told of.
         self._limit = timeout_seconds()
         self._longest_silence = max(self._limit, longest_silence())
@@ -142,6 +144,8 @@ class Hub:
             said = "ended", True, None
         if isinstance(said, Report):
             self._note(rank, said)
+        elif said[0] in programs.OF_HUB:
+            self._programs.hear(rank, *said)
         elif said[0] == "state":
             self._weigh(connection, *said[1:])
         else:
@@ -150,6 +154,7 @@ class Hub:
             _, lost, error = said
             del self._ranks[connection]
             self._ended.add(rank)
+            self._programs.forget(rank)
             self._idle_since.pop(rank, None)
             self._failed |= {rank} if lost or error is not None else set()
             self._goodbyes.append((rank, lost, error))

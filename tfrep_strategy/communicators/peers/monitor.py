@@ -18,7 +18,8 @@ import tensorflow as tf
 
 from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.forking import close_in_children
-from tfrep_strategy.communicators.peers.ended import Ended, PeerLostError, lost
+from tfrep_strategy.communicators.peers import programs
+from tfrep_strategy.communicators.peers.ended import Ended, PeerLostError, lost, one_line
 from tfrep_strategy.communicators.peers.followed import Followed
 from tfrep_strategy.communicators.peers.hub import Hub, state_seconds
 from tfrep_strategy.communicators.peers.reports import Call, Report
@@ -99,6 +100,7 @@ class PeerMonitor:
         self._closing = False
         close_in_children(self, PeerMonitor._leave_to_parent)
         self._thread = threading.Thread(target=self._listen, daemon=True, name="tfrep-monitor")
+        self.programs = programs.OwnPrograms(self._send, self._news, lambda: self._desync, self._thread.is_alive, self._limit)
         self._thread.start()
         atexit.register(self.close)
 
@@ -266,7 +268,7 @@ class PeerMonitor:
         self._closing = True
         atexit.unregister(self.close)
         error = getattr(sys, "last_value", None)
-        self._send(("ended", False, None if error is None else _one_line(error)))
+        self._send(("ended", False, None if error is None else one_line(error)))
         self._thread.join(_END_SECONDS)
         if self._hub is not None:
             self._hub.join()
@@ -311,6 +313,8 @@ class PeerMonitor:
                 self._desync = what[0]
                 _log.error(self._desync)
             self._start_abort(self._desync)
+        elif kind in programs.OF_RANK:
+            self.programs.hear(kind, *what)
         elif kind == "silent":
             self._silent, self._answered = what[0], time.monotonic()
         elif kind == "hang" and self._hang is None:
@@ -412,8 +416,3 @@ class PeerMonitor:
         self._closing = True
         atexit.unregister(self.close)
         self._connection.close()
-
-
-def _one_line(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-    return text if len(text) <= 200 else text[:200] + "..."

@@ -1,0 +1,111 @@
+"""Programs that ranks are about to run, which rank 0 compares. No rank waits for one that runs none.
+
+A rank sends a digest of its program under a name, and gets an answer from rank 0 at once. If the digest is another one than that of
+the first rank with such a program, both send the lines of theirs, and all ranks get an error with the first that differs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfrep_strategy.communicators.peers.reports import some_of
+from tfrep_strategy.errors import DesyncError, message
+
+Lines = Sequence[tuple[str, str]]
+"""Of each line of a program: what must be equal on all ranks, and what to tell of it where it is not."""
+
+OF_RANK, OF_HUB = ("program compared", "program wanted"), ("program", "program lines")
+
+
+class OwnPrograms:
+    """The programs of a rank.
+
+    Args:
+        send: Sends something to the hub.
+        news: Is notified when the hub has said something.
+        desync: Returns the error that the hub has told of, if there is one.
+        is_there: Returns whether somebody listens to the hub.
+        limit: For how many seconds a rank waits for the hub.
+    """
+
+    def __init__(
+        self, send: Callable[[Any], None], news: Any, desync: Callable[[], str | None], is_there: Callable[[], bool], limit: float
+    ) -> None:
+        self._send, self._news, self._desync, self._is_there, self._limit = send, news, desync, is_there, limit
+        self._lines: dict[str, Callable[[], Lines]] = {}
+        self._compared: set[str] = set()
+
+    def compare(self, name: str, digest: bytes, lines: Callable[[], Lines]) -> None:
+        """Compares a program with those that other ranks have under the same name.
+
+        Args:
+            name: The same on all ranks.
+            digest: Is equal for equal programs.
+            lines: Returns the program; called if it differs.
+
+        Raises:
+            DesyncError: It differs.
+        """
+        self._lines[name], began = lines, time.monotonic()
+        self._send((OF_HUB[0], name, digest))
+        with self._news:
+            while not self._news.wait_for(lambda: name in self._compared or self._desync() or not self._is_there(), 1.0):
+                if time.monotonic() - began > self._limit:
+                    return
+        if error := self._desync():
+            raise DesyncError(error)
+
+    def hear(self, kind: str, name: str) -> None:
+        """Hears the hub."""
+        if kind == OF_RANK[0]:
+            self._compared.add(name)
+        else:
+            self._send((OF_HUB[1], name, self._lines[name]()))
+
+
+class Programs:
+    """The programs of all ranks, as the hub knows them.
+
+    Args:
+        tell: Sends something to some ranks, or to all.
+    """
+
+    def __init__(self, tell: Callable[[Any, Sequence[int] | None], None]) -> None:
+        self._tell = tell
+        self._first: dict[str, tuple[int, bytes]] = {}
+        self._lines: dict[str, dict[int, Lines]] = {}
+
+    def hear(self, rank: int, kind: str, name: str, what: Any) -> None:
+        """Hears a rank."""
+        if kind == OF_HUB[0]:
+            first, digest = self._first.setdefault(name, (rank, what))
+            if what == digest:
+                self._tell((OF_RANK[0], name), [rank])
+            elif name not in self._lines:
+                self._lines[name] = {}
+                self._tell((OF_RANK[1], name), sorted({first, rank}))
+            return
+        told = self._lines[name]
+        told[rank] = what
+        if len(told) == 2:
+            self._tell(("desync", _difference(told)), None)
+
+    def forget(self, rank: int) -> None:
+        """Forgets the programs of a rank that has ended, which cannot tell of them."""
+        self._first = {name: first for name, first in self._first.items() if first[0] != rank}
+
+
+def _difference(of_ranks: dict[int, Lines]) -> str:
+    one, other = of_ranks.values()
+    alike = 0
+    while alike < min(len(one), len(other)) and one[alike][0] == other[alike][0]:
+        alike += 1
+    words = [f"  rank {rank}: {lines[alike][1] if alike < len(lines) else 'nothing'}" for rank, lines in sorted(of_ranks.items())]
+    hint = (
+        "all ranks have to run the same step. Look for what differs between them, such as the rank, the time, or numbers that"
+        " Python draws while the step is traced."
+    )
+    what = f"Ranks {some_of(sorted(of_ranks))} have different steps. The first operation that differs is"
+    return message("\n".join([what, *words]), hint=hint)
