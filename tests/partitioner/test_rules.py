@@ -76,8 +76,12 @@ CASES = {
     "L2Loss": Case(tf.nn.l2_loss, [row], rows),
     "ArgMax": Case(lambda x: [tf.argmax(x, 0), tf.argmax(x, 1)], [row], rows),
     "ArgMin": Case(lambda x: [tf.argmin(x, 0), tf.argmin(x, -1)], [row], rows),
-    "Cumsum": Case(lambda x: [tf.cumsum(x, 0), tf.cumsum(x, 1)], [row], rows),
-    "Cumprod": Case(lambda x: [tf.math.cumprod(x, 0), tf.math.cumprod(x, 1)], [row], rows),
+    "Cumsum": Case(
+        lambda x: [tf.cumsum(x, 0), tf.cumsum(x, 1), tf.cumsum(x, 0, True), tf.cumsum(x, -2, True, True)], [row], rows
+    ),
+    "Cumprod": Case(
+        lambda x: [tf.math.cumprod(x, 0), tf.math.cumprod(x, 1), tf.math.cumprod(x, 0, True, True)], [row], rows
+    ),
     "CumulativeLogsumexp": Case(
         lambda x: [tf.math.cumulative_logsumexp(x, 0), tf.math.cumulative_logsumexp(x, 1)], [row], rows
     ),
@@ -280,6 +284,14 @@ CASES = {
         [("n", 3, 3), ("n", 3, 3)],
         [[S(), S()], [P, S()], [S(), P]],
     ),
+    "MatrixTriangularSolve of one matrix": Case(
+        lambda x, y: [
+            raw.MatrixTriangularSolve(matrix=x + 9 * tf.eye(3, dtype=x.dtype), rhs=y),
+            raw.MatrixTriangularSolve(matrix=y + 9 * tf.eye(3, dtype=x.dtype), rhs=x),
+        ],
+        [("n", 3, 3), (3, 3)],
+        [[S(), R], [P, R], [S(), P]],
+    ),
     "Qr Svd SelfAdjointEigV2 Eig": Case(
         lambda x: [
             tf.abs(tf.linalg.qr(x)[1]),
@@ -295,6 +307,8 @@ CASES = {
             tf.math.bincount(x, minlength=4, maxlength=4, axis=-1),
             tf.math.bincount(x, w, minlength=4, maxlength=4, axis=-1),
             tf.math.bincount(tf.reshape(x, [-1]), minlength=4, maxlength=4),
+            tf.math.bincount(tf.reshape(x, [-1]), tf.reshape(w, [-1]), minlength=4, maxlength=4),
+            tf.math.bincount(tf.reshape(x, [-1]), minlength=4, maxlength=4, binary_output=True),
         ],
         [("n", 3), ("n", 3)],
         [[S(), S()], [S(), R]],
@@ -335,6 +349,15 @@ CASES = {
         [("n", 3, 2)],
         [[S()], [P], [R]],
     ),
+    "Reshape of rows and rows": Case(
+        lambda x, y: [
+            tf.tensordot(x, y, [[1], [1]]),
+            tf.reshape(tf.reshape(x[:, None] * y[None], [-1]), [tf.shape(x)[0], tf.shape(y)[0], 3]),
+            tf.reshape(x[:, 0], [-1, tf.shape(x)[0]]),
+        ],
+        [("n", 3), ("n", 3)],
+        [[S(), S()], [P, S()]],
+    ),
     "Reshape of columns": Case(
         lambda x: [tf.reshape(x, [-1, 2]), tf.reshape(x, [3, -1]), tf.reshape(x, [3, -1, 2, 1])],
         [(3, "n", 2)],
@@ -373,7 +396,14 @@ CASES = {
         [[S(), S()], [S(), R], [P, R], [S(), P], [P, P]],
     ),
     "ConcatV2": Case(
-        lambda x, y: [tf.concat([x, y], 1), tf.concat([x, y], 0)], [row, row], [[S(), S()], [S(), R], [P, R], [S(), P]]
+        lambda x, y: [
+            tf.concat([x, y], 1),
+            tf.concat([x, y], 0),
+            *_gradients(lambda x, y: tf.nn.relu(tf.concat([x, y, x], 0)), x, y),
+            tf.reduce_mean(tf.concat([x, y[:1]], 0)),
+        ],
+        [row, row],
+        [[S(), S()], [S(), R], [P, R], [S(), P]],
     ),
     "StridedSlice StridedSliceGrad": Case(
         lambda x: [
@@ -388,6 +418,9 @@ CASES = {
         ],
         [row],
         rows,
+    ),
+    "StridedSlice of one row": Case(
+        lambda x: [x[0], x[-1, 1:], x[:, None][0], tf.reshape(x, [-1])[0], x[0][0]], [row], rows
     ),
     "StridedSlice of columns": Case(lambda x: [x[1:], x[0], x[:, :1], x[..., None]], [(3, "n")], [[S(1)]]),
     "Slice": Case(
@@ -409,6 +442,24 @@ CASES = {
         [np.float64, np.int32],
         high=1,
     ),
+    "GatherV2 of some rows": Case(
+        lambda x, i: [
+            tf.gather(x, i),
+            tf.gather(tf.transpose(x), i, axis=1),
+            tf.gather(x, i[0, 0]),
+            tf.gather(x, tf.range(tf.shape(x)[0])) * 2,
+            tf.gather(x, tf.range(tf.shape(x)[0])[::-1]),
+            tf.gather(x, tf.range(tf.shape(x)[0])[:, None]),
+            tf.gather(x, tf.range(tf.shape(x)[0] - 1)),
+            tf.gather(tf.transpose(x), tf.range(tf.shape(x)[0]), axis=1),
+            tf.gather(x, tf.range(3)[:1]),
+            tf.gather(tf.as_string(x), [0]),
+        ],
+        [row, (2, 2)],
+        [[S(), R], [P, R], [R, R]],
+        [np.float64, np.int32],
+        high=1,
+    ),
     "GatherV2 by rows": Case(
         lambda x, i: tf.gather(x, i, batch_dims=1),
         [row, ("n", 2)],
@@ -426,6 +477,17 @@ CASES = {
         [row, ("n",)],
         [[S(), S()], [P, R], [S(), R]],
         [np.float64, np.int32],
+    ),
+    "UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd": Case(
+        lambda x, i: [
+            tf.math.unsorted_segment_max(x, i, 3),
+            tf.math.unsorted_segment_min(x, i, 3),
+            tf.math.unsorted_segment_prod(x, i, tf.shape(x)[0]),
+        ],
+        [row, ("n",)],
+        [[S(), S()], [P, R], [S(), R], [P, S()]],
+        [np.float64, np.int32],
+        high=1,
     ),
     "ScatterNd": Case(
         lambda i, x: tf.scatter_nd(i, x, [3, 3]),
@@ -470,8 +532,27 @@ CASES = {
         [row, row],
         [[S(), S()], [P, P], [P, R], [R, P], [S(), P], [P, S()]],
     ),
+    "Select": Case(
+        lambda x, y: [
+            raw.Select(condition=x > 0, x=x, y=y),
+            raw.Select(condition=x[:, 0] > 0, x=x, y=y),
+            raw.Select(condition=tf.reduce_sum(x) > 0, x=x, y=y),
+            raw.Select(condition=y[0] > 0, x=tf.transpose(x), y=tf.transpose(y)),
+        ],
+        [row, row],
+        [[S(), S()], [P, S()], [S(), R], [R, S()]],
+    ),
     "one row for all": Case(lambda x, y: [x * y, x + y[:, :1]], [row, (1, 3)], [[S(), R], [S(), P], [P, R]]),
     "columns": Case(lambda x, y: [x * y, x + y[:1]], [("n", "n"), ("n", "n")], [[S(), S(1)], [S(1), S(1)], [S(), R]]),
+    "Sub Mul SelectV2 of rows and rows": Case(
+        lambda x, y: [
+            *_gradients(lambda x, y: x[:, None] - y[None], x, y),
+            x[:, None] * y[None, :, :1],
+            tf.where(x[None, :, 0] > y[:, :1], x[:, :1], y[None, :, 0]),
+        ],
+        [row, row],
+        [[S(), S()], [P, S()], [S(), R]],
+    ),
 }
 
 _UNKNOWN = {

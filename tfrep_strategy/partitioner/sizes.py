@@ -121,6 +121,27 @@ def _concat_offset(operation: Any, axis: Sizes, *shapes: Sizes) -> list[Sizes] |
     return offsets
 
 
+def _pad(operation: Any, x: Sizes, paddings: Sizes, value: Sizes | None = None) -> Sizes | None:
+    around = numbers(paddings)
+    if x.ndim != 1 or around is None:
+        return None
+    before, behind = (np.full(count, 0 if value is None else value[()], object) for count in around[0])
+    return np.concatenate([before, x, behind])
+
+
+def _split(operation: Any, x: Sizes, counts: Sizes, axis: Sizes) -> list[Sizes] | None:
+    known = numbers(counts)
+    if x.ndim != 1 or known is None:
+        return None
+    known = np.where(known == -1, len(x) - known.sum() - 1, known)
+    return np.split(x, known.cumsum()[:-1])
+
+
+def _tile(operation: Any, x: Sizes, times: Sizes) -> Sizes | None:
+    known = numbers(times)
+    return None if x.ndim != 1 or known is None or x.size * known[0] > _MOST else np.tile(x, known[0])
+
+
 def _reshape(operation: Any, x: Sizes, shape: Sizes) -> Sizes | None:
     wanted = numbers(shape)
     return None if wanted is None else x.reshape(wanted)
@@ -141,6 +162,13 @@ def _fill(operation: Any, dims: Sizes, value: Sizes) -> Sizes | None:
 
 def _prod(operation: Any, x: Sizes, axes: Sizes) -> Sizes | None:
     return array(product(x)) if x.ndim == 1 and not operation.get_attr("keep_dims") and axes.size == 1 else None
+
+
+def _max(operation: Any, x: Sizes, axes: Sizes) -> Sizes | None:
+    if x.ndim != 1 or operation.get_attr("keep_dims") or axes.size != 1 or not x.size:
+        return None
+    known = numbers(x)
+    return array(x[0] if all(size == x[0] for size in x) else None if known is None else known.max())
 
 
 def _sum(operation: Any, x: Sizes, axes: Sizes) -> Sizes | None:
@@ -200,20 +228,25 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "GatherV2": _gather,
     "InvertPermutation": _inverted,
     "Identity": lambda operation, x: x,
+    "Max": _max,
     "Maximum": _each(lambda a, b: a if a == b else max(a, b) if is_number(a) and is_number(b) else None),
     "Minimum": _each(lambda a, b: a if a == b else min(a, b) if is_number(a) and is_number(b) else None),
     "Mul": _each(lambda a, b: a * b),
     "Neg": _each(_of_numbers(lambda a: -a)),
     "Pack": _pack,
+    "Pad": _pad,
+    "PadV2": _pad,
     "Prod": _prod,
     "Range": _range,
     "Reshape": _reshape,
     "Slice": _slice,
+    "SplitV": _split,
     "Squeeze": _squeeze,
     "StopGradient": lambda operation, x: x,
     "StridedSlice": _strided_slice,
     "Sub": _each(lambda a, b: a - b),
     "Sum": _sum,
+    "Tile": _tile,
     "Transpose": _transpose,
 }
 

@@ -204,6 +204,8 @@ class Values:
         if value.elements is not None:
             return self._whole_list(value)
         if isinstance(value.placement, Shard):
+            if value.local.shape.rank is None and (rank := self.rank(tensor)) is not None:
+                value.local.shape = tf.TensorShape([None] * rank)
             whole = self.program.send("gather", value.local, value.placement.axis)
         else:
             whole = self.program.send(sum_as, value.local)

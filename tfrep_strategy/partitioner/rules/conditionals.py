@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.partitioner.bodies import Entry, arguments, entry, note_effects, planned, put_entry
-from tfrep_strategy.partitioner.placements import OWN, REPLICATE, Own, Replicate, common_dims
+from tfrep_strategy.partitioner.placements import OWN, REPLICATE, Own, Replicate, Shard, common_dims
 from tfrep_strategy.partitioner.planner import Planner, always, rule
 from tfrep_strategy.partitioner.program import Tensor
 from tfrep_strategy.partitioner.rules.lists import joined, joined_elements
@@ -100,6 +100,8 @@ def _either(bodies: Sequence[Planner], outs: Sequence[Any]) -> Entry:
         ),
         known,
     )
-    if all(body.can_be(tensor, either.placement) for body, tensor in zip(bodies, outs, strict=True)):
+    # A branch sends the rows of what has another number of dimensions in another one.
+    can_be_sent = not isinstance(either.placement, Shard) or either.dims is not None or outs[0].dtype == tf.variant
+    if can_be_sent and all(body.can_be(tensor, either.placement) for body, tensor in zip(bodies, outs, strict=True)):
         return either
     return dataclasses.replace(either, placement=REPLICATE)

@@ -9,7 +9,16 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from tfrep_strategy.partitioner.placements import PARTIAL, Partial, Placement, Replicate, Shard, is_number, product
+from tfrep_strategy.partitioner.placements import (
+    PARTIAL,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Size,
+    is_number,
+    product,
+)
 from tfrep_strategy.partitioner.planner import Planner, rule
 
 
@@ -58,6 +67,12 @@ def contract(plan: Planner, operation: Any, labels: Sequence[str], result: str, 
         local.append(plan.replicated(x))
     placement: Placement = Shard(result.index(label), per_row) if label in result else PARTIAL
     plan.emit(operation, [*local, *rest], placement)
+    sizes: dict[str, Size] = {}
+    for x, axes in zip(operands, labels, strict=True):
+        sizes |= {label: d for label, d in zip(axes, plan.dims(x) or [], strict=True) if d is not None and d != 1}
+    (tensor,) = operation.outputs
+    known = [sizes.get(axis) if d is None else d for axis, d in zip(result, tensor.shape.as_list(), strict=True)]
+    plan.known_dims[tensor.name] = known
 
 
 def _chosen(plan: Planner, operands: Sequence[Any], placements: Sequence[Placement], labels: Sequence[str]) -> Any:

@@ -6,7 +6,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Partial, Replicate, Shard, Size, is_number
+from tfrep_strategy.partitioner.placements import (
+    PARTIAL,
+    REPLICATE,
+    Partial,
+    Replicate,
+    Shard,
+    Size,
+    is_number,
+    product,
+)
 from tfrep_strategy.partitioner.planner import Planner, always, rule
 from tfrep_strategy.partitioner.rules.lists import of_lists
 
@@ -113,6 +122,19 @@ def elementwise(plan: Planner, operation: Any) -> None:
     _note_dims(plan, operation)
 
 
+@rule("Select")
+def select(plan: Planner, operation: Any) -> None:
+    """A condition has the shape of what is chosen, or an element for each part along the first axis, or one for all."""
+    condition, *chosen = operation.inputs
+    shards = {p for p in map(plan.placement, operation.inputs) if isinstance(p, Shard)}
+    shard, rank = shards.pop() if len(shards) == 1 else None, plan.rank(condition)
+    if shard is None or rank is None:
+        plan.replicate(operation)
+        return
+    own = plan.sharded(condition, shard) if rank > shard.axis else plan.replicated(condition)
+    plan.emit(operation, [own, *(plan.sharded(x, shard) for x in chosen)], shard)
+
+
 def _note_dims(plan: Planner, operation: Any) -> None:
     """Notes sizes of a result that tracing did not know."""
     shapes = [dims for x in operation.inputs if (dims := plan.dims(x)) is not None]
@@ -189,20 +211,22 @@ def aligned_rows(plan: Planner, inputs: list[Any], have_one_shape: bool) -> tupl
     if len(shapes) < len(inputs):
         return None
     rank = max(map(len, shapes))
-    shard, size = None, None
+    sharded = []
     for x, dims in zip(inputs, shapes, strict=True):
         placement = plan.placement(x)
         if isinstance(placement, Shard):
-            own = Shard(placement.axis + rank - len(dims), placement.per_row)
-            if shard is not None and own != shard:
-                return None
-            shard, size = own, _first_number(size, dims[placement.axis])
-    if shard is None:
+            elements = product(d for axis, d in enumerate(dims) if axis != placement.axis)
+            cost = x.name not in plan.whole, elements if is_number(elements) else 0
+            sharded.append((cost, Shard(placement.axis + rank - len(dims), placement.per_row), dims[placement.axis]))
+    if not sharded:
         return None
+    # Rows that are compared with rows stand in two axes. The largest operand is not sent.
+    shard = max(sharded, key=lambda each: each[0])[1]
+    size = _first_number(*(of_rows for _, own, of_rows in sharded if own == shard))
     local = []
     for x, dims in zip(inputs, shapes, strict=True):
         axis = shard.axis - (rank - len(dims))
-        if isinstance(plan.placement(x), Shard):
+        if axis >= 0 and plan.placement(x) == Shard(axis, shard.per_row):
             if size is not None and is_number(dims[axis]) and dims[axis] != size:
                 return None  # One row that is broadcast.
             local.append(plan.local(x))

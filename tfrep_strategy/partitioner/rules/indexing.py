@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfrep_strategy.partitioner.placements import PARTIAL, Partial, Replicate, Rows, Shard
+import tensorflow as tf
+
+from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Partial, Replicate, Rows, Shard
 from tfrep_strategy.partitioner.planner import Planner, always, rule
 from tfrep_strategy.partitioner.program import Tensor
 
@@ -63,7 +65,7 @@ def _own_end(plan: Planner, operation: Any, place: int | None, ends: Any, shard:
 
 @rule("StridedSlice")
 def strided_slice(plan: Planner, operation: Any) -> None:
-    """All rows, and any part of the other axes."""
+    """All rows, or one, and any part of the other axes."""
     x, begin, end, strides = operation.inputs
     placement, rank, length = plan.placement(x), plan.rank(x), plan.length(begin)
     if isinstance(placement, Partial):
@@ -75,7 +77,7 @@ def strided_slice(plan: Planner, operation: Any) -> None:
     places, axes = _axes_of_slice(operation, rank, length)
     place, axis = places[placement.axis], axes[placement.axis]
     if axis is None or not _is_all(plan, operation, place, (begin, end, strides), x.shape[placement.axis]):
-        plan.replicate(operation)
+        _slice_one_row(plan, operation, place, placement)
         return
     own_end = _own_end(plan, operation, place, end, placement)
     plan.emit(
@@ -83,6 +85,35 @@ def strided_slice(plan: Planner, operation: Any) -> None:
         [plan.local(x), plan.replicated(begin), own_end, plan.replicated(strides)],
         Shard(axis, placement.per_row),
     )
+
+
+def _slice_one_row(plan: Planner, operation: Any, place: int | None, shard: Shard) -> None:
+    """Slices one element of the axis of the rows, which the replica that has it sends; or all rows."""
+    x, begin, end, strides = operation.inputs
+    starts, rank, add = plan.numbers(begin), plan.rank(x), plan.program.add
+    if place is None or starts is None or rank is None or not operation.get_attr("shrink_axis_mask") >> place & 1:
+        plan.replicate(operation)
+        return
+    first = plan.program.constant(starts[place])
+    if starts[place] < 0:
+        first = add("AddV2", first, plan.times(plan.rows.total, shard.per_row))
+    own, is_here = _own_places(plan, first, shard)
+    bounds = [plan.vector(rank, shard.axis, *each) for each in ((0, own), (-1, plan.as_dtype(is_here, tf.int32)))]
+    row = add("Slice", plan.local(x), *bounds)
+    row.shape = tf.TensorShape([None] * rank)
+    of_all = plan.program.send("gather", row, shard.axis)
+    starts[place] = 0
+    rest = plan.program.constant(starts, begin.dtype), *map(plan.replicated, (end, strides))
+    plan.emit(operation, [of_all, *rest], REPLICATE)
+
+
+def _own_places(plan: Planner, places: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
+    """Returns where among own rows places among all rows are, and whether they are there; else the place behind own rows."""
+    add = plan.program.add
+    start, count = (plan.as_dtype(plan.times(x, shard.per_row), places.dtype) for x in (plan.rows.start, plan.rows.count))
+    own = add("Sub", places, start)
+    is_here = add("LogicalAnd", add("GreaterEqual", own, add("ZerosLike", own)), add("Less", own, count))
+    return add("SelectV2", is_here, own, count), is_here
 
 
 @rule("StridedSliceGrad")
@@ -173,11 +204,49 @@ def gather(plan: Planner, operation: Any) -> None:
         and indices.shape.rank is not None
     ):
         plan.emit(operation, inputs, Shard(table.axis + (indices.shape.rank - 1) * (axis < table.axis), table.per_row))
-    else:
+    elif not isinstance(table, Shard) or is_variable or not _gather_rows(plan, operation, table, rest):
         plan.replicate(operation)
         return
     if is_variable:
         plan.access(plan.local(x), plan.value(operation.outputs[0]).local.node, writes=False)
+
+
+def _gather_rows(plan: Planner, operation: Any, table: Shard, rest: list[Tensor]) -> bool:
+    """Adds a gather along the axis of the rows, with indices that all replicas have. Returns whether it did."""
+    x, indices, axis = operation.inputs
+    dims = plan.dims(indices)
+    if dims is None:
+        return False
+    if _are_numbers_of_rows(plan, indices, table):
+        plan.put(operation.outputs[0], table, plan.local(x))
+        return True
+    for place in range(len(dims)):
+        shard = Shard(place, table.per_row)
+        if plan.have_rows(indices, shard, x.shape[table.axis]):  # They are shuffled, say.
+            inputs = [plan.replicated(x), plan.sharded(indices, shard), *rest]
+            plan.emit(operation, inputs, Shard(table.axis + place, table.per_row))
+            return True
+    is_sum = x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_complex
+    rank = plan.rank(x)
+    if rank is None or not is_sum or None in dims:
+        return False
+    # Some rows: the others are zeros, which stand behind own rows.
+    own, _ = _own_places(plan, plan.replicated(indices), table)
+    zeros = plan.program.constant([[0, int(place == table.axis)] for place in range(rank)])
+    with_zeros = plan.program.add("PadV2", plan.local(x), zeros, plan.program.constant(0, x.dtype))
+    plan.emit(operation, [with_zeros, own, *rest], PARTIAL)
+    return True
+
+
+def _are_numbers_of_rows(plan: Planner, indices: Any, table: Shard) -> bool:
+    """Returns whether indices are all numbers of rows in their order."""
+    operation = indices.op
+    while operation.type == "Identity":
+        operation = operation.inputs[0].op
+    if operation.type != "Range":
+        return False
+    start, limit, delta = map(plan.sizes_of, operation.inputs)
+    return bool(start == 0 and delta == 1 and limit is not None and limit == Rows(table.per_row))
 
 
 def _gather_rows_by_rows(plan: Planner, operation: Any, axis: int | None, rest: list[Tensor]) -> None:
@@ -220,6 +289,24 @@ def segment_sum(plan: Planner, operation: Any) -> None:
         plan.emit(operation, [plan.local(data), plan.local(segments), rest], PARTIAL)
     else:
         plan.replicate(operation)
+
+
+_EXTREMES = {"UnsortedSegmentMax": "Max", "UnsortedSegmentMin": "Min", "UnsortedSegmentProd": "Prod"}
+
+
+@rule(*_EXTREMES)
+def segment_extremes(plan: Planner, operation: Any) -> None:
+    """Of each segment, a maximum over rows is the maximum of the replicas' maxima."""
+    data, segments, number = operation.inputs
+    own, add = plan.placement(segments), plan.program.add
+    if not isinstance(own, Shard) or own.axis or plan.placement(data) != own:
+        plan.replicate(operation)
+        return
+    inputs = [plan.local(data), plan.local(segments), plan.replicated(number)]
+    of_own = add("ExpandDims", plan.program.copy_of(operation, inputs).outputs[0], 0)
+    of_own.shape = tf.TensorShape([1]).concatenate(operation.outputs[0].shape)
+    of_all = plan.program.send("gather", of_own)
+    plan.put(operation.outputs[0], REPLICATE, add(_EXTREMES[operation.type], of_all, 0, keep_dims=False))
 
 
 @rule("ScatterNd")

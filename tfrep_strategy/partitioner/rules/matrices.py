@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfrep_strategy.partitioner.placements import Replicate, Shard
+from tfrep_strategy.partitioner.placements import PARTIAL, Partial, Replicate, Shard
 from tfrep_strategy.partitioner.planner import Planner, rule
+from tfrep_strategy.partitioner.rules.elementwise import aligned_rows
 
 _INNER = {
     "Cholesky": 2, "Cross": 1, "Eig": 2, "FFT": 1, "FFT2D": 2, "FFT3D": 3, "IFFT": 1, "IFFT2D": 2, "IFFT3D": 3,
@@ -16,20 +17,24 @@ _INNER = {
 """How many of the last axes an operation works on."""
 
 _SEVERAL = ("Cross", "MatrixSolve", "MatrixTriangularSolve")
-"""Their two operands have the same other axes."""
+"""The other axes of their two operands are the same, or broadcast against each other."""
 
 
 @rule(*_INNER)
 def of_last_axes(plan: Planner, operation: Any) -> None:
     """Rows stay rows where they are in none of the axes that the operation works on."""
-    shard, rank = plan.placement(operation.inputs[0]), plan.rank(operation.inputs[0])
-    operands = operation.inputs[: 2 if operation.type in _SEVERAL else 1]
-    is_other = isinstance(shard, Shard) and rank is not None and shard.axis < rank - _INNER[operation.type]
-    if not is_other or any(plan.placement(x) != shard or plan.rank(x) != rank for x in operands):
+    operands = list(operation.inputs[: 2 if operation.type in _SEVERAL else 1])
+    for x in operands:
+        if isinstance(plan.placement(x), Partial):
+            plan.replicated(x)
+    aligned = aligned_rows(plan, operands, have_one_shape=operation.type != "MatrixTriangularSolve")
+    rank = max(plan.rank(x) or 0 for x in operands)
+    if aligned is None or aligned[0].axis >= rank - _INNER[operation.type]:
         plan.replicate(operation)
         return
+    shard, local = aligned
     others = [plan.replicated(x) for x in operation.inputs[len(operands) :]]
-    plan.emit(operation, [*map(plan.local, operands), *others], shard)
+    plan.emit(operation, [*local, *others], shard)
 
 
 @rule("LookupTableFindV2")
@@ -46,12 +51,14 @@ def lookup(plan: Planner, operation: Any) -> None:
 
 @rule("DenseBincount")
 def counts(plan: Planner, operation: Any) -> None:
-    """The elements of each row are counted."""
+    """The elements of each row are counted; of a vector, those of all rows."""
     x, size, weights = operation.inputs
-    placement, of_weights = plan.placement(x), plan.placement(weights)
+    placement, of_weights, rank = plan.placement(x), plan.placement(weights), plan.rank(x)
     is_none = weights.shape.num_elements() == 0
-    if placement != Shard(0) or plan.rank(x) != 2 or not (is_none or of_weights == placement):
+    is_counted = isinstance(placement, Shard) and (is_none or of_weights == placement)
+    is_sum = rank == 1 and not operation.get_attr("binary_output")
+    if not is_counted or not (is_sum or (rank == 2 and placement == Shard(0))):
         plan.replicate(operation)
         return
     own = plan.replicated(weights) if is_none else plan.local(weights)
-    plan.emit(operation, [plan.local(x), plan.replicated(size), own], placement)
+    plan.emit(operation, [plan.local(x), plan.replicated(size), own], PARTIAL if is_sum else placement)

@@ -151,9 +151,30 @@ def arg_max(plan: Planner, operation: Any) -> None:
     plan.emit(operation, [plan.local(x), plan.replicated(operation.inputs[1])], _kept(placement, [axis % rank], False))
 
 
+_TOTALS = {"Cumsum": ("Sum", "AddV2"), "Cumprod": ("Prod", "Mul")}
+"""By what an operation makes cumulative: what it makes of all rows, and of two such."""
+
+
+def _cumulate_rows(plan: Planner, operation: Any, shard: Shard, rank: int) -> None:
+    """Each replica goes on from the total of the rows of those before it."""
+    (x, axis), (result,) = operation.inputs, operation.outputs
+    (total, joined), add, replica = _TOTALS[operation.type], plan.program.add, plan.rows.replica
+    inputs = [plan.local(x), plan.replicated(axis)]
+    of_own = add(total, *inputs, keep_dims=True)
+    of_own.shape = tf.TensorShape([None] * rank)
+    of_all = plan.program.send("gather", of_own, shard.axis)
+    if operation.get_attr("reverse"):
+        first, count = add("AddV2", replica, 1), plan.program.constant(-1)
+    else:
+        first, count = plan.program.constant(0), replica
+    bounds = plan.vector(rank, shard.axis, 0, first), plan.vector(rank, shard.axis, -1, count)
+    of_others = add(total, add("Slice", of_all, *bounds), inputs[1], keep_dims=True)
+    plan.put(result, shard, add(joined, plan.program.copy_of(operation, inputs).outputs[0], of_others))
+
+
 @rule("Cumsum", "Cumprod", "CumulativeLogsumexp")
 def cumulative(plan: Planner, operation: Any) -> None:
-    """Along another axis than the rows; a cumulative sum of a sum is a sum."""
+    """Along any axis; a cumulative sum of a sum is a sum."""
     x = operation.inputs[0]
     placement, axis, rank = plan.placement(x), plan.number(operation.inputs[1]), plan.rank(x)
     inputs = operation.inputs
@@ -161,6 +182,8 @@ def cumulative(plan: Planner, operation: Any) -> None:
         plan.emit(operation, [plan.local(x), plan.replicated(inputs[1])], PARTIAL)
     elif isinstance(placement, Shard) and axis is not None and rank is not None and axis % rank != placement.axis:
         plan.emit(operation, [plan.local(x), plan.replicated(inputs[1])], placement)
+    elif isinstance(placement, Shard) and axis is not None and rank is not None and operation.type in _TOTALS:
+        _cumulate_rows(plan, operation, placement, rank)
     else:
         plan.replicate(operation)
 

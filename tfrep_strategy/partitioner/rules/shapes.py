@@ -127,6 +127,7 @@ def transpose(plan: Planner, operation: Any) -> None:
 
 
 @rule("ExpandDims")
+@always
 def expand(plan: Planner, operation: Any) -> None:
     """An axis of size 1 is added."""
     x, where = operation.inputs
@@ -135,10 +136,14 @@ def expand(plan: Planner, operation: Any) -> None:
     if isinstance(placement, Partial):
         plan.emit(operation, inputs, PARTIAL)
     elif isinstance(placement, Shard) and axis is not None and known is not None:
-        axis = axis % (known + 1)
-        plan.emit(operation, inputs, Shard(placement.axis + (axis <= placement.axis), placement.per_row))
+        before = axis % (known + 1) <= placement.axis
+        plan.emit(operation, inputs, Shard(placement.axis + before, placement.per_row))
     else:
         plan.replicate(operation)
+    dims = plan.dims(x)
+    if axis is not None and dims is not None:
+        axis %= len(dims) + 1
+        plan.known_dims[operation.outputs[0].name] = [*dims[:axis], 1, *dims[axis:]]
 
 
 @rule("Squeeze")
@@ -197,31 +202,42 @@ def _is_reshaped_to_itself(plan: Planner, x: Any, wanted: Any) -> bool:
 
 def _note_dims(plan: Planner, result: Any, wanted: Any, shard: Shard | None = None) -> None:
     """Notes sizes of a result that tracing did not know."""
-    asked = plan.sizes_of(wanted)
-    known = (
-        result.shape.as_list() if result.shape.rank is not None else [None] * asked.size if asked is not None else None
-    )
-    if known is None:
+    dims = _dims_of_result(plan, result, wanted)
+    if dims is None:
         return
-    dims = [d if d is not None else None if asked is None or asked[i] == -1 else asked[i] for i, d in enumerate(known)]
     if shard is not None and dims[shard.axis] is None:
         dims[shard.axis] = Rows(shard.per_row)
     plan.known_dims[result.name] = dims
 
 
+def _dims_of_result(plan: Planner, result: Any, wanted: Any) -> list[Size] | None:
+    """Returns the sizes of a result, as far as they are known, given the tensor of sizes that it is made with."""
+    asked = plan.sizes_of(wanted)
+    if asked is None:
+        return None if result.shape.rank is None else result.shape.as_list()  # type: ignore[no-any-return]
+    known = [None] * asked.size if result.shape.rank is None else result.shape.as_list()
+    dims = [a if d is None and a != -1 else d for d, a in zip(known, asked, strict=True)]
+    inferred = [i for i, (d, a) in enumerate(zip(dims, asked, strict=True)) if d is None and a == -1]
+    before = plan.dims(result.op.inputs[0])
+    if inferred and before is not None:
+        elements, rest = product(before), product(d for i, d in enumerate(dims) if i not in inferred)
+        if None not in (elements, rest) and rest != 0:
+            dims[inferred[0]] = _quotient(elements, rest)
+    return dims
+
+
+def _quotient(size: Size, other: Size) -> Size:
+    """Returns a size divided by another one; None unless it is a whole number of times that one."""
+    if not is_number(size):
+        return size // other
+    return size // other if is_number(other) and size % other == 0 else None
+
+
 def _reshaped_rows(plan: Planner, x: Any, wanted: Any, result: Any, shard: Shard) -> Shard | None:
     """Returns the placement of a reshaped tensor, if its rows stay rows."""
-    before, asked = plan.dims(x), plan.sizes_of(wanted)
-    if result.shape.rank is not None:
-        after = result.shape.as_list()
-    elif asked is not None:
-        after = [None] * asked.size
-    else:
+    before, after = plan.dims(x), _dims_of_result(plan, result, wanted)
+    if before is None or after is None:
         return None
-    if before is None:
-        return None
-    if asked is not None:
-        after = [a if d is None and a != -1 else d for d, a in zip(after, asked, strict=True)]
     outer, inner = product(before[: shard.axis]), product(before[shard.axis + 1 :])
     if not is_number(outer):
         return None
@@ -243,9 +259,7 @@ def _per_row(
     """Returns how many elements of the new axis belong to a row, if the new axis holds the rows."""
     if isinstance(size_after, Rows):
         same = inner_after == inner and size_after.per_row == shard.per_row
-        grown = (
-            is_number(inner) and is_number(inner_after) and inner * shard.per_row == inner_after * size_after.per_row
-        )
+        grown = None not in (inner, inner_after) and inner * shard.per_row == inner_after * size_after.per_row
         unknown_behind = size_after.per_row == shard.per_row and list(behind) == list(behind_after)
         return size_after.per_row if same or grown or unknown_behind or size_after.per_row == shard.per_row else None
     if is_number(inner) and is_number(inner_after) and inner and inner_after:
@@ -353,61 +367,3 @@ def other_axes(plan: Planner, operation: Any) -> None:
         plan.emit(operation, inputs, placement)
     else:
         plan.replicate(operation)
-
-
-@rule("Split", "SplitV")
-def split(plan: Planner, operation: Any) -> None:
-    """Another axis than that of the rows is split."""
-    place = 1 if operation.type == "Split" else 0
-    x, axis = operation.inputs[place], plan.number(operation.inputs[0 if place else 2])
-    placement, known = plan.placement(x), plan.rank(x)
-    is_other = axis is not None and known and isinstance(placement, Shard) and axis % known != placement.axis
-    if not isinstance(placement, Partial) and not is_other:
-        plan.replicate(operation)
-        return
-    inputs = [plan.local(t) if i == place else plan.replicated(t) for i, t in enumerate(operation.inputs)]
-    plan.emit(operation, inputs, placement)
-
-
-@rule("Unpack")
-def unpack(plan: Planner, operation: Any) -> None:
-    """An axis becomes tensors."""
-    (x,) = operation.inputs
-    placement, known = plan.placement(x), plan.rank(x)
-    axis = operation.get_attr("axis") % known if known else None
-    if isinstance(placement, Partial):
-        plan.emit(operation, [plan.local(x)], PARTIAL)
-    elif isinstance(placement, Shard) and axis is not None and axis != placement.axis:
-        plan.emit(operation, [plan.local(x)], Shard(placement.axis - (axis < placement.axis), placement.per_row))
-    else:
-        plan.replicate(operation)
-
-
-@rule("Pack", "ConcatV2")
-def join(plan: Planner, operation: Any) -> None:
-    """Tensors become one, along another axis than that of the rows."""
-    is_pack = operation.type == "Pack"
-    tensors = list(operation.inputs) if is_pack else list(operation.inputs)[:-1]
-    rest = [] if is_pack else [plan.replicated(operation.inputs[-1])]
-    if operation.outputs[0].dtype == tf.variant:
-        plan.replicate(operation)
-        return
-    placements, known = [plan.placement(x) for x in tensors], operation.outputs[0].shape.rank
-    axis = operation.get_attr("axis") if is_pack else plan.number(operation.inputs[-1])
-    shards = {p for p in placements if isinstance(p, Shard)}
-    if not shards:
-        plan.emit(operation, [*map(plan.partial, tensors), *rest], PARTIAL)
-        return
-    shard = shards.pop() if len(shards) == 1 else None
-    if shard is None or known is None or axis is None or (not is_pack and axis % known == shard.axis):
-        plan.replicate(operation)
-        return
-    size_ = next(x.shape[shard.axis] for x, p in zip(tensors, placements, strict=True) if p == shard)
-    if any(
-        p != shard and (isinstance(p, Partial) or not plan.have_rows(x, shard, size_))
-        for x, p in zip(tensors, placements, strict=True)
-    ):
-        plan.replicate(operation)
-        return
-    placement = Shard(shard.axis + (is_pack and axis % known <= shard.axis), shard.per_row)
-    plan.emit(operation, [*(plan.sharded(x, shard) for x in tensors), *rest], placement)
