@@ -314,6 +314,19 @@ CASES = {
         [[S(), S()], [S(), R]],
         [np.int32, np.float32],
     ),
+    "LowerBound UpperBound": Case(
+        lambda x, y: [
+            each
+            for side in ("left", "right")
+            for each in (
+                tf.searchsorted(tf.sort(x), y, side),
+                tf.searchsorted([[-1.0, 0.0, 1.0]], tf.cast(tf.reshape(y, [1, -1]), tf.float32), side),
+                tf.searchsorted(tf.sort(tf.transpose(x)), tf.transpose(y), side),
+            )
+        ],
+        [row, row],
+        [[S(), S()], [S(), R], [R, S()]],
+    ),
     "MatrixDeterminant": Case(tf.linalg.det, [("n", 3, 3)], [[S()], [P]]),
     "MatrixDiagV3": Case(tf.linalg.diag, [row], [[S()], [P]]),
     "MatrixDiagV3 of rows": Case(tf.linalg.diag, [("n",)], [[S()], [P]]),
@@ -495,6 +508,21 @@ CASES = {
         [[S(), S()], [R, P], [R, S()]],
         [np.int32, np.float64],
     ),
+    "TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate": Case(
+        lambda x, y, w: [
+            *_scattered_into(tf.transpose(x), [[2], [0]], tf.transpose(y)[:2]),
+            *_scattered_into(tf.transpose(x)[:, None], [[2, 0], [0, 0]], tf.transpose(y)[:2]),
+            *_scattered_into(tf.zeros([3, tf.shape(x)[0]], x.dtype), [[1]], tf.transpose(y)[:1]),
+            *_scattered_into(x, [[0]], y[:1]),
+            *_scattered_into(x, [[0, 1]], w[0, :1]),
+            *_scattered_into(w, tf.cast(x[:, :1] > 0, tf.int32), y)[:2],
+        ],
+        [row, row, (3, 3)],
+        [[S(), S(), R], [P, S(), R], [S(), P, R], [S(), R, P], [R, S(), P]],
+    ),
+    "Empty": Case(
+        lambda x: [raw.Empty(shape=[tf.shape(x)[0], 3], dtype=x.dtype, init=True) + x, x[:, 0] * 2], [row], rows
+    ),
     "Identity StopGradient IdentityN PreventGradient Snapshot Neg Conj Real Imag": Case(
         lambda x: [
             tf.identity(x),
@@ -576,6 +604,12 @@ _UNKNOWN = {
     ),
 }
 """What mixes rows, or is not known."""
+
+
+def _scattered_into(tensor: Any, indices: Any, updates: Any) -> list[Any]:
+    given = {"tensor": tensor, "indices": indices, "updates": updates}
+    kinds = raw.TensorScatterAdd, raw.TensorScatterSub, raw.TensorScatterMax, raw.TensorScatterMin, raw.TensorScatterUpdate
+    return [scatter(**given) for scatter in kinds]
 
 
 def _gradients(function: Callable[..., Any], *inputs: tf.Tensor) -> list[Any]:

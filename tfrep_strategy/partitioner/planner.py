@@ -142,7 +142,7 @@ class Planner(Values):
             shard: How these are placed.
             placement: Of the results. To a sum, zeros add nothing.
         """
-        filled = [self._filled(x, shard, operation.inputs[i]) if i in sharded else x for i, x in enumerate(inputs)]
+        filled = [self.filled(x, shard, operation.inputs[i]) if i in sharded else x for i, x in enumerate(inputs)]
         self.emit(operation, filled, placement)
         if isinstance(placement, Shard):
             for tensor in operation.outputs:
@@ -152,7 +152,7 @@ class Planner(Values):
                 size = self.vector(rank, placement.axis, -1, self.times(self.rows.count, placement.per_row))
                 self.put(tensor, placement, self.program.add("Slice", self.local(tensor), begin, size))
 
-    def _filled(self, local: Tensor, shard: Shard, tensor: Any) -> Tensor:
+    def filled(self, local: Tensor, shard: Shard, tensor: Any) -> Tensor:
         """Returns own rows, or a row of zeros. Where nothing is padded, nothing is copied.
 
         It is no `Pad`: oneDNN fuses that with a convolution, and the kernel of both ignores padded rows.

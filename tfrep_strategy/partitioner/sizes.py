@@ -91,7 +91,9 @@ def _range(operation: Any, start: Sizes, limit: Sizes, delta: Sizes) -> Sizes | 
 
 
 def _concat(operation: Any, *inputs: Sizes) -> Sizes | None:
-    return np.concatenate(inputs[:-1]) if all(x.ndim == 1 for x in inputs[:-1]) else None
+    *parts, axis = inputs
+    is_known = len({x.ndim for x in parts}) == 1 and parts[0].ndim and numbers(axis) is not None
+    return np.concatenate(parts, int(axis[()])) if is_known else None
 
 
 def _pack(operation: Any, *inputs: Sizes) -> Sizes:

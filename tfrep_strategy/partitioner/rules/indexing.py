@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -64,6 +65,7 @@ def _own_end(plan: Planner, operation: Any, place: int | None, ends: Any, shard:
 
 
 @rule("StridedSlice")
+@always
 def strided_slice(plan: Planner, operation: Any) -> None:
     """All rows, or one, and any part of the other axes."""
     x, begin, end, strides = operation.inputs
@@ -71,10 +73,14 @@ def strided_slice(plan: Planner, operation: Any) -> None:
     if isinstance(placement, Partial):
         plan.emit(operation, [plan.local(x), *map(plan.replicated, (begin, end, strides))], PARTIAL)
         return
-    if not isinstance(placement, Shard) or rank is None or length is None:
+    if rank is None or length is None:
         plan.replicate(operation)
         return
     places, axes = _axes_of_slice(operation, rank, length)
+    if not isinstance(placement, Shard):
+        plan.replicate(operation)
+        _note_dims(plan, operation, places, axes)
+        return
     place, axis = places[placement.axis], axes[placement.axis]
     if axis is None or not _is_all(plan, operation, place, (begin, end, strides), x.shape[placement.axis]):
         _slice_one_row(plan, operation, place, placement)
@@ -85,6 +91,19 @@ def strided_slice(plan: Planner, operation: Any) -> None:
         [plan.local(x), plan.replicated(begin), own_end, plan.replicated(strides)],
         Shard(axis, placement.per_row),
     )
+
+
+def _note_dims(plan: Planner, operation: Any, places: Sequence[int | None], axes: Sequence[int | None]) -> None:
+    """Notes sizes of axes that a slice takes all of."""
+    x, *specification = operation.inputs
+    (result,) = operation.outputs
+    dims, known = plan.dims(x), result.shape.as_list() if result.shape.rank is not None else None
+    if dims is None or known is None:
+        return
+    for size, place, axis in zip(dims, places, axes, strict=True):
+        if axis is not None and known[axis] is None and _is_all(plan, operation, place, specification, size):
+            known[axis] = size
+    plan.known_dims[result.name] = known
 
 
 def _slice_one_row(plan: Planner, operation: Any, place: int | None, shard: Shard) -> None:
@@ -310,6 +329,7 @@ def segment_extremes(plan: Planner, operation: Any) -> None:
 
 
 @rule("ScatterNd")
+@always
 def scatter(plan: Planner, operation: Any) -> None:
     """Updates of own rows are put among zeros, and add up."""
     indices, updates, shape = operation.inputs
@@ -318,5 +338,34 @@ def scatter(plan: Planner, operation: Any) -> None:
     is_sum = isinstance(placement, Partial) and isinstance(plan.placement(indices), Replicate)
     if is_own or is_sum:
         plan.emit(operation, [plan.local(indices), plan.local(updates), plan.replicated(shape)], PARTIAL)
+    else:
+        plan.replicate(operation)
+    if (sizes := plan.sizes_of(shape)) is not None:
+        plan.known_dims[operation.outputs[0].name] = list(sizes)
+
+
+@rule("TensorScatterAdd", "TensorScatterMax", "TensorScatterMin", "TensorScatterSub", "TensorScatterUpdate")
+def scatter_into(plan: Planner, operation: Any) -> None:
+    """Parts of a tensor are changed, each of which has rows; or own rows are added to parts of one that has none."""
+    x, indices, updates = operation.inputs
+    depth, rank, of_updates = indices.shape[-1] if indices.shape.rank else None, plan.rank(x), plan.placement(updates)
+    shards = set()
+    if depth is not None and rank is not None and isinstance(plan.placement(indices), Replicate):
+        further = indices.shape.rank - 1 - depth  # By which an axis is further behind in the updates.
+        if isinstance(own := plan.placement(x), Shard) and own.axis >= depth:
+            shards.add(own)
+        if isinstance(of_updates, Shard) and of_updates.axis >= indices.shape.rank - 1:
+            shards.add(Shard(of_updates.axis - further, of_updates.per_row))
+    if len(shards) == 1:
+        shard = shards.pop()
+        moved = Shard(shard.axis + further, shard.per_row)
+        size = x.shape[shard.axis] if plan.placement(x) == shard else updates.shape[moved.axis]
+        if plan.have_rows(x, shard, size) and plan.have_rows(updates, moved, size):
+            own_updates = plan.filled(plan.sharded(updates, moved), moved, updates)
+            plan.emit_filled(operation, [plan.sharded(x, shard), plan.local(indices), own_updates], [0], shard, shard)
+            return
+    is_own = isinstance(of_updates, Shard) and of_updates.axis == 0 and plan.placement(indices) == of_updates
+    if is_own and operation.type in ("TensorScatterAdd", "TensorScatterSub"):
+        plan.emit(operation, [plan.partial(x), plan.local(indices), plan.local(updates)], PARTIAL)
     else:
         plan.replicate(operation)

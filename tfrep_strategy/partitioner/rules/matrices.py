@@ -49,6 +49,21 @@ def lookup(plan: Planner, operation: Any) -> None:
     plan.access(plan.local(table), plan.node_of(operation), writes=False)
 
 
+@rule("LowerBound", "UpperBound")
+def bound(plan: Planner, operation: Any) -> None:
+    """Each value is looked up among the sorted numbers of its row; where there is one row of these, also values are cut."""
+    among, values = operation.inputs
+    shard = plan.placement(values)
+    if shard == Shard(0) and plan.placement(among) == shard:
+        plan.emit(operation, plan.locals(operation), shard)
+    elif isinstance(shard, Shard) and shard.axis == 1:
+        plan.emit(operation, [plan.replicated(among), plan.local(values)], shard)
+    else:
+        plan.replicate(operation)
+    if (dims := plan.dims(values)) is not None:
+        plan.known_dims[operation.outputs[0].name] = dims
+
+
 @rule("DenseBincount")
 def counts(plan: Planner, operation: Any) -> None:
     """The elements of each row are counted; of a vector, those of all rows."""

@@ -218,8 +218,8 @@ def _dims_of_result(plan: Planner, result: Any, wanted: Any) -> list[Size] | Non
     known = [None] * asked.size if result.shape.rank is None else result.shape.as_list()
     dims = [a if d is None and a != -1 else d for d, a in zip(known, asked, strict=True)]
     inferred = [i for i, (d, a) in enumerate(zip(dims, asked, strict=True)) if d is None and a == -1]
-    before = plan.dims(result.op.inputs[0])
-    if inferred and before is not None:
+    before = plan.dims(result.op.inputs[0]) if inferred else None
+    if before is not None:  # Of what is reshaped.
         elements, rest = product(before), product(d for i, d in enumerate(dims) if i not in inferred)
         if None not in (elements, rest) and rest != 0:
             dims[inferred[0]] = _quotient(elements, rest)
@@ -309,6 +309,19 @@ def grow_to(plan: Planner, operation: Any) -> None:
 
 def _grow_whole(plan: Planner, operation: Any, wanted: Any) -> None:
     plan.replicate(operation)
+    _note_dims(plan, operation.outputs[0], wanted)
+
+
+@rule("Empty")
+@always
+def empty(plan: Planner, operation: Any) -> None:
+    """What is made for the rows of the batch is made for a replica's own rows."""
+    (wanted,) = operation.inputs
+    place = plan.row_place(wanted)
+    if place is None:
+        plan.replicate(operation)
+    else:
+        plan.emit(operation, [plan.own_sizes(wanted, *place)], Shard(*place))
     _note_dims(plan, operation.outputs[0], wanted)
 
 
