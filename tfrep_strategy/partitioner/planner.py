@@ -67,6 +67,10 @@ def leading(*types: str) -> Callable[[Any], Any]:
     return register
 
 
+ON_PURPOSE: dict[str, str] = {}
+"""By the type of an operation that is computed for all rows, where these could not be shared: the reason."""
+
+
 def always(function: Rule) -> Rule:
     """Has a rule called also where all inputs are replicated."""
     function.is_always_called = True  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from tfrep_strategy.errors import CannotPartitionError, TfrepError, message, war
 from tfrep_strategy.keras_integration.protocol import KnownRows, Shards, Whole
 from tfrep_strategy.partitioner.fingerprint import line_of
 from tfrep_strategy.partitioner.placements import OWN, PARTIAL, REPLICATE, Offset, Rows, Shard
+from tfrep_strategy.partitioner.planner import ON_PURPOSE
 from tfrep_strategy.partitioner.step import Given, PartitionedStep
 from tfrep_strategy.partitioner.values import OwnRows
 from tfrep_strategy.strategies.one_replica import one_replica
@@ -212,7 +213,7 @@ class PartitionedSteps:
     def _tell_costs(self, without_rule: dict[str, Any]) -> None:
         """Warns of operations that each replica computes for all rows."""
         new = [
-            f"{type_} {operation.name!r}, {line_of(operation)}"
+            f"{type_} {operation.name!r}, {line_of(operation)}" + (f" ({ON_PURPOSE[type_]})" if type_ in ON_PURPOSE else "")
             for type_, operation in without_rule.items()
             if type_ not in self._told
         ]

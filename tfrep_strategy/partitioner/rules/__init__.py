@@ -13,6 +13,7 @@ from tfrep_strategy.partitioner.rules import (
     loops,  # noqa: F401
     marked,  # noqa: F401
     matrices,  # noqa: F401
+    on_purpose,  # noqa: F401
     reducing,  # noqa: F401
     rows_again,  # noqa: F401
     shapes,  # noqa: F401

@@ -19,7 +19,7 @@ _DRAWS = {
     "StatelessRandomUniformV2": 0, "StatelessRandomNormalV2": 0, "StatelessTruncatedNormalV2": 0, "StatelessRandomUniformIntV2": 0,
     "StatelessRandomUniformFullIntV2": 0, "StatelessRandomUniform": 0, "StatelessRandomNormal": 0, "StatelessTruncatedNormal": 0,
     "RandomUniform": 0, "RandomStandardNormal": 0, "TruncatedNormal": 0, "RandomUniformInt": 0,
-    "StatefulUniform": 2, "StatefulStandardNormalV2": 2,
+    "StatelessRandomGammaV3": 0, "StatefulUniform": 2, "StatefulStandardNormalV2": 2,
 }  # fmt: skip
 """Where the operations that draw numbers get the shape of what they draw."""
 

@@ -268,6 +268,24 @@ def _are_numbers_of_rows(plan: Planner, indices: Any, table: Shard) -> bool:
     return bool(start == 0 and delta == 1 and limit is not None and limit == Rows(table.per_row))
 
 
+@rule("GatherNd")
+def gather_parts(plan: Planner, operation: Any) -> None:
+    """Parts of a tensor that all replicas have, for own indices; or the rows of parts, for indices that all have."""
+    x, indices = operation.inputs
+    of_parts, chosen, depth = plan.placement(x), plan.placement(indices), indices.shape[-1] if indices.shape.rank else None
+    if depth is None:
+        plan.replicate(operation)
+    elif isinstance(chosen, Shard) and chosen.axis < indices.shape.rank - 1:
+        plan.emit(operation, [plan.replicated(x), plan.local(indices)], chosen)
+    elif isinstance(of_parts, Partial) and isinstance(chosen, Replicate):
+        plan.emit(operation, plan.locals(operation), PARTIAL)
+    elif isinstance(of_parts, Shard) and isinstance(chosen, Replicate) and of_parts.axis >= depth:
+        placement = Shard(indices.shape.rank - 1 + of_parts.axis - depth, of_parts.per_row)
+        plan.emit_filled(operation, plan.locals(operation), [0], of_parts, placement)
+    else:
+        plan.replicate(operation)
+
+
 def _gather_rows_by_rows(plan: Planner, operation: Any, axis: int | None, rest: list[Tensor]) -> None:
     """Each row chooses among its own elements."""
     x, indices = operation.inputs[:2]

@@ -11,8 +11,8 @@ from tfrep_strategy.partitioner.rules.elementwise import aligned_rows
 _INNER = {
     "Cholesky": 2, "Cross": 1, "Eig": 2, "FFT": 1, "FFT2D": 2, "FFT3D": 3, "IFFT": 1, "IFFT2D": 2, "IFFT3D": 3,
     "IRFFT": 1, "IRFFT2D": 2, "LogMatrixDeterminant": 2, "MatrixBandPart": 2, "MatrixDeterminant": 2, "MatrixDiagPartV3": 2,
-    "MatrixDiagV3": 1, "MatrixInverse": 2, "MatrixSolve": 2, "MatrixTriangularSolve": 2, "Qr": 2, "RFFT": 1, "RFFT2D": 2,
-    "SelfAdjointEigV2": 2, "Svd": 2,
+    "MatrixDiagV3": 1, "MatrixInverse": 2, "MatrixSolve": 2, "MatrixTriangularSolve": 2, "Qr": 2,
+    "RFFT": 1, "RFFT2D": 2, "SelfAdjointEigV2": 2, "Svd": 2,
 }  # fmt: skip
 """How many of the last axes an operation works on."""
 
@@ -35,6 +35,18 @@ def of_last_axes(plan: Planner, operation: Any) -> None:
     shard, local = aligned
     others = [plan.replicated(x) for x in operation.inputs[len(operands) :]]
     plan.emit(operation, [*local, *others], shard)
+
+
+@rule("MatrixSetDiagV3")
+def set_diagonal(plan: Planner, operation: Any) -> None:
+    """Matrices and their diagonals are in the same rows."""
+    x, diagonal, which = operation.inputs
+    shards = {p for p in map(plan.placement, (x, diagonal)) if isinstance(p, Shard)}
+    shard, rank = shards.pop() if len(shards) == 1 else None, plan.rank(x)
+    if shard is None or rank is None or shard.axis >= rank - 2:
+        plan.replicate(operation)
+    else:
+        plan.emit(operation, [plan.sharded(x, shard), plan.sharded(diagonal, shard), plan.replicated(which)], shard)
 
 
 @rule("LookupTableFindV2")
