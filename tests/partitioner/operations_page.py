@@ -1,7 +1,7 @@
 """Writes docs/operations.md, which tells for each type of operation what replicas do.
 
-Call it with `python tests/partitioner/operations_page.py`. What Keras emits is found by tracing its operations, layers, losses, metrics and optimizers, with gradients.
-That takes a minute.
+Call it with `python tests/partitioner/operations_page.py`. It traces the operations, layers, losses, metrics and optimizers of
+Keras, with gradients, which takes a minute.
 """
 
 from __future__ import annotations
@@ -176,14 +176,21 @@ def _of_metrics() -> set[str]:
     return found
 
 
+_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"global_clipnorm": 1.0, "weight_decay": 0.1},
+    {"clipnorm": 1.0, "gradient_accumulation_steps": 2},
+    {"clipvalue": 0.5, "use_ema": True, "ema_overwrite_frequency": 2},
+]
+
+
 def _of_optimizers() -> set[str]:
     found: set[str] = set()
-    options = [{}, {"global_clipnorm": 1.0, "weight_decay": 0.1}, {"clipnorm": 1.0, "gradient_accumulation_steps": 2},
-               {"use_ema": True, "ema_overwrite_frequency": 2, "clipvalue": 0.5}]  # fmt: skip
-    made = [kind(**each) for kind in _classes(keras.optimizers, keras.optimizers.Optimizer)
-            if "optimizer" in inspect.signature(kind).parameters or kind.__name__ not in ("LossScaleOptimizer", "MultiOptimizer")
-            for each in options if "inner_optimizer" not in inspect.signature(kind).parameters]  # fmt: skip
-    for optimizer in [*made, keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(momentum=0.9))]:
+    optimizers = [keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(momentum=0.9))]
+    for kind in _classes(keras.optimizers, keras.optimizers.Optimizer):
+        if kind.__name__ not in ("LossScaleOptimizer", "MultiOptimizer"):
+            optimizers += [kind(**options) for options in _OPTIONS]
+    for optimizer in optimizers:
         table, weight = keras.Variable(tf.ones([4, 2])), keras.Variable(tf.ones([2, 3]))
         optimizer.build([table, weight])
 

@@ -8,7 +8,7 @@ from tfrep_strategy.partitioner.rules import (
     elementwise,  # noqa: F401
     images,  # noqa: F401
     indexing,  # noqa: F401
-    joining,  # noqa: F401
+    joined_tensors,  # noqa: F401
     lists,  # noqa: F401
     loops,  # noqa: F401
     marked,  # noqa: F401
