@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,11 +14,12 @@ from partitioner.replicas import differences
 
 from tfrep_strategy._tensorflow import trace
 from tfrep_strategy.partitioner import planner
-from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Shard
-from tfrep_strategy.partitioner.rules import conditionals, lists, loops
+from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Items, Shard
+from tfrep_strategy.partitioner.rules import conditionals, lists, loops, row_loops
 
 pytestmark = pytest.mark.lane("quick")
 
+_ROWS = Shard(0)
 _SPLITS = [(3, 2), (4, 0, 1), (0, 0, 1)]
 """How many rows each replica has: unequal numbers, none, and one row in all."""
 
@@ -141,6 +144,17 @@ def _cases(x: Any, w: Any) -> Any:
     return [tf.switch_case((number + i) % 3, ways) for i in range(3)]
 
 
+def _carries_sizes(x: Any, w: Any) -> Any:
+    """A size is carried, which grows from the number of rows in one loop, and becomes it in another one."""
+    size = tf.shape(x)[0]
+    grown = tf.while_loop(lambda i, n: i < 2, lambda i, n: (i + 1, n + 1), (0, size))[1]
+    became = tf.while_loop(lambda i, n: i < 2, lambda i, n: (i + 1, size), (0, size + 2))[1]
+    is_positive = tf.reduce_sum(x) > 0.0
+    chosen = [tf.cond(each, lambda: size, lambda: size + 1) for each in (is_positive, ~is_positive)]
+    zeros = [tf.zeros([n, 4], x.dtype) for n in (grown, became, *chosen)]
+    return [*(tf.shape(each)[0] for each in zeros), *(tf.reduce_sum(tf.cos(each)) * x for each in zeros)]
+
+
 def _list_over_time(x: Any, w: Any) -> Any:
     """Elements are read, and others are written; reads have no order, and one element is never written."""
     steps = tf.TensorArray(x.dtype, 3, clear_after_read=False).unstack(tf.stack([x, 2.0 * x, 3.0 * x]))
@@ -212,6 +226,12 @@ def _maps_with_numbers(x: Any, w: Any) -> Any:
         lambda i, _: i < size, lambda i, made: (i + 1, made.write(i, rows.read(i) * tf.cast(i, x.dtype))), (0, made)
     )[1]
     return made.stack()
+
+
+def _lengths_of_lists(x: Any, w: Any) -> Any:
+    """What is carried is multiplied by the number of rows, as a list tells it."""
+    rows = tf.raw_ops.TensorListFromTensor(tensor=x, element_shape=[4])
+    return x * tf.cast(tf.raw_ops.TensorListLength(input_handle=rows), x.dtype)
 
 
 def _maps_backwards(x: Any, w: Any) -> Any:
@@ -304,9 +324,9 @@ _EXACT: dict[str, Callable[..., Any]] = {
     for function in (
         _carries_rows, _adds_losses, _adds_rows, _until_the_mean_is_small, _until_it_stands,
         _wants_the_whole_of_what_does_not_change, _starts_with_zeros, _grows_to_rows, _swaps, _becomes_a_constant, _rows_then_sums,
-        _no_rounds, _as_long_as_there_are_rows, _loop_in_a_loop, _branches, _rows_or_a_constant, _cases, _list_over_time,
-        _list_of_sums, _list_of_both, _list_of_rows, _other_lists, _maps_two, _maps_a_map, _folds_to_a_sum, _folds_otherwise,
-        _maps_with_numbers, _maps_backwards, _maps_some, _maps_into_more, _folds_to_more,
+        _no_rounds, _as_long_as_there_are_rows, _loop_in_a_loop, _branches, _rows_or_a_constant, _cases, _carries_sizes,
+        _list_over_time, _list_of_sums, _list_of_both, _list_of_rows, _other_lists, _maps_two, _maps_a_map, _folds_to_a_sum,
+        _folds_otherwise, _maps_with_numbers, _maps_backwards, _maps_some, _maps_into_more, _folds_to_more, _lengths_of_lists,
     )
 }  # fmt: skip
 
@@ -389,3 +409,157 @@ def test_every_rule_of_control_flow_has_a_case() -> None:
     assert {
         kind for kind in missing if not kind.startswith("Stateless") and kind not in ("If", "Case", "While")
     } == set()
+
+
+_MUTATIONS: dict[str, Callable[[Any], Any]] = {
+    "a sum is taken for a whole": lambda p: REPLICATE if p == PARTIAL else p,
+    "rows are taken for a whole": lambda p: REPLICATE if isinstance(p, (Items, Shard)) else p,
+    "an axis is off by one": lambda p: Shard(p.axis + 1, p.per_row) if isinstance(p, Shard) else p,
+    "a whole is taken for a sum": lambda p: PARTIAL if p == REPLICATE else p,
+}
+_ROOMS = {module.__name__ for module in (conditionals, lists, loops)}
+_KINDS = sorted(kind for kind, found in planner.RULES.items() if found.__module__ in _ROOMS)
+
+
+_PLACED = (_ROWS, PARTIAL)
+"""How the first argument of programs is placed, so that wrong placements are found."""
+
+
+def _compare(name: str, placement: Any) -> float:
+    """Returns how far replicas are from one device."""
+    function = _raw_lists if name == "raw_lists" else _with_gradients(_EXACT[name])
+    return differences(function, _values(5), [placement, REPLICATE], (3, 2))[0]
+
+
+def _is_found(name: str, placement: Any = _ROWS) -> bool:
+    """Returns whether replicas give something else than one device, or an error."""
+    try:
+        return _compare(name, placement) > 1e-9
+    except Exception:
+        return True
+
+
+@functools.cache
+def _results() -> dict[tuple[str, Any], dict[str, set[Any]]]:
+    """Returns, for each program and placement of its argument, how results of control flow are placed, by their types."""
+    found: dict[tuple[str, Any], dict[str, set[Any]]] = {}
+    original = planner.Planner.put
+
+    def put(plan: Any, tensor: Any, placement: Any, *args: Any, **details: Any) -> None:
+        if _is_meant(tensor):
+            of_program.setdefault(tensor.op.type, set()).add(placement)
+        original(plan, tensor, placement, *args, **details)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner.Planner, "put", put)
+        for name in ["raw_lists", *_EXACT]:
+            for placement in _PLACED:
+                of_program = found.setdefault((name, placement), {})
+                _compare(name, placement)
+    return found
+
+
+def _is_meant(tensor: Any) -> bool:
+    return tensor.op.type in _KINDS and (tensor.dtype.is_floating or tensor.dtype == tf.variant)
+
+
+@pytest.mark.lane("rows")
+@pytest.mark.parametrize("mutation", _MUTATIONS)
+def test_wrong_placements_are_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one type of operation gives is placed wrongly: some program that has it finds that."""
+    programs = _results()
+    original, change = planner.Planner.put, _MUTATIONS[mutation]
+
+    def put(plan: Any, tensor: Any, placement: Any, *args: Any, **details: Any) -> None:
+        is_changed = tensor.op.type == kind and _is_meant(tensor)
+        original(plan, tensor, change(placement) if is_changed else placement, *args, **details)
+
+    monkeypatch.setattr(planner.Planner, "put", put)
+    monkeypatch.setattr(planner.Planner, "_from_whole_inputs", lambda *_: None)  # To compute it again would mend it.
+    missed = []
+    for kind in _KINDS:
+        tries = [each for each, placed in programs.items() if any(change(p) != p for p in placed.get(kind, ()))]
+        if tries and not any(_is_found(*each) for each in tries):
+            missed.append(kind)
+    assert not missed
+
+
+def _all_rounds(patch: pytest.MonkeyPatch) -> None:
+    original = row_loops.RowLoop.put
+
+    def put(loop: Any, operation: Any) -> None:
+        rows = loop._plan.rows
+        loop._plan.rows = dataclasses.replace(rows, count=rows.total)
+        original(loop, operation)
+        loop._plan.rows = rows
+
+    patch.setattr(row_loops.RowLoop, "put", put)
+
+
+def _numbers_of_rows(patch: pytest.MonkeyPatch) -> None:
+    original = row_loops.RowLoop._follow
+
+    def follow(loop: Any, operation: Any) -> None:
+        try:
+            original(loop, operation)
+        except row_loops.NotOverRowsError:
+            loop._labels.update((x.name, "row") for x in operation.outputs)
+
+    patch.setattr(row_loops.RowLoop, "_follow", follow)
+
+
+def _first_size(patch: pytest.MonkeyPatch) -> None:
+    original = loops._Loop._next
+    patch.setattr(
+        loops._Loop,
+        "_next",
+        lambda loop, i, each, test: dataclasses.replace(original(loop, i, each, test), sizes=each.sizes),
+    )
+
+
+def _of_one_branch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(conditionals, "_either", lambda bodies, outs: conditionals.entry(bodies[0], outs[0]))
+
+
+_BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str]]] = {
+    "rows are not brought to what is carried": (
+        lambda patch: patch.setattr(planner.Planner, "to", lambda plan, tensor, placement: plan.local(tensor)),
+        ["until_it_stands", "grows_to_rows", "branches", "list_over_time"],
+    ),
+    "anything has any placement": (
+        lambda patch: patch.setattr(planner.Planner, "can_be", lambda plan, tensor, placement: True),
+        ["grows_to_rows"],
+    ),
+    "a row loop makes all rounds": (_all_rounds, ["list_of_rows", "maps_two", "folds_to_a_sum"]),
+    "a row loop may use all": (_numbers_of_rows, ["maps_with_numbers", "maps_backwards"]),
+    "what is added up is a whole": (lambda patch: patch.setattr(row_loops, "PARTIAL", REPLICATE), ["folds_to_a_sum"]),
+    "a row loop has places for all rows": (
+        lambda patch: patch.setattr(row_loops.RowLoop, "_is_new", lambda loop, place, kind: True),
+        ["maps_into_more"],
+    ),
+    "a loop keeps the size that comes in": (_first_size, ["carries_sizes"]),
+    "a loop keeps the shape that comes in": (
+        lambda patch: patch.setattr(loops, "common_dims", lambda a, b: a),
+        ["grows_to_rows"],
+    ),
+    "branches give what one of them gives": (_of_one_branch, ["carries_sizes"]),
+    "the axis of elements is off by one": (
+        lambda patch: patch.setattr(lists, "Shard", lambda axis, per_row=1: Shard(axis + 1, per_row)),
+        ["list_over_time"],
+    ),
+    "a list has the length of own rows": (
+        lambda patch: patch.setitem(
+            planner.RULES, "TensorListLength", lambda plan, x: plan.emit(x, plan.locals(x), REPLICATE)
+        ),
+        ["lengths_of_lists"],
+    ),
+}
+"""What breaks a mechanism, and programs each of which finds it."""
+
+
+@pytest.mark.lane("rows")
+@pytest.mark.parametrize("name", _BROKEN)
+def test_broken_mechanisms_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    breaks, programs = _BROKEN[name]
+    breaks(monkeypatch)
+    assert [program for program in programs if not _is_found(program)] == []
