@@ -674,7 +674,9 @@ _ATTRIBUTES: dict[str, dict[str, Any]] = {
     "CheckNumerics": {"message": ""},
     "Complex": {"Tout": tf.complex128},
     "ComplexAbs": {"Tout": tf.float64},
+    "RegexFullMatch": {"pattern": "a"},
     "RegexReplace": {"pattern": "a", "rewrite": "b"},
+    "StaticRegexFullMatch": {"pattern": "a"},
     "StaticRegexReplace": {"pattern": "a", "rewrite": "b"},
     "StringToHashBucketFast": {"num_buckets": 5},
 }

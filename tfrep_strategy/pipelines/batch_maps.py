@@ -10,7 +10,8 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import dataset_kinds as kinds
 from tfrep_strategy._tensorflow import is_none, parts_of_dataset
 from tfrep_strategy.batches import any_size
-from tfrep_strategy.pipelines.functions import are_alike, first_stateful_operation, operation_that_mixes_rows, resources
+from tfrep_strategy.partitioner.exact_rows import operation_that_mixes_rows
+from tfrep_strategy.pipelines.functions import are_alike, first_stateful_operation, resources
 
 COUNTING = (kinds.Take, kinds.Skip, kinds.Repeat)
 """Operations that look at nothing but the number of elements."""

@@ -32,8 +32,8 @@ _UNARY = (
     "Invert", "IsFinite", "IsInf", "IsNan", "LeakyRelu", "Lgamma", "Log", "Log1p", "LogicalNot", "Ndtri", "OnesLike",
     "PopulationCount", "Reciprocal", "Relu", "Relu6", "Rint", "Round", "Rsqrt", "Selu", "Sigmoid", "Sign", "Sin", "Sinh",
     "Softplus", "Softsign", "Sqrt", "Square", "Tan", "Tanh", "ZerosLike", "AsString", "StringLower", "StringUpper",
-    "StringStrip", "StringLength", "StringToNumber", "StringToHashBucketFast", "RegexReplace", "StaticRegexReplace",
-    "Bucketize",
+    "StringStrip", "StringLength", "StringToNumber", "StringToHashBucketFast", "RegexFullMatch", "RegexReplace",
+    "StaticRegexFullMatch", "StaticRegexReplace", "Bucketize",
 )  # fmt: skip
 
 _BINARY = (
