@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfrep_strategy.gradients import aggregate, buckets, dense, transformed
+from tfrep_strategy.gradients import aggregate, buckets, dense, summed_where_alike, transformed
 
 pytestmark = pytest.mark.lane("quick")
 
@@ -89,3 +89,12 @@ def test_transformers_that_cannot_be_tried_in_a_graph() -> None:
     assert float(transformed(looks, [tf.constant(4.0)], ["kernel"])[0]) == 2.0
     step = tf.function(lambda gradient: transformed(makes, [gradient], ["kernel"]))
     assert [float(step(tf.constant(x))[0]) for x in (1.0, 2.0)] == [3.0, 6.0]
+
+
+def test_slices_that_all_replicas_computed() -> None:
+    values = tf.constant([[1.0], [2.0], [4.0], [8.0]])
+    for rows, expected in (([5, 3, 5, 3], [5, 10]), ([5, 3, 3, 5], [1, 2, 4, 8]), ([5, 5, 5, 5], [5, 10])):
+        merged = summed_where_alike(tf.IndexedSlices(values, tf.constant(rows), tf.constant([6, 1])), 2)
+        assert merged.values[:, 0].numpy().tolist() == expected
+    odd = tf.IndexedSlices(values[:3], tf.constant([5, 5, 5]), tf.constant([6, 1]))
+    assert len(summed_where_alike(odd, 2).values) == 3

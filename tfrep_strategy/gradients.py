@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy import slices
 from tfrep_strategy.errors import ConfigurationError, message
 
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
@@ -24,13 +23,7 @@ _form_of: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def aggregate(
-    gradients: Sequence[Gradient],
-    *,
-    all_reduce: AllReduce,
-    all_gather: AllGather,
-    bucket_bytes: int,
-    sum_values: AllReduce | None = None,
-    replicas: int = 1,
+    gradients: Sequence[Gradient], *, all_reduce: AllReduce, all_gather: AllGather, bucket_bytes: int
 ) -> list[Gradient]:
     """Sums the gradients of all replicas. Every replica calls it with its own gradients.
 
@@ -40,11 +33,9 @@ def aggregate(
         all_gather: Concatenates tensors of different length along the first dimension, in replica order.
         bucket_bytes: Gradients are sent in buckets of about this size. The last variables go first, since backward reaches
             them first. A bucket is then sent while the next is still being computed.
-        sum_values: Sums the values of slices that all replicas have (`slices.Kind.FIXED`). None: `all_reduce`, in the buckets.
-        replicas: How many replicas there are.
 
     Returns:
-        The global gradients, in the given order. Sparse gradients stay sparse, with the slices that one device has.
+        The global gradients, in the given order. Sparse gradients stay sparse, with the slices of all replicas.
 
     Example:
         >>> one_replica = dict(all_reduce=lambda ts: ts, all_gather=lambda t: t, bucket_bytes=1 << 20)
@@ -52,31 +43,41 @@ def aggregate(
         >>> g[0].numpy().tolist(), g[1]
         ([2.0], None)
     """
-    sparse = {i: slices.parts_of(gradient) for i, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)}
-    fixed = [part.slices.values for parts in sparse.values() for part in parts if part.kind is slices.Kind.FIXED]
-    tensors = [None if i in sparse else gradient for i, gradient in enumerate(gradients)]
-    if sum_values is None:
-        tensors += fixed
-    result = list(tensors)
-    for bucket in dense_buckets(tensors, bucket_bytes):
-        for i, gradient in zip(bucket, all_reduce([tensors[i] for i in bucket]), strict=True):
+    result = list(gradients)
+    for bucket in dense_buckets(gradients, bucket_bytes):
+        for i, gradient in zip(bucket, all_reduce([gradients[i] for i in bucket]), strict=True):
             result[i] = gradient
-    summed = iter(sum_values(fixed) if sum_values and fixed else result[len(gradients) :])
-    for i, parts in sparse.items():
-        result[i] = slices.joined([_global_slices(part, summed, all_gather, replicas) for part in parts])
-    return result[: len(gradients)]
+    for i, own in enumerate(gradients):
+        if isinstance(own, tf.IndexedSlices):
+            result[i] = tf.IndexedSlices(all_gather(own.values), all_gather(own.indices), own.dense_shape)
+    return result
 
 
-def _global_slices(
-    part: slices.Part, summed: Iterator[tf.Tensor], all_gather: AllGather, replicas: int
-) -> tf.IndexedSlices:
-    own = part.slices
-    if part.kind is slices.Kind.FIXED:
-        return tf.IndexedSlices(next(summed), own.indices, own.dense_shape)
-    of_all = tf.IndexedSlices(all_gather(own.values), all_gather(own.indices), own.dense_shape)
-    if part.kind is slices.Kind.ALIKE:
-        return slices.summed_where_alike(of_all, replicas)
-    return slices.summed_by_row(of_all) if part.kind is slices.Kind.DISTINCT else of_all
+def summed_where_alike(gathered: tf.IndexedSlices, replicas: int) -> tf.IndexedSlices:
+    """Adds up the slices of all replicas, the first of each with the first of the others, if all have the same rows.
+
+    Args:
+        gathered: The slices of all replicas, in replica order.
+        replicas: The number of replicas.
+
+    Returns:
+        As many slices as one replica has; `gathered` if the rows of two replicas differ.
+
+    Example:
+        >>> of_two = tf.IndexedSlices(tf.constant([[1.0], [2.0], [4.0], [8.0]]), tf.constant([5, 3, 5, 3]), tf.constant([6, 1]))
+        >>> once = summed_where_alike(of_two, 2)
+        >>> once.indices.numpy().tolist(), once.values.numpy().tolist()
+        ([5, 3], [[5.0], [10.0]])
+    """
+    values, rows = gathered.values, gathered.indices
+    each = tf.size(rows) // replicas
+    of_first = tf.tile(rows[:each], [replicas])
+    are_alike = tf.reduce_all(tf.equal(rows[: replicas * each], of_first)) & (tf.size(rows) == replicas * each)
+
+    def summed() -> tuple[tf.Tensor, tf.Tensor]:
+        return tf.reduce_sum(tf.reshape(values, tf.concat([[replicas, each], tf.shape(values)[1:]], 0)), 0), rows[:each]
+
+    return tf.IndexedSlices(*tf.cond(are_alike, summed, lambda: (values, rows)), gathered.dense_shape)
 
 
 def dense(gradient: Gradient) -> Gradient:

@@ -25,7 +25,6 @@ from tfrep_strategy.keras_integration.shared.keras_2 import NoticesKeras2
 from tfrep_strategy.partitioner.between_replicas import Gradients
 from tfrep_strategy.partitioner.emitter import Transport
 from tfrep_strategy.sharding import Cut, sum_to_parts
-from tfrep_strategy.slices import has_fixed_rows
 from tfrep_strategy.step_clock import timed_collectives
 from tfrep_strategy.strategies.checked_settings import functions
 from tfrep_strategy.strategies.gathering import gathered
@@ -210,15 +209,12 @@ class SynchronousExtended(NoticesKeras2):
     def _aggregate(self, own: Sequence[Any], in_parts: bool) -> list[Any]:
         strategy = self.strategy
         if strategy.gradient_aggregator is not None:
-            own = [gradients.dense(g) if has_fixed_rows(g) else g for g in own]  # It need not know of kinds of slices.
             return list(strategy.gradient_aggregator(own, self.own_communicator()))
         return gradients.aggregate(
             own,
             all_reduce=self._sum_to_parts if in_parts else self.sum_gradients,
             all_gather=self.gather_gradients,
             bucket_bytes=self.bucket_bytes_for(own),
-            sum_values=self.sum_gradients if in_parts else None,
-            replicas=self._num_replicas_in_sync,
         )
 
     def bucket_bytes_for(self, tensors: Sequence[Any]) -> int:

@@ -29,7 +29,6 @@ from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
 from tfrep_strategy.partitioner.between_replicas import BetweenProcesses
 from tfrep_strategy.partitioner.emitter import Transport
 from tfrep_strategy.shares import Share
-from tfrep_strategy.slices import summed_where_alike
 from tfrep_strategy.strategies import rank_data as ranks_read
 from tfrep_strategy.strategies import sync_check
 from tfrep_strategy.strategies.extended import SynchronousExtended
@@ -173,7 +172,7 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         for i, own in enumerate(weighed):
             if isinstance(own, tf.IndexedSlices):
                 of_all = self._reduce_slices(tf.distribute.ReduceOp.SUM, own)
-                means[i] = summed_where_alike(of_all, self._num_replicas_in_sync)
+                means[i] = gradients.summed_where_alike(of_all, self._num_replicas_in_sync)
         return means
 
     def bucket_bytes_for(self, tensors: Sequence[Any]) -> int:
