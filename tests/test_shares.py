@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -18,7 +16,7 @@ EXAMPLES = tf.constant([2.0, -1.0, 4.0, 0.5, 7.0, 3.0])
 
 def shares_of(cut: list[int]) -> list[Share]:
     total = tf.constant(sum(cut), tf.int64)
-    return [Share.of_batch(tf.constant(size, tf.int64), total, len(cut)) for size in cut]
+    return [Share.of_batch(tf.constant(size, tf.int64), total) for size in cut]
 
 
 def parts_of(cut: list[int]) -> list[tf.Tensor]:
@@ -73,25 +71,6 @@ def test_gradients_through_a_collective_are_those_of_one_device() -> None:
         near(of_a, tf.reduce_mean(EXAMPLES[:4]) if len(part) else 0.0)
 
 
-@pytest.mark.parametrize("cut", CUTS[:3], ids=str)
-def test_the_mean_of_moving_statistics_moves_by_the_mean_of_the_batch(cut: list[int]) -> None:
-    momentum, before = 0.9, tf.constant(5.0)
-    kept = momentum * before
-    states = []
-    for share, part in zip(shares_of(cut), parts_of(cut), strict=True):
-        states += share.of_moving([kept], [kept + (1 - momentum) * tf.reduce_mean(part)])
-    near(tf.reduce_mean(states), kept + (1 - momentum) * tf.reduce_mean(EXAMPLES[: sum(cut)]))
-
-
-def test_who_has_as_much_as_the_mean() -> None:
-    assert [[bool(share.is_equal) for share in shares_of(cut)] for cut in ([3, 1, 2], [2, 2, 2])] == [
-        [False, False, True],
-        [True, True, True],
-    ]
-    equal = Share.equal(4)
-    assert (float(equal.value), bool(equal.is_equal)) == (0.25, True)
-
-
 def test_an_empty_share_silences_what_is_not_finite_and_every_type_stays() -> None:
     empty, half, _ = shares_of([0, 1, 1])
     rows = tf.IndexedSlices(tf.constant([[np.nan, 1.0]]), tf.constant([2]), tf.constant([4, 2]))
@@ -101,33 +80,3 @@ def test_an_empty_share_silences_what_is_not_finite_and_every_type_stays() -> No
     assert (half.weigh(tf.constant([2.0], tf.float16)).dtype, half.weigh(tf.constant(2j)).numpy()) == (tf.float16, 1j)
     # A third of 100 is 33.25 in bfloat16. The product with a third in bfloat16 would be 33.5.
     assert float(Share.equal(3).weigh(tf.constant(100.0, tf.bfloat16))) == 33.25
-
-
-@pytest.mark.parametrize(("device", "by", "count"), [("CPU:0", "MulNoNan", 21), ("GPU:0", "SelectV2", 3)])
-def test_small_gradients_are_silenced_those_of_a_bucket_at_once_on_a_gpu(device: str, by: str, count: int) -> None:
-    rows = tf.IndexedSlices(tf.constant([[1.0, 2.0]]), tf.constant([3]), tf.constant([4, 2]))
-    buckets = [list(range(13, 24)), list(range(4, 13)), [0, 3]]
-
-    @tf.function
-    def silenced(value: tf.Tensor) -> Any:
-        with tf.device(device):  # TensorFlow takes the CPU where there is no GPU.
-            small = [tf.ones([2, 2]) + 0.0 * value for _ in range(20)]
-            gradients = [tf.fill([3], np.nan * value), None, rows, tf.ones([2000]), *small]
-        return Share(value, 2, tf.constant(False)).silenced_gradients(gradients, buckets)
-
-    step = silenced.get_concrete_function(tf.TensorSpec([]))
-    assert [op.type for op in step.graph.get_operations()].count(by) == count
-    for kept in (0.0, 1.0):
-        found = step(tf.constant(kept))
-        np.testing.assert_array_equal(found[0], np.full([3], np.nan) if kept else np.zeros([3]))
-        assert found[1] is None
-        np.testing.assert_array_equal(found[2].values, rows.values)
-        np.testing.assert_array_equal(found[3], np.ones([2000]))
-        for gradient in found[4:]:
-            np.testing.assert_array_equal(gradient, np.full([2, 2], kept))
-
-
-def test_gradients_of_a_replica_that_is_known_to_have_examples_stay_as_they_are() -> None:
-    half = Share.of_batch(tf.constant(2, tf.int64), tf.constant(4, tf.int64), 2)
-    gradients = [tf.constant([np.nan]), None]
-    assert half.silenced_gradients(gradients, [[0]])[0] is gradients[0]

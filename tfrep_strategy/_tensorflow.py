@@ -52,7 +52,6 @@ MirroredVariable = _private("distribute.values", "MirroredVariable")
 SyncOnReadVariable = _private("distribute.values", "SyncOnReadVariable")
 PerReplica = _private("distribute.values", "PerReplica")
 PerReplicaSpec = _private("distribute.values", "PerReplicaSpec")
-VARIABLE_POLICY_MAPPING = _private("distribute.distribute_utils", "VARIABLE_POLICY_MAPPING")
 is_mirrored = _private("distribute.distribute_utils", "is_mirrored")
 regroup = _private("distribute.distribute_utils", "regroup")
 in_replica_update_context = _private("distribute.values_util", "in_replica_update_context")
@@ -65,7 +64,6 @@ default_graph_stack = _private("framework.ops", "_default_graph_stack")
 # Whether a gradient tape of this thread records.
 
 # What a `tf.autodiff.ForwardAccumulator` of this thread has found out of tensors.
-pack_tangents = _private("eager.forwardprop_util", "pack_tangents")
 
 # Chooses the seeds of random operations.
 random_seeds = _private("framework", "random_seed")
@@ -295,14 +293,6 @@ def run_independently(operation: Any) -> None:
 def set_mark(operation: Any, name: str, mark: str) -> None:
     """Gives an operation of a graph an attribute that says nothing of what it computes."""
     operation._set_attr(name, tf.compat.v1.AttrValue(s=mark.encode()))
-
-
-def body_of_call(operation: Any) -> Any:
-    """Returns the graph of the function that an operation calls; None if it calls none."""
-    if operation.type not in ("PartitionedCall", "StatefulPartitionedCall"):
-        return None
-    function = operation.graph._get_function(operation.get_attr("f").name)
-    return None if function is None else function.graph
 
 
 def called_graphs(operation: Any, attribute: str | None = None) -> list[Any]:

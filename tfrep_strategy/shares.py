@@ -6,21 +6,18 @@ One device computes the mean over the `n` examples of a batch. Replica r has `n_
     value of one device = sum over replicas of share_r * value of replica r
 
 This holds however the batch is cut. A replica without examples has a share of 0 and adds nothing, even if its own mean is 0/0.
-The rule holds for all that is linear in means over examples: losses, gradients, logs, and the changes of moving statistics.
+The rule holds for all that is linear in means over examples: losses, gradients and logs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.packing import Packed
-
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
-_SMALL = 1024
 
 
 class Share:
@@ -30,47 +27,34 @@ class Share:
 
     Attributes:
         value: float32 scalar between 0 and 1.
-        num_replicas: How many replicas have the batch together.
-        is_equal: bool scalar on the host, where branches are taken: whether the replica has as many examples as the mean.
 
     Example:
-        >>> uneven = [Share.of_batch(tf.constant(n, tf.int64), tf.constant(4, tf.int64), 3) for n in (3, 1, 0)]
+        >>> uneven = [Share.of_batch(tf.constant(n, tf.int64), tf.constant(4, tf.int64)) for n in (3, 1, 0)]
         >>> means = [tf.constant(2.0), tf.constant(6.0), tf.constant(float("nan"))]
         >>> sum(float(share.weigh(mean)) for share, mean in zip(uneven, means))
         3.0
     """
 
-    def __init__(self, value: tf.Tensor, num_replicas: int, is_equal: tf.Tensor) -> None:
-        self.value, self.num_replicas, self.is_equal = value, num_replicas, is_equal
+    def __init__(self, value: tf.Tensor) -> None:
+        self.value = value
 
     @classmethod
-    def of_batch(cls, num_examples: tf.Tensor, total: tf.Tensor, num_replicas: int) -> Share:
+    def of_batch(cls, num_examples: tf.Tensor, total: tf.Tensor) -> Share:
         """Makes the share of a replica. What is known while a step is traced costs no operations in it.
 
         Args:
             num_examples: int64 scalar, the examples of this replica.
             total: int64 scalar, the examples of all replicas.
-            num_replicas: How many replicas there are.
         """
         rows, all_rows = tf.get_static_value(num_examples), tf.get_static_value(total)
-        is_known = rows is not None and bool(all_rows)
-        if is_known:
-            value = tf.constant(np.float32(rows) / np.float32(all_rows))
-        else:
-            value = tf.math.divide_no_nan(tf.cast(num_examples, tf.float32), tf.cast(total, tf.float32))
-        with tf.device("CPU:0"):
-            is_equal = tf.constant(rows * num_replicas == all_rows) if is_known else tf.equal(num_examples * num_replicas, total)
-        return cls(value, num_replicas, is_equal)
+        if rows is not None and all_rows:
+            return cls(tf.constant(np.float32(rows) / np.float32(all_rows)))
+        return cls(tf.math.divide_no_nan(tf.cast(num_examples, tf.float32), tf.cast(total, tf.float32)))
 
     @classmethod
     def equal(cls, num_replicas: int) -> Share:
         """Makes the share of replicas that have as many examples each, such as the whole batch."""
-        return cls(tf.constant(1 / num_replicas), num_replicas, tf.constant(True))
-
-    @property
-    def is_known_equal(self) -> bool:
-        """Whether `is_equal` is known to be true while a step is traced."""
-        return bool(tf.get_static_value(self.is_equal))
+        return cls(tf.constant(1 / num_replicas))
 
     # The rule.
 
@@ -117,22 +101,6 @@ class Share:
         arrived = send([self.weigh(gradient) for gradient in gradients])
         return [self.unweigh(gradient) for gradient in arrived]
 
-    # What follows from it where values are averaged with equal weights.
-
-    def of_moving(self, kept: Sequence[tf.Tensor], moved: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Weighs what a step adds to state of which the plain mean over the replicas is read, such as moving statistics.
-
-        Args:
-            kept: What is left of the state before the step.
-            moved: The state after the step.
-
-        Returns:
-            The state that each replica is to have.
-        """
-        weight = self.value * self.num_replicas
-        added = [after - before for before, after in zip(kept, moved, strict=True)]
-        return [before + _rounded_once(tf.math.multiply_no_nan, a, weight) for before, a in zip(kept, added, strict=True)]
-
     # Where there are no examples.
 
     def silenced(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -141,32 +109,6 @@ class Share:
             return []
         has_examples = self.value > 0
         return [tf.where(has_examples, value, tf.zeros_like(value)) for value in values]
-
-    def silenced_gradients(self, gradients: Sequence[Gradient], buckets: Iterable[Sequence[int]]) -> list[Gradient]:
-        """Sets small gradients of a replica without examples to zero, where not they were weighed but the loss.
-
-        Gradients that flow through the empty batch are zero already. Only parameters used after the mean (a learned loss weight,
-        say) can get NaN. They are small, so only small dense gradients are set.
-
-        Args:
-            gradients: This replica's gradients.
-            buckets: The indices of the dense ones that will be sent together. Those of a bucket do not wait for others.
-        """
-        result = list(gradients)
-        if tf.get_static_value(self.value):
-            return result
-        for bucket in buckets:
-            small = [i for i in bucket if (gradients[i].shape.num_elements() or _SMALL + 1) <= _SMALL]
-            for i, gradient in zip(small, self._silenced_together([gradients[i] for i in small]), strict=True):
-                result[i] = gradient
-        return result
-
-    def _silenced_together(self, small: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        if any("GPU" in gradient.device for gradient in small):
-            packed = Packed(small)  # A net has hundreds, and on a GPU each operation launches a kernel.
-            return packed.unpack(self.silenced(packed.flats))
-        counts = {dtype: tf.cast(self.value > 0, dtype) for dtype in {gradient.dtype: None for gradient in small}}
-        return [tf.math.multiply_no_nan(gradient, counts[gradient.dtype]) for gradient in small]
 
 
 def _rounded_once(operation: Callable[..., tf.Tensor], tensor: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:

@@ -21,7 +21,7 @@ from tfrep_strategy.communicators import Communicator, SingleCommunicator
 from tfrep_strategy.communicators.context import ContextCommunicator
 from tfrep_strategy.communicators.peers.checked import CheckedCommunicator
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.protocol import current_share
 from tfrep_strategy.strategies.groups import ReplicaGroup
 
 Nest = Any
@@ -104,7 +104,7 @@ def flow_of(group: ReplicaGroup | None) -> Flow:
         communicator = strategy.extended.communicator_of(replica)
     else:
         communicator = ContextCommunicator(context)
-    return Flow(communicator, current_step())
+    return Flow(communicator, current_share())
 
 
 def outside_step() -> bool:

@@ -1,6 +1,6 @@
 """Collectives that gradients flow through.
 
-The equivalent computation on one device minimizes the sum of the replicas' losses. In a step that Keras drives it minimizes
+The equivalent computation on one device minimizes the sum of the replicas' losses. In a step that weighs by examples it minimizes
 their mean, weighed by their shares; see `Share.through`.
 """
 
@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import stop_recording
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.gradients import dense
-from tfrep_strategy.keras_integration.protocol import Step
+from tfrep_strategy.shares import Share
 
 Tensors = Sequence[tf.Tensor]
 
@@ -24,12 +24,12 @@ class Flow:
 
     Args:
         communicator: The communicator of this replica.
-        step: The step that Keras drives; None elsewhere.
+        share: The replica's share of all examples, in a step that weighs by examples; None elsewhere.
     """
 
-    def __init__(self, communicator: Communicator, step: Step | None) -> None:
+    def __init__(self, communicator: Communicator, share: Share | None) -> None:
         self.communicator = communicator
-        self._step = step
+        self._share = share
 
     def all_reduce(self, tensors: Tensors, op: str) -> list[tf.Tensor]:
         """Reduces each tensor over the replicas."""
@@ -150,7 +150,7 @@ class Flow:
         return _differentiable(forward)(tensor) if tensor.dtype.is_floating else communicator.all_to_all(tensor, splits)
 
     def _back(self, dys: Tensors, send: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> list[tf.Tensor]:
-        return send(list(dys)) if self._step is None else self._step.send_back(send, dys)
+        return send(list(dys)) if self._share is None else self._share.through(send, dys)
 
 
 def _differentiable(forward: Callable[..., Any]) -> Callable[..., Any]:

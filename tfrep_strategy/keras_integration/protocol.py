@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -215,40 +214,12 @@ class KerasExtended(Protocol):
         """Hears how many steps a model has done."""
 
 
-class Step:
-    """What a replica knows of one step whose replicas weigh by their examples.
-
-    Args:
-        share: This replica's share of all examples.
-    """
-
-    def __init__(self, share: Share) -> None:
-        self.share = share
-        self.scaled_losses: collections.Counter[int] = collections.Counter()
-        """By the id of an optimizer: how many losses whose gradients it will get were multiplied by the share."""
-
-    @property
-    def loss_is_scaled(self) -> bool:
-        """Whether the loss that gradients are taken of now was multiplied by the share."""
-        return any(self.scaled_losses.values())
-
-    def note_scaled_loss(self, loss: tf.Tensor, optimizer: Any) -> None:
-        """Records a loss that was multiplied by the share, and the optimizer that will get its gradients."""
-        self.scaled_losses[id(optimizer)] += 1
-
-    def send_back(
-        self, send: Callable[[list[tf.Tensor]], list[tf.Tensor]], gradients: Sequence[tf.Tensor]
-    ) -> list[tf.Tensor]:
-        """Sends gradients back through a collective; see `Share.through`."""
-        return send(list(gradients)) if self.loss_is_scaled else self.share.through(send, gradients)
+_share: Setting[Share | None] = Setting(None)
 
 
-_step: Setting[Step | None] = Setting(None)
-
-
-def current_step() -> Step | None:
-    """Returns the step of this replica's thread whose replicas weigh by examples, or None outside one."""
-    return _step.value
+def current_share() -> Share | None:
+    """Returns the share of all examples that this replica's thread has in a step that weighs by examples; None outside one."""
+    return _share.value
 
 
 def in_step(
@@ -257,8 +228,8 @@ def in_step(
     """Wraps a step so that it knows, on each replica, which share of all examples it has."""
 
     def replica_step(part: Any, total: tf.Tensor) -> Any:
-        share = Share.of_batch(num_examples(part), total, strategy.num_replicas_in_sync)
-        with _step.to(Step(share)):
+        share = Share.of_batch(num_examples(part), total)
+        with _share.to(share):
             return step_function(part)
 
     return replica_step

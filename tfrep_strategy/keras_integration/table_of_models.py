@@ -68,17 +68,9 @@ class ModelPatches:
         "random.seed_generator:global_seed_generator", "()",
         why="the replicas of a process draw from one generator the seeds that nobody gave",
     )
-    normalize = patch(
-        "layers.normalization.batch_normalization:BatchNormalization.call", "(self, inputs, training=None, mask=None)",
-        why="a step adds to moving statistics by the examples of the replica",
-    )
     moments = patch(
         "layers.normalization.batch_normalization:BatchNormalization._moments", "(self, inputs, mask)",
-        why="no rows change no statistics; synchronized ones are summed at once, and masked ones are synchronized",
-    )
-    vectorize_text = patch(
-        "layers.preprocessing.text_vectorization:TextVectorization.call", "(self, inputs)",
-        why="pads to the longest sentence of the global batch",
+        why="no rows change no statistics",
     )
     embed = patch(
         "layers.core.embedding:Embedding.call", "(self, inputs)",

@@ -137,21 +137,13 @@ class TrainingPatches:
         "optimizers.multi_optimizer:MultiOptimizer.build", "(self, var_list)", optional=True,
         why="the same, for several inside", driver=of_optimizer,
     )
-    scale_loss = patch(
-        "optimizers.base_optimizer:BaseOptimizer.scale_loss", "(self, loss)",
-        why="the share is applied to the loss, in whose range overflow is decided",
-    )
-    scale_loss_dynamically = patch(
-        "optimizers.loss_scale_optimizer:LossScaleOptimizer.scale_loss", "(self, loss)",
-        why="the same: it does not call that of the optimizer inside",
-    )
     apply = patch(
         "optimizers.base_optimizer:BaseOptimizer.apply", "(self, grads, trainable_variables=None)",
         why="aggregate first; gradients of several workers make one update (`sync=True`)", does=forgotten_scope.apply,
     )
     apply_several = patch(
         "optimizers.multi_optimizer:MultiOptimizer.apply", "(self, grads, trainable_variables=None)", optional=True,
-        why="aggregate first, once: the optimizers inside do not see that the loss was weighed",
+        why="aggregate first, once for all optimizers inside",
     )
     apply_scaled = patch(
         "optimizers.loss_scale_optimizer:LossScaleOptimizer._tf_apply", "(self, grads, trainable_variables=None)",
@@ -159,7 +151,7 @@ class TrainingPatches:
     )
     check_finite = patch(
         "optimizers.loss_scale_optimizer:LossScaleOptimizer.check_finite", "(self, grads)",
-        why="an overflow in a part, or only in the sum of finite parts in float16, is one of the whole gradient",
+        why="an overflow in a part is one of the whole gradient",
     )
     apply_to_variables = patch(
         "optimizers.base_optimizer:BaseOptimizer._backend_apply_gradients", "(self, grads, trainable_variables)",

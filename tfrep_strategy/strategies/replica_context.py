@@ -7,16 +7,16 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import MirroredReplicaContext, ReplicaContext, stop_recording
-from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.protocol import current_share
 
 
 class _WeighedGradient:
     """Overrides `all_reduce` in steps that weigh by examples: its gradients have the shares of others (`Share.through`)."""
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        step = current_step()
+        share = current_share()
         flat = tf.nest.flatten(value)
-        if step is None or any(isinstance(v, tf.IndexedSlices) for v in flat):
+        if share is None or any(isinstance(v, tf.IndexedSlices) for v in flat):
             return super().all_reduce(reduce_op, value, options)  # type: ignore[misc]
         if isinstance(reduce_op, str):
             reduce_op = tf.distribute.ReduceOp(reduce_op.upper())
@@ -29,7 +29,7 @@ class _WeighedGradient:
         def reduce(*xs: tf.Tensor) -> Any:
             with stop_recording():  # A tape would ask TensorFlow's collective for a gradient.
                 totals = list(extended._replica_ctx_all_reduce(reduce_op, list(xs), options))
-            return totals, lambda *dys: step.send_back(reduced, dys)  # That of the gradient is such a sum, too.
+            return totals, lambda *dys: share.through(reduced, dys)  # That of the gradient is such a sum, too.
 
         own = list(map(tf.convert_to_tensor, flat))
         return tf.nest.pack_sequence_as(value, reduced(own))

@@ -18,7 +18,7 @@ from tfrep_strategy._tensorflow import (
     stands_for_its_copies,
     sync_on_read_context,
 )
-from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.protocol import current_share
 from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is, note_change
 
 _REDUCED = (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
@@ -120,10 +120,10 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
 
     def _unless_without_rows(self, value: Any) -> Any:
         """Keeps what a replica without examples has of a moving average: the mean over no rows is no number, for good."""
-        step = current_step()
-        if step is None or assigns_as_is.value or self.aggregation != tf.VariableAggregation.MEAN:
+        share = current_share()
+        if share is None or assigns_as_is.value or self.aggregation != tf.VariableAggregation.MEAN:
             return value
-        return tf.where(step.share.value > 0, tf.cast(value, self.dtype), self.read_value())
+        return tf.where(share.value > 0, tf.cast(value, self.dtype), self.read_value())
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
         """Returns what a checkpoint holds. A sum is restored as it is assigned: TensorFlow would divide it."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.keras_integration.protocol import KerasStrategy, Step, current_step
+from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_share
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 
 
@@ -44,11 +44,11 @@ def with_global_logs(model: Any, phase: str, strategy: KerasStrategy, step_funct
         if isinstance(logs, dict) and set(logs) == set(model.get_metrics_result()):
             return logs
         own_logs.add(phase)
-        step: Step | None = current_step()
-        assert step is not None
+        share = current_share()
+        assert share is not None
         flat = [tf.convert_to_tensor(value) for value in tf.nest.flatten(logs)]
         places = [i for i, value in enumerate(flat) if value.dtype.is_floating and not value.shape.rank]
-        summed = strategy.extended.sum_over_replicas([step.share.weigh(flat[i]) for i in places])
+        summed = strategy.extended.sum_over_replicas([share.weigh(flat[i]) for i in places])
         known = dict(zip(places, summed, strict=True))
         return tf.nest.pack_sequence_as(logs, [known.get(i, value) for i, value in enumerate(flat)])
 

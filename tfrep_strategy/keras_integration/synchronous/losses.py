@@ -11,7 +11,7 @@ from typing import Any
 
 from keras import ops
 
-from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.protocol import current_share
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 from tfrep_strategy.keras_integration.synchronous.losses_of_replicas import LossesOfReplicas
 from tfrep_strategy.keras_integration.synchronous.whole_batch import loss_of_whole_batch, mixes_rows, sees_whole_batch
@@ -33,28 +33,28 @@ class Losses(SynchronousBase):
         total = ops.cast(ops.size(mask), dtype)
         valid = ops.sum(ops.cast(mask, dtype))
         all_total, all_valid = map(ops.stop_gradient, self.strategy.extended.sum_over_replicas([total, valid]))
-        step = current_step()
+        share = current_share()
         # A step weighs by rows, which have other lengths on each replica where each reads its own data.
-        entries = all_total if step is None else step.share.unweigh(total)
+        entries = all_total if share is None else share.unweigh(total)
         return original(sample_weight, mask, dtype, None) * ops.divide_no_nan(entries, all_valid)
 
     def reduce_loss(
         self, original: Any, values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size"
     ) -> Any:
         """Divides by what all replicas have together, wherever this replica's own part would not do."""
-        step = current_step()
+        share = current_share()
         if not self._sees_part or reduction in (None, "none") or not len(values.shape):
             return original(values, sample_weight, reduction)
         total = ops.sum(values)
         weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
         if reduction == "sum":
-            return total if step is None else step.share.unweigh(total)
-        if step is None or weighs:
+            return total if share is None else share.unweigh(total)
+        if share is None or weighs:
             divisor = ops.sum(sample_weight) if weighs else ops.prod(ops.cast(ops.shape(values), "int32"))
             divisor = self.strategy.extended.sum_over_replicas([ops.cast(divisor, total.dtype)])[0]
             divisor = divisor if weighs else ops.stop_gradient(divisor)  # A count has none.
             mean = ops.divide_no_nan(total, divisor)
-            return mean if step is None else step.share.unweigh(mean)
+            return mean if share is None else share.unweigh(mean)
         if 0 in values.shape:  # A replica that is known to have no examples; Keras would not even reduce them.
             return total
         return original(values, sample_weight, reduction)
@@ -69,12 +69,12 @@ class Losses(SynchronousBase):
 
     def update_mean(self, original: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:
         """Weighs a scalar without a weight, such as a loss, by the replica's share of the batch."""
-        step = current_step()
-        if step is not None and not sees_whole_batch.value and not ops.shape(values):
+        share = current_share()
+        if share is not None and not sees_whole_batch.value and not ops.shape(values):
             # The mean over no examples is no number, which a weight of zero would not remove.
-            (values,) = step.share.silenced([ops.cast(values, metric.dtype)])
+            (values,) = share.silenced([ops.cast(values, metric.dtype)])
             if sample_weight is None:
-                sample_weight = step.share.as_weight(metric.dtype)
+                sample_weight = share.as_weight(metric.dtype)
         return original(metric, values, sample_weight=sample_weight)
 
     def add_loss(self, original: Any, layer: Any, loss: Any) -> None:
@@ -92,4 +92,4 @@ class Losses(SynchronousBase):
     @property
     def _divides_by_replicas(self) -> bool:
         """Whether losses are divided by the number of replicas: in a custom loop, whose gradients are summed."""
-        return current_step() is None and not sees_whole_batch.value and self.in_replica
+        return current_share() is None and not sees_whole_batch.value and self.in_replica

@@ -8,9 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.errors import warn
-from tfrep_strategy.gradients import dense, dense_buckets
+from tfrep_strategy.gradients import dense
 from tfrep_strategy.keras_integration.internals import BaseOptimizer
-from tfrep_strategy.keras_integration.protocol import current_step
+from tfrep_strategy.keras_integration.protocol import current_share
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
 from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is
@@ -29,12 +29,6 @@ _applied_gradients: Setting[str | None] = Setting(None)
 
 _updated_variables: Setting[Sequence[Any]] = Setting(())
 """Whose gradients an update clips."""
-
-_halves: Setting[Sequence[bool]] = Setting(())
-"""Which of the gradients that are applied one device would have in half precision."""
-
-_HALF_OVERFLOWS = 65520.0
-"""From here on, float16 rounds to infinity."""
 
 _builds_inner = Setting(False)
 """Whether this thread builds an optimizer that another one wraps."""
@@ -72,21 +66,6 @@ class Updates(ShardedUpdates):
         with creates_partial_sums.to(accumulates), self.strategy.extended.cut_of_new_variables.to(cut):
             return original(optimizer, reference_variable, name=name, **kwargs)
 
-    def scale_loss(self, original: Any, optimizer: Any, loss: Any) -> Any:
-        """Applies the replica's share to the loss itself where a step weighs by examples.
-
-        Backward then computes what one device would, in the same range, which decides about overflow in half precision, and
-        the gradients need no multiplication of their own.
-        """
-        step = current_step()
-        if step is None:
-            return original(optimizer, loss)
-        scaled = original(optimizer, step.share.weigh(tf.convert_to_tensor(loss)))
-        step.note_scaled_loss(scaled, optimizer)
-        return scaled
-
-    scale_loss_dynamically = scale_loss
-
     def apply(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
         """Makes the gradients global, then lets every replica do the update that one device would do."""
         with assigns_as_is.to(True):
@@ -112,7 +91,7 @@ class Updates(ShardedUpdates):
             return [whole.get(i, gradient) for i, gradient in enumerate(gradients)]
 
         if self._accumulates_locally(optimizer):
-            own = self._weighed(optimizer, [dense(g) for g in grads])  # Keras collects in dense variables.
+            own = _weighed([dense(g) for g in grads])  # Keras collects in dense variables.
             with _applied_gradients.to("local"):
                 return original(optimizer, with_whole(own), trainable_variables)
         inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -120,7 +99,7 @@ class Updates(ShardedUpdates):
             inner, grads, trainable_variables or optimizer._trainable_variables
         )
         with _applied_gradients.to("parts" if in_parts else "global"):
-            own = self._weighed(optimizer, grads)
+            own = _weighed(grads)
             summed = strategy.extended.aggregate_gradients(own, in_parts)
             return original(optimizer, with_whole(summed), trainable_variables)
 
@@ -131,9 +110,7 @@ class Updates(ShardedUpdates):
 
         Then goes on as on one device: Keras's own function coordinates replicas, and refuses to work outside them.
         """
-        grads = list(grads)
-        with _halves.to(list(map(_comes_from_half, grads))):
-            return self.apply(type(optimizer)._common_apply, optimizer, grads, trainable_variables)
+        return self.apply(type(optimizer)._common_apply, optimizer, grads, trainable_variables)
 
     def apply_to_variables(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any) -> None:
         """Notes whose gradients an update clips."""
@@ -165,11 +142,8 @@ class Updates(ShardedUpdates):
             update_each(optimizer, grads, trainable_variables, learning_rate)
 
     def check_finite(self, original: Any, optimizer: Any, grads: Any) -> Any:
-        """Lets an overflow in the part of one replica be one of the whole gradient, and finds that of a sum of finite parts."""
+        """Lets an overflow in the part of one replica be one of the whole gradient."""
         finite = original(optimizer, grads)
-        for gradient, is_half in zip(grads, _halves.value, strict=False):
-            if is_half:
-                finite = finite & tf.reduce_all(tf.abs(gradient) < _HALF_OVERFLOWS)
         if _applied_gradients.value != "parts":
             return finite
         every = self.strategy.extended.own_communicator().all_reduce([tf.cast(finite, tf.int32)], "min")
@@ -182,21 +156,8 @@ class Updates(ShardedUpdates):
         """
         return bool(optimizer.gradient_accumulation_steps) and self.strategy.extended.collectives_in_branches
 
-    def _weighed(self, optimizer: Any, grads: list[Any]) -> list[Any]:
-        """Weighs the gradients by the replica's share, unless their loss was weighed."""
-        step = current_step()
-        if step is None:
-            return grads
-        if not step.scaled_losses[id(optimizer)]:
-            return [step.share.weigh(g) for g in grads]
-        step.scaled_losses[id(optimizer)] -= 1
-        return step.share.silenced_gradients(grads, dense_buckets(grads, self.strategy.extended.bucket_bytes_for(grads)))
 
-
-def _comes_from_half(gradient: Any) -> bool:
-    """Returns whether a gradient was computed in float16, as far as its graph tells: a sum of several is, if one of them was."""
-    if not isinstance(gradient, tf.Tensor) or not tf.is_symbolic_tensor(gradient):
-        return False
-    if gradient.op.type in ("Identity", "AddN", "AddV2"):
-        return any(map(_comes_from_half, gradient.op.inputs))
-    return bool(gradient.op.type == "Cast" and gradient.op.inputs[0].dtype == tf.float16)
+def _weighed(grads: list[Any]) -> list[Any]:
+    """Weighs gradients by the replica's share, in a step that weighs by examples."""
+    share = current_share()
+    return grads if share is None else [share.weigh(g) for g in grads]

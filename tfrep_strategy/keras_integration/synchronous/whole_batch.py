@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfrep_strategy.keras_integration.internals import masking
-from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_step
+from tfrep_strategy.keras_integration.protocol import KerasStrategy, current_share
 from tfrep_strategy.keras_integration.settings import Setting
 
 _FUNCTIONS = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
@@ -67,7 +67,7 @@ def loss_of_whole_batch(
     if len(value.shape):
         return value[first : first + rows]
     # In a step that weighs by examples, the mean over the replicas counts; in another one their sum.
-    return value if current_step() is not None else value / strategy.num_replicas_in_sync
+    return value if current_share() is not None else value / strategy.num_replicas_in_sync
 
 
 def _rows_of_all(strategy: KerasStrategy, nest: Any, rows: tf.Tensor) -> tuple[Any, tf.Tensor]:
