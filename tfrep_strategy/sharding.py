@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -146,23 +146,6 @@ def owners(sizes: Sequence[int], size: int) -> list[int]:
         result[i] = held.index(min(held))
         held[result[i]] += sizes[i]
     return result
-
-
-def sum_to_parts(tensors: Sequence[tf.Tensor], size: int, scatter: Callable[[tf.Tensor], tf.Tensor]) -> list[tf.Tensor]:
-    """Sums tensors over the replicas, and gives each replica its part of each sum.
-
-    Args:
-        tensors: Of one dtype, of shapes that are fully known.
-        size: The number of replicas.
-        scatter: Takes a tensor of shape `[size, width]`. Returns the replica's own row of the sum, of shape `[1, width]`.
-
-    Returns:
-        The part that `Even` gives the replica, of each sum.
-    """
-    cuts = [Even(tensor.shape, size) for tensor in tensors]
-    own = scatter(tf.concat([cut.rows(tensor) for cut, tensor in zip(cuts, tensors, strict=True)], 1))
-    pieces = tf.split(tf.reshape(own, [-1]), [cut.part_shape.num_elements() for cut in cuts])
-    return [tf.reshape(piece, cut.part_shape) for cut, piece in zip(cuts, pieces, strict=True)]
 
 
 def gather_parts(

@@ -111,14 +111,8 @@ class KerasExtended(Protocol):
     def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums over all replicas; called inside a replica."""
 
-    def gather_over_replicas(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Concatenates tensors, also of strings, along the first dimension in replica order; called inside a replica."""
-
-    def gather_batch(self, part: Any) -> Any:
-        """Returns the global batch, of which a replica has a part; called inside a replica."""
-
-    def aggregate_gradients(self, gradients: Sequence[Any], in_parts: bool = False) -> list[Any]:
-        """Makes replica gradients, which their shares have weighed, global: their sum, or the own part of it; in a replica."""
+    def aggregate_gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        """Makes replica gradients, which their shares have weighed, global: their sum; in a replica."""
 
     def bucket_bytes_for(self, tensors: Sequence[Any]) -> int:
         """Returns the size in bytes of the buckets in which gradients like these travel; in a replica."""

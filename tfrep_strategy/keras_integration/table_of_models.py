@@ -64,10 +64,6 @@ class ModelPatches:
         "random.seed_generator:SeedGenerator.next", "(self, ordered=True)",
         why="replicas, and steps of workers, draw different numbers",
     )
-    global_seed_generator = patch(
-        "random.seed_generator:global_seed_generator", "()",
-        why="the replicas of a process draw from one generator the seeds that nobody gave",
-    )
     moments = patch(
         "layers.normalization.batch_normalization:BatchNormalization._moments", "(self, inputs, mask)",
         why="no rows change no statistics",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from tfrep_strategy._tensorflow import regroup
 from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.batches import as_tensors, has_one_size, known_examples, map_rows, shard
 from tfrep_strategy.communicators import Communicator
-from tfrep_strategy.communicators.compression import compressed_gather, compressed_scatter, compressed_sum
+from tfrep_strategy.communicators.compression import compressed_gather, compressed_sum
 from tfrep_strategy.communicators.gpus import warn_of_sparse_gradients
 from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
 from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
@@ -24,7 +23,7 @@ from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared.keras_2 import NoticesKeras2
 from tfrep_strategy.partitioner.between_replicas import Gradients
 from tfrep_strategy.partitioner.emitter import Transport
-from tfrep_strategy.sharding import Cut, sum_to_parts
+from tfrep_strategy.sharding import Cut
 from tfrep_strategy.step_clock import timed_collectives
 from tfrep_strategy.strategies.checked_settings import functions
 from tfrep_strategy.strategies.gathering import gathered
@@ -190,13 +189,12 @@ class SynchronousExtended(NoticesKeras2):
 
     # Gradients.
 
-    def aggregate_gradients(self, replica_gradients: Sequence[Any], in_parts: bool = False) -> list[Any]:
+    def aggregate_gradients(self, replica_gradients: Sequence[Any]) -> list[Any]:
         """Aggregates the gradients of the replicas to the global gradients. Every replica calls it.
 
         Args:
             replica_gradients: The gradient of each variable, weighed by the replica's share: `tf.Tensor`, `tf.IndexedSlices`
                 or None.
-            in_parts: Whether a replica gets its part (`sharding.Even`) of each dense gradient only.
 
         Returns:
             Their sums over the replicas.
@@ -204,15 +202,15 @@ class SynchronousExtended(NoticesKeras2):
         own = [gradients.dense(g) if self.strategy.densify_sparse_gradients else g for g in replica_gradients]
         if self._num_replicas_in_sync > 1 and any(isinstance(g, tf.IndexedSlices) for g in own):
             warn_of_sparse_gradients(self.worker_devices)
-        return timed_collectives(functools.partial(self._aggregate, in_parts=in_parts), own)
+        return timed_collectives(self._aggregate, own)
 
-    def _aggregate(self, own: Sequence[Any], in_parts: bool) -> list[Any]:
+    def _aggregate(self, own: Sequence[Any]) -> list[Any]:
         strategy = self.strategy
         if strategy.gradient_aggregator is not None:
             return list(strategy.gradient_aggregator(own, self.own_communicator()))
         return gradients.aggregate(
             own,
-            all_reduce=self._sum_to_parts if in_parts else self.sum_gradients,
+            all_reduce=self.sum_gradients,
             all_gather=self.gather_gradients,
             bucket_bytes=self.bucket_bytes_for(own),
         )
@@ -220,14 +218,6 @@ class SynchronousExtended(NoticesKeras2):
     def bucket_bytes_for(self, tensors: Sequence[Any]) -> int:
         """Returns the size in bytes of the buckets in which gradients like these travel. Every replica calls it."""
         return self.strategy.bucket_bytes
-
-    def _sum_to_parts(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return sum_to_parts(tensors, self._num_replicas_in_sync, self.scatter_gradients)
-
-    def scatter_gradients(self, rows: tf.Tensor) -> tf.Tensor:
-        """Sums dense gradients of shape `[replicas, width]` over all replicas; returns the replica's row, `[1, width]`."""
-        kind, communicator = self.strategy.compression, self.own_communicator()
-        return communicator.reduce_scatter(rows) if kind is None else compressed_scatter(communicator, rows, kind)
 
     def sum_gradients(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums dense gradients over all replicas; called inside a replica."""

@@ -6,13 +6,9 @@ Keras, Python's context variables, and TensorFlow's own `threading.local`s.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator
 from typing import Any
-
-import tensorflow as tf
 
 from tfrep_strategy._tensorflow import MirroredReplicaThread, save_context, sync_on_read_context
 from tfrep_strategy.keras_integration.finding import driver_of
@@ -29,7 +25,7 @@ class _Inherited:
     def __init__(self, thread: Any) -> None:
         self._thread = thread
         self._context = contextvars.copy_context()
-        self._keras = CallerState(self._creating_outside_replicas)
+        self._keras = CallerState()
         self._locals = [dict(vars(local)) for local in _THREAD_LOCALS]
 
     def run(self, fn: Any) -> None:
@@ -38,17 +34,6 @@ class _Inherited:
         replica_id = self._thread.replica_id
         with seeds_of_replica(replica_id), self._keras.in_replica(first=replica_id == 0):
             self._context.run(fn)
-
-    @contextlib.contextmanager
-    def _creating_outside_replicas(self) -> Iterator[None]:
-        # TensorFlow matches the variables of the replicas by the order in which each replica makes them.
-        with tf.init_scope():
-            graph = tf.compat.v1.get_default_graph()
-            before, graph._variable_creator_stack = graph._variable_creator_stack, self._thread._variable_creator_stack
-            try:
-                yield
-            finally:
-                graph._variable_creator_stack = before
 
 
 def _inheriting(init: Any) -> Any:

@@ -36,7 +36,6 @@ from tfrep_strategy.keras_integration.synchronous.optimizer import Updates
 from tfrep_strategy.keras_integration.synchronous.placement import Placement
 from tfrep_strategy.keras_integration.synchronous.predict_function import PredictFunction
 from tfrep_strategy.keras_integration.synchronous.saving import Saving
-from tfrep_strategy.keras_integration.synchronous.thread_state import Seeds
 from tfrep_strategy.keras_integration.synchronous.traced_step import TracedStep
 from tfrep_strategy.preemption import keeping_requests
 
@@ -44,7 +43,7 @@ _STEPS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
 
 class SynchronousDriver(
-    Updates, Losses, Logs, Placement, Layers, Seeds, EmptyParts, Callbacks, Saving
+    Updates, Losses, Logs, Placement, Layers, EmptyParts, Callbacks, Saving
 ):
     """Trains a model on all replicas of a strategy as on one device.
 

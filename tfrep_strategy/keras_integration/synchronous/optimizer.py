@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
-
 from tfrep_strategy.errors import warn
 from tfrep_strategy.gradients import dense
 from tfrep_strategy.keras_integration.internals import BaseOptimizer
@@ -25,7 +23,7 @@ _OUTSIDE_REPLICAS = (
 )
 
 _applied_gradients: Setting[str | None] = Setting(None)
-"""What this replica's thread applies: nothing, "global" gradients, its "parts" of them, or "local" ones, which become global."""
+"""What this replica's thread applies: nothing, "global" gradients, or "local" ones, which become global."""
 
 _updated_variables: Setting[Sequence[Any]] = Setting(())
 """Whose gradients an update clips."""
@@ -94,13 +92,8 @@ class Updates(ShardedUpdates):
             own = _weighed([dense(g) for g in grads])  # Keras collects in dense variables.
             with _applied_gradients.to("local"):
                 return original(optimizer, with_whole(own), trainable_variables)
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        in_parts = not inner.gradient_accumulation_steps and self.takes_parts(
-            inner, grads, trainable_variables or optimizer._trainable_variables
-        )
-        with _applied_gradients.to("parts" if in_parts else "global"):
-            own = _weighed(grads)
-            summed = strategy.extended.aggregate_gradients(own, in_parts)
+        with _applied_gradients.to("global"):
+            summed = strategy.extended.aggregate_gradients(_weighed(grads))
             return original(optimizer, with_whole(summed), trainable_variables)
 
     apply_several = apply
@@ -127,27 +120,16 @@ class Updates(ShardedUpdates):
         if applied is None:
             return original(optimizer, grads)
         if applied == "local":
-            in_parts = self.takes_parts(optimizer, grads, _updated_variables.value)
-            grads = strategy.extended.aggregate_gradients(list(grads), in_parts)
+            grads = strategy.extended.aggregate_gradients(list(grads))
         with _applied_gradients.to("global"):
             return original(optimizer, strategy.extended.transform_gradients(list(grads), _updated_variables.value))
 
     def update_variables(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
         """Updates all of each variable on each replica, or the replica's part if the optimizer's state is sharded."""
         if self.shards and self.in_replica:
-            applied = _applied_gradients.value
-            are_parts = applied == "parts" or applied == "local" and self.takes_parts(optimizer, grads, trainable_variables)
-            self.update_in_parts(optimizer, grads, trainable_variables, learning_rate, are_parts)
+            self.update_in_parts(optimizer, grads, trainable_variables, learning_rate, are_parts=False)
         else:
             update_each(optimizer, grads, trainable_variables, learning_rate)
-
-    def check_finite(self, original: Any, optimizer: Any, grads: Any) -> Any:
-        """Lets an overflow in the part of one replica be one of the whole gradient."""
-        finite = original(optimizer, grads)
-        if _applied_gradients.value != "parts":
-            return finite
-        every = self.strategy.extended.own_communicator().all_reduce([tf.cast(finite, tf.int32)], "min")
-        return tf.cast(every[0], tf.bool)
 
     def _accumulates_locally(self, optimizer: Any) -> bool:
         """Whether replicas collect gradients of their own and talk only on the steps that update.
