@@ -126,21 +126,9 @@ class ModelPatches:
         "(self, data, training=True)",
         why="some of these layers look at the first image",
     )
-    cross_features = patch(
-        "layers.preprocessing.hashed_crossing:HashedCrossing.call", "(self, inputs)",
-        why="TensorFlow gives eager crosses of no rows no columns",
-    )
     add = patch(
         "backend.tensorflow.numpy:add", "(x1, x2)",
         why="Keras would add a part of one row as a bias",
-    )
-    max = patch(
-        "backend.tensorflow.numpy:max", "(x, axis=None, keepdims=False, initial=None)",
-        why="an eager tensor without elements is an error of Keras",
-    )
-    min = patch(
-        "backend.tensorflow.numpy:min", "(x, axis=None, keepdims=False, initial=None)",
-        why="the same",
     )
 
     _files = Topic(

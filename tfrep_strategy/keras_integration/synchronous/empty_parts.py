@@ -55,12 +55,6 @@ class EmptyParts(SynchronousBase):
             return original(layer, data, training=training)
         return self.on_rows(lambda rows: original(layer, rows, training=training), data)
 
-    def cross_features(self, original: Any, layer: Any, inputs: Any) -> Any:
-        """Crosses the features of no rows, which TensorFlow gives another number of columns."""
-        if not tf.executing_eagerly() or not keras.ops.ndim(tf.nest.flatten(inputs)[0]):  # The features of one example.
-            return original(layer, inputs)
-        return self.on_rows(lambda rows: original(layer, rows), inputs)
-
     def add(self, original: Any, x1: Any, x2: Any) -> Any:
         """Adds two parts of no rows, or of one, as batches: Keras would add the second one as a bias."""
 
@@ -72,20 +66,6 @@ class EmptyParts(SynchronousBase):
         dtype = keras.backend.result_type(x1.dtype, x2.dtype)
         return tf.add(tf.cast(x1, dtype), tf.cast(x2, dtype))
 
-    def max(self, original: Any, x: Any, axis: Any = None, keepdims: bool = False, initial: Any = None) -> Any:
-        """Lets an eager replica without rows go on, where Keras asks for an element."""
-        x = keras.ops.convert_to_tensor(x)
-        if not self._is_empty_now(x) or initial is not None:
-            return original(x, axis=axis, keepdims=keepdims, initial=initial)
-        return (tf.reduce_any if x.dtype == tf.bool else tf.reduce_max)(x, axis=axis, keepdims=keepdims)
-
-    def min(self, original: Any, x: Any, axis: Any = None, keepdims: bool = False, initial: Any = None) -> Any:
-        """Lets an eager replica without rows go on, where Keras asks for an element."""
-        x = keras.ops.convert_to_tensor(x)
-        if not self._is_empty_now(x) or initial is not None:
-            return original(x, axis=axis, keepdims=keepdims, initial=initial)
-        return (tf.reduce_all if x.dtype == tf.bool else tf.reduce_min)(x, axis=axis, keepdims=keepdims)
-
     def on_rows(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
         """Calls a function whose rows depend on one row each; on a row that is made up where there may be none."""
         inputs = tf.nest.map_structure(tf.convert_to_tensor, inputs)
@@ -96,9 +76,6 @@ class EmptyParts(SynchronousBase):
         if not self.in_replica or not self.has_several or inputs.shape.rank is None:
             return False
         return not inputs.shape[:1].num_elements()
-
-    def _is_empty_now(self, x: Any) -> bool:
-        return tf.executing_eagerly() and not tf.size(x) and self._may_be_empty(x)
 
 
 def _with_a_row(fn: Callable[[Any], Any], inputs: Any) -> Any:
