@@ -145,6 +145,19 @@ def _noisy() -> keras.Model:
     return Noisy([keras.Input((6,)), layers.Dense(2)])
 
 
+def _transcribed(labels: Any, steps: Any) -> Any:
+    """The loss of Keras 2 that aligns sequences. Each row of `_Y` becomes two labels."""
+    rows = tf.shape(steps)[0]
+    named = tf.cast(labels > 0, tf.int32) + tf.constant([0, 1])
+    return tf.keras.backend.ctc_batch_cost(named, steps, tf.fill([rows, 1], 6), tf.fill([rows, 1], 2))
+
+
+def _transcribing() -> keras.Model:
+    return keras.Sequential([keras.Input((6,)), layers.Reshape((6, 1)), layers.LSTM(5, return_sequences=True), layers.Softmax()])
+
+
+_LOSSES = {"late": None, "transcribing": _transcribed}
+
 _MODELS: dict[str, Callable[[], keras.Model]] = {
     "smoothing": _smoothing,
     "spectral": _spectral,
@@ -154,6 +167,7 @@ _MODELS: dict[str, Callable[[], keras.Model]] = {
     "looping": _looping,
     "late": _late,
     "mapping": _mapping,
+    "transcribing": _transcribing,
 }
 
 
@@ -161,7 +175,7 @@ def _trained(scope: Any, name: str, **settings: Any) -> dict[str, Any]:
     keras.utils.set_random_seed(3)
     with scope:
         model = _MODELS[name]()
-        model.compile(keras.optimizers.SGD(0.1, 0.9), None if name == "late" else "mse", **settings)
+        model.compile(keras.optimizers.SGD(0.1, 0.9), _LOSSES.get(name, "mse"), **settings)
     fitted = model.fit(_X, _Y, batch_size=_BATCH, epochs=2, shuffle=False, validation_data=(_X[:9], _Y[:9]), verbose=0)
     one = model.train_on_batch(_X[:5], _Y[:5])
     return {"history": fitted.history, "one": one, "weights": model.get_weights(), "predict": model.predict(_X, 16, verbose=0)}
