@@ -64,9 +64,13 @@ class ModelPatches:
         "random.seed_generator:SeedGenerator.next", "(self, ordered=True)",
         why="replicas, and steps of workers, draw different numbers",
     )
+    normalize = patch(
+        "layers.normalization.batch_normalization:BatchNormalization.call", "(self, inputs, training=None, mask=None)",
+        why='a replica has statistics of its own (`batch_statistics="replica"`)',
+    )
     moments = patch(
         "layers.normalization.batch_normalization:BatchNormalization._moments", "(self, inputs, mask)",
-        why="no rows change no statistics",
+        why="no rows change no statistics; a replica has statistics of its own",
     )
     embed = patch(
         "layers.core.embedding:Embedding.call", "(self, inputs)",
