@@ -164,7 +164,7 @@ def test_work_rounds_and_bytes_of_a_replica(name: str, monkeypatch: pytest.Monke
     assert len({each.level for each in sent}) == wanted.rounds, step.describe()
     gradients = 4 * sum(math.prod(v.shape) for v in model.trainable_variables if not v.path.endswith("embeddings"))
     assert gradients <= size <= gradients + wanted.beside, (gradients, step.describe())
-    assert not step.without_rule
+    assert step.without_rule.keys() <= {"ResourceScatterSub"}  # In the scope of a strategy, gradients are whole before it.
 
 
 def _run(nodes: Any) -> Iterator[Any]:
