@@ -27,15 +27,21 @@ IN_STEP = "2 processes, alone in step (Keras)"
 BOUND = ", bound"
 """Of variants whose processes are bound to cores of their own, as by `tfrep run --bind-cores`."""
 
-# Filters of convolutions with strides of 2, and widths of dense layers; 0.003, 0.6, 5.1 and 0.06 million parameters.
+# Filters of convolutions, and widths of dense layers; 0.003, 0.6, 5.1, 0.06 and 0.1 million parameters.
 NETS: dict[str, dict[str, Any]] = {
     "tiny": {"widths": [32, 64, 10], "batch": 64, "steps": 200},
     "10 ms": {"widths": [512, 640, 384, 10], "batch": 256, "steps": 40},
     "5 million": {"widths": [1024, 1536, 1536, 768, 10], "batch": 256, "steps": 8},
     "convolutions": {"widths": [784, 10], "filters": [32, 64, 64], "batch": 256, "steps": 64},
+    "batch normalization": {"widths": [784, 10], "filters": [32, *[24] * 12], "normalized": True, "batch": 128, "steps": 8},
 }
 
 _IN_MEMORY = "ours, 2 processes, shared_memory"
+
+OWN_STATISTICS = ", own statistics"
+"""Of variants in which each replica normalizes its rows by their own statistics: `batch_statistics="replica"`."""
+
+_WITH_STATISTICS = ("ours, mirrored", _IN_MEMORY, "ours, 2 processes, tf")
 _BOUND = (ALONE, IN_STEP, _IN_MEMORY)
 
 _XLA = {
@@ -74,6 +80,7 @@ TARGETS = {
         (_IN_MEMORY + BOUND, ALONE + BOUND): 1 / 0.95,
         (_IN_MEMORY + BOUND, IN_STEP + BOUND): 1 / 0.95,
     },
+    "batch normalization": {(each + OWN_STATISTICS, each): 1.0 for each in _WITH_STATISTICS},
 }
 
 
@@ -104,6 +111,11 @@ def variants() -> list[Variant]:
     for communicator in ("tf", "shared_memory"):
         settings = {"strategy": f"ours, {communicator}", "jit_compile": False}
         found.append(Variant(f"ours, 2 processes, {communicator}", settings, 2))
+    found += [
+        replace(each, name=each.name + OWN_STATISTICS, settings={**each.settings, "batch_statistics": "replica"})
+        for each in found
+        if each.name in _WITH_STATISTICS
+    ]
     if usable_cores() >= 2:
         found += [replace(each, name=each.name + BOUND, bound=True) for each in found if each.name in _BOUND]
     if importlib.util.find_spec("tf_keras"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,14 +24,14 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float | list[fl
     """Sets a process up.
 
     Args:
-        settings: "strategy": see `_strategies`; "jit_compile": what `compile` gets; "own_part_of": among how many processes a
-            batch is cut; "in_step": whether these wait for each other after each step.
+        settings: "strategy": see `_strategies`; "batch_statistics": a setting of it; "jit_compile": what `compile` gets;
+            "own_part_of": among how many processes a batch is cut; "in_step": whether these wait for each other after each step.
 
     Returns:
         A function that trains for one epoch and returns the seconds per step; with "each" in the question, those of every step but
         the first.
     """
-    strategy = _strategies[settings["strategy"]]()
+    strategy = _strategies[settings["strategy"]](**{k: v for k, v in settings.items() if k == "batch_statistics"})
     if settings.get("legacy_keras"):
         import tf_keras as keras
     else:
@@ -43,7 +44,8 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float | list[fl
         name, steps, batch = question["name"], question["steps"], question["batch"] // size
         if name not in models:
             with strategy.scope() if strategy is not None else contextlib.nullcontext():
-                models[name] = make_model(keras, **{key: question[key] for key in ("widths", "filters") if key in question})
+                net = {key: question[key] for key in ("widths", "filters", "normalized") if key in question}
+                models[name] = make_model(keras, **net)
                 models[name].compile(
                     _optimizer(keras, settings["strategy"]),
                     "sparse_categorical_crossentropy",
@@ -60,19 +62,25 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float | list[fl
     return train
 
 
-def make_model(keras: Any, widths: Sequence[int], filters: Sequence[int] = ()) -> Any:
+def make_model(keras: Any, widths: Sequence[int], filters: Sequence[int] = (), normalized: bool = False) -> Any:
     """Makes one of the nets of `benchmarks.step`.
 
     Args:
         keras: Keras, or the Keras of before.
         widths: Of the inputs, of the dense layers, and of the outputs.
-        filters: Of the convolutions before them.
+        filters: Of the convolutions before them, with strides of 2.
+        normalized: Whether each of these is followed by batch normalization; only the first has strides then.
     """
     keras.utils.set_random_seed(0)
     layers = []
     if filters:
         layers.append(keras.layers.Reshape((28, 28, 1)))
-        layers += [keras.layers.Conv2D(n, 3, strides=2, activation="relu") for n in filters]
+        if normalized:
+            for i, n in enumerate(filters):
+                convolution = keras.layers.Conv2D(n, 3, strides=1 if i else 4, padding="same", use_bias=False)
+                layers += [convolution, keras.layers.BatchNormalization(), keras.layers.ReLU()]
+        else:
+            layers += [keras.layers.Conv2D(n, 3, strides=2, activation="relu") for n in filters]
         layers.append(keras.layers.Flatten())
     layers += [keras.layers.Dense(width, activation="relu") for width in widths[1:-1]]
     return keras.Sequential([keras.Input((widths[0],)), *layers, keras.layers.Dense(widths[-1], activation="softmax")])
@@ -111,21 +119,21 @@ def _epoch_seconds(keras: Any, model: Any, widths: list[int], batch: int, steps:
 # How each variant is set up by those who use it.
 
 
-def _ours_mirrored(replicas: int) -> Any:
+def _ours_mirrored(replicas: int, **settings: Any) -> Any:
     import tensorflow as tf
 
     import tfrep_strategy as tfrep
 
     gpus = tf.config.list_physical_devices("GPU")
     if len(gpus) >= replicas:
-        return tfrep.MirroredStrategy([f"GPU:{i}" for i in range(replicas)])
-    return tfrep.MirroredStrategy(tfrep.use_logical_cpus(replicas))
+        return tfrep.MirroredStrategy([f"GPU:{i}" for i in range(replicas)], **settings)
+    return tfrep.MirroredStrategy(tfrep.use_logical_cpus(replicas), **settings)
 
 
-def _ours_multi_worker(communicator: str) -> Any:
+def _ours_multi_worker(communicator: str, **settings: Any) -> Any:
     import tfrep_strategy as tfrep
 
-    return tfrep.MultiWorkerStrategy(communicator)
+    return tfrep.MultiWorkerStrategy(communicator, **settings)
 
 
 def _stock_mirrored() -> Any:
@@ -152,12 +160,12 @@ def _horovod() -> None:
 
 _strategies: dict[str, Callable[[], Any]] = {
     "none": lambda: None,
-    "ours, 1 mirrored": lambda: _ours_mirrored(1),
-    "ours, mirrored": lambda: _ours_mirrored(2),
-    "ours, auto": lambda: _ours_multi_worker("auto"),
-    "ours, horovod": lambda: _ours_multi_worker("horovod"),
-    "ours, tf": lambda: _ours_multi_worker("tf"),
-    "ours, shared_memory": lambda: _ours_multi_worker("shared_memory"),
+    "ours, 1 mirrored": functools.partial(_ours_mirrored, 1),
+    "ours, mirrored": functools.partial(_ours_mirrored, 2),
+    "ours, auto": functools.partial(_ours_multi_worker, "auto"),
+    "ours, horovod": functools.partial(_ours_multi_worker, "horovod"),
+    "ours, tf": functools.partial(_ours_multi_worker, "tf"),
+    "ours, shared_memory": functools.partial(_ours_multi_worker, "shared_memory"),
     "stock mirrored": _stock_mirrored,
     "stock multi-worker": _stock_multi_worker,
     "horovod": _horovod,

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import DistributedVariable, MirroredVariable, trace, value_container
 from tfrep_strategy.batches import any_size, bounds, is_nothing, known_total, num_examples
 from tfrep_strategy.errors import CannotPartitionError, TfrepError, message, warn
 from tfrep_strategy.keras_integration.protocol import KnownRows, Shards, Whole
 from tfrep_strategy.partitioner.fingerprint import line_of
-from tfrep_strategy.partitioner.placements import OWN, PARTIAL, REPLICATE, Offset, Rows, Shard
+from tfrep_strategy.partitioner.placements import REPLICATE, Offset, Rows, Shard
 from tfrep_strategy.partitioner.planner import ON_PURPOSE
-from tfrep_strategy.partitioner.step import Given, PartitionedStep
+from tfrep_strategy.partitioner.step import Given
 from tfrep_strategy.partitioner.values import OwnRows
+from tfrep_strategy.strategies.one_device_trace import OneDeviceTrace, Results
 from tfrep_strategy.strategies.one_replica import one_replica
-from tfrep_strategy.strategies.part_variables import PartVariable
-from tfrep_strategy.strategies.variables import is_sum
 
 
 class PartitionedSteps:
@@ -40,7 +37,7 @@ class PartitionedSteps:
     ) -> None:
         self._strategy, self._builds, self._known, self._keeps_rows = strategy, builds, known, keeps_rows
         self._name = name
-        self._traced: dict[Any, _Traced | None] = {}
+        self._traced: dict[Any, OneDeviceTrace | None] = {}
         """By the specification of a batch: its step; None if it has to be computed whole."""
         self._told: set[str] = set()
         """The types of operations whose costs were told."""
@@ -63,9 +60,9 @@ class PartitionedSteps:
         has_rows = any(leaf.shape.rank for leaf in _tensors(shards.parts[0]))
         if self._known.alike is not None or not has_rows:
             return (self._in_rows if self._known.alike and has_rows else self._of_all)(fn, shards).whole_results()
-        made: list[_Results] = []
+        made: list[Results] = []
 
-        def of(run: Callable[[Any, Shards], _Results]) -> list[tf.Tensor]:
+        def of(run: Callable[[Any, Shards], Results]) -> list[tf.Tensor]:
             made.append(run(fn, shards))
             return made[-1].tensors
 
@@ -90,7 +87,7 @@ class PartitionedSteps:
         whole = self._strategy.extended.whole_batch(shards)
         return tf.nest.map_structure(lambda leaf: None if is_nothing(leaf) else leaf, whole)
 
-    def _in_rows(self, fn: Callable[[Any], Any], shards: Shards) -> _Results:
+    def _in_rows(self, fn: Callable[[Any], Any], shards: Shards) -> Results:
         """Runs a step of which each replica computes its own rows."""
         total = known_total(shards.parts, self._strategy.num_replicas_in_sync) or self._known.total
         leaves = tf.nest.flatten(shards.parts[0])
@@ -130,7 +127,7 @@ class PartitionedSteps:
         parts = [[leaf if _is_uncut(leaf) else None for leaf in tf.nest.flatten(part)] for part in shards.parts]
         return list(self._strategy.extended.whole_batch(shards._replace(parts=tuple(parts))))
 
-    def _of_all(self, fn: Callable[[Any], Any], shards: Shards) -> _Results:
+    def _of_all(self, fn: Callable[[Any], Any], shards: Shards) -> Results:
         """Runs a step that each replica computes for all rows."""
         batch = self._whole(shards)
         specs = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), batch)
@@ -138,7 +135,7 @@ class PartitionedSteps:
         tensors = [x for x in tf.nest.flatten(batch, expand_composites=True) if x is not None]
         traced = self._traced.get(key)
         if traced is None:
-            traced = self._traced[key] = _Traced(self._strategy, fn, specs, [Given()] * len(tensors))
+            traced = self._traced[key] = OneDeviceTrace(self._strategy, fn, specs, [Given()] * len(tensors))
             self._compare(key)
         rows = self._rows(shards, with_start=self._keeps_rows)
         results = traced.run(rows, [tensors] * len(shards.parts))
@@ -186,18 +183,18 @@ class PartitionedSteps:
 
     def _trace(
         self, fn: Callable[[Any], Any], part: Any, total: int | None, given: Sequence[Sequence[Given]]
-    ) -> _Traced:
+    ) -> OneDeviceTrace:
         specs = list(map(_with_open_rows, tf.nest.flatten(part)))
         ways = [specs]
         if total is not None:
             ways.append([_with_rows(spec, total) for spec in specs])
         if self._builds:  # A layer that was built for any number of rows could not be built again.
             ways.reverse()
-        traced: list[_Traced] = []
+        traced: list[OneDeviceTrace] = []
         for specs in ways:
             try:
                 batch = tf.nest.pack_sequence_as(part, specs)
-                traced.append(_Traced(self._strategy, fn, batch, [*itertools.chain(*given)], self._keeps_rows))
+                traced.append(OneDeviceTrace(self._strategy, fn, batch, [*itertools.chain(*given)], self._keeps_rows))
             except (TfrepError, tf.errors.OpError):
                 raise
             except Exception:  # The step may ask how many rows there are, as in `tf.zeros([x.shape[0], 8])`.
@@ -227,74 +224,6 @@ class PartitionedSteps:
                     operations=new,
                 )
             )
-
-
-class _Results(NamedTuple):
-    """What a step returns: its tensors, and the structure that they are in."""
-
-    tensors: list[tf.Tensor]
-    structure: Any
-
-    def whole_results(self) -> Whole:
-        """Returns the structure with these tensors."""
-        tensors, flat = iter(self.tensors), tf.nest.flatten(self.structure, expand_composites=True)
-        results = [next(tensors) if tf.is_tensor(each) else each for each in flat]
-        return Whole(tf.nest.pack_sequence_as(self.structure, results, expand_composites=True))
-
-
-class _Traced:
-    """A step that was traced for batches of one kind.
-
-    Args:
-        strategy: The strategy whose replicas run it.
-        fn: The step.
-        batch: The specification of a batch.
-        of_batch: How replicas get each tensor of it.
-        keeps_rows: See `PartitionedSteps`.
-    """
-
-    def __init__(
-        self, strategy: Any, fn: Callable[[Any], Any], batch: Any, of_batch: Sequence[Given], keeps_rows: bool = False
-    ) -> None:
-        self._strategy = strategy
-        made: list[Any] = [None]
-        while made:  # As `tf.function` does: what made variables is traced once more, now that they are there.
-            with one_replica(strategy) as made:
-                graph = trace("step", fn, [batch], {})
-        strategy.extended.synchronize_new_variables()
-        self._results = graph.structured_outputs
-        self._captured = [outer for outer, _ in graph.captures]
-        _copy_from_first(map(_variable_of, self._captured))
-        self._num_batch = len(of_batch)
-        given = [*of_batch, *map(_given, self._captured)]
-        self.step = PartitionedStep(graph, given, strategy.extended.num_local_replicas, keeps_rows)
-        self.without_rule = self.step.without_rule
-
-    def run(self, rows: Sequence[OwnRows], batches: Sequence[Sequence[tf.Tensor]]) -> _Results:
-        """Runs it.
-
-        Args:
-            rows: Which rows each replica of this process has.
-            batches: What of the batch each of them gets.
-        """
-        inputs = [[*batch, *self._captured_by(i)] for i, batch in enumerate(batches)]
-        first, *_ = self.step.run(rows, inputs, self._strategy.extended.transport)
-        return _Results(first, self._results)
-
-    @functools.cached_property
-    def run_without_batch(self) -> Any:
-        """A function that does what needs nothing of a batch."""
-        return tf.function(self._run_without_batch, autograph=False).get_concrete_function()
-
-    def _run_without_batch(self) -> None:
-        extended = self._strategy.extended
-        numbers = range(extended.first_local_replica, extended.first_local_replica + extended.num_local_replicas)
-        inputs = [[*[None] * self._num_batch, *self._captured_by(i)] for i in range(len(numbers))]
-        self.step.run_without_batch(list(map(tf.constant, numbers)), inputs, extended.transport)
-
-    def _captured_by(self, replica: int) -> list[Any]:
-        every = map(_copies, self._captured)
-        return [copies[replica] if len(copies) > 1 else copies[0] for copies in every]
 
 
 @contextlib.contextmanager
@@ -363,32 +292,3 @@ def _given_for(leaf: Any, whole: Any) -> tuple[Given, ...]:
     tensors = tf.nest.flatten(whole, expand_composites=True)
     limits = whole.row_splits if isinstance(whole, tf.RaggedTensor) else None
     return tuple(Given(dims=(Offset(1, 1),) if x is limits else None) for x in tensors)
-
-
-def _variable_of(captured: Any) -> Any:
-    """Returns the variable that a handle belongs to, or the container of its copies; None if it is no such handle."""
-    variable = getattr(captured, "_parent_trackable", lambda: None)()
-    return None if variable is None else value_container(variable)
-
-
-def _copy_from_first(variables: Iterable[Any]) -> None:
-    """Gives all copies of variables what the first has: what eager code has written while a step was traced went to it alone."""
-    with tf.init_scope():
-        for variable in variables:
-            if isinstance(variable, MirroredVariable):
-                for copy in variable.values[1:]:
-                    copy.assign(variable.values[0])
-
-
-def _copies(captured: Any) -> list[Any]:
-    """Returns what the replicas of this process have of what a step captures: one thing for all, or one for each."""
-    variable = _variable_of(captured)
-    return [copy.handle for copy in variable.values] if isinstance(variable, DistributedVariable) else [captured]
-
-
-def _given(captured: Any) -> Given:
-    variable = _variable_of(captured)
-    if isinstance(variable, PartVariable):
-        return Given(OWN)
-    is_partial = isinstance(variable, DistributedVariable) and is_sum(variable)
-    return Given(PARTIAL if is_partial else REPLICATE, is_shared=captured.dtype == tf.resource and len(_copies(captured)) == 1)
