@@ -133,17 +133,9 @@ class TrainingPatches:
         "optimizers.loss_scale_optimizer:LossScaleOptimizer.build", "(self, var_list)",
         why="notes that the optimizer inside gets gradients which are global already", driver=of_optimizer,
     )
-    build_several = patch(
-        "optimizers.multi_optimizer:MultiOptimizer.build", "(self, var_list)", optional=True,
-        why="the same, for several inside", driver=of_optimizer,
-    )
     apply = patch(
         "optimizers.base_optimizer:BaseOptimizer.apply", "(self, grads, trainable_variables=None)",
         why="aggregate first; gradients of several workers make one update (`sync=True`)", does=forgotten_scope.apply,
-    )
-    apply_several = patch(
-        "optimizers.multi_optimizer:MultiOptimizer.apply", "(self, grads, trainable_variables=None)", optional=True,
-        why="aggregate first, once for all optimizers inside",
     )
     apply_scaled = patch(
         "optimizers.loss_scale_optimizer:LossScaleOptimizer._tf_apply", "(self, grads, trainable_variables=None)",

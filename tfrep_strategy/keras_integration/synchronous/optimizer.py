@@ -53,8 +53,6 @@ class Updates(ShardedUpdates):
         with _builds_inner.to(True):
             original(optimizer, var_list)
 
-    build_several = build_loss_scaling
-
     def add_slot(self, original: Any, optimizer: Any, reference_variable: Any, name: Any = None, **kwargs: Any) -> Any:
         """Lets accumulators of gradients hold a part of the sum on each process, and sharded slots a part of the whole."""
         accumulates = name == "gradient_accumulator" and self._accumulates_locally(optimizer)
@@ -95,8 +93,6 @@ class Updates(ShardedUpdates):
         with _applied_gradients.to("global"):
             summed = strategy.extended.aggregate_gradients(_weighed(grads))
             return original(optimizer, with_whole(summed), trainable_variables)
-
-    apply_several = apply
 
     def apply_scaled(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
         """Makes an overflow on one replica an overflow of the global gradient, which all replicas skip.

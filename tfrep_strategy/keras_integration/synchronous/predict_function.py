@@ -20,7 +20,7 @@ class PredictFunction:
     Args:
         driver: The driver of the strategy.
         model: The model.
-        make: Makes Keras's function again; `asks_for_rows` if the model asks how many rows there are.
+        make: Makes Keras's function again.
         run: What it has made.
     """
 
@@ -71,8 +71,8 @@ class PredictFunction:
         self._traced.add(way)
         return outputs
 
-    def _made(self, **settings: Any) -> Any:
-        run = self._make(force=True, **settings)
+    def _made(self) -> Any:
+        run = self._make(force=True)
         self._model.predict_function = self
         return run
 
