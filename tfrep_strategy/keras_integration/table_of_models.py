@@ -108,10 +108,6 @@ class ModelPatches:
         "backend.tensorflow.nn:max_pool", "(inputs, pool_size, strides=None, padding='valid', data_format=None)",
         why="the same",
     )
-    unfold = patch(
-        "backend.tensorflow.nn:unfold", "(input, kernel_size, dilation=1, padding=0, stride=1)", optional=True,
-        why="the same",
-    )
     ctc_loss = patch(
         "backend.tensorflow.nn:ctc_loss", "(target, output, target_length, output_length, mask_index=0)",
         why="TensorFlow has no loss of no sequences",

@@ -26,7 +26,7 @@ class EmptyParts(SynchronousBase):
             return original(inputs, *args, **kwargs)
         return self.on_rows(lambda x: original(x, *args, **kwargs), inputs)
 
-    conv_transpose = depthwise_conv = separable_conv = max_pool = unfold = conv
+    conv_transpose = depthwise_conv = separable_conv = max_pool = conv
 
     def ctc_loss(
         self, original: Any, target: Any, output: Any, target_length: Any, output_length: Any, mask_index: int = 0

@@ -70,7 +70,7 @@ class TracedStep(Placement, ShardedUpdates, OwnStatistics):
         with _applied.to("parts" if in_parts else "global"):
             return original(optimizer, self._marked(grads, variables, in_parts), trainable_variables and variables)
 
-    apply_several = apply_scaled = apply
+    apply_scaled = apply
 
     def apply_to_variables(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any) -> None:
         """Notes whose gradients an update clips."""
