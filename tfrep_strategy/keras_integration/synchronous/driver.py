@@ -24,12 +24,7 @@ from tfrep_strategy.keras_integration.synchronous.callbacks import Callbacks
 from tfrep_strategy.keras_integration.synchronous.empty_parts import EmptyParts
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
 from tfrep_strategy.keras_integration.synchronous.layers import Layers
-from tfrep_strategy.keras_integration.synchronous.logs import (
-    Logs,
-    logs_of_all,
-    with_global_logs,
-    with_logs_of_its_own,
-)
+from tfrep_strategy.keras_integration.synchronous.logs import Logs, logs_of_all, with_global_logs
 from tfrep_strategy.keras_integration.synchronous.losses import Losses
 from tfrep_strategy.keras_integration.synchronous.one_device_steps import OneDeviceSteps, WholeBatches
 from tfrep_strategy.keras_integration.synchronous.optimizer import Updates
@@ -218,7 +213,6 @@ class SynchronousDriver(
         """Makes a train or test function that also takes whole batches, as `train_on_batch` gives them."""
         strategy = self.strategy
         phase = "test" if step_function == model.test_step else "train"
-        whole_step = with_logs_of_its_own(model, phase, step_function)
         extended, warns = strategy.extended, bool(self.layers_not_seen)
 
         def build(step_function: Any) -> Any:
@@ -234,7 +228,7 @@ class SynchronousDriver(
         if self.has_several:
             by_replicas = build(with_global_logs(model, phase, strategy, step_function))
             run = OneDeviceSteps(
-                extended, model, phase, lambda: build(whole_step), by_replicas, not model.built, model.jit_compile
+                extended, model, phase, lambda: build(step_function), by_replicas, not model.built, model.jit_compile
             )
 
         # It is called in every step, so it calls no more than it needs.

@@ -53,14 +53,3 @@ def with_global_logs(model: Any, phase: str, strategy: KerasStrategy, step_funct
         return tf.nest.pack_sequence_as(logs, [known.get(i, value) for i, value in enumerate(flat)])
 
     return step_with_global_logs
-
-
-def with_logs_of_its_own(model: Any, phase: str, step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wraps a step that takes the global batch, so that nobody reads its logs over all replicas."""
-    own_logs = _with_own_logs.setdefault(model, set())
-
-    def step(batch: Any) -> Any:
-        own_logs.add(phase)
-        return step_function(batch)
-
-    return step
