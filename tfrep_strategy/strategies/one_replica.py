@@ -85,6 +85,14 @@ class OneReplica(DefaultDistributionExtended):
         """Returns the number of the replica, as a value that each has of its own."""
         return marks.replica()
 
+    def own_sum(self, rows: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
+        """Returns, for each replica, the sum of its own rows over axes, which stay."""
+        return marks.own_sum(rows, axes)
+
+    def spread(self, own: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+        """Returns the value of a replica for each of its rows."""
+        return marks.spread(own, rows)
+
     def own_part(self, cut: Any, whole: Any) -> Any:
         """Returns the part of a tensor, or of slices, that a replica has.
 

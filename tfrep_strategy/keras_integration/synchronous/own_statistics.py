@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
-from tfrep_strategy.partitioner import marks
 
 
 class _Statistics(NamedTuple):
@@ -37,7 +36,8 @@ class OwnStatistics(SynchronousBase):
             return original(layer, inputs, training=training, mask=mask)
         dtype = tf.as_dtype(inputs.dtype)
         rows = tf.cast(inputs, tf.float32) if dtype.size < 4 else inputs
-        own = _found(rows, mask, layer._reduction_axes)
+        replicas: Any = self.strategy.extended
+        own = _found(replicas, rows, mask, layer._reduction_axes)
         with _statistics.to(own):
             original(layer, inputs, training=training, mask=mask)  # It moves the statistics. What it returns is not used.
         for moved in (layer.moving_mean, layer.moving_variance):
@@ -49,8 +49,8 @@ class OwnStatistics(SynchronousBase):
 
         outputs = tf.nn.batch_normalization(
             rows,
-            marks.spread(own.mean, rows),
-            marks.spread(own.variance, rows),
+            replicas.spread(own.mean, rows),
+            replicas.spread(own.variance, rows),
             of_layer(layer.beta) if layer.center else None,
             of_layer(layer.gamma) if layer.scale else None,
             layer.epsilon,
@@ -69,16 +69,16 @@ class OwnStatistics(SynchronousBase):
         )
 
 
-def _found(rows: tf.Tensor, mask: Any, axes: Sequence[int]) -> _Statistics:
+def _found(replicas: Any, rows: tf.Tensor, mask: Any, axes: Sequence[int]) -> _Statistics:
     kept = tf.ones_like(rows[..., :1], tf.bool) if mask is None else tf.cast(mask, tf.bool)[..., tf.newaxis]
-    count = tf.stop_gradient(marks.own_sum(tf.cast(kept, rows.dtype), list(range(rows.shape.rank))))
+    count = tf.stop_gradient(replicas.own_sum(tf.cast(kept, rows.dtype), list(range(rows.shape.rank))))
     if rows.shape.rank - 1 in axes:  # The channels are on another axis, of which each entry was counted.
         (channels,) = set(range(rows.shape.rank)) - set(axes)
         count *= tf.cast(tf.shape(rows)[-1], rows.dtype) / tf.cast(tf.shape(rows)[channels], rows.dtype)
 
     def of_kept(values: tf.Tensor) -> tf.Tensor:
         kept_only = values if mask is None else tf.where(kept, values, tf.zeros_like(values))
-        return tf.math.divide_no_nan(marks.own_sum(kept_only, axes), count)
+        return tf.math.divide_no_nan(replicas.own_sum(kept_only, axes), count)
 
     mean = of_kept(rows)
-    return _Statistics(count, mean, of_kept(tf.square(rows - marks.spread(mean, rows))))
+    return _Statistics(count, mean, of_kept(tf.square(rows - replicas.spread(mean, rows))))
