@@ -437,6 +437,19 @@ CASES = {
         [row],
         rows,
     ),
+    "StridedSlice of views": Case(
+        lambda x: [
+            each
+            for both in [tf.concat([x, 1.0 - x], 0), tf.reshape(tf.stack([x, 1.0 - x], 1), [-1, 3])]
+            for n in [tf.shape(x)[0]]
+            for each in [both[:n], both[n:], both[n : 2 * n] * x, both[:n] + both[n:], both[1:n], both[n : n + n : 2]]
+        ],
+        [row],
+        rows,
+    ),
+    "StridedSlice StridedSliceGrad of views": Case(
+        lambda x: _gradients(lambda x: tf.reshape(tf.stack([x, x * x], 1), [-1, 3])[: tf.shape(x)[0]], x), [row], rows
+    ),
     "StridedSlice of one row": Case(
         lambda x: [x[0], x[-1, 1:], x[:, None][0], tf.reshape(x, [-1])[0], x[0][0]], [row], rows
     ),

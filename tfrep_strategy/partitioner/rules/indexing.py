@@ -53,7 +53,7 @@ def _is_all(plan: Planner, operation: Any, place: int | None, specification: Any
         return True
     begin, end, strides = [plan.sizes_of(x) for x in specification]
     starts = operation.get_attr("begin_mask") >> place & 1 or (begin is not None and begin[place] == 0)
-    is_end = end is not None and end[place] is not None and (isinstance(end[place], Rows) or end[place] == size)
+    is_end = end is not None and end[place] is not None and end[place] == size
     ends = operation.get_attr("end_mask") >> place & 1 or is_end
     return bool(starts and ends and strides is not None and strides[place] == 1)
 
@@ -82,8 +82,12 @@ def strided_slice(plan: Planner, operation: Any) -> None:
         _note_dims(plan, operation, places, axes)
         return
     place, axis = places[placement.axis], axes[placement.axis]
-    if axis is None or not _is_all(plan, operation, place, (begin, end, strides), x.shape[placement.axis]):
+    size = (plan.dims(x) or ())[placement.axis]
+    if axis is None:
         _slice_one_row(plan, operation, place, placement)
+        return
+    if not _is_all(plan, operation, place, (begin, end, strides), size):
+        _slice_part(plan, operation, place, axis, size)
         return
     own_end = _own_end(plan, operation, place, end, placement)
     plan.emit(
@@ -104,6 +108,22 @@ def _note_dims(plan: Planner, operation: Any, places: Sequence[int | None], axes
         if axis is not None and known[axis] is None and _is_all(plan, operation, place, specification, size):
             known[axis] = size
     plan.known_dims[result.name] = known
+
+
+def _slice_part(plan: Planner, operation: Any, place: int | None, axis: int, size: Any) -> None:
+    """Slices some rows of all. If these are the rows of one of two views, say, a replica goes on with its own."""
+    (result,), (begin, end, strides) = operation.outputs, map(plan.sizes_of, operation.inputs[1:])
+    plan.replicate(operation)
+    if place is None or begin is None or end is None or strides is None or strides[place] != 1:
+        return
+    first = 0 if operation.get_attr("begin_mask") >> place & 1 else begin[place]
+    last = size if operation.get_attr("end_mask") >> place & 1 else end[place]
+    before, until, most = (x.per_row if isinstance(x, Rows) else x if x == 0 else None for x in (first, last, size))
+    if before is None or until is None or most is None or not before < until <= most or result.shape.rank is None:
+        return
+    whole, shard = plan.local(result), Shard(axis, until - before)
+    plan.put(result, shard, plan.cut(whole, shard, result.shape.rank))
+    plan.whole[result.name] = whole
 
 
 def _slice_one_row(plan: Planner, operation: Any, place: int | None, shard: Shard) -> None:
