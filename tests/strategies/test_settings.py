@@ -21,7 +21,7 @@ pytestmark = pytest.mark.lane("quick")
 
 _SETTINGS = (Path(__file__).parents[2] / "docs" / "settings.md").read_text("utf-8")
 _CLASSES = (tfrep.MirroredStrategy, tfrep.MultiWorkerStrategy, tfrep.ParameterServerStrategy)
-_MOST_NAMES = 15
+_MOST_NAMES = 16
 
 SYNCHRONOUS = [
     ("compression", "bf16", ["int8", 16, True, ["bf16"]]),
@@ -31,6 +31,7 @@ SYNCHRONOUS = [
     ("gradient_aggregator", max, [5, "sum"]),
     ("check_sync_every", 3, [0, 2.5, "3", False]),
     ("shard_optimizer_state", True, [1, "yes", None]),
+    ("batch_statistics", "replica", ["own", True, None]),
     ("allow_plain_models", True, [1, "yes", None]),
 ]
 OF_CLASS: dict[type, list[tuple[str, Any, list[Any]]]] = {
@@ -59,7 +60,7 @@ OF_CLASS: dict[type, list[tuple[str, Any, list[Any]]]] = {
 }
 FIXED = {
     "devices", "devices_per_replica", "keras_layer_placement", "communicator", "device", "variable_partitioner", "sync",
-    "replicas_to_aggregate", "connect_timeout", "coordinator_timeout", "shard_optimizer_state",
+    "replicas_to_aggregate", "connect_timeout", "coordinator_timeout", "shard_optimizer_state", "batch_statistics",
 }  # fmt: skip
 
 
