@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from tfrep_strategy.strategies.mirrored import MirroredStrategy, use_logical_cpus
     from tfrep_strategy.strategies.multi_worker import MultiWorkerStrategy
     from tfrep_strategy.strategies.parameter_server import ParameterServerStrategy
+    from tfrep_strategy.strategies.partitioned_functions import partition
     from tfrep_strategy.transports import register_communicator
 else:
     __getattr__, __dir__ = names_loaded_when_used(__name__, {
@@ -67,6 +68,7 @@ else:
         "sidecar_evaluator": ["SidecarEvaluator"], "strategies.auto": ["auto_strategy"],
         "strategies.logical_devices": ["logical_device"], "strategies.mirrored": ["MirroredStrategy", "use_logical_cpus"],
         "strategies.multi_worker": ["MultiWorkerStrategy"], "strategies.parameter_server": ["ParameterServerStrategy"],
+        "strategies.partitioned_functions": ["partition"],
     }, OF_PACKAGE)  # fmt: skip
 
 __all__ = [
@@ -75,5 +77,6 @@ __all__ = [
     "Replicator", "SidecarEvaluator", "TimedCheckpoint", "TpuReplicator", "__version__", "all_gather", "all_gather_object",
     "all_mean", "all_reduce", "all_sum", "all_to_all", "auto_strategy", "barrier", "broadcast", "broadcast_object", "chief_first",
     "exit_on_server_loss", "is_chief", "launch", "local_cluster", "logical_device", "map_gather", "map_reduce", "num_replicas",
+    "partition",
     "reduce_scatter", "register_communicator", "register_environment", "replica_id", "use_logical_cpus",
 ]  # fmt: skip

@@ -62,6 +62,7 @@ value_container = _private("distribute.distribute_utils", "value_container")
 default_graph_stack = _private("framework.ops", "_default_graph_stack")
 
 # Whether a gradient tape of this thread records.
+tape_may_record = _private("eager.record", "could_possibly_record")
 
 # What a `tf.autodiff.ForwardAccumulator` of this thread has found out of tensors.
 

@@ -18,6 +18,7 @@ from tfrep_strategy.partitioner.placements import REPLICATE, Placement, Shard, S
 from tfrep_strategy.partitioner.planner import Planner
 from tfrep_strategy.partitioner.program import Collective, Node, Program, every_node, live, without
 from tfrep_strategy.partitioner.pruning import prune
+from tfrep_strategy.partitioner.rules.drawing import drawn_rows
 from tfrep_strategy.partitioner.values import OwnRows
 
 
@@ -30,12 +31,14 @@ class Given:
         is_shared: Whether it is a variable of which all replicas of a process use one copy.
         dims: Its global shape, if more is known than the trace tells.
         sizes: Its value, if it holds sizes: the shape, then all values.
+        is_whole: Whether each replica gets all rows of a batch, of which it takes its own.
     """
 
     placement: Placement = REPLICATE
     is_shared: bool = False
     dims: tuple[Size, ...] | None = None
     sizes: tuple[Any, ...] | None = None
+    is_whole: bool = False
 
 
 class PartitionedStep:
@@ -47,6 +50,10 @@ class PartitionedStep:
         local_replicas: How many replicas a process runs.
         keeps_rows: Whether results that are rows of the batch stay on the replicas that have them.
         compiled: Whether XLA compiles what lies between collectives.
+
+    Attributes:
+        rows: How many rows the batch has, if the step was traced for a number of them. If nothing that is given has rows, those
+            are meant of which the step draws most numbers.
     """
 
     def __init__(
@@ -64,11 +71,18 @@ class PartitionedStep:
             if isinstance(each.placement, Shard):
                 plan.traced_rows = plan.traced_rows or tensor.shape[each.placement.axis]
             local = program.argument(tensor.dtype)
-            plan.put(tensor, each.placement, local)
+            if isinstance(each.placement, Shard) and each.is_whole:
+                plan.put(tensor, each.placement, plan.cut(local, each.placement, tensor.shape.rank))
+                plan.whole[tensor.name] = local
+            else:
+                plan.put(tensor, each.placement, local)
             plan.value(tensor).is_shared = each.is_shared
             plan.note_sizes(tensor, each.sizes)
             if each.dims is not None:
                 plan.known_dims[tensor.name] = list(each.dims)
+        if plan.traced_rows is None and not any(isinstance(each.placement, Shard) for each in given):
+            plan.traced_rows = drawn_rows(graph)
+        self.rows = plan.traced_rows
         plan.run(graph)
         self.placements: list[Placement] = []
         for tensor in graph.outputs:
@@ -96,6 +110,11 @@ class PartitionedStep:
     def nodes(self) -> list[Any]:
         """What a replica computes and sends, but for what nothing needs."""
         return live(self.program.nodes, self.program.results)
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether the step reads a data set that it makes, or is given."""
+        return any("Dataset" in operation.type for operation in self.graph.get_operations())
 
     def digest(self) -> bytes:
         """Returns what is equal for equal programs, and for no others."""

@@ -6,6 +6,7 @@ makes some numbers of each value of its counter: TensorFlow gives them out in or
 
 from __future__ import annotations
 
+import collections
 import math
 from typing import Any
 
@@ -44,6 +45,9 @@ def draw(plan: Planner, operation: Any) -> None:
         return
     known = [None] * sizes.size if result.shape.rank is None else result.shape.as_list()
     plan.known_dims[result.name] = [s if d is None else d for d, s in zip(known, sizes, strict=True)]
+    if place is None and _has_all_rows(plan, result):
+        assert plan.traced_rows is not None
+        place = 0, sizes[0] // plan.traced_rows
     if place is not None and not any(isinstance(x, Rows) for i, x in enumerate(sizes) if i != place[0]):
         whole, shard = plan.replicated(result), Shard(*place)
         rest = [size for i, size in enumerate(sizes) if i != shard.axis]
@@ -53,6 +57,22 @@ def draw(plan: Planner, operation: Any) -> None:
             own = plan.cut(whole, shard, sizes.size)
         plan.put(result, shard, own)
         plan.whole[result.name] = whole
+
+
+def drawn_rows(graph: Any) -> int | None:
+    """Returns the first size that most of the numbers have that a step draws; None if it draws none of a known size."""
+    drawn: collections.Counter[int] = collections.Counter()
+    for operation in graph.get_operations():
+        shape = operation.outputs[0].shape if operation.type in _DRAWS else tf.TensorShape(None)
+        if shape.rank and shape.is_fully_defined() and shape[0] > 1:
+            drawn[shape[0]] += shape.num_elements()
+    return max(drawn, key=lambda size: drawn[size]) if drawn else None
+
+
+def _has_all_rows(plan: Planner, result: Any) -> bool:
+    """Returns whether numbers are drawn for as many rows as the batch has, or a multiple of them, as its first dimension says."""
+    size = result.shape[0] if result.shape.rank else None
+    return bool(plan.traced_rows and size and size % plan.traced_rows == 0)
 
 
 def _counts(plan: Planner, operation: Any) -> bool:

@@ -1,0 +1,113 @@
+"""`tfrep.partition`: functions that are written for one device give its numbers on replicas, which share the work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from strategies.own_functions import PROGRAMS, ran
+
+import tfrep_strategy as tfrep
+from tfrep_strategy.errors import ConfigurationError
+
+
+def _check(got: list[np.ndarray], wanted: list[np.ndarray]) -> None:
+    assert len(got) == len(wanted)
+    for own, right in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(own, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_on_mirrored_replicas(name: str, replicas: int) -> None:
+    wanted = ran(name, tf.function)
+    with tfrep.MirroredStrategy([f"CPU:{i}" for i in range(replicas)]).scope():
+        _check(ran(name, tfrep.partition), wanted)
+
+
+def _in_process(strategy: Any, names: list[str]) -> list[list[np.ndarray]]:
+    with strategy.scope():
+        return [ran(name, tfrep.partition) for name in names]
+
+
+@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+def test_programs_in_two_processes(worker_pool: Any, communicator: str) -> None:
+    of_ranks = worker_pool(communicator, 2).run(_in_process, list(PROGRAMS))
+    for name, *got in zip(PROGRAMS, *of_ranks, strict=True):
+        wanted = ran(name, tf.function)
+        for own in got:
+            _check(own, wanted)
+
+
+def test_replicas_share_the_work() -> None:
+    seen = []
+
+    @tfrep.partition
+    def step(x: tf.Tensor) -> tf.Tensor:
+        noise = tf.random.stateless_normal([8, 3], [1, 2])
+        seen.append(tf.numpy_function(lambda *rows: 0, [x, noise], tf.int64))
+        return tf.reduce_sum(x * noise)
+
+    x = tf.reshape(tf.range(24.0), [8, 3])
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        total = step(x)
+    np.testing.assert_allclose(total, tf.reduce_sum(x * tf.random.stateless_normal([8, 3], [1, 2])), rtol=1e-6)
+    (made,) = step._steps.values()
+    assert any("Tensors: " in line and "in rows" in line for line in made._trace.step.describe())
+
+
+def test_where_there_are_no_replicas_it_is_the_function_itself() -> None:
+    step = tfrep.partition(lambda x: x + 1.0)
+    assert float(step(tf.constant(1.0))) == 2.0
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        inside = strategy.run(lambda: step(tf.constant(1.0)))
+        assert [float(x) for x in strategy.experimental_local_results(inside)] == [2.0, 2.0]
+        assert float(tf.function(lambda: step(tf.constant(1.0)))()) == 2.0
+
+
+def test_a_tape_around_it_gets_the_gradient_of_one_device() -> None:
+    @tfrep.partition
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean(tf.square(x))
+
+    x = tf.range(6.0)
+    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope(), tf.GradientTape() as tape:
+        tape.watch(x)
+        value = loss(x)
+    np.testing.assert_allclose(tape.gradient(value, x), 2.0 * x / 6.0)
+
+
+def test_a_function_that_reads_data_itself() -> None:
+    data = tf.data.Dataset.range(6).map(lambda i: tf.cast(i, tf.float32)).batch(4)
+    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        total = tf.Variable(0.0)
+
+        @tfrep.partition
+        def epoch(data: tf.data.Dataset) -> None:
+            for rows in data:
+                total.assign_add(tf.reduce_sum(rows))
+
+        epoch(data)
+        assert float(total) == 15.0
+
+
+def test_constants_of_python_are_traced_apart() -> None:
+    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        step = tfrep.partition(lambda x, factor, is_added=False: tf.reduce_sum(x) * factor + (1.0 if is_added else 0.0))
+        x = np.ones(4, "float32")
+        assert [float(step(x, 2.0)), float(step(x, 3.0)), float(step(x, 3.0, is_added=True))] == [8.0, 12.0, 13.0]
+
+
+def test_ragged_and_sparse_arguments() -> None:
+    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        step = tfrep.partition(lambda x, y: tf.reduce_sum(x) + tf.sparse.reduce_sum(y))
+        assert float(step(tf.ragged.constant([[1.0], [2.0, 3.0]]), tf.sparse.from_dense([[0.0, 4.0]]))) == 10.0
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="function=5"):
+        tfrep.partition(5)  # type: ignore[arg-type]

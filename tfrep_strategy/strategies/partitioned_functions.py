@@ -1,0 +1,208 @@
+"""Functions of one's own, such as the step of a training loop: traced as on one device, and shared by the replicas.
+
+Where a tensor is cut decides how fast a function is, and never what it gives. So a function may be cut wherever that helps.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import converted_by_autograph, tape_may_record
+from tfrep_strategy.batches import bounds
+from tfrep_strategy.errors import CannotPartitionError, ConfigurationError, message, warn
+from tfrep_strategy.partitioner.placements import REPLICATE, Shard
+from tfrep_strategy.partitioner.step import Given
+from tfrep_strategy.partitioner.values import OwnRows
+from tfrep_strategy.strategies.one_device_trace import OneDeviceTrace
+
+
+def partition(function: Callable[..., Any]) -> PartitionedFunction:
+    """Has the replicas of the strategy in scope share the work of a function, which is written for one device.
+
+    The function means what it means on one device: it gets whole batches, and in it there is one replica. It is traced as by
+    `tf.function`, for each kind of arguments. The rows of its arguments are shared by the replicas, and so are random numbers that
+    are drawn for as many rows. All processes call it, with the same arguments.
+
+    Args:
+        function: A Python function or a `tf.function`. Its arguments and results are nests of tensors; other arguments are
+            constants of the trace.
+
+    Returns:
+        A function with the same arguments and results. Without a strategy with several replicas in scope, in a replica, and inside
+        of another function it is the function as it was. Under a gradient tape that is open around it each process computes all
+        of it.
+
+    Raises:
+        ConfigurationError: It is no function.
+
+    Example:
+        >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> with strategy.scope():
+        ...     total = tf.Variable(0.0)
+        ...     @tfrep.partition
+        ...     def step(x):
+        ...         total.assign_add(tf.reduce_sum(x))
+        ...         return tf.reduce_mean(x)
+        ...     float(step(tf.range(8.0))), float(total)
+        (3.5, 28.0)
+    """
+    if not callable(function):
+        raise ConfigurationError(message("Only functions can be partitioned.", hint="pass one.", function=function))
+    return function if isinstance(function, PartitionedFunction) else PartitionedFunction(function)
+
+
+class PartitionedFunction:
+    """What `partition` returns; see there."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._python: Callable[..., Any] = getattr(function, "python_function", function)
+        self._as_it_was = function if hasattr(function, "python_function") else tf.function(function)
+        self._steps: dict[Any, _Step] = {}
+        self._lock = threading.RLock()
+        functools.update_wrapper(self, self._python)
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        """Returns the function as a method of an object."""
+        if owner is None:
+            return self
+        made = PartitionedFunction(self._function.__get__(owner, kind))
+        name = getattr(self._python, "__name__", "")
+        if name and getattr(kind, name, None) is self:
+            vars(owner)[name] = made  # Its traces belong to the object.
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        strategy = _strategy_here()
+        if strategy is None or tape_may_record():
+            return self._as_it_was(*args, **kwargs)
+        bound = inspect.signature(self._python).bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = _Arguments.of((bound.args, bound.kwargs))
+        key = id(strategy), given.key
+        with self._lock:
+            if key not in self._steps:
+                self._steps[key] = _Step(strategy, self._python, given, f"{self._python.__qualname__} {len(self._steps)}")
+        step = self._steps[key]
+        if not step.is_shared:
+            return self._as_it_was(*args, **kwargs)
+        strategy.extended.synchronize_new_variables()
+        strategy.extended.mark_state_changed()
+        with strategy.extended.watching_peers(), strategy.extended.partitioned_by(None):
+            return step(given.tensors)
+
+
+def _strategy_here() -> Any:
+    """Returns the strategy in scope if eager code outside of replicas asks for it, and it has several replicas; else None."""
+    if not tf.executing_eagerly() or not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context() is False:
+        return None
+    strategy = tf.distribute.get_strategy()
+    knows = hasattr(strategy.extended, "transport")
+    return strategy if knows and strategy.num_replicas_in_sync > 1 else None
+
+
+class _Arguments(NamedTuple):
+    """The arguments of a call.
+
+    Attributes:
+        nest: Of all arguments, with places in `tensors` in place of these.
+        tensors: Those that are tensors.
+        key: What a trace depends on.
+    """
+
+    nest: Any
+    tensors: list[tf.Tensor]
+    key: Any
+
+    @classmethod
+    def of(cls, nest: Any) -> _Arguments:
+        """Sorts arguments."""
+        flat = [tf.convert_to_tensor(x) if isinstance(x, (np.ndarray, np.generic)) else x for x in tf.nest.flatten(nest)]
+        tensors = [x for x in flat if isinstance(x, tf.Tensor) or _is_composite(x)]
+        key = tuple(
+            tf.type_spec_from_value(x) if isinstance(x, tf.Tensor) or _is_composite(x) else _as_key(x) for x in flat
+        )
+        return cls(tf.nest.pack_sequence_as(nest, flat), tensors, key)
+
+    def with_tensors(self, tensors: Sequence[Any]) -> Any:
+        """Returns the arguments with other tensors."""
+        there = iter(tensors)
+        flat = [next(there) if isinstance(x, tf.Tensor) or _is_composite(x) else x for x in tf.nest.flatten(self.nest)]
+        return tf.nest.pack_sequence_as(self.nest, flat)
+
+
+class _Step:
+    """A function, traced for arguments of one kind.
+
+    Args:
+        strategy: The strategy whose replicas run it.
+        function: The function.
+        given: Arguments.
+        name: The same in all processes.
+    """
+
+    def __init__(self, strategy: Any, function: Callable[..., Any], given: _Arguments, name: str) -> None:
+        self._strategy = strategy
+        specs = [tf.type_spec_from_value(x) for x in given.tensors]
+        converted = converted_by_autograph(function)
+
+        def traced(batch: Sequence[Any]) -> Any:
+            args, kwargs = given.with_tensors(batch)
+            return converted(*args, **kwargs)
+
+        flat = [x for spec in specs for x in tf.nest.flatten(spec, expand_composites=True)]
+        most = _number_of_rows(flat)
+        rows_of = [Shard(0) if x.shape.rank and x.shape[0] == most else REPLICATE for x in flat]
+        try:
+            self._trace = OneDeviceTrace(strategy, traced, specs, [Given(placement, is_whole=True) for placement in rows_of])
+        except CannotPartitionError as error:
+            warn(f"Each process computes all of {name}: that is right, but no faster than one device.\n{error}")
+            self._trace = OneDeviceTrace(strategy, traced, specs, [Given()] * len(flat))
+        strategy.extended.transport.compare(name, self._trace.step)
+        self.is_shared = not self._trace.step.reads_data
+        """Whether replicas can share the work. What reads data would read it for each of them."""
+        self._run = tf.function(self._on_replicas, autograph=False)
+
+    def __call__(self, tensors: Sequence[Any]) -> Any:
+        return self._run(tf.nest.flatten(list(tensors), expand_composites=True))
+
+    def _on_replicas(self, tensors: Sequence[tf.Tensor]) -> Any:
+        extended = self._strategy.extended
+        first, size = extended.first_local_replica, extended._num_replicas_in_sync
+        rows_of_all = self._trace.step.rows or 0
+        total = tf.constant(rows_of_all)
+        rows = []
+        for replica in range(first, first + extended.num_local_replicas):
+            start, stop = bounds(rows_of_all, size, replica)
+            rows.append(OwnRows(tf.constant(start), tf.constant(stop - start), total, tf.constant(replica)))
+        return self._trace.run(rows, [list(tensors)] * len(rows)).whole_results().results
+
+
+def _number_of_rows(specs: Sequence[tf.TensorSpec]) -> int | None:
+    """Returns the first dimension that most of what arguments hold has: by elements."""
+    sizes: collections.Counter[int] = collections.Counter()
+    for spec in specs:
+        if spec.shape.rank and spec.shape.is_fully_defined() and spec.shape[0] > 1:
+            sizes[spec.shape[0]] += spec.shape.num_elements()
+    return max(sizes, key=lambda size: sizes[size]) if sizes else None
+
+
+def _is_composite(value: Any) -> bool:
+    return isinstance(value, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices))
+
+
+def _as_key(value: Any) -> Any:
+    """Returns what tells a constant of a trace from others: its value, or the object itself."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value if isinstance(value, (bool, int, float, str, bytes, type(None))) else id(value)
