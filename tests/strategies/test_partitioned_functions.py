@@ -10,7 +10,7 @@ import tensorflow as tf
 from strategies.own_functions import PROGRAMS, ran
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.errors import ConfigurationError
+from tfrep_strategy.errors import ConfigurationError, DesyncError
 
 
 def _check(got: list[np.ndarray], wanted: list[np.ndarray]) -> None:
@@ -39,6 +39,23 @@ def test_programs_in_two_processes(worker_pool: Any, communicator: str) -> None:
         wanted = ran(name, tf.function)
         for own in got:
             _check(own, wanted)
+
+
+def _with_other_arguments(strategy: Any) -> str:
+    step = tfrep.partition(lambda x: tf.reduce_sum(x))
+    with strategy.scope():
+        equal = float(step(tf.ones([4])))
+        try:
+            step(tf.fill([5], float(strategy.rank)))
+        except DesyncError as error:
+            return f"{equal} {error}"
+    return ""
+
+
+def test_arguments_that_differ_between_processes_are_refused(worker_pool: Any) -> None:
+    for text in worker_pool("tf", 2).run(_with_other_arguments):
+        assert text.startswith("4.0 ")
+        assert "arguments" in text
 
 
 def test_replicas_share_the_work() -> None:

@@ -184,6 +184,7 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
                 computes for all rows.
 
         Example:
+            >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
             >>> strategy.explain(tf.data.Dataset.range(8).batch(4))
             'One process reads the data set and computes all of it.'
         """

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import converted_by_autograph, tape_may_record
 from tfrep_strategy.batches import bounds
 from tfrep_strategy.errors import CannotPartitionError, ConfigurationError, message, warn
+from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.partitioner.placements import REPLICATE, Shard
 from tfrep_strategy.partitioner.step import Given
 from tfrep_strategy.partitioner.values import OwnRows
@@ -29,7 +30,7 @@ def partition(function: Callable[..., Any]) -> PartitionedFunction:
 
     The function means what it means on one device: it gets whole batches, and in it there is one replica. It is traced as by
     `tf.function`, for each kind of arguments. The rows of its arguments are shared by the replicas, and so are random numbers that
-    are drawn for as many rows. All processes call it, with the same arguments.
+    are drawn for as many rows. All processes call it with the same arguments; the first of each kind are compared.
 
     Args:
         function: A Python function or a `tf.function`. Its arguments and results are nests of tensors; other arguments are
@@ -42,6 +43,7 @@ def partition(function: Callable[..., Any]) -> PartitionedFunction:
 
     Raises:
         ConfigurationError: It is no function.
+        DesyncError: When it is called: processes call it with other arguments, or it is another program in each.
 
     Example:
         >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -90,6 +92,7 @@ class PartitionedFunction:
         key = id(strategy), given.key
         with self._lock:
             if key not in self._steps:
+                strategy.extended.check_same(Fingerprint({"arguments": given.tensors}))
                 self._steps[key] = _Step(strategy, self._python, given, f"{self._python.__qualname__} {len(self._steps)}")
         step = self._steps[key]
         if not step.is_shared:
