@@ -168,8 +168,13 @@ class KerasExtended(Protocol):
     def known_rows(self, batch: Any) -> KnownRows:
         """Returns what is known of the rows of a batch. All processes find the same."""
 
-    def partitioned_by(self, steps: Any) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which steps are run as one device's, by what `new_partitioned_steps` has made."""
+    def partitioned_by(self, steps: Any, compiled: bool) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which steps are run as one device's, by what `new_partitioned_steps` has made.
+
+        Args:
+            steps: That, or None.
+            compiled: Whether XLA compiles what lies between collectives.
+        """
 
     def new_partitioned_steps(self, builds: bool, known: KnownRows, model: Any, phase: str) -> Any:
         """Makes what runs the steps of a phase of a model, such as "train", as one device's; see `PartitionedSteps`."""

@@ -142,8 +142,8 @@ class SynchronousExtended(NoticesKeras2):
         self.steps_of.setdefault(model, []).append((phase, steps))
         return steps
 
-    def partitioned_by(self, steps: PartitionedSteps | None) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which steps are run as one device's, by what `new_partitioned_steps` has made."""
+    def partitioned_by(self, steps: PartitionedSteps | None, compiled: bool) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which steps are run as one device's; see `KerasExtended`."""
         return self.partitioned_steps.to(steps)
 
     @property

@@ -227,8 +227,9 @@ class _Extended(SynchronousExtended, MirroredExtended):
         return self._all_replicas.communicator(replica)
 
     @contextlib.contextmanager
-    def partitioned_by(self, steps: Any) -> Iterator[None]:
-        with super().partitioned_by(steps), contextlib.nullcontext() if self._rewrites_graphs else without_rewriting():
+    def partitioned_by(self, steps: Any, compiled: bool) -> Iterator[None]:
+        rewrites = compiled or self._rewrites_graphs  # XLA would put what replicas have in common on all their devices.
+        with super().partitioned_by(steps, compiled), contextlib.nullcontext() if rewrites else without_rewriting():
             yield
 
     @functools.cached_property

@@ -99,7 +99,7 @@ class PartitionedFunction:
             return self._as_it_was(*args, **kwargs)
         strategy.extended.synchronize_new_variables()
         strategy.extended.mark_state_changed()
-        with strategy.extended.watching_peers(), strategy.extended.partitioned_by(None):
+        with strategy.extended.watching_peers(), strategy.extended.partitioned_by(None, compiled=False):
             return step(given.tensors)
 
 

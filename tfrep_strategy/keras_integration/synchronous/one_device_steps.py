@@ -44,7 +44,7 @@ class OneDeviceSteps:
     ) -> None:
         self._extended, self._make, self._by_replicas, self._builds = extended, make, by_replicas, builds
         self._of = model, phase
-        self._in_its_way = compiled_at_once if compiled else contextlib.nullcontext
+        self._compiled, self._in_its_way = compiled, compiled_at_once if compiled else contextlib.nullcontext
         self._ways: dict[KnownRows, tuple[Callable[[Any], Any], Any]] = {}
         """By what is known of the rows of batches: what runs their steps, and how they are partitioned."""
         self._traced: set[KnownRows] = set()
@@ -60,7 +60,7 @@ class OneDeviceSteps:
             self._ways[known] = self._make(), self._extended.new_partitioned_steps(self._builds, known, *self._of)
         run, steps = self._ways[known]
         try:
-            with self._extended.partitioned_by(steps), self._in_its_way():
+            with self._extended.partitioned_by(steps, self._compiled), self._in_its_way():
                 result = run(batches)
         except tf.errors.OutOfRangeError:
             steps.run_without_batch()

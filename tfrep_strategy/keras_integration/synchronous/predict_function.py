@@ -54,7 +54,7 @@ class PredictFunction:
             self._ways[way] = self._made(), extended.new_partitioned_steps(self._builds, way, self._model, "predict")
         run, steps = self._ways[way]
         try:
-            with extended.partitioned_by(steps):
+            with extended.partitioned_by(steps, bool(self._model.jit_compile)):
                 if way not in self._traced and self._model.built and hasattr(run, "get_concrete_function"):
                     # Else it would be traced for the size of the first batch, and again for the last, smaller one.
                     run.get_concrete_function(tf.nest.map_structure(_of_any_size, batches))

@@ -98,7 +98,8 @@ def spread(plan: Planner, operation: Any) -> None:
     own, shape = operation.inputs
     rows = plan.row_place(shape)
     if rows is None:
-        raise CannotPartitionError(message("Statistics of replicas are wanted for rows that are not those of the batch."))
+        hint = "leave out batch_statistics."
+        raise CannotPartitionError(message("Statistics of replicas are wanted for rows that are not those of the batch.", hint))
     place, per_row = rows
     plan.emit(operation, [plan.local(own), plan.own_sizes(shape, place, per_row)], Shard(place, per_row))
 
