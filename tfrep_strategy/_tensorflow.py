@@ -70,6 +70,10 @@ tape_may_record = _private("eager.record", "could_possibly_record")
 random_seeds = _private("framework", "random_seed")
 _private("framework.random_seed", "get_seed")
 
+# Draws other numbers on each replica, for a `tf.random.Generator` that was made in a scope.
+random_generators = _private("ops", "stateful_random_ops")
+_private("ops.stateful_random_ops", "get_replica_id")
+
 # Gradients of one's own, with fewer operations than `tf.custom_gradient` has. Tapes know of them, and nothing else does.
 record_operation = _private("eager.record", "record_operation")
 stop_recording = _private("eager.record", "stop_recording")

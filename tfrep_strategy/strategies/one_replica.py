@@ -7,6 +7,7 @@ they create belongs to the strategy all the same: it is made outside of the trac
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from tfrep_strategy._tensorflow import (
     default_replica_mode,
     pop_mode,
     push_mode,
+    random_generators,
     saving,
 )
 from tfrep_strategy.communicators import SingleCommunicator
@@ -218,3 +220,15 @@ def _outside_of_trace(value: Any) -> Any:
             )
         )
     return known
+
+
+def _none_in_trace(replica_id: Callable[[], Any]) -> Callable[[], Any]:
+    @functools.wraps(replica_id)
+    def of_generator() -> Any:
+        return None if traced_for() is not None else replica_id()
+
+    return of_generator
+
+
+random_generators.get_replica_id = _none_in_trace(random_generators.get_replica_id)
+"""Else a `tf.random.Generator` that was made in the scope would draw the numbers of a replica, which one device does not draw."""
