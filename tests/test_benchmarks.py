@@ -313,3 +313,11 @@ def test_a_process_that_fails_is_named_and_nothing_stays_behind():
     with pytest.raises(RuntimeError, match="(?s)a bad one.*KeyError: 'no such strategy'"):
         Crew(Variant("a bad one", {"strategy": "no such strategy"}, 2), "benchmarks.step_worker")
     assert not [p for p in psutil.Process().children() if "benchmarks.step_worker" in p.cmdline()]
+
+
+def test_own_loop(tmp_path):
+    results, text = _run(tmp_path, "own_loop", "--processes", "2", "--rounds", "1", "--steps", "1", "--smaller", "16")
+    assert "2 processes" in text
+    medians = results["2 processes"]["median_ms"]
+    assert set(medians) == {"2 copies of one device", "ours, 2 processes, tf", "ours, 2 processes, shared_memory"}
+    assert min(medians.values()) > 0

@@ -262,6 +262,11 @@ def unordered_operations(dataset: tf.data.Dataset) -> list[str]:
     return [type(part).__name__.strip("_") for part in found]
 
 
+def asks_for_xla(function: Any) -> bool:
+    """Returns whether a `tf.function` was made with `jit_compile=True`."""
+    return bool(getattr(function, "_jit_compile", None))
+
+
 def converted_by_autograph(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a user's function, converted by AutoGraph: conditions and loops on tensors become those of the graph."""
     enabled = autograph_status.ControlStatusCtx(autograph_status.Status.ENABLED)

@@ -119,6 +119,45 @@ def test_constants_of_python_are_traced_apart() -> None:
         assert [float(step(x, 2.0)), float(step(x, 3.0)), float(step(x, 3.0, is_added=True))] == [8.0, 12.0, 13.0]
 
 
+def test_a_function_that_is_declared_for_any_number_of_rows() -> None:
+    traces = []
+
+    @tfrep.partition
+    @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([None])])
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        traces.append(x.shape)
+        return tf.reduce_mean(x, 1) * y + tf.reduce_sum(y)
+
+    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        for rows in (4, 5, 1):
+            x, y = np.random.default_rng(rows).normal(size=(2, rows, 2)).astype("float32")
+            y = y[:, 0]
+            np.testing.assert_allclose(step(x, y), x.mean(1) * y + y.sum(), rtol=1e-5)
+    assert traces == [(None, 2)] * len(traces)
+    assert len(traces) <= 2  # Of one row nobody knows that it is a row.
+
+
+def test_xla_compiles_what_lies_between() -> None:
+    @tfrep.partition
+    @tf.function(jit_compile=True)
+    def step(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(tf.tanh(x)) * x
+
+    x = np.random.default_rng(0).normal(size=(6, 3)).astype("float32")
+    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        np.testing.assert_allclose(step(x), np.tanh(x).sum() * x, rtol=1e-5)
+
+
+def test_objects_that_are_constants_of_a_trace_are_kept() -> None:
+    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        step = tfrep.partition(lambda x, options: x * options["factor"].number)
+
+        def given(number: float) -> Any:
+            return {"factor": type("Factor", (), {"number": number})()}
+
+        assert [float(step(tf.constant(1.0), given(float(i)))) for i in range(5)] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
 def test_ragged_and_sparse_arguments() -> None:
     with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         step = tfrep.partition(lambda x, y: tf.reduce_sum(x) + tf.sparse.reduce_sum(y))

@@ -6,6 +6,7 @@ Where a tensor is cut decides how fast a function is, and never what it gives. S
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import inspect
 import threading
@@ -15,10 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import converted_by_autograph, tape_may_record
+from tfrep_strategy._tensorflow import asks_for_xla, converted_by_autograph, tape_may_record
 from tfrep_strategy.batches import bounds
 from tfrep_strategy.errors import CannotPartitionError, ConfigurationError, message, warn
 from tfrep_strategy.fingerprints import Fingerprint
+from tfrep_strategy.keras_integration.shared.xla import compiled_at_once, compiled_between_collectives
 from tfrep_strategy.partitioner.placements import REPLICATE, Shard
 from tfrep_strategy.partitioner.step import Given
 from tfrep_strategy.partitioner.values import OwnRows
@@ -88,18 +90,19 @@ class PartitionedFunction:
             return self._as_it_was(*args, **kwargs)
         bound = inspect.signature(self._python).bind(*args, **kwargs)
         bound.apply_defaults()
-        given = _Arguments.of((bound.args, bound.kwargs))
+        given = _Arguments.of((bound.args, bound.kwargs), getattr(self._function, "input_signature", None))
         key = id(strategy), given.key
         with self._lock:
             if key not in self._steps:
                 strategy.extended.check_same(Fingerprint({"arguments": given.tensors}))
-                self._steps[key] = _Step(strategy, self._python, given, f"{self._python.__qualname__} {len(self._steps)}")
+                name = f"{self._python.__qualname__} {len(self._steps)}"
+                self._steps[key] = _Step(strategy, self._python, given, asks_for_xla(self._function), name)
         step = self._steps[key]
         if not step.is_shared:
             return self._as_it_was(*args, **kwargs)
         strategy.extended.synchronize_new_variables()
         strategy.extended.mark_state_changed()
-        with strategy.extended.watching_peers(), strategy.extended.partitioned_by(None, compiled=False):
+        with strategy.extended.watching_peers():
             return step(given.tensors)
 
 
@@ -116,29 +119,47 @@ class _Arguments(NamedTuple):
     """The arguments of a call.
 
     Attributes:
-        nest: Of all arguments, with places in `tensors` in place of these.
+        nest: Of all arguments.
         tensors: Those that are tensors.
+        specs: What a trace knows of these.
+        are_rows: Of each dense tensor in them, whether its first dimension is that of the rows that are shared.
         key: What a trace depends on.
     """
 
     nest: Any
-    tensors: list[tf.Tensor]
+    tensors: list[Any]
+    specs: list[Any]
+    are_rows: tuple[bool, ...]
     key: Any
 
     @classmethod
-    def of(cls, nest: Any) -> _Arguments:
-        """Sorts arguments."""
+    def of(cls, nest: Any, signature: Any) -> _Arguments:
+        """Sorts arguments.
+
+        Args:
+            nest: Of all arguments.
+            signature: What the function was declared for; None if it is traced for each size.
+        """
         flat = [tf.convert_to_tensor(x) if isinstance(x, (np.ndarray, np.generic)) else x for x in tf.nest.flatten(nest)]
-        tensors = [x for x in flat if isinstance(x, tf.Tensor) or _is_composite(x)]
-        key = tuple(
-            tf.type_spec_from_value(x) if isinstance(x, tf.Tensor) or _is_composite(x) else _as_key(x) for x in flat
-        )
-        return cls(tf.nest.pack_sequence_as(nest, flat), tensors, key)
+        declared = tf.nest.flatten(signature) if signature else []
+        if declared and len(declared) == len(flat):
+            flat = [x if isinstance(x, tf.Variable) else tf.convert_to_tensor(x, spec.dtype) if _is_dense(spec) else x
+                    for x, spec in zip(flat, declared, strict=True)]  # fmt: skip
+        tensors = list(filter(_is_tensor, flat))
+        specs = [tf.type_spec_from_value(x) for x in tensors]
+        if declared and len(declared) == len(specs):
+            specs = declared
+        dense = tf.nest.flatten(tensors, expand_composites=True)
+        rows = _number_of_rows(dense)
+        are_rows = tuple(bool(x.shape.rank and x.shape[0] == rows) for x in dense)
+        constants = tuple(_as_key(x) for x in flat if not _is_tensor(x))
+        places = tuple(map(_is_tensor, flat))
+        return cls(tf.nest.pack_sequence_as(nest, flat), tensors, specs, are_rows, (tuple(specs), are_rows, constants, places))
 
     def with_tensors(self, tensors: Sequence[Any]) -> Any:
         """Returns the arguments with other tensors."""
         there = iter(tensors)
-        flat = [next(there) if isinstance(x, tf.Tensor) or _is_composite(x) else x for x in tf.nest.flatten(self.nest)]
+        flat = [next(there) if _is_tensor(x) else x for x in tf.nest.flatten(self.nest)]
         return tf.nest.pack_sequence_as(self.nest, flat)
 
 
@@ -149,63 +170,70 @@ class _Step:
         strategy: The strategy whose replicas run it.
         function: The function.
         given: Arguments.
+        compiled: Whether XLA compiles what lies between collectives.
         name: The same in all processes.
     """
 
-    def __init__(self, strategy: Any, function: Callable[..., Any], given: _Arguments, name: str) -> None:
-        self._strategy = strategy
-        specs = [tf.type_spec_from_value(x) for x in given.tensors]
+    def __init__(self, strategy: Any, function: Callable[..., Any], given: _Arguments, compiled: bool, name: str) -> None:
+        self._strategy, self._compiled = strategy, compiled
+        empty = given.with_tensors([None] * len(given.tensors))  # It keeps the constants, whose ids the key has.
         converted = converted_by_autograph(function)
+        places = [_is_tensor(x) for x in tf.nest.flatten(given.nest)]
 
         def traced(batch: Sequence[Any]) -> Any:
-            args, kwargs = given.with_tensors(batch)
+            there = iter(batch)
+            flat = [next(there) if is_tensor else x for x, is_tensor in zip(tf.nest.flatten(empty), places, strict=True)]
+            args, kwargs = tf.nest.pack_sequence_as(empty, flat)
             return converted(*args, **kwargs)
 
-        flat = [x for spec in specs for x in tf.nest.flatten(spec, expand_composites=True)]
-        most = _number_of_rows(flat)
-        rows_of = [Shard(0) if x.shape.rank and x.shape[0] == most else REPLICATE for x in flat]
+        step: Callable[[Any], Any] = compiled_between_collectives(traced) if compiled else traced
+        shared = [Given(Shard(0) if is_row else REPLICATE, is_whole=True) for is_row in given.are_rows]
         try:
-            self._trace = OneDeviceTrace(strategy, traced, specs, [Given(placement, is_whole=True) for placement in rows_of])
+            self._trace = OneDeviceTrace(strategy, step, given.specs, shared)
         except CannotPartitionError as error:
             warn(f"Each process computes all of {name}: that is right, but no faster than one device.\n{error}")
-            self._trace = OneDeviceTrace(strategy, traced, specs, [Given()] * len(flat))
+            self._trace = OneDeviceTrace(strategy, step, given.specs, [Given()] * len(shared))
         strategy.extended.transport.compare(name, self._trace.step)
+        self._place = given.are_rows.index(True) if True in given.are_rows else None
         self.is_shared = not self._trace.step.reads_data
         """Whether replicas can share the work. What reads data would read it for each of them."""
         self._run = tf.function(self._on_replicas, autograph=False)
 
     def __call__(self, tensors: Sequence[Any]) -> Any:
-        return self._run(tf.nest.flatten(list(tensors), expand_composites=True))
+        extended = self._strategy.extended
+        with extended.partitioned_by(None, self._compiled), compiled_at_once() if self._compiled else contextlib.nullcontext():
+            return self._run(tf.nest.flatten(list(tensors), expand_composites=True))
 
     def _on_replicas(self, tensors: Sequence[tf.Tensor]) -> Any:
         extended = self._strategy.extended
         first, size = extended.first_local_replica, extended._num_replicas_in_sync
-        rows_of_all = self._trace.step.rows or 0
-        total = tf.constant(rows_of_all)
+        total: Any = self._trace.step.rows or 0
+        if self._place is not None and not total:
+            total = tf.shape(tensors[self._place])[0]
         rows = []
         for replica in range(first, first + extended.num_local_replicas):
-            start, stop = bounds(rows_of_all, size, replica)
-            rows.append(OwnRows(tf.constant(start), tf.constant(stop - start), total, tf.constant(replica)))
+            start, stop = bounds(total, size, replica)
+            rows.append(OwnRows(*map(tf.convert_to_tensor, (start, stop - start, total, replica))))
         return self._trace.run(rows, [list(tensors)] * len(rows)).whole_results().results
 
 
-def _number_of_rows(specs: Sequence[tf.TensorSpec]) -> int | None:
-    """Returns the first dimension that most of what arguments hold has: by elements."""
+def _number_of_rows(tensors: Sequence[tf.Tensor]) -> int | None:
+    """Returns the first dimension that most of what tensors hold has: by elements."""
     sizes: collections.Counter[int] = collections.Counter()
-    for spec in specs:
-        if spec.shape.rank and spec.shape.is_fully_defined() and spec.shape[0] > 1:
-            sizes[spec.shape[0]] += spec.shape.num_elements()
+    for each in tensors:
+        if each.shape.rank and each.shape[0] > 1:
+            sizes[each.shape[0]] += each.shape.num_elements()
     return max(sizes, key=lambda size: sizes[size]) if sizes else None
 
 
-def _is_composite(value: Any) -> bool:
-    return isinstance(value, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices))
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices))
+
+
+def _is_dense(spec: Any) -> bool:
+    return isinstance(spec, tf.TensorSpec)
 
 
 def _as_key(value: Any) -> Any:
-    """Returns what tells a constant of a trace from others: its value, or the object itself."""
-    try:
-        hash(value)
-    except TypeError:
-        return id(value)
-    return value if isinstance(value, (bool, int, float, str, bytes, type(None))) else id(value)
+    """Returns what tells a constant of a trace from others: its type and value, or the object itself."""
+    return (type(value), value) if isinstance(value, (bool, int, float, str, bytes, type(None))) else id(value)
