@@ -41,21 +41,27 @@ def test_programs_in_two_processes(worker_pool: Any, communicator: str) -> None:
             _check(own, wanted)
 
 
-def _with_other_arguments(strategy: Any) -> str:
-    step = tfrep.partition(lambda x: tf.reduce_sum(x))
+def _with_other_arguments(strategy: Any) -> list[Any]:
+    step = tfrep.partition(lambda first, other: tf.reduce_sum(first) + tf.reduce_sum(other))
+    told = []
     with strategy.scope():
-        equal = float(step(tf.ones([4])))
-        try:
-            step(tf.fill([5], float(strategy.rank)))
-        except DesyncError as error:
-            return f"{equal} {error}"
-    return ""
+        equal = float(step(tf.ones([4]), tf.ones([1])))
+        for first, other in (([5], [5]), ([4], [1])):  # For other sizes it is traced; for these it was called before.
+            rows = np.arange(first[0], dtype="float32")
+            try:
+                step(tf.constant(rows[::-1] if strategy.rank else rows), tf.ones(other))
+            except (DesyncError, tf.errors.InvalidArgumentError) as error:
+                told.append(str(error))
+    return [equal, *told]
 
 
 def test_arguments_that_differ_between_processes_are_refused(worker_pool: Any) -> None:
-    for text in worker_pool("tf", 2).run(_with_other_arguments):
-        assert text.startswith("4.0 ")
-        assert "arguments" in text
+    for equal, traced, called in worker_pool("tf", 2).run(_with_other_arguments):
+        assert equal == 5.0
+        assert "arguments" in traced
+        assert "with other arguments:" in called
+        assert "first" in called
+        assert "other " not in called.partition("arguments:")[2]
 
 
 def test_replicas_share_the_work() -> None:

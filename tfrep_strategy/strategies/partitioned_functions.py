@@ -21,6 +21,7 @@ from tfrep_strategy.batches import bounds
 from tfrep_strategy.errors import CannotPartitionError, ConfigurationError, message, warn
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.shared.xla import compiled_at_once, compiled_between_collectives
+from tfrep_strategy.partitioner import marks
 from tfrep_strategy.partitioner.placements import REPLICATE, Shard
 from tfrep_strategy.partitioner.step import Given
 from tfrep_strategy.partitioner.values import OwnRows
@@ -91,12 +92,13 @@ class PartitionedFunction:
         bound = inspect.signature(self._python).bind(*args, **kwargs)
         bound.apply_defaults()
         given = _Arguments.of((bound.args, bound.kwargs), getattr(self._function, "input_signature", None))
+        names = [name for name, value in bound.arguments.items() for _ in _dense(list(filter(_is_tensor, _leaves(value))))]
         key = id(strategy), given.key
         with self._lock:
             if key not in self._steps:
                 strategy.extended.check_same(Fingerprint({"arguments": given.tensors}))
                 name = f"{self._python.__qualname__} {len(self._steps)}"
-                self._steps[key] = _Step(strategy, self._python, given, asks_for_xla(self._function), name)
+                self._steps[key] = _Step(strategy, self._python, given, names, asks_for_xla(self._function), name)
         step = self._steps[key]
         if not step.is_shared:
             return self._as_it_was(*args, **kwargs)
@@ -140,7 +142,7 @@ class _Arguments(NamedTuple):
             nest: Of all arguments.
             signature: What the function was declared for; None if it is traced for each size.
         """
-        flat = [tf.convert_to_tensor(x) if isinstance(x, (np.ndarray, np.generic)) else x for x in tf.nest.flatten(nest)]
+        flat = _leaves(nest)
         declared = tf.nest.flatten(signature) if signature else []
         if declared and len(declared) == len(flat):
             flat = [x if isinstance(x, tf.Variable) else tf.convert_to_tensor(x, spec.dtype) if _is_dense(spec) else x
@@ -149,7 +151,7 @@ class _Arguments(NamedTuple):
         specs = [tf.type_spec_from_value(x) for x in tensors]
         if declared and len(declared) == len(specs):
             specs = declared
-        dense = tf.nest.flatten(tensors, expand_composites=True)
+        dense = _dense(tensors)
         rows = _number_of_rows(dense)
         are_rows = tuple(bool(x.shape.rank and x.shape[0] == rows) for x in dense)
         constants = tuple(_as_key(x) for x in flat if not _is_tensor(x))
@@ -170,29 +172,38 @@ class _Step:
         strategy: The strategy whose replicas run it.
         function: The function.
         given: Arguments.
+        names: Of the argument that each dense tensor in them belongs to.
         compiled: Whether XLA compiles what lies between collectives.
         name: The same in all processes.
     """
 
-    def __init__(self, strategy: Any, function: Callable[..., Any], given: _Arguments, compiled: bool, name: str) -> None:
+    def __init__(
+        self, strategy: Any, function: Callable[..., Any], given: _Arguments, names: Sequence[str], compiled: bool, name: str
+    ) -> None:
         self._strategy, self._compiled = strategy, compiled
+        extended = strategy.extended
+        has_ranks = extended.num_local_replicas < extended._num_replicas_in_sync
         empty = given.with_tensors([None] * len(given.tensors))  # It keeps the constants, whose ids the key has.
         converted = converted_by_autograph(function)
         places = [_is_tensor(x) for x in tf.nest.flatten(given.nest)]
 
         def traced(batch: Sequence[Any]) -> Any:
-            there = iter(batch)
+            tensors, sums = batch
+            if has_ranks:
+                _refuse_other_arguments(sums, names, extended._num_replicas_in_sync, name)
+            there = iter(tensors)
             flat = [next(there) if is_tensor else x for x, is_tensor in zip(tf.nest.flatten(empty), places, strict=True)]
             args, kwargs = tf.nest.pack_sequence_as(empty, flat)
             return converted(*args, **kwargs)
 
         step: Callable[[Any], Any] = compiled_between_collectives(traced) if compiled else traced
         shared = [Given(Shard(0) if is_row else REPLICATE, is_whole=True) for is_row in given.are_rows]
+        specs = given.specs, tf.TensorSpec([len(shared)], tf.int64)
         try:
-            self._trace = OneDeviceTrace(strategy, step, given.specs, shared)
+            self._trace = OneDeviceTrace(strategy, step, specs, [*shared, Given()])
         except CannotPartitionError as error:
             warn(f"Each process computes all of {name}: that is right, but no faster than one device.\n{error}")
-            self._trace = OneDeviceTrace(strategy, step, given.specs, [Given()] * len(shared))
+            self._trace = OneDeviceTrace(strategy, step, specs, [Given()] * (len(shared) + 1))
         strategy.extended.transport.compare(name, self._trace.step)
         self._place = given.are_rows.index(True) if True in given.are_rows else None
         self.is_shared = not self._trace.step.reads_data
@@ -202,7 +213,7 @@ class _Step:
     def __call__(self, tensors: Sequence[Any]) -> Any:
         extended = self._strategy.extended
         with extended.partitioned_by(None, self._compiled), compiled_at_once() if self._compiled else contextlib.nullcontext():
-            return self._run(tf.nest.flatten(list(tensors), expand_composites=True))
+            return self._run(_dense(tensors))
 
     def _on_replicas(self, tensors: Sequence[tf.Tensor]) -> Any:
         extended = self._strategy.extended
@@ -214,7 +225,30 @@ class _Step:
         for replica in range(first, first + extended.num_local_replicas):
             start, stop = bounds(total, size, replica)
             rows.append(OwnRows(*map(tf.convert_to_tensor, (start, stop - start, total, replica))))
-        return self._trace.run(rows, [list(tensors)] * len(rows)).whole_results().results
+        sums = tf.stack(list(map(checksum, tensors))) if tensors else tf.zeros([0], tf.int64)
+        return self._trace.run(rows, [[*tensors, sums]] * len(rows)).whole_results().results
+
+
+def checksum(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a number, int64, that is another one for other values, or for the same in another order."""
+    if tensor.dtype == tf.string:
+        bits = tf.strings.to_hash_bucket_fast(tensor, 2**62)
+    elif tensor.dtype.is_floating:
+        bits = tf.bitcast(tensor, {2: tf.int16, 4: tf.int32, 8: tf.int64}[tensor.dtype.size])
+    elif tensor.dtype.is_complex:
+        return checksum(tf.math.real(tensor)) + 3 * checksum(tf.math.imag(tensor))
+    else:
+        bits = tensor
+    flat = tf.cast(tf.reshape(bits, [-1]), tf.int64)
+    return tf.reduce_sum(flat * (2 * tf.range(tf.size(flat, tf.int64)) + 1))
+
+
+def _refuse_other_arguments(sums: tf.Tensor, names: Sequence[str], replicas: int, function: str) -> None:
+    """Has a step fail on all ranks if they were given other arguments. What it compares travels with the first that it sends."""
+    own = sums + tf.cast(marks.replica(), tf.int64) * 0
+    differs = tf.not_equal(marks.addend(own), sums * replicas)
+    named = tf.boolean_mask(tf.constant(list(names), tf.string, [len(names)]), differs)
+    tf.debugging.Assert(tf.logical_not(tf.reduce_any(differs)), [f"Ranks call {function} with other arguments:", named])
 
 
 def _number_of_rows(tensors: Sequence[tf.Tensor]) -> int | None:
@@ -228,6 +262,15 @@ def _number_of_rows(tensors: Sequence[tf.Tensor]) -> int | None:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices))
+
+
+def _leaves(nest: Any) -> list[Any]:
+    return [tf.convert_to_tensor(x) if isinstance(x, (np.ndarray, np.generic)) else x for x in tf.nest.flatten(nest)]
+
+
+def _dense(tensors: Sequence[Any]) -> list[tf.Tensor]:
+    """Returns the dense tensors that tensors are made of."""
+    return list(tf.nest.flatten(list(tensors), expand_composites=True))
 
 
 def _is_dense(spec: Any) -> bool:
