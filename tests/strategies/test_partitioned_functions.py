@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from lanes import in_lane
 from strategies.own_functions import PROGRAMS, ran
 
 import tfrep_strategy as tfrep
@@ -19,7 +20,7 @@ def _check(got: list[np.ndarray], wanted: list[np.ndarray]) -> None:
         np.testing.assert_allclose(own, right, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [2, *in_lane("loops", 3)])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_on_mirrored_replicas(name: str, replicas: int) -> None:
     wanted = ran(name, tf.function)
@@ -32,7 +33,7 @@ def _in_process(strategy: Any, names: list[str]) -> list[list[np.ndarray]]:
         return [ran(name, tfrep.partition) for name in names]
 
 
-@pytest.mark.parametrize("communicator", ["tf", "horovod"])
+@pytest.mark.parametrize("communicator", ["tf", *in_lane("loops", "horovod")])
 def test_programs_in_two_processes(worker_pool: Any, communicator: str) -> None:
     of_ranks = worker_pool(communicator, 2).run(_in_process, list(PROGRAMS))
     for name, *got in zip(PROGRAMS, *of_ranks, strict=True):
