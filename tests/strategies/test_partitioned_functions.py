@@ -46,6 +46,8 @@ def _with_other_arguments(strategy: Any) -> list[Any]:
     step = tfrep.partition(lambda first, other: tf.reduce_sum(first) + tf.reduce_sum(other))
     told = []
     with strategy.scope():
+        for factor in (2.0, 3.0):  # Functions of one name, which are other programs.
+            assert float(tfrep.partition(lambda x, factor=factor: tf.reduce_sum(x * factor))(tf.ones([4]))) == 4.0 * factor
         equal = float(step(tf.ones([4]), tf.ones([1])))
         for first, other in (([5], [5]), ([4], [1])):  # For other sizes it is traced; for these it was called before.
             rows = np.arange(first[0], dtype="float32")

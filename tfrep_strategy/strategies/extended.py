@@ -137,10 +137,14 @@ class SynchronousExtended(NoticesKeras2):
 
     def new_partitioned_steps(self, builds: bool, known: KnownRows, model: Any, phase: str) -> PartitionedSteps:
         """Makes what runs the steps of a phase of a model, such as "train", as one device's; see `PartitionedSteps`."""
-        self._num_steps += 1
-        steps = PartitionedSteps(self.strategy, builds, known, self.keeps_own_rows, f"{phase} {self._num_steps}")
+        steps = PartitionedSteps(self.strategy, builds, known, self.keeps_own_rows, self.name_of_step(phase))
         self.steps_of.setdefault(model, []).append((phase, steps))
         return steps
+
+    def name_of_step(self, what: str) -> str:
+        """Returns a name for a step that is traced now. Processes make their steps in one order, so it is the same in all."""
+        self._num_steps += 1
+        return f"{what} {self._num_steps}"
 
     def partitioned_by(self, steps: PartitionedSteps | None, compiled: bool) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which steps are run as one device's; see `KerasExtended`."""

@@ -97,7 +97,7 @@ class PartitionedFunction:
         with self._lock:
             if key not in self._steps:
                 strategy.extended.check_same(Fingerprint({"arguments": given.tensors}))
-                name = f"{self._python.__qualname__} {len(self._steps)}"
+                name = strategy.extended.name_of_step(getattr(self._python, "__qualname__", "a function"))
                 self._steps[key] = _Step(strategy, self._python, given, names, asks_for_xla(self._function), name)
         step = self._steps[key]
         if not step.is_shared:
