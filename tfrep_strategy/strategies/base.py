@@ -35,6 +35,7 @@ from tfrep_strategy.strategies.graph_mode import refuse_graph_mode
 from tfrep_strategy.strategies.groups import ReplicaGroup
 from tfrep_strategy.strategies.of_process import process_strategy
 from tfrep_strategy.strategies.one_replica import HasOneReplica
+from tfrep_strategy.strategies.partitioned_functions import PartitionedFunction
 from tfrep_strategy.tensorflow_integration import pipelines_at_exit  # noqa: F401  (acts when Python ends)
 from tfrep_strategy.tensorflow_integration.checkpoints import write_checkpoints_safely
 
@@ -175,13 +176,13 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
         """
 
     def explain(self, what: Any) -> str:
-        """Says what a process computes of a data set, or how the steps of a model are partitioned.
+        """Says what a process computes of a data set, or how the steps of a model, or a function, are partitioned.
 
         Args:
             what: A `tf.data.Dataset` of global batches. It tells which of its operations a process computes for its own examples
                 only, and why not the others. Or a model that has run a step under this strategy: for each phase, how many tensors
                 are in rows, sums, or whole on every replica; what replicas send in each round; which operations each of them
-                computes for all rows.
+                computes for all rows. Or what `tfrep.partition` has returned, which tells the same.
 
         Example:
             >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -190,6 +191,8 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
         """
         if isinstance(what, tf.data.Dataset):
             return explain(what, self.extended.local_replicas(stop_together=False))
+        if isinstance(what, PartitionedFunction):
+            return "\n".join(what.describe()) or "The function has not been called on several replicas."
         lines = [f"{phase}: {line}" for phase, steps in self.extended.steps_of.get(what, ()) for line in steps.describe()]
         return "\n".join(lines) or "The model has run no step on several replicas."
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import DistributedVariable, MirroredVariable, trace, value_container
 from tfrep_strategy.keras_integration.protocol import Whole
+from tfrep_strategy.partitioner.fingerprint import line_of
 from tfrep_strategy.partitioner.placements import OWN, PARTIAL, REPLICATE
 from tfrep_strategy.partitioner.step import Given, PartitionedStep
 from tfrep_strategy.partitioner.values import OwnRows
@@ -69,6 +70,12 @@ class OneDeviceTrace:
         inputs = [[*batch, *self._captured_by(i)] for i, batch in enumerate(batches)]
         first, *_ = self.step.run(rows, inputs, self._strategy.extended.transport)
         return Results(first, self._results)
+
+    def describe(self) -> list[str]:
+        """Says how it is partitioned, a line for each finding."""
+        whole = [f"{type_} ({line_of(operation)})" for type_, operation in self.without_rule.items()]
+        told = [f"Every replica computes for all rows, for want of a rule: {', '.join(whole)}."] if whole else []
+        return self.step.describe() + told
 
     @functools.cached_property
     def run_without_batch(self) -> Any:

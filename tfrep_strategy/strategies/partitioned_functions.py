@@ -107,6 +107,10 @@ class PartitionedFunction:
         with strategy.extended.watching_peers():
             return step(given.tensors)
 
+    def describe(self) -> list[str]:
+        """Says how it is partitioned, for each kind of arguments that it was called with."""
+        return [line for step in self._steps.values() for line in step.describe()]
+
 
 def _strategy_here() -> Any:
     """Returns the strategy in scope if eager code outside of replicas asks for it, and it has several replicas; else None."""
@@ -214,6 +218,12 @@ class _Step:
         extended = self._strategy.extended
         with extended.partitioned_by(None, self._compiled), compiled_at_once() if self._compiled else contextlib.nullcontext():
             return self._run(_dense(tensors))
+
+    def describe(self) -> list[str]:
+        """Says how it is partitioned."""
+        if not self.is_shared:
+            return ["Each process computes all of it, since it reads a data set."]
+        return self._trace.describe()
 
     def _on_replicas(self, tensors: Sequence[tf.Tensor]) -> Any:
         extended = self._strategy.extended

@@ -165,12 +165,7 @@ class PartitionedSteps:
 
     def describe(self) -> list[str]:
         """Says how the steps that were traced are partitioned, a line for each finding."""
-        lines = []
-        for traced in filter(None, self._traced.values()):
-            lines += traced.step.describe()
-            whole = [f"{type_} ({line_of(operation)})" for type_, operation in traced.without_rule.items()]
-            if whole:
-                lines.append(f"Every replica computes for all rows, for want of a rule: {', '.join(whole)}.")
+        lines = [line for traced in filter(None, self._traced.values()) for line in traced.describe()]
         if any(traced is None for traced in self._traced.values()):
             lines.append("Every replica computes all rows of some batches.")
         return lines
