@@ -187,7 +187,7 @@ class _Step:
         self._strategy, self._compiled = strategy, compiled
         extended = strategy.extended
         has_ranks = extended.num_local_replicas < extended._num_replicas_in_sync
-        empty = given.with_tensors([None] * len(given.tensors))  # It keeps the constants, whose ids the key has.
+        empty = self._kept = given.with_tensors([None] * len(given.tensors))  # The key has ids of what is no tensor.
         converted = converted_by_autograph(function)
         places = [_is_tensor(x) for x in tf.nest.flatten(given.nest)]
 
