@@ -313,11 +313,13 @@ PROGRAMS = {program.__name__: program for program in _ALL}
 
 def ran(name: str, function: Decorator) -> list[np.ndarray]:
     """Returns what a program gives, with the same first values and random numbers each time."""
-    floats = keras.config.floatx()
+    floats, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
     try:
         keras.utils.set_random_seed(3)
         losses, values = PROGRAMS[name](function)
         return [np.asarray(x) for x in tf.nest.flatten(losses)] + values
     finally:
         keras.config.set_floatx(floats)
+        keras.config.set_dtype_policy(policy)
