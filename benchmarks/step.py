@@ -38,8 +38,9 @@ NETS: dict[str, dict[str, Any]] = {
 
 _IN_MEMORY = "ours, 2 processes, shared_memory"
 
-OWN_STATISTICS = ", own statistics"
-"""Of variants in which each replica normalizes its rows by their own statistics: `batch_statistics="replica"`."""
+OWN_STATISTICS = ", own"
+"""Of variants in which each replica normalizes its rows by their own statistics: `batch_statistics="replica"`. They are measured
+where a net with batch normalization is."""
 
 _WITH_STATISTICS = ("ours, mirrored", _IN_MEMORY, "ours, 2 processes, tf")
 _BOUND = (ALONE, IN_STEP, _IN_MEMORY)
@@ -149,6 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     )
     chosen = parser.parse_args(arguments)
     wanted = [v for v in variants() if not chosen.variants or any(text in v.name for text in chosen.variants)]
+    if not any(NETS[name].get("normalized") for name in chosen.nets):
+        wanted = [v for v in wanted if not v.name.endswith(OWN_STATISTICS)]
     nets = {name: {**NETS[name], "name": name, "steps": chosen.steps or NETS[name]["steps"]} for name in chosen.nets}
     title = "A step of the net '{name}'"
     return compare(
