@@ -26,8 +26,8 @@ class _Line(NamedTuple):
 def digest(program: Program) -> bytes:
     """Returns what is equal for equal programs, and for no others."""
     found = hashlib.sha256()
-    for line in _lines(program):
-        found.update(line.text.encode() + b"\n")
+    for text in sorted(line.text for line in _lines(program)):
+        found.update(text.encode() + b"\n")
     return found.digest()
 
 
@@ -42,7 +42,7 @@ def lines(program: Program) -> list[tuple[str, str]]:
         elif whose:
             told += f", for {whose}"
         found.append((text, told))
-    return found[::-1]
+    return sorted(found)
 
 
 def line_of(operation: Any) -> str:
@@ -51,20 +51,14 @@ def line_of(operation: Any) -> str:
 
 
 def _lines(program: Program, inside: str = "") -> Iterator[_Line]:
-    names = {id(x): f"argument {i}" for i, x in enumerate(program.arguments)}
-    nodes = live(program.nodes, program.results)
-    for i, node in enumerate(nodes):
-        names |= {id(x): f"{i}:{place}" for place, x in enumerate(node.outputs)}
-    numbers = {id(node): i for i, node in enumerate(nodes)}
-    for i, node in enumerate(nodes):
-        given = [names.get(id(x), x.name) for x in node.inputs] + [f"^{numbers.get(id(x))}" for x in node.control_inputs]
+    """Yields what a program consists of. TensorFlow may trace parts of it in another order in each process."""
+    for node in live(program.nodes, program.results):
         if isinstance(node, Collective):
-            yield _Line(f"{inside}{i} {node.kind} {node.axis} {given}", node)
+            yield _Line(f"{inside}{node.kind} {node.axis}", node)
             continue
-        yield _Line(f"{inside}{i} {node.type} {given} {_attributes(node)}", node)
+        yield _Line(f"{inside}{node.type} {_attributes(node)}", node)
         for name, body in node.bodies:
-            yield from _lines(body, f"{inside}{i} {name} ")
-    yield _Line(f"{inside}results {[names.get(id(x), x.name) for x in program.results]}", None)
+            yield from _lines(body, f"{inside}{name} ")
 
 
 def _attributes(node: Any) -> str:
