@@ -98,11 +98,13 @@ class Programs:
 
 
 def _difference(of_ranks: dict[int, Lines]) -> str:
-    one, other = of_ranks.values()
-    alike = 0
-    while alike < min(len(one), len(other)) and one[alike][0] == other[alike][0]:
-        alike += 1
-    words = [f"  rank {rank}: {lines[alike][1] if alike < len(lines) else 'nothing'}" for rank, lines in sorted(of_ranks.items())]
+    (first, one), (second, other) = sorted(of_ranks.items())
+
+    def only(lines: Lines, others: Lines) -> str:
+        known = {text for text, _ in others}
+        return next((told for text, told in lines if text not in known), "nothing that others have not")
+
+    words = [f"  rank {first}: {only(one, other)}", f"  rank {second}: {only(other, one)}"]
     hint = (
         "all ranks have to run the same step. Look for what differs between them, such as the rank, the time, or numbers that"
         " Python draws while the step is traced."
