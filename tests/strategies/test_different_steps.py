@@ -31,7 +31,7 @@ def _train(strategy: Any, how: str) -> None:
     ("communicator", "how", "words"),
     [
         ("tf", "another program", ["Sqrt at "]),
-        *in_lane("faults", ("horovod", "another constant", ["the constant 0. at "])),
+        *in_lane("faults", ("horovod", "another constant", ["the constant 0. at ", "the constant 1. at "])),
     ],
 )
 def test_different_steps_are_refused(worker_pool: Any, communicator: str, how: str, words: list[str]) -> None:

@@ -24,7 +24,7 @@ class _Line(NamedTuple):
 
 
 def digest(program: Program) -> bytes:
-    """Returns what is equal for equal programs, and for no others."""
+    """Returns what is equal for programs that consist of the same operations and constants, however these are connected."""
     found = hashlib.sha256()
     for text in sorted(line.text for line in _lines(program)):
         found.update(text.encode() + b"\n")

@@ -117,7 +117,7 @@ class PartitionedStep:
         return any("Dataset" in operation.type for operation in self.graph.get_operations())
 
     def digest(self) -> bytes:
-        """Returns what is equal for equal programs, and for no others."""
+        """Returns what is equal for programs that consist of the same operations and constants."""
         return fingerprint.digest(self.program)
 
     def lines(self) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ the first rank with such a program, both send the lines of theirs, and all ranks
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -101,13 +102,15 @@ def _difference(of_ranks: dict[int, Lines]) -> str:
     (first, one), (second, other) = sorted(of_ranks.items())
 
     def only(lines: Lines, others: Lines) -> str:
-        known = {text for text, _ in others}
-        return next((told for text, told in lines if text not in known), "nothing that others have not")
+        more = Counter(text for text, _ in lines) - Counter(text for text, _ in others)
+        known = {told for _, told in others}
+        found = sorted((told in known, told) for text, told in lines if more[text])
+        return found[0][1] if found else "nothing that others have not"
 
     words = [f"  rank {first}: {only(one, other)}", f"  rank {second}: {only(other, one)}"]
     hint = (
         "all ranks have to run the same step. Look for what differs between them, such as the rank, the time, or numbers that"
         " Python draws while the step is traced."
     )
-    what = f"Ranks {some_of(sorted(of_ranks))} have different steps. The first operation that differs is"
+    what = f"Ranks {some_of(sorted(of_ranks))} have different steps. What only one of them has is"
     return message("\n".join([what, *words]), hint=hint)
