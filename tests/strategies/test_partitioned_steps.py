@@ -17,7 +17,7 @@ from keras import layers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.keras_integration.synchronous.one_device_steps import OneDeviceSteps
+from tfrep_strategy.keras_integration.synchronous import one_device_steps
 
 _X = np.random.default_rng(0).normal(size=(39, 6)).astype("float32")
 _Y = _X[:, :2] * 0.5
@@ -196,14 +196,13 @@ def _mirrored(number: int) -> tfrep.MirroredStrategy:
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> set[bool]:
     """Whether steps were partitioned."""
-    call, seen = OneDeviceSteps.__call__, set[bool]()
+    note, seen = one_device_steps.note_one_device, set[bool]()
 
-    def noted(steps: Any, batches: Any) -> Any:
-        result = call(steps, batches)
-        seen.add(steps.gives_global_logs)
-        return result
+    def noted(model: Any, phase: str, is_one_device: bool) -> None:
+        seen.add(is_one_device)
+        note(model, phase, is_one_device)
 
-    monkeypatch.setattr(OneDeviceSteps, "__call__", noted)
+    monkeypatch.setattr(one_device_steps, "note_one_device", noted)
     return seen
 
 

@@ -252,10 +252,8 @@ class SynchronousDriver(
             if warns:
                 self.warn_of_layers_not_seen()
             extended.count_steps(model, model.steps_per_execution)
-            # Nobody asks again for the logs of a single batch, and metrics in those of a step are of one replica.
-            if not takes_whole_batches or getattr(run, "gives_global_logs", False):
-                return logs
-            return logs_of_all(model, phase, logs)
+            # Nobody asks again for the logs of a single batch.
+            return logs_of_all(model, phase, logs) if takes_whole_batches else logs
 
         return function
 

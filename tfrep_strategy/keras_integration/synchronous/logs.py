@@ -23,12 +23,23 @@ class Logs(SynchronousBase):
 
 
 _with_own_logs: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-"""Of each model the phases ("train", "test") whose steps return more than the results of its metrics."""
+"""Of each model the phases ("train", "test") whose steps by replicas return more than the results of its metrics."""
+
+_one_device: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+"""Of each model the phases whose last steps were one device's, so that their logs are those of the global batch."""
+
+
+def note_one_device(model: Any, phase: str, is_one_device: bool) -> None:
+    """Notes whether the steps that a model has just run were one device's."""
+    phases = _one_device.setdefault(model, set())
+    (phases.add if is_one_device else phases.discard)(phase)
 
 
 def logs_of_all(model: Any, phase: str, logs: Any) -> Any:
     """Returns the logs of a step of all replicas; every process has to ask."""
-    return logs if phase in _with_own_logs.get(model, ()) else model._get_metrics_result_or_logs(logs)
+    if phase in _one_device.get(model, ()) or phase in _with_own_logs.get(model, ()):
+        return logs
+    return model._get_metrics_result_or_logs(logs)
 
 
 def with_global_logs(model: Any, phase: str, strategy: KerasStrategy, step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:

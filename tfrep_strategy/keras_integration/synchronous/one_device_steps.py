@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfrep_strategy.errors import PeerError
 from tfrep_strategy.keras_integration.protocol import KerasExtended, KnownRows
 from tfrep_strategy.keras_integration.shared.xla import compiled_at_once
+from tfrep_strategy.keras_integration.synchronous.logs import note_one_device
 
 
 class OneDeviceSteps:
@@ -27,9 +28,6 @@ class OneDeviceSteps:
         by_replicas: Runs steps of which replicas have batches of their own that make no global one.
         builds: Whether the first step builds the model.
         compiled: Whether XLA compiles what lies between collectives.
-
-    Attributes:
-        gives_global_logs: Whether the last steps were one device's, so that their logs are those of the global batch.
     """
 
     def __init__(
@@ -49,12 +47,11 @@ class OneDeviceSteps:
         """By what is known of the rows of batches: what runs their steps, and how they are partitioned."""
         self._traced: set[KnownRows] = set()
         self._needs_total = builds  # A layer that was built for any number of rows could not be built again.
-        self.gives_global_logs = False
 
     def __call__(self, batches: Any) -> Any:
         known = batches.known_rows if self._needs_total else batches.known_rows._replace(total=None)
-        self.gives_global_logs = not known.are_apart
-        if not self.gives_global_logs:
+        note_one_device(*self._of, not known.are_apart)
+        if known.are_apart:
             return self._by_replicas(batches)
         if known not in self._ways:
             self._ways[known] = self._make(), self._extended.new_partitioned_steps(self._builds, known, *self._of)
