@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -44,10 +44,18 @@ class WorkerPool:
         communicator: "horovod" or "tf".
         size: How many processes.
         starting: Makes a context in which the processes are started.
+        environs: What the environment of each process has besides.
     """
 
-    def __init__(self, communicator: str, size: int, starting: Callable[[], Any] = contextlib.nullcontext) -> None:
+    def __init__(
+        self,
+        communicator: str,
+        size: int,
+        starting: Callable[[], Any] = contextlib.nullcontext,
+        environs: Sequence[Mapping[str, str]] = (),
+    ) -> None:
         self.communicator, self.size, self._starting = communicator, size, starting
+        self._environs = environs or [{}] * size
         self._stack = contextlib.ExitStack()
         self._connections: list[Connection] = []
 
@@ -108,8 +116,9 @@ class WorkerPool:
             command = [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(theirs.fileno()), self.communicator]
             with theirs, open(self._logs[rank], "wb") as log:
                 process = subprocess.Popen(
-                    command, env=environ | own, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()]
-                )
+                    command, env=environ | own | self._environs[rank], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    pass_fds=[theirs.fileno()],
+                )  # fmt: skip
             self._stack.callback(_end, process)
             self._processes.append(process)
         self._connections = connections

@@ -128,11 +128,15 @@ def test_every_layer_is_known() -> None:
     assert {kind.__name__ for kind in classes} == {*deterministic(), *random(), *left_out}
 
 
+REFUSED_BY_KERAS = {"GlobalMaxPooling1D", "GlobalMaxPooling2D", "GlobalMaxPooling3D", "HashedCrossing", "MelSpectrogram"}
+"""Layers that Keras does not call eagerly without rows."""
+
+
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_row_and_no_rows(traced: bool) -> None:
-    """The replica with the row has the result of one device, and the one without rows goes on."""
+    """The replica with the row has the result of one device, and the one without rows goes on; see docs/exactness.md."""
     strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
-    failed = []
+    failed = {}
     for made, compare in ((deterministic(), np.testing.assert_allclose), (random(), _same_shape)):
         for name, (make, inputs) in made.items():
             try:
@@ -149,8 +153,8 @@ def test_a_row_and_no_rows(traced: bool) -> None:
                     if ours.dtype != tf.string:
                         compare(ours, one_device, rtol=1e-4, atol=1e-5)
             except Exception as error:
-                failed.append(f"{name}: {type(error).__name__} {' '.join(str(error).split())[-300:]}")
-    assert not failed, "\n".join(failed)
+                failed[name] = f"{name}: {type(error).__name__} {' '.join(str(error).split())[-300:]}"
+    assert failed.keys() == (set() if traced else REFUSED_BY_KERAS), "\n".join(failed.values())
 
 
 def training_of(layer: Any) -> dict[str, bool]:

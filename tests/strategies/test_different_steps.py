@@ -18,6 +18,8 @@ def _train(strategy: Any, how: str) -> None:
             loss = keras.ops.mean((y - y_pred) ** 2)
             if how == "another program":
                 return keras.ops.sqrt(loss) if strategy.rank else loss
+            if how == "other inputs":
+                return loss / keras.ops.sum(y) if strategy.rank else keras.ops.sum(y) / loss
             return loss + float(strategy.rank)
 
     with strategy.scope():
@@ -31,6 +33,7 @@ def _train(strategy: Any, how: str) -> None:
     ("communicator", "how", "words"),
     [
         ("tf", "another program", ["Sqrt at "]),
+        ("tf", "other inputs", ["RealDiv at "]),
         *in_lane("faults", ("horovod", "another constant", ["the constant 0. at ", "the constant 1. at "])),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.partitioner.placements import Placement, Size
+from tfrep_strategy.partitioner.placements import Placement, Replicate, Size
 from tfrep_strategy.partitioner.planner import Planner
 from tfrep_strategy.partitioner.program import Node, Program, Tensor
 from tfrep_strategy.partitioner.values import Elements, OwnRows
@@ -28,6 +28,7 @@ class Entry:
         elements: If it is a list: what is known of its elements.
         is_shared: If it is a variable: whether all replicas of the process have this one.
         has_whole: Whether the body gets its whole, too.
+        varies: Whether ranks may have computed other bits of it.
     """
 
     placement: Placement
@@ -36,19 +37,21 @@ class Entry:
     elements: Elements | None = None
     is_shared: bool = False
     has_whole: bool = False
+    varies: bool = False
 
 
 def entry(plan: Planner, tensor: Any, has_whole: bool = False) -> Entry:
     """Returns what is known of a tensor."""
     value, sizes, dims = plan.value(tensor), plan.sizes_of(tensor), plan.dims(tensor)
     held = None if sizes is None else (sizes.shape, *sizes.ravel())
-    return Entry(
-        value.placement, None if dims is None else tuple(dims), held, value.elements, value.is_shared, has_whole
-    )
+    varies = value.local.varies and isinstance(value.placement, Replicate)
+    known = None if dims is None else tuple(dims)
+    return Entry(value.placement, known, held, value.elements, value.is_shared, has_whole, varies)
 
 
 def put_entry(plan: Planner, tensor: Any, known: Entry, local: Tensor) -> None:
     """Gives a tensor a value of which that is known."""
+    local.varies = known.varies
     plan.put(tensor, known.placement, local, is_shared=known.is_shared, elements=known.elements)
     plan.note_sizes(tensor, known.sizes)
     if known.dims is not None:

@@ -17,32 +17,43 @@ _OF_PROCESS = frozenset({"container", "debug_name", "shared_name", "token"})
 
 
 class _Line(NamedTuple):
-    """A node of a program: what must be equal on all ranks, and the node."""
+    """A node of a program: what must be equal on all ranks, and the node.
+
+    Attributes:
+        text: Of the operation, its attributes and constants.
+        wired: Of that, and of all that it is computed from.
+        node: The node.
+    """
 
     text: str
+    wired: str
     node: Any
 
 
 def digest(program: Program) -> bytes:
-    """Returns what is equal for programs that consist of the same operations and constants, however these are connected."""
+    """Returns what is equal for programs that compute the same, in whatever order they were traced."""
     found = hashlib.sha256()
-    for text in sorted(line.text for line in _lines(program)):
-        found.update(text.encode() + b"\n")
+    for wired in sorted(line.wired for line in _lines(program)):
+        found.update(wired.encode() + b"\n")
     return found.digest()
 
 
 def lines(program: Program) -> list[tuple[str, str]]:
-    """Returns for each node of a program what must be equal on all ranks, and what to tell of it where it is not."""
-    found, whose = [], ""  # What has no line of its own was added for what comes after it.
-    for text, node in reversed(list(_lines(program))):
+    """Returns for each node of a program what must be equal on all ranks, and what to tell of it where it is not.
+
+    What a program consists of comes first, then what each of it is computed from, in the order of the program.
+    """
+    consists, computed, whose = [], [], ""  # What has no line of its own was added for what comes after it.
+    for text, wired, node in reversed(list(_lines(program))):
         told, traced = _told(node), getattr(node, "traced", None)
         if traced is not None:
             whose = line_of(traced)
             told += f" at {whose}"
         elif whose:
             told += f", for {whose}"
-        found.append((text, told))
-    return sorted(found)
+        consists.append((text, told))
+        computed.append((wired, f"{told}, of other inputs"))
+    return sorted(consists, key=lambda line: line[1]) + computed[::-1]
 
 
 def line_of(operation: Any) -> str:
@@ -52,13 +63,20 @@ def line_of(operation: Any) -> str:
 
 def _lines(program: Program, inside: str = "") -> Iterator[_Line]:
     """Yields what a program consists of. TensorFlow may trace parts of it in another order in each process."""
+    wired: dict[int, str] = {}
     for node in live(program.nodes, program.results):
-        if isinstance(node, Collective):
-            yield _Line(f"{inside}{node.kind} {node.axis}", node)
-            continue
-        yield _Line(f"{inside}{node.type} {_attributes(node)}", node)
-        for name, body in node.bodies:
-            yield from _lines(body, f"{inside}{name} ")
+        text = f"{inside}{node.kind} {node.axis}" if isinstance(node, Collective) else f"{inside}{node.type} {_attributes(node)}"
+        given = [f"{wired[id(x.node)]} {x.name.rpartition(':')[2]}" if x.node else f"{x.dtype} {x.shape}" for x in node.inputs]
+        if getattr(node, "type", None) == "AddN":
+            given.sort()
+        waits = sorted(wired[id(x)] for x in node.control_inputs if id(x) in wired)
+        bodies: list[str] = []
+        for name, body in getattr(node, "bodies", ()):
+            found = list(_lines(body, f"{inside}{name} "))
+            bodies += sorted(line.wired for line in found)
+            yield from found
+        wired[id(node)] = hashlib.sha256("\n".join([text, *given, "after", *waits, *bodies]).encode()).hexdigest()
+        yield _Line(text, wired[id(node)], node)
 
 
 def _attributes(node: Any) -> str:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import operation_definition
 from tfrep_strategy.errors import CannotPartitionError, message
+from tfrep_strategy.partitioner.same_bits import ADDS_UP_ROWS, ASKS_FOR_SIZES, SAME_BITS
 
 _NOT_COPIED = frozenset({
     "_output_shapes", "_class", "_user_specified_name", "_has_manual_control_dependencies", "_gradient_op_type",
@@ -31,13 +32,15 @@ class Tensor:
         dtype: Its dtype.
         level: How many collectives, one after the other, come before it.
         shape: What is known of the local shape.
+        varies: Whether ranks may have computed other bits of what is meant to be the same on all.
     """
 
-    __slots__ = ("dtype", "level", "name", "node", "shape")
+    __slots__ = ("dtype", "level", "name", "node", "shape", "varies")
 
     def __init__(self, node: Any, name: str, dtype: tf.DType, level: int = 0) -> None:
         self.node, self.name, self.dtype, self.level = node, name, dtype, level
         self.shape = tf.TensorShape(None)
+        self.varies = False
 
     def __repr__(self) -> str:
         return f"Tensor({self.name!r})"
@@ -86,6 +89,11 @@ class Node:
             Tensor(self, f"{name}:{output}", dtype, self.level_after)
             for output, dtype in _outputs(operation_definition(type_), attributes)
         ]
+        given = type_ not in ASKS_FOR_SIZES and any(x.varies for x in inputs)
+        rounds = type_ not in SAME_BITS | ADDS_UP_ROWS | ASKS_FOR_SIZES
+        for place, each in enumerate(self.outputs):
+            handed_on = inputs[place].varies if type_ == "IdentityN" else given
+            each.varies = handed_on or (rounds and (each.dtype.is_floating or each.dtype.is_complex))
 
     @property
     def level_after(self) -> int:
@@ -119,6 +127,7 @@ class Collective:
         self.level = max(x.level for x in sent)
         self.level_after = self.level + 1
         self.outputs = [Tensor(self, name, sent[0].dtype, self.level_after)]
+        self.outputs[0].varies = kind == "shared" and sent[0].varies
 
 
 class Program:

@@ -87,7 +87,8 @@ class PartitionedStep:
         self.placements: list[Placement] = []
         for tensor in graph.outputs:
             keeps = keeps_rows and (plan.placement(tensor) == Shard(0) or plan.can_be(tensor, Shard(0)))
-            program.results.append(plan.sharded(tensor, Shard(0)) if keeps else plan.replicated(tensor))
+            whole = plan.agreed if tensor.shape.rank == 0 else plan.replicated  # Callbacks decide by scalars.
+            program.results.append(plan.sharded(tensor, Shard(0)) if keeps else whole(tensor))
             self.placements.append(Shard(0) if keeps else REPLICATE)
         self.program, self.without_rule = program, plan.without_rule
         self._placed = collections.Counter(type(value.placement).__name__ for value in plan.values.values())

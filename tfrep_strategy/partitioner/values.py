@@ -196,6 +196,21 @@ class Values:
             self.values[tensor.name] = dataclasses.replace(value, placement=REPLICATE, local=self.whole[tensor.name])
         return self.whole[tensor.name]
 
+    def agreed(self, tensor: Any, sum_as: str = "sum") -> Tensor:
+        """Returns the whole of a tensor, with the same bits on all ranks: those of replica 0 where ranks may have computed others.
+
+        Args:
+            tensor: The tensor.
+            sum_as: The kind of collective that sums addends.
+        """
+        whole = self.replicated(tensor, sum_as)
+        if not whole.varies or whole.dtype in (tf.variant, tf.resource):
+            return whole
+        can_be_added = whole.dtype.is_floating or whole.dtype.is_complex
+        agreed = self.program.send(sum_as, self.counted_once(whole)) if can_be_added else self.program.send("first", whole)
+        agreed.shape = whole.shape if whole.shape.rank is not None else tensor.shape
+        return agreed
+
     def _whole(self, tensor: Any, value: Value, sum_as: str) -> Tensor:
         assert not isinstance(value.placement, Own), tensor
         again = self._from_whole_inputs(tensor) or self._from_sum(tensor, value, sum_as)

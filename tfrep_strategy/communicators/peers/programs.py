@@ -104,8 +104,8 @@ def _difference(of_ranks: dict[int, Lines]) -> str:
     def only(lines: Lines, others: Lines) -> str:
         more = Counter(text for text, _ in lines) - Counter(text for text, _ in others)
         known = {told for _, told in others}
-        found = sorted((told in known, told) for text, told in lines if more[text])
-        return found[0][1] if found else "nothing that others have not"
+        found = [told for text, told in lines if more[text]]
+        return min(found, key=lambda told: told in known) if found else "nothing that others have not"
 
     words = [f"  rank {first}: {only(one, other)}", f"  rank {second}: {only(other, one)}"]
     hint = (

@@ -36,7 +36,7 @@ def branches(plan: Planner, operation: Any) -> None:
         bodies = [planned(plan, graph, entries) for graph in graphs]
         results = [Entry(OWN) for _ in operation.outputs]
     else:
-        chosen = plan.replicated(which)
+        chosen = plan.agreed(which)
         entries, bodies = _planned(plan, given, graphs)
         locals_ = [plan.local(x) for x in given]
         results = [_either(bodies, outs) for outs in zip(*(graph.outputs for graph in graphs), strict=True)]
@@ -97,6 +97,7 @@ def _either(bodies: Sequence[Planner], outs: Sequence[Any]) -> Entry:
             common_dims(a.dims, b.dims),
             a.sizes if a.sizes == b.sizes else None,
             joined_elements(a.elements, b.elements),
+            varies=a.varies or b.varies,
         ),
         known,
     )

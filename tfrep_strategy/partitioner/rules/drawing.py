@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfrep_strategy.partitioner.placements import Rows, Shard, is_number
 from tfrep_strategy.partitioner.planner import Planner, always, rule
 from tfrep_strategy.partitioner.program import Tensor
+from tfrep_strategy.partitioner.same_bits import SAME_BITS
 
 _DRAWS = {
     "StatelessRandomUniformV2": 0, "StatelessRandomNormalV2": 0, "StatelessTruncatedNormalV2": 0, "StatelessRandomUniformIntV2": 0,
@@ -23,6 +24,8 @@ _DRAWS = {
     "StatelessRandomGammaV3": 0, "StatefulUniform": 2, "StatefulStandardNormalV2": 2,
 }  # fmt: skip
 """Where the operations that draw numbers get the shape of what they draw."""
+
+SAME_BITS.update(_DRAWS)
 
 _COUNTED = frozenset({
     "StatelessRandomUniformV2", "StatelessRandomNormalV2", "StatelessRandomUniformIntV2", "StatelessRandomUniformFullIntV2",

@@ -33,7 +33,7 @@ def shape_of_variable(plan: Planner, operation: Any) -> None:
 @rule("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
 @always
 def write(plan: Planner, operation: Any) -> None:
-    """A variable that holds addends gets addends; every other one the whole."""
+    """A variable that holds addends gets addends; every other one the whole, with the same bits on all ranks."""
     handle, new = operation.inputs
     value = plan.value(handle)
     if isinstance(value.placement, Partial):
@@ -41,7 +41,7 @@ def write(plan: Planner, operation: Any) -> None:
     elif isinstance(plan.placement(new), Own) and not (value.is_shared and plan.local_replicas > 1):
         local = plan.local(new)
     else:
-        local = plan.replicated(new)
+        local = plan.agreed(new)
     plan.add_write(operation, [value.local, local])
 
 

@@ -18,6 +18,7 @@ from tfrep_strategy.partitioner.placements import (
 )
 from tfrep_strategy.partitioner.planner import Planner, always, rule
 from tfrep_strategy.partitioner.rules.lists import of_lists
+from tfrep_strategy.partitioner.same_bits import SAME_BITS
 
 _SAME = ("Identity", "PreventGradient", "Snapshot", "StopGradient")
 """These give what they get."""
@@ -45,6 +46,8 @@ _BINARY = (
     "TanhGrad", "TruncateDiv", "TruncateMod", "Xdivy", "Xlog1py", "Xlogy", "Zeta", "SelectV2", "ClipByValue", "Betainc",
     "AddN",
 )  # fmt: skip
+
+SAME_BITS.update((*_SAME, *_LINEAR, *_UNARY, *_BINARY, "Cast"))
 
 _OF_ONE_SHAPE = ("AddN", "ApproximateEqual", *(kind for kind in _BINARY if kind.endswith("Grad")))
 """Operands that are not broadcast against each other."""

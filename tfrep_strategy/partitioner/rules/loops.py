@@ -41,7 +41,9 @@ def loop(plan: Planner, operation: Any) -> None:
     ]
     wholes = [i for i, each in enumerate(entries) if each.has_whole]
     inner.program.results += [inner.whole[body.inputs[i].name] for i in wholes]
-    outer.program.results.append(outer.replicated(test.outputs[0]))
+    # Replicas that talk in the body make the same rounds.
+    ends = outer.agreed if inner.program.talks else outer.replicated
+    outer.program.results.append(ends(test.outputs[0]))
     locals_ = [
         plan.local(x) if is_fixed and not isinstance(each.placement, Replicate) else plan.to(x, each.placement)
         for x, each, is_fixed in zip(given, entries, settled.fixed, strict=True)
@@ -133,6 +135,7 @@ class _Loop:
             each.sizes if each.sizes == given.sizes else None,
             joined_elements(each.elements, given.elements),
             each.is_shared,
+            varies=each.varies or given.varies,
         )
 
     def _placement(self, i: int, now: Placement, given: Placement) -> Placement:

@@ -35,9 +35,9 @@ def _for(mark: str) -> Callable[[Any], Any]:
 
 @_for(marks.GRADIENT)
 def gradient(plan: Planner, operation: Any) -> None:
-    """The sum of what replicas hold is sent here, as a gradient."""
+    """The sum of what replicas hold is sent here, as a gradient. What each of them has computed alone is made equal."""
     (x,) = operation.inputs
-    plan.put(operation.outputs[0], REPLICATE, plan.replicated(x, "gradient"))
+    plan.put(operation.outputs[0], REPLICATE, plan.agreed(x, "gradient"))
 
 
 @_for(marks.SLICES)

@@ -12,6 +12,7 @@ from tfrep_strategy.partitioner.planner import Planner, Rule, always, rule
 from tfrep_strategy.partitioner.program import Tensor
 from tfrep_strategy.partitioner.rules.deviations import sum_of_squared_deviations
 from tfrep_strategy.partitioner.rules.softmaxes import ACROSS_REPLICAS
+from tfrep_strategy.partitioner.same_bits import AT_ONCE
 
 _OTHERS = {"Max": "Max", "Min": "Min", "Prod": "Prod", "All": "All", "Any": "Any", "EuclideanNorm": None}
 
@@ -61,12 +62,35 @@ def sum_(plan: Planner, operation: Any) -> None:
     elif isinstance(placement, Partial) and axes is not None:
         plan.emit(operation, [plan.local(x), plan.replicated(operation.inputs[1])], PARTIAL)
     elif not isinstance(placement, Shard) or axes is None:
-        plan.replicate(operation)
+        _replicate(plan, operation)
     elif placement.axis in axes and (found := sum_of_squared_deviations(plan, x, axes)) is not None:
         _put_reduced(plan, operation, found)
     else:
         inputs = [plan.local(x), plan.replicated(operation.inputs[1])]
         plan.emit(operation, inputs, PARTIAL if placement.axis in axes else _kept(placement, axes, keeps))
+
+
+def _replicate(plan: Planner, operation: Any) -> None:
+    """Every replica adds up all of a tensor: a large one in steps, so that it does not matter how many threads do it."""
+    x, (result,) = operation.inputs[0], operation.outputs
+    size = x.shape.num_elements() or 0
+    if size <= AT_ONCE or result.shape.num_elements() != 1 or not (x.dtype.is_floating or x.dtype.is_complex):
+        plan.replicate(operation)
+        return
+    total, add = plan.replicated(x), plan.program.add
+    if operation.type == "L2Loss":
+        total = add("Square", total)
+    left = size
+    while left > AT_ONCE and (each := max(k for k in range(1, 1025) if left % k == 0)) > 1:
+        total, left = add("Sum", add("Reshape", total, [-1, each]), 1), left // each
+    total = add("Sum", total, list(range(1 if left < size else x.shape.rank)))
+    total.varies = total.varies or left > AT_ONCE
+    if operation.type != "Sum":
+        by = plan.program.constant(2 if operation.type == "L2Loss" else size, x.dtype)
+        total = add("RealDiv", total, by)
+    if result.shape.rank:
+        total = add("Reshape", total, result.shape.as_list())
+    plan.put(result, REPLICATE, total)
 
 
 def _put_reduced(plan: Planner, operation: Any, total: Tensor) -> None:
@@ -83,7 +107,7 @@ def mean(plan: Planner, operation: Any) -> None:
     x = operation.inputs[0]
     placement, axes, keeps = plan.placement(x), reduced_axes(plan, operation), operation.get_attr("keep_dims")
     if not isinstance(placement, (Shard, Partial)) or axes is None:
-        plan.replicate(operation)
+        _replicate(plan, operation)
         return
     inputs = [plan.local(x), plan.replicated(operation.inputs[1])]
     if isinstance(placement, Partial) or placement.axis not in axes:
@@ -132,12 +156,13 @@ def reduced_twice(plan: Planner, operation: Any) -> None:
 
 
 @rule("L2Loss")
+@always
 def l2_loss(plan: Planner, operation: Any) -> None:
     """Half the sum of squares."""
     if isinstance(plan.placement(operation.inputs[0]), Shard):
         plan.emit(operation, plan.locals(operation), PARTIAL)
     else:
-        plan.replicate(operation)
+        _replicate(plan, operation)
 
 
 @rule("ArgMax", "ArgMin")
