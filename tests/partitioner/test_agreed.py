@@ -59,7 +59,7 @@ _SAME: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
     "a norm": lambda x: marks.gradient(x * tf.math.rsqrt(tf.reduce_sum(tf.square(x)))),
     "sizes": lambda x: marks.gradient(x * tf.cast(tf.size(_of_matrices(x)), x.dtype)),
     "another tensor of several": lambda x: marks.gradient(tf.identity_n([x, _of_matrices(x)])[0]),
-    "numbers that are drawn": lambda x: marks.gradient(x + tf.random.stateless_normal([4, 4], [1, 2], dtype=tf.float64)),
+    "numbers that are drawn": lambda x: marks.gradient(x * tf.random.stateless_normal([], [1, 2], dtype=tf.float64)),
 }
 
 

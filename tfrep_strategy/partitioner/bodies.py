@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.partitioner.placements import Placement, Replicate, Size
+from tfrep_strategy.partitioner.placements import REPLICATE, Placement, Replicate, Rows, Shard, Size
 from tfrep_strategy.partitioner.planner import Planner
 from tfrep_strategy.partitioner.program import Node, Program, Tensor
 from tfrep_strategy.partitioner.values import Elements, OwnRows
@@ -41,12 +41,17 @@ class Entry:
 
 
 def entry(plan: Planner, tensor: Any, has_whole: bool = False) -> Entry:
-    """Returns what is known of a tensor."""
+    """Returns what is known of a tensor. Rows that data have chosen are taken whole into a body, and out of it."""
     value, sizes, dims = plan.value(tensor), plan.sizes_of(tensor), plan.dims(tensor)
-    held = None if sizes is None else (sizes.shape, *sizes.ravel())
+    placement = REPLICATE if isinstance(value.placement, Shard) and value.placement.rows else value.placement
+    held = None if sizes is None else (sizes.shape, *map(_known_inside, sizes.ravel()))
     varies = value.local.varies and isinstance(value.placement, Replicate)
-    known = None if dims is None else tuple(dims)
-    return Entry(value.placement, known, held, value.elements, value.is_shared, has_whole, varies)
+    known = None if dims is None else tuple(map(_known_inside, dims))
+    return Entry(placement, known, held, value.elements, value.is_shared, has_whole, varies)
+
+
+def _known_inside(size: Size) -> Size:
+    return None if isinstance(size, Rows) and size.rows else size
 
 
 def put_entry(plan: Planner, tensor: Any, known: Entry, local: Tensor) -> None:

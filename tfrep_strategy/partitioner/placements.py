@@ -20,14 +20,25 @@ class Shard:
 
     Attributes:
         axis: The axis of the rows.
-        per_row: How many elements of that axis belong to one row of the batch: 1, or more after axes were merged.
+        per_row: How many elements of that axis belong to one row: 1, or more after axes were merged.
+        rows: Which rows these are: 0, those of the batch; any other number, those that data have chosen (`rules/chosen_rows.py`).
     """
 
     axis: int = 0
     per_row: int = 1
+    rows: int = 0
 
     def __post_init__(self) -> None:
         assert self.axis >= 0, self.axis
+
+    @property
+    def size(self) -> Rows:
+        """The size of the axis."""
+        return Rows(self.per_row, self.rows)
+
+    def on(self, axis: int) -> Shard:
+        """Returns the placement of a tensor that has these rows along another axis."""
+        return Shard(axis, self.per_row, self.rows)
 
 
 @dataclass(frozen=True)
@@ -58,31 +69,42 @@ REPLICATE, PARTIAL, OWN, VACANT, ITEMS = Replicate(), Partial(), Own(), Vacant()
 
 @dataclass(frozen=True)
 class Rows:
-    """A size that is a multiple of the number of rows of the global batch.
+    """A size that is a multiple of the number of rows of the global batch, or of other rows.
+
+    Attributes:
+        per_row: The factor.
+        rows: Which rows, as in `Shard`.
 
     Example:
         >>> 3 * Rows(2)
-        Rows(per_row=6)
+        Rows(per_row=6, rows=0)
     """
 
     per_row: int = 1
+    rows: int = 0
+
+    def at(self, axis: int) -> Shard:
+        """Returns the placement of a tensor that has these rows along an axis."""
+        return Shard(axis, self.per_row, self.rows)
 
     def __mul__(self, other: Any) -> Any:
-        return Rows(self.per_row * int(other)) if is_number(other) and other > 0 else None
+        return Rows(self.per_row * int(other), self.rows) if is_number(other) and other > 0 else None
 
     __rmul__ = __mul__
 
     def __floordiv__(self, other: Any) -> Any:
         if is_number(other) and other > 0 and self.per_row % other == 0:
-            return Rows(self.per_row // int(other))
-        if isinstance(other, Rows) and self.per_row % other.per_row == 0:
+            return Rows(self.per_row // int(other), self.rows)
+        if isinstance(other, Rows) and self.rows == other.rows and self.per_row % other.per_row == 0:
             return self.per_row // other.per_row
         return None
 
     def __add__(self, other: Any) -> Any:
         if isinstance(other, Rows):
-            return Rows(self.per_row + other.per_row)
-        return None if not is_number(other) else self if other == 0 else Offset(self.per_row, int(other))
+            return Rows(self.per_row + other.per_row, self.rows) if self.rows == other.rows else None
+        if not is_number(other) or (other and self.rows):
+            return None
+        return Offset(self.per_row, int(other)) if other else self
 
     __radd__ = __add__
 
@@ -96,7 +118,7 @@ class Offset:
 
     Example:
         >>> Rows() + 1, Rows() + 1 - 1
-        (Offset(per_row=1, more=1), Rows(per_row=1))
+        (Offset(per_row=1, more=1), Rows(per_row=1, rows=0))
     """
 
     per_row: int
@@ -130,7 +152,7 @@ def product(sizes: Any) -> Size:
 
     Example:
         >>> product([2, Rows(), 3]), product([Rows(), Rows()]), product([2, None])
-        (Rows(per_row=6), None, None)
+        (Rows(per_row=6, rows=0), None, None)
     """
     result: Any = 1
     for size in sizes:
@@ -145,7 +167,7 @@ def common_dims(a: Sequence[Size] | None, b: Sequence[Size] | None) -> tuple[Siz
 
     Example:
         >>> common_dims([Rows(), 3], [Rows(), 4])
-        (Rows(per_row=1), None)
+        (Rows(per_row=1, rows=0), None)
     """
     if a is None or b is None or len(a) != len(b):
         return None

@@ -153,7 +153,7 @@ class Planner(Values):
                 rank = self.rank(tensor)
                 assert rank is not None
                 begin = self.program.constant([0] * rank)
-                size = self.vector(rank, placement.axis, -1, self.times(self.rows.count, placement.per_row))
+                size = self.vector(rank, placement.axis, -1, self.elements(placement).count)
                 self.put(tensor, placement, self.program.add("Slice", self.local(tensor), begin, size))
 
     def filled(self, local: Tensor, shard: Shard, tensor: Any) -> Tensor:
@@ -164,12 +164,8 @@ class Planner(Values):
         add, rank = self.program.add, self.rank(tensor)
         assert rank is not None
         one = self.program.constant([[0, shard.per_row if i == shard.axis else 0] for i in range(rank)])
-        paddings = add("Maximum", add("Sub", one, self.times(self.rows.count, shard.per_row)), 0)
+        paddings = add("Maximum", add("Sub", one, self.elements(shard).count), 0)
         return add("PadV2", local, paddings, self.program.constant(0, local.dtype))
-
-    def filled_count(self) -> Tensor:
-        """Returns the number of own rows, or 1 where there are none."""
-        return self.program.add("Maximum", self.rows.count, 1)
 
     def locals(self, operation: Any) -> list[Tensor]:
         """Returns what a replica holds of each input, as it is placed."""
@@ -186,9 +182,11 @@ class Planner(Values):
             self.emit(operation, inputs, REPLICATE)
 
     def settle_items(self, tensor: Any) -> None:
-        """Gives every replica the whole of a list whose elements are rows, where there is no rule for those of own rows."""
+        """Gives every replica the whole of a list whose elements are rows, and of rows that data have chosen."""
         value = self.value(tensor)
-        if isinstance(value.placement, Items):
+        if isinstance(value.placement, Shard) and value.placement.rows:
+            self.put(tensor, REPLICATE, self.replicated(tensor))
+        elif isinstance(value.placement, Items):
             self.without_rule.setdefault("TensorListFromTensor", tensor.op)
             self.put(tensor, REPLICATE, self.replicated(tensor), elements=value.elements)
 
@@ -227,7 +225,7 @@ class Planner(Values):
         size, rank = LEADING[operation.type](self, operation), result.shape.rank
         if not isinstance(size, Rows) or not isinstance(self.placement(result), Replicate) or rank is None:
             return
-        whole, shard = self.local(result), Shard(0, size.per_row)
+        whole, shard = self.local(result), size.at(0)
         self.known_dims[result.name] = [size, *result.shape.as_list()[1:]]
         self.put(result, shard, self.cut(whole, shard, rank))
         self.whole[result.name] = whole
@@ -286,6 +284,7 @@ class Planner(Values):
         """Returns a planner for the graph of a function that is called with tensors of this one."""
         inner = Planner(self.program, self.rows, self.local_replicas)
         inner.without_rule, inner._accesses, inner.traced_rows = self.without_rule, self._accesses, self.traced_rows
+        inner.chosen = self.chosen
         for own, given in zip(graph.inputs, tensors, strict=True):
             self.hand_over(self, given, inner, own)
         return inner

@@ -32,7 +32,7 @@ class OwnRows:
     Attributes:
         start: The number of its first row.
         count: How many it has.
-        total: How many the batch has.
+        total: How many all replicas have.
         replica: The number of the replica.
     """
 
@@ -92,6 +92,8 @@ class Values:
 
     def __init__(self, program: Program, rows: OwnRows) -> None:
         self.program, self.rows = program, rows
+        self.chosen: dict[int, OwnRows] = {}
+        """Rows that data have chosen, by their number in placements."""
         self.values: dict[str, Value] = {}
         self.whole: dict[str, Tensor] = {}
         """The whole of tensors that are placed otherwise, where something has asked for it."""
@@ -150,7 +152,7 @@ class Values:
             return None
         placed = self.values.get(tensor.name)
         if placed is not None and isinstance(placed.placement, Shard) and dims[placed.placement.axis] is None:
-            dims[placed.placement.axis] = Rows(placed.placement.per_row)
+            dims[placed.placement.axis] = placed.placement.size
         return dims
 
     def rank(self, tensor: Any) -> int | None:
@@ -168,7 +170,7 @@ class Values:
         """
         dims = self.dims(tensor)
         size = None if dims is None or shard.axis >= len(dims) else dims[shard.axis]
-        return size == Rows(shard.per_row) or (is_number(size) and size == like)
+        return size == shard.size or (is_number(size) and size == like)
 
     # Other placements.
 
@@ -285,7 +287,8 @@ class Values:
         if not isinstance(own, Replicate) or self.value(tensor).elements is not None or tensor.dtype == tf.resource:
             return False
         if isinstance(placement, Shard):
-            return self.have_rows(tensor, placement, self.traced_rows and self.traced_rows * placement.per_row)
+            like = self.traced_rows * placement.per_row if self.traced_rows and not placement.rows else None
+            return self.have_rows(tensor, placement, like)
         return isinstance(placement, Partial)
 
     def _from_sum(self, tensor: Any, value: Value, sum_as: str) -> Tensor | None:
@@ -327,8 +330,8 @@ class Values:
     def cut(self, whole: Tensor, shard: Shard, rank: int | None) -> Tensor:
         """Cuts a replica's rows out of a whole tensor."""
         assert rank is not None
-        begin, count = (self.times(x, shard.per_row) for x in (self.rows.start, self.rows.count))
-        first, size = self.vector(rank, shard.axis, 0, begin), self.vector(rank, shard.axis, -1, count)
+        own = self.elements(shard)
+        first, size = self.vector(rank, shard.axis, 0, own.start), self.vector(rank, shard.axis, -1, own.count)
         return self.program.add("Slice", whole, first, size)
 
     def partial(self, tensor: Any) -> Tensor:
@@ -342,6 +345,12 @@ class Values:
         add = self.program.add
         is_first = add("Equal", self.rows.replica, 0)
         return add("SelectV2", is_first, whole, add("ZerosLike", whole))
+
+    def elements(self, of: Shard | Rows) -> OwnRows:
+        """Returns which elements of an axis that has rows a replica has."""
+        rows = self.chosen[of.rows] if of.rows else self.rows
+        start, count, total = (self.times(x, of.per_row) for x in (rows.start, rows.count, rows.total))
+        return OwnRows(start, count, total, rows.replica)
 
     def times(self, size: Tensor, factor: int) -> Tensor:
         """Returns a size, multiplied."""
@@ -357,18 +366,20 @@ class Values:
         """Returns integers as another dtype."""
         return tensor if tensor.dtype == dtype else self.program.add("Cast", tensor, DstT=dtype)
 
-    def own_sizes(self, sizes: Any, place: int, per_row: int, count: Tensor | None = None) -> Tensor:
+    def own_sizes(self, sizes: Any, shard: Shard, is_filled: bool = False) -> Tensor:
         """Returns a vector of global sizes with a replica's own size in one place.
 
         Args:
             sizes: int32 or int64 vector of the traced graph, whose length is known.
-            place: Where the own size stands.
-            per_row: How many elements belong to one row.
-            count: The number of rows; by default that of the own ones.
+            shard: Its axis is the place of the own size.
+            is_filled: Whether a row of zeros stands for no rows.
         """
         whole, length = self.replicated(sizes), self.length(sizes)
         assert length is not None
-        own = self.as_dtype(self.times(count or self.rows.count, per_row), sizes.dtype)
+        count, place = self.elements(shard).count, shard.axis
+        if is_filled:
+            count = self.program.add("Maximum", count, shard.per_row)
+        own = self.as_dtype(count, sizes.dtype)
         known = self.sizes_of(sizes)
         if known is not None and all(is_number(x) for i, x in enumerate(known) if i != place):
             values = [own if i == place else self.program.constant(x, sizes.dtype) for i, x in enumerate(known)]
@@ -383,12 +394,12 @@ class Values:
             return int(known.size)
         return vector.shape[0] if vector.shape.rank == 1 else None
 
-    def row_place(self, sizes: Any) -> tuple[int, int] | None:
-        """Returns in which place of a vector of sizes the batch's rows stand, and how many elements belong to one; else None."""
+    def row_place(self, sizes: Any) -> Shard | None:
+        """Returns the placement of what has rows where a vector of sizes has them; None if it has not."""
         known = self.sizes_of(sizes)
         if known is None or known.ndim != 1:
             return None
-        places = [(i, x.per_row) for i, x in enumerate(known) if isinstance(x, Rows)]
+        places = [x.at(i) for i, x in enumerate(known) if isinstance(x, Rows)]
         return places[0] if len(places) == 1 else None
 
 

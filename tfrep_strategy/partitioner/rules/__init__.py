@@ -1,6 +1,7 @@
 """What becomes of each operation: which placements it takes, and which it gives."""
 
 from tfrep_strategy.partitioner.rules import (
+    chosen_rows,  # noqa: F401
     conditionals,  # noqa: F401
     contractions,  # noqa: F401
     drawing,  # noqa: F401
@@ -16,5 +17,6 @@ from tfrep_strategy.partitioner.rules import (
     on_purpose,  # noqa: F401
     reducing,  # noqa: F401
     rows_again,  # noqa: F401
+    scattering,  # noqa: F401
     shapes,  # noqa: F401
 )

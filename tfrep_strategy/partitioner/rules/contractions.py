@@ -50,13 +50,13 @@ def contract(plan: Planner, operation: Any, labels: Sequence[str], result: str, 
     if chosen is None:
         plan.replicate(operation)
         return
-    label, per_row, size = chosen
+    label, rows, size = chosen
     local = []
     for x, axes in zip(operands, labels, strict=True):
         if label not in axes:
             local.append(plan.replicated(x))
             continue
-        shard = Shard(axes.index(label), per_row)
+        shard = rows.at(axes.index(label))
         if plan.placement(x) == shard or label not in broadcast or plan.have_rows(x, shard, size):
             local.append(plan.sharded(x, shard))
             continue
@@ -65,7 +65,7 @@ def contract(plan: Planner, operation: Any, labels: Sequence[str], result: str, 
             plan.replicate(operation)
             return
         local.append(plan.replicated(x))
-    placement: Placement = Shard(result.index(label), per_row) if label in result else PARTIAL
+    placement: Placement = rows.at(result.index(label)) if label in result else PARTIAL
     plan.emit(operation, [*local, *rest], placement)
     sizes: dict[str, Size] = {}
     for x, axes in zip(operands, labels, strict=True):
@@ -76,7 +76,7 @@ def contract(plan: Planner, operation: Any, labels: Sequence[str], result: str, 
 
 
 def _chosen(plan: Planner, operands: Sequence[Any], placements: Sequence[Placement], labels: Sequence[str]) -> Any:
-    """Returns the label of the axis that stays sharded, its elements per row, and its size in the traced graph.
+    """Returns the label of the axis that stays sharded, the rows along it, and its size in the traced graph.
 
     Operands that are sharded along different axes, as in a contrastive loss, cannot all stay: the largest one does.
     """
@@ -88,7 +88,7 @@ def _chosen(plan: Planner, operands: Sequence[Any], placements: Sequence[Placeme
             known = int(elements) if is_number(elements) else 0
             is_whole_too = x.name in plan.whole
             sharded.append(
-                (not is_whole_too, known, (axes[placement.axis], placement.per_row, x.shape[placement.axis]))
+                (not is_whole_too, known, (axes[placement.axis], placement.size, x.shape[placement.axis]))
             )
     return max(sharded, key=lambda each: each[:2])[2] if sharded else None
 
@@ -168,13 +168,13 @@ def convolution_to_pictures(plan: Planner, operation: Any) -> None:
     """The gradient for the pictures, or a transposed convolution. Its first input are the sizes of the result."""
     sizes, weights, gradient = operation.inputs
     placement = plan.placement(gradient)
-    if placement != Shard(0, getattr(placement, "per_row", 1)) or not sizes.shape.rank:
+    if not isinstance(placement, Shard) or placement.axis or not sizes.shape.rank:
         plan.replicate(operation)
         return
     if plan.length(sizes) == 2:  # Without rows and channels.
         own = plan.replicated(sizes)
     else:
-        own = plan.own_sizes(sizes, 0, placement.per_row, plan.filled_count())
+        own = plan.own_sizes(sizes, placement, is_filled=True)
     plan.emit_filled(operation, [own, plan.replicated(weights), plan.local(gradient)], [2], placement, placement)
 
 

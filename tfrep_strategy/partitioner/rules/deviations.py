@@ -83,7 +83,8 @@ def _sum(plan: Planner, x: Tensor, mask: Tensor | None, center: Tensor, shard: S
     if mask is None:
         others = [i for i in axes if i != shard.axis]
         of_row = add("Prod", add("GatherV2", add("Shape", x), others, 0), 0) if others else plan.program.constant(1)
-        count, of_all = (long(times(plan.times(rows, shard.per_row), of_row)) for rows in (plan.rows.count, plan.rows.total))
+        rows = plan.elements(shard)
+        count, of_all = (long(times(each, of_row)) for each in (rows.count, rows.total))
     else:
         count = long(total(add("Cast", mask, DstT=tf.int32)))
         of_all = of_replicas(count)

@@ -50,9 +50,9 @@ def draw(plan: Planner, operation: Any) -> None:
     plan.known_dims[result.name] = [s if d is None else d for d, s in zip(known, sizes, strict=True)]
     if place is None and _has_all_rows(plan, result):
         assert plan.traced_rows is not None
-        place = 0, sizes[0] // plan.traced_rows
-    if place is not None and not any(isinstance(x, Rows) for i, x in enumerate(sizes) if i != place[0]):
-        whole, shard = plan.replicated(result), Shard(*place)
+        place = Shard(0, sizes[0] // plan.traced_rows)
+    if place is not None and not any(isinstance(x, Rows) for i, x in enumerate(sizes) if i != place.axis):
+        whole, shard = plan.replicated(result), place
         rest = [size for i, size in enumerate(sizes) if i != shard.axis]
         if shard.axis == 0 and all(map(is_number, rest)) and _counts(plan, operation):
             own = _own_numbers(plan, operation, shard, math.prod(rest))
@@ -89,8 +89,8 @@ def _own_numbers(plan: Planner, operation: Any, shard: Shard, per_element: int) 
     shape, key, counter, *others = operation.inputs
     (result,) = operation.outputs
     at_once = 4 if result.dtype.size <= 4 else 2
-    each = constant(shard.per_row * per_element, tf.int64)
-    start, count = (add("Mul", plan.as_dtype(x, tf.int64), each) for x in (plan.rows.start, plan.rows.count))
+    each, rows = constant(per_element, tf.int64), plan.elements(shard)
+    start, count = (add("Mul", plan.as_dtype(x, tf.int64), each) for x in (rows.start, rows.count))
     turns = add("FloorDiv", start, constant(at_once, tf.int64))
     before = add("Sub", start, add("Mul", turns, constant(at_once, tf.int64)))
     from_there = _counted_on(plan, plan.replicated(counter), turns)
@@ -98,7 +98,7 @@ def _own_numbers(plan: Planner, operation: Any, shard: Shard, per_element: int) 
     inputs = [length, plan.replicated(key), from_there, *map(plan.replicated, others)]
     flat = plan.program.copy_of(operation, inputs, Tshape=tf.int64).outputs[0]
     own = add("Slice", flat, add("Pack", [before], axis=0), add("Pack", [count], axis=0))
-    return add("Reshape", own, plan.own_sizes(shape, 0, shard.per_row))
+    return add("Reshape", own, plan.own_sizes(shape, shard))
 
 
 def _counted_on(plan: Planner, counter: Tensor, turns: Tensor) -> Tensor:

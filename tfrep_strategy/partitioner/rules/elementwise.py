@@ -155,7 +155,7 @@ def broadcast(shapes: list[list[Size]], known: list[Size]) -> list[Size]:
     Example:
         >>> from tfrep_strategy.partitioner.placements import Rows
         >>> broadcast([[Rows(), 1], [4]], [None, 4])
-        [Rows(per_row=1), 4]
+        [Rows(per_row=1, rows=0), 4]
     """
     result = list(known)
     for axis in range(-len(known), 0):
@@ -220,7 +220,7 @@ def aligned_rows(plan: Planner, inputs: list[Any], have_one_shape: bool) -> tupl
         if isinstance(placement, Shard):
             elements = product(d for axis, d in enumerate(dims) if axis != placement.axis)
             cost = x.name not in plan.whole, elements if is_number(elements) else 0
-            sharded.append((cost, Shard(placement.axis + rank - len(dims), placement.per_row), dims[placement.axis]))
+            sharded.append((cost, placement.on(placement.axis + rank - len(dims)), dims[placement.axis]))
     if not sharded:
         return None
     # Rows that are compared with rows stand in two axes. The largest operand is not sent.
@@ -229,12 +229,12 @@ def aligned_rows(plan: Planner, inputs: list[Any], have_one_shape: bool) -> tupl
     local = []
     for x, dims in zip(inputs, shapes, strict=True):
         axis = shard.axis - (rank - len(dims))
-        if axis >= 0 and plan.placement(x) == Shard(axis, shard.per_row):
+        if axis >= 0 and plan.placement(x) == shard.on(axis):
             if size is not None and is_number(dims[axis]) and dims[axis] != size:
                 return None  # One row that is broadcast.
             local.append(plan.local(x))
-        elif have_one_shape or (axis >= 0 and plan.have_rows(x, Shard(axis, shard.per_row), size)):
-            local.append(plan.sharded(x, Shard(axis, shard.per_row)))
+        elif have_one_shape or (axis >= 0 and plan.have_rows(x, shard.on(axis), size)):
+            local.append(plan.sharded(x, shard.on(axis)))
         elif axis < 0 or dims[axis] == 1:
             local.append(plan.replicated(x))
         else:

@@ -61,7 +61,7 @@ def average_pool_gradient(plan: Planner, operation: Any) -> None:
     if not isinstance(placement, Shard) or placement.axis:
         plan.replicate(operation)
     else:
-        own = plan.own_sizes(sizes, 0, placement.per_row, plan.filled_count())
+        own = plan.own_sizes(sizes, placement, is_filled=True)
         plan.emit_filled(operation, [own, plan.local(gradient)], [1], placement, placement)
 
 

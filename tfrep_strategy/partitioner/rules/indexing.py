@@ -1,4 +1,4 @@
-"""Slices, gathers, scatters and segments."""
+"""Slices and gathers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Partial, Replicate, Rows, Shard
 from tfrep_strategy.partitioner.planner import Planner, always, rule
 from tfrep_strategy.partitioner.program import Tensor
+from tfrep_strategy.partitioner.rules.chosen_rows import chosen_among, own_places
 
 
 def _axes_of_slice(operation: Any, rank: int, length: int) -> tuple[list[int | None], list[int | None]]:
@@ -61,7 +62,7 @@ def _is_all(plan: Planner, operation: Any, place: int | None, specification: Any
 def _own_end(plan: Planner, operation: Any, place: int | None, ends: Any, shard: Shard) -> Tensor:
     if place is None or operation.get_attr("end_mask") >> place & 1:
         return plan.replicated(ends)
-    return plan.own_sizes(ends, place, shard.per_row)
+    return plan.own_sizes(ends, shard.on(place))
 
 
 @rule("StridedSlice")
@@ -93,7 +94,7 @@ def strided_slice(plan: Planner, operation: Any) -> None:
     plan.emit(
         operation,
         [plan.local(x), plan.replicated(begin), own_end, plan.replicated(strides)],
-        Shard(axis, placement.per_row),
+        placement.on(axis),
     )
 
 
@@ -118,6 +119,8 @@ def _slice_part(plan: Planner, operation: Any, place: int | None, axis: int, siz
         return
     first = 0 if operation.get_attr("begin_mask") >> place & 1 else begin[place]
     last = size if operation.get_attr("end_mask") >> place & 1 else end[place]
+    if any(isinstance(x, Rows) and x.rows for x in (first, last, size)):
+        return
     before, until, most = (x.per_row if isinstance(x, Rows) else x if x == 0 else None for x in (first, last, size))
     if before is None or until is None or most is None or not before < until <= most or result.shape.rank is None:
         return
@@ -135,7 +138,7 @@ def _slice_one_row(plan: Planner, operation: Any, place: int | None, shard: Shar
         return
     first = plan.program.constant(starts[place])
     if starts[place] < 0:
-        first = add("AddV2", first, plan.times(plan.rows.total, shard.per_row))
+        first = add("AddV2", first, plan.elements(shard).total)
     own, is_here = _own_places(plan, first, shard)
     bounds = [plan.vector(rank, shard.axis, *each) for each in ((0, own), (-1, plan.as_dtype(is_here, tf.int32)))]
     row = add("Slice", plan.local(x), *bounds)
@@ -148,8 +151,8 @@ def _slice_one_row(plan: Planner, operation: Any, place: int | None, shard: Shar
 
 def _own_places(plan: Planner, places: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
     """Returns where among own rows places among all rows are, and whether they are there; else the place behind own rows."""
-    add = plan.program.add
-    start, count = (plan.as_dtype(plan.times(x, shard.per_row), places.dtype) for x in (plan.rows.start, plan.rows.count))
+    add, rows = plan.program.add, plan.elements(shard)
+    start, count = (plan.as_dtype(x, places.dtype) for x in (rows.start, rows.count))
     own = add("Sub", places, start)
     is_here = add("LogicalAnd", add("GreaterEqual", own, add("ZerosLike", own)), add("Less", own, count))
     return add("SelectV2", is_here, own, count), is_here
@@ -173,15 +176,15 @@ def strided_slice_gradient(plan: Planner, operation: Any) -> None:
     before = axes.index(placement.axis)
     sizes = plan.sizes_of(shape)
     size = None if sizes is None else sizes[before]
-    holds_rows = size == Rows(placement.per_row) or (size is not None and size == gradient.shape[placement.axis])
+    holds_rows = size == placement.size or (size is not None and size == gradient.shape[placement.axis])
     if not holds_rows or not _is_all(plan, operation, places[before], (begin, end, strides), size):
         plan.replicate(operation)
         return
     own = [
-        plan.own_sizes(shape, before, placement.per_row), plan.replicated(begin),
+        plan.own_sizes(shape, placement.on(before)), plan.replicated(begin),
         _own_end(plan, operation, places[before], end, placement), plan.replicated(strides), plan.local(gradient),
     ]  # fmt: skip
-    plan.emit(operation, own, Shard(before, placement.per_row))
+    plan.emit(operation, own, placement.on(before))
 
 
 @rule("Slice")
@@ -198,8 +201,8 @@ def slice_(plan: Planner, operation: Any) -> None:
     wanted = count[placement.axis]
     if wanted == -1:
         own = plan.replicated(size)
-    elif wanted == Rows(placement.per_row) or (wanted is not None and wanted == x.shape[placement.axis]):
-        own = plan.own_sizes(size, placement.axis, placement.per_row)
+    elif wanted == placement.size or (wanted is not None and wanted == x.shape[placement.axis]):
+        own = plan.own_sizes(size, placement)
     else:
         plan.replicate(operation)
         return
@@ -231,9 +234,12 @@ def gather(plan: Planner, operation: Any) -> None:
         _gather_rows_by_rows(plan, operation, axis, rest)
         return
     inputs = [plan.local(x), plan.local(indices), *rest]
-    if isinstance(chosen, Shard) and (isinstance(table, Replicate) or not is_variable):
+    among = chosen_among(plan, indices)
+    if among is not None and isinstance(chosen, Shard) and axis == 0 and table == among:
+        plan.emit(operation, [plan.local(x), own_places(plan, indices, among), *rest], chosen)
+    elif isinstance(chosen, Shard) and (isinstance(table, Replicate) or not is_variable):
         whole = plan.local(x) if is_variable else plan.replicated(x)
-        plan.emit(operation, [whole, *inputs[1:]], Shard(axis + chosen.axis, chosen.per_row))
+        plan.emit(operation, [whole, *inputs[1:]], chosen.on(axis + chosen.axis))
     elif isinstance(table, Partial) and isinstance(chosen, Replicate) and not is_variable:
         plan.emit(operation, inputs, PARTIAL)
     elif (
@@ -242,7 +248,7 @@ def gather(plan: Planner, operation: Any) -> None:
         and table.axis != axis
         and indices.shape.rank is not None
     ):
-        plan.emit(operation, inputs, Shard(table.axis + (indices.shape.rank - 1) * (axis < table.axis), table.per_row))
+        plan.emit(operation, inputs, table.on(table.axis + (indices.shape.rank - 1) * (axis < table.axis)))
     elif not isinstance(table, Shard) or is_variable or not _gather_rows(plan, operation, table, rest):
         plan.replicate(operation)
         return
@@ -260,10 +266,10 @@ def _gather_rows(plan: Planner, operation: Any, table: Shard, rest: list[Tensor]
         plan.put(operation.outputs[0], table, plan.local(x))
         return True
     for place in range(len(dims)):
-        shard = Shard(place, table.per_row)
+        shard = table.on(place)
         if plan.have_rows(indices, shard, x.shape[table.axis]):  # They are shuffled, say.
             inputs = [plan.replicated(x), plan.sharded(indices, shard), *rest]
-            plan.emit(operation, inputs, Shard(table.axis + place, table.per_row))
+            plan.emit(operation, inputs, table.on(table.axis + place))
             return True
     is_sum = x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_complex
     rank = plan.rank(x)
@@ -285,7 +291,7 @@ def _are_numbers_of_rows(plan: Planner, indices: Any, table: Shard) -> bool:
     if operation.type != "Range":
         return False
     start, limit, delta = map(plan.sizes_of, operation.inputs)
-    return bool(start == 0 and delta == 1 and limit is not None and limit == Rows(table.per_row))
+    return bool(start == 0 and delta == 1 and limit is not None and limit == table.size)
 
 
 @rule("GatherNd")
@@ -293,14 +299,17 @@ def gather_parts(plan: Planner, operation: Any) -> None:
     """Parts of a tensor that all replicas have, for own indices; or the rows of parts, for indices that all have."""
     x, indices = operation.inputs
     of_parts, chosen, depth = plan.placement(x), plan.placement(indices), indices.shape[-1] if indices.shape.rank else None
+    among = chosen_among(plan, indices)
     if depth is None:
         plan.replicate(operation)
+    elif among is not None and isinstance(chosen, Shard) and of_parts == among:
+        plan.emit(operation, [plan.local(x), own_places(plan, indices, among)], chosen)
     elif isinstance(chosen, Shard) and chosen.axis < indices.shape.rank - 1:
         plan.emit(operation, [plan.replicated(x), plan.local(indices)], chosen)
     elif isinstance(of_parts, Partial) and isinstance(chosen, Replicate):
         plan.emit(operation, plan.locals(operation), PARTIAL)
     elif isinstance(of_parts, Shard) and isinstance(chosen, Replicate) and of_parts.axis >= depth:
-        placement = Shard(indices.shape.rank - 1 + of_parts.axis - depth, of_parts.per_row)
+        placement = of_parts.on(indices.shape.rank - 1 + of_parts.axis - depth)
         plan.emit_filled(operation, plan.locals(operation), [0], of_parts, placement)
     else:
         plan.replicate(operation)
@@ -309,9 +318,9 @@ def gather_parts(plan: Planner, operation: Any) -> None:
 def _gather_rows_by_rows(plan: Planner, operation: Any, axis: int | None, rest: list[Tensor]) -> None:
     """Each row chooses among its own elements."""
     x, indices = operation.inputs[:2]
-    shard = Shard(0, getattr(plan.placement(x), "per_row", 1))
-    is_rows = plan.placement(x) == plan.placement(indices) == shard and operation.get_attr("batch_dims") > 0
-    if axis is None or axis == 0 or not is_rows:
+    shard = plan.placement(x)
+    is_rows = isinstance(shard, Shard) and shard.axis == 0 and plan.placement(indices) == shard
+    if not axis or not is_rows or operation.get_attr("batch_dims") < 1:
         plan.replicate(operation)
     else:
         plan.emit(operation, [plan.local(x), plan.local(indices), *rest], shard)
@@ -328,82 +337,4 @@ def one_hot(plan: Planner, operation: Any) -> None:
         return
     inputs = [plan.local(operation.inputs[0]), *map(plan.replicated, list(operation.inputs)[1:])]
     moved = axis != -1 and axis <= placement.axis
-    plan.emit(operation, inputs, Shard(placement.axis + moved, placement.per_row))
-
-
-@rule("UnsortedSegmentSum")
-def segment_sum(plan: Planner, operation: Any) -> None:
-    """Rows are added up by their numbers, which is how gradients of tables come."""
-    data, segments, number = operation.inputs
-    placement, own = plan.placement(data), plan.placement(segments)
-    rest = plan.replicated(number)
-    are_rows = isinstance(own, Shard) and (
-        placement == own or (isinstance(placement, Replicate) and plan.have_rows(data, own))
-    )
-    if isinstance(own, Shard) and are_rows:
-        plan.emit(operation, [plan.sharded(data, own), plan.local(segments), rest], PARTIAL)
-    elif isinstance(placement, Partial) and isinstance(own, Replicate):
-        plan.emit(operation, [plan.local(data), plan.local(segments), rest], PARTIAL)
-    else:
-        plan.replicate(operation)
-
-
-_EXTREMES = {"UnsortedSegmentMax": "Max", "UnsortedSegmentMin": "Min", "UnsortedSegmentProd": "Prod"}
-
-
-@rule(*_EXTREMES)
-def segment_extremes(plan: Planner, operation: Any) -> None:
-    """Of each segment, a maximum over rows is the maximum of the replicas' maxima."""
-    data, segments, number = operation.inputs
-    own, add = plan.placement(segments), plan.program.add
-    if not isinstance(own, Shard) or own.axis or plan.placement(data) != own:
-        plan.replicate(operation)
-        return
-    inputs = [plan.local(data), plan.local(segments), plan.replicated(number)]
-    of_own = add("ExpandDims", plan.program.copy_of(operation, inputs).outputs[0], 0)
-    of_own.shape = tf.TensorShape([1]).concatenate(operation.outputs[0].shape)
-    of_all = plan.program.send("gather", of_own)
-    plan.put(operation.outputs[0], REPLICATE, add(_EXTREMES[operation.type], of_all, 0, keep_dims=False))
-
-
-@rule("ScatterNd")
-@always
-def scatter(plan: Planner, operation: Any) -> None:
-    """Updates of own rows are put among zeros, and add up."""
-    indices, updates, shape = operation.inputs
-    placement = plan.placement(updates)
-    is_own = isinstance(placement, Shard) and placement.axis == 0 and placement == plan.placement(indices)
-    is_sum = isinstance(placement, Partial) and isinstance(plan.placement(indices), Replicate)
-    if is_own or is_sum:
-        plan.emit(operation, [plan.local(indices), plan.local(updates), plan.replicated(shape)], PARTIAL)
-    else:
-        plan.replicate(operation)
-    if (sizes := plan.sizes_of(shape)) is not None:
-        plan.known_dims[operation.outputs[0].name] = list(sizes)
-
-
-@rule("TensorScatterAdd", "TensorScatterMax", "TensorScatterMin", "TensorScatterSub", "TensorScatterUpdate")
-def scatter_into(plan: Planner, operation: Any) -> None:
-    """Parts of a tensor are changed, each of which has rows; or own rows are added to parts of one that has none."""
-    x, indices, updates = operation.inputs
-    depth, rank, of_updates = indices.shape[-1] if indices.shape.rank else None, plan.rank(x), plan.placement(updates)
-    shards = set()
-    if depth is not None and rank is not None and isinstance(plan.placement(indices), Replicate):
-        further = indices.shape.rank - 1 - depth  # By which an axis is further behind in the updates.
-        if isinstance(own := plan.placement(x), Shard) and own.axis >= depth:
-            shards.add(own)
-        if isinstance(of_updates, Shard) and of_updates.axis >= indices.shape.rank - 1:
-            shards.add(Shard(of_updates.axis - further, of_updates.per_row))
-    if len(shards) == 1:
-        shard = shards.pop()
-        moved = Shard(shard.axis + further, shard.per_row)
-        size = x.shape[shard.axis] if plan.placement(x) == shard else updates.shape[moved.axis]
-        if plan.have_rows(x, shard, size) and plan.have_rows(updates, moved, size):
-            own_updates = plan.filled(plan.sharded(updates, moved), moved, updates)
-            plan.emit_filled(operation, [plan.sharded(x, shard), plan.local(indices), own_updates], [0], shard, shard)
-            return
-    is_own = isinstance(of_updates, Shard) and of_updates.axis == 0 and plan.placement(indices) == of_updates
-    if is_own and operation.type in ("TensorScatterAdd", "TensorScatterSub"):
-        plan.emit(operation, [plan.partial(x), plan.local(indices), plan.local(updates)], PARTIAL)
-    else:
-        plan.replicate(operation)
+    plan.emit(operation, inputs, placement.on(placement.axis + moved))

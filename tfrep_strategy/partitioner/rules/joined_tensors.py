@@ -33,7 +33,7 @@ def unpack(plan: Planner, operation: Any) -> None:
     if isinstance(placement, Partial):
         plan.emit(operation, [plan.local(x)], PARTIAL)
     elif isinstance(placement, Shard) and axis is not None and axis != placement.axis:
-        plan.emit(operation, [plan.local(x)], Shard(placement.axis - (axis < placement.axis), placement.per_row))
+        plan.emit(operation, [plan.local(x)], placement.on(placement.axis - (axis < placement.axis)))
     else:
         plan.replicate(operation)
 
@@ -67,7 +67,7 @@ def join(plan: Planner, operation: Any) -> None:
     ):
         plan.replicate(operation)
         return
-    placement = Shard(shard.axis + (is_pack and axis % known <= shard.axis), shard.per_row)
+    placement = shard.on(shard.axis + (is_pack and axis % known <= shard.axis))
     plan.emit(operation, [*(plan.sharded(x, shard) for x in tensors), *rest], placement)
 
 
@@ -82,6 +82,6 @@ def _join_rows(plan: Planner, operation: Any, tensors: list[Any], axis: int) -> 
         plan.replicate(operation)
         return
     plan.emit(operation, [plan.replicated(x) for x in operation.inputs], REPLICATE)
-    whole, shard = plan.local(result), Shard(axis, size.per_row)
+    whole, shard = plan.local(result), size.at(axis)
     plan.put(result, shard, plan.cut(whole, shard, result.shape.rank))
     plan.whole[result.name] = whole

@@ -104,8 +104,8 @@ def unstack(plan: Planner, operation: Any) -> None:
     placement, local = plan.placement(x), plan.local(x)
     if isinstance(placement, Shard):
         if placement.axis:
-            placement = Shard(placement.axis - 1, placement.per_row)
-        elif placement.per_row == 1:
+            placement = placement.on(placement.axis - 1)
+        elif placement == Shard(0):
             placement = ITEMS
         else:  # Several elements belong to a row.
             plan.without_rule.setdefault(operation.type, operation)
@@ -146,7 +146,7 @@ def stack(plan: Planner, operation: Any) -> None:
         return
     inputs = [value.local, *map(plan.replicated, indices), _own_shape(plan, shape, placement)]
     if isinstance(placement, Shard):
-        placement = Shard(placement.axis + 1, placement.per_row)
+        placement = placement.on(placement.axis + 1)
     plan.emit(operation, inputs, REPLICATE if isinstance(placement, Vacant) else placement)
     (result,) = operation.outputs
     if value.elements is not None and value.elements.dims is not None:

@@ -96,12 +96,11 @@ def own_sum(plan: Planner, operation: Any) -> None:
 def spread(plan: Planner, operation: Any) -> None:
     """Each replica has its value for its own rows."""
     own, shape = operation.inputs
-    rows = plan.row_place(shape)
-    if rows is None:
+    shard = plan.row_place(shape)
+    if shard is None:
         hint = "leave out batch_statistics."
         raise CannotPartitionError(message("Statistics of replicas are wanted for rows that are not those of the batch.", hint))
-    place, per_row = rows
-    plan.emit(operation, [plan.local(own), plan.own_sizes(shape, place, per_row)], Shard(place, per_row))
+    plan.emit(operation, [plan.local(own), plan.own_sizes(shape, shard)], shard)
 
 
 @_for(marks.CALL)

@@ -14,7 +14,7 @@ _VARIABLE = "the copies of a variable get the rows of all replicas"
 ON_PURPOSE.update(
     dict.fromkeys(("CTCGreedyDecoder", "CTCBeamSearchDecoder", "SparseCross", "StringSplit", "StringSplitV2"), _SPARSE)
     | dict.fromkeys(("RaggedTensorToTensor", "SparseTensorDenseMatMul", "SparseToDense"), _DENSE)
-    | dict.fromkeys(("DynamicPartition", "Unique", "UniqueV2", "UniqueWithCounts", "Where"), _COUNT)
+    | dict.fromkeys(("Unique", "UniqueV2", "UniqueWithCounts"), _COUNT)
     | dict.fromkeys(("DynamicStitch", "RandomShuffle", "ReverseV2", "Roll", "TopKV2"), _ORDER)
     | dict.fromkeys(("EagerPyFunc", "PyFunc", "PyFuncStateless"), _PYTHON)
     | dict.fromkeys(("ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterUpdate"), _VARIABLE)

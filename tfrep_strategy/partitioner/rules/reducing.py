@@ -24,7 +24,7 @@ def reduced_axes(plan: Planner, operation: Any) -> list[int] | None:
 
 
 def _kept(shard: Shard, axes: list[int], keeps: bool) -> Shard:
-    return shard if keeps else Shard(shard.axis - sum(axis < shard.axis for axis in axes), shard.per_row)
+    return shard if keeps else shard.on(shard.axis - sum(axis < shard.axis for axis in axes))
 
 
 def _note_dims(plan: Planner, operation: Any) -> None:
@@ -120,7 +120,7 @@ def mean(plan: Planner, operation: Any) -> None:
     dtype = tf.float32 if x.dtype.size == 2 else x.dtype  # A sum of halves could overflow where their mean does not.
     rows = inputs[0] if dtype == x.dtype else add("Cast", inputs[0], DstT=dtype)
     total = add("Sum", rows, inputs[1], keep_dims=keeps)
-    count = add("Cast", plan.times(plan.rows.total, placement.per_row), DstT=dtype)
+    count = add("Cast", plan.elements(placement).total, DstT=dtype)
     others = [axis for axis in axes if axis != placement.axis]
     if others:
         sizes = add("GatherV2", add("Shape", inputs[0]), others, 0)

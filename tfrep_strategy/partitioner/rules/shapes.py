@@ -46,7 +46,7 @@ def _global_shape(plan: Planner, tensor: Any, dtype: tf.DType) -> Any:
         if is_number(size):
             return plan.program.constant(size, dtype)
         if isinstance(size, Rows):
-            return plan.as_dtype(plan.times(plan.rows.total, size.per_row), dtype)
+            return plan.as_dtype(plan.elements(size).total, dtype)
         local = local or add("Shape", plan.local(tensor), out_type=dtype)
         return add("Squeeze", add("Slice", local, [axis], [1]), squeeze_dims=[0])
 
@@ -119,7 +119,7 @@ def transpose(plan: Planner, operation: Any) -> None:
     if isinstance(placement, Partial):
         plan.emit(operation, inputs, PARTIAL)
     elif isinstance(placement, Shard) and axes is not None:
-        plan.emit(operation, inputs, Shard([a % len(axes) for a in axes].index(placement.axis), placement.per_row))
+        plan.emit(operation, inputs, placement.on([a % len(axes) for a in axes].index(placement.axis)))
     else:
         plan.replicate(operation)
     if axes is not None and dims is not None:
@@ -137,7 +137,7 @@ def expand(plan: Planner, operation: Any) -> None:
         plan.emit(operation, inputs, PARTIAL)
     elif isinstance(placement, Shard) and axis is not None and known is not None:
         before = axis % (known + 1) <= placement.axis
-        plan.emit(operation, inputs, Shard(placement.axis + before, placement.per_row))
+        plan.emit(operation, inputs, placement.on(placement.axis + before))
     else:
         plan.replicate(operation)
     dims = plan.dims(x)
@@ -156,7 +156,7 @@ def squeeze(plan: Planner, operation: Any) -> None:
         plan.emit(operation, [plan.local(x)], PARTIAL)
     elif isinstance(placement, Shard) and axes and placement.axis not in axes:
         plan.emit(
-            operation, [plan.local(x)], Shard(placement.axis - sum(a < placement.axis for a in axes), placement.per_row)
+            operation, [plan.local(x)], placement.on(placement.axis - sum(a < placement.axis for a in axes))
         )
     else:
         plan.replicate(operation)
@@ -187,11 +187,11 @@ def reshape(plan: Planner, operation: Any) -> None:
     if all(
         is_number(d) for axis, d in enumerate(dims) if axis != found.axis
     ):  # What is left to infer cannot be inferred of no rows.
-        own = plan.as_dtype(plan.times(plan.rows.count, found.per_row), wanted.dtype)
+        own = plan.as_dtype(plan.elements(found).count, wanted.dtype)
         sizes_ = [own if axis == found.axis else plan.program.constant(d, wanted.dtype) for axis, d in enumerate(dims)]
         plan.emit(operation, [plan.local(x), add("Pack", sizes_, axis=0)], found)
     else:
-        plan.emit(operation, [plan.local(x), plan.own_sizes(wanted, found.axis, found.per_row)], found)
+        plan.emit(operation, [plan.local(x), plan.own_sizes(wanted, found)], found)
 
 
 def _is_reshaped_to_itself(plan: Planner, x: Any, wanted: Any) -> bool:
@@ -206,7 +206,7 @@ def _note_dims(plan: Planner, result: Any, wanted: Any, shard: Shard | None = No
     if dims is None:
         return
     if shard is not None and dims[shard.axis] is None:
-        dims[shard.axis] = Rows(shard.per_row)
+        dims[shard.axis] = shard.size
     plan.known_dims[result.name] = dims
 
 
@@ -249,7 +249,7 @@ def _reshaped_rows(plan: Planner, x: Any, wanted: Any, result: Any, shard: Shard
             shard, inner, inner_after, before[shard.axis], size_, before[shard.axis + 1 :], after[axis + 1 :]
         )
         if per_row is not None:
-            return Shard(axis, per_row)
+            return Shard(axis, per_row, shard.rows)
     return None
 
 
@@ -258,6 +258,8 @@ def _per_row(
 ) -> int | None:
     """Returns how many elements of the new axis belong to a row, if the new axis holds the rows."""
     if isinstance(size_after, Rows):
+        if size_after.rows != shard.rows:
+            return None
         same = inner_after == inner and size_after.per_row == shard.per_row
         grown = None not in (inner, inner_after) and inner * shard.per_row == inner_after * size_after.per_row
         unknown_behind = size_after.per_row == shard.per_row and list(behind) == list(behind_after)
@@ -288,21 +290,21 @@ def grow_to(plan: Planner, operation: Any) -> None:
     if place is None or sizes_ is None or known is None:
         _grow_whole(plan, operation, wanted)
         return
-    shard = Shard(*place)
+    shard = place
     axis = shard.axis - (sizes_.size - known)
-    if isinstance(placement, Shard) and placement != Shard(axis, shard.per_row):
+    if isinstance(placement, Shard) and placement != shard.on(axis):
         _grow_whole(plan, operation, wanted)
         return
     if isinstance(placement, Shard):
         local = plan.local(x)
     elif axis < 0 or (plan.dims(x) or [])[axis] == 1:
         local = plan.replicated(x)
-    elif plan.have_rows(x, Shard(axis, shard.per_row)):
-        local = plan.sharded(x, Shard(axis, shard.per_row))
+    elif plan.have_rows(x, shard.on(axis)):
+        local = plan.sharded(x, shard.on(axis))
     else:
         _grow_whole(plan, operation, wanted)
         return
-    own = plan.own_sizes(wanted, *place)
+    own = plan.own_sizes(wanted, place)
     plan.emit(operation, [own, local] if operation.type == "Fill" else [local, own], shard)
     _note_dims(plan, operation.outputs[0], wanted, shard)
 
@@ -321,7 +323,7 @@ def empty(plan: Planner, operation: Any) -> None:
     if place is None:
         plan.replicate(operation)
     else:
-        plan.emit(operation, [plan.own_sizes(wanted, *place)], Shard(*place))
+        plan.emit(operation, [plan.own_sizes(wanted, place)], place)
     _note_dims(plan, operation.outputs[0], wanted)
 
 
@@ -336,8 +338,8 @@ def tile(plan: Planner, operation: Any) -> None:
         return
     if isinstance(placement, Shard) and repeated[placement.axis] == 1:
         plan.emit(operation, [plan.local(x), plan.replicated(times)], placement)
-    elif isinstance(placement, Replicate) and (place := plan.row_place(times)) is not None and known[place[0]] == 1:
-        plan.emit(operation, [plan.local(x), plan.own_sizes(times, *place)], Shard(*place))
+    elif isinstance(placement, Replicate) and (place := plan.row_place(times)) is not None and known[place.axis] == 1:
+        plan.emit(operation, [plan.local(x), plan.own_sizes(times, place)], place)
     else:
         plan.replicate(operation)
     plan.known_dims[operation.outputs[0].name] = [product([a, b]) for a, b in zip(known, repeated, strict=True)]

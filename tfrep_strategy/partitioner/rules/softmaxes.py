@@ -47,10 +47,8 @@ def _sparse_cross_entropy(plan: Planner, operation: Any, shard: Shard) -> None:
     """The classes are rows: each replica has some of them, and knows of each label whether it is one of its own."""
     logits, labels = operation.inputs
     add, one, zero, nan = plan.program.add, *(plan.program.constant(x, logits.dtype) for x in (1.0, 0.0, float("nan")))
-    first, count, classes = (
-        plan.as_dtype(plan.times(size, shard.per_row), labels.dtype)
-        for size in (plan.rows.start, plan.rows.count, plan.rows.total)
-    )
+    rows = plan.elements(shard)
+    first, count, classes = (plan.as_dtype(size, labels.dtype) for size in (rows.start, rows.count, rows.total))
     whole = plan.replicated(labels)
     own = add("OneHot", add("Sub", whole, first), plan.as_dtype(count, tf.int32), one, zero, axis=-1)
     # The loss of a label that is no class is no number, as on GPUs.
