@@ -64,6 +64,9 @@ default_graph_stack = _private("framework.ops", "_default_graph_stack")
 # Whether a gradient tape of this thread records.
 tape_may_record = _private("eager.record", "could_possibly_record")
 
+# What `tf.function` makes.
+Function = _private("eager.polymorphic_function.polymorphic_function", "Function")
+
 # What a `tf.autodiff.ForwardAccumulator` of this thread has found out of tensors.
 
 # Chooses the seeds of random operations.

@@ -504,6 +504,18 @@ CASES = {
         [np.float64, np.int32],
         high=1,
     ),
+    "Where": Case(
+        lambda x, i: [tf.where(x > 0.0), tf.boolean_mask(x, i > 1), tf.boolean_mask(x, x > 0.0), tf.where(i > 1)],
+        [row, ("n",)],
+        [[S(), S()], [S(), R]],
+        [np.float64, np.int32],
+    ),
+    "DynamicPartition": Case(
+        lambda x, i: tf.dynamic_partition(x, i, 3),
+        [row, ("n",)],
+        [[S(), S()], [S(), R], [R, S()]],
+        [np.float64, np.int32],
+    ),
     "GatherV2 by rows": Case(
         lambda x, i: tf.gather(x, i, batch_dims=1),
         [row, ("n", 2)],

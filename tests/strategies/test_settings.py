@@ -33,6 +33,7 @@ SYNCHRONOUS = [
     ("shard_optimizer_state", True, [1, "yes", None]),
     ("batch_statistics", "replica", ["own", True, None]),
     ("allow_plain_models", True, [1, "yes", None]),
+    ("partition_functions", False, [1, "yes", None]),
 ]
 OF_CLASS: dict[type, list[tuple[str, Any, list[Any]]]] = {
     tfrep.MirroredStrategy: [

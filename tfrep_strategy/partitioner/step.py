@@ -54,6 +54,7 @@ class PartitionedStep:
     Attributes:
         rows: How many rows the batch has, if the step was traced for a number of them. If nothing that is given has rows, those
             are meant of which the step draws most numbers.
+        writes: Whether it writes a variable that it is given.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class PartitionedStep:
             program.results.append(plan.sharded(tensor, Shard(0)) if keeps else whole(tensor))
             self.placements.append(Shard(0) if keeps else REPLICATE)
         self.program, self.without_rule = program, plan.without_rule
+        self.writes = any(writes and handle.node is None and handle.name != "effects" for handle, writes in plan.accesses())
         self._placed = collections.Counter(type(value.placement).__name__ for value in plan.values.values())
         self.graph = graph  # With it, its functions would end.
         prune(program)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfrep_strategy._tensorflow import Function
 from tfrep_strategy.batches import known_total, num_examples, pack, with_unknown_size
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.communicators.compression import DTYPES
@@ -19,6 +20,7 @@ from tfrep_strategy.keras_integration.synchronous.driver import SynchronousDrive
 from tfrep_strategy.old_spellings import DISTRIBUTE, OF_FUNCTIONS, OF_STRATEGIES, RUN, ShowsNewNames, gone
 from tfrep_strategy.strategies import (
     branches,  # noqa: F401  (acts where a `tf.cond` is built)
+    functions_in_scope,
     reflecting_pads,  # noqa: F401  (acts where something is padded)
     sync_check,
 )
@@ -65,6 +67,8 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
         batch_statistics: Of which rows `BatchNormalization` takes mean and variance in a step: of the global batch, as one device
             does ("global"), or each replica of its own rows ("replica").
         allow_plain_models: Whether models that were made outside the scope may train, each process for itself.
+        partition_functions: Whether replicas share the work of a `tf.function` of the user's own that is called in the scope, gets
+            or draws rows, and writes variables, as if it were one of `tfrep.partition`.
     """
 
     _old_names = OF_STRATEGIES
@@ -81,6 +85,7 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
     shard_optimizer_state = CheckedSetting(flag, fixed=True, at_first=True)
     batch_statistics = CheckedSetting(one_of("global", "replica"), fixed=True, at_first=True)
     allow_plain_models = CheckedSetting(flag)
+    partition_functions = CheckedSetting(flag)
 
     def __init__(self, extended: Any) -> None:
         super().__init__(extended)
@@ -182,7 +187,7 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
             what: A `tf.data.Dataset` of global batches. It tells which of its operations a process computes for its own examples
                 only, and why not the others. Or a model that has run a step under this strategy: for each phase, how many tensors
                 are in rows, sums, or whole on every replica; what replicas send in each round; which operations each of them
-                computes for all rows. Or what `tfrep.partition` has returned, which tells the same.
+                computes for all rows. Or a function of which replicas share the work, which tells the same.
 
         Example:
             >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -191,6 +196,8 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
         """
         if isinstance(what, tf.data.Dataset):
             return explain(what, self.extended.local_replicas(stop_together=False))
+        if isinstance(what, Function):
+            what = functions_in_scope.candidate(what) or what
         if isinstance(what, PartitionedFunction):
             return "\n".join(what.describe()) or "The function has not been called on several replicas."
         lines = [f"{phase}: {line}" for phase, steps in self.extended.steps_of.get(what, ()) for line in steps.describe()]

@@ -114,6 +114,8 @@ class MirroredStrategy(SynchronousStrategy):
             `"replica"`: each replica takes those of its own rows, and waits for no other. The answer then depends on how many
             replicas there are; see docs/speed.md.
         allow_plain_models: Whether models that were made outside the scope train without a warning. One device trains such a model.
+        partition_functions: Whether replicas share the work of a `tf.function` of your own that is called in the scope, gets or
+            draws rows, and writes variables, as if it were one of `tfrep.partition`.
 
     Every argument is an attribute, too. Those that name devices, `devices_per_replica`, `shard_optimizer_state` and
     `batch_statistics` are fixed; the others can be set before the next step.
@@ -143,6 +145,7 @@ class MirroredStrategy(SynchronousStrategy):
         shard_optimizer_state: bool = False,
         batch_statistics: str = "global",
         allow_plain_models: bool = False,
+        partition_functions: bool = True,
     ) -> None:
         _warn_among_processes()
         self._set(
@@ -155,6 +158,7 @@ class MirroredStrategy(SynchronousStrategy):
             shard_optimizer_state=shard_optimizer_state,
             batch_statistics=batch_statistics,
             allow_plain_models=allow_plain_models,
+            partition_functions=partition_functions,
             devices_per_replica=devices_per_replica,
             keras_layer_placement=keras_layer_placement or {},
         )

@@ -53,6 +53,8 @@ class MultiWorkerStrategy(SynchronousStrategy):
             replicas there are; see docs/speed.md.
         allow_plain_models: Whether models that were made outside the scope may train. Each rank trains such a model alone; by
             default it is refused.
+        partition_functions: Whether replicas share the work of a `tf.function` of your own that is called in the scope, gets or
+            draws rows, and writes variables, as if it were one of `tfrep.partition`.
         rank_data: The relation between the data that the ranks pass to `fit`, `evaluate`, `predict` and
             `experimental_distribute_dataset`. `"same"`: all ranks pass the same data, and each takes its part of every
             batch. A sample is compared; a difference is an error. `"unchecked"`: the same, without the comparison.
@@ -89,6 +91,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
         shard_optimizer_state: bool = False,
         batch_statistics: str = "global",
         allow_plain_models: bool = False,
+        partition_functions: bool = True,
         rank_data: str = "same",
     ) -> None:
         self._set(
@@ -99,6 +102,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
             shard_optimizer_state=shard_optimizer_state,
             batch_statistics=batch_statistics,
             allow_plain_models=allow_plain_models,
+            partition_functions=partition_functions,
             rank_data=rank_data,
             compression=compression,
             bucket_bytes=bucket_bytes,

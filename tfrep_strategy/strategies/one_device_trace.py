@@ -41,6 +41,9 @@ class OneDeviceTrace:
         batch: The specification of a batch.
         of_batch: How replicas get each tensor of it.
         keeps_rows: See `PartitionedSteps`.
+
+    Attributes:
+        is_for_replicas: Whether the step calls `strategy.run`.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class OneDeviceTrace:
         while made:  # As `tf.function` does: what made variables is traced once more, now that they are there.
             with one_replica(strategy) as made:
                 graph = trace("step", fn, [batch], {})
+                self.is_for_replicas = strategy.extended.is_asked_to_run
         strategy.extended.synchronize_new_variables()
         self._results = graph.structured_outputs
         self._captured = [outer for outer, _ in graph.captures]

@@ -38,10 +38,14 @@ class OneReplica(DefaultDistributionExtended):
     Args:
         strategy: The strategy.
         of_all: Its own `extended`.
+
+    Attributes:
+        is_asked_to_run: Whether what is traced has called `strategy.run`: it is written for replicas.
     """
 
     def __init__(self, strategy: Any, of_all: Any) -> None:
         super().__init__(strategy)
+        self.is_asked_to_run = False
         self.of_all = of_all
         self.num_replicas = of_all._num_replicas_in_sync
         self.cut_of_new_variables, self.transform_gradients = of_all.cut_of_new_variables, of_all.transform_gradients
@@ -127,6 +131,7 @@ class OneReplica(DefaultDistributionExtended):
         return contextlib.nullcontext(strategy)
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.is_asked_to_run = True
         return fn(*args, **kwargs)
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> Any:

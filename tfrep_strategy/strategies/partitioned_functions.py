@@ -65,13 +65,19 @@ def partition(function: Callable[..., Any]) -> PartitionedFunction:
 
 
 class PartitionedFunction:
-    """What `partition` returns; see there."""
+    """What `partition` returns; see there.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    Args:
+        function: The function.
+        as_it_was: Calls a function that is partitioned only if it trains; None if it is whatever it does.
+    """
+
+    def __init__(self, function: Callable[..., Any], as_it_was: Callable[..., Any] | None = None) -> None:
+        self._must_train = as_it_was is not None
         self._python: Callable[..., Any] = getattr(function, "python_function", function)
-        self._as_it_was = function if hasattr(function, "python_function") else tf.function(function)
-        self._steps: dict[Any, _Step] = {}
+        self._signature, self._compiled = getattr(function, "input_signature", None), asks_for_xla(function)
+        self._as_it_was = as_it_was or (function if hasattr(function, "python_function") else tf.function(function))
+        self._steps: dict[Any, _Step | _AsItWas] = {}
         self._lock = threading.RLock()
         functools.update_wrapper(self, self._python)
 
@@ -79,28 +85,28 @@ class PartitionedFunction:
         """Returns the function as a method of an object."""
         if owner is None:
             return self
-        made = PartitionedFunction(self._function.__get__(owner, kind))
+        made = PartitionedFunction(self._as_it_was.__get__(owner, kind))
         name = getattr(self._python, "__name__", "")
         if name and getattr(kind, name, None) is self:
             vars(owner)[name] = made  # Its traces belong to the object.
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        strategy = _strategy_here()
-        if strategy is None or tape_may_record():
+        strategy = strategy_here()
+        if strategy is None:
             return self._as_it_was(*args, **kwargs)
         bound = inspect.signature(self._python).bind(*args, **kwargs)
         bound.apply_defaults()
-        given = _Arguments.of((bound.args, bound.kwargs), getattr(self._function, "input_signature", None))
+        given = _Arguments.of((bound.args, bound.kwargs), self._signature)
+        if not all(map(_fits, given.specs, given.tensors)):
+            return self._as_it_was(*args, **kwargs)  # It tells so.
         names = [name for name, value in bound.arguments.items() for _ in _dense(list(filter(_is_tensor, _leaves(value))))]
         key = id(strategy), given.key
         with self._lock:
             if key not in self._steps:
-                strategy.extended.check_same(Fingerprint({"arguments": given.tensors}))
-                name = strategy.extended.name_of_step(getattr(self._python, "__qualname__", "a function"))
-                self._steps[key] = _Step(strategy, self._python, given, names, asks_for_xla(self._function), name)
+                self._steps[key] = self._step(strategy, given, names)
         step = self._steps[key]
-        if not step.is_shared:
+        if isinstance(step, _AsItWas):
             return self._as_it_was(*args, **kwargs)
         strategy.extended.synchronize_new_variables()
         strategy.extended.mark_state_changed()
@@ -111,14 +117,57 @@ class PartitionedFunction:
         """Says how it is partitioned, for each kind of arguments that it was called with."""
         return [line for step in self._steps.values() for line in step.describe()]
 
+    def _step(self, strategy: Any, given: _Arguments, names: Sequence[str]) -> _Step | _AsItWas:
+        """Returns what runs for arguments of one kind."""
+        extended, fingerprint = strategy.extended, Fingerprint({"arguments": given.tensors})
+        name = getattr(self._python, "__qualname__", "a function")
+        if not self._must_train:
+            extended.check_same(fingerprint)
+        try:
+            step = _Step(strategy, self._python, given, names, self._compiled, extended.name_of_step(name))
+        except Exception:
+            if self._must_train:  # Called as it was, it tells what is wrong with it.
+                return _AsItWas([])
+            raise
+        if step.reads_data:
+            return _AsItWas(["Each process computes all of it, since it reads a data set."])
+        if self._must_train:
+            if not step.trains:
+                return _AsItWas([])
+            if len(set(extended.all_gather_object(fingerprint.digest))) > 1:
+                warn(
+                    f"Ranks call {name} with other arguments, so each of them computes for its own.\n"
+                    "Hint: give all ranks the same batches, so that they share the work; or set partition_functions=False."
+                )
+                return _AsItWas(["Each process computes all of it, since ranks have called it with other arguments."])
+        step.compare()
+        return step
 
-def _strategy_here() -> Any:
-    """Returns the strategy in scope if eager code outside of replicas asks for it, and it has several replicas; else None."""
+
+class _AsItWas(NamedTuple):
+    """Stands for a function that replicas do not share for arguments of one kind.
+
+    Attributes:
+        told: Why.
+    """
+
+    told: list[str]
+
+    def describe(self) -> list[str]:
+        """Says why."""
+        return self.told
+
+
+def strategy_here() -> Any:
+    """Returns the strategy in scope if eager code outside of replicas asks for it, and it has several replicas; else None.
+
+    Nor is there one under a gradient tape that is open around the call: it would not see what replicas do.
+    """
     if not tf.executing_eagerly() or not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context() is False:
         return None
     strategy = tf.distribute.get_strategy()
-    knows = hasattr(strategy.extended, "transport")
-    return strategy if knows and strategy.num_replicas_in_sync > 1 else None
+    knows = hasattr(strategy.extended, "transport") and strategy.num_replicas_in_sync > 1
+    return strategy if knows and not tape_may_record() else None
 
 
 class _Arguments(NamedTuple):
@@ -179,6 +228,10 @@ class _Step:
         names: Of the argument that each dense tensor in them belongs to.
         compiled: Whether XLA compiles what lies between collectives.
         name: The same in all processes.
+
+    Attributes:
+        reads_data: Whether it reads a data set. It would read that for each replica.
+        trains: Whether it writes variables, and has rows; and replicas do not run parts of it each.
     """
 
     def __init__(
@@ -208,10 +261,11 @@ class _Step:
         except CannotPartitionError as error:
             warn(f"Each process computes all of {name}: that is right, but no faster than one device.\n{error}")
             self._trace = OneDeviceTrace(strategy, step, specs, [Given()] * (len(shared) + 1))
-        strategy.extended.transport.compare(name, self._trace.step)
-        self._place = given.are_rows.index(True) if True in given.are_rows else None
-        self.is_shared = not self._trace.step.reads_data
-        """Whether replicas can share the work. What reads data would read it for each of them."""
+        self._name, self._place = name, given.are_rows.index(True) if True in given.are_rows else None
+        of_one_device = self._trace.step
+        self.reads_data = of_one_device.reads_data
+        has_rows = of_one_device.rows is not None or any(x.shape.rank for x in _dense(given.tensors))
+        self.trains = has_rows and of_one_device.writes and not self._trace.is_for_replicas
         self._run = tf.function(self._on_replicas, autograph=False)
 
     def __call__(self, tensors: Sequence[Any]) -> Any:
@@ -219,10 +273,12 @@ class _Step:
         with extended.partitioned_by(None, self._compiled), compiled_at_once() if self._compiled else contextlib.nullcontext():
             return self._run(_dense(tensors))
 
+    def compare(self) -> None:
+        """Refuses a function that other ranks have otherwise. Each rank calls it before it runs the function."""
+        self._strategy.extended.transport.compare(self._name, self._trace.step)
+
     def describe(self) -> list[str]:
         """Says how it is partitioned."""
-        if not self.is_shared:
-            return ["Each process computes all of it, since it reads a data set."]
         return self._trace.describe()
 
     def _on_replicas(self, tensors: Sequence[tf.Tensor]) -> Any:
@@ -281,6 +337,10 @@ def _leaves(nest: Any) -> list[Any]:
 def _dense(tensors: Sequence[Any]) -> list[tf.Tensor]:
     """Returns the dense tensors that tensors are made of."""
     return list(tf.nest.flatten(list(tensors), expand_composites=True))
+
+
+def _fits(spec: Any, tensor: Any) -> bool:
+    return bool(spec.is_compatible_with(tensor))
 
 
 def _is_dense(spec: Any) -> bool:

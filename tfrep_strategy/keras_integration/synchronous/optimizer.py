@@ -19,7 +19,7 @@ from tfrep_strategy.keras_integration.synchronous.sharded_updates import Sharded
 _OUTSIDE_REPLICAS = (
     "An optimizer is applied outside `strategy.run`. Gradients that are computed there too are those of the whole batch: right, but"
     " no faster than one device.\n"
-    "Hint: put tfrep.partition in the place of tf.function around the step."
+    "Hint: make the step a `@tf.function`, called in the scope with the same batches on all ranks. Replicas then share its work."
 )
 
 _applied_gradients: Setting[str | None] = Setting(None)
