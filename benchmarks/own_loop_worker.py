@@ -43,8 +43,7 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float]:
         smaller = question["smaller"]
         with strategy.scope() if strategy is not None else contextlib.nullcontext():
             if smaller not in steps:
-                step = _train_step(*_networks(smaller))
-                steps[smaller] = tf.function(step) if strategy is None else tfrep.partition(step)
+                steps[smaller] = tf.function(_train_step(*_networks(smaller)))
                 steps[smaller](images)
             began = time.process_time()
             for _ in range(question["steps"]):

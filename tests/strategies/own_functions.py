@@ -5,6 +5,7 @@ They compute in 64 bits. Kinks and Adam would amplify what replicas round otherw
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -307,7 +308,184 @@ def scaled(function: Decorator) -> Results:
     return [*losses, average.result()], _values(model, optimizer)
 
 
-_ALL = (gan, penalized, replayed, physics, accumulated, variational, translated, captioned, compared, scaled)
+def translated_pictures(function: Decorator) -> Results:
+    """pix2pix: a generator with skips, a critic of patches that sees pairs, an L1 term; two optimizers."""
+    given = keras.Input((8, 8, 2))
+    low = L.Conv2D(4, 4, 2, "same", activation="silu")(given)
+    lower = L.BatchNormalization()(L.Conv2D(4, 4, 2, "same")(low))
+    up = L.Dropout(0.5)(L.BatchNormalization()(L.Conv2DTranspose(4, 4, 2, "same")(lower)))
+    generator = keras.Model(given, L.Conv2DTranspose(2, 4, 2, "same", activation="tanh")(L.Concatenate()([up, low])))
+    pair = [keras.Input((8, 8, 2)), keras.Input((8, 8, 2))]
+    critic = keras.Model(pair, L.Conv2D(1, 3)(L.Conv2D(4, 4, 2, "same", activation="silu")(L.Concatenate()(pair))))
+    of_generator, of_critic = keras.optimizers.Adam(2e-4, beta_1=0.5), keras.optimizers.Adam(2e-4, beta_1=0.5)
+    cross_entropy = keras.losses.BinaryCrossentropy(from_logits=True)
+
+    @function
+    def train_step(pictures: tf.Tensor, target: tf.Tensor) -> Any:
+        with tf.GradientTape() as first, tf.GradientTape() as second:
+            made = generator(pictures, training=True)
+            real, fake = critic([pictures, target], training=True), critic([pictures, made], training=True)
+            deceived = cross_entropy(tf.ones_like(fake), fake) + 100.0 * tf.reduce_mean(tf.abs(target - made))
+            told = cross_entropy(tf.ones_like(real), real) + cross_entropy(tf.zeros_like(fake), fake)
+        of_first = first.gradient(deceived, generator.trainable_variables)
+        of_second = second.gradient(told, critic.trainable_variables)
+        of_generator.apply_gradients(zip(of_first, generator.trainable_variables, strict=True))
+        of_critic.apply_gradients(zip(of_second, critic.trainable_variables, strict=True))
+        return deceived, told
+
+    rows = _rows(2, 5, 8, 8, 2)
+    losses = [train_step(*batch) for batch in tf.data.Dataset.from_tensor_slices(tuple(rows)).batch(3)]
+    return losses, _values(generator, critic, of_generator, of_critic)
+
+
+def cycled(function: Decorator) -> Results:
+    """CycleGAN: two generators, two critics, one persistent tape, pairs of two data sets that were zipped."""
+
+    def generator() -> Any:
+        return keras.Sequential([keras.Input((6,)), L.Dense(8, "tanh"), L.GroupNormalization(2), L.Dense(6)])
+
+    def critic() -> Any:
+        return keras.Sequential([keras.Input((6,)), L.Dense(6, "gelu"), L.Dense(1)])
+
+    there, back, of_there, of_back = generator(), generator(), critic(), critic()
+    nets = (there, back, of_there, of_back)
+    optimizers = [keras.optimizers.Adam(1e-3) for _ in nets]
+
+    @function
+    def train_step(x: tf.Tensor, y: tf.Tensor) -> list[Any]:
+        with tf.GradientTape(persistent=True) as tape:
+            fake_y, fake_x = there(x, training=True), back(y, training=True)
+            again = tf.reduce_mean(tf.abs(back(fake_y) - x)) + tf.reduce_mean(tf.abs(there(fake_x) - y))
+            same = tf.reduce_mean((there(y) - y) ** 2), tf.reduce_mean((back(x) - x) ** 2)
+            losses = [
+                tf.reduce_mean((of_there(fake_y) - 1.0) ** 2) + 10.0 * again + 5.0 * same[0],
+                tf.reduce_mean((of_back(fake_x) - 1.0) ** 2) + 10.0 * again + 5.0 * same[1],
+                0.5 * (tf.reduce_mean((of_there(y) - 1.0) ** 2) + tf.reduce_mean(of_there(fake_y) ** 2)),
+                0.5 * (tf.reduce_mean((of_back(x) - 1.0) ** 2) + tf.reduce_mean(of_back(fake_x) ** 2)),
+            ]
+        for net, optimizer, loss in zip(nets, optimizers, losses, strict=True):
+            optimizer.apply(tape.gradient(loss, net.trainable_variables), net.trainable_variables)
+        return losses
+
+    first, second = (tf.data.Dataset.from_tensor_slices(rows).batch(4) for rows in _rows(2, 11, 6))
+    return [train_step(x, y) for x, y in tf.data.Dataset.zip((first, second))], _values(*nets, *optimizers)
+
+
+def acted(function: Decorator) -> Results:
+    """A2C: an episode in a loop of the graph, with arrays of what happened; returns that are made from its end."""
+    actor, optimizer = keras.Sequential([keras.Input((3,)), L.Dense(8, "tanh"), L.Dense(3)]), keras.optimizers.Adam(1e-2)
+    drawn = tf.random.Generator.from_seed(2)
+
+    @function
+    def train_step(state: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            chances, values, rewards = (tf.TensorArray(tf.float64, 4) for _ in range(3))
+            for t in tf.range(4):
+                told = actor(state)
+                action = tf.cast(drawn.uniform([tf.shape(state)[0]], dtype=tf.float64) < tf.sigmoid(told[:, 0]), tf.int32)
+                likelihood = tf.nn.log_softmax(told[:, :2])
+                chances = chances.write(t, tf.gather(likelihood, action, batch_dims=1))
+                values = values.write(t, told[:, 2])
+                state = tf.tanh(state + 0.1 * tf.cast(action[:, None], tf.float64))
+                rewards = rewards.write(t, tf.reduce_sum(state, 1))
+            returns = tf.reverse(tf.math.cumsum(tf.reverse(rewards.stack(), [0]) * 0.9), [0])
+            returns = (returns - tf.reduce_mean(returns)) / (tf.math.reduce_std(returns) + 1e-7)
+            told, better = values.stack(), returns - values.stack()
+            loss = tf.reduce_mean(keras.losses.huber(returns, told)) - tf.reduce_mean(chances.stack() * tf.stop_gradient(better))
+        optimizer.apply(tape.gradient(loss, actor.trainable_variables), actor.trainable_variables)
+        return loss
+
+    return [train_step(rows) for rows in tf.data.Dataset.from_tensor_slices(_rows(11, 3)).batch(4)], _values(actor, optimizer)
+
+
+def styled(function: Decorator) -> Results:
+    """Style transfer: one picture, which is the variable; there are no rows to share."""
+    features = keras.Sequential([keras.Input((8, 8, 3)), L.Conv2D(4, 3, activation="tanh"), L.Conv2D(4, 3)])
+    picture = tf.Variable(tf.sigmoid(_rows(1, 8, 8, 3)), trainable=True)
+    optimizer = keras.optimizers.Adam(0.02)
+    optimizer.build([picture])
+
+    def style(maps: tf.Tensor) -> tf.Tensor:
+        return tf.einsum("bijc,bijd->bcd", maps, maps) / 16.0
+
+    @function
+    def train_step(content: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            maps = features(picture)
+            loss = tf.reduce_mean((style(maps) - 0.5) ** 2) + tf.reduce_mean((maps - features(content)) ** 2)
+            loss += 1e-3 * tf.reduce_sum(tf.image.total_variation(picture))
+        optimizer.apply_gradients([(tape.gradient(loss, picture), picture)])
+        picture.assign(tf.clip_by_value(picture, 0.0, 1.0))
+        return loss
+
+    return [train_step(tf.sigmoid(_rows(1, 8, 8, 3)[:, ::-1])) for _ in range(3)], [picture.numpy(), *_values(optimizer)]
+
+
+def federated(function: Decorator) -> Results:
+    """Federated averaging: one function trains the models of several clients, whose weights are averaged by eager code."""
+
+    def network() -> Any:
+        return keras.Sequential([keras.Input((4,)), L.Dense(5, "tanh"), L.Dense(1)])
+
+    clients, server = [network() for _ in range(2)], network()
+    optimizers = [keras.optimizers.SGD(0.1) for _ in clients]
+
+    @function
+    def train_step(model: Any, optimizer: Any, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    losses = []
+    for _ in range(2):
+        for client, optimizer, rows in zip(clients, optimizers, np.split(_rows(14, 5), 2), strict=True):
+            client.set_weights(server.get_weights())
+            for x in tf.data.Dataset.from_tensor_slices(rows).batch(4):
+                losses.append(train_step(client, optimizer, x[:, :4], x[:, 4:]))
+        server.set_weights([np.mean(each, 0) for each in zip(*(client.get_weights() for client in clients), strict=True)])
+    return losses, _values(server, *clients)
+
+
+def in_two_phases(function: Decorator) -> Results:
+    """First the head, then all layers at another rate; summaries, and a `CheckpointManager` between the phases."""
+    body = keras.Sequential([keras.Input((4,)), L.Dense(6, "tanh"), L.BatchNormalization()])
+    head, optimizer = keras.Sequential([keras.Input((6,)), L.Dense(1)]), keras.optimizers.Adam(0.05)
+    optimizer.build(body.trainable_variables + head.trainable_variables)
+    count = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    @function
+    def train_step(x: tf.Tensor, y: tf.Tensor, trains_body: bool) -> tf.Tensor:
+        variables = body.trainable_variables * trains_body + head.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((head(body(x, training=trains_body)) - y) ** 2)
+        gradients = dict(zip([v.path for v in variables], tape.gradient(loss, variables), strict=True))
+        every = body.trainable_variables + head.trainable_variables
+        optimizer.apply([gradients.get(v.path, tf.zeros(v.shape, v.dtype)) for v in every], every)
+        count.assign_add(1)
+        tf.summary.scalar("loss", loss, step=count)
+        return loss
+
+    data = tf.data.Dataset.from_tensor_slices(_rows(11, 5)).batch(4)
+    losses = []
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = tf.train.Checkpoint(body=body, head=head, optimizer=optimizer, count=count)
+        manager = tf.train.CheckpointManager(checkpoint, f"{folder}/checkpoints", max_to_keep=2)
+        with tf.summary.create_file_writer(f"{folder}/summaries").as_default():
+            for trains_body in (False, True):
+                losses += [train_step(x[:, :4], x[:, 4:], trains_body) for x in data]
+                if not trains_body:
+                    manager.save()
+                    optimizer.learning_rate.assign(0.01)
+            checkpoint.restore(manager.latest_checkpoint).expect_partial()
+            losses += [train_step(x[:, :4], x[:, 4:], True) for x in data]
+    return losses, _values(body, head, optimizer, [count])
+
+
+_ALL = (
+    gan, penalized, replayed, physics, accumulated, variational, translated, captioned, compared, scaled, translated_pictures,
+    cycled, acted, styled, federated, in_two_phases,
+)  # fmt: skip
 PROGRAMS = {program.__name__: program for program in _ALL}
 
 

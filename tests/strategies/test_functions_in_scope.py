@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from lanes import in_lane
+from lanes import in_lane, others_in_lane
 from strategies.own_functions import PROGRAMS, ran
 from workers import WorkerFailure
 
@@ -37,27 +37,34 @@ def _candidates_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions_in_scope, "_candidates", {})
 
 
+_SHORT = ("gan", "replayed", "physics", "accumulated", "acted", "in_two_phases")
+
+
 @pytest.mark.parametrize("replicas", [2, *in_lane("loops", 3)])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", others_in_lane("loops", PROGRAMS, *_SHORT))
 @pytest.mark.usefixtures("_candidates_stay")
 def test_programs_on_mirrored_replicas(name: str, replicas: int) -> None:
     wanted = ran(name, tf.function)
     got, shared = _shared(tfrep.MirroredStrategy([f"CPU:{i}" for i in range(replicas)]), name)
     _check(got, wanted)
-    assert shared == 1
+    assert shared >= 1
 
 
 def _in_process(strategy: Any, names: list[str]) -> list[list[np.ndarray]]:
     functions_in_scope._candidates = {}
     found = [_shared(strategy, name) for name in names]
-    assert [shared for _, shared in found] == [1] * len(names)
+    assert all(shared for _, shared in found)
     return [got for got, _ in found]
 
 
-@pytest.mark.parametrize(("communicator", "size"), [("tf", 2), *in_lane("loops", ("horovod", 2), ("tf", 4))])
-def test_programs_in_processes(worker_pool: Any, communicator: str, size: int) -> None:
-    of_ranks = worker_pool(communicator, size).run(_in_process, list(PROGRAMS))
-    for name, *got in zip(PROGRAMS, *of_ranks, strict=True):
+@pytest.mark.parametrize(
+    ("communicator", "size", "names"),
+    [("tf", 2, _SHORT), *in_lane("loops", ("tf", 2, tuple(PROGRAMS)), ("horovod", 2, tuple(PROGRAMS)), ("tf", 4, tuple(PROGRAMS)))],
+    ids=lambda value: f"{len(value)} programs" if isinstance(value, tuple) else str(value),
+)
+def test_programs_in_processes(worker_pool: Any, communicator: str, size: int, names: tuple[str, ...]) -> None:
+    of_ranks = worker_pool(communicator, size).run(_in_process, list(names), limit=400.0)
+    for name, *got in zip(names, *of_ranks, strict=True):
         wanted = ran(name, tf.function)
         for own in got:
             _check(own, wanted)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.lane("quick")
 
 _SETTINGS = (Path(__file__).parents[2] / "docs" / "settings.md").read_text("utf-8")
 _CLASSES = (tfrep.MirroredStrategy, tfrep.MultiWorkerStrategy, tfrep.ParameterServerStrategy)
-_MOST_NAMES = 16
+_MOST_NAMES = 17
 
 SYNCHRONOUS = [
     ("compression", "bf16", ["int8", 16, True, ["bf16"]]),
