@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.limits import ssh_command
@@ -100,28 +100,6 @@ class Messages:
             end_of_output = len(self._rest) - (0 if is_last else kept)
             shown, self._rest = shown + self._rest[:end_of_output], self._rest[end_of_output:]
         return shown
-
-
-class Process(Protocol):
-    """What `Remote` needs of a process: a part of `subprocess.Popen`."""
-
-    @property
-    def stdin(self) -> IO[bytes] | None:
-        """Its standard input."""
-
-    @property
-    def stdout(self) -> IO[bytes] | None:
-        """Its standard output."""
-
-    @property
-    def stderr(self) -> IO[bytes] | None:
-        """Its standard error."""
-
-    def wait(self) -> int:
-        """Returns its exit code when it has ended."""
-
-    def kill(self) -> None:
-        """Ends it, or the connection to it."""
 
 
 class Remote:
@@ -231,7 +209,7 @@ class Remote:
         hint = f"install tfrep_strategy in the same place on all hosts; see what `{ssh} {self.host} {sys.executable} -V` says."
         return ConfigurationError(message(what, hint=hint, host=self.host))
 
-    def _start(self, command: Sequence[str]) -> Process:
+    def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         try:
             # A session of its own: a signal of the terminal is for the launcher, which passes it on.
             pipe = subprocess.PIPE

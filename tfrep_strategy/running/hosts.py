@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
@@ -91,20 +90,13 @@ def run_on_hosts(options: Options, program: Sequence[str], events: Events) -> No
                 raise
             print(f"tfrep: {failed}\nAll ranks are started again ({restarts + 1} of {options.max_restarts}).", file=sys.stderr)
             over_at = failed.over_at
-            say_what_is_awaited(over_at)
+            _say_what_is_awaited(over_at)
         else:
             return
 
 
-def say_what_is_awaited(over_at: float) -> None:
-    """Says how long it takes until ranks that nobody can reach have ended, if there are some.
-
-    Args:
-        over_at: When they have (`time.monotonic()`).
-
-    Example:
-        >>> say_what_is_awaited(0.0)
-    """
+def _say_what_is_awaited(over_at: float) -> None:
+    """Says how long it takes until unreachable ranks have ended, if there are some."""
     if (seconds := over_at - time.monotonic()) > 0:
         what = "A host that is cut off may still run its ranks, and ends them by itself"
         print(f"tfrep: {what}. That is awaited, for {math.ceil(seconds)} seconds.", file=sys.stderr)
@@ -114,7 +106,7 @@ def _run_once(options: Options, program: Sequence[str], events: Events, restarts
     """Runs the ranks once, from some time on. A host that was lost may take some time to come back."""
     deadline = max(time.monotonic(), begin_at) + (meeting_seconds() if restarts else 0.0)
     while True:
-        run = Launchers(options, events, [OnHost(host, size) for host, size in options.shares.items()])
+        run = _Launchers(options, events)
         number = run.pause(begin_at - time.monotonic())
         try:
             if number is None:
@@ -136,84 +128,30 @@ def _run_once(options: Options, program: Sequence[str], events: Events, restarts
         return
 
 
-@dataclass(frozen=True)
-class OnHost:
-    """What a host is to run, and how its launcher is started.
-
-    Args:
-        name: The host, as ssh knows it.
-        size: How many ranks it has.
-    """
-
-    name: str
-    size: int
-
-    @property
-    def address(self) -> str:
-        """Where other machines reach it; empty if only its launcher can tell."""
-        return ""
-
-    @property
-    def environ(self) -> dict[str, str]:
-        """Variables of its ranks alone."""
-        return {}
-
-    def start(self, *args: Any, **kwargs: Any) -> Remote:
-        """Starts the launcher; the arguments are those of `Remote` after the command."""
-        command = piped_command(LAUNCHER)
-        # By that variable a launcher tells how ssh has reached it. Here it would tell from where the user has come.
-        here = ["env", "-u", "SSH_CONNECTION", *command]
-        return Remote(self.name, here if is_this_machine(self.name) else ssh_to(self.name, command), *args, **kwargs)
-
-    def hint(self) -> str:
-        """Returns what the user can look at if the launcher says nothing."""
-        return f"check that `{shlex.join(ssh_command())} {self.name} {sys.executable} -V` ends soon."
-
-
-class Launchers:
-    """The launchers of one start of a run.
+class _Launchers:
+    """The launchers of one start of a run, in the order of the ranks.
 
     Args:
         options: What is wanted.
         events: From `deferred_signals`.
-        machines: Where they are, in the order of the ranks.
     """
 
-    def __init__(self, options: Options, events: Events, machines: Sequence[OnHost]) -> None:
-        self._options, self._events, self._machines = options, events, machines
+    def __init__(self, options: Options, events: Events) -> None:
+        self._options, self._events = options, events
         self._remotes: list[Remote] = []
         self._grace = grace_seconds(for_a_backup=options.backup_dir is not None)
         self._last_beat, self._patience = time.monotonic(), machine_silence()
 
-    def run(self, program: Sequence[str], restarts: int = 0) -> None:
-        """Runs a program on the ranks of all machines, and returns when all have ended well.
-
-        Args:
-            program: As for `run_on_hosts`.
-            restarts: How often the run was started before.
-
-        Raises:
-            ConfigurationError: A machine cannot be reached, or lacks something; or the launchers do not fit.
-            PeerError: The launchers did not meet.
-            RunFailed: A rank failed, a machine was lost, or a signal came.
-        """
-        try:
-            self.start(_given(self._options, program, restarts))
-            number = self.go()
-        except BaseException:
-            came = self.end(signal.SIGTERM)
-            if came is not None:
-                self._events.put((None, came))  # For whoever would try again.
-            raise
-        self.finish(number)
-
     def start(self, given: dict[str, Any]) -> None:
-        """Starts a launcher on each machine."""
+        """Starts a launcher on each host."""
         mark, changed = f"\x1e{secrets.token_hex(16)}", lambda: self._events.put((0, 0))
-        for rank, machine in enumerate(self._machines):
-            node = {"rank": rank, "count": len(self._machines), "name": machine.name}
-            own = {"mark": mark, "node": node, "size": machine.size, "environ": given["environ"] | machine.environ}
-            self._remotes.append(machine.start(mark, given | own, changed, by_line=self._options.prefix))
+        command, shares = piped_command(LAUNCHER), self._options.shares
+        # By that variable a launcher tells how ssh has reached it. Here it would tell from where the user has come.
+        here = ["env", "-u", "SSH_CONNECTION", *command]
+        for rank, (host, size) in enumerate(shares.items()):
+            own = {"mark": mark, "node": {"rank": rank, "count": len(shares), "name": host}, "size": size}
+            start = here if is_this_machine(host) else ssh_to(host, command)
+            self._remotes.append(Remote(host, start, mark, given | own, changed, by_line=self._options.prefix))
 
     def go(self) -> int | None:
         """Lets the launchers start ranks when all are there; returns at the first failure, when all have ended, or at a signal.
@@ -241,7 +179,7 @@ class Launchers:
             number: Of the signal that has ended the run, if one has.
 
         Raises:
-            ConfigurationError, PeerError, RunFailed: As for `run`.
+            ConfigurationError, PeerError, RunFailed: As for `run_on_hosts`.
         """
         later = self.end(number or (ALL_ENDED_WELL if self.has_ended_well else signal.SIGTERM))
         self._raise_failure(number, later)
@@ -330,14 +268,15 @@ class Launchers:
 
     def _check_all_are_there(self) -> None:
         self._raise_error()
-        silent = [(m, each) for m, each in zip(self._machines, self._remotes, strict=True) if "hello" not in each.said]
-        for _, each in silent:
+        silent = [each for each in self._remotes if "hello" not in each.said]
+        for each in silent:
             if each.is_lost:
                 raise each.unreachable()
         if silent and not self._has_failed():
-            names = ", ".join(each.host for _, each in silent)
+            names = ", ".join(each.host for each in silent)
             what = f"{names} did not answer within {_HELLO_SECONDS:g} seconds."
-            raise ConfigurationError(message(what, hint=silent[0][0].hint(), hosts=[each.name for each in self._machines]))
+            hint = f"check that `{shlex.join(ssh_command())} {silent[0].host} {sys.executable} -V` ends soon."
+            raise ConfigurationError(message(what, hint=hint, hosts=[each.host for each in self._remotes]))
 
     def _raise_error(self) -> None:
         for each in sorted(self._remotes, key=lambda each: each.heard_at.get("error", math.inf)):
@@ -349,11 +288,11 @@ class Launchers:
         """Returns where the first host listens, as the others reach it: where ssh has reached it, or where ssh has come from."""
         hellos = [each.said["hello"] for each in self._remotes]
         seen = [hello["seen_from"] for hello in hellos if hello["seen_from"]]
-        found = next(filter(None, [self._machines[0].address, hellos[0]["address"], *seen]), None)
+        found = next(filter(None, [hellos[0]["address"], *seen]), None)
         if found is None:
             what = f"The address at which the other hosts reach {self._remotes[0].host} is not known."
             hint = "have the command of TFREP_SSH set SSH_CONNECTION on the host, as OpenSSH does."
-            raise ConfigurationError(message(what, hint=hint, hosts=[each.name for each in self._machines]))
+            raise ConfigurationError(message(what, hint=hint, hosts=[each.host for each in self._remotes]))
         return with_port(found, hellos[0]["port"])
 
 

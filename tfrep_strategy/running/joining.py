@@ -116,7 +116,6 @@ def join_outer_run(outer: Environment, options: Options, arguments: Sequence[str
     wanted = {
         "num_replicas": options.num_replicas if other_size else None,
         "hosts": options.hosts,
-        "engine": options.ray and "ray",
         "max_restarts": options.max_restarts or None,
         "prefix": options.prefix or None,
         "fork": options.fork or None,

@@ -29,7 +29,6 @@ from tfrep_strategy.processes.nodes import Node
 from tfrep_strategy.processes.notes import clear_notes
 from tfrep_strategy.processes.output import lines_shown
 from tfrep_strategy.processes.ranks import Command, Events, Start, run_ranks, start_process
-from tfrep_strategy.processes.ray_cluster import RayPlaces
 from tfrep_strategy.processes.shared_folder import SharedFolder, is_address, require_file_system, shared_folder
 from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
@@ -58,7 +57,6 @@ class Options:
         hosts: Machines and how many replicas each can take, as "host1:4,host2:4"; by default this machine. Others are reached
             through ssh.
         export: Names of environment variables that other hosts get, beside those of libraries.
-        ray: How Ray is to place the replicas; by default it does not.
         node: This machine among those of a run that is started on each of them. `num_replicas` are then those of this machine.
         log_dir: Folder of the log files; by default a temporary one, which stays only if the run fails.
         timeout: Seconds after which the run is stopped; by default it may take for ever.
@@ -87,7 +85,6 @@ class Options:
     communicator: str = "auto"
     hosts: str | None = None
     export: tuple[str, ...] = ()
-    ray: RayPlaces | None = None
     log_dir: str | os.PathLike[str] | None = None
     timeout: float | None = None
     prefix: bool = False
@@ -103,7 +100,7 @@ class Options:
         check_keras_backend()
         check_fields(self)
         if self.num_replicas is not None:
-            most = MOST_RANKS if self.hosts or self.ray else MOST_PROCESSES
+            most = MOST_RANKS if self.hosts else MOST_PROCESSES
             check_count("A run cannot have this number of replicas.", 1, most, num_replicas=self.num_replicas)
         if self.strategy is not None and self.strategy not in STRATEGIES:
             hint = f"use {', '.join(STRATEGIES)}."
@@ -119,7 +116,7 @@ class Options:
         backup_seconds()  # Ranks read it in the middle of the script.
         if self.hosts is not None:
             self._check_hosts(self.hosts)
-        elif self.export and self.ray is None:
+        elif self.export:
             hint = "name the hosts, or leave it out: ranks of one machine inherit all variables."
             raise ConfigurationError(
                 message("Variables are exported to other machines only.", hint=hint, export=self.export)
@@ -127,8 +124,6 @@ class Options:
         if self.bind_cores and self.strategy == "mirrored":
             hint = "leave --bind-cores out: one process has all cores for itself."
             raise ConfigurationError(message("A mirrored run has no ranks to bind.", hint=hint, strategy=self.strategy))
-        if self.ray is not None:
-            self._check_ray()
         if self.node is not None:
             self._check_node(self.node)
 
@@ -189,19 +184,6 @@ class Options:
             raise ConfigurationError(message(what, hint=hint, strategy=self.strategy, hosts=self.hosts, nnodes=node.count))
         if self.has_rounds and self.backup_dir is None:
             raise no_backup_dir(self.max_restarts, nnodes=node.count if node.least is None else f"{node.least}:{node.count}")
-
-    def _check_ray(self) -> None:
-        others = {"hosts": self.hosts, "nnodes": self.node and self.node.count}
-        others |= {"strategy": self.strategy} if self.strategy == "mirrored" else {}
-        others |= {"bind_cores": True} if self.bind_cores else {}  # Ray may place ranks of other runs on the same machine.
-        received = {name: value for name, value in others.items() if value is not None}
-        if received:
-            hint = "leave these options out; Ray has machines, and gives each replica a process."
-            raise ConfigurationError(message("Ray places the processes of a run.", hint=hint, engine="ray", **received))
-        if self.num_replicas is None:
-            raise ConfigurationError(
-                message("Ray needs to know how many replicas there are.", hint="-n 4", engine="ray")
-            )
 
     def _check_hosts(self, hosts: str) -> None:
         if not re.fullmatch(rf"{_HOST}(,{_HOST})*", hosts) or sum(self._places.values()) > MOST_RANKS:

@@ -24,7 +24,6 @@ from tfrep_strategy.profiles.requests import answer_requests
 from tfrep_strategy.running.forks import fork_servers
 from tfrep_strategy.running.hosts import run_on_hosts, runs_on_other_hosts
 from tfrep_strategy.running.joining import for_this_pod, join_outer_run, outer_run
-from tfrep_strategy.running.on_ray import run_on_ray
 from tfrep_strategy.running.rounds import Round
 from tfrep_strategy.running.runs import Options, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
@@ -42,7 +41,7 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
 
     Inside the run of another launcher (`srun tfrep run train.py`) this process becomes the rank that it is there, and
     this does not return. With `options.node` it first meets the launchers on the other machines, and stays together with them
-    if the run may be started again. With `options.hosts` it starts a launcher on each, and with `options.ray` where Ray has places.
+    if the run may be started again. With `options.hosts` it starts a launcher on each.
 
     Raises:
         ConfigurationError: There is no such script, or the options do not fit the run of another launcher.
@@ -67,9 +66,7 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
     elif outer := outer_run():
         join_outer_run(outer, options, program)
     with deferred_signals() as events:
-        if options.ray is not None:
-            run_on_ray(options, options.ray, program, events)
-        elif runs_on_other_hosts(options):
+        if runs_on_other_hosts(options):
             run_on_hosts(options, program, events)
         else:
             run_ranks_of_script(program, options, events, None if nodes is None else [Round(0, events, nodes)])
