@@ -15,7 +15,6 @@ from tfrep_strategy.communicators import Communicator, SingleCommunicator, make_
 from tfrep_strategy.communicators.peers.checked import watched
 from tfrep_strategy.devices import full_name, replica_device, take_own_gpu
 from tfrep_strategy.environments import detect_environment
-from tfrep_strategy.old_spellings import OF_MULTI_WORKER, refuses
 from tfrep_strategy.processes.cores import THREADS_VARIABLE, is_bound, threads_of_rank
 from tfrep_strategy.processes.watcher import start_watcher
 from tfrep_strategy.strategies.base import GradientAggregator, GradientTransformer, SynchronousStrategy
@@ -74,7 +73,6 @@ class MultiWorkerStrategy(SynchronousStrategy):
         1
     """
 
-    @refuses(OF_MULTI_WORKER)
     def __init__(
         self,
         communicator: str | Communicator = "auto",
