@@ -31,7 +31,7 @@ _IN_STEP = (*_ON_PROCESSES, "mirrored")
 _ON_SERVERS = ("parameter-server",)
 _STRATEGIES_WITH = {
     "num_replicas": _IN_STEP, "communicator": _ON_PROCESSES, "hosts": _ON_PROCESSES, "export": _ON_PROCESSES,
-    "prefix": _ON_PROCESSES, "fork": _ON_PROCESSES, "bind_cores": _ON_PROCESSES,
+    "prefix": _ON_PROCESSES, "bind_cores": _ON_PROCESSES,
     "nnodes": _ON_PROCESSES, "node_rank": _ON_PROCESSES, "rendezvous": _ON_PROCESSES,
     "backup_dir": _IN_STEP, "workers": _ON_SERVERS, "servers": _ON_SERVERS, "max_restarts": (*_IN_STEP, *_ON_SERVERS),
 }  # fmt: skip
@@ -145,14 +145,6 @@ def run(
             help="Folder for traces, as for tensorboard --logdir; else profile in --log-dir, or tfrep-profile in the current one."
         ),
     ] = None,
-    fork: Annotated[
-        bool | None,
-        typer.Option(
-            "--fork/--no-fork",
-            show_default=False,
-            help="Fork ranks from one process that has imported TensorFlow; else that is done where there are no GPUs.",
-        ),
-    ] = None,
     bind_cores: Annotated[
         bool,
         typer.Option("--bind-cores", help="Bind each rank to its own part of the cores. Not beside other runs on the machine."),
@@ -191,7 +183,7 @@ def run(
     options = Options(
         num_replicas, strategy=strategy, communicator=communicator, hosts=hosts, export=tuple(export or ()),
         log_dir=log_dir, prefix=prefix, node=node, max_restarts=max_restarts, backup_dir=backup_dir,
-        profile=profile, profile_dir=profile_dir, fork=fork, bind_cores=bind_cores,
+        profile=profile, profile_dir=profile_dir, bind_cores=bind_cores,
     )  # fmt: skip
     try:
         run_script(script, own_arguments, options, as_module=as_module)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import cloudpickle
 from rich.console import Console
@@ -26,19 +22,15 @@ from tfrep_strategy._version import __version__
 from tfrep_strategy.common_memory import SHARES_MEMORY, problem_of_sharing
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import TfrepError
-from tfrep_strategy.findings import Finding, about_tensorflow, sum_of_ranks, tried
-from tfrep_strategy.horovod_build import PROBE_SECONDS, status
-from tfrep_strategy.nvidia import driver_cuda, find_nccl, gpus_are_visible, nccl_problem
-from tfrep_strategy.processes.command import module_command
-from tfrep_strategy.processes.forked_ranks import ForkServers
+from tfrep_strategy.horovod_build import status
+from tfrep_strategy.nvidia import Gpu, driver_cuda, driver_gpus, find_nccl, gpus_are_visible, nccl_problem
 from tfrep_strategy.processes.identity import horovod_is_installed
-from tfrep_strategy.processes.ranks import Command, deferred_signals, run_ranks
 from tfrep_strategy.rendezvous.confinement import problem_of_confining
 from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.running import Options
-from tfrep_strategy.running.forks import fork_servers, reason_against_forks
 from tfrep_strategy.running.function import results
 from tfrep_strategy.running.joining import warn_inside_a_run
+from tfrep_strategy.startup_log import quiet_start
 from tfrep_strategy.transports import choose_communicator, horovod_transports, installed_communicators
 
 SELF_TEST_SECONDS = 60.0
@@ -46,6 +38,21 @@ SELF_TEST_SECONDS = 60.0
 _SELF_TEST = Options(num_replicas=2, strategy="multi-worker", timeout=SELF_TEST_SECONDS)
 
 _IN_SHORT = {"tfrep_strategy", "Python", "TensorFlow", "Keras", "GPU", "GPUs"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: The checked item.
+        value: The result.
+        ok: Whether the result is good; None if it is neither good nor bad.
+    """
+
+    name: str
+    value: str
+    ok: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -78,64 +85,25 @@ def examine(*, self_test: bool = True) -> Report:
         'tfrep_strategy'
     """
     environ = dict(os.environ)
-    with _forking() if self_test else contextlib.nullcontext() as servers:
-        findings = _found(servers)
-        if self_test:
-            warn_inside_a_run("`tfrep doctor`")
-            with _output_to_stderr(), _environment(environ):  # TensorFlow sets variables when it is imported.
-                # MPI connects only what mpirun starts.
-                left_out = ["auto", "mpi", *([] if SHARES_MEMORY else ["shared_memory"])]
-                tested = [name for name in installed_communicators() if name not in left_out]
-                findings += [_self_test(name, servers) for name in tested if name != "horovod" or horovod_is_installed()]
-    return Report(findings)
-
-
-@contextlib.contextmanager
-def _forking() -> Iterator[ForkServers | None]:
-    """Starts the process from which all that needs TensorFlow is forked, so that it is imported once."""
-    with contextlib.ExitStack() as stack:
-        with _output_to_stderr():
-            servers = stack.enter_context(fork_servers(_SELF_TEST, shown=(__name__,)))
-            if servers:
-                servers.of()
-        yield servers
-
-
-def _forked(servers: ForkServers, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a fork, which need not import TensorFlow again."""
-    with tempfile.TemporaryDirectory() as name, deferred_signals() as events:
-        folder, call = Path(name), Command(command, servers.of().environ)
-        start = servers.of().starter([call], events)
-        failure = run_ranks(
-            [call], events, log_dir=folder, note_dir=folder, timeout=PROBE_SECONDS, logs_all=True, start=start
-        )
-        said = (folder / "rank0.log").read_text("utf-8", "replace")
-    return subprocess.CompletedProcess(command, failure.exit_code if failure else 0, said, said)
-
-
-def _told_by_a_fork(servers: ForkServers) -> list[Finding]:
-    """Has a fork look at TensorFlow, so that this process need not import it."""
-    with tempfile.TemporaryDirectory() as name:
-        told = Path(name) / "findings"
-        done = _forked(servers, module_command("tfrep_strategy.findings", str(told)))
-        if done.returncode:
-            return [Finding("TensorFlow", f"exit code {done.returncode}: {done.stderr[-2000:].strip()}", ok=False)]
-        return [Finding(**each) for each in json.loads(told.read_text("utf-8"))]
-
-
-def _found(servers: ForkServers | None) -> list[Finding]:
-    return [
+    findings = [
         Finding("tfrep_strategy", __version__),
         Finding("Python", f"{platform.python_version()} on {platform.platform()}"),
-        *(about_tensorflow() if servers is None else _told_by_a_fork(servers)),
-        _horovod(servers),
+        *about_tensorflow(),
+        _horovod(),
         _nccl(),
         _auto(),
         tried("Environment", lambda: detect_environment().describe()),
         _ports(problem_of_confining()),
         tried("Free ports", lambda: ", ".join(str(port) for port in free_ports(2)) + " on the loopback interface"),
-        _start(),
     ]
+    if self_test:
+        warn_inside_a_run("`tfrep doctor`")
+        with _output_to_stderr(), _environment(environ):  # TensorFlow sets variables when it is imported.
+            # MPI connects only what mpirun starts.
+            left_out = ["auto", "mpi", *([] if SHARES_MEMORY else ["shared_memory"])]
+            tested = [name for name in installed_communicators() if name not in left_out]
+            findings += [_self_test(name) for name in tested if name != "horovod" or horovod_is_installed()]
+    return Report(findings)
 
 
 def in_short() -> str:
@@ -220,8 +188,8 @@ def _output_to_stderr() -> Iterator[None]:
         os.close(saved)
 
 
-def _horovod(servers: ForkServers | None) -> Finding:
-    found = status() if servers is None else status(functools.partial(_forked, servers))
+def _horovod() -> Finding:
+    found = status()
     return Finding(
         "Horovod",
         found.describe().removeprefix("Horovod").lstrip(": "),
@@ -244,13 +212,6 @@ def _ports(problem: str | None) -> Finding:
     return Finding("TensorFlow's ports", f"open to everybody: {problem}" if problem else "confined to the run", ok=not problem)
 
 
-def _start() -> Finding:
-    """Tells how the ranks of a run start."""
-    reason = reason_against_forks(_SELF_TEST)
-    forked = "forked from one process that has imported TensorFlow"
-    return Finding("Ranks of a run", f"each imports TensorFlow: {reason}" if reason else forked)
-
-
 def _nccl() -> Finding:
     nccl = find_nccl()
     if gpus_are_visible() and (problem := nccl_problem(nccl, driver_cuda())):
@@ -258,13 +219,96 @@ def _nccl() -> Finding:
     return Finding("NCCL", nccl.describe() if nccl else "none")
 
 
-def _self_test(communicator: str, servers: ForkServers | None) -> Finding:
+def _self_test(communicator: str) -> Finding:
     name = f"Self-test: {communicator}"
     start = time.monotonic()
     try:
         call = cloudpickle.dumps((sum_of_ranks, (), {}))
-        sums = results(call, dataclasses.replace(_SELF_TEST, communicator=communicator), servers)
+        sums = results(call, dataclasses.replace(_SELF_TEST, communicator=communicator))
     except TfrepError as error:
         return Finding(name, str(error), ok=False)
     took = f"2 processes, all-reduce gave {sums}, {time.monotonic() - start:.1f} s"
     return Finding(name, took, ok=sums == [3.0, 3.0])
+
+
+def about_tensorflow() -> list[Finding]:
+    """Returns what there is to say about TensorFlow, Keras and the GPUs. It imports them.
+
+    Example:
+        >>> [finding.name for finding in about_tensorflow()][:2]
+        ['TensorFlow', 'Keras']
+    """
+    with quiet_start():
+        return [tried("TensorFlow", _tensorflow), tried("Keras", _keras), *_gpus(driver_gpus())]
+
+
+def sum_of_ranks() -> float:
+    """Sums rank + 1 over the ranks. It runs on every rank."""
+    import tensorflow as tf
+
+    strategy = tf.distribute.get_strategy()
+
+    def step() -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce("SUM", tf.constant(detect_environment().rank + 1.0))
+
+    return float(strategy.experimental_local_results(strategy.run(step))[0])
+
+
+def tried(name: str, find: Callable[[], str]) -> Finding:
+    """Returns what a function finds; a bad finding if it raises.
+
+    Args:
+        name: The checked item.
+        find: The function.
+
+    Example:
+        >>> tried("TensorFlow", lambda: tf.__version__).ok
+        True
+    """
+    try:
+        return Finding(name, find(), ok=True)
+    except Exception as error:  # A doctor reports every illness, whatever it is.
+        return Finding(name, f"{type(error).__name__}: {error}", ok=False)
+
+
+def _tensorflow() -> str:
+    import tensorflow as tf
+
+    return f"{tf.__version__}, {'built with CUDA' if tf.test.is_built_with_cuda() else 'built without CUDA'}"
+
+
+def _keras() -> str:
+    import keras
+
+    return f"{keras.__version__}, backend {keras.backend.backend()}"
+
+
+def _gpus(there: list[Gpu]) -> list[Finding]:
+    """Lists the GPUs, whether TensorFlow can use them, and how."""
+    if not there:
+        return [Finding("GPUs", "none"), Finding("XLA", _xla(False))]
+    import tensorflow as tf
+
+    seen = len(tf.config.get_visible_devices("GPU"))
+    hidden = not gpus_are_visible()
+    used = f"TensorFlow sees {seen}" + (f", CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}" if hidden else "")
+    if not (seen or hidden):
+        used += "; hint: pip install 'tensorflow[and-cuda]', or name the folders of CUDA's libraries in LD_LIBRARY_PATH"
+    return [
+        *(Finding(f"GPU {gpu.index}", gpu.describe().partition(": ")[2]) for gpu in there),
+        Finding("GPUs", used, ok=bool(seen or hidden)),
+        Finding("A process per GPU", _processes(seen)),
+        Finding("XLA", _xla(bool(seen))),
+    ]
+
+
+def _processes(num_gpus: int) -> str:
+    from tfrep_strategy.devices import own_gpu
+
+    ranks = ", ".join(f"rank {i} takes GPU {own_gpu(num_gpus, i, num_gpus) or 0}" for i in range(num_gpus))
+    return f"`tfrep run -n {num_gpus}`: {ranks}" if num_gpus else "none"
+
+
+def _xla(on_gpus: bool) -> str:
+    return f'jit_compile="auto" is {"on where the model allows it" if on_gpus else "off: TensorFlow sees no GPU"}'

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,26 +89,10 @@ class HorovodStatus:
         return described
 
 
-def run_python(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command and returns what it has said.
-
-    Args:
-        command: The command line.
-
-    Example:
-        >>> run_python(["echo", "hello"]).stdout
-        'hello\\n'
-    """
-    return subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
-
-
-def status(run: Callable[[Sequence[str]], subprocess.CompletedProcess[str]] = run_python) -> HorovodStatus:
+def status() -> HorovodStatus:
     """Checks the installed Horovod.
 
     A Horovod that was built for another TensorFlow may crash on import, so it is imported in another process.
-
-    Args:
-        run: Runs the command line of that process.
 
     Returns:
         The status.
@@ -121,7 +105,8 @@ def status(run: Callable[[Sequence[str]], subprocess.CompletedProcess[str]] = ru
         version = importlib.metadata.version("horovod")
     except importlib.metadata.PackageNotFoundError:
         return HorovodStatus(None, problem="not installed; run `tfrep horovod install`.")
-    probe = run([sys.executable, "-c", _PROBE])
+    command = [sys.executable, "-c", _PROBE]
+    probe = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
     if probe.returncode:
         lines = probe.stderr.strip().splitlines() or [f"importing it ended with exit code {probe.returncode}"]
         mend = nccl_problem(find_nccl(), driver_cuda()) if "libnccl" in lines[-1] else ""

@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import TypeVar
 
@@ -73,25 +72,6 @@ def _described(index: int) -> Gpu:
         num_processes = len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
     bus_id = pynvml.nvmlDeviceGetPciInfo(handle).busId
     return Gpu(index, pynvml.nvmlDeviceGetName(handle), bus_id, memory.total, memory.free, exclusive, num_processes)
-
-
-def pairs_without_peer_access() -> list[tuple[int, int]]:
-    """Asks the driver which GPUs cannot read each other's memory. They exchange data through the host.
-
-    Returns:
-        Pairs of the GPUs' numbers.
-    """
-
-    def ask() -> list[tuple[int, int]]:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        read = pynvml.NVML_P2P_CAPS_INDEX_READ
-        return [
-            (i, j)
-            for i, j in combinations(range(len(handles)), 2)
-            if pynvml.nvmlDeviceGetP2PStatus(handles[i], handles[j], read) != pynvml.NVML_P2P_STATUS_OK
-        ]
-
-    return _ask_driver(ask, [])
 
 
 def gpus_are_visible() -> bool:

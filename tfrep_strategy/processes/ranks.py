@@ -15,10 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
@@ -78,19 +77,6 @@ class Streams:
     log: Path | None = None
     mode: str = "wb"
     reads: bool = True
-
-
-class Process(Protocol):
-    """A rank that was started."""
-
-    pid: int
-
-    def wait(self) -> int:
-        """Returns the exit code when the process has ended; -n if signal n has ended it."""
-
-
-Start = Callable[[Command, Streams], Process]
-"""Starts a rank as the leader of a session of its own."""
 
 
 _STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
@@ -179,8 +165,8 @@ def deferred_signals() -> Iterator[Events]:
             signal.raise_signal(received[0])
 
 
-def start_process(command: Command, streams: Streams) -> Process:
-    """Starts a rank as a process that has nothing in common with others.
+def start_process(command: Command, streams: Streams) -> subprocess.Popen[bytes]:
+    """Starts a rank as the leader of a session of its own.
 
     Args:
         command: What it runs.
@@ -216,7 +202,6 @@ def run_ranks(
     patience: Patience | None = None,
     name: str = "Rank {}",
     grace: float = GRACE_SECONDS,
-    start: Start = start_process,
     temporary: Sequence[Path] = (),
 ) -> Failure | None:
     """Runs one process per command until all end well or one does not; none is left when this returns, but one that the
@@ -237,7 +222,6 @@ def run_ranks(
         patience: How long a rank may be stopped or silent; by default nobody looks.
         name: What a rank is called in warnings, with its number for `{}`.
         grace: How many seconds ranks may take to end when a signal to this process ends the run.
-        start: How a rank is started.
         temporary: Folders that are removed if this process is killed. Else whoever made them removes them.
 
     Returns:
@@ -249,7 +233,7 @@ def run_ranks(
         True
     """
     deadline = None if timeout is None else time.monotonic() + timeout
-    run = _Run(events, note_dir, start, None if patience is None else Watch(note_dir, patience, name), name)
+    run = _Run(events, note_dir, None if patience is None else Watch(note_dir, patience, name), name)
     stop_with: int = signal.SIGTERM
     seconds_to_end = GRACE_SECONDS
     with guard(temporary) as watch_group:
@@ -272,12 +256,11 @@ def run_ranks(
 class _Run:
     """The processes of one run, and how they ended."""
 
-    def __init__(self, events: Events, note_dir: Path, start: Start, watch: Watch | None, name: str) -> None:
+    def __init__(self, events: Events, note_dir: Path, watch: Watch | None, name: str) -> None:
         self._events = events
         self._reporting, self._is_over = threading.Lock(), False
         self._name = name
         self._note_dir = note_dir
-        self._start = start
         self._watch = watch
         self._frozen: Frozen | None = None
         self._groups: list[Group] = []
@@ -287,7 +270,7 @@ class _Run:
 
     def start(self, rank: int, command: Command, streams: Streams) -> Group:
         """Starts a rank and a thread that reports its end; returns its group."""
-        process = self._start(command, streams)
+        process = start_process(command, streams)
         self._groups.append(Group.of(process.pid))
         self._pids[rank] = process.pid
         threading.Thread(target=self._report_end, args=(rank, process), daemon=True).start()
@@ -364,7 +347,7 @@ class _Run:
                     if code in impatient:
                         return
 
-    def _report_end(self, rank: int, process: Process) -> None:
+    def _report_end(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
         with self._reporting:
             if not self._is_over:  # Else the events are those of another start.

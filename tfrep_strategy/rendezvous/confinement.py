@@ -173,11 +173,13 @@ def _door(port: int, networks: Sequence[Network]) -> Iterator[socket.socket]:
         door.bind(("", port))  # Shares it with nobody who is there.
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         _attach(door, networks, _TAKES_CONNECTIONS)
-        try:
+        answers = True
+        with contextlib.suppress(PermissionError):  # Since Linux commit 5d39580f68e6 only administrators may filter TCP.
             confine(door, [])
-        except PermissionError:  # Since Linux commit 5d39580f68e6 only administrators may filter what comes to a TCP socket.
-            threading.Thread(target=_hang_up, args=(door,), daemon=True, name="tfrep-door").start()
+            answers = False
         door.listen()
+        if answers:
+            threading.Thread(target=_hang_up, args=(door,), daemon=True, name="tfrep-door").start()
         try:
             yield door
         finally:
@@ -185,10 +187,14 @@ def _door(port: int, networks: Sequence[Network]) -> Iterator[socket.socket]:
 
 
 def _hang_up(server: socket.socket) -> None:
-    """Closes each connection at once, until the socket is closed."""
-    with contextlib.suppress(OSError):
-        while True:
+    """Closes each connection at once, until the socket is shut down."""
+    while True:
+        try:
             server.accept()[0].close()
+        except ConnectionAbortedError:  # The stranger has left.
+            continue
+        except OSError:
+            return
 
 
 @contextlib.contextmanager

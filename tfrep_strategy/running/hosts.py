@@ -326,7 +326,6 @@ def _given(options: Options, program: Sequence[str], restarts: int) -> dict[str,
             "prefix": options.prefix,
             "profile": options.profile,
             "profile_dir": None if options.profile_dir is None else os.fspath(options.profile_dir),
-            "fork": options.fork,
             "bind_cores": options.bind_cores,
         },
     }

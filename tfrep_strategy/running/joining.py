@@ -118,7 +118,6 @@ def join_outer_run(outer: Environment, options: Options, arguments: Sequence[str
         "hosts": options.hosts,
         "max_restarts": options.max_restarts or None,
         "prefix": options.prefix or None,
-        "fork": options.fork or None,
         "bind_cores": options.bind_cores or None,
         "strategy": options.strategy if options.strategy == "mirrored" else None,
     }

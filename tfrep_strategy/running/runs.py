@@ -16,7 +16,6 @@ from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds
 from tfrep_strategy.limits import backup_seconds, check_keras_backend, grace_seconds
 from tfrep_strategy.processes.announced import announced
 from tfrep_strategy.processes.cores import cores_of_ranks, thread_variables
-from tfrep_strategy.processes.forked_ranks import ForkServers
 from tfrep_strategy.processes.identity import (
     check_communicator,
     common_hash_seed,
@@ -28,7 +27,7 @@ from tfrep_strategy.processes.identity import (
 from tfrep_strategy.processes.nodes import Node
 from tfrep_strategy.processes.notes import clear_notes
 from tfrep_strategy.processes.output import lines_shown
-from tfrep_strategy.processes.ranks import Command, Events, Start, run_ranks, start_process
+from tfrep_strategy.processes.ranks import Command, Events, run_ranks
 from tfrep_strategy.processes.shared_folder import SharedFolder, is_address, require_file_system, shared_folder
 from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
@@ -67,8 +66,6 @@ class Options:
             all reach. It may be an address that TensorFlow can write to, such as "gs://bucket/run".
         profile: Steps of the first `fit` that all ranks trace: their number, or "20:30"; see `traced_steps`.
         profile_dir: Folder for traces; by default `profile` in `log_dir`, or `tfrep-profile` in the current folder.
-        fork: Whether ranks are forked from one process that has imported TensorFlow; by default where that is safe, see
-            `reason_against_forks`.
         bind_cores: Whether each rank may use only its own part of the cores that its launcher may use.
 
     Raises:
@@ -93,7 +90,6 @@ class Options:
     backup_dir: str | os.PathLike[str] | None = None
     profile: str | None = None
     profile_dir: str | os.PathLike[str] | None = None
-    fork: bool | None = None
     bind_cores: bool = False
 
     def __post_init__(self) -> None:
@@ -219,7 +215,6 @@ def run_to_end(
     note_dir: Path,
     events: Events,
     rounds: Iterable[Round] | None = None,
-    servers: ForkServers | None = None,
 ) -> None:
     """Starts the ranks of a run and returns when all have ended well.
 
@@ -230,7 +225,6 @@ def run_to_end(
             killed.
         events: From `deferred_signals`, which the caller holds around all that must be cleaned up.
         rounds: When the ranks are started, if launchers on other machines decide that, too. Default: `rounds_here`.
-        servers: From which ranks are forked if they can; by default each is a process of its own from the start.
 
     Raises:
         ConfigurationError: The log folder cannot be made, a limit cannot be used, or Horovod is needed and not installed.
@@ -259,15 +253,8 @@ def run_to_end(
                 if this.number == 0:
                     remove_logs(own_logs)
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                seed = this.nodes.hash_seed if this.nodes else None
-                server = servers.of(seed) if servers else None
-                more_environ["PYTHONHASHSEED"] = server.hash_seed if server else seed or own_seed
+                more_environ["PYTHONHASHSEED"] = this.nodes.hash_seed if this.nodes else own_seed
                 with _output_shown(options, this, own_logs), _commands(options, arguments, this, more_environ) as commands:
-                    start: Start = start_process
-                    if server is not None:
-                        start = server.starter(commands, this.events, deadline)
-                        if server.problem and options.fork:
-                            print(f"tfrep: ranks are not forked: {server.problem}.", file=sys.stderr)
                     has_peers = (this.nodes.size if this.nodes else options.size) > 1 and options.strategy != "mirrored"
                     this.failure = run_ranks(
                         commands,
@@ -281,7 +268,6 @@ def run_to_end(
                         # Nobody waits for a rank that is alone, unless the run can go on from backups.
                         patience=patience if has_peers or options.is_backed_up else None,
                         grace=grace,
-                        start=start,
                         temporary=[note_dir],
                     )
                 if this.failure is not None:

@@ -21,7 +21,6 @@ from tfrep_strategy.processes.notes import noted_failure
 from tfrep_strategy.processes.ranks import Events, deferred_signals
 from tfrep_strategy.processes.signs_of_life import give_signs
 from tfrep_strategy.profiles.requests import answer_requests
-from tfrep_strategy.running.forks import fork_servers
 from tfrep_strategy.running.hosts import run_on_hosts, runs_on_other_hosts
 from tfrep_strategy.running.joining import for_this_pod, join_outer_run, outer_run
 from tfrep_strategy.running.rounds import Round
@@ -115,8 +114,8 @@ def run_ranks_of_script(
         >>> with deferred_signals() as events:
         ...     run_ranks_of_script(["script", "train.py"], Options(num_replicas=2), events)
     """
-    with tempfile.TemporaryDirectory(prefix="tfrep-") as notes, fork_servers(options, program) as servers:
-        run_to_end(options, module_command(__name__, notes, "", *program), Path(notes), events, rounds, servers)
+    with tempfile.TemporaryDirectory(prefix="tfrep-") as notes:
+        run_to_end(options, module_command(__name__, notes, "", *program), Path(notes), events, rounds)
 
 
 def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:

@@ -30,13 +30,12 @@ def listed(parent: int) -> dict[int, str]:
 def taken(ports: list[int], host: str) -> list[int]:
     found = []
     for port in ports:
-        with contextlib.suppress(OSError):
-            with socket.create_connection((host, port), timeout=1.0, source_address=SOURCE) as link:
-                link.settimeout(0.3)
-                with contextlib.suppress(TimeoutError):
-                    if not link.recv(1):
-                        continue
-                found.append(port)
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1.0, source_address=SOURCE) as link:
+            link.settimeout(1.0)
+            with contextlib.suppress(TimeoutError):
+                if not link.recv(1):
+                    continue
+            found.append(port)
     return found
 
 
