@@ -140,7 +140,7 @@ def test_optimizers_of_keras_2(legacy: bool, strategy: tfrep.MirroredStrategy) -
     optimizers = tf_keras.optimizers.legacy if legacy else tf_keras.optimizers
     with strategy.scope():
         model, optimizer = _model(), optimizers.SGD(0.2, momentum=0.9)
-    with pytest.raises(ConfigurationError, match=r"`compile` got an optimizer of Keras 2\. Received: optimizer=SGD"):
+    with pytest.raises(ConfigurationError, match=r"`compile` got an optimizer of Keras 2\. Received: optimizer='SGD"):
         model.compile(optimizer)
     assert "write an optimizer of keras.optimizers" in _hint(lambda: model.compile(optimizer))
 

@@ -218,8 +218,8 @@ def _check_options(context: typer.Context, strategy: str) -> None:
 
 @app.command("profile")
 def profile_now(
-    which: Annotated[
-        str, typer.Argument(metavar="RUN", help="The process id of `tfrep run`, or its --log-dir.", show_default=False)
+    run_pid: Annotated[
+        int, typer.Argument(metavar="PID", min=1, max=2**22, help="The process id of `tfrep run`.", show_default=False)
     ],
     seconds: Annotated[float, typer.Option(help="How long to trace, at most 60.")] = 2.0,
     profile_dir: Annotated[Path | None, typer.Option(help="Folder for the traces; else that of the run.")] = None,
@@ -227,7 +227,7 @@ def profile_now(
     """Trace all ranks of a run that is running on this machine, at the same time, and show what they do."""
     from tfrep_strategy.running.on_demand import profile_run
 
-    profile_run(which, seconds, profile_dir)
+    profile_run(run_pid, seconds, profile_dir)
 
 
 @app.command()

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from tfrep_strategy.errors import message
 
 _LEAVE_OUT = "leave it out: "
-_RUN = "write strategy.run(fn, args=(...)), in a tf.function."
 
 OF_PACKAGE = {
     "MultiWorkerMirroredStrategy": "write tfrep.MultiWorkerStrategy().",
@@ -23,6 +22,8 @@ OF_PACKAGE = {
     "init": _LEAVE_OUT + "making a strategy, or `tfrep run`, connects the processes.",
     "rank": "write tfrep.replica_id() in a step, and tfrep.is_chief() outside of it, or the rank of a MultiWorkerStrategy.",
     "size": "write tfrep.num_replicas() in a step, and strategy.num_replicas_in_sync outside of it.",
+    "MultiGpuReplicator": "write tfrep.Replicator(tfrep.MirroredStrategy()).",
+    "TpuReplicator": "write tfrep.Replicator(tf.distribute.TPUStrategy(resolver)).",
     "local_rank": _LEAVE_OUT + "each process takes its own GPU.",
     "allreduce": 'write tfrep.all_mean(value), or tfrep.all_reduce(value, "sum"), in a step; all_gather_object(value) outside.',
     "allgather": "write tfrep.all_gather(value) in a step, and tfrep.all_gather_object(value) outside of it.",
@@ -31,8 +32,7 @@ OF_PACKAGE = {
 """Names of `tfrep_strategy`."""
 
 OF_STRATEGIES = {
-    "experimental_run_v2": _RUN,
-    "call_for_each_replica": _RUN,
+    "experimental_run_v2": "write strategy.run(fn, args=(...)), in a tf.function.",
     "distribute_dataset": "write iter(strategy.experimental_distribute_dataset(dataset)).",
     "make_input_iterator": "write iter(strategy.distribute_datasets_from_function(fn)).",
     "num_replicas": "write strategy.num_replicas_in_sync.",
@@ -41,7 +41,6 @@ OF_STRATEGIES = {
 
 OF_REPLICATORS = {
     "scope": "write repl.context().",
-    "prepare_input": "write repl.run(step_fn, input_fn).",
     "all_reduce": "write tfrep.all_reduce(value), in the step.",
 }
 """Names of replicators."""

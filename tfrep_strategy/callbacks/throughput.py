@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 import time
 from typing import Any, NamedTuple
 
@@ -12,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.errors import ConfigurationError, check_count, install_hint, message
+from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.finding import driver_of_model
 from tfrep_strategy.step_clock import Counts, StepClock, counting
 
@@ -43,14 +41,12 @@ class Throughput(keras.callbacks.Callback):
         flops_per_example: The FLOPs of one example, forward and backward. For most models they are three times those of the
             forward pass; for a transformer, about six times its parameters for each token.
         peak_flops: The peak FLOPs per second of the device of one replica, in the precision of the model.
-        log_dir: A folder for TensorBoard, in which throughput is written while an epoch runs, too. The chief writes.
-        every: The number of steps between two values in `log_dir`.
 
     Attributes:
         epochs: The logs of each epoch so far, as dictionaries.
 
     Raises:
-        ConfigurationError: A setting cannot be used, one of the two FLOPs is missing, or TensorBoard is not installed.
+        ConfigurationError: A setting cannot be used, or one of the two FLOPs is missing.
 
     Example:
         >>> throughput = tfrep.callbacks.Throughput()
@@ -68,8 +64,6 @@ class Throughput(keras.callbacks.Callback):
         *,
         flops_per_example: float | None = None,
         peak_flops: float | None = None,
-        log_dir: str | os.PathLike[str] | None = None,
-        every: int = 100,
     ) -> None:
         super().__init__()
         flops = {"flops_per_example": flops_per_example, "peak_flops": peak_flops}
@@ -81,14 +75,8 @@ class Throughput(keras.callbacks.Callback):
                 raise ConfigurationError(
                     message("FLOPs are a positive number.", hint="use a number such as 4.1e9.", **{name: value})
                 )
-        check_count("At least one step lies between two values.", every=every)
-        if log_dir is not None and importlib.util.find_spec("tensorboard") is None:
-            hint = install_hint("tensorboard")
-            raise ConfigurationError(message("TensorBoard is not installed.", hint=hint, log_dir=str(log_dir)))
         self.flops_per_example, self.peak_flops = flops_per_example, peak_flops
-        self.log_dir, self.every = log_dir, every
         self.epochs: list[dict[str, float]] = []
-        self._writer: Any = None
         self._in_epoch = False
 
     # A training.
@@ -112,25 +100,20 @@ class Throughput(keras.callbacks.Callback):
             and 0 < len(devices) < strategy.num_replicas_in_sync
             and all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in devices)
         )
-        if self.log_dir is not None and self._writer is None and getattr(strategy.extended, "is_chief", True):
-            self._writer = tf.summary.create_file_writer(os.path.join(self.log_dir, "throughput"))
         self._calls_before, self._compiles = self._function.calls, True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._in_epoch, self._first_call = True, self._function.calls
         self._starts: list[float] = []
         self._batches: list[int] = []
-        self._begun = self._written = self._mark(time.perf_counter())
+        self._begun = self._mark(time.perf_counter())
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         now = time.perf_counter()
         if self._compiles and self._function.calls > self._calls_before:
             self._compiles = False
             self._starts, self._batches = [], []
-            self._begun = self._written = self._mark(now)
-        elif self._writer is not None and self._starts and batch - self._batches[self._written.first] >= self.every:
-            self._write(self._logs(self._written, now, [now]))
-            self._written = self._mark(now)
+            self._begun = self._mark(now)
         self._starts.append(now)
         self._batches.append(batch)
 
@@ -141,10 +124,6 @@ class Throughput(keras.callbacks.Callback):
         self._end_epoch()
         if logs is not None:
             logs.update(self.epochs[-1])
-
-    def on_train_end(self, logs: Any = None) -> None:
-        if self._writer is not None:
-            self._writer.flush()
 
     def _end_epoch(self) -> None:
         if not self._in_epoch:  # Validation has ended it already, or runs alone.
@@ -202,52 +181,6 @@ class Throughput(keras.callbacks.Callback):
         if not calls or not seen or not seen[0]:
             return math.nan
         return seen[0] / (calls * self.model.steps_per_execution)
-
-    def _write(self, logs: dict[str, float]) -> None:
-        with self._writer.as_default(step=self._function.calls * self.model.steps_per_execution):
-            for name, value in logs.items():
-                tf.summary.scalar(f"throughput/{name}", value)
-
-    # A picture.
-
-    def plot(self) -> Any:
-        """Draws the throughput, the times of steps and the waits of the epochs so far.
-
-        Returns:
-            A `matplotlib.figure.Figure`, which a notebook shows; `savefig(path)` saves it.
-
-        Raises:
-            ConfigurationError: No epoch was measured, or matplotlib is not installed.
-
-        Example:
-            >>> throughput = tfrep.callbacks.Throughput()
-            >>> history = make_model().fit(x, y, batch_size=2, epochs=2, verbose=0, callbacks=[throughput])
-            >>> [axes.get_ylabel() for axes in throughput.plot().axes]
-            ['examples per second', 'time of a step (ms)', 'share of the time (%)']
-        """
-        if not self.epochs:
-            raise ConfigurationError(message("There is nothing to draw.", hint="pass the callback to fit first.", epochs=0))
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise ConfigurationError(message("matplotlib is not installed.", hint=install_hint("plots"))) from None
-        panels = {
-            "examples per second": {"examples_per_second": 1.0},
-            "time of a step (ms)": {f"step_ms_p{p}": 1.0 for p in reversed(_PERCENTILES)},
-            "share of the time (%)": dict.fromkeys(("data_wait", "collective_wait", "mfu"), 100.0),
-        }
-        figure = Figure(figsize=(13, 3.6), layout="constrained")
-        for axes, (ylabel, curves) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-            for name, scale in curves.items():
-                if name in self.epochs[-1]:
-                    values = [scale * epoch.get(name, math.nan) for epoch in self.epochs]
-                    axes.plot(range(1, len(values) + 1), values, marker="o", label=name)
-            axes.locator_params(axis="x", integer=True)
-            axes.set(xlabel="epoch", ylabel=ylabel)
-            axes.set_ylim(bottom=0)
-            if axes.get_lines():
-                axes.legend()
-        return figure
 
 
 class _Mark(NamedTuple):

@@ -15,7 +15,7 @@ from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.notes import noted_failure
 from tfrep_strategy.processes.ranks import deferred_signals
 from tfrep_strategy.processes.signs_of_life import give_signs
-from tfrep_strategy.profiles.requests import answer_requests
+from tfrep_strategy.profiles.requests import answer_requests, name_of_folder
 from tfrep_strategy.running.by_value import dumps
 from tfrep_strategy.running.failures import RunFailed
 from tfrep_strategy.running.joining import warn_inside_a_run
@@ -86,7 +86,7 @@ def results(call: bytes, options: Options) -> list[Any]:
         >>> results(dumps((lambda: 1, (), {})), Options(num_replicas=2, strategy=None))
         [1, 1]
     """
-    with deferred_signals() as events, tempfile.TemporaryDirectory(prefix="tfrep-") as name:
+    with deferred_signals() as events, tempfile.TemporaryDirectory(prefix=name_of_folder()) as name:
         folder = Path(name)
         (folder / "call").write_bytes(call)
         arguments = module_command(__name__, name, "" if options.strategy is None else "scope")

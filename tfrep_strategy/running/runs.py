@@ -14,7 +14,6 @@ from pathlib import Path
 
 from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds, message
 from tfrep_strategy.limits import backup_seconds, check_keras_backend, grace_seconds
-from tfrep_strategy.processes.announced import announced
 from tfrep_strategy.processes.cores import cores_of_ranks, thread_variables
 from tfrep_strategy.processes.identity import (
     check_communicator,
@@ -30,6 +29,7 @@ from tfrep_strategy.processes.output import lines_shown
 from tfrep_strategy.processes.ranks import Command, Events, run_ranks
 from tfrep_strategy.processes.shared_folder import SharedFolder, is_address, require_file_system, shared_folder
 from tfrep_strategy.processes.signs_of_life import Patience
+from tfrep_strategy.profiles.requests import keep_profile_dir
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
 from tfrep_strategy.rendezvous.horovod_server import warn_of_open_ranks
 from tfrep_strategy.running.failures import RunFailed, describe
@@ -245,33 +245,33 @@ def run_to_end(
             more_environ |= backup_dir.environ
         own_seed = common_hash_seed()
         last: Round | None = None
-        with announced(log_dir, note_dir, profile_dir):
-            for this in rounds or rounds_here(events, options.max_restarts, backup_dir):
-                last = this
-                clear_notes(note_dir)
-                own_logs = rank_logs(log_dir, this.first_rank, 1 if options.strategy == "mirrored" else options.size)
-                if this.number == 0:
-                    remove_logs(own_logs)
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                more_environ["PYTHONHASHSEED"] = this.nodes.hash_seed if this.nodes else own_seed
-                with _output_shown(options, this, own_logs), _commands(options, arguments, this, more_environ) as commands:
-                    has_peers = (this.nodes.size if this.nodes else options.size) > 1 and options.strategy != "mirrored"
-                    this.failure = run_ranks(
-                        commands,
-                        this.events,
-                        log_dir=log_dir,
-                        note_dir=note_dir,
-                        timeout=left,
-                        logs_all=options.prefix,
-                        first_rank=this.first_rank,
-                        again=this.number > 0,
-                        # Nobody waits for a rank that is alone, unless the run can go on from backups.
-                        patience=patience if has_peers or options.is_backed_up else None,
-                        grace=grace,
-                        temporary=[note_dir],
-                    )
-                if this.failure is not None:
-                    this.story = describe(this.failure, timeout=options.timeout, log_dir=log_dir)
+        keep_profile_dir(note_dir, profile_dir)
+        for this in rounds or rounds_here(events, options.max_restarts, backup_dir):
+            last = this
+            clear_notes(note_dir)
+            own_logs = rank_logs(log_dir, this.first_rank, 1 if options.strategy == "mirrored" else options.size)
+            if this.number == 0:
+                remove_logs(own_logs)
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            more_environ["PYTHONHASHSEED"] = this.nodes.hash_seed if this.nodes else own_seed
+            with _output_shown(options, this, own_logs), _commands(options, arguments, this, more_environ) as commands:
+                has_peers = (this.nodes.size if this.nodes else options.size) > 1 and options.strategy != "mirrored"
+                this.failure = run_ranks(
+                    commands,
+                    this.events,
+                    log_dir=log_dir,
+                    note_dir=note_dir,
+                    timeout=left,
+                    logs_all=options.prefix,
+                    first_rank=this.first_rank,
+                    again=this.number > 0,
+                    # Nobody waits for a rank that is alone, unless the run can go on from backups.
+                    patience=patience if has_peers or options.is_backed_up else None,
+                    grace=grace,
+                    temporary=[note_dir],
+                )
+            if this.failure is not None:
+                this.story = describe(this.failure, timeout=options.timeout, log_dir=log_dir)
         failure = last.failure if last else None
         if failure is None and backup_dir is not None and last and last.first_rank == 0 and not last.keeps_backups:
             backup_dir.remove_backups()

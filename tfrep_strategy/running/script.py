@@ -20,7 +20,7 @@ from tfrep_strategy.processes.nodes import meet_nodes
 from tfrep_strategy.processes.notes import noted_failure
 from tfrep_strategy.processes.ranks import Events, deferred_signals
 from tfrep_strategy.processes.signs_of_life import give_signs
-from tfrep_strategy.profiles.requests import answer_requests
+from tfrep_strategy.profiles.requests import answer_requests, name_of_folder
 from tfrep_strategy.running.hosts import run_on_hosts, runs_on_other_hosts
 from tfrep_strategy.running.joining import for_this_pod, join_outer_run, outer_run
 from tfrep_strategy.running.rounds import Round
@@ -114,7 +114,7 @@ def run_ranks_of_script(
         >>> with deferred_signals() as events:
         ...     run_ranks_of_script(["script", "train.py"], Options(num_replicas=2), events)
     """
-    with tempfile.TemporaryDirectory(prefix="tfrep-") as notes:
+    with tempfile.TemporaryDirectory(prefix=name_of_folder()) as notes:
         run_to_end(options, module_command(__name__, notes, "", *program), Path(notes), events, rounds)
 
 

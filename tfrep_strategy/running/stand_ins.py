@@ -8,7 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 
-import tfrep_strategy.replicator.kinds
 import tfrep_strategy.replicator.loop
 import tfrep_strategy.replicator.on_workers
 from tfrep_strategy.communicators.peers.reports import user_line
@@ -38,7 +37,7 @@ def _table(strategy: Any) -> list[tuple[Sequence[Any], str, Callable[..., Any]]]
     stock = [module for api in apis for module in (api, api.experimental)]
     # The package itself, where scripts find its names, and what makes a strategy for them.
     replicator = tfrep_strategy.replicator
-    ours = [tfrep_strategy, replicator.loop, replicator.kinds, replicator.on_workers]
+    ours = [tfrep_strategy, replicator.loop, replicator.on_workers]
     return [
         (stock, "MirroredStrategy", given),
         (stock, "MultiWorkerMirroredStrategy", given),
