@@ -22,7 +22,6 @@ import tfrep_strategy as tfrep
 from tfrep_strategy.common_memory import problem_of_sharing
 from tfrep_strategy.digits import load_digits
 from tfrep_strategy.errors import check_count, install_hint
-from tfrep_strategy.examples.plots import draw_bars, draw_curves
 from tfrep_strategy.processes.identity import horovod_is_installed
 from tfrep_strategy.running import launch
 from tfrep_strategy.running.joining import refuse_inside_a_run
@@ -208,8 +207,13 @@ def _draw(results: Sequence[Result], picture: Path) -> None:
 
     figure = Figure(figsize=(11, 4), layout="constrained")
     curves, bars = figure.subplots(1, 2)
-    draw_curves(curves, {result.variant: result.losses for result in results}, ylabel="loss")
-    curves.set(yscale="log", title="Loss: the curves coincide")
-    draw_bars(bars, {result.variant: result.examples_per_second for result in results})
-    bars.set(title="Throughput")
+    for i, result in enumerate(results):  # The first is the widest, so that all are visible.
+        curves.plot(range(1, len(result.losses) + 1), result.losses, linewidth=2.0 * (len(results) - i), label=result.variant)
+    curves.set(yscale="log", title="Loss: the curves coincide", xlabel="epoch", ylabel="loss")
+    curves.legend()
+    drawn = bars.barh([result.variant for result in results], [result.examples_per_second for result in results])
+    bars.bar_label(drawn, fmt="{:,.0f}", padding=3)
+    bars.margins(x=0.18)
+    bars.set(title="Throughput", xlabel="examples per second")
+    bars.invert_yaxis()
     figure.savefig(picture, format="png", dpi=120)
