@@ -11,7 +11,6 @@ import json
 import math
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import threading
@@ -25,8 +24,6 @@ from tfrep_strategy.limits import ssh_command
 
 # No question is asked: what ssh would ask for is an error. A host that is gone is noticed after 15 seconds.
 _SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3", "ControlPath=none")
-_CUT_OFF = (255, -signal.SIGKILL)
-"""The exit codes of ssh when it has lost the connection, and when this process has ended it."""
 _LAST_LINES = 20
 _LAST_OUTPUT_SECONDS = 2.0
 _LONGEST_READ = 1 << 16
@@ -150,11 +147,6 @@ class Remote:
     def is_lost(self) -> bool:
         """Whether it has ended without a last message."""
         return self.code is not None and not self.said.keys() & {"error", "report"}
-
-    @property
-    def may_go_on(self) -> bool:
-        """Whether it may still run although it is lost, because the connection to it is."""
-        return self.is_lost and self.code in _CUT_OFF
 
     @property
     def last_words(self) -> list[str]:
