@@ -27,7 +27,7 @@ from tfrep_strategy.processes.nodes import Node
 from tfrep_strategy.processes.notes import clear_notes
 from tfrep_strategy.processes.output import lines_shown
 from tfrep_strategy.processes.ranks import Command, Events, run_ranks
-from tfrep_strategy.processes.shared_folder import SharedFolder, is_address, require_file_system, shared_folder
+from tfrep_strategy.processes.shared_folder import SharedFolder, shared_folder
 from tfrep_strategy.processes.signs_of_life import Patience
 from tfrep_strategy.profiles.requests import keep_profile_dir
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
@@ -103,8 +103,6 @@ class Options:
             raise ConfigurationError(message("Unknown strategy.", hint=hint, strategy=self.strategy))
         check_communicator(self.communicator)
         check_count("A run cannot be restarted that often.", 0, max_restarts=self.max_restarts)
-        if self.backup_dir is not None and is_address(self.backup_dir):
-            require_file_system(os.fspath(self.backup_dir))
         if self.profile is not None:
             traced_steps(self.profile)
         if self.timeout is not None:
