@@ -233,22 +233,13 @@ def profile_now(
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
-    short: Annotated[bool, typer.Option("--short", help="Print one line, and test nothing.")] = False,
-    keras: Annotated[bool, typer.Option("--keras", help="Show only what of Keras is replaced, and why.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="With --keras: print it as docs/architecture.md has it.")] = False,
 ) -> None:
     """Show what is installed and what was detected, and test that processes can talk to each other."""
     from tfrep_strategy.limits import check_keras_backend
 
     check_keras_backend()
-    from tfrep_strategy.doctor import examine, in_short, show, show_keras
+    from tfrep_strategy.doctor import examine, show
 
-    if short:
-        typer.echo(in_short())
-        return
-    if keras:
-        show_keras(as_markdown=as_markdown)
-        return
     report = examine()
     show(report, as_json=as_json)
     if not report.healthy:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import os
 import platform
@@ -26,7 +25,6 @@ from tfrep_strategy.horovod_build import status
 from tfrep_strategy.nvidia import Gpu, driver_cuda, driver_gpus, find_nccl, gpus_are_visible, nccl_problem
 from tfrep_strategy.processes.identity import horovod_is_installed
 from tfrep_strategy.rendezvous.confinement import problem_of_confining
-from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.running import Options
 from tfrep_strategy.running.function import results
 from tfrep_strategy.running.joining import warn_inside_a_run
@@ -36,8 +34,6 @@ from tfrep_strategy.transports import choose_communicator, horovod_transports, i
 SELF_TEST_SECONDS = 60.0
 """The time limit of a self-test. It takes a second or two once TensorFlow is imported."""
 _SELF_TEST = Options(num_replicas=2, strategy="multi-worker", timeout=SELF_TEST_SECONDS)
-
-_IN_SHORT = {"tfrep_strategy", "Python", "TensorFlow", "Keras", "GPU", "GPUs"}
 
 
 @dataclass(frozen=True)
@@ -85,16 +81,17 @@ def examine(*, self_test: bool = True) -> Report:
         'tfrep_strategy'
     """
     environ = dict(os.environ)
+    with quiet_start():
+        loaded = [tried("TensorFlow", _tensorflow), tried("Keras", _keras), *_gpus(driver_gpus())]
     findings = [
         Finding("tfrep_strategy", __version__),
         Finding("Python", f"{platform.python_version()} on {platform.platform()}"),
-        *about_tensorflow(),
+        *loaded,
         _horovod(),
         _nccl(),
         _auto(),
         tried("Environment", lambda: detect_environment().describe()),
         _ports(problem_of_confining()),
-        tried("Free ports", lambda: ", ".join(str(port) for port in free_ports(2)) + " on the loopback interface"),
     ]
     if self_test:
         warn_inside_a_run("`tfrep doctor`")
@@ -104,41 +101,6 @@ def examine(*, self_test: bool = True) -> Report:
             tested = [name for name in installed_communicators() if name not in left_out]
             findings += [_self_test(name) for name in tested if name != "horovod" or horovod_is_installed()]
     return Report(findings)
-
-
-def in_short() -> str:
-    """Says in one line what is installed and which devices there are, without tests.
-
-    Returns:
-        Such as `"tfrep_strategy 0.2.0; Python 3.11.2; TensorFlow ...; GPUs none; Horovod none"`.
-
-    Example:
-        >>> in_short().startswith(f"tfrep_strategy {tfrep.__version__}; Python 3.")
-        True
-    """
-    horovod = importlib.metadata.version("horovod") if horovod_is_installed() else "none"
-    findings = [Finding("tfrep_strategy", __version__), Finding("Python", platform.python_version()), *about_tensorflow()]
-    lines = [f"{each.name} {each.value}" for each in findings if each.name.partition(" ")[0] in _IN_SHORT]
-    return "; ".join([*lines, f"Horovod {horovod}"])
-
-
-def show_keras(*, as_markdown: bool = False) -> None:
-    """Prints what of Keras is replaced.
-
-    Args:
-        as_markdown: Whether to print the tables of docs/architecture.md.
-    """
-    from tfrep_strategy.keras_integration import describe
-    from tfrep_strategy.keras_integration.patching import markdown
-
-    rows = describe()
-    if as_markdown:
-        sys.stdout.write(markdown(rows))
-        return
-    table = Table("part", "what of Keras is replaced", "with the signature", "why")
-    for row in rows:
-        table.add_row(*map(escape, (row.topic, row.target, row.expects, row.why)))
-    Console(highlight=False).print(table)
 
 
 def show(report: Report, *, as_json: bool = False) -> None:
@@ -231,17 +193,6 @@ def _self_test(communicator: str) -> Finding:
     return Finding(name, took, ok=sums == [3.0, 3.0])
 
 
-def about_tensorflow() -> list[Finding]:
-    """Returns what there is to say about TensorFlow, Keras and the GPUs. It imports them.
-
-    Example:
-        >>> [finding.name for finding in about_tensorflow()][:2]
-        ['TensorFlow', 'Keras']
-    """
-    with quiet_start():
-        return [tried("TensorFlow", _tensorflow), tried("Keras", _keras), *_gpus(driver_gpus())]
-
-
 def sum_of_ranks() -> float:
     """Sums rank + 1 over the ranks. It runs on every rank."""
     import tensorflow as tf
@@ -287,7 +238,7 @@ def _keras() -> str:
 def _gpus(there: list[Gpu]) -> list[Finding]:
     """Lists the GPUs, whether TensorFlow can use them, and how."""
     if not there:
-        return [Finding("GPUs", "none"), Finding("XLA", _xla(False))]
+        return [Finding("GPUs", "none")]
     import tensorflow as tf
 
     seen = len(tf.config.get_visible_devices("GPU"))
@@ -298,17 +249,4 @@ def _gpus(there: list[Gpu]) -> list[Finding]:
     return [
         *(Finding(f"GPU {gpu.index}", gpu.describe().partition(": ")[2]) for gpu in there),
         Finding("GPUs", used, ok=bool(seen or hidden)),
-        Finding("A process per GPU", _processes(seen)),
-        Finding("XLA", _xla(bool(seen))),
     ]
-
-
-def _processes(num_gpus: int) -> str:
-    from tfrep_strategy.devices import own_gpu
-
-    ranks = ", ".join(f"rank {i} takes GPU {own_gpu(num_gpus, i, num_gpus) or 0}" for i in range(num_gpus))
-    return f"`tfrep run -n {num_gpus}`: {ranks}" if num_gpus else "none"
-
-
-def _xla(on_gpus: bool) -> str:
-    return f'jit_compile="auto" is {"on where the model allows it" if on_gpus else "off: TensorFlow sees no GPU"}'

@@ -65,7 +65,7 @@ class Run:
         command += [*kind.options, *kind.more[number], "--log-dir", str(self._folder / f"logs{number}")]
         command += ["--max-restarts", "1000", "--backup-dir", str(self.backups), str(SCRIPT)]
         self.temporary(number).mkdir(exist_ok=True)
-        own = {"TFREP_BACKUP_SECONDS": "0", "TFREP_TIMEOUT": "10", "TFREP_WARNING_SIGNAL": "USR1", "TFREP_GRACE": "15"}
+        own = {"TFREP_BACKUP_SECONDS": "0", "TFREP_TIMEOUT": "10", "TFREP_GRACE": "15"}
         own |= {"TMPDIR": str(self.temporary(number))} | self._variables
         with open(self._folder / "output", "a") as output, open(self._folder / "errors", "a") as errors:
             return subprocess.Popen(

@@ -76,14 +76,14 @@ def kill_a_host(run: Run, rng: random.Random) -> Done:
 
 def ask_a_launcher(run: Run, rng: random.Random) -> Done:
     launcher = rng.choice(run.launchers)
-    launcher.send_signal(rng.choice([signal.SIGTERM, signal.SIGUSR1]))
+    launcher.send_signal(signal.SIGTERM)
     return Done([launcher], [*ASKED, LOST] if run.kind.hosts else ASKED)
 
 
 def warn_all(run: Run, rng: random.Random) -> Done:
     """A scheduler may send its signal to all processes."""
     for process in [*run.ranks(), *(psutil.Process(launcher.pid) for launcher in run.launchers)]:
-        process.send_signal(signal.SIGUSR1)
+        process.send_signal(signal.SIGTERM)
     return Done(run.launchers, ASKED)
 
 

@@ -22,7 +22,6 @@ from pathlib import Path
 import psutil
 
 from tfrep_strategy.errors import message
-from tfrep_strategy.limits import warning_signal
 from tfrep_strategy.processes.cores import bound_to
 from tfrep_strategy.processes.guard import guard
 from tfrep_strategy.processes.notes import Note, read_notes
@@ -123,17 +122,13 @@ class Failure:
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[Events]:
-    """Collects SIGINT, SIGTERM, SIGHUP and the warning signal while the body runs, and delivers the first when it is done.
+    """Collects SIGINT, SIGTERM and SIGHUP while the body runs, and delivers the first when it is done.
 
-    What the signal was meant to do (raise `KeyboardInterrupt`, end the process) thus happens after the clean-up. A warning
-    (`TFREP_WARNING_SIGNAL`) counts as SIGTERM.
+    What the signal was meant to do (raise `KeyboardInterrupt`, end the process) thus happens after the clean-up.
     Outside of the main thread Python offers no way to do this, and signals keep their meaning.
 
     Yields:
         The queue that receives the signals.
-
-    Raises:
-        ConfigurationError: `TFREP_WARNING_SIGNAL` is not the name of such a signal.
 
     Example:
         >>> with contextlib.suppress(KeyboardInterrupt), deferred_signals() as events:
@@ -143,16 +138,14 @@ def deferred_signals() -> Iterator[Events]:
     """
     events: Events = queue.SimpleQueue()
     received: list[int] = []
-    warning = warning_signal()
 
     def remember(number: int, frame: object) -> None:
-        number = signal.SIGTERM if number == warning else number
         received.append(number)
         events.put((None, number))
 
     previous = {}
     if threading.current_thread() is threading.main_thread():
-        for number in _STOPPING | ({warning} if warning else set()):
+        for number in _STOPPING:
             # Ignored on purpose, as by nohup: stays ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
                 previous[number] = signal.signal(number, remember)
@@ -376,8 +369,6 @@ class _Run:
         return None
 
     def _note_end(self, rank: int, code: int) -> None:
-        if code < 0 and -code == warning_signal():  # It was warned before it had a handler.
-            code = -signal.SIGTERM
         self._codes[rank], self._ended_at[rank] = code, time.monotonic()
 
     def _signal(self, trees: Sequence[psutil.Process], number: int) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import PeerError, message
-from tfrep_strategy.preemption import heed_warning
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.notes import noted_failure
 from tfrep_strategy.processes.ranks import deferred_signals
@@ -115,7 +114,6 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
         own_path: Unused: the function may need what its caller could import.
     """
     del own_path
-    heed_warning()
     folder, scope = Path(arguments[0]), arguments[1]
     rank = detect_environment().rank
     give_signs(folder, rank)

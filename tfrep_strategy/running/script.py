@@ -14,7 +14,6 @@ from pathlib import Path
 
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.preemption import heed_warning
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.nodes import meet_nodes
 from tfrep_strategy.processes.notes import noted_failure
@@ -126,7 +125,6 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
             process has to open its own, "script" or "module", its name, and its arguments.
         own_path: The search path with which Python started.
     """
-    heed_warning()
     note_dir, log_dir, kind, target, *rest = arguments
     rank = detect_environment().rank
     if log_dir and rank:
