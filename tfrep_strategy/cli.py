@@ -240,9 +240,7 @@ def doctor(
     check_keras_backend()
     from tfrep_strategy.doctor import examine, show
 
-    report = examine()
-    show(report, as_json=as_json)
-    if not report.healthy:
+    if not show(examine(), as_json=as_json):
         raise typer.Exit(1)
 
 

@@ -51,33 +51,17 @@ class Finding:
     ok: bool | None = None
 
 
-@dataclass(frozen=True)
-class Report:
-    """The result of all checks.
-
-    Attributes:
-        findings: The lines.
-    """
-
-    findings: list[Finding]
-
-    @property
-    def healthy(self) -> bool:
-        """Whether no finding is bad."""
-        return all(finding.ok is not False for finding in self.findings)
-
-
-def examine(*, self_test: bool = True) -> Report:
+def examine(*, self_test: bool = True) -> list[Finding]:
     """Runs all checks.
 
     Args:
         self_test: Whether to start processes that run a collective, which takes some seconds.
 
     Returns:
-        The report.
+        The lines of the report.
 
     Example:
-        >>> examine(self_test=False).findings[0].name
+        >>> examine(self_test=False)[0].name
         'tfrep_strategy'
     """
     environ = dict(os.environ)
@@ -100,28 +84,31 @@ def examine(*, self_test: bool = True) -> Report:
             left_out = ["auto", "mpi", *([] if SHARES_MEMORY else ["shared_memory"])]
             tested = [name for name in installed_communicators() if name not in left_out]
             findings += [_self_test(name) for name in tested if name != "horovod" or horovod_is_installed()]
-    return Report(findings)
+    return findings
 
 
-def show(report: Report, *, as_json: bool = False) -> None:
-    """Prints a report.
+def show(findings: list[Finding], *, as_json: bool = False) -> bool:
+    """Prints a report, and returns whether nothing in it is bad.
 
     Args:
-        report: The report, from `examine`.
+        findings: Its lines, from `examine`.
         as_json: Whether to print one JSON object instead of a table.
 
     Example:
-        >>> show(Report([Finding("GPUs", "none")]), as_json=True)
+        >>> show([Finding("GPUs", "none")], as_json=True)
         {"healthy": true, "findings": [{"name": "GPUs", "value": "none", "ok": null}]}
+        True
     """
+    healthy = all(finding.ok is not False for finding in findings)
     if as_json:
-        print(json.dumps({"healthy": report.healthy, "findings": [asdict(finding) for finding in report.findings]}))
-        return
+        print(json.dumps({"healthy": healthy, "findings": [asdict(finding) for finding in findings]}))
+        return healthy
     table = Table("", "what", "found", title="tfrep doctor", show_lines=False)
     marks = {True: "[green]ok[/]", False: "[red]bad[/]", None: ""}
-    for finding in report.findings:
+    for finding in findings:
         table.add_row(marks[finding.ok], finding.name, escape(finding.value))
     Console().print(table)
+    return healthy
 
 
 @contextlib.contextmanager

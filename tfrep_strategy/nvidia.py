@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import mmap
 import os
@@ -27,31 +26,23 @@ class Gpu:
     Attributes:
         index: Its number in the order of PCI addresses, as `nvidia-smi` shows it.
         name: Its model.
-        bus_id: Its PCI address.
         total_bytes: The size of its memory.
         free_bytes: The part of its memory that is free.
-        exclusive: Whether only one process at a time may use it (compute mode "exclusive process"), or none ("prohibited").
-        num_processes: How many processes compute on it now.
     """
 
     index: int
     name: str
-    bus_id: str
     total_bytes: int
     free_bytes: int
-    exclusive: bool
-    num_processes: int
 
     def describe(self) -> str:
         """Describes it in one line.
 
         Example:
-            >>> Gpu(0, "NVIDIA H200", "0000:1B:00.0", 150 << 30, 75 << 30, False, 1).describe()
-            'GPU 0: NVIDIA H200, 75.0 of 150.0 GiB free, 1 process'
+            >>> Gpu(0, "NVIDIA H200", 150 << 30, 75 << 30).describe()
+            'GPU 0: NVIDIA H200, 75.0 of 150.0 GiB free'
         """
-        text = f"GPU {self.index}: {self.name}, {self.free_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.1f} GiB free"
-        text += f", {self.num_processes} process{'' if self.num_processes == 1 else 'es'}"
-        return text + (", exclusive mode" if self.exclusive else "")
+        return f"GPU {self.index}: {self.name}, {self.free_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.1f} GiB free"
 
 
 def driver_gpus() -> list[Gpu]:
@@ -66,12 +57,7 @@ def driver_gpus() -> list[Gpu]:
 def _described(index: int) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    exclusive, num_processes = False, 0
-    with contextlib.suppress(pynvml.NVMLError):  # Some GPUs, and some containers, do not give these.
-        exclusive = pynvml.nvmlDeviceGetComputeMode(handle) != pynvml.NVML_COMPUTEMODE_DEFAULT
-        num_processes = len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
-    bus_id = pynvml.nvmlDeviceGetPciInfo(handle).busId
-    return Gpu(index, pynvml.nvmlDeviceGetName(handle), bus_id, memory.total, memory.free, exclusive, num_processes)
+    return Gpu(index, pynvml.nvmlDeviceGetName(handle), memory.total, memory.free)
 
 
 def gpus_are_visible() -> bool:

@@ -10,7 +10,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.finding import driver_of_model
 from tfrep_strategy.step_clock import Counts, StepClock, counting
 
@@ -27,7 +26,6 @@ class Throughput(keras.callbacks.Callback):
     * `step_ms_p50`, `step_ms_p90`, `step_ms_p99`: percentiles of the milliseconds from the start of a step to that of the next.
     * `data_wait`: the share of the time, from 0 to 1, in which a step waited for its batch.
     * `collective_wait`: the share in which a process had its own gradients and waited for the global ones.
-    * `mfu`: model FLOPs utilisation, the share of `peak_flops` that the model uses.
 
     Operations in the compiled step measure the two waits. A wait that cannot be known is left out: both under parameter servers,
     where steps overlap; `collective_wait` on GPUs, whose operations run ahead of the host, and in one process. With a GPU
@@ -37,16 +35,8 @@ class Throughput(keras.callbacks.Callback):
     Under parameter servers a step takes longer than the time from one start to the next, because workers overlap. There the
     examples are those that the metric `loss` has counted, and without that metric they are unknown (NaN).
 
-    Args:
-        flops_per_example: The FLOPs of one example, forward and backward. For most models they are three times those of the
-            forward pass; for a transformer, about six times its parameters for each token.
-        peak_flops: The peak FLOPs per second of the device of one replica, in the precision of the model.
-
     Attributes:
         epochs: The logs of each epoch so far, as dictionaries.
-
-    Raises:
-        ConfigurationError: A setting cannot be used, or one of the two FLOPs is missing.
 
     Example:
         >>> throughput = tfrep.callbacks.Throughput()
@@ -59,23 +49,8 @@ class Throughput(keras.callbacks.Callback):
     verbose = 0
     """Parameter servers compute no logs of single steps for a callback that shows none."""
 
-    def __init__(
-        self,
-        *,
-        flops_per_example: float | None = None,
-        peak_flops: float | None = None,
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        flops = {"flops_per_example": flops_per_example, "peak_flops": peak_flops}
-        if (flops_per_example is None) != (peak_flops is None):
-            raise ConfigurationError(message("FLOPs utilisation needs both numbers.", hint="pass both, or neither.", **flops))
-        for name, value in flops.items():
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 < value < math.inf):
-                raise ConfigurationError(
-                    message("FLOPs are a positive number.", hint="use a number such as 4.1e9.", **{name: value})
-                )
-        self.flops_per_example, self.peak_flops = flops_per_example, peak_flops
         self.epochs: list[dict[str, float]] = []
         self._in_epoch = False
 
@@ -90,7 +65,6 @@ class Throughput(keras.callbacks.Callback):
                 self.model.make_train_function(force=True)
             self.model.train_function = _MeasuredFunction(self.model.train_function, None if self._on_workers else StepClock())
         self._function: _MeasuredFunction = self.model.train_function
-        self._devices = strategy.num_replicas_in_sync * (strategy.num_workers if self._on_workers else 1)
         is_alone = self._on_workers or strategy.num_replicas_in_sync == 1
         devices = () if is_alone else strategy.extended.worker_devices
         # TensorFlow's strategies cut batches before they are read.
@@ -164,8 +138,6 @@ class Throughput(keras.callbacks.Callback):
             logs["data_wait"] = (counts.data_seconds - since.counts.data_seconds) / seconds
         if self._knows_collectives:
             logs["collective_wait"] = (counts.collective_seconds - since.counts.collective_seconds) / seconds
-        if self.flops_per_example is not None and self.peak_flops is not None:
-            logs["mfu"] = logs["examples_per_second"] * self.flops_per_example / (self.peak_flops * self._devices)
         return logs
 
     def _step_times(self, first: int, last_end: list[float], steps: float) -> Any:

@@ -25,8 +25,7 @@ from tfrep_strategy.profiles.requests import keep_profile_dir
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
 from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.running.joining import refuse_inside_a_run
-from tfrep_strategy.running.run_logs import make_log_dir
-from tfrep_strategy.validation import check_fields
+from tfrep_strategy.validation import check_fields, writable
 
 _SHORT_LIFE_SECONDS = 5.0
 """A worker that ends sooner again is started after a pause, which doubles each time."""
@@ -102,7 +101,7 @@ def run_coordinator(
         )
     refuse_inside_a_run("`tfrep run --strategy parameter-server`")
     kind = "module" if as_module else "script"
-    log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
+    log_dir = None if options.log_dir is None else writable("log_dir", options.log_dir)
     profile_dir = profile_folder(options.profile_dir, options.log_dir)
     of_profile = profile_environ(options.profile, profile_dir)
     patience, grace = Patience.of_environment(), grace_seconds(for_a_backup=False)

@@ -34,7 +34,7 @@ from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, trac
 from tfrep_strategy.rendezvous.horovod_server import warn_of_open_ranks
 from tfrep_strategy.running.failures import RunFailed, describe
 from tfrep_strategy.running.rounds import Round, no_backup_dir, rounds_here
-from tfrep_strategy.running.run_logs import log_folder, rank_logs, remove_logs
+from tfrep_strategy.running.run_logs import log_folder, remove_logs
 from tfrep_strategy.validation import MOST_PROCESSES, MOST_RANKS, check_fields
 
 STRATEGIES = ("auto", "mirrored", "multi-worker")
@@ -247,9 +247,10 @@ def run_to_end(
         for this in rounds or rounds_here(events, options.max_restarts, backup_dir):
             last = this
             clear_notes(note_dir)
-            own_logs = rank_logs(log_dir, this.first_rank, 1 if options.strategy == "mirrored" else options.size)
+            ranks = range(this.first_rank, this.first_rank + (1 if options.strategy == "mirrored" else options.size))
+            own_logs = {rank: log_dir / f"rank{rank}.log" for rank in ranks}
             if this.number == 0:
-                remove_logs(own_logs)
+                remove_logs(own_logs.values())
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             more_environ["PYTHONHASHSEED"] = this.nodes.hash_seed if this.nodes else own_seed
             with _output_shown(options, this, own_logs), _commands(options, arguments, this, more_environ) as commands:
