@@ -105,7 +105,7 @@ def test_a_backup_at_the_end_of_the_last_epoch(undisturbed: list[Any], tmp_path:
 
 
 def test_a_slow_backup_has_the_grace_time(tmp_path: Path) -> None:
-    """The launcher is warned, then asked to end, and waits for a backup that takes longer than ranks have by default."""
+    """The launcher is asked to end, twice, and waits for a backup that takes longer than ranks have by default."""
     run = [*RUN, *KINDS["tf"], "--backup-dir", "backups", str(SCRIPTS / "saves_slowly.py")]
     _, said = ended([*run, "5"], tmp_path, -signal.SIGTERM, TFREP_BACKUP_SECONDS="1000")
     assert "asked to end. A backup was made: epoch 2, batch 0." in said
