@@ -56,7 +56,7 @@ def _places():
     assert _told(4, [], 1, 2) == ([], [], "CPU:0", 0)  # Hidden on purpose.
     assert _told(0, [], 0, 1) == ([], [], "CPU:0", 0)
 
-    devices.driver_gpus = lambda: [nvidia.Gpu(0, "made up", "0000:1B:00.0", 1, 1, False, 0)]
+    devices.driver_gpus = lambda: [nvidia.Gpu(0, "made up", 1, 1)]
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     assert _told(0, [], 0, 1)[3] == 1  # TensorFlow found no CUDA.
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
@@ -85,10 +85,10 @@ def test_a_gpu_that_cannot_be_used_is_named_with_what_to_do(what, monkeypatch):
     def fails(kind=None):
         raise tf.errors.InternalError(None, None, what)
 
-    busy = nvidia.Gpu(2, "NVIDIA H200", "0000:1B:00.0", 2 << 30, 1 << 30, True, 1)
+    busy = nvidia.Gpu(2, "NVIDIA H200", 2 << 30, 1 << 30)
     monkeypatch.setattr(tf.config, "list_logical_devices", fails)
     monkeypatch.setattr(devices, "driver_gpus", lambda: [busy])
-    with pytest.raises(ConfigurationError, match=r"(?s)CUDA_VISIBLE_DEVICES.*GPU 2: .* 1.0 of 2.0 GiB free, 1 process, exclusive"):
+    with pytest.raises(ConfigurationError, match=r"(?s)CUDA_VISIBLE_DEVICES.*GPU 2: .* 1.0 of 2.0 GiB free"):
         tfrep.MirroredStrategy()
 
 

@@ -13,7 +13,7 @@ from tfrep_strategy import collectives, replicator
 pytestmark = pytest.mark.lane("package")
 
 _EXAMPLES = docstrings.examples()
-_NEED_NO_EXAMPLE = {"InputReplicationMode", "MultiGpuReplicator", "ParameterServerReplicator", "TpuReplicator"}
+_NEED_NO_EXAMPLE = {"InputReplicationMode", "ParameterServerReplicator"}
 
 
 @pytest.mark.parametrize(

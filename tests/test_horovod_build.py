@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfrep_strategy import horovod_build, nvidia
 from tfrep_strategy.errors import ConfigurationError, TfrepError
-from tfrep_strategy.horovod_build import HorovodStatus, build_wheel, first_error, install_wheel, status
+from tfrep_strategy.horovod_build import HorovodStatus, build_wheel, install_wheel, status
 from tfrep_strategy.horovod_source import ADDED, CHANGES
 
 pytestmark = pytest.mark.lane("gpus")
@@ -301,25 +301,6 @@ def test_a_failed_installation_shows_what_pip_said(tmp_path):
     (tmp_path / "horovod-0.28.1-py3-none-any.whl").write_text("no wheel")
     with pytest.raises(TfrepError, match="(?s)pip could not install Horovod.*wheel"):
         install_wheel(tmp_path / "horovod-0.28.1-py3-none-any.whl")
-
-
-LOGS = [
-    ("[ 3%] Building\na.cc:1:2: error: no type\nb.cc:1:2: error: later\n", "a.cc:1:2: error: no type"),
-    ("a.h:3: warning: error prone\nmake: *** [x] Error 1\n", "make: *** [x] Error 1"),
-    ("CMake Error at x/CMakeLists.txt:3 (message):\n\n  Could NOT find MPI\n", None),
-    (
-        "a.o: in function f:\na.cc:(.text+0x1): undefined reference to `g'\n",
-        "a.cc:(.text+0x1): undefined reference to `g'",
-    ),
-    ("nothing\nat all\n", "at all"),
-    ("", "no output"),
-]
-
-
-@pytest.mark.lane("quick")
-@pytest.mark.parametrize(("log", "expected"), LOGS)
-def test_first_error(log, expected):
-    assert first_error(log) == (expected or "CMake Error at x/CMakeLists.txt:3 (message): Could NOT find MPI")
 
 
 def test_status_of_what_is_installed():

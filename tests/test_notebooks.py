@@ -35,7 +35,7 @@ def _started_by(mark: str) -> list[psutil.Process]:
 def test_it_runs_and_leaves_no_process(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFREP_NOTEBOOK_SIZE", "small")
     monkeypatch.setenv("TFREP_TEST", str(tmp_path))  # By which its processes are known.
-    paths = [str(_REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    paths = [str(_REPOSITORY), str(_REPOSITORY / "notebooks"), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
     notebook, cells = _code(path)
     for cell in cells:

@@ -41,46 +41,6 @@ def _hint(call: Callable[[], Any], kind: type[Exception] = ConfigurationError) -
     return str(caught.value).partition("\nHint: ")[2]
 
 
-# Arguments.
-
-
-@pytest.mark.parametrize(
-    ("make", "argument", "value", "line"),
-    [
-        (tfrep.MirroredStrategy, "num_gpus", 2, 'tfrep.MirroredStrategy(["GPU:0", "GPU:1"])'),
-        (tfrep.MirroredStrategy, "num_gpus", 3, '(["GPU:0", "GPU:1", "GPU:2"])'),
-        (tfrep.MirroredStrategy, "num_gpus_per_worker", 1, 'tfrep.MirroredStrategy(["GPU:0"])'),
-        (tfrep.MirroredStrategy, "cross_device_ops", tf.distribute.NcclAllReduce(), "leave it out: NCCL sums on GPUs"),
-        (tfrep.MirroredStrategy, "cross_tower_ops", None, "leave it out"),
-        (tfrep.MirroredStrategy, "auto_shard_dataset", True, "leave it out"),
-        (tfrep.MultiWorkerStrategy, "num_gpus_per_worker", 8, "tfrep run -n"),
-        (tfrep.MultiWorkerStrategy, "cluster_resolver", None, "TF_CONFIG, Slurm"),
-        (tfrep.MultiWorkerStrategy, "communication", "NCCL", 'tfrep.MultiWorkerStrategy("tf")'),
-        (tfrep.MultiWorkerStrategy, "communication_options", None, "bucket_bytes"),
-        (tfrep.ParameterServerStrategy, "num_gpus_per_worker", 1, "leave it out"),
-    ],
-)
-def test_arguments_of_strategies(make: Any, argument: str, value: Any, line: str) -> None:
-    message = rf"^{make.__name__} no longer takes {argument}\. Received: {argument}="
-    with pytest.raises(ConfigurationError, match=message):
-        make(**{argument: value})
-    assert line in _hint(lambda: make(**{argument: value}))
-
-
-def test_other_unknown_arguments_are_what_python_says() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'gpus'"):
-        tfrep.MirroredStrategy(gpus=2)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize("name", ["init", "shutdown"])
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_replicator_needs_no_session(name: str, by_name: bool, strategy: tfrep.MirroredStrategy) -> None:
-    repl = tfrep.Replicator(strategy)
-    method = getattr(repl, name)
-    assert _hint(lambda: method(session=1) if by_name else method(1)) == f"write repl.{name}()."
-    method()
-
-
 # Names.
 
 
@@ -89,11 +49,6 @@ def test_names_of_the_package(name: str) -> None:
     assert not hasattr(tfrep, name)
     assert _hint(lambda: getattr(tfrep, name), AttributeError) == old_spellings.OF_PACKAGE[name]
     assert name not in dir(tfrep)
-
-
-@pytest.mark.parametrize("name", old_spellings.OF_CALLBACKS)
-def test_names_of_callbacks(name: str) -> None:
-    assert _hint(lambda: getattr(tfrep.callbacks, name), AttributeError) == old_spellings.OF_CALLBACKS[name]
 
 
 @pytest.mark.parametrize("name", old_spellings.OF_STRATEGIES)
@@ -110,7 +65,7 @@ def test_names_of_replicators(name: str, strategy: tfrep.MirroredStrategy) -> No
 
 
 def test_names_that_were_never_there(strategy: tfrep.MirroredStrategy) -> None:
-    for owner in (tfrep, tfrep.callbacks, strategy, tfrep.Replicator(strategy)):
+    for owner in (tfrep, strategy, tfrep.Replicator(strategy)):
         with pytest.raises(AttributeError, match=r"no attribute 'never'$"):
             owner.never  # noqa: B018
 
@@ -125,28 +80,16 @@ def test_an_error_inside_a_property_is_not_hidden() -> None:
         Strategy().devices  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    "table",
-    ["OF_PACKAGE", "OF_CALLBACKS", "OF_STRATEGIES", "OF_REPLICATORS", "OF_MIRRORED", "OF_MULTI_WORKER", "OF_PARAMETER_SERVERS"],
-)
+@pytest.mark.parametrize("table", ["OF_PACKAGE", "OF_STRATEGIES", "OF_REPLICATORS"])
 def test_hints_name_what_exists(table: str, strategy: tfrep.MirroredStrategy) -> None:
     roots = {"tfrep": tfrep, "keras": keras, "strategy": strategy, "repl": tfrep.Replicator(strategy), "tf": tf}
-    for line in getattr(old_spellings, table).values():
-        text = line if isinstance(line, str) else line(2)
+    for text in getattr(old_spellings, table).values():
         assert text.startswith(("write ", "leave it out")), text
         assert text.endswith("."), text
         for root, path in re.findall(r"\b(tfrep|keras|strategy|repl|tf)((?:\.\w+)+)\b", text):
             found: Any = roots[root]
             for name in path.split(".")[1:]:
                 found = getattr(found, name)
-
-
-# Methods that TensorFlow keeps.
-
-
-@pytest.mark.parametrize("name", ["make_dataset_iterator", "make_input_fn_iterator", "experimental_run"])
-def test_iterators_of_sessions(name: str, strategy: tfrep.MirroredStrategy) -> None:
-    assert re.match(r"write (iter\()?strategy\.", _hint(lambda: getattr(strategy, name)(lambda context: None)))
 
 
 def test_an_alias_that_tensorflow_keeps_works(strategy: tfrep.MirroredStrategy) -> None:
@@ -178,50 +121,17 @@ def test_graph_mode_is_refused() -> None:
 
 # Optimizers.
 
-_OLD_OPTIMIZERS = [
-    (lambda: _V1.GradientDescentOptimizer(0.5), "keras.optimizers.SGD(learning_rate=0.5)"),
-    (
-        lambda: _V1.MomentumOptimizer(0.1, 0.9, use_nesterov=True),
-        "keras.optimizers.SGD(learning_rate=0.1, momentum=0.9, nesterov=True)",
-    ),
-    (lambda: _V1.AdamOptimizer(), "keras.optimizers.Adam(learning_rate=0.001, epsilon=1e-08)"),
-    (lambda: _V1.AdamOptimizer(0.02, beta1=0.5), "keras.optimizers.Adam(learning_rate=0.02, beta_1=0.5, epsilon=1e-08)"),
-]
-"""Those whose successor computes the same; and the line that makes it."""
-
-
-@pytest.mark.parametrize(("make", "line"), _OLD_OPTIMIZERS, ids=lambda value: value if isinstance(value, str) else "")
-def test_optimizers_of_tensorflow_1(make: Callable[[], Any], line: str, strategy: tfrep.MirroredStrategy) -> None:
+@pytest.mark.parametrize("make", [lambda: _V1.AdamOptimizer(), lambda: _V1.GradientDescentOptimizer(0.5)])
+def test_optimizers_of_tensorflow_1(make: Callable[[], Any], strategy: tfrep.MirroredStrategy) -> None:
     with strategy.scope():
         model = _model()
-    assert _hint(lambda: model.compile(make(), "mse")) == f"write {line}."
-    assert _hint(lambda: model.compile(loss="mse", optimizer=make())) == f"write {line}."
-    assert _hint(lambda: tfrep.Replicator(strategy).wrap_optimizer(make())) == f"write {line}."
-
-    old, new = tf.Variable([1.0, -2.0]), tf.Variable([1.0, -2.0])
-    before, after = make(), eval(line)
-    for step in range(4):
-        gradient = tf.constant([0.3, -1.0]) * (step + 1.0)
-        before.apply_gradients([(gradient, old)])
-        after.apply([gradient], [new])
-    np.testing.assert_allclose(new, old, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("make", "line"),
-    [
-        (lambda: _V1.RMSPropOptimizer(0.1), "keras.optimizers.RMSprop(learning_rate=0.1, epsilon=1e-10)"),
-        (lambda: _V1.AdagradOptimizer(0.1), "keras.optimizers.Adagrad(learning_rate=0.1)"),
-        (lambda: _V1.AdadeltaOptimizer(0.1), "keras.optimizers.Adadelta(learning_rate=0.1, epsilon=1e-08)"),
-        (lambda: _V1.FtrlOptimizer(0.1), "keras.optimizers.Ftrl(learning_rate=0.1)"),
-        (lambda: _V1.AdamOptimizer(lambda: 0.1), "keras.optimizers.Adam(learning_rate=..., epsilon=1e-08)"),
-        (lambda: _V1.ProximalAdagradOptimizer(0.1), "an optimizer of keras.optimizers: strategies sum its gradients"),
-    ],
-)
-def test_other_optimizers_of_tensorflow_1(make: Callable[[], Any], line: str, strategy: tfrep.MirroredStrategy) -> None:
-    with strategy.scope():
-        model = _model()
-    assert _hint(lambda: model.compile(make())) == f"write {line}."
+    for call in (
+        lambda: model.compile(make(), "mse"),
+        lambda: model.compile(loss="mse", optimizer=make()),
+        lambda: tfrep.Replicator(strategy).wrap_optimizer(make()),
+    ):
+        with pytest.raises(ConfigurationError, match="got an optimizer of TensorFlow 1"):
+            call()
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -230,9 +140,9 @@ def test_optimizers_of_keras_2(legacy: bool, strategy: tfrep.MirroredStrategy) -
     optimizers = tf_keras.optimizers.legacy if legacy else tf_keras.optimizers
     with strategy.scope():
         model, optimizer = _model(), optimizers.SGD(0.2, momentum=0.9)
-    with pytest.raises(ConfigurationError, match=r"`compile` got an optimizer of Keras 2\. Received: optimizer=SGD"):
+    with pytest.raises(ConfigurationError, match=r"`compile` got an optimizer of Keras 2\. Received: optimizer='SGD"):
         model.compile(optimizer)
-    assert _hint(lambda: model.compile(optimizer)) == "write keras.optimizers.SGD(learning_rate=0.2, momentum=0.9)."
+    assert "write an optimizer of keras.optimizers" in _hint(lambda: model.compile(optimizer))
 
 
 @pytest.mark.lane("migration")
@@ -251,7 +161,7 @@ def of_horovod() -> None:
     with strategy.scope():
         model = _model()
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.2, momentum=0.9))
-    line = "write keras.optimizers.SGD(learning_rate=0.2, momentum=0.9)."
+    line = "write an optimizer of keras.optimizers with the same settings: strategies sum its gradients."
     assert _hint(lambda: model.compile(optimizer, "mse")) == line
     assert _hint(lambda: tfrep.Replicator(strategy).wrap_optimizer(optimizer)) == line
     with strategy.scope():
@@ -265,7 +175,7 @@ def of_horovod() -> None:
     ):
         for given in ([callback], [keras.callbacks.History(), callback], keras.callbacks.CallbackList([callback], model=model)):
             hint = _hint(lambda given=given: model.fit(np.ones((4, 3)), np.ones((4, 2)), callbacks=given, verbose=0))
-            assert hint == old_spellings.OF_CALLBACKS[type(callback).__name__]
+            assert "docs/migration/horovod.md" in hint
     hvd.shutdown()
     sys.exit(0)
 
@@ -276,10 +186,8 @@ def on_parameter_servers() -> None:
         with strategy.scope():
             model = _model()
         hint = _hint(lambda: model.compile(_V1.GradientDescentOptimizer(0.5), "mse"))
-        assert hint == "write keras.optimizers.SGD(learning_rate=0.5)."
-        assert _hint(lambda: strategy.experimental_run_v2, AttributeError) == old_spellings.RUN
-        repl = tfrep.ParameterServerReplicator(strategy)
-        assert _hint(lambda: repl.init("session")) == "write repl.init()."
+        assert "write an optimizer of keras.optimizers" in hint
+        assert "write strategy.run" in _hint(lambda: strategy.experimental_run_v2, AttributeError)
 
 
 @pytest.mark.lane("migration")
@@ -305,18 +213,6 @@ def test_wrap_optimizer_returns_what_it_got(strategy: tfrep.MirroredStrategy) ->
 
 
 # The page.
-
-
-def test_the_page_shows_what_is_said(strategy: tfrep.MirroredStrategy) -> None:
-    with strategy.scope():
-        model = _model()
-    for call in (
-        lambda: tfrep.MirroredStrategy(num_gpus=2),  # type: ignore[call-arg]
-        lambda: model.compile(_V1.AdamOptimizer(0.01), "mse"),
-    ):
-        with pytest.raises(ConfigurationError) as caught:
-            call()
-        assert f"\nConfigurationError: {caught.value}\n" in _PAGE
 
 
 def _of_tensorflow() -> Iterator[tuple[str, str, str]]:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from lanes import in_lane
 from tfrep_strategy.environments import detect_environment, identity_variables
 from tfrep_strategy.environments.tf_config import read_tf_config
 from tfrep_strategy.errors import LONGEST_SECONDS, ConfigurationError, message
-from tfrep_strategy.limits import longest_silence, meeting_seconds, timeout_seconds, warning_signal
+from tfrep_strategy.limits import longest_silence, meeting_seconds, timeout_seconds
 from tfrep_strategy.processes.nodes import Node
 from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.rendezvous.secret import shared_secret
@@ -229,15 +228,8 @@ def read_a_machine(draw: Any) -> None:
     assert place is None or 0 < place.target[1] < 65536
 
 
-def read_a_warning_signal(draw: Any) -> None:
-    with environment({"TFREP_WARNING_SIGNAL": draw(ODD_TEXTS | st.sampled_from(["USR1", "SIGHUP", "SIGKILL"]))}):
-        found = taken(warning_signal)
-        assert found is None or found not in (signal.SIGKILL, signal.SIGTERM)
-
-
 READERS = (
-    *(read_a_place_in_a_run, read_a_cluster, read_limits, read_a_warning_signal, read_options, read_counts_of_a_cluster),
-    read_a_machine,
+    *(read_a_place_in_a_run, read_a_cluster, read_limits, read_options, read_counts_of_a_cluster, read_a_machine),
 )
 DRAWS = {"some": 100, "many": 2_000}
 

@@ -32,15 +32,7 @@ if TYPE_CHECKING:
     from tfrep_strategy.environments import Environment, register_environment
     from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
     from tfrep_strategy.keras_integration.timed_checkpoint import TimedCheckpoint
-    from tfrep_strategy.replicator import (
-        InputContext,
-        InputReplicationMode,
-        MultiGpuReplicator,
-        MultiWorkerReplicator,
-        ParameterServerReplicator,
-        Replicator,
-        TpuReplicator,
-    )
+    from tfrep_strategy.replicator import InputContext, InputReplicationMode, ParameterServerReplicator, Replicator
     from tfrep_strategy.running import launch
     from tfrep_strategy.running.coordinator import exit_on_server_loss
     from tfrep_strategy.sidecar_evaluator import SidecarEvaluator
@@ -61,8 +53,8 @@ else:
         "communicators": ["Communicator"], "environments": ["Environment", "register_environment"],
         "keras_integration.dataset_creator": ["DatasetCreator"], "transports": ["register_communicator"],
         "keras_integration.timed_checkpoint": ["TimedCheckpoint"], "replicator": [
-            "InputContext", "InputReplicationMode", "MultiGpuReplicator", "MultiWorkerReplicator",
-            "ParameterServerReplicator", "Replicator", "TpuReplicator",
+            "InputContext", "InputReplicationMode",
+            "ParameterServerReplicator", "Replicator",
         ],
         "running": ["launch"], "running.coordinator": ["exit_on_server_loss"], "clusters.resolver": ["local_cluster"],
         "sidecar_evaluator": ["SidecarEvaluator"], "strategies.auto": ["auto_strategy"],
@@ -73,8 +65,8 @@ else:
 
 __all__ = [
     "Communicator", "DatasetCreator", "Environment", "InputContext", "InputReplicationMode", "MirroredStrategy",
-    "MultiGpuReplicator", "MultiWorkerReplicator", "MultiWorkerStrategy", "ParameterServerReplicator", "ParameterServerStrategy",
-    "Replicator", "SidecarEvaluator", "TimedCheckpoint", "TpuReplicator", "__version__", "all_gather", "all_gather_object",
+    "MultiWorkerStrategy", "ParameterServerReplicator", "ParameterServerStrategy",
+    "Replicator", "SidecarEvaluator", "TimedCheckpoint", "__version__", "all_gather", "all_gather_object",
     "all_mean", "all_reduce", "all_sum", "all_to_all", "auto_strategy", "barrier", "broadcast", "broadcast_object", "chief_first",
     "exit_on_server_loss", "is_chief", "launch", "local_cluster", "logical_device", "map_gather", "map_reduce", "num_replicas",
     "partition",

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from tfrep_strategy._version import __version__
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
-
-if TYPE_CHECKING:
-    from tfrep_strategy.processes.ray_cluster import RayPlaces
 
 app = typer.Typer(
     name="tfrep",
@@ -34,8 +31,7 @@ _IN_STEP = (*_ON_PROCESSES, "mirrored")
 _ON_SERVERS = ("parameter-server",)
 _STRATEGIES_WITH = {
     "num_replicas": _IN_STEP, "communicator": _ON_PROCESSES, "hosts": _ON_PROCESSES, "export": _ON_PROCESSES,
-    "prefix": _ON_PROCESSES, "fork": _ON_PROCESSES, "bind_cores": _ON_PROCESSES,
-    "engine": _ON_PROCESSES, "ray_address": _ON_PROCESSES, "cpus_per_rank": _ON_PROCESSES, "gpus_per_rank": _ON_PROCESSES,
+    "prefix": _ON_PROCESSES, "bind_cores": _ON_PROCESSES,
     "nnodes": _ON_PROCESSES, "node_rank": _ON_PROCESSES, "rendezvous": _ON_PROCESSES,
     "backup_dir": _IN_STEP, "workers": _ON_SERVERS, "servers": _ON_SERVERS, "max_restarts": (*_IN_STEP, *_ON_SERVERS),
 }  # fmt: skip
@@ -103,23 +99,7 @@ def run(
     hosts: Annotated[str | None, typer.Option(help="Machines to run on, through ssh: host1:4,host2:4.")] = None,
     export: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="With --hosts or --engine: a variable that other machines get; repeatable."),
-    ] = None,
-    engine: Annotated[
-        str | None, typer.Option(metavar="ray", help="Who chooses the machines of the -n replicas: ray.")
-    ] = None,
-    ray_address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="With --engine ray: the cluster; else RAY_ADDRESS, or a new Ray on this machine."
-        ),
-    ] = None,
-    cpus_per_rank: Annotated[
-        float, typer.Option(help="With --engine ray: how many of its CPUs each replica gets.")
-    ] = 1.0,
-    gpus_per_rank: Annotated[
-        float | None,
-        typer.Option(help="With --engine ray: how many of its GPUs; else one if there are enough, or none."),
+        typer.Option(metavar="NAME", help="With --hosts: a variable that other machines get; repeatable."),
     ] = None,
     nnodes: Annotated[
         str | None,
@@ -165,14 +145,6 @@ def run(
             help="Folder for traces, as for tensorboard --logdir; else profile in --log-dir, or tfrep-profile in the current one."
         ),
     ] = None,
-    fork: Annotated[
-        bool | None,
-        typer.Option(
-            "--fork/--no-fork",
-            show_default=False,
-            help="Fork ranks from one process that has imported TensorFlow; else that is done where there are no GPUs.",
-        ),
-    ] = None,
     bind_cores: Annotated[
         bool,
         typer.Option("--bind-cores", help="Bind each rank to its own part of the cores. Not beside other runs on the machine."),
@@ -207,12 +179,11 @@ def run(
         except KeyboardInterrupt:
             raise typer.Exit(_INTERRUPTED) from None
         raise typer.Exit(0 if failure is None else failure.exit_code)
-    ray = _ray_places(context, engine, ray_address, cpus_per_rank, gpus_per_rank)
     node = Node.of(rank=node_rank, nnodes=nnodes, rendezvous=rendezvous)
     options = Options(
-        num_replicas, strategy=strategy, communicator=communicator, hosts=hosts, export=tuple(export or ()), ray=ray,
+        num_replicas, strategy=strategy, communicator=communicator, hosts=hosts, export=tuple(export or ()),
         log_dir=log_dir, prefix=prefix, node=node, max_restarts=max_restarts, backup_dir=backup_dir,
-        profile=profile, profile_dir=profile_dir, fork=fork, bind_cores=bind_cores,
+        profile=profile, profile_dir=profile_dir, bind_cores=bind_cores,
     )  # fmt: skip
     try:
         run_script(script, own_arguments, options, as_module=as_module)
@@ -222,25 +193,6 @@ def run(
         raise typer.Exit(failed.failure.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
-
-
-def _ray_places(
-    context: typer.Context, engine: str | None, address: str | None, cpus: float, gpus: float | None
-) -> RayPlaces | None:
-    """Returns which places are wanted of Ray, if any, and refuses options that would mean nothing."""
-    from tfrep_strategy.processes.ray_cluster import RayPlaces
-
-    if engine not in (None, "ray"):
-        raise ConfigurationError(message("Unknown engine.", hint="use ray, or leave it out.", engine=engine))
-    if engine is not None:
-        return RayPlaces(address, cpus, gpus)
-    for name in ("ray_address", "cpus_per_rank", "gpus_per_rank"):
-        if _is_given(context, name):
-            hint = "add --engine ray, or leave it out."
-            raise ConfigurationError(
-                message(f"Without Ray there is no --{name.replace('_', '-')}.", hint=hint, engine=engine)
-            )
-    return None
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -266,8 +218,8 @@ def _check_options(context: typer.Context, strategy: str) -> None:
 
 @app.command("profile")
 def profile_now(
-    which: Annotated[
-        str, typer.Argument(metavar="RUN", help="The process id of `tfrep run`, or its --log-dir.", show_default=False)
+    run_pid: Annotated[
+        int, typer.Argument(metavar="PID", min=1, max=2**22, help="The process id of `tfrep run`.", show_default=False)
     ],
     seconds: Annotated[float, typer.Option(help="How long to trace, at most 60.")] = 2.0,
     profile_dir: Annotated[Path | None, typer.Option(help="Folder for the traces; else that of the run.")] = None,
@@ -275,31 +227,20 @@ def profile_now(
     """Trace all ranks of a run that is running on this machine, at the same time, and show what they do."""
     from tfrep_strategy.running.on_demand import profile_run
 
-    profile_run(which, seconds, profile_dir)
+    profile_run(run_pid, seconds, profile_dir)
 
 
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
-    short: Annotated[bool, typer.Option("--short", help="Print one line, and test nothing.")] = False,
-    keras: Annotated[bool, typer.Option("--keras", help="Show only what of Keras is replaced, and why.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="With --keras: print it as docs/architecture.md has it.")] = False,
 ) -> None:
     """Show what is installed and what was detected, and test that processes can talk to each other."""
     from tfrep_strategy.limits import check_keras_backend
 
     check_keras_backend()
-    from tfrep_strategy.doctor import examine, in_short, show, show_keras
+    from tfrep_strategy.doctor import examine, show
 
-    if short:
-        typer.echo(in_short())
-        return
-    if keras:
-        show_keras(as_markdown=as_markdown)
-        return
-    report = examine()
-    show(report, as_json=as_json)
-    if not report.healthy:
+    if not show(examine(), as_json=as_json):
         raise typer.Exit(1)
 
 

@@ -6,11 +6,8 @@ import contextlib
 import importlib.util
 import os
 import statistics
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +16,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.common_memory import problem_of_sharing
 from tfrep_strategy.digits import load_digits
 from tfrep_strategy.errors import check_count, install_hint
-from tfrep_strategy.examples.plots import draw_bars, draw_curves
 from tfrep_strategy.processes.identity import horovod_is_installed
 from tfrep_strategy.running import launch
 from tfrep_strategy.running.joining import refuse_inside_a_run
@@ -52,23 +47,6 @@ class Variant:
     strategy: str
     processes: int = 1
     communicator: str = "tf"
-
-
-@dataclass(frozen=True)
-class Training:
-    """The result of one process.
-
-    Attributes:
-        losses: Mean loss of each epoch.
-        seconds: Duration of each epoch.
-        accuracy: Accuracy on the test examples, between 0 and 1.
-        weights: float32 arrays, in Keras's order.
-    """
-
-    losses: list[float]
-    seconds: list[float]
-    accuracy: float
-    weights: list[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -121,7 +99,7 @@ def run_demo(
         picture: Path of the picture (PNG); None for no picture. Without matplotlib a line says how to get one.
         epochs: The number of epochs, at least 2, since the first is not timed.
         examples: How many examples to train on. Default: all 1,437.
-        console: The console for progress and the table. Default: the terminal.
+        console: The console for the table. Default: the terminal.
 
     Returns:
         The lines of the table.
@@ -138,29 +116,23 @@ def run_demo(
     refuse_inside_a_run("`tfrep demo`")
     check_count("The demo needs at least 2 epochs, since the first is not timed.", 2, epochs=epochs)
     console = console or Console()
-    wanted = variants()
-    trainings: list[list[Training]] = []
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with _quiet_errors(), Progress(*columns, console=console) as progress:
-        tasks = [progress.add_task(each.name, total=epochs * each.processes, start=False) for each in wanted]
-        for variant, task in zip(wanted, tasks, strict=True):
-            progress.start_task(task)
-            with _shown_epochs(progress, task) as log:
-                trainings.append(
-                    launch(
-                        _train,
-                        (variant.strategy, variant.communicator, epochs, examples, log),
-                        num_replicas=variant.processes,
-                        communicator=variant.communicator,
-                        strategy=None,
-                        timeout=_SECONDS_PER_VARIANT,
-                    )
-                )
-            progress.stop_task(task)
-    count = len(load_digits()[0].labels[:examples])
-    results = [
-        _result(variant, ranks, trainings[0][0], count) for variant, ranks in zip(wanted, trainings, strict=True)
-    ]
+    results: list[Result] = []
+    reference: list[np.ndarray] = []
+    for variant in variants():
+        with console.status(variant.name):
+            trained = launch(
+                _train,
+                (variant.strategy, variant.communicator, epochs, examples),
+                num_replicas=variant.processes,
+                communicator=variant.communicator,
+                strategy=None,
+                timeout=_SECONDS_PER_VARIANT,
+            )
+        losses, speed, accuracy, weights = trained[0]
+        reference = reference or weights
+        pairs = [pair for *_, own in trained for pair in zip(own, reference, strict=True)]
+        difference = max(float(np.max(np.abs(mine - theirs))) for mine, theirs in pairs)
+        results.append(Result(variant.name, speed, accuracy, difference, losses))
     console.print(_table(results))
     if picture is None:
         return results
@@ -173,18 +145,10 @@ def run_demo(
     return results
 
 
-def main() -> None:
-    """Runs `tfrep demo`."""
-    start = time.monotonic()
-    console = Console()
-    run_demo(console=console)
-    console.print(f"{time.monotonic() - start:.0f} s in all, most of them to start Python and TensorFlow.")
-
-
-# The training, which runs in separate processes.
-
-
-def _train(strategy: str, communicator: str, epochs: int, examples: int | None, log: str) -> Training:
+def _train(
+    strategy: str, communicator: str, epochs: int, examples: int | None
+) -> tuple[list[float], float, float, list[np.ndarray]]:
+    """Trains in a process of its own. Returns losses, examples per second, the accuracy and the weights."""
     gpus = tf.config.list_physical_devices("GPU")
     if len(gpus) < 2:  # Two replicas need two devices of one kind.
         tf.config.set_visible_devices([], "GPU")
@@ -194,17 +158,19 @@ def _train(strategy: str, communicator: str, epochs: int, examples: int | None, 
     elif strategy == "multi-worker":
         scope = tfrep.MultiWorkerStrategy(communicator).scope()
     (images, labels), test = load_digits()
+    images, labels = images[:examples], labels[:examples]
     keras.utils.set_random_seed(0)
     with scope:
         model = _network()
         optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
         model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
-    clock = _Clock(log)
-    history = model.fit(
-        images[:examples], labels[:examples], batch_size=64, epochs=epochs, verbose=0, callbacks=[clock]
-    )
+    seconds, losses = [], []
+    for _ in range(epochs):
+        start = time.perf_counter()
+        losses += model.fit(images, labels, batch_size=64, verbose=0).history["loss"]
+        seconds.append(time.perf_counter() - start)
     _, accuracy = model.evaluate(*test, batch_size=len(test.labels), verbose=0)
-    return Training(history.history["loss"], clock.seconds, float(accuracy), model.get_weights())
+    return losses, len(labels) / statistics.median(seconds[1:]), float(accuracy), model.get_weights()
 
 
 def _network() -> keras.Model:
@@ -225,79 +191,6 @@ def _network() -> keras.Model:
     )
 
 
-class _Clock(keras.callbacks.Callback):
-    """Times the epochs, and appends a byte to the file `log` after each, so that the demo can count them."""
-
-    def __init__(self, log: str) -> None:
-        super().__init__()
-        self.seconds: list[float] = []
-        self._log = log
-        self._start = 0.0
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._start = time.perf_counter()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.seconds.append(time.perf_counter() - self._start)
-        with open(self._log, "ab") as log:
-            log.write(b".")
-
-
-# The output.
-
-
-@contextlib.contextmanager
-def _shown_epochs(progress: Progress, task: TaskID) -> Iterator[str]:
-    """Yields the path of a file, and advances a bar while another process appends to the file."""
-    over = threading.Event()
-    with tempfile.NamedTemporaryFile(prefix="tfrep-demo-") as log:
-
-        def follow() -> None:
-            while not over.wait(0.2):
-                progress.update(task, completed=os.path.getsize(log.name))
-            progress.update(task, completed=os.path.getsize(log.name))
-
-        follower = threading.Thread(target=follow, name="tfrep-demo-progress")
-        follower.start()
-        try:
-            yield log.name
-        finally:
-            over.set()
-            follower.join()
-
-
-@contextlib.contextmanager
-def _quiet_errors() -> Iterator[None]:
-    """Hides stderr, so that the log of TensorFlow's libraries does not disturb the bars. Shows it if the body fails.
-
-    TF_CPP_MIN_LOG_LEVEL does not silence the whole log.
-    """
-    sys.stderr.flush()
-    terminal = os.dup(2)
-    with tempfile.TemporaryFile() as log:
-        os.dup2(log.fileno(), 2)
-        try:
-            yield
-        except BaseException:
-            log.seek(0)
-            os.write(terminal, log.read())
-            raise
-        finally:
-            sys.stderr.flush()
-            os.dup2(terminal, 2)
-            os.close(terminal)
-
-
-def _result(variant: Variant, ranks: Sequence[Training], one_device: Training, examples: int) -> Result:
-    differences = [
-        float(np.max(np.abs(mine - theirs)))
-        for rank in ranks
-        for mine, theirs in zip(rank.weights, one_device.weights, strict=True)
-    ]
-    seconds = statistics.median(ranks[0].seconds[1:])
-    return Result(variant.name, examples / seconds, ranks[0].accuracy, max(differences), ranks[0].losses)
-
-
 def _table(results: Sequence[Result]) -> Table:
     table = Table(title="The same network on handwritten digits")
     table.add_column("variant")
@@ -314,8 +207,13 @@ def _draw(results: Sequence[Result], picture: Path) -> None:
 
     figure = Figure(figsize=(11, 4), layout="constrained")
     curves, bars = figure.subplots(1, 2)
-    draw_curves(curves, {result.variant: result.losses for result in results}, ylabel="loss")
-    curves.set(yscale="log", title="Loss: the curves coincide")
-    draw_bars(bars, {result.variant: result.examples_per_second for result in results})
-    bars.set(title="Throughput")
+    for i, result in enumerate(results):  # The first is the widest, so that all are visible.
+        curves.plot(range(1, len(result.losses) + 1), result.losses, linewidth=2.0 * (len(results) - i), label=result.variant)
+    curves.set(yscale="log", title="Loss: the curves coincide", xlabel="epoch", ylabel="loss")
+    curves.legend()
+    drawn = bars.barh([result.variant for result in results], [result.examples_per_second for result in results])
+    bars.bar_label(drawn, fmt="{:,.0f}", padding=3)
+    bars.margins(x=0.18)
+    bars.set(title="Throughput", xlabel="examples per second")
+    bars.invert_yaxis()
     figure.savefig(picture, format="png", dpi=120)

@@ -114,7 +114,7 @@ def logical_devices(kind: str | None = None) -> list[Any]:
         raise ConfigurationError(
             message(
                 f"TensorFlow cannot use a GPU: {str(error).rstrip('.')}.",
-                hint="choose other GPUs with CUDA_VISIBLE_DEVICES, or end what runs on them."
+                hint="choose other GPUs with CUDA_VISIBLE_DEVICES, or end what runs on them, as nvidia-smi shows it."
                 + "".join(f"\n  {gpu.describe()}" for gpu in driver_gpus()),
                 CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "not set"),
             )

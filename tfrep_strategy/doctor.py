@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import cloudpickle
 from rich.console import Console
@@ -26,172 +21,94 @@ from tfrep_strategy._version import __version__
 from tfrep_strategy.common_memory import SHARES_MEMORY, problem_of_sharing
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import TfrepError
-from tfrep_strategy.findings import Finding, about_tensorflow, sum_of_ranks, tried
-from tfrep_strategy.horovod_build import PROBE_SECONDS, status
-from tfrep_strategy.nvidia import driver_cuda, find_nccl, gpus_are_visible, nccl_problem
-from tfrep_strategy.processes.command import module_command
-from tfrep_strategy.processes.forked_ranks import ForkServers
+from tfrep_strategy.horovod_build import status
+from tfrep_strategy.nvidia import Gpu, driver_cuda, driver_gpus, find_nccl, gpus_are_visible, nccl_problem
 from tfrep_strategy.processes.identity import horovod_is_installed
-from tfrep_strategy.processes.ranks import Command, deferred_signals, run_ranks
 from tfrep_strategy.rendezvous.confinement import problem_of_confining
-from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.running import Options
-from tfrep_strategy.running.forks import fork_servers, reason_against_forks
 from tfrep_strategy.running.function import results
 from tfrep_strategy.running.joining import warn_inside_a_run
+from tfrep_strategy.startup_log import quiet_start
 from tfrep_strategy.transports import choose_communicator, horovod_transports, installed_communicators
 
 SELF_TEST_SECONDS = 60.0
 """The time limit of a self-test. It takes a second or two once TensorFlow is imported."""
 _SELF_TEST = Options(num_replicas=2, strategy="multi-worker", timeout=SELF_TEST_SECONDS)
 
-_IN_SHORT = {"tfrep_strategy", "Python", "TensorFlow", "Keras", "GPU", "GPUs"}
-
 
 @dataclass(frozen=True)
-class Report:
-    """The result of all checks.
+class Finding:
+    """One line of the report.
 
     Attributes:
-        findings: The lines.
+        name: The checked item.
+        value: The result.
+        ok: Whether the result is good; None if it is neither good nor bad.
     """
 
-    findings: list[Finding]
-
-    @property
-    def healthy(self) -> bool:
-        """Whether no finding is bad."""
-        return all(finding.ok is not False for finding in self.findings)
+    name: str
+    value: str
+    ok: bool | None = None
 
 
-def examine(*, self_test: bool = True) -> Report:
+def examine(*, self_test: bool = True) -> list[Finding]:
     """Runs all checks.
 
     Args:
         self_test: Whether to start processes that run a collective, which takes some seconds.
 
     Returns:
-        The report.
+        The lines of the report.
 
     Example:
-        >>> examine(self_test=False).findings[0].name
+        >>> examine(self_test=False)[0].name
         'tfrep_strategy'
     """
     environ = dict(os.environ)
-    with _forking() if self_test else contextlib.nullcontext() as servers:
-        findings = _found(servers)
-        if self_test:
-            warn_inside_a_run("`tfrep doctor`")
-            with _output_to_stderr(), _environment(environ):  # TensorFlow sets variables when it is imported.
-                # MPI connects only what mpirun starts.
-                left_out = ["auto", "mpi", *([] if SHARES_MEMORY else ["shared_memory"])]
-                tested = [name for name in installed_communicators() if name not in left_out]
-                findings += [_self_test(name, servers) for name in tested if name != "horovod" or horovod_is_installed()]
-    return Report(findings)
-
-
-@contextlib.contextmanager
-def _forking() -> Iterator[ForkServers | None]:
-    """Starts the process from which all that needs TensorFlow is forked, so that it is imported once."""
-    with contextlib.ExitStack() as stack:
-        with _output_to_stderr():
-            servers = stack.enter_context(fork_servers(_SELF_TEST, shown=(__name__,)))
-            if servers:
-                servers.of()
-        yield servers
-
-
-def _forked(servers: ForkServers, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a fork, which need not import TensorFlow again."""
-    with tempfile.TemporaryDirectory() as name, deferred_signals() as events:
-        folder, call = Path(name), Command(command, servers.of().environ)
-        start = servers.of().starter([call], events)
-        failure = run_ranks(
-            [call], events, log_dir=folder, note_dir=folder, timeout=PROBE_SECONDS, logs_all=True, start=start
-        )
-        said = (folder / "rank0.log").read_text("utf-8", "replace")
-    return subprocess.CompletedProcess(command, failure.exit_code if failure else 0, said, said)
-
-
-def _told_by_a_fork(servers: ForkServers) -> list[Finding]:
-    """Has a fork look at TensorFlow, so that this process need not import it."""
-    with tempfile.TemporaryDirectory() as name:
-        told = Path(name) / "findings"
-        done = _forked(servers, module_command("tfrep_strategy.findings", str(told)))
-        if done.returncode:
-            return [Finding("TensorFlow", f"exit code {done.returncode}: {done.stderr[-2000:].strip()}", ok=False)]
-        return [Finding(**each) for each in json.loads(told.read_text("utf-8"))]
-
-
-def _found(servers: ForkServers | None) -> list[Finding]:
-    return [
+    with quiet_start():
+        loaded = [tried("TensorFlow", _tensorflow), tried("Keras", _keras), *_gpus(driver_gpus())]
+    findings = [
         Finding("tfrep_strategy", __version__),
         Finding("Python", f"{platform.python_version()} on {platform.platform()}"),
-        *(about_tensorflow() if servers is None else _told_by_a_fork(servers)),
-        _horovod(servers),
+        *loaded,
+        _horovod(),
         _nccl(),
         _auto(),
         tried("Environment", lambda: detect_environment().describe()),
         _ports(problem_of_confining()),
-        tried("Free ports", lambda: ", ".join(str(port) for port in free_ports(2)) + " on the loopback interface"),
-        _start(),
     ]
+    if self_test:
+        warn_inside_a_run("`tfrep doctor`")
+        with _output_to_stderr(), _environment(environ):  # TensorFlow sets variables when it is imported.
+            # MPI connects only what mpirun starts.
+            left_out = ["auto", "mpi", *([] if SHARES_MEMORY else ["shared_memory"])]
+            tested = [name for name in installed_communicators() if name not in left_out]
+            findings += [_self_test(name) for name in tested if name != "horovod" or horovod_is_installed()]
+    return findings
 
 
-def in_short() -> str:
-    """Says in one line what is installed and which devices there are, without tests.
-
-    Returns:
-        Such as `"tfrep_strategy 0.2.0; Python 3.11.2; TensorFlow ...; GPUs none; Horovod none"`.
-
-    Example:
-        >>> in_short().startswith(f"tfrep_strategy {tfrep.__version__}; Python 3.")
-        True
-    """
-    horovod = importlib.metadata.version("horovod") if horovod_is_installed() else "none"
-    findings = [Finding("tfrep_strategy", __version__), Finding("Python", platform.python_version()), *about_tensorflow()]
-    lines = [f"{each.name} {each.value}" for each in findings if each.name.partition(" ")[0] in _IN_SHORT]
-    return "; ".join([*lines, f"Horovod {horovod}"])
-
-
-def show_keras(*, as_markdown: bool = False) -> None:
-    """Prints what of Keras is replaced.
+def show(findings: list[Finding], *, as_json: bool = False) -> bool:
+    """Prints a report, and returns whether nothing in it is bad.
 
     Args:
-        as_markdown: Whether to print the tables of docs/architecture.md.
-    """
-    from tfrep_strategy.keras_integration import describe
-    from tfrep_strategy.keras_integration.patching import markdown
-
-    rows = describe()
-    if as_markdown:
-        sys.stdout.write(markdown(rows))
-        return
-    table = Table("part", "what of Keras is replaced", "with the signature", "why")
-    for row in rows:
-        table.add_row(*map(escape, (row.topic, row.target, row.expects, row.why)))
-    Console(highlight=False).print(table)
-
-
-def show(report: Report, *, as_json: bool = False) -> None:
-    """Prints a report.
-
-    Args:
-        report: The report, from `examine`.
+        findings: Its lines, from `examine`.
         as_json: Whether to print one JSON object instead of a table.
 
     Example:
-        >>> show(Report([Finding("GPUs", "none")]), as_json=True)
+        >>> show([Finding("GPUs", "none")], as_json=True)
         {"healthy": true, "findings": [{"name": "GPUs", "value": "none", "ok": null}]}
+        True
     """
+    healthy = all(finding.ok is not False for finding in findings)
     if as_json:
-        print(json.dumps({"healthy": report.healthy, "findings": [asdict(finding) for finding in report.findings]}))
-        return
+        print(json.dumps({"healthy": healthy, "findings": [asdict(finding) for finding in findings]}))
+        return healthy
     table = Table("", "what", "found", title="tfrep doctor", show_lines=False)
     marks = {True: "[green]ok[/]", False: "[red]bad[/]", None: ""}
-    for finding in report.findings:
+    for finding in findings:
         table.add_row(marks[finding.ok], finding.name, escape(finding.value))
     Console().print(table)
+    return healthy
 
 
 @contextlib.contextmanager
@@ -220,8 +137,8 @@ def _output_to_stderr() -> Iterator[None]:
         os.close(saved)
 
 
-def _horovod(servers: ForkServers | None) -> Finding:
-    found = status() if servers is None else status(functools.partial(_forked, servers))
+def _horovod() -> Finding:
+    found = status()
     return Finding(
         "Horovod",
         found.describe().removeprefix("Horovod").lstrip(": "),
@@ -244,13 +161,6 @@ def _ports(problem: str | None) -> Finding:
     return Finding("TensorFlow's ports", f"open to everybody: {problem}" if problem else "confined to the run", ok=not problem)
 
 
-def _start() -> Finding:
-    """Tells how the ranks of a run start."""
-    reason = reason_against_forks(_SELF_TEST)
-    forked = "forked from one process that has imported TensorFlow"
-    return Finding("Ranks of a run", f"each imports TensorFlow: {reason}" if reason else forked)
-
-
 def _nccl() -> Finding:
     nccl = find_nccl()
     if gpus_are_visible() and (problem := nccl_problem(nccl, driver_cuda())):
@@ -258,13 +168,72 @@ def _nccl() -> Finding:
     return Finding("NCCL", nccl.describe() if nccl else "none")
 
 
-def _self_test(communicator: str, servers: ForkServers | None) -> Finding:
+def _self_test(communicator: str) -> Finding:
     name = f"Self-test: {communicator}"
     start = time.monotonic()
     try:
         call = cloudpickle.dumps((sum_of_ranks, (), {}))
-        sums = results(call, dataclasses.replace(_SELF_TEST, communicator=communicator), servers)
+        sums = results(call, dataclasses.replace(_SELF_TEST, communicator=communicator))
     except TfrepError as error:
         return Finding(name, str(error), ok=False)
     took = f"2 processes, all-reduce gave {sums}, {time.monotonic() - start:.1f} s"
     return Finding(name, took, ok=sums == [3.0, 3.0])
+
+
+def sum_of_ranks() -> float:
+    """Sums rank + 1 over the ranks. It runs on every rank."""
+    import tensorflow as tf
+
+    strategy = tf.distribute.get_strategy()
+
+    def step() -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce("SUM", tf.constant(detect_environment().rank + 1.0))
+
+    return float(strategy.experimental_local_results(strategy.run(step))[0])
+
+
+def tried(name: str, find: Callable[[], str]) -> Finding:
+    """Returns what a function finds; a bad finding if it raises.
+
+    Args:
+        name: The checked item.
+        find: The function.
+
+    Example:
+        >>> tried("TensorFlow", lambda: tf.__version__).ok
+        True
+    """
+    try:
+        return Finding(name, find(), ok=True)
+    except Exception as error:  # A doctor reports every illness, whatever it is.
+        return Finding(name, f"{type(error).__name__}: {error}", ok=False)
+
+
+def _tensorflow() -> str:
+    import tensorflow as tf
+
+    return f"{tf.__version__}, {'built with CUDA' if tf.test.is_built_with_cuda() else 'built without CUDA'}"
+
+
+def _keras() -> str:
+    import keras
+
+    return f"{keras.__version__}, backend {keras.backend.backend()}"
+
+
+def _gpus(there: list[Gpu]) -> list[Finding]:
+    """Lists the GPUs, whether TensorFlow can use them, and how."""
+    if not there:
+        return [Finding("GPUs", "none")]
+    import tensorflow as tf
+
+    seen = len(tf.config.get_visible_devices("GPU"))
+    hidden = not gpus_are_visible()
+    used = f"TensorFlow sees {seen}" + (f", CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}" if hidden else "")
+    if not (seen or hidden):
+        used += "; hint: pip install 'tensorflow[and-cuda]', or name the folders of CUDA's libraries in LD_LIBRARY_PATH"
+    return [
+        *(Finding(f"GPU {gpu.index}", gpu.describe().partition(": ")[2]) for gpu in there),
+        Finding("GPUs", used, ok=bool(seen or hidden)),
+    ]

@@ -116,8 +116,8 @@ def install_hint(extra: str) -> str:
         The hint, which ends with the command.
 
     Example:
-        >>> install_hint("ray")
-        "in a clone of the repository: pip install '.[ray]'"
+        >>> install_hint("mpi")
+        "in a clone of the repository: pip install '.[mpi]'"
     """
     return f"in a clone of the repository: pip install '.[{extra}]'"
 

@@ -167,12 +167,6 @@ def _refuse(creator: Any, **options: Any) -> Any:
     raise RuntimeError("A variable that is made on trial would end with the graph.")
 
 
-def known_bytes(gradients: Sequence[Gradient]) -> int:
-    """Returns how many bytes the dense ones among gradients have whose shapes are known."""
-    dense = [gradient for gradient in gradients if isinstance(gradient, tf.Tensor)]
-    return sum((tensor.shape.num_elements() or 0) * tensor.dtype.size for tensor in dense)
-
-
 def dense_buckets(gradients: Sequence[Gradient], bucket_bytes: int) -> Iterator[list[int]]:
     """Groups the dense ones among gradients as `buckets` does, and yields lists of their indices."""
     indices = [i for i, gradient in enumerate(gradients) if gradient is not None and not isinstance(gradient, tf.IndexedSlices)]

@@ -13,14 +13,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
 from platformdirs import user_cache_dir
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
 from tfrep_strategy.horovod_source import ADDED, CHANGES, MARK, change_source
@@ -38,9 +36,7 @@ PROBE_SECONDS = 120.0
 """How long the import of Horovod may take."""
 
 _PYTHON_NEEDS = ("cloudpickle", "psutil", "pyyaml", "packaging")
-_PERCENT = re.compile(r"\[\s*(\d+)%\]")
-_COMPILER_ERROR = re.compile(r":\d+:(?:\d+:)? (?:fatal )?error: |^\s*CMake Error|undefined reference to|\bnvcc fatal")
-_ANY_ERROR = re.compile(r"^(?!.*\bwarning\b).*\berror\b", re.IGNORECASE)
+_ERROR = re.compile(r"\berror: |^\s*CMake Error|undefined reference to|\bnvcc fatal", re.IGNORECASE)
 
 # Possible folders of a CUDA toolkit. Horovod's own variable comes first, the folder of the nvcc on PATH last.
 _CUDA_VARIABLES = ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")
@@ -89,26 +85,10 @@ class HorovodStatus:
         return described
 
 
-def run_python(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command and returns what it has said.
-
-    Args:
-        command: The command line.
-
-    Example:
-        >>> run_python(["echo", "hello"]).stdout
-        'hello\\n'
-    """
-    return subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
-
-
-def status(run: Callable[[Sequence[str]], subprocess.CompletedProcess[str]] = run_python) -> HorovodStatus:
+def status() -> HorovodStatus:
     """Checks the installed Horovod.
 
     A Horovod that was built for another TensorFlow may crash on import, so it is imported in another process.
-
-    Args:
-        run: Runs the command line of that process.
 
     Returns:
         The status.
@@ -121,7 +101,8 @@ def status(run: Callable[[Sequence[str]], subprocess.CompletedProcess[str]] = ru
         version = importlib.metadata.version("horovod")
     except importlib.metadata.PackageNotFoundError:
         return HorovodStatus(None, problem="not installed; run `tfrep horovod install`.")
-    probe = run([sys.executable, "-c", _PROBE])
+    command = [sys.executable, "-c", _PROBE]
+    probe = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
     if probe.returncode:
         lines = probe.stderr.strip().splitlines() or [f"importing it ended with exit code {probe.returncode}"]
         mend = nccl_problem(find_nccl(), driver_cuda()) if "libnccl" in lines[-1] else ""
@@ -196,28 +177,6 @@ def install_wheel(wheel: Path) -> None:
         if done.returncode:
             what, hint = f"pip could not install Horovod.\n{done.stderr.strip()}", "see what pip says above."
             raise TfrepError(message(what, hint, wheel=wheel.name))
-
-
-def first_error(log: str) -> str:
-    """Finds the first error in the output of a build.
-
-    Args:
-        log: The output.
-
-    Returns:
-        The first error of the compiler, or the first of CMake with its next line. Without one, the first line that mentions
-        an error, or else the last line.
-
-    Example:
-        >>> first_error("[ 3%] Building\\na.cc:1:2: error: no such type\\nmake: *** Error 1")
-        'a.cc:1:2: error: no such type'
-    """
-    lines = [line.strip() for line in log.splitlines() if line.strip()] or ["no output"]
-    for pattern in (_COMPILER_ERROR, _ANY_ERROR):
-        for index, line in enumerate(lines):
-            if pattern.search(line):
-                return " ".join(lines[index : index + 2]) if line.startswith("CMake Error") else line
-    return lines[-1]
 
 
 def _key(extras: Sequence[str]) -> str:
@@ -318,33 +277,16 @@ def _build(extras: Sequence[str], folder: Path) -> Path:
     log = folder / "build.log"
     with tempfile.TemporaryDirectory(prefix="tfrep-horovod-") as name, open(log, "w", encoding="utf-8") as output:
         work = Path(name)
-        with _progress() as progress:
-            task = progress.add_task(f"Getting Horovod {HOROVOD_VERSION}", total=100)
-            try:
-                source = _get_source(work)
-                progress.update(task, description="Building Horovod, about 5 minutes on two cores")
-                command = [
-                    *_pip("wheel"),
-                    "--no-build-isolation",
-                    "--no-deps",
-                    "-v",
-                    "-w",
-                    str(work / "wheels"),
-                    source,
-                ]
-                for line in _run(command, _build_environ(extras)):
-                    output.write(line)
-                    if match := _PERCENT.search(line):
-                        progress.update(task, completed=int(match[1]))
-            except subprocess.CalledProcessError as error:
-                output.write(error.stderr or "")
-                output.flush()
-                raise TfrepError(
-                    message(
-                        f"Horovod could not be built: {first_error(log.read_text('utf-8'))}",
-                        hint=f"the whole log is in {log}",
-                    )
-                ) from None
+        print(f"Building Horovod {HOROVOD_VERSION}, about 5 minutes on two cores. Log: {log}", file=sys.stderr)
+        try:
+            command = [*_pip("wheel"), "--no-build-isolation", "--no-deps", "-v", "-w", str(work / "wheels"), _get_source(work)]
+            subprocess.run(command, env=_build_environ(extras), stdout=output, stderr=subprocess.STDOUT, check=True)
+        except subprocess.CalledProcessError as error:
+            output.write(error.stderr or "")
+            output.flush()
+            lines = log.read_text("utf-8", "replace").splitlines()
+            first = next(filter(_ERROR.search, lines), "".join(lines[-1:]))
+            raise TfrepError(message(f"Horovod could not be built: {first}", hint=f"the whole log is in {log}")) from None
         built = next((work / "wheels").glob("*.whl"))
         # Renaming is atomic, copying is not, and the temporary folder may be on another disk.
         return Path(shutil.copy(built, folder / "unfinished")).replace(folder / built.name)
@@ -385,21 +327,6 @@ def _build_environ(extras: Sequence[str]) -> dict[str, str]:
     return {"MAKEFLAGS": f"-j{usable_cores()}"} | os.environ | switches
 
 
-def _run(command: Sequence[str], environ: dict[str, str]) -> Iterator[str]:
-    """Runs a command and yields its output by lines."""
-    with subprocess.Popen(
-        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as process:
-        assert process.stdout is not None
-        try:
-            yield from process.stdout
-        except BaseException:
-            process.terminate()
-            raise
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-
-
 def _which(tool: str) -> str | None:
     """Finds a tool on PATH, or beside this Python, where pip installs tools."""
     return shutil.which(tool) or shutil.which(tool, path=str(Path(sys.executable).parent))
@@ -407,8 +334,3 @@ def _which(tool: str) -> str | None:
 
 def _pip(command: str) -> list[str]:
     return [sys.executable, "-m", "pip", "--disable-pip-version-check", command]
-
-
-def _progress() -> Progress:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"))
-    return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))

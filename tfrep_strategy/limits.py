@@ -1,4 +1,4 @@
-"""Settings from outside: waiting times, backups, warnings, trust, how hosts are reached, checks of calls, Keras's backend."""
+"""Settings from outside: waiting times, backups, trust, how hosts are reached, checks of calls, Keras's backend."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import contextlib
 import json
 import math
 import os
-import signal
 from pathlib import Path
 
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.validation import CommandLine, Limit, Network, Networks, Seconds, WarningSignal, variable
+from tfrep_strategy.validation import CommandLine, Limit, Network, Networks, Seconds, variable
 
 
 def timeout_seconds() -> float:
@@ -140,22 +139,6 @@ def grace_seconds(*, for_a_backup: bool) -> float:
         3.0
     """
     return variable(Seconds, "TFREP_GRACE", default=25.0 if for_a_backup else 3.0)
-
-
-def warning_signal() -> signal.Signals | None:
-    """Returns the signal by which a scheduler warns a run before it ends it; None where there is none but SIGTERM.
-
-    `TFREP_WARNING_SIGNAL` names it. It does what SIGTERM does.
-
-    Raises:
-        ConfigurationError: `TFREP_WARNING_SIGNAL` is not the name of such a signal.
-
-    Example:
-        >>> os.environ["TFREP_WARNING_SIGNAL"] = "USR1"
-        >>> warning_signal().name
-        'SIGUSR1'
-    """
-    return variable(WarningSignal, "TFREP_WARNING_SIGNAL", default=None)
 
 
 def trusted_networks() -> tuple[Network, ...]:

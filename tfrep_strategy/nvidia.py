@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import mmap
 import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,31 +26,23 @@ class Gpu:
     Attributes:
         index: Its number in the order of PCI addresses, as `nvidia-smi` shows it.
         name: Its model.
-        bus_id: Its PCI address.
         total_bytes: The size of its memory.
         free_bytes: The part of its memory that is free.
-        exclusive: Whether only one process at a time may use it (compute mode "exclusive process"), or none ("prohibited").
-        num_processes: How many processes compute on it now.
     """
 
     index: int
     name: str
-    bus_id: str
     total_bytes: int
     free_bytes: int
-    exclusive: bool
-    num_processes: int
 
     def describe(self) -> str:
         """Describes it in one line.
 
         Example:
-            >>> Gpu(0, "NVIDIA H200", "0000:1B:00.0", 150 << 30, 75 << 30, False, 1).describe()
-            'GPU 0: NVIDIA H200, 75.0 of 150.0 GiB free, 1 process'
+            >>> Gpu(0, "NVIDIA H200", 150 << 30, 75 << 30).describe()
+            'GPU 0: NVIDIA H200, 75.0 of 150.0 GiB free'
         """
-        text = f"GPU {self.index}: {self.name}, {self.free_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.1f} GiB free"
-        text += f", {self.num_processes} process{'' if self.num_processes == 1 else 'es'}"
-        return text + (", exclusive mode" if self.exclusive else "")
+        return f"GPU {self.index}: {self.name}, {self.free_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.1f} GiB free"
 
 
 def driver_gpus() -> list[Gpu]:
@@ -67,31 +57,7 @@ def driver_gpus() -> list[Gpu]:
 def _described(index: int) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    exclusive, num_processes = False, 0
-    with contextlib.suppress(pynvml.NVMLError):  # Some GPUs, and some containers, do not give these.
-        exclusive = pynvml.nvmlDeviceGetComputeMode(handle) != pynvml.NVML_COMPUTEMODE_DEFAULT
-        num_processes = len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
-    bus_id = pynvml.nvmlDeviceGetPciInfo(handle).busId
-    return Gpu(index, pynvml.nvmlDeviceGetName(handle), bus_id, memory.total, memory.free, exclusive, num_processes)
-
-
-def pairs_without_peer_access() -> list[tuple[int, int]]:
-    """Asks the driver which GPUs cannot read each other's memory. They exchange data through the host.
-
-    Returns:
-        Pairs of the GPUs' numbers.
-    """
-
-    def ask() -> list[tuple[int, int]]:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        read = pynvml.NVML_P2P_CAPS_INDEX_READ
-        return [
-            (i, j)
-            for i, j in combinations(range(len(handles)), 2)
-            if pynvml.nvmlDeviceGetP2PStatus(handles[i], handles[j], read) != pynvml.NVML_P2P_STATUS_OK
-        ]
-
-    return _ask_driver(ask, [])
+    return Gpu(index, pynvml.nvmlDeviceGetName(handle), memory.total, memory.free)
 
 
 def gpus_are_visible() -> bool:

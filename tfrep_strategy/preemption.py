@@ -1,4 +1,4 @@
-"""A request to end: SIGTERM, or the warning signal of a scheduler. While `fit` trains, it is kept until a backup is made."""
+"""A request to end (SIGTERM). While `fit` trains, it is kept until a backup is made."""
 
 from __future__ import annotations
 
@@ -7,31 +7,11 @@ import signal
 import threading
 from collections.abc import Iterator
 
-from tfrep_strategy.limits import warning_signal
-
 EXIT_CODE = 128 + signal.SIGTERM
 """Exit code of a process that ends because it was asked to."""
 
 _asked = threading.Event()
 _is_answered = threading.Event()
-
-
-def heed_warning() -> None:
-    """Has the warning signal do what SIGTERM does, in this process and from now on. A program that has a handler for it keeps it.
-
-    Raises:
-        ConfigurationError: `TFREP_WARNING_SIGNAL` is not the name of such a signal.
-
-    Example:
-        >>> os.environ["TFREP_WARNING_SIGNAL"] = "USR2"
-        >>> heed_warning()
-        >>> signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
-        False
-    """
-    number = warning_signal()
-    is_main = threading.current_thread() is threading.main_thread()
-    if number is not None and is_main and signal.getsignal(number) is signal.SIG_DFL:
-        signal.signal(number, lambda number, frame: signal.raise_signal(signal.SIGTERM))
 
 
 @contextlib.contextmanager
@@ -44,7 +24,6 @@ def keeping_requests() -> Iterator[None]:
     Yields:
         Nothing.
     """
-    heed_warning()
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

@@ -7,7 +7,6 @@ import ipaddress
 import os
 import re
 import shlex
-import signal
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
@@ -23,8 +22,6 @@ MOST_PROCESSES = 1_000
 """No machine has more processes, or logical devices, of one run."""
 
 _UNSET = object()
-_WARNINGS = ("SIGHUP", "SIGQUIT", "SIGURG", "SIGUSR1", "SIGUSR2", "SIGXCPU")
-"""Signals by which schedulers warn. Others mean something to Python or the system, or cannot be handled."""
 _HOST = re.compile(r"\[[0-9A-Za-z:.%_-]+\]|[^\s\x00-\x1f\[\]/@,]+")
 
 
@@ -54,19 +51,11 @@ def _command_line(text: str) -> tuple[str, ...]:
     return words
 
 
-def _warning_signal(text: str) -> signal.Signals:
-    name = f"SIG{text.removeprefix('SIG')}"
-    if name not in _WARNINGS:
-        raise ValueError(f"write one of {', '.join(each.removeprefix('SIG') for each in _WARNINGS)}")
-    return signal.Signals[name]
-
-
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Networks = Annotated[tuple[Network, ...], BeforeValidator(_networks)]
 CommandLine = Annotated[tuple[str, ...], BeforeValidator(_command_line)]
 Numbers = Annotated[tuple[int, ...], BeforeValidator(_numbers)]
 """A number, or a smallest and a largest one."""
-WarningSignal = Annotated[signal.Signals, BeforeValidator(_warning_signal)]
 Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
 Size = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Port = Annotated[int, Field(ge=1, le=65535)]

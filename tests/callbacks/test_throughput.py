@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import tensorflow as tf
 from lanes import in_lane
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.errors import ConfigurationError
 
 pytestmark = pytest.mark.lane("quick")
 
@@ -141,14 +139,6 @@ def test_one_rank_may_measure_alone(worker_pool: Any) -> None:
     assert second == ["loss"]
 
 
-def test_utilisation() -> None:
-    throughput = tfrep.callbacks.Throughput(flops_per_example=24.0, peak_flops=1e9)
-    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-        model = _model()
-    history = _fit(model, throughput)
-    np.testing.assert_allclose(history["mfu"], np.multiply(history["examples_per_second"], 24.0 / 2e9))
-
-
 def test_epochs_of_one_step() -> None:
     history = _fit(_model(), tfrep.callbacks.Throughput(), batch_size=_ROWS, epochs=3)
     assert all(math.isnan(history[name][0]) for name in _NAMES)
@@ -159,19 +149,6 @@ def test_what_comes_after_it_has_its_logs(tmp_path: Path) -> None:
     _fit(_model(), tfrep.callbacks.Throughput(), keras.callbacks.CSVLogger(tmp_path / "log.csv"))
     with open(tmp_path / "log.csv", encoding="utf-8") as file:
         assert {*_NAMES, "epoch", "loss"} <= set(next(csv.reader(file)))
-
-
-def test_tensorboard_gets_values_within_epochs(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    _fit(_model(), tfrep.callbacks.Throughput(log_dir=tmp_path, every=4))
-    written = EventAccumulator(str(tmp_path / "throughput"), {"tensors": 0})
-    written.Reload()
-    assert set(written.Tags()["tensors"]) == {f"throughput/{name}" for name in _NAMES}
-    values = [(e.step, tf.make_ndarray(e.tensor_proto)) for e in written.Tensors("throughput/examples_per_second")]
-    # The first call compiles; after it come 9 and then 10 steps.
-    assert [step for step, _ in values] == [5, 9, 14, 18]
-    assert all(value > 0 for _, value in values)
 
 
 def test_the_step_is_compiled_once_and_works_without() -> None:
@@ -200,32 +177,3 @@ def test_it_changes_no_weight() -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def test_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    throughput = tfrep.callbacks.Throughput()
-    with pytest.raises(ConfigurationError, match="nothing to draw"):
-        throughput.plot()
-    _fit(_model(), throughput, epochs=3)
-    figure = throughput.plot()
-    assert [len(axes.get_lines()) for axes in figure.axes] == [1, 3, 1]
-    np.testing.assert_allclose(
-        figure.axes[0].get_lines()[0].get_ydata(), [epoch["examples_per_second"] for epoch in throughput.epochs]
-    )
-    figure.savefig(tmp_path / "throughput.png")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigurationError, match=r"matplotlib is not installed(.|\n)*'\.\[plots\]'"):
-        throughput.plot()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"flops_per_example": 1e9}, {"peak_flops": 1e12}, {"flops_per_example": 0, "peak_flops": 1.0}, {"every": 0}],
-)
-def test_bad_settings(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="Received"):
-        tfrep.callbacks.Throughput(**settings)
-
-
-def test_tensorboard_may_be_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)  # As Python notes a module that cannot be imported.
-    with pytest.raises(ConfigurationError, match=r"\.\[tensorboard\]"):
-        tfrep.callbacks.Throughput(log_dir=tmp_path)

@@ -58,7 +58,6 @@ def test_no_collective_between_gpus_is_of_int32(dtype: str, nccl: bool) -> None:
     """TensorFlow refuses it while the collective runs, whichever transport it takes."""
     with tf.Graph().as_default() as graph, tf.device(GPU):
         communicator = RingCommunicator(0, 2, GPU, next(_keys), nccl=nccl)
-        communicator.grid_from = None if nccl else 1
         tensors = [tf.compat.v1.placeholder(dtype, shape) for shape in ([None, 3], [2], [])]
         sent = {"gather": communicator.all_gather(tensors[0]), "equal": communicator.all_gather_equal(tensors[1])}
         sent |= {"to all": communicator.all_to_all(tensors[0], tf.constant([1, 1]))[0], "root": communicator.broadcast(tensors)[0]}

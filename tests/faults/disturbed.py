@@ -20,7 +20,7 @@ from tfrep_strategy.processes.identity import inherited_environ
 
 SCRIPT = Path(__file__).with_name("scripts") / "trains_and_tells.py"
 _END_SECONDS = 30.0
-_RANK, _FORKS = "tfrep_strategy.running.script", "tfrep_strategy.processes.fork_server"
+_RANK = "tfrep_strategy.running.script"
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,10 @@ class Kind:
     hosts: Sequence[str] = ()
     more: Sequence[Sequence[str]] = ((),)
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether it has one rank, which is no fork."""
-        return "mirrored" in self.options
-
     @classmethod
     def on_hosts(cls, hosts: Sequence[str], nnodes: str, communicator: str) -> Kind:
         """Returns a kind of run with a rank on each host."""
-        options = ["-n", "1", "--fork", "--communicator", communicator, "--nnodes", nnodes, "--rendezvous", ADDRESS]
+        options = ["-n", "1", "--communicator", communicator, "--nnodes", nnodes, "--rendezvous", ADDRESS]
         return cls(options, hosts, [["--node-rank", str(number)] for number in range(2)] if nnodes == "2" else [(), ()])
 
 
@@ -70,7 +65,7 @@ class Run:
         command += [*kind.options, *kind.more[number], "--log-dir", str(self._folder / f"logs{number}")]
         command += ["--max-restarts", "1000", "--backup-dir", str(self.backups), str(SCRIPT)]
         self.temporary(number).mkdir(exist_ok=True)
-        own = {"TFREP_BACKUP_SECONDS": "0", "TFREP_TIMEOUT": "10", "TFREP_WARNING_SIGNAL": "USR1", "TFREP_GRACE": "15"}
+        own = {"TFREP_BACKUP_SECONDS": "0", "TFREP_TIMEOUT": "10", "TFREP_GRACE": "15"}
         own |= {"TMPDIR": str(self.temporary(number))} | self._variables
         with open(self._folder / "output", "a") as output, open(self._folder / "errors", "a") as errors:
             return subprocess.Popen(
@@ -123,18 +118,8 @@ class Run:
         for process in self._processes_of(number):
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 line = " ".join(process.cmdline())
-                if os.getsid(process.pid) == process.pid and (_RANK in line or (_FORKS in line and _is_fork(process))):
+                if os.getsid(process.pid) == process.pid and _RANK in line:
                     found.append(process)
-        return found
-
-    def fork_servers(self) -> list[psutil.Process]:
-        """Returns the processes from which ranks are forked."""
-        found = []
-        for number in range(len(self.launchers)):
-            for process in self._processes_of(number):
-                with contextlib.suppress(psutil.Error):
-                    if _FORKS in " ".join(process.cmdline()) and not _is_fork(process):
-                        found.append(process)
         return found
 
     def _processes_of(self, number: int) -> list[psutil.Process]:
@@ -186,8 +171,3 @@ def kinds_on_hosts(hosts: Sequence[str], communicators: Sequence[str]) -> Iterat
     for nnodes in ("2", "1:2"):
         for communicator in communicators:
             yield Kind.on_hosts(hosts, nnodes, communicator)
-
-
-def _is_fork(process: psutil.Process) -> bool:
-    parent = process.parent()
-    return parent is not None and _FORKS in " ".join(parent.cmdline())

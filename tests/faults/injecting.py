@@ -51,11 +51,6 @@ def kill_a_rank(run: Run, rng: random.Random) -> Done:
     return Done()
 
 
-def kill_the_forks_parent(run: Run, rng: random.Random) -> Done:
-    rng.choice(run.fork_servers()).kill()
-    return Done()
-
-
 def stop_a_rank(run: Run, rng: random.Random) -> Done:
     rng.choice(run.ranks()).suspend()
     return Done()
@@ -81,14 +76,14 @@ def kill_a_host(run: Run, rng: random.Random) -> Done:
 
 def ask_a_launcher(run: Run, rng: random.Random) -> Done:
     launcher = rng.choice(run.launchers)
-    launcher.send_signal(rng.choice([signal.SIGTERM, signal.SIGUSR1]))
+    launcher.send_signal(signal.SIGTERM)
     return Done([launcher], [*ASKED, LOST] if run.kind.hosts else ASKED)
 
 
 def warn_all(run: Run, rng: random.Random) -> Done:
     """A scheduler may send its signal to all processes."""
     for process in [*run.ranks(), *(psutil.Process(launcher.pid) for launcher in run.launchers)]:
-        process.send_signal(signal.SIGUSR1)
+        process.send_signal(signal.SIGTERM)
     return Done(run.launchers, ASKED)
 
 
@@ -157,7 +152,6 @@ ENDS_RANKS: dict[str, Fault] = {
     "a launcher is killed": kill_a_launcher,
     "a launcher is asked to end": ask_a_launcher,
     "all processes are warned": warn_all,
-    "the process that forks ranks is killed": kill_the_forks_parent,
     "a host is killed": kill_a_host,
     "the cable is cut": cut_the_cable,
 }
@@ -209,8 +203,6 @@ def inject(run: Run, what: str, aim: str, rng: random.Random, table: Table) -> b
     Returns:
         Whether the run is over: it has ended well. Where it has ended otherwise it is started again.
     """
-    if run.kind.is_alone and what == "the process that forks ranks is killed":
-        return False
     if not _comes_to(run, aim, what):
         return True
     time.sleep({"start-up": rng.uniform(0, 3), "backup": 0.0}.get(aim, rng.uniform(0, 0.2)))

@@ -237,13 +237,11 @@ def test_a_fit_waits_a_fiftieth_of_its_time(tmp_path: Path, monkeypatch: pytest.
     assert sum(costs[:-2]) < 0.02 * seconds
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_request_to_end_is_kept_until_it_is_answered(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TFREP_WARNING_SIGNAL", "USR2")
+def test_a_request_to_end_is_kept_until_it_is_answered() -> None:
     with keeping_requests():
         answer_requests_to_end()
         assert not is_asked_to_end()
-        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)  # The launcher passes it on, too.
         assert is_asked_to_end()
         with pytest.raises(SystemExit) as ended:
@@ -251,7 +249,6 @@ def test_a_request_to_end_is_kept_until_it_is_answered(number: int, monkeypatch:
     assert ended.value.code == 143
     assert not is_asked_to_end()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
 def test_a_handler_of_the_programs_own_stays() -> None:

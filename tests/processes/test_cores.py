@@ -53,7 +53,7 @@ def told() -> str | None:
 def test_ranks_of_a_run(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if own is not None:
         monkeypatch.setenv(THREADS_VARIABLE, own)
-    found = tfrep.launch(told, num_replicas=2, communicator="tf", strategy=None, fork=True, timeout=LIMIT)
+    found = tfrep.launch(told, num_replicas=2, communicator="tf", strategy=None, timeout=LIMIT)
     assert found == [own or str(max(1, len(OWN) // 2))] * 2
     assert tfrep.launch(told, num_replicas=1, strategy=None, timeout=LIMIT) == [own]
 
@@ -120,11 +120,10 @@ pathlib.Path(sys.argv[1], "0" if tfrep.is_chief() else "1").write_text(json.dump
 
 
 @pytest.mark.skipif(len(OWN) < 2, reason="needs a core for each of two ranks")
-@pytest.mark.parametrize("fork", ["--fork", "--no-fork"])
-def test_ranks_of_a_run_keep_their_cores(fork: str, tmp_path: Path) -> None:
+def test_ranks_of_a_run_keep_their_cores(tmp_path: Path) -> None:
     script = tmp_path / "bound.py"
     script.write_text(BOUND, "utf-8")
-    run = [sys.executable, "-m", "tfrep_strategy.cli", "run", "-n", "2", "--communicator", "tf", "--bind-cores", fork]
+    run = [sys.executable, "-m", "tfrep_strategy.cli", "run", "-n", "2", "--communicator", "tf", "--bind-cores"]
     environ = inherited_environ() | {"CUDA_VISIBLE_DEVICES": "-1"}
     run += [str(script), str(tmp_path)]
     done = subprocess.run(run, env=environ, capture_output=True, text=True, timeout=LIMIT, check=False)

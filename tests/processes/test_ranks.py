@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from calling import command
@@ -21,7 +22,6 @@ from tfrep_strategy.processes.ranks import (
     Command,
     Events,
     Failure,
-    Process,
     Streams,
     deferred_signals,
     run_ranks,
@@ -179,12 +179,12 @@ def test_only_who_is_impatient_breaks_off_a_backup(tmp_path, marker, first, seco
     assert events.get_nowait() == (None, second)  # A run that was to be started again ends.
 
 
-def test_a_rank_that_the_kernel_keeps_is_left_behind(tmp_path, marker, capfd):
+def test_a_rank_that_the_kernel_keeps_is_left_behind(tmp_path, marker, capfd, monkeypatch):
     """No run waits for it for ever, and its late end is no event of the next start."""
     may_end = threading.Event()
 
     class Kept:
-        def __init__(self, process: Process) -> None:
+        def __init__(self, process: Any) -> None:
             self.pid, self._process = process.pid, process
 
         def wait(self) -> int:
@@ -194,13 +194,14 @@ def test_a_rank_that_the_kernel_keeps_is_left_behind(tmp_path, marker, capfd):
     keep = Command([sys.executable, "-c", SLEEP, marker], os.environ)
     fail = Command([sys.executable, "-c", "exit(3)", marker], os.environ)
 
-    def start(command: Command, streams: Streams) -> Process:
+    def start(command: Command, streams: Streams) -> Any:
         process = start_process(command, streams)
         return Kept(process) if command is keep else process
 
+    monkeypatch.setattr("tfrep_strategy.processes.ranks.start_process", start)
     began, before = time.monotonic(), threading.active_count()
     with deferred_signals() as events:
-        assert run_ranks([fail, keep], events, log_dir=tmp_path, note_dir=tmp_path, start=start) == Failure(0, 3)
+        assert run_ranks([fail, keep], events, log_dir=tmp_path, note_dir=tmp_path) == Failure(0, 3)
         assert time.monotonic() - began < SOON
         may_end.set()
         wait_until(lambda: threading.active_count() == before)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from calling import command
 
 from tfrep_strategy.errors import ConfigurationError, PeerError
-from tfrep_strategy.profiles.requests import Asked, answer_requests
+from tfrep_strategy.profiles.requests import Asked, answer_requests, find_run, keep_profile_dir, name_of_folder
 
 pytestmark = pytest.mark.lane("profiles")
 
@@ -53,14 +54,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.communicate()
 
 
-@pytest.mark.parametrize("seconds", [0.3, None])
-def test_all_trace_at_the_same_time(seconds: float | None, start: Start, tmp_path: Path) -> None:
+def test_all_trace_at_the_same_time(start: Start, tmp_path: Path) -> None:
     start("rank0"), start("rank1")
-    asked = Asked(tmp_path / "asked", tmp_path / "run", seconds)
-    with pytest.raises(ConfigurationError, match=rf"Another profile.*pid={os.getpid()}\nHint: wait"):
-        Asked(tmp_path / "asked", tmp_path / "other", seconds)
-    if seconds is None:
-        time.sleep(0.3)
+    asked = Asked(tmp_path / "asked", tmp_path / "run")
+    with pytest.raises(ConfigurationError, match=rf"Another profile.*pid='{os.getpid()}'\nHint: wait"):
+        Asked(tmp_path / "asked", tmp_path / "other")
+    asked.wait(0.3)
     reports = asked.end()
     assert [report.who for report in reports] == ["rank0", "rank1"]
     for report in reports:
@@ -74,7 +73,7 @@ def test_all_trace_at_the_same_time(seconds: float | None, start: Start, tmp_pat
 def test_a_process_that_does_not_answer(start: Start, tmp_path: Path) -> None:
     start("rank0")
     dies = start("rank1")
-    asked = Asked(tmp_path / "asked", tmp_path / "run", 0.5)
+    asked = Asked(tmp_path / "asked", tmp_path / "run")
     dies.send_signal(signal.SIGKILL)
     dies.wait(10)
     first, second = asked.end()
@@ -84,10 +83,11 @@ def test_a_process_that_does_not_answer(start: Start, tmp_path: Path) -> None:
 
 def test_all_processes_end(start: Start, tmp_path: Path) -> None:
     process = start("rank0")
-    asked = Asked(tmp_path / "asked", tmp_path / "run", 60.0)
+    asked = Asked(tmp_path / "asked", tmp_path / "run")
     process.kill()
     process.wait(10)
     began = time.monotonic()
+    asked.wait(60.0)
     with pytest.raises(PeerError, match="The run has ended while it was profiled.*\nHint: take fewer seconds"):
         asked.end()
     assert time.monotonic() - began < 5
@@ -95,8 +95,18 @@ def test_all_processes_end(start: Start, tmp_path: Path) -> None:
 
 def test_nobody_is_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="No process of this run can be traced yet"):
-        Asked(tmp_path, tmp_path / "run", 1.0)
+        Asked(tmp_path, tmp_path / "run")
     done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
     (tmp_path / "rank0.profiled").write_text(done.stdout, "utf-8")
     with pytest.raises(ConfigurationError, match="No process of this run can be traced yet"):
-        Asked(tmp_path, tmp_path / "run", 1.0)
+        Asked(tmp_path, tmp_path / "run")
+
+
+def test_a_run_is_found_by_its_process_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with tempfile.TemporaryDirectory(prefix=name_of_folder()) as name:
+        keep_profile_dir(Path(name), Path("traces"))
+        assert find_run(os.getpid()) == (Path(name), Path("traces"))
+    for pid in (os.getpid(), 2**30):
+        with pytest.raises(ConfigurationError, match=rf"has ended, or is no launcher of yours. Received: run={pid}"):
+            find_run(pid)

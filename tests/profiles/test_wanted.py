@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -68,12 +69,10 @@ def refused(
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "61", "nan", "inf"])
-def test_bad_seconds(
-    seconds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_seconds(seconds: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from tfrep_strategy.cli import main
 
-    monkeypatch.setattr(sys, "argv", ["tfrep", "profile", str(tmp_path), "--seconds", seconds])
+    monkeypatch.setattr(sys, "argv", ["tfrep", "profile", str(os.getpid()), "--seconds", seconds])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2

@@ -1,4 +1,4 @@
-"""Sockets that listen on all interfaces and are confined afterwards. The loopback interface has many addresses to come from."""
+"""Sockets that listen on all interfaces, and who gets through to them. The loopback interface has many addresses to come from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from networks import ORDINARY
 from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.limits import trusted_networks
 from tfrep_strategy.rendezvous.confinement import (
-    Servers,
     confine,
     confined,
     is_this_machine,
@@ -27,12 +26,10 @@ from tfrep_strategy.rendezvous.confinement import (
     problem_of_confining,
 )
 from tfrep_strategy.rendezvous.connections import free_ports, held_ports
-from tfrep_strategy.rendezvous.shut_port import shut
 
 SCRIPT = Path(__file__).parent / "scripts" / "is_confined.py"
 PATIENCE = 0.3
 """Seconds after which a connection has failed. The kernel answers at once, on a slow machine too."""
-DETACH_FILTER = 27
 
 pytestmark = [
     pytest.mark.lane("quick"),
@@ -145,37 +142,79 @@ def test_as_many_machines_as_a_filter_takes(server: socket.socket) -> None:
         confine(server, [ipaddress.ip_network((0x0A000000 + 2 * i, 32)) for i in range(2000)])
 
 
-def test_this_machine_only(server: socket.socket) -> None:
-    """From outside it is tried in `running/test_open_doors.py`."""
-    confine(server)
-    assert server.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0") == b"lo"
-    assert comes("127.0.0.1", server)
+@pytest.fixture
+def friends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The machines of the run, as far as servers know."""
+    known = ["127.0.0.2"]
+    networks = [ipaddress.ip_network(each) for each in known]
+    monkeypatch.setattr("tfrep_strategy.rendezvous.confinement.machines_of_run", lambda *others: (networks, None))
+    return known
 
 
-@needs_filters
-def test_a_port_is_shut_before_the_server_is_confined() -> None:
+def test_strangers_come_to_the_door_before_and_after_the_server_listens(friends: list[str]) -> None:
     (port,) = free_ports(1, "")
-    friends = [ipaddress.ip_network("127.0.0.2")]
-    with shut(port, friends) as shutter:
-        assert shutter is not None
-        assert not reaches("127.0.0.2", port)
-        with listening(port) as server:
-            server.setblocking(False)
-            assert [reaches("127.0.0.2", port) for _ in range(20)] == [True] * 20
-            assert [reaches("127.0.0.3", port) for _ in range(5)] == [False] * 5
-            for _ in range(20):
-                server.accept()[0].close()
-            with pytest.raises(BlockingIOError):
-                server.accept()
+    with confined(f"127.0.0.1:{port}", []):
+        assert not comes_through("127.0.0.2", port)
+        server = listening(port)
+        check_only_friends(server)
+    with server:
+        check_only_friends(server)
     assert "TF_GRPC_REUSE_PORT" not in os.environ
 
 
-def test_a_port_that_is_in_use_is_not_shut() -> None:
+def comes_through(source: str, port: int) -> bool:
+    """Whether somebody gets a connection that stays: one that the door takes is hung up at once."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), PATIENCE, source_address=(source, 0)) as link:
+        try:
+            return bool(link.recv(1))
+        except TimeoutError:
+            return True
+    return False
+
+
+def check_only_friends(server: socket.socket) -> None:
+    server.setblocking(False)
+    port = server.getsockname()[1]
+    assert [comes_through("127.0.0.2", port) for _ in range(5)] == [True] * 5
+    assert [comes_through("127.0.0.3", port) for _ in range(5)] == [False] * 5
+    for _ in range(5):
+        server.accept()[0].close()
+    with pytest.raises(BlockingIOError):
+        server.accept()
+
+
+def test_a_name_that_becomes_known_while_the_server_starts(friends: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [([], "the address of late is not known"), ([ipaddress.ip_network(each) for each in friends], None)]
+    monkeypatch.setattr("tfrep_strategy.rendezvous.confinement.machines_of_run", lambda *others: found.pop(0))
     (port,) = free_ports(1, "")
-    with listening(port), shut(port, []) as shutter:
-        assert shutter is None
+    with confined(f"127.0.0.1:{port}", ["late:1"]):
+        server = listening(port)
+        assert comes_through("127.0.0.3", port)
+        server.accept()[0].close()
+    with server:
+        check_only_friends(server)
+
+
+def test_a_port_that_is_in_use_is_left_to_tensorflow() -> None:
+    (port,) = free_ports(1, "")
+    with listening(port), warnings.catch_warnings(record=True) as warned, confined(f"127.0.0.1:{port}", []):
         assert "TF_GRPC_REUSE_PORT" not in os.environ
         assert reaches("127.0.0.1", port)
+    assert "in use" in str(warned[0].message)
+
+
+def test_a_server_that_does_not_start_leaves_its_port_free() -> None:
+    (port,) = free_ports(1, "")
+    with pytest.raises(RuntimeError, match="no server"), confined(f"127.0.0.1:{port}", []):
+        raise RuntimeError("no server")
+    socket.create_server(("", port)).close()
+
+
+def test_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFREP_TRUSTED_NETWORKS", "192.0.2.0/24")
+    networks, problem = machines_of_run("127.0.0.1:1", ["127.0.0.1:1", "198.51.100.7:1"])
+    assert problem is None
+    assert {"127.0.0.0/8", "192.0.2.0/24", "198.51.100.7/32"} <= {str(each) for each in networks}
 
 
 def test_a_port_is_held_for_those_who_know_it() -> None:
@@ -187,35 +226,10 @@ def test_a_port_is_held_for_those_who_know_it() -> None:
         with socket.create_server(("", ports[0])), contextlib.closing(listening(ports[1])) as server, socket.socket() as client:
             client.connect(("127.0.0.1", ports[1]))
             assert server.accept()[1][1] == client.getsockname()[1]
-        with shut(ports[2], []) as shutter, listening(ports[2]):
-            assert shutter is not None
+        with confined(f"127.0.0.1:{ports[2]}", []), listening(ports[2]):
+            assert reaches("127.0.0.1", ports[2])
     with socket.socket() as other:
-        other.bind(("127.0.0.1", ports[2]))
-
-
-def test_what_listens_in_the_body_is_confined() -> None:
-    (port,) = free_ports(1, "")
-    here = [f"127.0.0.1:{port}", "127.0.0.1:1"]
-    with socket.create_server(("", 0)) as before, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with confined(here[0], here) as servers:
-            server = listening(port)
-        with server:
-            assert _devices(server, before) == [b"lo", b""]
-            assert servers.are_confined
-            assert comes("127.0.0.1", server)
-
-
-@needs_filters
-def test_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TFREP_TRUSTED_NETWORKS", "192.0.2.0/24")
-    (port,) = free_ports(1, "")
-    with confined(f"127.0.0.1:{port}", [f"127.0.0.1:{port}", "198.51.100.7:1"]):
-        server = listening(port)
-    with server:
-        assert _devices(server) == [b""]
-        assert comes("127.0.0.1", server)
-        server.setsockopt(socket.SOL_SOCKET, DETACH_FILTER, 0)  # An error if there is none.
+        other.bind(("127.0.0.1", ports[0]))
 
 
 @pytest.mark.parametrize(
@@ -246,40 +260,6 @@ def test_strangers_stay_out(who: list[str]) -> None:
     assert done.stdout == "127.0.0.2 True\n127.0.0.3 False\n127.0.0.1 False\n127.0.0.2 True\n"
 
 
-@needs_filters
-@pytest.mark.parametrize("is_accepted", [True, False])
-def test_who_came_before_is_turned_out(is_accepted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the server has accepted the connection already, or it still waits for that."""
-    friends = [ipaddress.ip_network("127.0.0.2")]
-    monkeypatch.setattr("tfrep_strategy.rendezvous.confinement.machines_of_run", lambda *others: (friends, None))
-    (port,) = free_ports(1, "")
-    with contextlib.ExitStack() as stack:
-        sources = ["127.0.0.1", *["127.0.0.2"] * is_accepted]
-        servers = Servers(f"127.0.0.1:{port}", [])
-        server = stack.enter_context(socket.create_server(("", port)))
-        server.setblocking(False)
-        came = {}
-        for source in sources:
-            came[source] = stack.enter_context(socket.create_connection(("127.0.0.1", port), 1.0, source_address=(source, 0)))
-            if is_accepted:
-                stack.enter_context(server.accept()[0])
-        servers.confine()
-        assert servers.problem is None
-        assert came["127.0.0.1"].recv(1) == b""  # It was hung up.
-        if is_accepted:
-            came["127.0.0.2"].settimeout(PATIENCE)
-            with pytest.raises(TimeoutError):
-                came["127.0.0.2"].recv(1)
-        assert comes("127.0.0.2", server)
-        assert not comes("127.0.0.1", server)
-
-
-def test_a_server_that_is_not_found() -> None:
-    (port,) = free_ports(1, "")
-    with pytest.warns(UserWarning, match="not among the descriptors"), confined(f"127.0.0.1:{port}", []):
-        pass
-
-
 def test_trusted_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trusted_networks() == ()
     monkeypatch.setenv("TFREP_TRUSTED_NETWORKS", "10.0.0.0/8, fd00::/8,192.0.2.1")
@@ -291,5 +271,3 @@ def test_trusted_networks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(str(error.value)) < 1500
 
 
-def _devices(*sockets: socket.socket) -> list[bytes]:
-    return [each.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0") for each in sockets]

@@ -27,7 +27,7 @@ SHOWN = {"Authorization": "Bearer sesame"}
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    with served(slots_of(["localhost"] * 2), LOOPBACK, 0, None, "sesame") as port:
+    with served(slots_of(["localhost"] * 2), LOOPBACK, 0, (), "sesame") as port:
         yield port
 
 
@@ -55,7 +55,7 @@ def test_a_stranger_reads_and_writes_nothing(port: int, shown: dict[str, str]) -
 
 
 def test_a_horovod_that_shows_no_secret() -> None:
-    with served(slots_of(["localhost"]), LOOPBACK, 0, None, "") as port:
+    with served(slots_of(["localhost"]), LOOPBACK, 0, (), "") as port:
         assert ask(port, "PUT", "/global_/0", b"address")[0] == 200
         assert ask(port, "GET", "/global_/0") == (200, b"address")
 
@@ -63,7 +63,7 @@ def test_a_horovod_that_shows_no_secret() -> None:
 def test_silent_strangers_keep_nobody_waiting(capfd: pytest.CaptureFixture[str]) -> None:
     threads = threading.active_count()
     with contextlib.ExitStack() as stack:
-        port = stack.enter_context(served(slots_of(["localhost"]), LOOPBACK, 0, None, "sesame"))
+        port = stack.enter_context(served(slots_of(["localhost"]), LOOPBACK, 0, (), "sesame"))
         strangers = [stack.enter_context(socket.create_connection((LOOPBACK, port))) for _ in range(3 * _MOST_AT_ONCE)]
         begun = time.monotonic()
         assert ask(port, "PUT", "/global_/0", b"address", **SHOWN)[0] == 200

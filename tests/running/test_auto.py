@@ -80,9 +80,8 @@ def made_by_the_program() -> list[Any]:
 
 
 @on_cpus
-@pytest.mark.parametrize("fork", [True, False])
-def test_ranks_of_one_machine_use_common_memory(fork: bool) -> None:
-    found = tfrep.launch(made_by_the_program, strategy=None, timeout=LIMIT, fork=fork)
+def test_ranks_of_one_machine_use_common_memory() -> None:
+    found = tfrep.launch(made_by_the_program, strategy=None, timeout=LIMIT)
     names = ["shared_memory", *(["horovod"] if horovod_is_installed() else [])]
     assert found == [[names, [2.0] * len(names)]] * 2
 

@@ -32,7 +32,7 @@ KINDS = {
 
 def ended(command: Sequence[str], folder: Path, exit_code: int = 0, **own: str) -> tuple[str, str]:
     """Runs a command that backs up after each step, and returns what it wrote to standard output and error."""
-    variables = environ(**{"TFREP_BACKUP_SECONDS": "0", "TFREP_WARNING_SIGNAL": "USR1"} | own)
+    variables = environ(**{"TFREP_BACKUP_SECONDS": "0"} | own)
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == exit_code, done.stderr[-3000:]
     return done.stdout, done.stderr
@@ -76,10 +76,10 @@ def test_a_run_that_is_lost_twice_at_one_step(tmp_path: Path) -> None:
     assert "The run was lost twice at the same step: fit 0, epoch 1, batch 5. It is not started again." in said
 
 
-@pytest.mark.parametrize(("who", "number"), [("self", signal.SIGTERM), ("launcher", signal.SIGTERM), ("self", signal.SIGUSR1)])
-def test_who_is_asked_to_end_makes_a_backup_first(who: str, number: int, undisturbed: list[Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("who", ["self", "launcher"])
+def test_who_is_asked_to_end_makes_a_backup_first(who: str, undisturbed: list[Any], tmp_path: Path) -> None:
     run = [*RUN, *KINDS["tf"], "--max-restarts", "2", "--backup-dir", "backups", SCRIPT]
-    asks = json.dumps([who, number, [[1, 0, 2, 3]]])
+    asks = json.dumps([who, signal.SIGTERM, [[1, 0, 2, 3]]])
     # A launcher ends as the signal would have had it end: by the signal.
     exit_code = -signal.SIGTERM if who == "launcher" else 128 + signal.SIGTERM
     output, said = ended([*run, asks], tmp_path, exit_code)
@@ -105,7 +105,7 @@ def test_a_backup_at_the_end_of_the_last_epoch(undisturbed: list[Any], tmp_path:
 
 
 def test_a_slow_backup_has_the_grace_time(tmp_path: Path) -> None:
-    """The launcher is warned, then asked to end, and waits for a backup that takes longer than ranks have by default."""
+    """The launcher is asked to end, twice, and waits for a backup that takes longer than ranks have by default."""
     run = [*RUN, *KINDS["tf"], "--backup-dir", "backups", str(SCRIPTS / "saves_slowly.py")]
     _, said = ended([*run, "5"], tmp_path, -signal.SIGTERM, TFREP_BACKUP_SECONDS="1000")
     assert "asked to end. A backup was made: epoch 2, batch 0." in said
@@ -114,14 +114,6 @@ def test_a_slow_backup_has_the_grace_time(tmp_path: Path) -> None:
     assert found_in(output) == [{"epochs": [2]}]
     _, said = ended([*run, "5"], tmp_path, -signal.SIGTERM, TFREP_BACKUP_SECONDS="1000", TFREP_GRACE="2")
     assert "A backup was made" not in said
-
-
-def test_a_warning_signal_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KILL", "usr1", "SIGSIGUSR1", "10", "RTMIN+1"):
-        monkeypatch.setenv("TFREP_WARNING_SIGNAL", name)
-        what = re.escape(f"write one of HUP, QUIT, URG, USR1, USR2, XCPU. Received: TFREP_WARNING_SIGNAL={name!r}")
-        with pytest.raises(ConfigurationError, match=what):
-            launch(int, num_replicas=2)
 
 
 def test_a_time_between_backups_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:

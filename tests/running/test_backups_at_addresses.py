@@ -19,18 +19,6 @@ pytestmark = pytest.mark.lane("faults")
 
 pytest.importorskip("gcp_storage_emulator", reason="no server of a bucket")
 
-MARKS = """
-import subprocess, sys
-from tfrep_strategy.processes.shared_folder import marked, shared_folder
-with marked(shared_folder(sys.argv[1])) as mark:
-    for place in sys.argv[1:]:
-        print(subprocess.run([sys.executable, "-c", sys.stdin.read(), place, mark]).returncode, flush=True)
-"""
-LOOKS = """
-import sys
-from tfrep_strategy.processes.shared_folder import check_reached, shared_folder
-check_reached(shared_folder(sys.argv[1]), sys.argv[2], "host2")
-"""
 LISTS = """
 import sys
 from tfrep_strategy.processes.shared_folder import shared_folder
@@ -87,18 +75,3 @@ def test_a_later_start_goes_on_from_a_bucket(bucket: dict[str, str], undisturbed
     output, said = ended(run, tmp_path, **bucket)
     check(fits_in(output), undisturbed)
     assert re.search("fit goes on from its backup: epoch [23]", said)
-
-
-def test_each_machine_looks_for_the_mark_of_the_first(bucket: dict[str, str]) -> None:
-    """One that names another address is refused."""
-    program = MARKS.replace("sys.stdin.read()", repr(LOOKS))
-    codes, said = said_by(program, "gs://bucket/run", "gs://bucket/elsewhere", **bucket)
-    assert codes.split() == ["0", "1"]
-    assert "host2 does not see in the folder for backups what machine 0 has written there" in said
-
-
-def test_an_address_that_nobody_knows() -> None:
-    made = "from tfrep_strategy.running.runs import Options; Options(2, backup_dir='nfs://host/run')"
-    _, said = said_by(made)
-    assert "ConfigurationError: TensorFlow has no file system for addresses that begin with nfs://." in said
-    assert "Hint: use one of file, gs, ram, name a folder" in said

@@ -12,7 +12,7 @@ from tfrep_strategy.cli import _print_error
 from tfrep_strategy.processes.ranks import Failure
 from tfrep_strategy.running.failures import RunFailed, describe, last_lines
 from tfrep_strategy.running.rounds import how_lost
-from tfrep_strategy.running.run_logs import log_folder, rank_logs
+from tfrep_strategy.running.run_logs import log_folder
 
 pytestmark = pytest.mark.lane("quick")
 
@@ -94,12 +94,12 @@ def test_lines_are_shown_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_logs_of_an_earlier_run_are_removed_but_not_where_the_output_goes(tmp_path: Path) -> None:
-    logs = rank_logs(tmp_path, 0, 3)
-    for log in list(logs.values())[:2]:
+    logs = [tmp_path / f"rank{rank}.log" for rank in range(3)]
+    for log in logs[:2]:
         log.write_text("of an earlier run")
-    removes = "import sys; from pathlib import Path; from tfrep_strategy.running.run_logs import *; print('shown')"
-    removes += "; remove_logs(rank_logs(Path(sys.argv[1]), 0, 3))"
+    removes = "import sys; from pathlib import Path; from tfrep_strategy.running.run_logs import remove_logs; print('shown')"
+    removes += "; remove_logs(map(Path, sys.argv[1:]))"
     with open(logs[0], "wb") as output:
-        subprocess.run([sys.executable, "-c", removes, str(tmp_path)], stdout=output, check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", removes, *map(str, logs)], stdout=output, check=True, timeout=60)
     assert logs[0].read_text() == "shown\n"
     assert not logs[1].exists()

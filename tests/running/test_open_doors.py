@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from needs import needs_horovod, needs_ray
+from needs import needs_horovod
 from networks import HOSTS, ORDINARY, ip, on
 from test_joining import environ as quiet_environ
 from test_two_hosts import SCRIPTS, hosts, pytestmark  # noqa: F401
@@ -37,11 +37,10 @@ KINDS = {
         *(*TFREP, "run", "--nnodes", "1:2", "--rendezvous", "localhost:29500", "-n", "2", "--backup-dir", "backups"),
         *("--communicator", "tf", WAITS, "FOLDER"),
     ],
-    "ray": [*TFREP, "run", "--engine", "ray", "-n", "2", "--communicator", "tf", WAITS, "FOLDER"],
 }
 READY = {"mirrored": 1, "servers": 1, "cluster": 1}
 """How many processes train; two, if it is not said."""
-SERVERS = {"tf": 2, "hosts": 2, "launch": 2, "another launcher": 2, "servers": 3, "cluster": 3, "elastic": 2, "ray": 2}
+SERVERS = {"tf": 2, "hosts": 2, "launch": 2, "another launcher": 2, "servers": 3, "cluster": 3, "elastic": 2}
 """How many servers listen on all interfaces, since TensorFlow knows nothing else."""
 
 
@@ -75,15 +74,12 @@ def machines(hosts: list[str]) -> Iterator[Machines]:  # noqa: F811
         pytest.param("horovod", "ordinary", marks=needs_horovod),
         *((kind, "ordinary") for kind in ("auto", "shared_memory", "mirrored", "hosts", "launch")),
         *((kind, "ordinary") for kind in ("another launcher", "servers", "cluster", "elastic")),
-        pytest.param("ray", "ordinary", marks=needs_ray),
     ],
 )
 def test_a_run_on_one_machine(kind: str, user: str, machines: Machines, hosts: list[str], tmp_path: Path) -> None:  # noqa: F811
     command = [str(tmp_path) if each == "FOLDER" else each for each in KINDS[kind]]
     prefix = on(hosts[0]) + (ORDINARY if user == "ordinary" else [])
     own = {"MY_TOKEN": "sesame", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    if kind == "ray":  # It listens at the address that leads away from the machine, if there is one.
-        ip("-n", hosts[0], "route", "replace", "default", "via", HOSTS[1])
     with running([*prefix, sys.executable, *command], tmp_path, **own) as process:
         wait_for(lambda: len(list(tmp_path.glob("ready*"))) == READY.get(kind, 2), process)
         ports, taken = machines.look(process.pid)

@@ -61,7 +61,6 @@ if restarts < {at_most}:
         (KILL.format(name="SIGKILL"), 9, 128 + signal.SIGKILL, ["0", "1", "2"]),
         (KILL.format(name="SIGSTOP"), 1, 0, ["0", "1"]),
         (KILL.format(name="SIGTERM"), 9, 128 + signal.SIGTERM, ["0"]),
-        (KILL.format(name="SIGUSR2"), 9, 128 + signal.SIGTERM, ["0"]),
         ("raise SystemExit(3)", 9, 3, ["0"]),
     ],
 )
@@ -74,7 +73,6 @@ def test_a_lost_rank_and_no_other_is_a_reason(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("TFREP_WARNING_SIGNAL", "SIGUSR2")
     monkeypatch.setenv("TFREP_TIMEOUT", "2")  # A stopped rank is ended after half of it.
     assert run(on_rank_1(statement, at_most), tmp_path, max_restarts=2) == exit_code
     assert starts(tmp_path, 1) == seen, "the log goes on from one start to the next"

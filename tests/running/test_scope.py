@@ -26,5 +26,3 @@ def test_replicators_take_the_strategy_of_the_run(monkeypatch):
     monkeypatch.setenv("TFREP_STRATEGY", "multi-worker")
     with run_strategy_scope() as strategy:
         assert tfrep.Replicator().strategy is strategy
-        assert tfrep.MultiWorkerReplicator().strategy is strategy
-    assert tfrep.MultiWorkerReplicator().strategy is not strategy

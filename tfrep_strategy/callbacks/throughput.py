@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 import time
 from typing import Any, NamedTuple
 
@@ -12,7 +10,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.errors import ConfigurationError, check_count, install_hint, message
 from tfrep_strategy.keras_integration.finding import driver_of_model
 from tfrep_strategy.step_clock import Counts, StepClock, counting
 
@@ -29,7 +26,6 @@ class Throughput(keras.callbacks.Callback):
     * `step_ms_p50`, `step_ms_p90`, `step_ms_p99`: percentiles of the milliseconds from the start of a step to that of the next.
     * `data_wait`: the share of the time, from 0 to 1, in which a step waited for its batch.
     * `collective_wait`: the share in which a process had its own gradients and waited for the global ones.
-    * `mfu`: model FLOPs utilisation, the share of `peak_flops` that the model uses.
 
     Operations in the compiled step measure the two waits. A wait that cannot be known is left out: both under parameter servers,
     where steps overlap; `collective_wait` on GPUs, whose operations run ahead of the host, and in one process. With a GPU
@@ -39,18 +35,8 @@ class Throughput(keras.callbacks.Callback):
     Under parameter servers a step takes longer than the time from one start to the next, because workers overlap. There the
     examples are those that the metric `loss` has counted, and without that metric they are unknown (NaN).
 
-    Args:
-        flops_per_example: The FLOPs of one example, forward and backward. For most models they are three times those of the
-            forward pass; for a transformer, about six times its parameters for each token.
-        peak_flops: The peak FLOPs per second of the device of one replica, in the precision of the model.
-        log_dir: A folder for TensorBoard, in which throughput is written while an epoch runs, too. The chief writes.
-        every: The number of steps between two values in `log_dir`.
-
     Attributes:
         epochs: The logs of each epoch so far, as dictionaries.
-
-    Raises:
-        ConfigurationError: A setting cannot be used, one of the two FLOPs is missing, or TensorBoard is not installed.
 
     Example:
         >>> throughput = tfrep.callbacks.Throughput()
@@ -63,32 +49,9 @@ class Throughput(keras.callbacks.Callback):
     verbose = 0
     """Parameter servers compute no logs of single steps for a callback that shows none."""
 
-    def __init__(
-        self,
-        *,
-        flops_per_example: float | None = None,
-        peak_flops: float | None = None,
-        log_dir: str | os.PathLike[str] | None = None,
-        every: int = 100,
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        flops = {"flops_per_example": flops_per_example, "peak_flops": peak_flops}
-        if (flops_per_example is None) != (peak_flops is None):
-            raise ConfigurationError(message("FLOPs utilisation needs both numbers.", hint="pass both, or neither.", **flops))
-        for name, value in flops.items():
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 < value < math.inf):
-                raise ConfigurationError(
-                    message("FLOPs are a positive number.", hint="use a number such as 4.1e9.", **{name: value})
-                )
-        check_count("At least one step lies between two values.", every=every)
-        if log_dir is not None and importlib.util.find_spec("tensorboard") is None:
-            hint = install_hint("tensorboard")
-            raise ConfigurationError(message("TensorBoard is not installed.", hint=hint, log_dir=str(log_dir)))
-        self.flops_per_example, self.peak_flops = flops_per_example, peak_flops
-        self.log_dir, self.every = log_dir, every
         self.epochs: list[dict[str, float]] = []
-        self._writer: Any = None
         self._in_epoch = False
 
     # A training.
@@ -102,7 +65,6 @@ class Throughput(keras.callbacks.Callback):
                 self.model.make_train_function(force=True)
             self.model.train_function = _MeasuredFunction(self.model.train_function, None if self._on_workers else StepClock())
         self._function: _MeasuredFunction = self.model.train_function
-        self._devices = strategy.num_replicas_in_sync * (strategy.num_workers if self._on_workers else 1)
         is_alone = self._on_workers or strategy.num_replicas_in_sync == 1
         devices = () if is_alone else strategy.extended.worker_devices
         # TensorFlow's strategies cut batches before they are read.
@@ -112,25 +74,20 @@ class Throughput(keras.callbacks.Callback):
             and 0 < len(devices) < strategy.num_replicas_in_sync
             and all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in devices)
         )
-        if self.log_dir is not None and self._writer is None and getattr(strategy.extended, "is_chief", True):
-            self._writer = tf.summary.create_file_writer(os.path.join(self.log_dir, "throughput"))
         self._calls_before, self._compiles = self._function.calls, True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._in_epoch, self._first_call = True, self._function.calls
         self._starts: list[float] = []
         self._batches: list[int] = []
-        self._begun = self._written = self._mark(time.perf_counter())
+        self._begun = self._mark(time.perf_counter())
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         now = time.perf_counter()
         if self._compiles and self._function.calls > self._calls_before:
             self._compiles = False
             self._starts, self._batches = [], []
-            self._begun = self._written = self._mark(now)
-        elif self._writer is not None and self._starts and batch - self._batches[self._written.first] >= self.every:
-            self._write(self._logs(self._written, now, [now]))
-            self._written = self._mark(now)
+            self._begun = self._mark(now)
         self._starts.append(now)
         self._batches.append(batch)
 
@@ -141,10 +98,6 @@ class Throughput(keras.callbacks.Callback):
         self._end_epoch()
         if logs is not None:
             logs.update(self.epochs[-1])
-
-    def on_train_end(self, logs: Any = None) -> None:
-        if self._writer is not None:
-            self._writer.flush()
 
     def _end_epoch(self) -> None:
         if not self._in_epoch:  # Validation has ended it already, or runs alone.
@@ -185,8 +138,6 @@ class Throughput(keras.callbacks.Callback):
             logs["data_wait"] = (counts.data_seconds - since.counts.data_seconds) / seconds
         if self._knows_collectives:
             logs["collective_wait"] = (counts.collective_seconds - since.counts.collective_seconds) / seconds
-        if self.flops_per_example is not None and self.peak_flops is not None:
-            logs["mfu"] = logs["examples_per_second"] * self.flops_per_example / (self.peak_flops * self._devices)
         return logs
 
     def _step_times(self, first: int, last_end: list[float], steps: float) -> Any:
@@ -202,52 +153,6 @@ class Throughput(keras.callbacks.Callback):
         if not calls or not seen or not seen[0]:
             return math.nan
         return seen[0] / (calls * self.model.steps_per_execution)
-
-    def _write(self, logs: dict[str, float]) -> None:
-        with self._writer.as_default(step=self._function.calls * self.model.steps_per_execution):
-            for name, value in logs.items():
-                tf.summary.scalar(f"throughput/{name}", value)
-
-    # A picture.
-
-    def plot(self) -> Any:
-        """Draws the throughput, the times of steps and the waits of the epochs so far.
-
-        Returns:
-            A `matplotlib.figure.Figure`, which a notebook shows; `savefig(path)` saves it.
-
-        Raises:
-            ConfigurationError: No epoch was measured, or matplotlib is not installed.
-
-        Example:
-            >>> throughput = tfrep.callbacks.Throughput()
-            >>> history = make_model().fit(x, y, batch_size=2, epochs=2, verbose=0, callbacks=[throughput])
-            >>> [axes.get_ylabel() for axes in throughput.plot().axes]
-            ['examples per second', 'time of a step (ms)', 'share of the time (%)']
-        """
-        if not self.epochs:
-            raise ConfigurationError(message("There is nothing to draw.", hint="pass the callback to fit first.", epochs=0))
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise ConfigurationError(message("matplotlib is not installed.", hint=install_hint("plots"))) from None
-        panels = {
-            "examples per second": {"examples_per_second": 1.0},
-            "time of a step (ms)": {f"step_ms_p{p}": 1.0 for p in reversed(_PERCENTILES)},
-            "share of the time (%)": dict.fromkeys(("data_wait", "collective_wait", "mfu"), 100.0),
-        }
-        figure = Figure(figsize=(13, 3.6), layout="constrained")
-        for axes, (ylabel, curves) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-            for name, scale in curves.items():
-                if name in self.epochs[-1]:
-                    values = [scale * epoch.get(name, math.nan) for epoch in self.epochs]
-                    axes.plot(range(1, len(values) + 1), values, marker="o", label=name)
-            axes.locator_params(axis="x", integer=True)
-            axes.set(xlabel="epoch", ylabel=ylabel)
-            axes.set_ylim(bottom=0)
-            if axes.get_lines():
-                axes.legend()
-        return figure
 
 
 class _Mark(NamedTuple):

@@ -23,6 +23,7 @@ from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.cores import thread_variables
 from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.processes.signs_of_life import Patience
+from tfrep_strategy.profiles.requests import name_of_folder
 from tfrep_strategy.rendezvous.connections import held_ports
 from tfrep_strategy.validation import MOST_PROCESSES
 
@@ -67,7 +68,7 @@ class LocalCluster:
         ports = self._held.enter_context(held_ports(workers + servers))
         addresses = [f"127.0.0.1:{port}" for port in ports]
         self.spec: dict[str, list[str]] = {"worker": addresses[:workers], "ps": addresses[workers:]}
-        self.folder = Path(tempfile.mkdtemp(prefix="tfrep-cluster-"))
+        self.folder = Path(tempfile.mkdtemp(prefix=name_of_folder()))
         self.log_dir = log_dir or self.folder
         self._on_end = on_end
         self._is_over = False

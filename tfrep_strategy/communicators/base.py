@@ -161,9 +161,7 @@ class Communicator(abc.ABC):
     local_rank: int = 0
     local_size: int = 1
     bucket_bytes: int = 32 << 20
-    """The size of a gradient bucket in bytes, where the user sets none and it is not measured."""
-    adds_in_order: bool = False
-    """Whether each element is added up in the order of ranks, wherever it stands in a bucket."""
+    """The size of a gradient bucket in bytes, where the user sets none."""
 
     @abc.abstractmethod
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:

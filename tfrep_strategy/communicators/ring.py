@@ -7,7 +7,6 @@ clusters of workstations", 2009); between GPUs, NCCL.
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import math
 import weakref
@@ -29,7 +28,6 @@ from tfrep_strategy.communicators.base import (
     uncarry_moved,
 )
 from tfrep_strategy.communicators.gpus import identity_of_gpu, is_gpu, nccl_connects, warn_if_shared
-from tfrep_strategy.communicators.grid import GATHERED, Grid
 from tfrep_strategy.communicators.naming import in_nested_graph, structural_name
 from tfrep_strategy.communicators.order import Order
 from tfrep_strategy.communicators.position import Position, sizes_of
@@ -63,8 +61,6 @@ class RingCommunicator(Communicator):
     """
 
     name = "ring"
-    grid_from: int | None = None
-    """From how many bytes what is short is added up over a grid of the members, at least 1; None: never."""
 
     def __init__(
         self,
@@ -134,18 +130,7 @@ class RingCommunicator(Communicator):
 
     def _reduce(self, flat: tf.Tensor, op: str, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
         options = {"merge_op": _MERGE_OPS[op]}
-        if self._is_short(flat):
-            return self._run(self._grid.reduce, "all_reduce", flat, tensors, **options)
         return self._run(tf.raw_ops.CollectiveReduceV2, "all_reduce", flat, tensors, **options, final_op="Id")
-
-    def _is_short(self, flat: tf.Tensor) -> bool:
-        if self.grid_from is None or self._nccl or flat.dtype not in GATHERED:
-            return False
-        return self.grid_from <= (flat.shape.num_elements() or 0) * flat.dtype.size <= self._grid.most_bytes
-
-    @functools.cached_property
-    def _grid(self) -> Grid:
-        return Grid(self.rank, self.size, lambda name: group_key(f"{self._group_name}{name}"))
 
     def of_equal_shapes(self, kind: str, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the tensors, whose use fails on all members if the members call something else; costs one small gather.
@@ -341,7 +326,6 @@ class RingCommunicator(Communicator):
         place, nccl = self._place, self._nccl
         group = RingCommunicator(ranks.index(self.rank), len(ranks), self._device, key, name, place, position, nccl)
         group.local_rank, group.local_size = self.local_rank, self.local_size
-        group.grid_from = self.grid_from
         return group
 
 

@@ -36,8 +36,6 @@ _LONGEST_HEARTBEAT_SECONDS = 30 * 86400.0
 
 # Measured, see docs/benchmarks.md: faster than one bucket of 20 MB, and than the many small buckets of a deep net.
 _CPU_BUCKET_BYTES = 4 << 20
-_PIECE_BYTES = 64
-"""The ring does not cut what is shorter."""
 
 
 class TensorFlowCommunicator(RingCommunicator):
@@ -82,8 +80,6 @@ class TensorFlowCommunicator(RingCommunicator):
             _heed_sigterm_as_before()
         if "CPU" in device:
             self.bucket_bytes = _CPU_BUCKET_BYTES
-            # Processes that share cores are faster if one of them works, and the others wait for its only piece.
-            self.grid_from = 1 + _PIECE_BYTES if 2 < self.size == self.local_size else 1
 
     def _heartbeat_seconds(self) -> float:
         # On one machine the monitor notices the end of a rank at once. TensorFlow's heartbeats would only fail runs whose

@@ -326,33 +326,8 @@ class Estimator:
             yield batches_for(strategy, input_fn, steps, repeats)
 
 
-def model_to_estimator(
-    keras_model: Any,
-    model_dir: str | os.PathLike[str] | None = None,
-    config: RunConfig | None = None,
-    custom_objects: Mapping[str, Any] | None = None,
-) -> Estimator:
-    """Makes an estimator of a compiled Keras model, in the shape of `tf.keras.estimator.model_to_estimator`.
-
-    Args:
-        keras_model: A compiled model that has weights. It may be made before any strategy.
-        model_dir: Folder of checkpoints and summaries. None: that of `config`, or a temporary one.
-        config: The settings, with the strategies.
-        custom_objects: Functions and classes that Keras cannot find by name. Those that `compile` was given need not be listed.
-
-    Returns:
-        The estimator.
-
-    Raises:
-        ConfigurationError: See `Estimator`.
-
-    Example:
-        >>> config = tfrep.estimator.RunConfig("models", train_distribute=tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))
-        >>> estimator = tfrep.estimator.model_to_estimator(make_model(), config=config)
-        >>> estimator.train(lambda: tf.data.Dataset.from_tensor_slices((x, y)).batch(2)).latest_checkpoint()  # 8 / (2 * 2)
-        '...model.ckpt-2'
-    """
-    return Estimator(keras_model, model_dir, config, custom_objects)
+model_to_estimator = Estimator
+"""The name that `tf.keras.estimator` has for making one."""
 
 
 def _check_steps(**steps: int | None) -> None:

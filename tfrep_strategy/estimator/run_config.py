@@ -10,7 +10,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds, message
-from tfrep_strategy.old_spellings import OF_RUN_CONFIG, refuses
 from tfrep_strategy.strategies.base import SynchronousStrategy
 
 _DEFAULT_SECONDS = 600.0
@@ -82,9 +81,6 @@ class RunConfig:
     def replace(self, **settings: Any) -> RunConfig:
         """Returns a copy with other settings."""
         return dataclasses.replace(self, **settings)
-
-
-RunConfig.__init__ = refuses(OF_RUN_CONFIG)(RunConfig.__init__)  # type: ignore[method-assign]
 
 
 def check_strategy(**given: Any) -> None:

@@ -12,7 +12,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -272,14 +272,3 @@ class Registry:
     def describe(self) -> list[Row]:
         """Lists the patches."""
         return [patch.row for patch in self.patches]
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """Draws the table of docs/architecture.md."""
-    lines, topic = [], None
-    for row in rows:
-        if row.topic != topic:
-            topic = row.topic
-            lines += ["", f"**{topic}.** {row.otherwise}", "", "| what | why |", "|---|---|"]
-        lines.append(f"| `{row.target}` | {row.why} |")
-    return "\n".join(lines[1:]) + "\n"

@@ -68,7 +68,7 @@ def variables_of(slots: Sequence[Any], address: str, port: int, interface: str, 
 
 @contextlib.contextmanager
 def served(
-    slots: Sequence[Any], address: str, port: int, networks: Sequence[Network] | None, secret: str
+    slots: Sequence[Any], address: str, port: int, networks: Sequence[Network], secret: str
 ) -> Iterator[int]:
     """Serves the rendezvous while the body runs.
 
@@ -76,7 +76,7 @@ def served(
         slots: Of all ranks.
         address: Where to listen; if it is none of this machine's, on all interfaces.
         port: The port; 0 for a free one.
-        networks: Whose addresses may connect. None: this machine only.
+        networks: Whose addresses may connect, where others than this machine can.
         secret: What each request has to show; anybody is heard if it is empty.
 
     Yields:
@@ -86,7 +86,7 @@ def served(
         ConfigurationError: It cannot listen.
 
     Example:
-        >>> with served(slots_of(["localhost"]), "127.0.0.1", 0, None, "sesame") as port:
+        >>> with served(slots_of(["localhost"]), "127.0.0.1", 0, (), "sesame") as port:
         ...     socket.create_connection(("127.0.0.1", port)).close()
     """
     guard = None if is_loopback(address) else functools.partial(confine, networks=networks)
@@ -151,5 +151,5 @@ def on_this_machine(size: int) -> Iterator[list[dict[str, str]]]:
     """
     slots = slots_of(["localhost"] * size)
     secret = new_secret()
-    with served(slots, LOOPBACK, 0, None, secret) as port:
+    with served(slots, LOOPBACK, 0, (), secret) as port:
         yield variables_of(slots, LOOPBACK, port, interface_of(LOOPBACK), secret)

@@ -15,15 +15,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
 from tfrep_strategy.errors import message
-from tfrep_strategy.limits import warning_signal
 from tfrep_strategy.processes.cores import bound_to
 from tfrep_strategy.processes.guard import guard
 from tfrep_strategy.processes.notes import Note, read_notes
@@ -80,19 +78,6 @@ class Streams:
     reads: bool = True
 
 
-class Process(Protocol):
-    """A rank that was started."""
-
-    pid: int
-
-    def wait(self) -> int:
-        """Returns the exit code when the process has ended; -n if signal n has ended it."""
-
-
-Start = Callable[[Command, Streams], Process]
-"""Starts a rank as the leader of a session of its own."""
-
-
 _STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 """The signals that end a run when its launcher gets them."""
 
@@ -137,17 +122,13 @@ class Failure:
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[Events]:
-    """Collects SIGINT, SIGTERM, SIGHUP and the warning signal while the body runs, and delivers the first when it is done.
+    """Collects SIGINT, SIGTERM and SIGHUP while the body runs, and delivers the first when it is done.
 
-    What the signal was meant to do (raise `KeyboardInterrupt`, end the process) thus happens after the clean-up. A warning
-    (`TFREP_WARNING_SIGNAL`) counts as SIGTERM.
+    What the signal was meant to do (raise `KeyboardInterrupt`, end the process) thus happens after the clean-up.
     Outside of the main thread Python offers no way to do this, and signals keep their meaning.
 
     Yields:
         The queue that receives the signals.
-
-    Raises:
-        ConfigurationError: `TFREP_WARNING_SIGNAL` is not the name of such a signal.
 
     Example:
         >>> with contextlib.suppress(KeyboardInterrupt), deferred_signals() as events:
@@ -157,16 +138,14 @@ def deferred_signals() -> Iterator[Events]:
     """
     events: Events = queue.SimpleQueue()
     received: list[int] = []
-    warning = warning_signal()
 
     def remember(number: int, frame: object) -> None:
-        number = signal.SIGTERM if number == warning else number
         received.append(number)
         events.put((None, number))
 
     previous = {}
     if threading.current_thread() is threading.main_thread():
-        for number in _STOPPING | ({warning} if warning else set()):
+        for number in _STOPPING:
             # Ignored on purpose, as by nohup: stays ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
                 previous[number] = signal.signal(number, remember)
@@ -179,8 +158,8 @@ def deferred_signals() -> Iterator[Events]:
             signal.raise_signal(received[0])
 
 
-def start_process(command: Command, streams: Streams) -> Process:
-    """Starts a rank as a process that has nothing in common with others.
+def start_process(command: Command, streams: Streams) -> subprocess.Popen[bytes]:
+    """Starts a rank as the leader of a session of its own.
 
     Args:
         command: What it runs.
@@ -216,7 +195,6 @@ def run_ranks(
     patience: Patience | None = None,
     name: str = "Rank {}",
     grace: float = GRACE_SECONDS,
-    start: Start = start_process,
     temporary: Sequence[Path] = (),
 ) -> Failure | None:
     """Runs one process per command until all end well or one does not; none is left when this returns, but one that the
@@ -237,7 +215,6 @@ def run_ranks(
         patience: How long a rank may be stopped or silent; by default nobody looks.
         name: What a rank is called in warnings, with its number for `{}`.
         grace: How many seconds ranks may take to end when a signal to this process ends the run.
-        start: How a rank is started.
         temporary: Folders that are removed if this process is killed. Else whoever made them removes them.
 
     Returns:
@@ -249,7 +226,7 @@ def run_ranks(
         True
     """
     deadline = None if timeout is None else time.monotonic() + timeout
-    run = _Run(events, note_dir, start, None if patience is None else Watch(note_dir, patience, name), name)
+    run = _Run(events, note_dir, None if patience is None else Watch(note_dir, patience, name), name)
     stop_with: int = signal.SIGTERM
     seconds_to_end = GRACE_SECONDS
     with guard(temporary) as watch_group:
@@ -272,12 +249,11 @@ def run_ranks(
 class _Run:
     """The processes of one run, and how they ended."""
 
-    def __init__(self, events: Events, note_dir: Path, start: Start, watch: Watch | None, name: str) -> None:
+    def __init__(self, events: Events, note_dir: Path, watch: Watch | None, name: str) -> None:
         self._events = events
         self._reporting, self._is_over = threading.Lock(), False
         self._name = name
         self._note_dir = note_dir
-        self._start = start
         self._watch = watch
         self._frozen: Frozen | None = None
         self._groups: list[Group] = []
@@ -287,7 +263,7 @@ class _Run:
 
     def start(self, rank: int, command: Command, streams: Streams) -> Group:
         """Starts a rank and a thread that reports its end; returns its group."""
-        process = self._start(command, streams)
+        process = start_process(command, streams)
         self._groups.append(Group.of(process.pid))
         self._pids[rank] = process.pid
         threading.Thread(target=self._report_end, args=(rank, process), daemon=True).start()
@@ -364,7 +340,7 @@ class _Run:
                     if code in impatient:
                         return
 
-    def _report_end(self, rank: int, process: Process) -> None:
+    def _report_end(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
         with self._reporting:
             if not self._is_over:  # Else the events are those of another start.
@@ -393,8 +369,6 @@ class _Run:
         return None
 
     def _note_end(self, rank: int, code: int) -> None:
-        if code < 0 and -code == warning_signal():  # It was warned before it had a handler.
-            code = -signal.SIGTERM
         self._codes[rank], self._ended_at[rank] = code, time.monotonic()
 
     def _signal(self, trees: Sequence[psutil.Process], number: int) -> None:

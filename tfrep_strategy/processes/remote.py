@@ -11,22 +11,19 @@ import json
 import math
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.limits import ssh_command
 
 # No question is asked: what ssh would ask for is an error. A host that is gone is noticed after 15 seconds.
 _SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3", "ControlPath=none")
-_CUT_OFF = (255, -signal.SIGKILL)
-"""The exit codes of ssh when it has lost the connection, and when this process has ended it."""
 _LAST_LINES = 20
 _LAST_OUTPUT_SECONDS = 2.0
 _LONGEST_READ = 1 << 16
@@ -102,28 +99,6 @@ class Messages:
         return shown
 
 
-class Process(Protocol):
-    """What `Remote` needs of a process: a part of `subprocess.Popen`."""
-
-    @property
-    def stdin(self) -> IO[bytes] | None:
-        """Its standard input."""
-
-    @property
-    def stdout(self) -> IO[bytes] | None:
-        """Its standard output."""
-
-    @property
-    def stderr(self) -> IO[bytes] | None:
-        """Its standard error."""
-
-    def wait(self) -> int:
-        """Returns its exit code when it has ended."""
-
-    def kill(self) -> None:
-        """Ends it, or the connection to it."""
-
-
 class Remote:
     """A process on a host.
 
@@ -172,11 +147,6 @@ class Remote:
     def is_lost(self) -> bool:
         """Whether it has ended without a last message."""
         return self.code is not None and not self.said.keys() & {"error", "report"}
-
-    @property
-    def may_go_on(self) -> bool:
-        """Whether it may still run although it is lost, because the connection to it is."""
-        return self.is_lost and self.code in _CUT_OFF
 
     @property
     def last_words(self) -> list[str]:
@@ -231,7 +201,7 @@ class Remote:
         hint = f"install tfrep_strategy in the same place on all hosts; see what `{ssh} {self.host} {sys.executable} -V` says."
         return ConfigurationError(message(what, hint=hint, host=self.host))
 
-    def _start(self, command: Sequence[str]) -> Process:
+    def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         try:
             # A session of its own: a signal of the terminal is for the launcher, which passes it on.
             pipe = subprocess.PIPE

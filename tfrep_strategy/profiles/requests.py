@@ -1,7 +1,7 @@
 """How the processes of a run on this machine are asked to trace themselves: by a file in a folder of their user.
 
-Each process has a thread that looks at the file twice a second. So a step costs nothing, and no port is open. Only those who answer
-load TensorFlow.
+Each process has a thread that looks for the file twice a second, and traces for as long as the file is there. So a step costs
+nothing, and no port is open. Only those who answer load TensorFlow.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tempfile
 import threading
 import time
 import uuid
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -22,45 +23,29 @@ from tfrep_strategy.profiles.summary import TraceReport
 
 _LOOK_SECONDS = 0.5
 _WAIT_SECONDS = 0.01
-_START_SECONDS = 10.0
-"""How long a process may take to begin. One that holds Python's lock cannot."""
 _ANSWER_SECONDS = 120.0
 """How long a process may take to write and read its trace."""
 _REQUEST = "profile.request"
+_PROFILE_DIR = "profile.folder"
 
 here: tuple[Path, str] | None = None
 """Where this process is asked, and who it is; None outside of a run."""
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What is asked.
-
-    Attributes:
-        name: A new one.
-        pid: Of the process that asks.
-        run_folder: For the traces.
-        start: When to start, in seconds since the epoch. All processes of a machine have one clock.
-        stop: When to stop; None: when the request says so, or is gone.
-    """
-
-    name: str
-    pid: int
-    run_folder: str
-    start: float
-    stop: float | None
-
-    def write(self, folder: Path) -> None:
-        unfinished = folder / f"{self.name}.unfinished"
-        unfinished.write_text(json.dumps(asdict(self)), "utf-8")
-        os.replace(unfinished, folder / _REQUEST)
+def _read(folder: Path) -> dict[str, str] | None:
+    """Returns what is asked now: the name of the request, who asks, the folder for traces, and when to start."""
+    with contextlib.suppress(FileNotFoundError):
+        request = json.loads((folder / _REQUEST).read_text("utf-8"))
+        if psutil.pid_exists(int(request["pid"])):
+            return request
+    return None
 
 
-def _read(folder: Path) -> _Request | None:
-    try:
-        return _Request(**json.loads((folder / _REQUEST).read_text("utf-8")))
-    except FileNotFoundError:
-        return None
+def _write(path: Path, content: object) -> None:
+    """Writes JSON. Nobody sees a part of it."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(content), "utf-8")
+    os.replace(unfinished, path)
 
 
 # Those who answer.
@@ -85,71 +70,107 @@ def answer_requests(folder: Path | None, who: str) -> None:
 
 
 def _answer_requests(folder: Path, who: str) -> None:
-    answered = ""
     with contextlib.suppress(OSError):  # The launcher has ended, and removed its folder.
         while folder.is_dir():
             request = _read(folder)
-            if request is not None and request.name != answered:
-                answered = request.name
+            if request is not None:
                 _answer(folder, who, request)
             time.sleep(_LOOK_SECONDS)
 
 
-def _answer(folder: Path, who: str, request: _Request) -> None:
+def _answer(folder: Path, who: str, request: dict[str, str]) -> None:
     from tfrep_strategy.profiles.tracer import Trace
 
-    trace = Trace(Path(request.run_folder), who)
-    time.sleep(max(0.0, request.start - time.time()))
+    trace = Trace(Path(request["run_folder"]), who)
+    time.sleep(max(0.0, float(request["start"]) - time.time()))
     trace.begin()
-    if request.stop is not None:  # On a busy machine a trace begins late. It lasts as long as was asked for.
-        request = replace(request, stop=request.stop + max(0.0, time.time() - request.start))
-    (folder / f"{request.name}.{who}.started").touch()
-    while not _is_over(request):
-        time.sleep(_WAIT_SECONDS if request.stop is None else max(0.0, request.stop - time.time()))
-        if request.stop is None:
-            now = _read(folder)
-            request = now if now is not None and now.name == request.name else replace(request, stop=0.0)
-    report = trace.end()
-    unfinished = folder / f"{request.name}.{who}.unfinished"
-    unfinished.write_text(json.dumps(asdict(report)), "utf-8")
-    os.replace(unfinished, folder / f"{request.name}.{who}.report")
-
-
-def _is_over(request: _Request) -> bool:
-    return request.stop is not None and time.time() >= request.stop
+    while _read(folder) == request:
+        time.sleep(_WAIT_SECONDS)
+    _write(folder / f"{request['name']}.{who}.report", asdict(trace.end()))
 
 
 # Those who ask.
 
 
+def name_of_folder() -> str:
+    """Returns how the folder begins in which the processes of a run of this launcher are asked: who knows its process id finds it.
+
+    Example:
+        >>> name_of_folder() == f"tfrep-{os.getpid()}-"
+        True
+    """
+    return f"tfrep-{os.getpid()}-"
+
+
+def keep_profile_dir(folder: Path, profile_dir: Path) -> None:
+    """Notes the folder for traces of a run, for those who ask.
+
+    Args:
+        folder: Where the processes are asked.
+        profile_dir: The folder for traces.
+
+    Example:
+        >>> keep_profile_dir(Path(), Path("profile"))
+    """
+    (folder / _PROFILE_DIR).write_text(str(profile_dir), "utf-8")
+
+
+def find_run(pid: int) -> tuple[Path, Path]:
+    """Finds a run of this user that is running on this machine.
+
+    Args:
+        pid: The process id of its launcher.
+
+    Returns:
+        Where its processes are asked, and its folder for traces.
+
+    Raises:
+        ConfigurationError: There is none.
+
+    Example:
+        >>> find_run(1)
+        Traceback (most recent call last):
+        ...
+        tfrep_strategy.errors.ConfigurationError: This process starts no run now: it has ended, or is no launcher of yours...
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"tfrep-{pid}-*") if psutil.pid_exists(pid) else ():
+        with contextlib.suppress(OSError):
+            if folder.stat().st_uid == os.geteuid():  # Another user may have written anything.
+                return folder, Path((folder / _PROFILE_DIR).read_text("utf-8"))
+    what = "This process starts no run now: it has ended, or is no launcher of yours."
+    raise ConfigurationError(message(what, hint="name the process id of `tfrep run`.", run=pid))
+
+
 class Asked:
-    """Asks all processes of a run on this machine to trace themselves at the same time.
+    """Asks all processes of a run on this machine to trace themselves at the same time, from when this returns until `end`.
 
     Args:
         folder: Where they are asked.
         run_folder: The folder for the traces.
-        seconds: For how long; None: until `end`. They have started then when this returns.
 
     Raises:
         ConfigurationError: Nobody is there to ask, or somebody else is asking.
     """
 
-    def __init__(self, folder: Path, run_folder: Path, seconds: float | None = None) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, run_folder: Path) -> None:
+        self._folder, self._name = folder, uuid.uuid4().hex
         self._pids = {path.stem: int(text) for path in folder.glob("*.profiled") if (text := path.read_text("utf-8"))}
         if not self._alive():
             hint = "wait until the script has begun."
             raise ConfigurationError(message("No process of this run can be traced yet.", hint=hint, run=str(folder)))
-        other = _read(folder)
-        if other is not None and psutil.pid_exists(other.pid):
+        if (other := _read(folder)) is not None:
             hint = "wait until it is done."
-            raise ConfigurationError(message("Another profile of this run is being made.", hint=hint, pid=other.pid))
-        start = time.time() + 2 * _LOOK_SECONDS  # All have seen the request by then.
-        stop = None if seconds is None else start + seconds
-        self._request = _Request(uuid.uuid4().hex, os.getpid(), str(run_folder), start, stop)
-        self._request.write(folder)
-        if seconds is None:
-            self._wait_for("started", _START_SECONDS)
+            raise ConfigurationError(message("Another profile of this run is being made.", hint=hint, pid=other["pid"]))
+        start = time.time() + 2 * _LOOK_SECONDS  # All have seen the request by then, and all processes of a machine have one clock.
+        request = {"name": self._name, "pid": str(os.getpid()), "run_folder": str(run_folder), "start": str(start)}
+        _write(folder / _REQUEST, request)
+        time.sleep(2 * _LOOK_SECONDS)
+
+    def wait(self, seconds: float) -> None:
+        """Waits for some seconds, or until all processes have ended."""
+        deadline = time.monotonic() + seconds
+        while self._alive() and time.monotonic() < deadline:
+            time.sleep(min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
 
     def end(self) -> list[TraceReport]:
         """Ends the traces, and waits for their reports.
@@ -160,31 +181,17 @@ class Asked:
         Raises:
             PeerError: All processes have ended meanwhile.
         """
-        if self._request.stop is None:
-            self._request = replace(self._request, stop=time.time())
-            self._request.write(self._folder)
-        left = max(0.0, (self._request.stop or 0.0) - time.time())
-        try:
-            found = self._wait_for("report", left + _ANSWER_SECONDS)
-            reports = {who: TraceReport(**json.loads(path.read_text("utf-8"))) for who, path in found.items()}
-        except FileNotFoundError:
-            reports = {}
-        with contextlib.suppress(FileNotFoundError):
-            (self._folder / _REQUEST).unlink()
+        (self._folder / _REQUEST).unlink(missing_ok=True)
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        paths = {who: self._folder / f"{self._name}.{who}.report" for who in self._pids}
+        while not self._alive() <= {who for who, path in paths.items() if path.exists()} and time.monotonic() < deadline:
+            time.sleep(_WAIT_SECONDS)
+        reports = [TraceReport(**json.loads(path.read_text("utf-8"))) for path in paths.values() if path.exists()]
         if not reports and not self._alive():
             raise PeerError(message("The run has ended while it was profiled.", hint="take fewer seconds.", run=str(self._folder)))
-        missing = (TraceReport(who, problem="it has ended, or did not answer.") for who in self._pids if who not in reports)
-        return sorted([*reports.values(), *missing], key=lambda report: (len(report.who), report.who))
-
-    def _wait_for(self, what: str, seconds: float) -> dict[str, Path]:
-        """Waits until all processes that are alive have written a file; returns the files."""
-        deadline = time.monotonic() + seconds
-        while True:
-            paths = {who: self._folder / f"{self._request.name}.{who}.{what}" for who in self._pids}
-            found = {who: path for who, path in paths.items() if path.exists()}
-            if self._alive() <= found.keys() or time.monotonic() > deadline:
-                return found
-            time.sleep(_WAIT_SECONDS)
+        told = {report.who for report in reports}
+        reports += [TraceReport(who, problem="it has ended, or did not answer.") for who in self._pids if who not in told]
+        return sorted(reports, key=lambda report: (len(report.who), report.who))
 
     def _alive(self) -> set[str]:
         return {who for who, pid in self._pids.items() if self._folder.is_dir() and _runs(pid)}

@@ -1,75 +1,71 @@
 """Who may connect to TensorFlow's servers, which listen on all interfaces and obey whoever connects.
 
-TensorFlow can neither be told where to listen nor be given a socket. So its sockets are found among the descriptors of this process
-once they listen, and confined: to the loopback interface if all processes of the run have its addresses, else to the addresses of
-the run's machines. Until then strangers are kept from their ports (`shut_port.py`).
+TensorFlow can neither be told where to listen nor be given a socket, but its servers can share a port. So a socket of this package
+listens there first: the door. The kernel gives the connections of the run's machines to TensorFlow's server, and those of all
+others to the door, which takes none, until the process ends. This needs Linux, and no privilege.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import ipaddress
+import os
 import socket
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import psutil
 
 from tfrep_strategy.errors import message, warn
 from tfrep_strategy.limits import trusted_networks
-from tfrep_strategy.rendezvous.connections import LOOPBACK, duplicate, is_loopback
-from tfrep_strategy.rendezvous.packet_filter import attach
-from tfrep_strategy.rendezvous.shut_port import Shutter, shut
+from tfrep_strategy.rendezvous.connections import LOOPBACK, is_loopback
 from tfrep_strategy.validation import Network
 
-_LOOK_SECONDS, _LATER_SECONDS = 0.001, 0.1
-"""How often to look for servers, and for strangers who came before they were confined."""
-_WAITING = 24
-"""Where TCP_INFO of a socket that listens has the number of connections that it has not accepted."""
 _LOOPBACK = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
+_EVERYBODY = (ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("::/0"))
+_SHARES_PORT = "TF_GRPC_REUSE_PORT"
+"""Has TensorFlow's server listen at a port at which a socket of the same user listens."""
+_TAKES_PACKETS, _TAKES_CONNECTIONS = 26, 51
+"""Programs that say whether a socket takes a packet, and which of those that share a port gets a connection."""
+_LONGEST_PROGRAM = 4096
+
+_doors: list[contextlib.ExitStack] = []
+"""Keeps the doors of this process open until it ends."""
 
 
-def confine(server: socket.socket, networks: Sequence[Network] | None = None) -> None:
-    """Lets only some machines connect to a socket that listens. It needs no privilege.
+def confine(server: socket.socket, networks: Sequence[Network]) -> None:
+    """Lets only some machines send packets to a socket that listens. Newer kernels let only administrators do this.
 
     Args:
         server: The socket.
-        networks: Whose addresses may connect. None: this machine only.
+        networks: Whose addresses may connect.
 
     Raises:
-        OSError: The system cannot confine it.
+        OSError: The system cannot confine it, or there are too many networks.
 
     Example:
         >>> with socket.create_server(("", 0)) as server:
-        ...     confine(server)
+        ...     confine(server, [])
     """
-    if networks is None:
-        with contextlib.suppress(OSError, AttributeError):  # Linux 5.7 or newer, or root.
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
-            return
-        networks = _of_this_machine()
-    attach(server, networks)
+    _attach(server, networks, _TAKES_PACKETS)
 
 
 @contextlib.contextmanager
-def confined(
-    own: str, addresses: Sequence[str], *, unknown: str = "", speaks: bool = True
-) -> Iterator[Servers]:
-    """Confines the TensorFlow server that the body starts, while it runs and when it ends.
+def confined(own: str, addresses: Sequence[str], *, unknown: str = "", speaks: bool = True) -> Iterator[None]:
+    """Confines the TensorFlow server that the body starts, from its start to its end.
 
-    TensorFlow holds Python's lock for most of the time that it needs to start a server, so the sockets may be confined only then.
-    Until then nobody but the run's machines comes through.
+    Who connects before the server listens comes to the door, too, is not answered or hung up, and tries again by itself.
 
     Args:
         own: "host:port" of this process, as the others reach it. Its server listens at that port.
         addresses: Those of all processes of the run.
         unknown: Who else takes part, at an address that is not known.
-        speaks: Whether to warn if they cannot be confined.
+        speaks: Whether to warn if the server cannot be confined.
 
     Yields:
-        The servers.
+        Nothing.
 
     Example:
         >>> from tfrep_strategy.rendezvous.connections import free_ports
@@ -78,26 +74,25 @@ def confined(
         ...     server = socket.create_server(("", port), reuse_port=True)
         >>> server.close()
     """
-    servers = Servers(own, addresses, unknown)
-    is_over = threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(_LATER_SECONDS if servers.are_confined else _LOOK_SECONDS):
-            servers.confine()
-
-    thread = threading.Thread(target=watch, daemon=True, name="tfrep-confinement")
-    with servers.shut():
-        thread.start()
+    networks, problem = machines_of_run(own, addresses, unknown)
+    with contextlib.ExitStack() as stack:
+        door = None
         try:
-            yield servers
-        finally:
-            is_over.set()
-            thread.join()
-            servers.confine(is_last=True)
-    if servers.problem and speaks:
+            door = stack.enter_context(_door(int(own.rpartition(":")[2]), _EVERYBODY if problem else networks))
+        except OSError as error:  # If the port is in use, TensorFlow will say so.
+            problem = problem or str(error)
+        with _sharing_ports() if door else contextlib.nullcontext():
+            yield
+        if door and problem:  # A name may have become known.
+            networks, problem = machines_of_run(own, addresses, unknown)
+            if not problem:
+                _attach(door, networks, _TAKES_CONNECTIONS)
+        if not problem:
+            _doors.append(stack.pop_all())
+    if problem and speaks:
         warn(
             message(
-                f"Whoever reaches the ports of this run can read and write files as you: {servers.problem}.",
+                f"Whoever reaches the ports of this run can read and write files as you: {problem}.",
                 hint="use Horovod on one machine (`tfrep horovod install`), set TFREP_TRUSTED_NETWORKS to the networks of the"
                 " run's machines, or keep others out with a firewall. See docs/security.md.",
                 address=own,
@@ -105,105 +100,7 @@ def confined(
         )
 
 
-class Servers:
-    """The servers that this process starts, and who may connect to them.
-
-    Args:
-        own: "host:port" of this process.
-        addresses: Those of all processes of the run.
-        unknown: Who else takes part.
-
-    Attributes:
-        problem: Why the servers are not confined; None if they are.
-    """
-
-    def __init__(self, own: str, addresses: Sequence[str], unknown: str = "") -> None:
-        self._own, self._addresses, self._unknown = own, addresses, unknown
-        self._port = int(own.rpartition(":")[2])
-        self._confined: dict[int, Any] = {}
-        self._shutter: Shutter | None = None
-        self._networks, self.problem = machines_of_run(own, addresses, unknown)
-
-    @property
-    def are_confined(self) -> bool:
-        """Whether a server was found and confined."""
-        return bool(self._confined)
-
-    @contextlib.contextmanager
-    def shut(self) -> Iterator[None]:
-        """Keeps strangers from the port of the server while the body runs."""
-        if self.problem:
-            yield
-            return
-        with shut(self._port, _of_this_machine() if self._networks is None else self._networks) as self._shutter:
-            yield
-
-    def confine(self, *, is_last: bool = False) -> None:
-        """Confines the servers that listen now, and closes the connections of strangers to them.
-
-        Args:
-            is_last: Whether the servers have been started, so that it is a problem if there are none.
-        """
-        if self.problem and is_last:  # A name may have become known.
-            self._networks, self.problem = machines_of_run(self._own, self._addresses, self._unknown)
-        if self.problem:
-            return
-        found = self._connections()
-        for each in found:
-            if self._is_server(each) and self._confined.get(each.fd) != each.laddr:
-                self._confine(each)
-        if is_last and not (self._confined or self.problem):
-            self.problem = "their sockets are not among the descriptors of this process"
-        self._turn_out(found)
-
-    def _connections(self) -> list[Any]:
-        try:
-            return psutil.Process().net_connections("tcp")
-        except (psutil.Error, OSError) as error:
-            self.problem = f"the sockets of this process cannot be listed ({error})"
-            return []
-
-    def _is_server(self, connection: Any) -> bool:
-        listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == self._port
-        return listens and (self._shutter is None or connection.fd != self._shutter.descriptor)
-
-    def _confine(self, connection: Any) -> None:
-        self._confined[connection.fd] = connection.laddr
-        try:
-            with _duplicate(connection) as server:
-                try:
-                    confine(server, self._networks)
-                except PermissionError:
-                    if self._shutter is None:
-                        raise
-                    self._shutter.stays = True  # Strangers go on to come to this one.
-                self._empty_queue(server)
-        except OSError as error:
-            self.problem = str(error)
-
-    def _empty_queue(self, server: socket.socket) -> None:
-        """Closes what waits to be accepted, if a stranger is among it: others connect again."""
-        (waiting,) = struct.unpack_from("@I", server.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 28), _WAITING)
-        if waiting and any(each.pid is None and self._is_stranger(each) for each in psutil.net_connections("tcp")):
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    server.accept()[0].close()
-
-    def _turn_out(self, found: Sequence[Any]) -> None:
-        for each in found:
-            if self._is_stranger(each):
-                with contextlib.suppress(OSError), _duplicate(each) as stranger:
-                    stranger.shutdown(socket.SHUT_RDWR)
-
-    def _is_stranger(self, connection: Any) -> bool:
-        if not connection.raddr or connection.laddr.port not in {each.port for each in self._confined.values()}:
-            return False
-        return not _is_in(connection.raddr.ip, _of_this_machine() if self._networks is None else self._networks)
-
-
-def machines_of_run(
-    own: str, addresses: Sequence[str], unknown: str = ""
-) -> tuple[list[Network] | None, str | None]:
+def machines_of_run(own: str, addresses: Sequence[str], unknown: str = "") -> tuple[list[Network], str | None]:
     """Finds out who takes part in a run.
 
     Args:
@@ -212,25 +109,26 @@ def machines_of_run(
         unknown: Who else takes part, at an address that is not known.
 
     Returns:
-        The networks of the run's machines, None for the loopback interface only; and why they are not known, None if they are.
+        The networks of the run's machines, and why they are not known; None if they are.
 
     Example:
-        >>> machines_of_run("127.0.0.1:2222", ["localhost:2223"])
-        (None, None)
+        >>> networks, problem = machines_of_run("127.0.0.1:2222", ["localhost:2223"])
+        >>> [str(each) for each in networks][:1], problem
+        (['127.0.0.0/8'], None)
     """
     here, trusted = _of_this_machine(), trusted_networks()
     numbers = {host: _numbers(host) for host in dict.fromkeys(map(_host, (own, *addresses)))}
     if all(map(is_loopback, numbers)):
-        return None, None
+        return here, None
     if not unknown and all(found and all(_is_in(each, here) for each in found) for found in numbers.values()):
-        return here, None  # A socket of the loopback interface would refuse who calls an address of another one.
+        return here, None
     if not trusted:
         unknown = unknown or next((host for host, found in numbers.items() if not found), "")
         if unknown:
-            return None, f"the address of {unknown} is not known"
+            return [], f"the address of {unknown} is not known"
         if not any(_is_in(each, here) for each in numbers[_host(own)]):
             # Something between the machines translates addresses. Those of the others are not what they seem, either.
-            return None, f"{_host(own)} is not an address of this machine"
+            return [], f"{_host(own)} is not an address of this machine"
     others = [ipaddress.ip_network(each) for found in numbers.values() for each in found]
     return _collapsed([*here, *others, *trusted]), None
 
@@ -254,24 +152,70 @@ def problem_of_confining() -> str | None:
         True
     """
     try:
-        with socket.create_server((LOOPBACK, 0)) as server:
-            confine(server)
+        with _door(0, []):
+            return None
     except OSError as error:
         return str(error)
-    return None
 
 
 @contextlib.contextmanager
-def _duplicate(connection: Any) -> Iterator[socket.socket]:
-    """Yields a socket of this process that its owner keeps.
+def _door(port: int, networks: Sequence[Network]) -> Iterator[socket.socket]:
+    """Listens at a port, and takes nothing. Connections from the networks go to the next socket that listens there.
 
     Raises:
-        OSError: It is closed, and its descriptor may be used for something else.
+        OSError: The port is in use, or the system has no such programs.
     """
-    with duplicate(connection.fd) as own:
-        if own.getsockname()[1] != connection.laddr.port:
-            raise OSError("the socket was closed")
-        yield own
+    with socket.socket(_family(), socket.SOCK_STREAM) as door:
+        door.settimeout(None)  # Whatever the script has set for new sockets.
+        if door.family == socket.AF_INET6:
+            door.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind(("", port))  # Shares it with nobody who is there.
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        _attach(door, networks, _TAKES_CONNECTIONS)
+        answers = True
+        with contextlib.suppress(PermissionError):  # Since Linux commit 5d39580f68e6 only administrators may filter TCP.
+            confine(door, [])
+            answers = False
+        door.listen()
+        if answers:
+            threading.Thread(target=_hang_up, args=(door,), daemon=True, name="tfrep-door").start()
+        try:
+            yield door
+        finally:
+            door.shutdown(socket.SHUT_RDWR)  # Wakes the thread.
+
+
+def _hang_up(server: socket.socket) -> None:
+    """Closes each connection at once, until the socket is shut down."""
+    while True:
+        try:
+            server.accept()[0].close()
+        except ConnectionAbortedError:  # The stranger has left.
+            continue
+        except OSError:
+            return
+
+
+@contextlib.contextmanager
+def _sharing_ports() -> Iterator[None]:
+    before = os.environ.get(_SHARES_PORT)
+    os.environ[_SHARES_PORT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SHARES_PORT]
+        else:
+            os.environ[_SHARES_PORT] = before
+
+
+def _family() -> socket.AddressFamily:
+    """Returns the family of addresses that TensorFlow chooses: its sockets must be of the same one to share a port."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+        probe.bind(("::1", 0))
+        return socket.AF_INET6
+    return socket.AF_INET
 
 
 def _host(address: str) -> str:
@@ -310,3 +254,70 @@ def _is_in(number: str, networks: Sequence[Network]) -> bool:
     address = ipaddress.ip_address(number.partition("%")[0])
     address = getattr(address, "ipv4_mapped", None) or address
     return any(address in network for network in networks)
+
+
+# Programs that the kernel runs for each packet that comes to a socket.
+
+
+def _attach(server: socket.socket, networks: Sequence[Network], kind: int) -> None:
+    """Gives a socket such a program. It needs no privilege.
+
+    Args:
+        server: The socket.
+        networks: From whose addresses it takes packets. Or: whose connections go to the second of the sockets that share the port,
+            if there is one, and those of others to the first.
+        kind: What the program says.
+
+    Raises:
+        OSError: The system has no such programs, or there are too many networks.
+    """
+    program = _program(networks, 1 if kind == _TAKES_CONNECTIONS else _ALL_BYTES)
+    length = len(program) // 8
+    if length > _LONGEST_PROGRAM:
+        raise OSError(f"too many addresses ({len(networks)})")
+    if not hasattr(socket, "SO_BINDTODEVICE"):
+        raise OSError("only Linux can confine a socket that listens")
+    code = ctypes.create_string_buffer(program, len(program))
+    server.setsockopt(socket.SOL_SOCKET, kind, struct.pack("@HP", length, ctypes.addressof(code)))
+
+
+_LOAD, _LOAD_BYTE, _AND, _SHIFT_RIGHT, _IF_EQUAL, _GO, _RETURN = 0x20, 0x30, 0x54, 0x74, 0x15, 0x05, 0x06
+_HEADER = 0xFFF00000
+"""Where the header of the network layer begins."""
+_SOURCE = {4: 12, 6: 8}
+"""Where the header has the address of the sender."""
+_ALL_BYTES = 0xFFFFFFFF
+
+
+def _program(networks: Sequence[Network], known: int) -> bytes:
+    """Returns the program that says a number for packets from these networks, and 0 for others."""
+    parts = {
+        version: b"".join(_check(each, known) for each in networks if each.version == version) + _instruction(_RETURN, 0)
+        for version in (4, 6)
+    }
+    return b"".join(
+        [
+            _instruction(_LOAD_BYTE, _HEADER),
+            _instruction(_SHIFT_RIGHT, 4),
+            _instruction(_IF_EQUAL, 4, otherwise=1),
+            _instruction(_GO, len(parts[6]) // 8),
+            parts[6],
+            parts[4],
+        ]
+    )
+
+
+def _check(network: Network, known: int) -> bytes:
+    """Returns the part of the program for packets from a network, which goes on with the others."""
+    packed, mask = network.network_address.packed, network.netmask.packed
+    words = len(packed) // 4
+    steps = []
+    for i, (wanted, counts) in enumerate(zip(struct.iter_unpack("!I", packed), struct.iter_unpack("!I", mask), strict=True)):
+        steps.append(_instruction(_LOAD, _HEADER + _SOURCE[network.version] + 4 * i))
+        steps.append(_instruction(_AND, counts[0]))
+        steps.append(_instruction(_IF_EQUAL, wanted[0], otherwise=3 * (words - i - 1) + 1))
+    return b"".join([*steps, _instruction(_RETURN, known)])
+
+
+def _instruction(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, then, otherwise, value)

@@ -5,11 +5,7 @@ TensorFlow's RFC "Distribution Strategy - Revised API" (2018).
 """
 
 from tfrep_strategy.replicator.inputs import InputContext, InputReplicationMode
-from tfrep_strategy.replicator.kinds import MultiGpuReplicator, MultiWorkerReplicator, TpuReplicator
 from tfrep_strategy.replicator.loop import Replicator
 from tfrep_strategy.replicator.on_workers import ParameterServerReplicator
 
-__all__ = [
-    "InputContext", "InputReplicationMode", "MultiGpuReplicator", "MultiWorkerReplicator", "ParameterServerReplicator",
-    "Replicator", "TpuReplicator",
-]  # fmt: skip
+__all__ = ["InputContext", "InputReplicationMode", "ParameterServerReplicator", "Replicator"]

@@ -13,7 +13,7 @@ from tfrep_strategy import collectives
 from tfrep_strategy._tensorflow import converted_by_autograph
 from tfrep_strategy.errors import ConfigurationError, check_count, message
 from tfrep_strategy.keras_integration.shared.old_objects import refuse_old_optimizer
-from tfrep_strategy.old_spellings import OF_REPLICATORS, ShowsNewNames, takes_no_session
+from tfrep_strategy.old_spellings import OF_REPLICATORS, ShowsNewNames
 from tfrep_strategy.replicator.inputs import InputFn, InputReplicationMode, make_input, no_input
 from tfrep_strategy.strategies.auto import auto_strategy
 from tfrep_strategy.strategies.base import SynchronousStrategy
@@ -79,14 +79,12 @@ class Replicator(ShowsNewNames):
         """
         return self.strategy.scope()
 
-    @takes_no_session
     def init(self) -> None:
         """Waits until all processes have called it. `run` works without it."""
         self._check_alive()
         with self.context():
             collectives.barrier()
 
-    @takes_no_session
     def shutdown(self) -> None:
         """Frees pipelines and compiled steps. The replicator cannot run steps afterwards."""
         self._inputs.clear()

@@ -10,7 +10,6 @@ from tfrep_strategy.collectives.checks import check_op
 from tfrep_strategy.collectives.spread_work import reduce_nests
 from tfrep_strategy.errors import ConfigurationError, check_count, message
 from tfrep_strategy.keras_integration.asynchronous.worker_data import drawn_by_each_worker
-from tfrep_strategy.old_spellings import takes_no_session
 from tfrep_strategy.replicator.inputs import InputFn, per_pipeline
 from tfrep_strategy.replicator.loop import Replicator, StepFn
 from tfrep_strategy.strategies.parameter_server import ParameterServerStrategy
@@ -33,7 +32,6 @@ class ParameterServerReplicator(Replicator):
         super().__init__(ParameterServerStrategy() if strategy is None else strategy)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
 
-    @takes_no_session
     def init(self) -> None:
         """Checks that the replicator was not shut down; there is nothing to wait for."""
         self._check_alive()

@@ -17,16 +17,15 @@ from typing import Any
 from tfrep_strategy.clusters.cluster import LocalCluster, check_counts
 from tfrep_strategy.errors import ConfigurationError, PeerError, ServerLostError, check_count, message
 from tfrep_strategy.limits import check_keras_backend, grace_seconds
-from tfrep_strategy.processes.announced import announced
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.processes.ranks import Command, Failure, deferred_signals, run_ranks
 from tfrep_strategy.processes.signs_of_life import Patience
+from tfrep_strategy.profiles.requests import keep_profile_dir
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
 from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.running.joining import refuse_inside_a_run
-from tfrep_strategy.running.run_logs import make_log_dir
-from tfrep_strategy.validation import check_fields
+from tfrep_strategy.validation import check_fields, writable
 
 _SHORT_LIFE_SECONDS = 5.0
 """A worker that ends sooner again is started after a pause, which doubles each time."""
@@ -102,7 +101,7 @@ def run_coordinator(
         )
     refuse_inside_a_run("`tfrep run --strategy parameter-server`")
     kind = "module" if as_module else "script"
-    log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
+    log_dir = None if options.log_dir is None else writable("log_dir", options.log_dir)
     profile_dir = profile_folder(options.profile_dir, options.log_dir)
     of_profile = profile_environ(options.profile, profile_dir)
     patience, grace = Patience.of_environment(), grace_seconds(for_a_backup=False)
@@ -121,11 +120,10 @@ def run_coordinator(
                     }
                     of_script = ["tfrep_strategy.running.script", str(notes), "", kind, target, *arguments]
                     command = Command(module_command(*of_script), environ)
-                    with announced(log_dir or notes, notes, profile_dir):
-                        failure = run_ranks(
-                            [command], events, log_dir=notes, note_dir=notes,
-                            patience=patience, name="The coordinator", grace=grace,
-                        )  # fmt: skip
+                    keep_profile_dir(notes, profile_dir)
+                    failure = run_ranks(
+                        [command], events, log_dir=notes, note_dir=notes, patience=patience, name="The coordinator", grace=grace
+                    )
                     if failure is not None and failure.frozen:
                         what = f"The coordinator {failure.frozen}, and was ended."
                         print(f"tfrep: {what} TFREP_TIMEOUT=0 has others wait, as under a debugger.", file=sys.stderr)

@@ -9,7 +9,6 @@ from collections import deque
 from pathlib import Path
 
 from tfrep_strategy.processes.ranks import Failure
-from tfrep_strategy.progress import Step
 from tfrep_strategy.startup_log import log_lines
 
 _LAST_LINES, _LAST_BYTES = 20, 1 << 20
@@ -24,30 +23,17 @@ class RunFailed(Exception):  # noqa: N818
         failure: Who failed, and how.
         log_dir: Folder of the log files; None if each host has its own.
         was_lost: Whether a rank or a host was lost, so that the run may end well if it is started again.
-        step: The step at which it was lost; None if that is not known.
-        over_at: When all its ranks have ended (`time.monotonic()`), if some may go on that nobody can reach; else 0.
 
     Example:
         >>> print(RunFailed("Rank 0 failed.", Failure(0, 3)))
         Rank 0 failed.
     """
 
-    def __init__(
-        self,
-        story: str,
-        failure: Failure,
-        log_dir: Path | None = None,
-        *,
-        was_lost: bool = False,
-        step: Step | None = None,
-        over_at: float = 0.0,
-    ) -> None:
+    def __init__(self, story: str, failure: Failure, log_dir: Path | None = None, *, was_lost: bool = False) -> None:
         super().__init__(story)
         self.failure = failure
         self.log_dir = log_dir
         self.was_lost = was_lost
-        self.step = step
-        self.over_at = over_at
 
 
 def describe(failure: Failure, *, timeout: float | None, log_dir: Path) -> str:

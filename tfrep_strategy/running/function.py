@@ -10,16 +10,13 @@ from typing import Any
 
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import PeerError, message
-from tfrep_strategy.preemption import heed_warning
 from tfrep_strategy.processes.command import module_command
-from tfrep_strategy.processes.forked_ranks import ForkServers
 from tfrep_strategy.processes.notes import noted_failure
 from tfrep_strategy.processes.ranks import deferred_signals
 from tfrep_strategy.processes.signs_of_life import give_signs
-from tfrep_strategy.profiles.requests import answer_requests
+from tfrep_strategy.profiles.requests import answer_requests, name_of_folder
 from tfrep_strategy.running.by_value import dumps
 from tfrep_strategy.running.failures import RunFailed
-from tfrep_strategy.running.forks import fork_servers
 from tfrep_strategy.running.joining import warn_inside_a_run
 from tfrep_strategy.running.runs import Options, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
@@ -36,7 +33,6 @@ def launch(
     communicator: str = "auto",
     strategy: str | None = "multi-worker",
     timeout: float | None = None,
-    fork: bool | None = None,
 ) -> list[Any]:
     """Calls a function on every replica, in new processes on this machine, inside the scope of their strategy.
 
@@ -52,7 +48,6 @@ def launch(
         strategy: "multi-worker": one process per replica; "mirrored": one process with all replicas; `None`: one
             process per replica that has to make its own strategy.
         timeout: Seconds after which the run is stopped; by default it may take for ever.
-        fork: Whether the processes are forked from one that has imported TensorFlow; by default where that is safe.
 
     Returns:
         What the function returned, by rank; a single item for "mirrored".
@@ -68,19 +63,16 @@ def launch(
     warn_inside_a_run("`tfrep.launch`")
     if communicator == "auto":
         communicator = chosen_by_user("TFREP_COMMUNICATOR") or communicator
-    options = Options(num_replicas, strategy=strategy, communicator=communicator, timeout=timeout, fork=fork)
-    call = dumps((fn, tuple(args), dict(kwargs or {})))
-    with fork_servers(options, shown=(__name__,)) as servers:
-        return results(call, options, servers)
+    options = Options(num_replicas, strategy=strategy, communicator=communicator, timeout=timeout)
+    return results(dumps((fn, tuple(args), dict(kwargs or {}))), options)
 
 
-def results(call: bytes, options: Options, servers: ForkServers | None = None) -> list[Any]:
+def results(call: bytes, options: Options) -> list[Any]:
     """Calls a function on every replica.
 
     Args:
         call: The function, its positional and its keyword arguments, pickled.
         options: What kind of run is wanted.
-        servers: From which the ranks are forked if they can.
 
     Returns:
         As `launch`.
@@ -93,12 +85,12 @@ def results(call: bytes, options: Options, servers: ForkServers | None = None) -
         >>> results(dumps((lambda: 1, (), {})), Options(num_replicas=2, strategy=None))
         [1, 1]
     """
-    with deferred_signals() as events, tempfile.TemporaryDirectory(prefix="tfrep-") as name:
+    with deferred_signals() as events, tempfile.TemporaryDirectory(prefix=name_of_folder()) as name:
         folder = Path(name)
         (folder / "call").write_bytes(call)
         arguments = module_command(__name__, name, "" if options.strategy is None else "scope")
         try:
-            run_to_end(options, arguments, folder, events, servers=servers)
+            run_to_end(options, arguments, folder, events)
         except RunFailed as failed:
             story, traceback = str(failed), failed.failure.traceback
             if traceback:
@@ -122,7 +114,6 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
         own_path: Unused: the function may need what its caller could import.
     """
     del own_path
-    heed_warning()
     folder, scope = Path(arguments[0]), arguments[1]
     rank = detect_environment().rank
     give_signs(folder, rank)

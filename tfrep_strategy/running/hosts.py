@@ -11,20 +11,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
-from tfrep_strategy.limits import grace_seconds, machine_silence, meeting_seconds, ssh_command, timeout_seconds
+from tfrep_strategy.limits import grace_seconds, machine_silence, ssh_command, timeout_seconds
 from tfrep_strategy.processes.command import piped_command, search_path
 from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.processes.ranks import Events, Failure
 from tfrep_strategy.processes.remote import Remote, ssh_to
-from tfrep_strategy.progress import Step
 from tfrep_strategy.rendezvous.addresses import with_port
 from tfrep_strategy.rendezvous.confinement import is_this_machine
 from tfrep_strategy.running.failures import RunFailed
-from tfrep_strategy.running.rounds import Losses, no_backup_dir
 from tfrep_strategy.running.runs import Options
 
 LAUNCHER = "tfrep_strategy.running.on_host"
@@ -46,10 +43,6 @@ _SETTLE_SECONDS = 1.0
 """How long the other hosts may take to notice a failure by themselves, so that it is known where the first one was."""
 _END_SECONDS = 20.0
 """How long a host may take to end, beside its grace. ssh needs 15 to notice that the host is gone."""
-_PAUSE_SECONDS = 5.0
-"""How long to wait before a host that was lost is tried again."""
-_MARGIN_SECONDS = 5.0
-"""How much longer than they may take it is waited until hosts have ended ranks by themselves."""
 _LOST = 255
 
 
@@ -80,140 +73,44 @@ def run_on_hosts(options: Options, program: Sequence[str], events: Events) -> No
         >>> with deferred_signals() as events:  # doctest: +SKIP
         ...     run_on_hosts(Options(hosts="host1:4,host2:4"), ["script", "train.py"], events)
     """
-    if options.max_restarts and options.backup_dir is None:
-        raise no_backup_dir(options.max_restarts, hosts=options.hosts)
-    losses, over_at = Losses(), 0.0
-    for restarts in range(options.max_restarts + 1):
-        try:
-            _run_once(options, program, events, restarts, over_at)
-        except RunFailed as failed:
-            if not failed.was_lost or restarts == options.max_restarts or losses.forbid_another_start(failed.step):
-                raise
-            print(f"tfrep: {failed}\nAll ranks are started again ({restarts + 1} of {options.max_restarts}).", file=sys.stderr)
-            over_at = failed.over_at
-            say_what_is_awaited(over_at)
-        else:
-            return
+    if options.max_restarts:
+        what = "A run whose machines are reached through ssh is not started again by itself."
+        hint = "start `tfrep run --nnodes N --rendezvous HOST:PORT --max-restarts K` on each machine, or leave --max-restarts out."
+        raise ConfigurationError(message(what, hint=hint, hosts=options.hosts, max_restarts=options.max_restarts))
+    run = _Launchers(options, events)
+    try:
+        run.start(_given(options, program))
+        number = run.go()
+    except BaseException:
+        run.end(signal.SIGTERM)
+        raise
+    run.finish(number)
 
 
-def say_what_is_awaited(over_at: float) -> None:
-    """Says how long it takes until ranks that nobody can reach have ended, if there are some.
-
-    Args:
-        over_at: When they have (`time.monotonic()`).
-
-    Example:
-        >>> say_what_is_awaited(0.0)
-    """
-    if (seconds := over_at - time.monotonic()) > 0:
-        what = "A host that is cut off may still run its ranks, and ends them by itself"
-        print(f"tfrep: {what}. That is awaited, for {math.ceil(seconds)} seconds.", file=sys.stderr)
-
-
-def _run_once(options: Options, program: Sequence[str], events: Events, restarts: int, begin_at: float) -> None:
-    """Runs the ranks once, from some time on. A host that was lost may take some time to come back."""
-    deadline = max(time.monotonic(), begin_at) + (meeting_seconds() if restarts else 0.0)
-    while True:
-        run = Launchers(options, events, [OnHost(host, size) for host, size in options.shares.items()])
-        number = run.pause(begin_at - time.monotonic())
-        try:
-            if number is None:
-                run.start(_given(options, program, restarts))
-                number = run.go()
-        except ConfigurationError as error:
-            number = run.end(signal.SIGTERM)
-            if time.monotonic() > deadline:
-                raise
-            if number is None:
-                print(f"tfrep: {error}\nIt is tried again in {_PAUSE_SECONDS:g} seconds.", file=sys.stderr)
-                number = run.pause(_PAUSE_SECONDS)
-            if number is None:
-                continue
-        except BaseException:
-            run.end(signal.SIGTERM)
-            raise
-        run.finish(number)
-        return
-
-
-@dataclass(frozen=True)
-class OnHost:
-    """What a host is to run, and how its launcher is started.
-
-    Args:
-        name: The host, as ssh knows it.
-        size: How many ranks it has.
-    """
-
-    name: str
-    size: int
-
-    @property
-    def address(self) -> str:
-        """Where other machines reach it; empty if only its launcher can tell."""
-        return ""
-
-    @property
-    def environ(self) -> dict[str, str]:
-        """Variables of its ranks alone."""
-        return {}
-
-    def start(self, *args: Any, **kwargs: Any) -> Remote:
-        """Starts the launcher; the arguments are those of `Remote` after the command."""
-        command = piped_command(LAUNCHER)
-        # By that variable a launcher tells how ssh has reached it. Here it would tell from where the user has come.
-        here = ["env", "-u", "SSH_CONNECTION", *command]
-        return Remote(self.name, here if is_this_machine(self.name) else ssh_to(self.name, command), *args, **kwargs)
-
-    def hint(self) -> str:
-        """Returns what the user can look at if the launcher says nothing."""
-        return f"check that `{shlex.join(ssh_command())} {self.name} {sys.executable} -V` ends soon."
-
-
-class Launchers:
-    """The launchers of one start of a run.
+class _Launchers:
+    """The launchers of one start of a run, in the order of the ranks.
 
     Args:
         options: What is wanted.
         events: From `deferred_signals`.
-        machines: Where they are, in the order of the ranks.
     """
 
-    def __init__(self, options: Options, events: Events, machines: Sequence[OnHost]) -> None:
-        self._options, self._events, self._machines = options, events, machines
+    def __init__(self, options: Options, events: Events) -> None:
+        self._options, self._events = options, events
         self._remotes: list[Remote] = []
         self._grace = grace_seconds(for_a_backup=options.backup_dir is not None)
         self._last_beat, self._patience = time.monotonic(), machine_silence()
 
-    def run(self, program: Sequence[str], restarts: int = 0) -> None:
-        """Runs a program on the ranks of all machines, and returns when all have ended well.
-
-        Args:
-            program: As for `run_on_hosts`.
-            restarts: How often the run was started before.
-
-        Raises:
-            ConfigurationError: A machine cannot be reached, or lacks something; or the launchers do not fit.
-            PeerError: The launchers did not meet.
-            RunFailed: A rank failed, a machine was lost, or a signal came.
-        """
-        try:
-            self.start(_given(self._options, program, restarts))
-            number = self.go()
-        except BaseException:
-            came = self.end(signal.SIGTERM)
-            if came is not None:
-                self._events.put((None, came))  # For whoever would try again.
-            raise
-        self.finish(number)
-
     def start(self, given: dict[str, Any]) -> None:
-        """Starts a launcher on each machine."""
+        """Starts a launcher on each host."""
         mark, changed = f"\x1e{secrets.token_hex(16)}", lambda: self._events.put((0, 0))
-        for rank, machine in enumerate(self._machines):
-            node = {"rank": rank, "count": len(self._machines), "name": machine.name}
-            own = {"mark": mark, "node": node, "size": machine.size, "environ": given["environ"] | machine.environ}
-            self._remotes.append(machine.start(mark, given | own, changed, by_line=self._options.prefix))
+        command, shares = piped_command(LAUNCHER), self._options.shares
+        # By that variable a launcher tells how ssh has reached it. Here it would tell from where the user has come.
+        here = ["env", "-u", "SSH_CONNECTION", *command]
+        for rank, (host, size) in enumerate(shares.items()):
+            own = {"mark": mark, "node": {"rank": rank, "count": len(shares), "name": host}, "size": size}
+            start = here if is_this_machine(host) else ssh_to(host, command)
+            self._remotes.append(Remote(host, start, mark, given | own, changed, by_line=self._options.prefix))
 
     def go(self) -> int | None:
         """Lets the launchers start ranks when all are there; returns at the first failure, when all have ended, or at a signal.
@@ -230,10 +127,6 @@ class Launchers:
         number = self._wait(lambda: self._has_failed() or self._have_ended())
         return number or self._wait(self._have_ended, _SETTLE_SECONDS)
 
-    def pause(self, seconds: float) -> int | None:
-        """Waits for some seconds; returns the number of a signal that came instead."""
-        return self._wait(lambda: False, seconds)
-
     def finish(self, number: int | None) -> None:
         """Ends the launchers, and raises the error of the run, if there is one.
 
@@ -241,21 +134,18 @@ class Launchers:
             number: Of the signal that has ended the run, if one has.
 
         Raises:
-            ConfigurationError, PeerError, RunFailed: As for `run`.
+            ConfigurationError, PeerError, RunFailed: As for `run_on_hosts`.
         """
-        later = self.end(number or (ALL_ENDED_WELL if self.has_ended_well else signal.SIGTERM))
-        self._raise_failure(number, later)
+        has_ended_well = self._have_ended() and not self._has_failed()
+        self.end(number or (ALL_ENDED_WELL if has_ended_well else signal.SIGTERM))
+        self._raise_failure(number)
 
-    def end(self, number: int) -> int | None:
+    def end(self, number: int) -> None:
         """Ends the launchers that are left: asks, waits, then ends the connections, at which they end everything.
 
         Args:
             number: Of the signal that they are told.
-
-        Returns:
-            The number of the signal that came meanwhile, if one did.
         """
-        came: int | None = None
         here = [each for each in self._remotes if each.code is None and "hello" in each.said]
         for each in here:
             each.tell(number)
@@ -264,35 +154,26 @@ class Launchers:
             impatient = self._wait(lambda: all(each.code is not None for each in here), left)
             if impatient is None:
                 break
-            came = came or impatient
             for each in here:
                 each.tell(impatient)
         for each in self._remotes:
             each.close()
-        return came
 
-    def _raise_failure(self, number: int | None, later: int | None) -> None:
-        """Raises the error of the run, if there is one. A run is not started again if a signal came `later`, while it ended."""
+    def _raise_failure(self, number: int | None) -> None:
+        """Raises the error of the run, if there is one."""
         if number is not None:
-            raise _stopped(number)
+            raise RunFailed(f"The run was stopped by {signal.Signals(number).name}.", Failure(None, 128 + number))
         self._raise_error()
         failed = [each for each in self._remotes if each.said.get("report")]
         lost = [each for each in self._remotes if each.is_lost]
         story = "".join(f"{each.host} was lost{_in_brackets(each.last_words[-1:])}; all ranks were ended.\n" for each in lost)
-        over_at = time.monotonic() + self._seconds_alone if any(each.may_go_on for each in lost) else 0.0
         if failed:
             first = min(failed, key=_failed_at)
             failure = Failure(**first.said["report"]["failure"])
-            steps = [Step(*each.said["report"]["step"]) for each in failed if each.said["report"]["step"]]
-            was_lost, step = bool(lost) or failure.was_lost, steps[0] if steps else None
-            if was_lost and later is not None:
-                raise _stopped(later, f"{story}On {first.host}: {first.said['report']['story']}\n")
             story += f"On {first.host}: {first.said['report']['story']}"
-            raise RunFailed(story, failure, was_lost=was_lost, step=step, over_at=over_at)
-        if lost and later is not None:
-            raise _stopped(later, story)
+            raise RunFailed(story, failure, was_lost=bool(lost) or failure.was_lost)
         if lost:
-            raise RunFailed(story.rstrip(), Failure(None, _LOST), was_lost=True, over_at=over_at)
+            raise RunFailed(story.rstrip(), Failure(None, _LOST), was_lost=True)
 
     def _wait(self, condition: Callable[[], bool], seconds: float = math.inf) -> int | None:
         """Waits for a condition, or for some seconds; returns the number of a signal that came instead."""
@@ -312,16 +193,6 @@ class Launchers:
                 return number
         return None
 
-    @property
-    def _seconds_alone(self) -> float:
-        """How long ranks may go on that nobody can reach any more."""
-        return SILENCE_SECONDS + self._grace + _MARGIN_SECONDS
-
-    @property
-    def has_ended_well(self) -> bool:
-        """Whether the ranks of all hosts have ended well."""
-        return self._have_ended() and not self._has_failed()
-
     def _has_failed(self) -> bool:
         return any("error" in each.said or each.said.get("report") or each.is_lost for each in self._remotes)
 
@@ -330,14 +201,15 @@ class Launchers:
 
     def _check_all_are_there(self) -> None:
         self._raise_error()
-        silent = [(m, each) for m, each in zip(self._machines, self._remotes, strict=True) if "hello" not in each.said]
-        for _, each in silent:
+        silent = [each for each in self._remotes if "hello" not in each.said]
+        for each in silent:
             if each.is_lost:
                 raise each.unreachable()
         if silent and not self._has_failed():
-            names = ", ".join(each.host for _, each in silent)
+            names = ", ".join(each.host for each in silent)
             what = f"{names} did not answer within {_HELLO_SECONDS:g} seconds."
-            raise ConfigurationError(message(what, hint=silent[0][0].hint(), hosts=[each.name for each in self._machines]))
+            hint = f"check that `{shlex.join(ssh_command())} {silent[0].host} {sys.executable} -V` ends soon."
+            raise ConfigurationError(message(what, hint=hint, hosts=[each.host for each in self._remotes]))
 
     def _raise_error(self) -> None:
         for each in sorted(self._remotes, key=lambda each: each.heard_at.get("error", math.inf)):
@@ -349,15 +221,15 @@ class Launchers:
         """Returns where the first host listens, as the others reach it: where ssh has reached it, or where ssh has come from."""
         hellos = [each.said["hello"] for each in self._remotes]
         seen = [hello["seen_from"] for hello in hellos if hello["seen_from"]]
-        found = next(filter(None, [self._machines[0].address, hellos[0]["address"], *seen]), None)
+        found = next(filter(None, [hellos[0]["address"], *seen]), None)
         if found is None:
             what = f"The address at which the other hosts reach {self._remotes[0].host} is not known."
             hint = "have the command of TFREP_SSH set SSH_CONNECTION on the host, as OpenSSH does."
-            raise ConfigurationError(message(what, hint=hint, hosts=[each.name for each in self._machines]))
+            raise ConfigurationError(message(what, hint=hint, hosts=[each.host for each in self._remotes]))
         return with_port(found, hellos[0]["port"])
 
 
-def _given(options: Options, program: Sequence[str], restarts: int) -> dict[str, Any]:
+def _given(options: Options, program: Sequence[str]) -> dict[str, Any]:
     """Returns what all launchers are told, secrets among it."""
     missing = [name for name in options.export if name not in os.environ]
     if missing:
@@ -374,10 +246,7 @@ def _given(options: Options, program: Sequence[str], restarts: int) -> dict[str,
         "environ": {name: environ[name] for name in chosen},
         "secret": secrets.token_hex(32),
         "program": list(program),
-        "restarts": restarts,
-        "checks_folder": options.max_restarts > 0,
-        # Under a debugger this launcher may stand still. If the run is started again, its ranks must end nevertheless.
-        "patience": SILENCE_SECONDS if options.max_restarts or not math.isinf(timeout_seconds()) else None,
+        "patience": None if math.isinf(timeout_seconds()) else SILENCE_SECONDS,  # Under a debugger this launcher may stand still.
         "options": {
             "strategy": options.strategy,
             "communicator": options.communicator,
@@ -387,14 +256,9 @@ def _given(options: Options, program: Sequence[str], restarts: int) -> dict[str,
             "prefix": options.prefix,
             "profile": options.profile,
             "profile_dir": None if options.profile_dir is None else os.fspath(options.profile_dir),
-            "fork": options.fork,
             "bind_cores": options.bind_cores,
         },
     }
-
-
-def _stopped(number: int, story: str = "") -> RunFailed:
-    return RunFailed(f"{story}The run was stopped by {signal.Signals(number).name}.", Failure(None, 128 + number))
 
 
 def _in_brackets(words: Sequence[str]) -> str:

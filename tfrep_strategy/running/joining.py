@@ -18,9 +18,8 @@ from tfrep_strategy.processes.nodes import Node
 from tfrep_strategy.processes.shared_folder import shared_folder
 from tfrep_strategy.processes.under_init import run_under_init
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder
-from tfrep_strategy.running.run_logs import make_log_dir
 from tfrep_strategy.running.runs import Options
-from tfrep_strategy.validation import Rank, Size, variable
+from tfrep_strategy.validation import Rank, Size, variable, writable
 
 _HASH_SEED = "0"
 """All ranks have to hash alike, and those that another launcher has started cannot agree on a number."""
@@ -116,10 +115,8 @@ def join_outer_run(outer: Environment, options: Options, arguments: Sequence[str
     wanted = {
         "num_replicas": options.num_replicas if other_size else None,
         "hosts": options.hosts,
-        "engine": options.ray and "ray",
         "max_restarts": options.max_restarts or None,
         "prefix": options.prefix or None,
-        "fork": options.fork or None,
         "bind_cores": options.bind_cores or None,
         "strategy": options.strategy if options.strategy == "mirrored" else None,
     }
@@ -138,7 +135,7 @@ def join_outer_run(outer: Environment, options: Options, arguments: Sequence[str
     if options.backup_dir is not None:
         environ["TFREP_BACKUP_DIR"] = shared_folder(options.backup_dir).place
     environ |= profile_environ(options.profile, profile_folder(options.profile_dir, options.log_dir))
-    log_dir = "" if options.log_dir is None else str(make_log_dir(options.log_dir))
+    log_dir = "" if options.log_dir is None else str(writable("log_dir", options.log_dir))
     command = module_command("tfrep_strategy.running.script", "", log_dir, *arguments)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -6,18 +6,17 @@ import sys
 from pathlib import Path
 
 from tfrep_strategy.errors import PeerError, message
-from tfrep_strategy.processes.announced import find_run
-from tfrep_strategy.profiles.requests import Asked
+from tfrep_strategy.profiles.requests import Asked, find_run
 from tfrep_strategy.profiles.summary import show_summary, write_summary
 from tfrep_strategy.profiles.wanted import new_run_folder, writable_folder
 from tfrep_strategy.validation import ProfiledSeconds, checked
 
 
-def profile_run(run: str, seconds: float, profile_dir: Path | None = None) -> None:
+def profile_run(run: int, seconds: float, profile_dir: Path | None = None) -> None:
     """Has all processes of a run on this machine trace themselves for some seconds, and prints what the traces say.
 
     Args:
-        run: The folder of its logs, or the process id of its launcher.
+        run: The process id of its launcher.
         seconds: For how long, at most 60.
         profile_dir: Folder for the traces; by default that of the run.
 
@@ -26,9 +25,11 @@ def profile_run(run: str, seconds: float, profile_dir: Path | None = None) -> No
         PeerError: The run has ended meanwhile, or no process could trace itself.
     """
     checked(ProfiledSeconds, "seconds", seconds, hint="e.g. 2.")
-    found = find_run(run)
-    run_folder = new_run_folder(writable_folder(profile_dir or Path(found.profile_dir)))
-    reports = Asked(Path(found.note_dir), run_folder, seconds).end()
+    folder, own_dir = find_run(run)
+    run_folder = new_run_folder(writable_folder(profile_dir or own_dir))
+    asked = Asked(folder, run_folder)
+    asked.wait(seconds)
+    reports = asked.end()
     write_summary(reports, run_folder)
     show_summary(reports, f"{seconds:g} seconds", run_folder, sys.stdout)
     if all(report.problem for report in reports):

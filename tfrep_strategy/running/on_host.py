@@ -21,11 +21,11 @@ from typing import Any
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
 from tfrep_strategy.processes.nodes import Node, meet_nodes
 from tfrep_strategy.processes.ranks import Events, deferred_signals
-from tfrep_strategy.processes.shared_folder import check_reached, marked, shared_folder
+from tfrep_strategy.processes.shared_folder import shared_folder
 from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.running.failures import RunFailed
 from tfrep_strategy.running.hosts import ALL_ENDED_WELL, BEAT_SECONDS
-from tfrep_strategy.running.rounds import Round, steps_noted
+from tfrep_strategy.running.rounds import Round
 from tfrep_strategy.running.runs import Options
 from tfrep_strategy.running.script import check_script, run_ranks_of_script
 
@@ -53,21 +53,14 @@ def main(given: dict[str, Any]) -> None:
         options = Options(given["size"], node=node, **given["options"])
         listener = _Listener(pipe, given["patience"])
         folder = shared_folder(options.backup_dir) if options.backup_dir is not None else None
-        with contextlib.ExitStack() as stack:
-            mark = stack.enter_context(marked(folder)) if folder and given["checks_folder"] and node.rank == 0 else None
-            secret = bytes.fromhex(given["secret"])
-            nodes = meet_nodes(node, options.size, options.resolved_communicator, secret=secret, mark=mark)
-            if folder and nodes.mark:
-                check_reached(folder, nodes.mark, "This host")
-            events = stack.enter_context(deferred_signals())
+        nodes = meet_nodes(node, options.size, options.resolved_communicator, secret=bytes.fromhex(given["secret"]))
+        with deferred_signals() as events:
             listener.events = events
-            this = Round(given["restarts"], events, nodes, keeps_backups=True)
-            report, progress = None, steps_noted(folder) if node.rank == 0 else None
+            report = None
             try:
-                run_ranks_of_script(given["program"], options, events, [this])
+                run_ranks_of_script(given["program"], options, events, [Round(0, events, nodes, keeps_backups=True)])
             except RunFailed as failed:
-                step = progress.read() if progress else None
-                report = {"failure": asdict(failed.failure), "story": str(failed), "step": step}
+                report = {"failure": asdict(failed.failure), "story": str(failed)}
             _tell(given["mark"], "report", report)
             if folder and node.rank == 0 and report is None and listener.all_ended_well():
                 folder.remove_backups()

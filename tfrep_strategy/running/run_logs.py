@@ -6,36 +6,21 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tfrep_strategy.running.failures import RunFailed
 from tfrep_strategy.validation import writable
 
 
-def rank_logs(log_dir: Path, first_rank: int, ranks: int) -> dict[int, Path]:
-    """Returns where the ranks of a machine write, or would.
-
-    Args:
-        log_dir: Folder of the logs.
-        first_rank: The first of them.
-        ranks: How many there are.
-
-    Example:
-        >>> [log.name for log in rank_logs(Path("logs"), 4, 2).values()]
-        ['rank4.log', 'rank5.log']
-    """
-    return {rank: log_dir / f"rank{rank}.log" for rank in range(first_rank, first_rank + ranks)}
-
-
-def remove_logs(logs: Mapping[int, Path]) -> None:
+def remove_logs(logs: Iterable[Path]) -> None:
     """Removes logs of an earlier run, which would be taken for those of a new one, but not where this process writes itself.
 
     Example:
-        >>> remove_logs(rank_logs(Path(), 0, 2))
+        >>> remove_logs([Path("rank0.log")])
     """
     own = [os.fstat(descriptor) for descriptor in (1, 2)]
-    for log in filter(Path.exists, logs.values()):
+    for log in filter(Path.exists, logs):
         if not any(os.path.samestat(log.stat(), each) for each in own):
             log.unlink()
 
@@ -47,7 +32,8 @@ def log_folder(wanted: str | os.PathLike[str] | None) -> Iterator[Path]:
     Raises:
         ConfigurationError: It cannot be made.
     """
-    log_dir, is_left = make_log_dir(wanted), wanted is not None
+    is_left = wanted is not None
+    log_dir = Path(tempfile.mkdtemp(prefix="tfrep-logs-")) if wanted is None else writable("log_dir", wanted)
     try:
         yield log_dir
     except RunFailed as failed:
@@ -59,14 +45,3 @@ def log_folder(wanted: str | os.PathLike[str] | None) -> Iterator[Path]:
     finally:
         if not is_left:
             shutil.rmtree(log_dir, ignore_errors=True)
-
-
-def make_log_dir(wanted: str | os.PathLike[str] | None) -> Path:
-    """Returns the folder that logs are written to; a temporary one where none is wanted.
-
-    Raises:
-        ConfigurationError: It cannot be made.
-    """
-    if wanted is None:
-        return Path(tempfile.mkdtemp(prefix="tfrep-logs-"))
-    return writable("log_dir", wanted)

@@ -14,9 +14,7 @@ from pathlib import Path
 
 from tfrep_strategy.errors import ConfigurationError, check_count, check_seconds, message
 from tfrep_strategy.limits import backup_seconds, check_keras_backend, grace_seconds
-from tfrep_strategy.processes.announced import announced
 from tfrep_strategy.processes.cores import cores_of_ranks, thread_variables
-from tfrep_strategy.processes.forked_ranks import ForkServers
 from tfrep_strategy.processes.identity import (
     check_communicator,
     common_hash_seed,
@@ -28,15 +26,15 @@ from tfrep_strategy.processes.identity import (
 from tfrep_strategy.processes.nodes import Node
 from tfrep_strategy.processes.notes import clear_notes
 from tfrep_strategy.processes.output import lines_shown
-from tfrep_strategy.processes.ranks import Command, Events, Start, run_ranks, start_process
-from tfrep_strategy.processes.ray_cluster import RayPlaces
-from tfrep_strategy.processes.shared_folder import SharedFolder, is_address, require_file_system, shared_folder
+from tfrep_strategy.processes.ranks import Command, Events, run_ranks
+from tfrep_strategy.processes.shared_folder import SharedFolder, shared_folder
 from tfrep_strategy.processes.signs_of_life import Patience
+from tfrep_strategy.profiles.requests import keep_profile_dir
 from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
 from tfrep_strategy.rendezvous.horovod_server import warn_of_open_ranks
 from tfrep_strategy.running.failures import RunFailed, describe
 from tfrep_strategy.running.rounds import Round, no_backup_dir, rounds_here
-from tfrep_strategy.running.run_logs import log_folder, rank_logs, remove_logs
+from tfrep_strategy.running.run_logs import log_folder, remove_logs
 from tfrep_strategy.validation import MOST_PROCESSES, MOST_RANKS, check_fields
 
 STRATEGIES = ("auto", "mirrored", "multi-worker")
@@ -58,7 +56,6 @@ class Options:
         hosts: Machines and how many replicas each can take, as "host1:4,host2:4"; by default this machine. Others are reached
             through ssh.
         export: Names of environment variables that other hosts get, beside those of libraries.
-        ray: How Ray is to place the replicas; by default it does not.
         node: This machine among those of a run that is started on each of them. `num_replicas` are then those of this machine.
         log_dir: Folder of the log files; by default a temporary one, which stays only if the run fails.
         timeout: Seconds after which the run is stopped; by default it may take for ever.
@@ -69,8 +66,6 @@ class Options:
             all reach. It may be an address that TensorFlow can write to, such as "gs://bucket/run".
         profile: Steps of the first `fit` that all ranks trace: their number, or "20:30"; see `traced_steps`.
         profile_dir: Folder for traces; by default `profile` in `log_dir`, or `tfrep-profile` in the current folder.
-        fork: Whether ranks are forked from one process that has imported TensorFlow; by default where that is safe, see
-            `reason_against_forks`.
         bind_cores: Whether each rank may use only its own part of the cores that its launcher may use.
 
     Raises:
@@ -87,7 +82,6 @@ class Options:
     communicator: str = "auto"
     hosts: str | None = None
     export: tuple[str, ...] = ()
-    ray: RayPlaces | None = None
     log_dir: str | os.PathLike[str] | None = None
     timeout: float | None = None
     prefix: bool = False
@@ -96,22 +90,19 @@ class Options:
     backup_dir: str | os.PathLike[str] | None = None
     profile: str | None = None
     profile_dir: str | os.PathLike[str] | None = None
-    fork: bool | None = None
     bind_cores: bool = False
 
     def __post_init__(self) -> None:
         check_keras_backend()
         check_fields(self)
         if self.num_replicas is not None:
-            most = MOST_RANKS if self.hosts or self.ray else MOST_PROCESSES
+            most = MOST_RANKS if self.hosts else MOST_PROCESSES
             check_count("A run cannot have this number of replicas.", 1, most, num_replicas=self.num_replicas)
         if self.strategy is not None and self.strategy not in STRATEGIES:
             hint = f"use {', '.join(STRATEGIES)}."
             raise ConfigurationError(message("Unknown strategy.", hint=hint, strategy=self.strategy))
         check_communicator(self.communicator)
         check_count("A run cannot be restarted that often.", 0, max_restarts=self.max_restarts)
-        if self.backup_dir is not None and is_address(self.backup_dir):
-            require_file_system(os.fspath(self.backup_dir))
         if self.profile is not None:
             traced_steps(self.profile)
         if self.timeout is not None:
@@ -119,7 +110,7 @@ class Options:
         backup_seconds()  # Ranks read it in the middle of the script.
         if self.hosts is not None:
             self._check_hosts(self.hosts)
-        elif self.export and self.ray is None:
+        elif self.export:
             hint = "name the hosts, or leave it out: ranks of one machine inherit all variables."
             raise ConfigurationError(
                 message("Variables are exported to other machines only.", hint=hint, export=self.export)
@@ -127,8 +118,6 @@ class Options:
         if self.bind_cores and self.strategy == "mirrored":
             hint = "leave --bind-cores out: one process has all cores for itself."
             raise ConfigurationError(message("A mirrored run has no ranks to bind.", hint=hint, strategy=self.strategy))
-        if self.ray is not None:
-            self._check_ray()
         if self.node is not None:
             self._check_node(self.node)
 
@@ -190,19 +179,6 @@ class Options:
         if self.has_rounds and self.backup_dir is None:
             raise no_backup_dir(self.max_restarts, nnodes=node.count if node.least is None else f"{node.least}:{node.count}")
 
-    def _check_ray(self) -> None:
-        others = {"hosts": self.hosts, "nnodes": self.node and self.node.count}
-        others |= {"strategy": self.strategy} if self.strategy == "mirrored" else {}
-        others |= {"bind_cores": True} if self.bind_cores else {}  # Ray may place ranks of other runs on the same machine.
-        received = {name: value for name, value in others.items() if value is not None}
-        if received:
-            hint = "leave these options out; Ray has machines, and gives each replica a process."
-            raise ConfigurationError(message("Ray places the processes of a run.", hint=hint, engine="ray", **received))
-        if self.num_replicas is None:
-            raise ConfigurationError(
-                message("Ray needs to know how many replicas there are.", hint="-n 4", engine="ray")
-            )
-
     def _check_hosts(self, hosts: str) -> None:
         if not re.fullmatch(rf"{_HOST}(,{_HOST})*", hosts) or sum(self._places.values()) > MOST_RANKS:
             raise ConfigurationError(
@@ -237,7 +213,6 @@ def run_to_end(
     note_dir: Path,
     events: Events,
     rounds: Iterable[Round] | None = None,
-    servers: ForkServers | None = None,
 ) -> None:
     """Starts the ranks of a run and returns when all have ended well.
 
@@ -248,7 +223,6 @@ def run_to_end(
             killed.
         events: From `deferred_signals`, which the caller holds around all that must be cleaned up.
         rounds: When the ranks are started, if launchers on other machines decide that, too. Default: `rounds_here`.
-        servers: From which ranks are forked if they can; by default each is a process of its own from the start.
 
     Raises:
         ConfigurationError: The log folder cannot be made, a limit cannot be used, or Horovod is needed and not installed.
@@ -269,41 +243,34 @@ def run_to_end(
             more_environ |= backup_dir.environ
         own_seed = common_hash_seed()
         last: Round | None = None
-        with announced(log_dir, note_dir, profile_dir):
-            for this in rounds or rounds_here(events, options.max_restarts, backup_dir):
-                last = this
-                clear_notes(note_dir)
-                own_logs = rank_logs(log_dir, this.first_rank, 1 if options.strategy == "mirrored" else options.size)
-                if this.number == 0:
-                    remove_logs(own_logs)
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                seed = this.nodes.hash_seed if this.nodes else None
-                server = servers.of(seed) if servers else None
-                more_environ["PYTHONHASHSEED"] = server.hash_seed if server else seed or own_seed
-                with _output_shown(options, this, own_logs), _commands(options, arguments, this, more_environ) as commands:
-                    start: Start = start_process
-                    if server is not None:
-                        start = server.starter(commands, this.events, deadline)
-                        if server.problem and options.fork:
-                            print(f"tfrep: ranks are not forked: {server.problem}.", file=sys.stderr)
-                    has_peers = (this.nodes.size if this.nodes else options.size) > 1 and options.strategy != "mirrored"
-                    this.failure = run_ranks(
-                        commands,
-                        this.events,
-                        log_dir=log_dir,
-                        note_dir=note_dir,
-                        timeout=left,
-                        logs_all=options.prefix,
-                        first_rank=this.first_rank,
-                        again=this.number > 0,
-                        # Nobody waits for a rank that is alone, unless the run can go on from backups.
-                        patience=patience if has_peers or options.is_backed_up else None,
-                        grace=grace,
-                        start=start,
-                        temporary=[note_dir],
-                    )
-                if this.failure is not None:
-                    this.story = describe(this.failure, timeout=options.timeout, log_dir=log_dir)
+        keep_profile_dir(note_dir, profile_dir)
+        for this in rounds or rounds_here(events, options.max_restarts, backup_dir):
+            last = this
+            clear_notes(note_dir)
+            ranks = range(this.first_rank, this.first_rank + (1 if options.strategy == "mirrored" else options.size))
+            own_logs = {rank: log_dir / f"rank{rank}.log" for rank in ranks}
+            if this.number == 0:
+                remove_logs(own_logs.values())
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            more_environ["PYTHONHASHSEED"] = this.nodes.hash_seed if this.nodes else own_seed
+            with _output_shown(options, this, own_logs), _commands(options, arguments, this, more_environ) as commands:
+                has_peers = (this.nodes.size if this.nodes else options.size) > 1 and options.strategy != "mirrored"
+                this.failure = run_ranks(
+                    commands,
+                    this.events,
+                    log_dir=log_dir,
+                    note_dir=note_dir,
+                    timeout=left,
+                    logs_all=options.prefix,
+                    first_rank=this.first_rank,
+                    again=this.number > 0,
+                    # Nobody waits for a rank that is alone, unless the run can go on from backups.
+                    patience=patience if has_peers or options.is_backed_up else None,
+                    grace=grace,
+                    temporary=[note_dir],
+                )
+            if this.failure is not None:
+                this.story = describe(this.failure, timeout=options.timeout, log_dir=log_dir)
         failure = last.failure if last else None
         if failure is None and backup_dir is not None and last and last.first_rank == 0 and not last.keeps_backups:
             backup_dir.remove_backups()

@@ -14,21 +14,6 @@ from tfrep_strategy.startup_log import quiet_start
 from tfrep_strategy.validation import Size, variable
 
 
-def preload() -> None:
-    """Imports what the scope needs, without starting TensorFlow: no device, no thread.
-
-    Example:
-        >>> preload()
-    """
-    with quiet_start():
-        import tensorflow  # noqa: F401
-
-        import tfrep_strategy.keras_integration.shared.profiled_fit
-        import tfrep_strategy.running.stand_ins
-        import tfrep_strategy.strategies.auto
-        import tfrep_strategy.strategies.parameter_server  # noqa: F401
-
-
 @contextlib.contextmanager
 def run_strategy_scope() -> Iterator[Any]:
     """Makes the strategy that the launcher asked for, and enters its scope.

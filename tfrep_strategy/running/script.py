@@ -14,17 +14,14 @@ from pathlib import Path
 
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.preemption import heed_warning
 from tfrep_strategy.processes.command import module_command
 from tfrep_strategy.processes.nodes import meet_nodes
 from tfrep_strategy.processes.notes import noted_failure
 from tfrep_strategy.processes.ranks import Events, deferred_signals
 from tfrep_strategy.processes.signs_of_life import give_signs
-from tfrep_strategy.profiles.requests import answer_requests
-from tfrep_strategy.running.forks import fork_servers
+from tfrep_strategy.profiles.requests import answer_requests, name_of_folder
 from tfrep_strategy.running.hosts import run_on_hosts, runs_on_other_hosts
 from tfrep_strategy.running.joining import for_this_pod, join_outer_run, outer_run
-from tfrep_strategy.running.on_ray import run_on_ray
 from tfrep_strategy.running.rounds import Round
 from tfrep_strategy.running.runs import Options, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
@@ -42,7 +39,7 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
 
     Inside the run of another launcher (`srun tfrep run train.py`) this process becomes the rank that it is there, and
     this does not return. With `options.node` it first meets the launchers on the other machines, and stays together with them
-    if the run may be started again. With `options.hosts` it starts a launcher on each, and with `options.ray` where Ray has places.
+    if the run may be started again. With `options.hosts` it starts a launcher on each.
 
     Raises:
         ConfigurationError: There is no such script, or the options do not fit the run of another launcher.
@@ -67,9 +64,7 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
     elif outer := outer_run():
         join_outer_run(outer, options, program)
     with deferred_signals() as events:
-        if options.ray is not None:
-            run_on_ray(options, options.ray, program, events)
-        elif runs_on_other_hosts(options):
+        if runs_on_other_hosts(options):
             run_on_hosts(options, program, events)
         else:
             run_ranks_of_script(program, options, events, None if nodes is None else [Round(0, events, nodes)])
@@ -118,8 +113,8 @@ def run_ranks_of_script(
         >>> with deferred_signals() as events:
         ...     run_ranks_of_script(["script", "train.py"], Options(num_replicas=2), events)
     """
-    with tempfile.TemporaryDirectory(prefix="tfrep-") as notes, fork_servers(options, program) as servers:
-        run_to_end(options, module_command(__name__, notes, "", *program), Path(notes), events, rounds, servers)
+    with tempfile.TemporaryDirectory(prefix=name_of_folder()) as notes:
+        run_to_end(options, module_command(__name__, notes, "", *program), Path(notes), events, rounds)
 
 
 def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
@@ -130,7 +125,6 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
             process has to open its own, "script" or "module", its name, and its arguments.
         own_path: The search path with which Python started.
     """
-    heed_warning()
     note_dir, log_dir, kind, target, *rest = arguments
     rank = detect_environment().rank
     if log_dir and rank:

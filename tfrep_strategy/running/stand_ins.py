@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-import tfrep_strategy.replicator.kinds
 import tfrep_strategy.replicator.loop
 import tfrep_strategy.replicator.on_workers
 from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.old_spellings import OF_MIRRORED, OF_MULTI_WORKER, OF_PARAMETER_SERVERS, Line, refuses
 from tfrep_strategy.strategies.checked_settings import take_settings
 
-_OLD_ARGUMENTS = {
-    "MirroredStrategy": OF_MIRRORED,
-    "MultiWorkerStrategy": OF_MULTI_WORKER,
-    "ParameterServerStrategy": OF_PARAMETER_SERVERS,
-}
+_OURS = ("MirroredStrategy", "MultiWorkerStrategy", "ParameterServerStrategy")
 
 
 def _table(strategy: Any) -> list[tuple[Sequence[Any], str, Callable[..., Any]]]:
@@ -29,7 +23,7 @@ def _table(strategy: Any) -> list[tuple[Sequence[Any], str, Callable[..., Any]]]
     def given(*args: Any, **kwargs: Any) -> Any:
         return strategy
 
-    def given_settings_of(name: str, old_arguments: Mapping[str, Line]) -> Callable[..., Any]:
+    def given_settings_of(name: str) -> Callable[..., Any]:
         made = getattr(tfrep_strategy, name)
 
         def configured(*args: Any, **kwargs: Any) -> Any:
@@ -37,13 +31,13 @@ def _table(strategy: Any) -> list[tuple[Sequence[Any], str, Callable[..., Any]]]
             return strategy
 
         configured.__qualname__ = name
-        return refuses(old_arguments)(configured)
+        return configured
 
     apis = (tf.distribute, tf.compat.v1.distribute, tf.compat.v2.distribute)
     stock = [module for api in apis for module in (api, api.experimental)]
     # The package itself, where scripts find its names, and what makes a strategy for them.
     replicator = tfrep_strategy.replicator
-    ours = [tfrep_strategy, replicator.loop, replicator.kinds, replicator.on_workers]
+    ours = [tfrep_strategy, replicator.loop, replicator.on_workers]
     return [
         (stock, "MirroredStrategy", given),
         (stock, "MultiWorkerMirroredStrategy", given),
@@ -52,7 +46,7 @@ def _table(strategy: Any) -> list[tuple[Sequence[Any], str, Callable[..., Any]]]
         (stock, "ParameterServerStrategy", given),
         (stock, "TPUStrategy", _refuse_tpu),  # A script comes here when it has found a TPU, which the run would leave idle.
         (ours, "auto_strategy", given),
-        *((ours, name, given_settings_of(name, old)) for name, old in _OLD_ARGUMENTS.items()),
+        *((ours, name, given_settings_of(name)) for name in _OURS),
     ]
 
 

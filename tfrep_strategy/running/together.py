@@ -23,7 +23,7 @@ from tfrep_strategy.limits import grace_seconds, meeting_seconds
 from tfrep_strategy.processes.identity import common_hash_seed
 from tfrep_strategy.processes.nodes import Nodes, told_by
 from tfrep_strategy.processes.ranks import GRACE_SECONDS, Events, Failure
-from tfrep_strategy.processes.shared_folder import SharedFolder, check_reached, marked, shared_folder
+from tfrep_strategy.processes.shared_folder import SharedFolder, check_reached, is_address, marked, shared_folder
 from tfrep_strategy.rendezvous.assembly import ANY, Assembly, RoundEnd, RoundReport, Verdict
 from tfrep_strategy.rendezvous.confinement import is_this_machine
 from tfrep_strategy.rendezvous.meeting import Met
@@ -133,7 +133,10 @@ class Launcher:
         told = told_by(self._node, options.size, options.resolved_communicator, self._hash_seed, self._mark)
         least = self._node.least
         nnodes = self._node.count if least is None else f"{least}:{self._node.count}"
-        return told | {"alike": {"--nnodes": nnodes, "communicator": told["communicator"], "--max-restarts": options.max_restarts}}
+        alike = {"--nnodes": nnodes, "communicator": told["communicator"], "--max-restarts": options.max_restarts}
+        if is_address(self._folder.place):
+            alike["--backup-dir"] = self._folder.place
+        return told | {"alike": alike}
 
     def rounds(self, events: Events) -> Iterator[Round]:
         """Yields the rounds in which this machine takes part.

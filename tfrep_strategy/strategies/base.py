@@ -17,7 +17,7 @@ from tfrep_strategy.data import explain
 from tfrep_strategy.errors import ConfigurationError, check_count, message
 from tfrep_strategy.keras_integration.protocol import Shards, in_step
 from tfrep_strategy.keras_integration.synchronous.driver import SynchronousDriver
-from tfrep_strategy.old_spellings import DISTRIBUTE, OF_FUNCTIONS, OF_STRATEGIES, RUN, ShowsNewNames, gone
+from tfrep_strategy.old_spellings import OF_STRATEGIES, ShowsNewNames
 from tfrep_strategy.strategies import (
     branches,  # noqa: F401  (acts where a `tf.cond` is built)
     functions_in_scope,
@@ -72,9 +72,6 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
     """
 
     _old_names = OF_STRATEGIES
-    make_dataset_iterator = gone("make_dataset_iterator", DISTRIBUTE)
-    make_input_fn_iterator = gone("make_input_fn_iterator", OF_FUNCTIONS)
-    experimental_run = gone("experimental_run", RUN)
 
     bucket_bytes = CheckedSetting(positive("bytes"))
     compression = CheckedSetting(or_none(one_of(*DTYPES)))

@@ -139,11 +139,6 @@ def one_of(*names: str) -> Callable[[str, Any], str]:
     return check
 
 
-def number_or(name: str, check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    """Returns a check that also allows a word."""
-    return lambda setting, value: value if isinstance(value, str) and value == name else check(setting, value)
-
-
 def or_none(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
     """Returns a check that also allows None."""
     return lambda name, value: None if value is None else check(name, value)

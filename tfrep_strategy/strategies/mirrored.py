@@ -29,7 +29,6 @@ from tfrep_strategy.devices import logical_devices, warn_of_unseen_gpus
 from tfrep_strategy.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, check_count, message, shown, warn
 from tfrep_strategy.keras_integration.protocol import Shards
-from tfrep_strategy.old_spellings import OF_MIRRORED, refuses
 from tfrep_strategy.partitioner.between_replicas import WithinProcess
 from tfrep_strategy.partitioner.emitter import Transport
 from tfrep_strategy.strategies import sync_check
@@ -129,7 +128,6 @@ class MirroredStrategy(SynchronousStrategy):
         2
     """
 
-    @refuses(OF_MIRRORED)
     def __init__(
         self,
         devices: Sequence[str] | None = None,

@@ -15,11 +15,10 @@ from tfrep_strategy.communicators import Communicator, SingleCommunicator, make_
 from tfrep_strategy.communicators.peers.checked import watched
 from tfrep_strategy.devices import full_name, replica_device, take_own_gpu
 from tfrep_strategy.environments import detect_environment
-from tfrep_strategy.old_spellings import OF_MULTI_WORKER, refuses
 from tfrep_strategy.processes.cores import THREADS_VARIABLE, is_bound, threads_of_rank
 from tfrep_strategy.processes.watcher import start_watcher
 from tfrep_strategy.strategies.base import GradientAggregator, GradientTransformer, SynchronousStrategy
-from tfrep_strategy.strategies.checked_settings import CheckedSetting, number_or, one_of, or_none, positive
+from tfrep_strategy.strategies.checked_settings import CheckedSetting, one_of, or_none, positive
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.of_process import remember
 from tfrep_strategy.strategies.process_extended import ProcessExtended
@@ -37,9 +36,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
             `Communicator` of all processes.
         device: Device of this process's replica, such as `"GPU:0"`. Default: a GPU, or the CPU if there is none. If the
             processes see several GPUs, each takes one by its local rank, and shows TensorFlow only this one.
-        bucket_bytes: Gradients are sent in buckets of about this many bytes. `"measured"`: two short measurements tell what
-            suits the transport, when the first gradients are sent that fill more than one. Default: measured if the result has
-            the same bits anyway (two replicas, or common memory), else a fixed size.
+        bucket_bytes: Gradients are sent in buckets of about this many bytes. Default: what suits the transport.
         compression: `"bf16"` or `"fp16"`: gradients travel as 16-bit floats, half the bytes, and are summed in float32. The
             sum that all replicas get has 16 bits, too. Default: None, which changes no bit.
         densify_sparse_gradients: Whether sparse gradients are sent as dense tensors.
@@ -76,13 +73,12 @@ class MultiWorkerStrategy(SynchronousStrategy):
         1
     """
 
-    @refuses(OF_MULTI_WORKER)
     def __init__(
         self,
         communicator: str | Communicator = "auto",
         device: str | None = None,
         *,
-        bucket_bytes: int | str | None = None,
+        bucket_bytes: int | None = None,
         compression: str | None = None,
         densify_sparse_gradients: bool = False,
         gradient_transformers: Sequence[GradientTransformer] = (),
@@ -123,7 +119,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
         cache_in_own_files(self.communicator.rank, self.communicator.size)
         remember(self)
 
-    bucket_bytes = CheckedSetting(or_none(number_or("measured", positive("bytes"))))
+    bucket_bytes = CheckedSetting(or_none(positive("bytes")))
     communicator = CheckedSetting(fixed=True, of_run=True)
     device = CheckedSetting(fixed=True, of_run=True)
     rank_data = CheckedSetting(one_of("same", "unchecked", "own"))

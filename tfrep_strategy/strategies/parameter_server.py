@@ -27,7 +27,7 @@ from tfrep_strategy.errors import ConfigurationError, PeerError, check_count, me
 from tfrep_strategy.keras_integration.asynchronous.driver import AsynchronousDriver
 from tfrep_strategy.keras_integration.asynchronous.partitioned_variables import PartInitializer, PartitionedVariable
 from tfrep_strategy.keras_integration.shared.keras_2 import NoticesKeras2
-from tfrep_strategy.old_spellings import OF_PARAMETER_SERVERS, OF_STRATEGIES, ShowsNewNames, refuses
+from tfrep_strategy.old_spellings import OF_STRATEGIES, ShowsNewNames
 from tfrep_strategy.processes.watcher import start_watcher
 from tfrep_strategy.rendezvous.confinement import confined
 from tfrep_strategy.rendezvous.connections import free_ports
@@ -84,7 +84,6 @@ class ParameterServerStrategy(ShowsNewNames, tf.distribute.ParameterServerStrate
 
     _old_names = OF_STRATEGIES
 
-    @refuses(OF_PARAMETER_SERVERS)
     def __init__(
         self,
         cluster_resolver: Any = None,

@@ -22,7 +22,6 @@ from tfrep_strategy._tensorflow import (
 from tfrep_strategy.agreement import Agreement
 from tfrep_strategy.batches import all_alike, as_tensors, num_examples, open_sizes, with_all_open, with_open_sizes
 from tfrep_strategy.communicators import Communicator, SingleCommunicator
-from tfrep_strategy.communicators.bucket_size import SMALLEST_BUCKET, can_be_found, find_bucket_bytes
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
@@ -61,7 +60,6 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         self.new_variables: list[Any] = []
         self.open_scopes = 0
         self.predictions_on_chief_only = False
-        self._has_measured = False
         self._init_state()
 
     def _use_merge_call(self) -> bool:
@@ -176,15 +174,7 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         return means
 
     def bucket_bytes_for(self, tensors: Sequence[Any]) -> int:
-        wanted, communicator = self.strategy.bucket_bytes, self._communicator
-        if isinstance(wanted, int):
-            return wanted
-        measures = communicator.size > 1 and (wanted is not None or can_be_found(communicator))
-        if measures and not self._has_measured and gradients.known_bytes(tensors) > SMALLEST_BUCKET:
-            self._has_measured = True
-            with tf.init_scope():
-                communicator.bucket_bytes = find_bucket_bytes(communicator, self._reduce_in_function)
-        return communicator.bucket_bytes
+        return self.strategy.bucket_bytes or self._communicator.bucket_bytes
 
     @functools.cached_property
     def transport(self) -> Transport:

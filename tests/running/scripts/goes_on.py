@@ -30,7 +30,7 @@ def receiver():
     """Returns the process that gets the signal."""
     if to == "self":
         return os.getpid()
-    if to == "launcher":  # Ranks may be forked from another process.
+    if to == "launcher":
         return next(each.pid for each in psutil.Process().parents() if "tfrep_strategy.cli" in each.cmdline())
     return next(each.pid for each in psutil.Process().parents() if each.name().startswith(to))
 

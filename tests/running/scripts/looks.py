@@ -1,7 +1,8 @@
 """What two machines see of each other: `looks.py list` and `looks.py try HOST [SOURCE]`. Each answers lines of JSON.
 
 `list` begins with a port that is open to everybody. It then gets a process, and tells on which TCP ports this one and its children
-listen, by process and name. `try` gets ports of the host, and tells which take a connection (from an address of this machine).
+listen, by process and name. `try` gets ports of the host, and tells which take a connection (from an address of this machine), and
+do not hang up at once.
 """
 
 import contextlib
@@ -29,8 +30,11 @@ def listed(parent: int) -> dict[int, str]:
 def taken(ports: list[int], host: str) -> list[int]:
     found = []
     for port in ports:
-        with contextlib.suppress(OSError):
-            socket.create_connection((host, port), timeout=1.0, source_address=SOURCE).close()
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1.0, source_address=SOURCE) as link:
+            link.settimeout(1.0)
+            with contextlib.suppress(TimeoutError):
+                if not link.recv(1):
+                    continue
             found.append(port)
     return found
 

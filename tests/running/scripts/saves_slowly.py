@@ -1,4 +1,4 @@
-"""Trains a layer that takes some seconds to save. If it takes any, rank 1 warns the launcher in the second epoch, then has it end.
+"""Trains a layer that takes some seconds to save. If it takes any, rank 1 asks the launcher to end in the second epoch, and once more.
 
 Argument: the seconds. Rank 0 prints the epochs.
 """
@@ -32,12 +32,11 @@ def begin(epoch, logs=None):
 
 def begin_batch(batch, logs=None):
     if seconds and (epochs[-1], batch) == (1, 0) and tfrep.auto_strategy().rank:
-        # Ranks may be forked from another process.
         launcher = next(each for each in psutil.Process().parents() if "tfrep_strategy.cli" in each.cmdline())
-        launcher.send_signal(signal.SIGUSR1)
+        launcher.send_signal(signal.SIGTERM)
         while not is_asked_to_end():  # The launcher passes it on.
             time.sleep(0.05)
-        launcher.send_signal(signal.SIGTERM)  # As a scheduler does when the time is over.
+        launcher.send_signal(signal.SIGTERM)  # A second request changes nothing.
 
 
 x = np.ones((8, 2))

@@ -48,7 +48,7 @@ class CheckedCommunicator(Communicator):
         self.inner, self.monitor = inner, monitor
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
         self.local_rank, self.local_size = inner.local_rank, inner.local_size
-        self.bucket_bytes, self.adds_in_order = inner.bucket_bytes, inner.adds_in_order
+        self.bucket_bytes = inner.bucket_bytes
         self._group = group_of(range(inner.size) if group is None else group)
         if getattr(inner, "position", None) is not None:
             monitor.follow(self._group, inner.position)  # type: ignore[attr-defined]

@@ -56,7 +56,6 @@ class SharedMemoryCommunicator(HostCommunicator):
     """
 
     name = "shared_memory"
-    adds_in_order = True
     _made: ClassVar[collections.Counter[str]] = collections.Counter()
     """How many communicators this process has made for each run."""
 

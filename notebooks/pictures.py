@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-
-from tfrep_strategy.examples.folders import Painter
+from helpers import Painter
 
 
 def _grid(size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,1 +1,0 @@
-"""What is imported by processes from which ranks are forked."""

@@ -1,5 +1,0 @@
-"""Cannot be imported to the end."""
-
-
-def preload() -> None:
-    raise ImportError("no such library")
