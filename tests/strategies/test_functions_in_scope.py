@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -164,6 +165,37 @@ def test_xla_compiles_what_lies_between_collectives() -> None:
     got, wanted = train(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope()), train(tf.distribute.get_strategy().scope())
     for own, right in zip(got, wanted, strict=True):
         np.testing.assert_allclose(own, right, rtol=1e-5, atol=1e-6)
+
+
+def _in_a_lone_callback(strategy: Any) -> list[float]:
+    class Counts(keras.callbacks.Callback):
+        """Rank 0 alone has it. Its function trains a number, and is called in a thread, too."""
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.adds(tf.ones([4]))
+            thread = threading.Thread(target=self.adds, args=(tf.ones([4]),))
+            thread.start()
+            thread.join(30.0)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.total = tf.Variable(0.0)
+
+        @tf.function
+        def adds(self, x: tf.Tensor) -> None:
+            self.total.assign_add(tf.reduce_sum(x))
+
+    with strategy.scope():
+        counts = Counts()
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        rows = np.ones((8, 2), "float32")
+        model.fit(rows, rows[:, :1], epochs=2, verbose=0, callbacks=[counts] if strategy.rank == 0 else [])
+    return [float(strategy.experimental_local_results(counts.total)[0])]
+
+
+def test_one_rank_may_call_functions_where_it_acts_alone(worker_pool: Any) -> None:
+    assert worker_pool("tf", 2).run(_in_a_lone_callback) == [[16.0], [0.0]]
 
 
 def _with_data_of_its_own(strategy: Any) -> tuple[float, bool]:

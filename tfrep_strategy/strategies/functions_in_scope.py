@@ -42,12 +42,16 @@ def _call(function: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
 @functools.wraps(_call_as_it_was)
 def _called(function: Any, *args: Any, **kwargs: Any) -> Any:
     strategy = strategy_here() if threading.current_thread() is threading.main_thread() else None
-    if strategy is None or not strategy.partition_functions or getattr(strategy, "rank_data", "same") == "own":
-        return _call_as_it_was(function, *args, **kwargs)
-    found = candidate(function)
+    found = candidate(function) if strategy is not None and _shares(strategy) else None
     if found is None or any(map(_is_distributed, (*args, *kwargs.values()))):
         return _call_as_it_was(function, *args, **kwargs)
     return found(*args, **kwargs)
+
+
+def _shares(strategy: Any) -> bool:
+    """Returns whether all processes call what this one calls, with the same arguments."""
+    is_alone = strategy.extended.reads_alone  # As in a callback that one process runs by itself.
+    return strategy.partition_functions and not is_alone and getattr(strategy, "rank_data", "same") != "own"
 
 
 def _is_distributed(argument: Any) -> bool:
