@@ -22,6 +22,8 @@ from tfrep_strategy.partitioner.planner import in_order
 _OF_VARIABLES = ("Assign", "ReadVariableOp", "Resource", "Rng", "Stateful", "VariableShape", "VarIsInitializedOp")
 """How the types of operations begin that do to a variable what can be done again to another one."""
 _READS = frozenset({"LookupTableFind", "LookupTableFindV2", "LookupTableSize", "LookupTableSizeV2"})
+_AMBIGUOUS = frozenset({"BroadcastGradientArgs"})
+"""These may name an axis of one element, or leave it out."""
 _BODIES = frozenset({"Case", "If", "PartitionedCall", "StatefulPartitionedCall", "While"})
 _SCANS = frozenset({"Cumprod", "Cumsum", "CumulativeLogsumexp"})
 _DROPPED = frozenset({
@@ -65,7 +67,8 @@ def places(graph: Any, observed: Observed, path: tuple[str, ...] = ()) -> Iterat
             inner, of_inner = observed.calls[operation.name]
             yield from places(inner, of_inner, (*path, operation.name))
         for tensor in operation.outputs:
-            if tensor.name in observed.seen:
+            # What nothing uses may have no value: a decomposition leaves some out.
+            if tensor.name in observed.seen and (tensor.consumers() or any(tensor is x for x in graph.outputs)):
                 yield Place(path, tensor, observed.seen[tensor.name])
 
 
@@ -158,7 +161,7 @@ class Reference:
             for tensor, result in zip(operation.outputs, results, strict=False):  # Behind them may be what a gradient needs.
                 if result is not None:
                     known[tensor.name] = result
-                    if tensor.name in observed.seen:
+                    if tensor.name in observed.seen and operation.type not in _AMBIGUOUS:
                         self._found[*path, tensor.name] = result
             for tensor in operation.outputs:
                 key = (*path, tensor.name)
