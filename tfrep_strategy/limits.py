@@ -8,9 +8,10 @@ import math
 import os
 import signal
 from pathlib import Path
+from typing import NamedTuple
 
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.validation import CommandLine, Limit, Network, Networks, Seconds, WarningSignal, variable
+from tfrep_strategy.validation import CommandLine, Limit, Network, Networks, Seconds, Size, WarningSignal, variable
 
 
 def timeout_seconds() -> float:
@@ -198,6 +199,36 @@ def is_debugging() -> bool:
         False
     """
     return os.environ.get("TFREP_DEBUG", "0") not in ("", "0")
+
+
+class Verification(NamedTuple):
+    """What `tfrep verify` asks of a process.
+
+    Attributes:
+        folder: Where it notes what is compared.
+        steps: How many steps of each function are compared, and taken by each `fit`.
+        nudge: Whether variables are changed in their last bit before each step.
+    """
+
+    folder: Path
+    steps: int
+    nudge: bool
+
+
+def verification() -> Verification | None:
+    """Returns what `tfrep verify` asks of this process; None if it asks nothing.
+
+    It sets `TFREP_VERIFY_DIR`, `TFREP_VERIFY_STEPS` and `TFREP_VERIFY_NUDGE`.
+
+    Example:
+        >>> os.environ.update(TFREP_VERIFY_DIR="/tmp/verified", TFREP_VERIFY_STEPS="2")
+        >>> verification().steps
+        2
+    """
+    folder = os.environ.get("TFREP_VERIFY_DIR", "")
+    if not folder:
+        return None
+    return Verification(Path(folder), variable(Size, "TFREP_VERIFY_STEPS", default=3), os.environ.get("TFREP_VERIFY_NUDGE") == "1")
 
 
 def check_keras_backend() -> None:

@@ -55,6 +55,7 @@ class PartitionedStep:
 
     Attributes:
         observed: Which of them.
+        local_replicas: How many replicas a process runs.
         rows: How many rows the batch has, if the step was traced for a number of them. If nothing that is given has rows, those
             are meant of which the step draws most numbers.
     """
@@ -95,6 +96,7 @@ class PartitionedStep:
             self.placements.append(Shard(0) if keeps else REPLICATE)
         self.program, self.without_rule = program, plan.without_rule
         self._placed = collections.Counter(type(value.placement).__name__ for value in plan.values.values())
+        self.local_replicas = local_replicas
         self.graph = graph  # With it, its functions would end.
         prune(program)
         self.observed, seen = observe(plan, program) if is_observed else (Observed(), [])

@@ -15,6 +15,10 @@ from tfrep_strategy.partitioner.placements import Partial, Placement, Replicate,
 from tfrep_strategy.verification.comparison import Bounds, Difference, difference, disagreement, joined, nudged
 from tfrep_strategy.verification.reference import Place, Reference, places
 
+_UNREPEATABLE_DRAWS = frozenset({
+    "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoissonV2", "RandomShuffle", "RandomStandardNormal",
+    "RandomUniform", "RandomUniformInt", "TruncatedNormal",
+})  # fmt: skip
 _PERTURBED = 2
 """How often the step is repeated with other last bits."""
 
@@ -69,6 +73,7 @@ class VerifiedStep:
 
     Attributes:
         compared: How many tensors were compared in the last run.
+        draws: Whether the step draws numbers that nobody can draw again.
     """
 
     def __init__(self, graph: Any, observed: Observed, resources: Mapping[str, Any] | None = None) -> None:
@@ -79,6 +84,7 @@ class VerifiedStep:
         """By the name of an input: a variable of one device, in place of the copies of the replicas."""
         self._random = np.random.default_rng(0)
         self.compared = 0
+        self.draws = any(place.tensor.op.type in _UNREPEATABLE_DRAWS for place in self._places)
 
     def first_difference(self, replicas: Sequence[Sequence[np.ndarray]], held: Mapping[str, Held]) -> Finding | None:
         """Compares a run.
