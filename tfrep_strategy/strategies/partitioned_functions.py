@@ -20,6 +20,7 @@ from tfrep_strategy._tensorflow import asks_for_xla, converted_by_autograph, tap
 from tfrep_strategy.batches import bounds
 from tfrep_strategy.errors import CannotPartitionError, ConfigurationError, message, warn
 from tfrep_strategy.fingerprints import Fingerprint
+from tfrep_strategy.keras_integration.shared.verified_calls import called
 from tfrep_strategy.keras_integration.shared.xla import compiled_at_once, compiled_between_collectives
 from tfrep_strategy.partitioner import marks
 from tfrep_strategy.partitioner.placements import REPLICATE, Shard
@@ -86,6 +87,9 @@ class PartitionedFunction:
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return called(getattr(self._python, "__qualname__", "a function"), self._call, args, kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         strategy = _strategy_here()
         if strategy is None or tape_may_record():
             return self._as_it_was(*args, **kwargs)

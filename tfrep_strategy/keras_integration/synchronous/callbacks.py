@@ -20,6 +20,7 @@ from tfrep_strategy.keras_integration.shared.callback_states import CHECKPOINTS,
 from tfrep_strategy.keras_integration.shared.csv_files import beginning_whole
 from tfrep_strategy.keras_integration.shared.declared_callback import DeclaredCallback
 from tfrep_strategy.keras_integration.shared.other_optimizers import other_optimizers
+from tfrep_strategy.keras_integration.shared.verified_calls import callbacks_of_fit
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
 from tfrep_strategy.keras_integration.synchronous.logs import logs_of_all
@@ -84,7 +85,7 @@ class Callbacks(backups.Backups, SynchronousBase):
         agreement, callbacks = _agreed(strategy, callbacks)
         backup = []
         if add_history and self.is_fitting:
-            backup = backup_of_fit(strategy, model, self.given_to_fit, callbacks, self.steps_of_fit)
+            backup = [*backup_of_fit(strategy, model, self.given_to_fit, callbacks, self.steps_of_fit), *callbacks_of_fit()]
         if self.has_several:  # A single replica has nobody to wait for, and each callback is called twice in each step.
             callbacks = [_Before(strategy, agreement, self), *callbacks, _After(strategy, agreement)]
         original(

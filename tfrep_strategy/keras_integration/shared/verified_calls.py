@@ -1,0 +1,103 @@
+"""What `tfrep verify` compares beside steps: the results of calls, and the weights behind them. And how it shortens each `fit`."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfrep_strategy.limits import Verification, verification
+
+_numbers = itertools.count()
+_times_called: dict[str, int] = {}
+_random = np.random.default_rng(1)
+
+
+class FewSteps(keras.callbacks.Callback):
+    """Ends a `fit` after some steps.
+
+    Args:
+        asked: What `tfrep verify` asks of this process.
+    """
+
+    def __init__(self, asked: Verification) -> None:
+        super().__init__()
+        self._asked = asked
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._asked.nudge:
+            nudge()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch + 1 >= self._asked.steps:
+            self.model.stop_training = True
+
+
+def callbacks_of_fit() -> list[keras.callbacks.Callback]:
+    """Returns what a `fit` gets beside the callbacks of the user, while a script is verified."""
+    asked = verification()
+    return [] if asked is None else [FewSteps(asked)]
+
+
+def nudge() -> None:
+    """Changes each trainable number of this process in its last bit, up or down: so far may rounding move it in a step."""
+    for variable in [x for x in gc.get_objects() if issubclass(type(x), tf.Variable)]:
+        if variable.trainable and variable.dtype.is_floating:
+            last_bit = {8: 2.0**-52, 4: 2.0**-23}.get(variable.dtype.size, 2.0**-9)
+            factors = 1.0 + last_bit * _random.choice([-1.0, 1.0], variable.shape.as_list())
+            variable.assign(variable.numpy() * factors.astype(variable.dtype.as_numpy_dtype))
+
+
+def note(call: str, results: Any, weights: Sequence[Any] = ()) -> None:
+    """Notes what a call has given, if a script is verified; on rank 0 alone.
+
+    Args:
+        call: Its name.
+        results: A nest of tensors and numbers.
+        weights: The variables of a model.
+    """
+    asked = verification()
+    if asked is None or not getattr(tf.distribute.get_strategy().extended, "is_chief", True):
+        return
+    leaves = {"/".join(map(str, path)) or "the result": x for path, x in keras.tree.flatten_with_path(results)}
+    found = {f"result {name}": x for name, x in leaves.items()} | {f"weight {i} ({x.path})": x for i, x in enumerate(weights)}
+    arrays = {name: value for name, each in found.items() if (value := _as_numbers(each)) is not None}
+    (asked.folder / f"result{next(_numbers):06}.pkl").write_bytes(pickle.dumps((call, arrays)))
+
+
+def _as_numbers(value: Any) -> tuple[Any, float] | None:
+    """Returns an array that any process can read, and the last bit of 1 in its dtype; None for what is no number."""
+    if isinstance(value, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)):
+        return None
+    try:
+        array = np.asarray(keras.ops.convert_to_numpy(value) if isinstance(value, keras.Variable) else value)
+        last_bit = {8: 2.0**-52, 4: 2.0**-23, 2: 2.0**-8}.get(array.dtype.itemsize, 2.0**-8)
+        return array.astype(np.float64), max(last_bit, 2.0**-23)  # Logs are float32, in numbers of Python.
+    except (TypeError, ValueError):
+        return None
+
+
+def called(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls a function, and notes the results of its first calls, if a script is verified.
+
+    Args:
+        name: Its name.
+        function: The function.
+        args: Its arguments.
+        kwargs: Those by name.
+    """
+    asked = verification()
+    if asked is None or not tf.executing_eagerly() or _times_called.get(name, 0) >= asked.steps:
+        return function(*args, **kwargs)
+    _times_called[name] = _times_called.get(name, 0) + 1
+    if asked.nudge:
+        nudge()
+    results = function(*args, **kwargs)
+    note(name, results)
+    return results
