@@ -132,11 +132,12 @@ def differences(
     worst = 0.0
     for own in results:
         for got, right in zip(own, wanted, strict=True):
-            worst = max(worst, _difference(got.numpy(), right.numpy()))
+            worst = max(worst, difference(got.numpy(), right.numpy()))
     return worst, step, transport
 
 
-def _difference(got: Any, right: Any) -> float:
+def difference(got: Any, right: Any) -> float:
+    """Returns the largest difference, relative to the larger of a number and 1; infinity where shapes, or what is no number, differ."""
     if np.shape(got) != np.shape(right):
         return np.inf
     if not np.size(right):

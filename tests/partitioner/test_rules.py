@@ -666,9 +666,9 @@ def _values(case: Case, total: int) -> list[np.ndarray]:
     return values
 
 
-def tries(case: Case) -> Iterator[tuple[Any, ...]]:
+def tries(case: Case, splits: Sequence[tuple[int, ...]] = _SPLITS) -> Iterator[tuple[Any, ...]]:
     """Yields the function of a case, values, their placements, how many rows each replica has, and whether that number is open."""
-    ways = [(counts, True) for counts in _SPLITS] + [(_SPLITS[0], False)]
+    ways = [(counts, True) for counts in splits] + [(splits[0], False)]
     for (counts, is_open), placements in itertools.product(ways, case.placements):
         yield case.function, _values(case, sum(counts)), placements, counts, is_open
 

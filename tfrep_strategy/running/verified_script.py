@@ -30,7 +30,7 @@ class Verdict:
     """What was found.
 
     Attributes:
-        exit_code: 0 if nothing differs, 1 if something does, or that of a run that has failed.
+        exit_code: 0 if nothing differs, 1 if something does, 2 if there is nothing to compare, or that of a run that has failed.
         lines: What to tell.
     """
 
@@ -95,6 +95,9 @@ def verify_script(
         compared = _sum_up(told)
         if code:
             return Verdict(code, ["The run with replicas has failed. Until then no step differs from one device.", compared])
+        if not told and not any(Path(folder, "replicas").iterdir()):
+            hint = "Put the step of a loop of your own into a function with tfrep.partition."
+            return Verdict(2, ["Nothing was compared: the script calls no fit, evaluate, predict, or partitioned function.", hint])
         for name, more in {"one": {}, "nudged": {"TFREP_VERIFY_NUDGE": "1"}}.items():
             if code := run(name, ["-n", "1"], **more):
                 return Verdict(code, ["The run on one device has failed.", compared])

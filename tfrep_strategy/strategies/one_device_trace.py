@@ -86,7 +86,7 @@ class OneDeviceTrace:
             variable, given = _variable_of(captured), _given(captured)
             if captured.dtype != tf.resource or isinstance(given.placement, Own):
                 continue
-            if variable is None:
+            if not isinstance(variable, (tf.Variable, DistributedVariable)):  # A table, say.
                 resources[place] = captured
             else:
                 variables.append(Variable(place, variable.name, variable.dtype, given.placement))

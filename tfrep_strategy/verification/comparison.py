@@ -53,6 +53,11 @@ class Bounds(NamedTuple):
     terms: float
 
 
+def as_array(value: Any) -> np.ndarray:
+    """Returns what TensorFlow gives NumPy as an array: a scalar string is none."""
+    return np.array(value, object) if isinstance(value, bytes) else np.asarray(value)
+
+
 def nudged(value: np.ndarray, dtype: tf.DType, random: np.random.Generator) -> np.ndarray:
     """Returns numbers that are changed in their last bit, at random. Zeros, and what is no number, stay as they are.
 

@@ -18,6 +18,7 @@ from tfrep_strategy._tensorflow import operation_definition
 from tfrep_strategy.partitioner import marks
 from tfrep_strategy.partitioner.observed import Observed, Seen
 from tfrep_strategy.partitioner.planner import in_order
+from tfrep_strategy.verification.comparison import as_array
 
 _OF_VARIABLES = ("Assign", "ReadVariableOp", "Resource", "Rng", "Stateful", "VariableShape", "VarIsInitializedOp")
 """How the types of operations begin that do to a variable what can be done again to another one."""
@@ -125,7 +126,7 @@ class Reference:
             given: What the replicas have.
         """
         results = self._run([tf.constant(given[key], spec.dtype) for key, spec in self._given.items()])
-        return {key: each.numpy() for key, each in zip(self.terms, results, strict=True)}
+        return {key: as_array(each.numpy()) for key, each in zip(self.terms, results, strict=True)}
 
     def _walk(
         self, graph: Any, observed: Observed, path: tuple[str, ...], given: Mapping[Any, Any], known: dict[str, Repeated]

@@ -22,6 +22,7 @@ from tfrep_strategy.errors import PeerError, TfrepError, message
 from tfrep_strategy.limits import Verification, timeout_seconds
 from tfrep_strategy.partitioner.placements import Placement
 from tfrep_strategy.partitioner.step import PartitionedStep
+from tfrep_strategy.verification.comparison import as_array
 from tfrep_strategy.verification.steps import Held, VerifiedStep
 
 _numbers = itertools.count()
@@ -104,7 +105,7 @@ class Watch:
         self._runs += 1
         each = len(self._variables)
         local, sizes = [], (each, len(flat) // self._local - 2 * each, each)
-        left = iter(flat)
+        left = map(as_array, flat)
         for _ in range(self._local):
             local.append([list(itertools.islice(left, size)) for size in sizes])
         if self._first:

@@ -17,6 +17,7 @@ from tfrep_strategy.limits import Verification, verification
 _numbers = itertools.count()
 _times_called: dict[str, int] = {}
 _random = np.random.default_rng(1)
+_LAST_BIT = {tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float32: 2.0**-23, tf.float64: 2.0**-52}
 
 
 class FewSteps(keras.callbacks.Callback):
@@ -29,12 +30,14 @@ class FewSteps(keras.callbacks.Callback):
     def __init__(self, asked: Verification) -> None:
         super().__init__()
         self._asked = asked
+        self._undo: Callable[[], None] = lambda: None
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._asked.nudge:
-            nudge()
+            self._undo = nudge()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._undo()
         if batch + 1 >= self._asked.steps:
             self.model.stop_training = True
 
@@ -45,13 +48,22 @@ def callbacks_of_fit() -> list[keras.callbacks.Callback]:
     return [] if asked is None else [FewSteps(asked)]
 
 
-def nudge() -> None:
-    """Changes each trainable number of this process in its last bit, up or down: so far may rounding move it in a step."""
+def nudge() -> Callable[[], None]:
+    """Changes each trainable number of this process in the last bit in which it is computed with, up or down.
+
+    Returns:
+        What takes that back, and leaves what a step has changed meanwhile.
+    """
+    compute = tf.as_dtype(keras.config.dtype_policy().compute_dtype or "float32")
+    undo = []
     for variable in [x for x in gc.get_objects() if issubclass(type(x), tf.Variable)]:
         if variable.trainable and variable.dtype.is_floating:
-            last_bit = {8: 2.0**-52, 4: 2.0**-23}.get(variable.dtype.size, 2.0**-9)
-            factors = 1.0 + last_bit * _random.choice([-1.0, 1.0], variable.shape.as_list())
-            variable.assign(variable.numpy() * factors.astype(variable.dtype.as_numpy_dtype))
+            last_bit = max(_LAST_BIT.get(variable.dtype, 0.0), _LAST_BIT.get(compute, 0.0))
+            signs = _random.choice([-1.0, 1.0], variable.shape.as_list())
+            change = tf.constant(variable.numpy() * last_bit * signs, variable.dtype)
+            variable.assign_add(change)
+            undo.append((variable, change))
+    return lambda: [variable.assign_sub(change) for variable, change in undo] and None
 
 
 def note(call: str, results: Any, weights: Sequence[Any] = ()) -> None:
@@ -96,8 +108,9 @@ def called(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs:
     if asked is None or not tf.executing_eagerly() or _times_called.get(name, 0) >= asked.steps:
         return function(*args, **kwargs)
     _times_called[name] = _times_called.get(name, 0) + 1
-    if asked.nudge:
-        nudge()
+    undo = nudge() if asked.nudge else None
     results = function(*args, **kwargs)
+    if undo is not None:
+        undo()
     note(name, results)
     return results
