@@ -274,6 +274,7 @@ def verify(
     steps: Annotated[
         int, typer.Option(help="How many steps each fit takes, and how many of each function are compared tensor by tensor.")
     ] = 3,
+    full: Annotated[bool, typer.Option("--full", help="Let each fit take all its steps. No more of them are compared.")] = False,
     as_module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
 ) -> None:
     """Compare a Keras script on several replicas with one device, and show the first tensor that differs.
@@ -288,8 +289,9 @@ def verify(
     if strategy not in _IN_STEP:
         raise ConfigurationError(message("Unknown strategy.", hint=f"use {', '.join(_IN_STEP)}.", strategy=strategy))
     verdict = verify_script(
-        script, own_arguments, num_replicas=num_replicas, strategy=strategy, communicator=communicator, steps=steps, as_module=as_module
-    )
+        script, own_arguments, num_replicas=num_replicas, strategy=strategy, communicator=communicator, steps=steps, full=full,
+        as_module=as_module,
+    )  # fmt: skip
     for line in verdict.lines:
         typer.echo(line)
     raise typer.Exit(verdict.exit_code)

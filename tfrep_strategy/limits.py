@@ -206,19 +206,21 @@ class Verification(NamedTuple):
 
     Attributes:
         folder: Where it notes what is compared.
-        steps: How many steps of each function are compared, and taken by each `fit`.
-        nudge: Whether variables are changed in their last bit before each step.
+        steps: How many steps of each function are compared.
+        shortens: Whether each `fit` ends after as many.
+        nudge: Whether weights are changed in their last bit for these steps.
     """
 
     folder: Path
     steps: int
+    shortens: bool
     nudge: bool
 
 
 def verification() -> Verification | None:
     """Returns what `tfrep verify` asks of this process; None if it asks nothing.
 
-    It sets `TFREP_VERIFY_DIR`, `TFREP_VERIFY_STEPS` and `TFREP_VERIFY_NUDGE`.
+    It sets `TFREP_VERIFY_DIR`, `TFREP_VERIFY_STEPS`, `TFREP_VERIFY_FULL` and `TFREP_VERIFY_NUDGE`.
 
     Example:
         >>> os.environ.update(TFREP_VERIFY_DIR="/tmp/verified", TFREP_VERIFY_STEPS="2")
@@ -228,7 +230,8 @@ def verification() -> Verification | None:
     folder = os.environ.get("TFREP_VERIFY_DIR", "")
     if not folder:
         return None
-    return Verification(Path(folder), variable(Size, "TFREP_VERIFY_STEPS", default=3), os.environ.get("TFREP_VERIFY_NUDGE") == "1")
+    steps, is_full, nudge = variable(Size, "TFREP_VERIFY_STEPS", default=3), "TFREP_VERIFY_FULL", "TFREP_VERIFY_NUDGE"
+    return Verification(Path(folder), steps, os.environ.get(is_full) != "1", os.environ.get(nudge) == "1")
 
 
 def check_keras_backend() -> None:

@@ -49,4 +49,5 @@ def verified(
     finding = comparing.first_difference([[as_array(x.numpy()) for x in own[results:]] for own in every], {})
     wanted = tf.nest.flatten(function(*map(tf.constant, values)))
     worst = max(difference(x.numpy(), y.numpy()) for own in every for x, y in zip(own[:results], wanted, strict=True))
+    assert finding or not comparing.alone, comparing.alone
     return Run(finding, comparing.compared, worst)

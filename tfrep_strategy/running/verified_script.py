@@ -46,6 +46,7 @@ def verify_script(
     strategy: str = "auto",
     communicator: str = "auto",
     steps: int = 3,
+    full: bool = False,
     as_module: bool = False,
 ) -> Verdict:
     """Runs a script with replicas, then twice on one device: as it is, and with weights that are changed in their last bit.
@@ -57,6 +58,7 @@ def verify_script(
         strategy: As for `tfrep run`.
         communicator: As for `tfrep run`.
         steps: How many steps each `fit` takes, and how many of each function are compared.
+        full: Whether each `fit` takes all its steps, of which no more are compared.
         as_module: Whether `target` is a module, as for `python -m`.
 
     Raises:
@@ -81,7 +83,7 @@ def verify_script(
         def run(name: str, options: Sequence[str], **more: str) -> int:
             own = Path(folder, name)
             own.mkdir()
-            more |= {"TFREP_VERIFY_DIR": str(own), "TFREP_VERIFY_STEPS": str(steps)}
+            more |= {"TFREP_VERIFY_DIR": str(own), "TFREP_VERIFY_STEPS": str(steps), "TFREP_VERIFY_FULL": str(int(full))}
             environ = {"PYTHONHASHSEED": "0"} | inherited_environ() | more
             command = [sys.executable, "-m", "tfrep_strategy.cli", "run", *options, *program]
             output = None if name == "replicas" else subprocess.DEVNULL
@@ -94,7 +96,8 @@ def verify_script(
                 return Verdict(1, _lines_of(each["finding"], each["run"], "replica" if strategy == "mirrored" else "rank"))
         compared = _sum_up(told)
         if code:
-            return Verdict(code, ["The run with replicas has failed. Until then no step differs from one device.", compared])
+            hint = [] if full else [f"Each fit has ended after {steps} steps. A script that needs all of them takes --full."]
+            return Verdict(code, ["The run with replicas has failed. Until then no step differs from one device.", compared, *hint])
         if not told and not any(Path(folder, "replicas").iterdir()):
             hint = "Put the step of a loop of your own into a function with tfrep.partition."
             return Verdict(2, ["Nothing was compared: the script calls no fit, evaluate, predict, or partitioned function.", hint])
@@ -113,7 +116,9 @@ def verify_script(
 def _sum_up(told: Sequence[Any]) -> str:
     functions = len({each["step"] for each in told})
     most = max((each["compared"] for each in told), default=0)
-    return f"Compared: {len(told)} steps of {functions} functions, up to {most} tensors in each."
+    alone = [each["alone"] for each in told if each["alone"]]
+    told_so = f" In {len(alone)} of them one device went on with its own results, not with those of replicas: {alone[0]}" if alone else ""
+    return f"Compared: {len(told)} steps of {functions} functions, up to {most} tensors in each.{told_so}"
 
 
 def _lines_of(finding: Any, run: int, who: str) -> list[str]:

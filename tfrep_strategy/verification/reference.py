@@ -166,7 +166,8 @@ class Reference:
                         self._found[*path, tensor.name] = result
             for tensor in operation.outputs:
                 key = (*path, tensor.name)
-                if key in given and (self._is_forced or tensor.name not in known):
+                # A shape may follow from a constant, and not from a value that is given.
+                if key in given and (tensor.name not in known or (self._is_forced and operation.type != "Const")):
                     known[tensor.name] = Repeated(given[key], 1.0)
         return known
 

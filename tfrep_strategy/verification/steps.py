@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfrep_strategy.partitioner.fingerprint import line_of
 from tfrep_strategy.partitioner.observed import Observed
 from tfrep_strategy.partitioner.placements import Partial, Placement, Replicate, Shard
+from tfrep_strategy.partitioner.planner import in_order
 from tfrep_strategy.verification.comparison import Bounds, Difference, difference, disagreement, joined, nudged
 from tfrep_strategy.verification.reference import Place, Reference, places
 
@@ -73,6 +74,7 @@ class VerifiedStep:
 
     Attributes:
         compared: How many tensors were compared in the last run.
+        alone: Why one device could not go on with what replicas have in the last run, but with its own results; empty if it could.
         draws: Whether the step draws numbers that nobody can draw again.
     """
 
@@ -83,7 +85,7 @@ class VerifiedStep:
         self._copies: dict[str, tf.Variable] = {}
         """By the name of an input: a variable of one device, in place of the copies of the replicas."""
         self._random = np.random.default_rng(0)
-        self.compared = 0
+        self.compared, self.alone = 0, ""
         self.draws = any(place.tensor.op.type in _UNREPEATABLE_DRAWS for place in self._places)
 
     def first_difference(self, replicas: Sequence[Sequence[np.ndarray]], held: Mapping[str, Held]) -> Finding | None:
@@ -100,7 +102,7 @@ class VerifiedStep:
         for each in held.values():  # A copy that was wrong before makes all wrong that comes after.
             parted = disagreement(each.before, _dtype(each.before[0])) if isinstance(each.placement, Replicate) else None
             if parted is not None:
-                return _of_variable(each, "before the step", parted)
+                return _finding(f"the variable {each.name!r} before the step", each.name.rpartition("/")[0], "", each.placement, parted)
         wholes: dict[tuple[str, ...], np.ndarray] = {}
         problems: dict[tuple[str, ...], Difference] = {}
         for place in self._places:
@@ -116,8 +118,10 @@ class VerifiedStep:
         }
         before = {name: joined(each.placement, each.before, tf.TensorShape(None)) for name, each in held.items()}
         try:
+            self.alone = ""
             bounds, after = self._bounds(given, before, is_forced=True)
-        except (tf.errors.OpError, ValueError, TypeError):  # What replicas have fits nowhere: one device goes on alone.
+        except (tf.errors.OpError, ValueError, TypeError) as error:
+            self.alone = str(error)  # What replicas have fits nowhere: one device goes on alone.
             bounds, after = self._bounds(given, before, is_forced=False)
         for place in self._places:
             parted = problems.get(place.key) or self._compared(place, replicas, wholes[place.key], bounds.get(place.key))
@@ -128,8 +132,9 @@ class VerifiedStep:
             assert not isinstance(whole, str)
             dtype = _dtype(whole)
             parted = difference(each.placement, each.after, whole, after[name], dtype) if name in after else None
+            write = _last_write(self._graph, name) if parted is not None else None
             if parted is not None:
-                return _of_variable(each, "after the step", parted)
+                return _of_operation(write, f"the variable {each.name!r} after the step", each.placement, parted)
         return None
 
     def _compared(
@@ -189,12 +194,30 @@ def _dtype(value: Any) -> tf.DType:
 def _of_tensor(place: Place, parted: Difference) -> Finding:
     operation = place.tensor.op
     name = " in ".join([repr(place.tensor.name), *map(repr, reversed(place.path))])
-    layer = operation.name.rpartition("/")[0]
-    return _finding(f"{operation.type} {name}", layer, line_of(operation), place.seen.placement, parted)
+    # What is read is wrong where it was written.
+    write = _last_write(operation.graph, operation.inputs[0].name, operation) if operation.type == "ReadVariableOp" else None
+    if write is not None:
+        return _of_operation(write, f"what {name} reads", place.seen.placement, parted)
+    return _of_operation(operation, f"{operation.type} {name}", place.seen.placement, parted)
 
 
-def _of_variable(held: Held, when: str, parted: Difference) -> Finding:
-    return _finding(f"the variable {held.name!r} {when}", held.name.rpartition("/")[0], "", held.placement, parted)
+def _last_write(graph: Any, handle: str, before: Any = None) -> Any:
+    """Returns the operation that has written a variable last; None if none has."""
+    last = None
+    for operation in in_order(graph):
+        if operation is before:
+            break
+        if operation.type.startswith("Assign") and operation.inputs[0].name == handle:
+            last = operation
+    return last
+
+
+def _of_operation(operation: Any, what: str, placement: Placement, parted: Difference) -> Finding:
+    if operation is None:
+        return _finding(what, "", "", placement, parted)
+    if operation.name not in what:
+        what = f"{operation.type} {operation.name!r}, by {what}"
+    return _finding(what, operation.name.rpartition("/")[0], line_of(operation), placement, parted)
 
 
 def _finding(what: str, layer: str, line: str, placement: Placement, parted: Difference) -> Finding:

@@ -21,7 +21,7 @@ _LAST_BIT = {tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float32: 2.0**-23, t
 
 
 class FewSteps(keras.callbacks.Callback):
-    """Ends a `fit` after some steps.
+    """Ends a `fit` after some steps, if that is asked, and changes weights in their last bit in these.
 
     Args:
         asked: What `tfrep verify` asks of this process.
@@ -33,12 +33,13 @@ class FewSteps(keras.callbacks.Callback):
         self._undo: Callable[[], None] = lambda: None
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._asked.nudge:
+        if self._asked.nudge and batch < self._asked.steps:
             self._undo = nudge()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._undo()
-        if batch + 1 >= self._asked.steps:
+        self._undo = lambda: None
+        if self._asked.shortens and batch + 1 >= self._asked.steps:
             self.model.stop_training = True
 
 
