@@ -269,12 +269,14 @@ def verify(
     script: Annotated[str, typer.Argument(help="The script to run.", show_default=False)],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its own arguments.")] = None,
     num_replicas: Annotated[int, typer.Option("-n", "--num-replicas", help="How many replicas.")] = 2,
-    strategy: Annotated[str, typer.Option(help="auto or multi-worker (a process per replica), or mirrored (one process).")] = "auto",
+    strategy: Annotated[
+        str, typer.Option(help="auto or multi-worker (a process per replica), or mirrored (one process).")
+    ] = "auto",
     communicator: Annotated[str, typer.Option(help="How processes talk, as for tfrep run.")] = "auto",
     steps: Annotated[
-        int, typer.Option(help="How many steps each fit takes, and how many of each function are compared tensor by tensor.")
+        int, typer.Option(help="How many steps each epoch takes, and how many of each function are compared tensor by tensor.")
     ] = 3,
-    full: Annotated[bool, typer.Option("--full", help="Let each fit take all its steps. No more of them are compared.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Let each epoch take all its steps. No more of them are compared.")] = False,
     as_module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
 ) -> None:
     """Compare a Keras script on several replicas with one device, and show the first tensor that differs.

@@ -207,7 +207,7 @@ class Verification(NamedTuple):
     Attributes:
         folder: Where it notes what is compared.
         steps: How many steps of each function are compared.
-        shortens: Whether each `fit` ends after as many.
+        shortens: Whether each epoch ends after as many.
         nudge: Whether weights are changed in their last bit for these steps.
     """
 

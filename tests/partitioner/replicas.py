@@ -137,7 +137,7 @@ def differences(
 
 
 def difference(got: Any, right: Any) -> float:
-    """Returns the largest difference, relative to the larger of a number and 1; infinity where shapes, or what is no number, differ."""
+    """Returns the largest difference, relative to 1 at least; infinity where shapes, or what is no number, differ."""
     if np.shape(got) != np.shape(right):
         return np.inf
     if not np.size(right):

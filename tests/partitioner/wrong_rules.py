@@ -53,7 +53,9 @@ def mutated(
 
 
 def _mean(plan: Any, whole: Any, value: Any) -> Any:
-    return plan.program.add("RealDiv", whole, plan.program.constant(2, whole.dtype)) if isinstance(value.placement, Partial) else None
+    if not isinstance(value.placement, Partial):
+        return None
+    return plan.program.add("RealDiv", whole, plan.program.constant(2, whole.dtype))
 
 
 def _lost(plan: Any, whole: Any, value: Any) -> Any:

@@ -108,7 +108,8 @@ def test_operands_in_another_order(type_: str, monkeypatch: pytest.MonkeyPatch) 
     function = {"Sub": raw.Sub, "RealDiv": raw.RealDiv, "Pow": raw.Pow, "Maximum": raw.Maximum}[type_]
     changed = wrong_rules.with_operands_swapped(monkeypatch, type_)
     rows = np.abs(_ROWS[:5, :, 0]) + 0.5
-    run = verified(lambda x, y: [tf.reduce_sum(function(x=x * 2.0, y=y + 1.0) ** 2)], [rows, rows[:, ::-1].copy()], [Shard(0)] * 2, (3, 2))
+    given = [rows, rows[:, ::-1].copy()], [Shard(0)] * 2, (3, 2)
+    run = verified(lambda x, y: [tf.reduce_sum(function(x=x * 2.0, y=y + 1.0) ** 2)], *given)
     if type_ == "Maximum":
         assert run.finding is None
     else:

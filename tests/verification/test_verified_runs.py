@@ -40,16 +40,15 @@ def _told(folder: Path) -> list[Any]:
 def _fit() -> None:
     """Trains a model that has a bit of all: dropout, statistics of the batch, a loop, a nested function, a short last batch."""
     keras.utils.set_random_seed(4)
-    rows = np.random.default_rng(4).normal(size=(22, 5, 3)).astype("float32")
+    rows = np.random.default_rng(4).normal(size=(13, 5, 3)).astype("float32")
     inputs = keras.Input((5, 3))
     x = L.SimpleRNN(4, return_sequences=True, name="loop")(inputs)
     x = L.BatchNormalization(name="normalized")(L.Conv1D(4, 2, name="convolved")(x))
     x = L.Dropout(0.3, name="dropped")(L.Activation("relu")(x))
-    outputs = L.Dense(1, name="told")(L.GlobalMaxPooling1D()(L.Lambda(tf.function(lambda x: x * tf.reduce_mean(x)), name="nested")(x)))
-    model = keras.Model(inputs, outputs)
+    x = L.Lambda(tf.function(lambda x: x * tf.reduce_mean(x)), name="nested")(x)
+    model = keras.Model(inputs, L.Dense(1, name="told")(L.GlobalMaxPooling1D()(x)))
     model.compile(keras.optimizers.Adam(0.01, clipnorm=1.0), "mse", metrics=["mae"])
-    model.fit(rows, rows[:, 0, :1], batch_size=8, epochs=1, verbose=0, shuffle=False, validation_data=(rows[:9], rows[:9, 0, :1]))
-    model.predict(rows, batch_size=11, verbose=0)
+    model.fit(rows, rows[:, 0, :1], batch_size=8, epochs=1, verbose=0, shuffle=False)
 
 
 def _check_healthy(folder: Path, functions: int) -> None:
@@ -66,7 +65,7 @@ def test_healthy_mirrored_replicas(programs: tuple[str, ...], tmp_path: Path) ->
         _fit()
         for name in programs:
             ran(name, tfrep.partition)
-    _check_healthy(tmp_path, 3 + len(programs))
+    _check_healthy(tmp_path, 1 + len(programs))
 
 
 def _in_process(strategy: Any, folder: str) -> None:
@@ -78,7 +77,7 @@ def _in_process(strategy: Any, folder: str) -> None:
 @pytest.mark.parametrize("communicator", ["tf", *in_lane("loops", "horovod")])
 def test_healthy_processes(communicator: str, worker_pool: Any, tmp_path: Path) -> None:
     worker_pool(communicator, 2).run(_in_process, str(tmp_path))
-    _check_healthy(tmp_path, 4)
+    _check_healthy(tmp_path, 2)
 
 
 def _fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +107,8 @@ def _fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_fault_in_a_fit(fault: str, what: str, layer: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _fault(fault, monkeypatch)
-    with _verifying(tmp_path), tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope(), pytest.raises(tf.errors.OpError, match="differs"):
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+    with _verifying(tmp_path), strategy.scope(), pytest.raises(tf.errors.OpError, match="A step differs from that of one device"):
         _fit()
     (finding,) = [each["finding"] for each in _told(tmp_path) if each["finding"]]
     assert finding["what"].startswith(what)

@@ -10,7 +10,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,8 @@ def verify_script(
         num_replicas: How many replicas are compared with one device.
         strategy: As for `tfrep run`.
         communicator: As for `tfrep run`.
-        steps: How many steps each `fit` takes, and how many of each function are compared.
-        full: Whether each `fit` takes all its steps, of which no more are compared.
+        steps: How many steps each epoch takes, and how many of each function are compared.
+        full: Whether each epoch takes all its steps, of which no more are compared.
         as_module: Whether `target` is a module, as for `python -m`.
 
     Raises:
@@ -90,17 +90,18 @@ def verify_script(
             return subprocess.run(command, env=environ, stdout=output, check=False).returncode
 
         code = run("replicas", of_replicas)
-        told = [json.loads(file.read_text("utf-8")) for file in sorted(Path(folder, "replicas").glob("told*.json"), key=os.path.getmtime)]
+        files = sorted(Path(folder, "replicas").glob("told*.json"), key=os.path.getmtime)
+        told = [json.loads(file.read_text("utf-8")) for file in files]
         for each in told:
             if each["finding"] is not None:
                 return Verdict(1, _lines_of(each["finding"], each["run"], "replica" if strategy == "mirrored" else "rank"))
         compared = _sum_up(told)
         if code:
-            hint = [] if full else [f"Each fit has ended after {steps} steps. A script that needs all of them takes --full."]
+            hint = [] if full else [f"Each epoch has ended after {steps} steps. A script that needs all of them takes --full."]
             return Verdict(code, ["The run with replicas has failed. Until then no step differs from one device.", compared, *hint])
         if not told and not any(Path(folder, "replicas").iterdir()):
-            hint = "Put the step of a loop of your own into a function with tfrep.partition."
-            return Verdict(2, ["Nothing was compared: the script calls no fit, evaluate, predict, or partitioned function.", hint])
+            how = "Put the step of a loop of your own into a function with tfrep.partition."
+            return Verdict(2, ["Nothing was compared: the script calls no fit, evaluate, predict, or partitioned function.", how])
         for name, more in {"one": {}, "nudged": {"TFREP_VERIFY_NUDGE": "1"}}.items():
             if code := run(name, ["-n", "1"], **more):
                 return Verdict(code, ["The run on one device has failed.", compared])
@@ -117,8 +118,8 @@ def _sum_up(told: Sequence[Any]) -> str:
     functions = len({each["step"] for each in told})
     most = max((each["compared"] for each in told), default=0)
     alone = [each["alone"] for each in told if each["alone"]]
-    told_so = f" In {len(alone)} of them one device went on with its own results, not with those of replicas: {alone[0]}" if alone else ""
-    return f"Compared: {len(told)} steps of {functions} functions, up to {most} tensors in each.{told_so}"
+    more = f" In {len(alone)} of them one device went on with its own results, not with those of replicas: {alone[0]}"
+    return f"Compared: {len(told)} steps of {functions} functions, up to {most} tensors in each.{more if alone else ''}"
 
 
 def _lines_of(finding: Any, run: int, who: str) -> list[str]:
@@ -141,21 +142,22 @@ def _results(folder: Path) -> list[tuple[str, dict[str, Any]]]:
 
 def _first_result_that_differs(replicas: Sequence[Any], one: Sequence[Any], nudged: Sequence[Any]) -> list[str] | int:
     """Returns what to tell of the first result that differs; if none does, how many calls were compared."""
-    calls: Callable[[Any], list[str]] = lambda results: [call for call, _ in results]
-    if calls(replicas) != calls(one):
-        return ["Calls differ from those on one device.", f"  replicas:   {calls(replicas)}", f"  one device: {calls(one)}"]
+    calls = [[call for call, _ in each] for each in (replicas, one)]
+    if calls[0] != calls[1]:
+        return ["Calls differ from those on one device.", f"  replicas:   {calls[0]}", f"  one device: {calls[1]}"]
     for number, ((call, found), (_, right), (_, other)) in enumerate(zip(replicas, one, nudged, strict=True), 1):
+        first = f"The first that differs from one device: {{}} of call {number}, {call}"
         for name in [*found, *(each for each in right if each not in found)]:
             if name not in found or name not in right or np.shape(found[name][0]) != np.shape(right[name][0]):
-                return [f"The first that differs from one device: {name} of call {number}, {call}: only one has it, or its shape differs."]
+                return [f"{first.format(name)}: only one has it, or its shape differs."]
             (got, last_bit), (wanted, _) = found[name], right[name]
-            with np.errstate(all="ignore"):
-                spread = _distance(other[name][0], wanted) if name in other and np.shape(other[name][0]) == np.shape(wanted) else math.inf
-                largest = float(np.max(np.abs(wanted), initial=0.0, where=np.isfinite(wanted)))
+            has_other = name in other and np.shape(other[name][0]) == np.shape(wanted)
+            spread = _distance(other[name][0], wanted) if has_other else math.inf
+            largest = float(np.max(np.abs(wanted), initial=0.0, where=np.isfinite(wanted)))
             tolerance, difference = _SAFETY * (spread + last_bit * largest), _distance(got, wanted)
             if not difference <= tolerance:
                 return [
-                    f"The first that differs from one device: {name} of call {number}, {call}.",
+                    f"{first.format(name)}.",
                     f"  difference: {difference:.3g}",
                     f"  tolerance:  {tolerance:.3g}",
                     "No step differs that was compared. So it is the data, a metric, a callback, or what is done between steps.",

@@ -28,8 +28,8 @@ _AMBIGUOUS = frozenset({"BroadcastGradientArgs"})
 _BODIES = frozenset({"Case", "If", "PartitionedCall", "StatefulPartitionedCall", "While"})
 _SCANS = frozenset({"Cumprod", "Cumsum", "CumulativeLogsumexp"})
 _DROPPED = frozenset({
-    "_class", "_output_shapes", "_has_manual_control_dependencies", "_gradient_op_type", "_XlaCompile", "_XlaMustCompile", "_XlaScope",
-    "_XlaSeparateCompiledGradients", marks.NAME,
+    "_class", "_output_shapes", "_has_manual_control_dependencies", "_gradient_op_type", "_XlaCompile", "_XlaMustCompile",
+    "_XlaScope", "_XlaSeparateCompiledGradients", marks.NAME,
 })  # fmt: skip
 _ONLY_MARKED = frozenset({marks.GRADIENT, marks.SLICES})
 """Marks of operations that give the same on one device."""
@@ -175,7 +175,8 @@ class Reference:
 def _can_be_repeated(operation: Any, observed: Observed) -> bool:
     """Returns whether one device gives the same again, and does nothing else: draws, and what the world sees, do not."""
     mark = marks.mark_of(operation)
-    if (mark is not None and mark not in _ONLY_MARKED) or any(x.name in observed.own for x in (*operation.inputs, *operation.outputs)):
+    has_own = any(x.name in observed.own for x in (*operation.inputs, *operation.outputs))
+    if has_own or (mark is not None and mark not in _ONLY_MARKED):
         return False
     if operation.type in ("PartitionedCall", "StatefulPartitionedCall") and operation.name in observed.calls:
         return True
@@ -183,7 +184,8 @@ def _can_be_repeated(operation: Any, observed: Observed) -> bool:
     if bodies:
         return all(graph is not None and _is_repeatable(graph) for graph in bodies)
     if not operation_definition(operation.type).is_stateful:
-        return not (operation.type.startswith("Stateless") and operation.node_def.attr["_XlaCompile"].b)  # XLA draws in another order.
+        draws = operation.type.startswith("Stateless")
+        return not (draws and operation.node_def.attr["_XlaCompile"].b)  # XLA draws in another order.
     if operation.type in _READS:
         return True
     has_variable = any(x.dtype == tf.resource for x in operation.inputs)

@@ -102,7 +102,7 @@ class VerifiedStep:
         for each in held.values():  # A copy that was wrong before makes all wrong that comes after.
             parted = disagreement(each.before, _dtype(each.before[0])) if isinstance(each.placement, Replicate) else None
             if parted is not None:
-                return _finding(f"the variable {each.name!r} before the step", each.name.rpartition("/")[0], "", each.placement, parted)
+                return _of_operation(None, f"the variable {each.name!r} before the step", each.placement, parted)
         wholes: dict[tuple[str, ...], np.ndarray] = {}
         problems: dict[tuple[str, ...], Difference] = {}
         for place in self._places:
@@ -132,8 +132,8 @@ class VerifiedStep:
             assert not isinstance(whole, str)
             dtype = _dtype(whole)
             parted = difference(each.placement, each.after, whole, after[name], dtype) if name in after else None
-            write = _last_write(self._graph, name) if parted is not None else None
             if parted is not None:
+                write = _last_write(self._graph, name)
                 return _of_operation(write, f"the variable {each.name!r} after the step", each.placement, parted)
         return None
 

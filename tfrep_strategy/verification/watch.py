@@ -147,12 +147,17 @@ class Watch:
         finding = self._verified.first_difference([seen for _, seen, _ in replicas], held)
         verified = self._verified
         told = {
-            "step": self._number, "run": self._runs, "compared": verified.compared, "alone": verified.alone, "draws": verified.draws,
+            "step": self._number,
+            "run": self._runs,
+            "compared": verified.compared,
+            "alone": verified.alone,
+            "draws": verified.draws,
             "finding": finding and asdict(finding),
-        }  # fmt: skip
+        }
         _write(self._asked.folder / f"told{self._number}-{self._runs}.json", json.dumps(told).encode())
         if finding is not None:
-            raise TfrepError(message("A step differs from that of one device.", hint="see what tfrep verify tells.", what=finding.what))
+            hint = "see what tfrep verify tells."
+            raise TfrepError(message("A step differs from that of one device.", hint=hint, operation=finding.what))
 
 
 def _write(file: Path, content: bytes) -> None:

@@ -21,7 +21,9 @@ _LAST_BIT = {tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float32: 2.0**-23, t
 
 
 class FewSteps(keras.callbacks.Callback):
-    """Ends a `fit` after some steps, if that is asked, and changes weights in their last bit in these.
+    """Ends each epoch after some steps, if that is asked, and changes weights in their last bit in these.
+
+    It is called before the callbacks of the user, who then find an epoch that has ended as always.
 
     Args:
         asked: What `tfrep verify` asks of this process.
@@ -31,6 +33,7 @@ class FewSteps(keras.callbacks.Callback):
         super().__init__()
         self._asked = asked
         self._undo: Callable[[], None] = lambda: None
+        self._ends_epoch = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._asked.nudge and batch < self._asked.steps:
@@ -39,8 +42,12 @@ class FewSteps(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._undo()
         self._undo = lambda: None
-        if self._asked.shortens and batch + 1 >= self._asked.steps:
-            self.model.stop_training = True
+        if self._asked.shortens and batch + 1 >= self._asked.steps and not self.model.stop_training:
+            self.model.stop_training = self._ends_epoch = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._ends_epoch:
+            self.model.stop_training = self._ends_epoch = False
 
 
 def callbacks_of_fit() -> list[keras.callbacks.Callback]:
@@ -64,7 +71,12 @@ def nudge() -> Callable[[], None]:
             change = tf.constant(variable.numpy() * last_bit * signs, variable.dtype)
             variable.assign_add(change)
             undo.append((variable, change))
-    return lambda: [variable.assign_sub(change) for variable, change in undo] and None
+
+    def take_back() -> None:
+        for variable, change in undo:
+            variable.assign_sub(change)
+
+    return take_back
 
 
 def note(call: str, results: Any, weights: Sequence[Any] = ()) -> None:

@@ -83,13 +83,14 @@ class Callbacks(backups.Backups, SynchronousBase):
         strategy = self.strategy
         callbacks = list(keras.tree.flatten(callbacks)) if callbacks else []
         agreement, callbacks = _agreed(strategy, callbacks)
-        backup = []
+        backup, verified = [], []
         if add_history and self.is_fitting:
-            backup = [*backup_of_fit(strategy, model, self.given_to_fit, callbacks, self.steps_of_fit), *callbacks_of_fit()]
+            backup = backup_of_fit(strategy, model, self.given_to_fit, callbacks, self.steps_of_fit)
+            verified = callbacks_of_fit()
         if self.has_several:  # A single replica has nobody to wait for, and each callback is called twice in each step.
             callbacks = [_Before(strategy, agreement, self), *callbacks, _After(strategy, agreement)]
         original(
-            callback_list, [*callbacks, *backup],
+            callback_list, [*verified, *callbacks, *backup],
             add_history=add_history, add_progbar=add_progbar and strategy.extended.is_chief, model=model, **params,
         )  # fmt: skip
 
