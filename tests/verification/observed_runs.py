@@ -11,7 +11,7 @@ from partitioner.replicas import Together, difference, own_rows, parts_of, plann
 
 from tfrep_strategy.partitioner.placements import Placement
 from tfrep_strategy.verification.comparison import as_array
-from tfrep_strategy.verification.steps import Finding, VerifiedStep
+from tfrep_strategy.verification.verified_step import Finding, VerifiedStep
 
 
 class Run(NamedTuple):

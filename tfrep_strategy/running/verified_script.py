@@ -69,7 +69,7 @@ def verify_script(
         Traceback (most recent call last):
         ...
         tfrep_strategy.errors.ConfigurationError: Nothing would be compared. Received: steps=0
-        Hint: use a number of at least 1.
+        Hint: use a whole number, 1 or more.
     """
     check_count("Nothing would be compared.", 1, steps=steps)
     check_count("One replica is one device.", 2, num_replicas=num_replicas)

@@ -23,7 +23,7 @@ from tfrep_strategy.limits import Verification, timeout_seconds
 from tfrep_strategy.partitioner.placements import Placement
 from tfrep_strategy.partitioner.step import PartitionedStep
 from tfrep_strategy.verification.comparison import as_array
-from tfrep_strategy.verification.steps import Held, VerifiedStep
+from tfrep_strategy.verification.verified_step import Held, VerifiedStep
 
 _numbers = itertools.count()
 """All ranks trace the same steps, in the same order."""
