@@ -118,8 +118,9 @@ def _sum_up(told: Sequence[Any]) -> str:
     functions = len({each["step"] for each in told})
     most = max((each["compared"] for each in told), default=0)
     alone = [each["alone"] for each in told if each["alone"]]
-    more = f" In {len(alone)} of them one device went on with its own results, not with those of replicas: {alone[0]}"
-    return f"Compared: {len(told)} steps of {functions} functions, up to {most} tensors in each.{more if alone else ''}"
+    lines = [f"Compared: {len(told)} steps of {functions} functions, up to {most} tensors in each."]
+    lines += [f"In {len(alone)} of them one device went on with its own results, not with those of replicas: {x}" for x in alone[:1]]
+    return "\n".join(lines)
 
 
 def _lines_of(finding: Any, run: int, who: str) -> list[str]:
