@@ -290,10 +290,13 @@ def verify(
         del own_arguments[0]
     if strategy not in _IN_STEP:
         raise ConfigurationError(message("Unknown strategy.", hint=f"use {', '.join(_IN_STEP)}.", strategy=strategy))
-    verdict = verify_script(
-        script, own_arguments, num_replicas=num_replicas, strategy=strategy, communicator=communicator, steps=steps, full=full,
-        as_module=as_module,
-    )  # fmt: skip
+    try:
+        verdict = verify_script(
+            script, own_arguments, num_replicas=num_replicas, strategy=strategy, communicator=communicator, steps=steps, full=full,
+            as_module=as_module,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        raise typer.Exit(_INTERRUPTED) from None
     for line in verdict.lines:
         typer.echo(line)
     raise typer.Exit(verdict.exit_code)

@@ -54,10 +54,11 @@ def run_strategy_scope() -> Iterator[Any]:
         from tfrep_strategy.strategies.parameter_server import ParameterServerStrategy
 
         gpus = tf.config.get_visible_devices("GPU")
-    if verification() is not None:  # A script without a seed shall begin with the same weights in each run.
+    if verification() is not None:
         from keras.utils import set_random_seed
 
-        set_random_seed(0)
+        set_random_seed(0)  # A script without a seed begins with the same weights in each run.
+        tf.config.experimental.enable_tensor_float_32_execution(False)  # GPUs would round products to 10 bits.
     for gpu in gpus:  # Ranks may share them, and scripts ask for it when it is too late.
         tf.config.experimental.set_memory_growth(gpu, True)
     if os.environ["TFREP_STRATEGY"] == "mirrored":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -10,7 +11,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def verify_script(
     check_count("Nothing would be compared.", 1, steps=steps)
     check_count("One replica is one device.", 2, num_replicas=num_replicas)
     check_script("module" if as_module else "script", target)
-    program = [*(["-m"] if as_module else []), target, *arguments]
+    program = ["-m", target, *arguments] if as_module else [os.path.abspath(target), *arguments]
     of_replicas = ["-n", str(num_replicas), "--strategy", strategy, "--communicator", communicator]
     if strategy == "mirrored":
         of_replicas = of_replicas[:4]
@@ -87,7 +88,8 @@ def verify_script(
             environ = {"PYTHONHASHSEED": "0"} | inherited_environ() | more
             command = [sys.executable, "-m", "tfrep_strategy.cli", "run", *options, *program]
             output = None if name == "replicas" else subprocess.DEVNULL
-            return subprocess.run(command, env=environ, stdout=output, check=False).returncode
+            with _fresh_folder() as here:
+                return subprocess.run(command, env=environ, cwd=here, stdout=output, check=False).returncode
 
         code = run("replicas", of_replicas)
         files = sorted(Path(folder, "replicas").glob("told*.json"), key=os.path.getmtime)
@@ -114,12 +116,27 @@ def verify_script(
     return Verdict(1, [*found, compared])
 
 
+@contextlib.contextmanager
+def _fresh_folder() -> Iterator[str]:
+    """Yields a folder with links to what the current one has: each run begins as the first does. What it writes there is removed.
+
+    It is beside the current one if it can be, so that `../data` is what it was.
+    """
+    here = Path.cwd()
+    beside = here.parent if os.access(here.parent, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix=".tfrep-verify-", dir=beside) as folder:
+        for entry in here.iterdir():
+            Path(folder, entry.name).symlink_to(entry)
+        yield folder
+
+
 def _sum_up(told: Sequence[Any]) -> str:
     functions = len({each["step"] for each in told})
     most = max((each["compared"] for each in told), default=0)
     alone = [each["alone"] for each in told if each["alone"]]
     lines = [f"Compared: {len(told)} steps of {functions} functions, up to {most} tensors in each."]
-    lines += [f"In {len(alone)} of them one device went on with its own results, not with those of replicas: {x}" for x in alone[:1]]
+    if alone:
+        lines.append(f"In {len(alone)} of them one device went on with its own results, not with those of replicas: {alone[0]}")
     return "\n".join(lines)
 
 
