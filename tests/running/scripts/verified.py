@@ -35,7 +35,8 @@ model = keras.Sequential(
 model.compile("adam", "mse", metrics=["mae"])
 history = model.fit(rows, rows[:, :1], batch_size=8, epochs=2, verbose=0, callbacks=[Changes()])
 assert len(history.history["loss"]) == 2
-os.mkdir("figures")  # Fails where an earlier run has made it.
+if tfrep.is_chief():
+    os.mkdir("figures")  # Fails where an earlier run has made it.
 print("predicted", model.predict(rows[:10], verbose=0).shape)
 
 optimizer = keras.optimizers.SGD(0.1)
