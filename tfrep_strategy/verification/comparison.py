@@ -7,7 +7,7 @@ A sum of n numbers in another order may be rounded about sqrt(n) times as much.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,8 @@ _LAST_BIT = {
 }  # fmt: skip
 _SAFETY = 8.0
 """Kernels round each operation several times: an exponential of one row and one of many may differ by some last bits."""
+_IN_16_BITS = 4.0
+"""How often a sum is rounded at most: kernels add up numbers of 16 bits in 32."""
 
 
 class Difference(NamedTuple):
@@ -44,56 +46,63 @@ class Bounds(NamedTuple):
 
     Attributes:
         right: What it gives.
-        perturbed: What it gives for inputs that are changed in their last bit.
+        perturbed: Returns what it gives for inputs that are changed in their last bit. It is called if something seems to differ.
         terms: How many numbers are added up.
     """
 
     right: np.ndarray
-    perturbed: Sequence[np.ndarray]
+    perturbed: Callable[[], Sequence[np.ndarray]]
     terms: float
 
 
 def as_array(value: Any) -> np.ndarray:
     """Returns what TensorFlow gives NumPy as an array: a scalar string is none."""
+    value = value.numpy() if isinstance(value, tf.Tensor) else value
     return np.array(value, object) if isinstance(value, bytes) else np.asarray(value)
 
 
-def nudged(value: np.ndarray, dtype: tf.DType, random: np.random.Generator) -> np.ndarray:
-    """Returns numbers that are changed in their last bit, at random. Zeros, and what is no number, stay as they are.
+def nudged(value: tf.Tensor) -> tf.Tensor:
+    """Returns numbers that are changed in their last bit, at random. Zeros, and what is no floating number, stay as they are."""
+    if value.dtype not in _LAST_BIT:
+        return value
+    wide = {tf.float64: tf.float64, tf.complex64: tf.complex64, tf.complex128: tf.complex128}.get(value.dtype, tf.float32)
+    factors = 1.0 + _LAST_BIT[value.dtype] * tf.random.uniform(tf.shape(value), -1.0, 1.0, tf.float64)
+    return tf.cast(tf.cast(value, wide) * tf.cast(factors, wide), value.dtype)
+
+
+def shape_problem(placement: Placement, shapes: Sequence[tf.TensorShape], shape: tf.TensorShape) -> str:
+    """Says why what replicas have makes no global tensor of a shape; returns nothing if it does.
 
     Args:
-        value: The numbers.
-        dtype: Their dtype.
-        random: What draws.
+        placement: How it is placed.
+        shapes: Of what each replica has.
+        shape: What the trace knows of its shape.
     """
-    if dtype not in _LAST_BIT:
-        return value
-    with np.errstate(all="ignore"):
-        changed = value * (1.0 + _LAST_BIT[dtype] * random.uniform(-1.0, 1.0, np.shape(value)))
-    return np.asarray(changed).astype(dtype.as_numpy_dtype)
+    first = shapes[0].as_list()
+    told = ", ".join(str(each.as_list()) for each in shapes)
+    if isinstance(placement, Shard):
+        axis = placement.axis
+        others = {tuple(each.as_list()[:axis] + each.as_list()[axis + 1 :]) for each in shapes}
+        if len(others) > 1 or axis >= len(first):
+            return f"what replicas have makes no tensor: {told}"
+        first[axis] = sum(each[axis] for each in shapes)
+    elif isinstance(placement, Partial) and len({tuple(each.as_list()) for each in shapes}) > 1:
+        return f"what replicas have makes no tensor: {told}"
+    if shape.is_compatible_with(first):
+        return ""
+    return f"what replicas have is of shape {told}, where one device has {shape.as_list()}"
 
 
-def joined(placement: Placement, of_replicas: Sequence[np.ndarray], shape: tf.TensorShape) -> np.ndarray | str:
-    """Returns the global tensor of what replicas have of it, or a text that says why there is none.
+def joined(placement: Placement, of_replicas: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns the global tensor of what replicas have of it.
 
     Args:
         placement: How it is placed.
         of_replicas: What each replica has.
-        shape: What the trace knows of its shape.
     """
-    shapes = ", ".join(str(list(np.shape(x))) for x in of_replicas)
-    try:
-        if isinstance(placement, Shard):
-            whole = np.concatenate(of_replicas, placement.axis)
-        elif isinstance(placement, Partial):
-            whole = np.asarray(sum(of_replicas[1:], of_replicas[0])).astype(of_replicas[0].dtype)
-        else:
-            whole = of_replicas[0]
-    except ValueError:  # NumPy's AxisError is one.
-        return f"what replicas have makes no tensor: {shapes}"
-    if not shape.is_compatible_with(whole.shape):
-        return f"what replicas have is of shape {shapes}, where one device has {shape.as_list()}"
-    return whole
+    if isinstance(placement, Shard):
+        return tf.concat(of_replicas, placement.axis)
+    return tf.add_n(of_replicas) if isinstance(placement, Partial) else of_replicas[0]
 
 
 def difference(
@@ -120,7 +129,7 @@ def difference(
     right, addends = bounds.right, of_replicas if isinstance(placement, Partial) else summed
     if np.shape(whole) != np.shape(right):
         return Difference(None, problem=f"the shape is {list(np.shape(whole))}, and {list(np.shape(right))} on one device")
-    limit = _tolerance(right, bounds, addends, dtype)
+    limit = _tolerance(right, (), bounds.terms, addends, dtype)
     if isinstance(placement, Shard):
         ends = np.cumsum([x.shape[placement.axis] for x in of_replicas])[:-1]
         pairs = list(enumerate(zip(of_replicas, np.split(right, ends, placement.axis), strict=True)))
@@ -132,6 +141,8 @@ def difference(
         if np.shape(own) != np.shape(wanted):
             return Difference(replica, problem=f"the shape is {list(np.shape(own))}, and {list(np.shape(wanted))} on one device")
         found = _distance(own, wanted, dtype)
+        if not found <= limit:
+            limit = _tolerance(right, bounds.perturbed(), bounds.terms, addends, dtype)
         if not found <= limit:
             return Difference(None if replica < 0 else replica, found, limit)
     return None
@@ -151,16 +162,24 @@ def disagreement(of_replicas: Sequence[np.ndarray], dtype: tf.DType) -> Differen
     return None
 
 
-def _tolerance(right: np.ndarray, bounds: Bounds, addends: Sequence[np.ndarray], dtype: tf.DType) -> float:
-    spread = max((_distance(each, right, dtype) for each in bounds.perturbed if np.shape(each) == np.shape(right)), default=0.0)
+def _tolerance(
+    right: np.ndarray, perturbed: Sequence[np.ndarray], terms: float, addends: Sequence[np.ndarray], dtype: tf.DType
+) -> float:
+    spread = max((_distance(each, right, dtype) for each in perturbed if np.shape(each) == np.shape(right)), default=0.0)
     if dtype not in _LAST_BIT:
         return 2.0 * spread  # As many elements may be decided otherwise again.
     scale = max(_largest(right, dtype), sum(_largest(each, dtype) for each in addends))
     spread = spread if math.isfinite(spread) else 0.0
-    return _SAFETY * math.sqrt(max(1.0, bounds.terms)) * (spread + _LAST_BIT[dtype] * scale)
+    rounded = math.sqrt(max(1.0, terms))
+    if dtype.size == 2:
+        rounded = min(rounded, _IN_16_BITS)
+    return _SAFETY * rounded * (spread + _LAST_BIT[dtype] * scale)
 
 
 def _largest(value: np.ndarray, dtype: tf.DType) -> float:
+    plain = float(np.max(np.abs(value), initial=0.0)) if dtype in (tf.float32, tf.float64) else math.nan
+    if math.isfinite(plain):
+        return plain
     wide = _wide(value, dtype)
     return float(np.max(np.abs(wide), initial=0.0, where=np.isfinite(wide)))
 
@@ -173,6 +192,11 @@ def _distance(own: np.ndarray, right: np.ndarray, dtype: tf.DType) -> float:
     """Returns the largest difference; infinity where one is finite and the other is not. Of what is no number: how many differ."""
     if dtype not in _LAST_BIT:
         return float(np.sum(np.asarray(own != right)))
+    if dtype in (tf.float32, tf.float64):  # Most are finite. Large tensors take time.
+        with np.errstate(all="ignore"):
+            plain = float(np.max(np.abs(own - right), initial=0.0))
+        if math.isfinite(plain):
+            return plain
     own, right = _wide(own, dtype), _wide(right, dtype)
     with np.errstate(all="ignore"):
         same = (own == right) | (np.isnan(own) & np.isnan(right))

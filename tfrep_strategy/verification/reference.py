@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import operation_definition
 from tfrep_strategy.partitioner import marks
 from tfrep_strategy.partitioner.observed import Observed, Seen
+from tfrep_strategy.partitioner.placements import Replicate
 from tfrep_strategy.partitioner.planner import in_order
-from tfrep_strategy.verification.comparison import as_array
+from tfrep_strategy.verification.comparison import joined
 
 _OF_VARIABLES = ("Assign", "ReadVariableOp", "Resource", "Rng", "Stateful", "VariableShape", "VarIsInitializedOp")
 """How the types of operations begin that do to a variable what can be done again to another one."""
@@ -31,6 +31,8 @@ _DROPPED = frozenset({
     "_class", "_output_shapes", "_has_manual_control_dependencies", "_gradient_op_type", "_XlaCompile", "_XlaMustCompile",
     "_XlaScope", "_XlaSeparateCompiledGradients", marks.NAME,
 })  # fmt: skip
+_LARGE = 2**15
+"""From so many elements on TensorFlow compares bits faster than NumPy, with what its operations cost to build."""
 _ONLY_MARKED = frozenset({marks.GRADIENT, marks.SLICES})
 """Marks of operations that give the same on one device."""
 
@@ -92,7 +94,8 @@ class Reference:
     Args:
         graph: The traced step.
         observed: What can be seen of it.
-        given: Specifications of the tensors, by `Place.key`, that operations get from replicas.
+        given: The tensors, by `Place.key`, that operations can get from replicas.
+        specs: Of what each replica returns of the trace.
         resources: What stands for each resource that the step gets: by the name of an input of the graph.
         is_forced: Whether operations get what replicas have. Else they get what one device computes, but for what it cannot.
     """
@@ -101,32 +104,46 @@ class Reference:
         self,
         graph: Any,
         observed: Observed,
-        given: Mapping[tuple[str, ...], tf.TensorSpec],
+        given: Sequence[Place],
+        specs: Sequence[Sequence[tf.TensorSpec]],
         resources: Mapping[str, Any],
         is_forced: bool = True,
     ) -> None:
-        self._given, self._resources, self._is_forced = given, resources, is_forced
+        self._is_forced = is_forced
         self._found: dict[tuple[str, ...], Repeated] = {}
+        self._large: list[tuple[str, ...]] = []
 
-        def step(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            self._found = {}
+        def step(replicas: Sequence[Sequence[tf.Tensor]]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+            self._found, self._large = {}, []
+            wholes = {each.key: joined(each.seen.placement, [own[each.seen.local] for own in replicas]) for each in given}
+            received = {each.key: [own[each.seen.whole] for own in replicas] for each in given if each.seen.whole is not None}
             inputs = {name: Repeated(tensor, 1.0) for name, tensor in resources.items()}
-            self._walk(graph, observed, (), dict(zip(given, tensors, strict=True)), inputs)
-            return [each.tensor for each in self._found.values()]
+            self._walk(graph, observed, (), wholes | {key: own[0] for key, own in received.items()}, inputs)
+            parted = []
+            for place in given:
+                whole, key = wholes[place.key], place.key
+                if key in self._found and (whole.shape.num_elements() or 0) >= _LARGE:
+                    is_copy = isinstance(place.seen.placement, Replicate)
+                    beside = [own[place.seen.local] for own in replicas] if is_copy else [whole]
+                    flags = [_differs(x, self._found[key].tensor) for x in [*beside, *received.get(key, [])]]
+                    self._large.append(key)
+                    parted.append(tf.reduce_any(tf.stack(flags)))
+            return parted, [each.tensor for each in self._found.values()]
 
-        self._run: Callable[..., Any] = tf.function(step, [list(given.values())], autograph=False)
+        self._run: Callable[..., Any] = tf.function(step, [[list(each) for each in specs]], autograph=False)
         self._run.get_concrete_function()
         self.terms = {key: each.terms for key, each in self._found.items()}
         """By `Place.key`, for what is repeated: how many numbers are added up."""
 
-    def __call__(self, given: Mapping[tuple[str, ...], np.ndarray]) -> dict[tuple[str, ...], np.ndarray]:
-        """Returns what one device computes of each operation that can be repeated.
+    def __call__(self, replicas: Sequence[Sequence[tf.Tensor]]) -> tuple[dict[tuple[str, ...], tf.Tensor], set[tuple[str, ...]]]:
+        """Returns what one device computes of each operation that can be repeated, and of which large ones replicas have the same bits.
 
         Args:
-            given: What the replicas have.
+            replicas: What each replica returns of the trace.
         """
-        results = self._run([tf.constant(given[key], spec.dtype) for key, spec in self._given.items()])
-        return {key: as_array(each.numpy()) for key, each in zip(self.terms, results, strict=True)}
+        parted, results = self._run([list(each) for each in replicas])
+        same = {key for key, flag in zip(self._large, parted, strict=True) if not flag}
+        return dict(zip(self.terms, results, strict=True)), same
 
     def _walk(
         self, graph: Any, observed: Observed, path: tuple[str, ...], given: Mapping[Any, Any], known: dict[str, Repeated]
@@ -170,6 +187,14 @@ class Reference:
                 if key in given and (tensor.name not in known or (self._is_forced and operation.type != "Const")):
                     known[tensor.name] = Repeated(given[key], 1.0)
         return known
+
+
+def _differs(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+    """Returns whether two tensors differ in a bit, or in their shape."""
+    shapes, values = (
+        tf.raw_ops.NotEqual(x=a, y=b, incompatible_shape_error=False) for a, b in ((tf.shape(x), tf.shape(y)), (x, y))
+    )
+    return tf.reduce_any(shapes) | tf.reduce_any(values)
 
 
 def _can_be_repeated(operation: Any, observed: Observed) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,16 @@ from tfrep_strategy.partitioner.fingerprint import line_of
 from tfrep_strategy.partitioner.observed import Observed
 from tfrep_strategy.partitioner.placements import Partial, Placement, Replicate, Shard
 from tfrep_strategy.partitioner.planner import in_order
-from tfrep_strategy.verification.comparison import Bounds, Difference, difference, disagreement, joined, nudged
+from tfrep_strategy.verification.comparison import (
+    Bounds,
+    Difference,
+    as_array,
+    difference,
+    disagreement,
+    joined,
+    nudged,
+    shape_problem,
+)
 from tfrep_strategy.verification.reference import Place, Reference, places
 
 _UNREPEATABLE_DRAWS = frozenset({
@@ -37,8 +47,8 @@ class Held:
 
     name: str
     placement: Placement
-    before: Sequence[np.ndarray]
-    after: Sequence[np.ndarray]
+    before: Sequence[tf.Tensor]
+    after: Sequence[tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +94,13 @@ class VerifiedStep:
         self._references: dict[Any, Reference] = {}
         self._copies: dict[str, tf.Variable] = {}
         """By the name of an input: a variable of one device, in place of the copies of the replicas."""
-        self._random = np.random.default_rng(0)
+        self._right: dict[tuple[str, ...], tf.Tensor] = {}
+        self._same: set[tuple[str, ...]] = set()
+        self._after: dict[str, np.ndarray] = {}
         self.compared, self.alone = 0, ""
         self.draws = any(place.tensor.op.type in _UNREPEATABLE_DRAWS for place in self._places)
 
-    def first_difference(self, replicas: Sequence[Sequence[np.ndarray]], held: Mapping[str, Held]) -> Finding | None:
+    def first_difference(self, replicas: Sequence[Sequence[tf.Tensor]], held: Mapping[str, Held]) -> Finding | None:
         """Compares a run.
 
         Args:
@@ -98,97 +110,90 @@ class VerifiedStep:
         Returns:
             The first difference in the order of the step; None if rounding can explain all.
         """
-        self.compared = 0
+        self.compared, self.alone = 0, ""
         for each in held.values():  # A copy that was wrong before makes all wrong that comes after.
-            parted = disagreement(each.before, _dtype(each.before[0])) if isinstance(each.placement, Replicate) else None
+            arrays = list(map(as_array, each.before))
+            parted = disagreement(arrays, each.before[0].dtype) if isinstance(each.placement, Replicate) else None
             if parted is not None:
                 return _of_operation(None, f"the variable {each.name!r} before the step", each.placement, parted)
-        wholes: dict[tuple[str, ...], np.ndarray] = {}
-        problems: dict[tuple[str, ...], Difference] = {}
+        problems = {}
         for place in self._places:
-            whole = joined(place.seen.placement, _locals(place, replicas), place.tensor.shape)
-            if isinstance(whole, str):
-                problems[place.key] = Difference(None, problem=whole)
-            else:
-                wholes[place.key] = whole
-        given = {
-            place.key: wholes[place.key] if place.seen.whole is None else replicas[0][place.seen.whole]
-            for place in self._places
-            if place.key in wholes
-        }
-        before = {name: joined(each.placement, each.before, tf.TensorShape(None)) for name, each in held.items()}
+            shapes = [own[place.seen.local].shape for own in replicas]
+            if problem := shape_problem(place.seen.placement, shapes, place.tensor.shape):
+                problems[place.key] = Difference(None, problem=problem)
+        given = [place for place in self._places if place.key not in problems]
         try:
-            self.alone = ""
-            bounds, after = self._bounds(given, before, is_forced=True)
-        except (tf.errors.OpError, ValueError, TypeError) as error:
-            self.alone = str(error)  # What replicas have fits nowhere: one device goes on alone.
-            bounds, after = self._bounds(given, before, is_forced=False)
+            self._repeat(given, replicas, held, is_forced=True)
+        except (tf.errors.OpError, ValueError, TypeError) as error:  # What replicas have fits nowhere.
+            self.alone = str(error)
+            self._repeat(given, replicas, held, is_forced=False)
         for place in self._places:
-            parted = problems.get(place.key) or self._compared(place, replicas, wholes[place.key], bounds.get(place.key))
+            parted = problems.get(place.key) or self._compared(place, replicas)
             if parted is not None:
                 return _of_tensor(place, parted)
         for name, each in held.items():
-            whole = joined(each.placement, each.after, tf.TensorShape(None))
-            assert not isinstance(whole, str)
-            dtype = _dtype(whole)
-            parted = difference(each.placement, each.after, whole, after[name], dtype) if name in after else None
+            arrays, whole = list(map(as_array, each.after)), as_array(joined(each.placement, each.after))
+            bounds = Bounds(self._after[name], functools.partial(self._perturbed_after, name), 1.0)
+            parted = difference(each.placement, arrays, whole, bounds, each.after[0].dtype)
             if parted is not None:
                 write = _last_write(self._graph, name)
                 return _of_operation(write, f"the variable {each.name!r} after the step", each.placement, parted)
         return None
 
-    def _compared(
-        self, place: Place, replicas: Sequence[Sequence[np.ndarray]], whole: np.ndarray, bounds: Bounds | None
-    ) -> Difference | None:
-        seen, dtype, own = place.seen, place.tensor.dtype, _locals(place, replicas)
-        if bounds is None:  # It cannot be repeated, or is given.
+    def _perturbed_after(self, name: str) -> list[np.ndarray]:
+        return [after[name] for _, after in self._perturbed()]
+
+    def _compared(self, place: Place, replicas: Sequence[Sequence[tf.Tensor]]) -> Difference | None:
+        seen, dtype, key = place.seen, place.tensor.dtype, place.key
+        if key not in self._right:  # It cannot be repeated, or is given.
             is_given = place.tensor.op.type in ("Placeholder", "PlaceholderWithDefault") and bool(place.path)
-            return disagreement(own, dtype) if isinstance(seen.placement, Replicate) and not is_given else None
+            return None if is_given or not isinstance(seen.placement, Replicate) else disagreement(_locals(place, replicas), dtype)
         self.compared += 1
-        parted = difference(seen.placement, own, whole, bounds, dtype)
+        if key in self._same:
+            return None
+        own, whole = _locals(place, replicas), joined(seen.placement, [each[seen.local] for each in replicas])
+        bounds = Bounds(
+            as_array(self._right[key]), lambda: [as_array(right[key]) for right, _ in self._perturbed()], self._reference.terms[key]
+        )
+        parted = difference(seen.placement, own, as_array(whole), bounds, dtype)
         if parted is None and seen.whole is not None and not isinstance(seen.placement, Replicate):
             addends = own if isinstance(seen.placement, Partial) else ()
-            received = [each[seen.whole] for each in replicas]
+            received = [as_array(each[seen.whole]) for each in replicas]
             parted = difference(Replicate(), received, received[0], bounds, dtype, addends)
         return parted
 
-    def _bounds(
-        self, given: dict[tuple[str, ...], np.ndarray], before: Mapping[str, Any], is_forced: bool
-    ) -> tuple[dict[tuple[str, ...], Bounds], dict[str, Bounds]]:
-        """Repeats the step: as it is, and with other last bits."""
+    def _repeat(
+        self, given: Sequence[Place], replicas: Sequence[Sequence[tf.Tensor]], held: Mapping[str, Held], is_forced: bool
+    ) -> None:
+        """Repeats the step. It is repeated with other last bits when a difference asks for it, for all that follow."""
+        before = {name: joined(each.placement, each.before) for name, each in held.items()}
         for name, value in before.items():
             if name not in self._copies:
                 self._copies[name] = tf.Variable(value, trainable=False)
-        specs = {
-            place.key: tf.TensorSpec(given[place.key].shape, place.tensor.dtype) for place in self._places if place.key in given
-        }
-        key = is_forced, tuple(specs.items())
+        specs = [[tf.TensorSpec(x.shape, x.dtype) for x in own] for own in replicas]
+        key = is_forced, tuple(spec for own in specs for spec in own), tuple(each.key for each in given)
         if key not in self._references:
             resources = self._others | {name: copy.handle for name, copy in self._copies.items()}
-            self._references[key] = Reference(self._graph, self._observed, specs, resources, is_forced)
-        reference = self._references[key]
+            self._references[key] = Reference(self._graph, self._observed, given, specs, resources, is_forced)
+        reference = self._reference = self._references[key]
 
-        def run(change: Any) -> tuple[dict[tuple[str, ...], np.ndarray], dict[str, np.ndarray]]:
+        def run(change: Callable[[tf.Tensor], tf.Tensor]) -> tuple[Any, Any, dict[str, np.ndarray]]:
             for name, value in before.items():
-                self._copies[name].assign(change(value, self._copies[name].dtype))
-            results = reference({each: change(given[each], spec.dtype) for each, spec in specs.items()})
-            return results, {name: self._copies[name].numpy() for name in before}
+                self._copies[name].assign(change(value))
+            right, same = reference([[change(x) for x in own] for own in replicas])
+            return right, same, {name: as_array(self._copies[name].read_value()) for name in before}
 
-        right, right_after = run(lambda value, dtype: value)
-        others = [run(lambda value, dtype: nudged(value, dtype, self._random)) for _ in range(_PERTURBED)]
-        of_tensors = {
-            each: Bounds(value, [results[each] for results, _ in others], reference.terms[each]) for each, value in right.items()
-        }
-        after = {name: Bounds(value, [each[name] for _, each in others], 1.0) for name, value in right_after.items()}
-        return of_tensors, after
+        @functools.cache
+        def perturbed() -> list[tuple[Any, Any]]:
+            runs = [run(nudged) for _ in range(_PERTURBED)]
+            return [(right, after) for right, _, after in runs]
 
-
-def _locals(place: Place, replicas: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-    return [each[place.seen.local] for each in replicas]
+        self._right, self._same, self._after = run(lambda value: value)
+        self._perturbed = perturbed
 
 
-def _dtype(value: Any) -> tf.DType:
-    return tf.as_dtype(np.asarray(value).dtype)
+def _locals(place: Place, replicas: Sequence[Sequence[tf.Tensor]]) -> list[np.ndarray]:
+    return [as_array(each[place.seen.local]) for each in replicas]
 
 
 def _of_tensor(place: Place, parted: Difference) -> Finding:

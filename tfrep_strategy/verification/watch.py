@@ -15,7 +15,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy.errors import PeerError, TfrepError, message
@@ -97,19 +96,20 @@ class Watch:
             after: What it has of the variables then.
         """
         flat = [x for of_replica in zip(before, seen, after, strict=True) for part in of_replica for x in part]
-        tf.numpy_function(self._note, flat, [], stateful=True)
+        tf.py_function(self._note, flat, [])
 
-    def _note(self, *flat: np.ndarray) -> None:
+    def _note(self, *flat: tf.Tensor) -> None:
         if self._runs >= self._asked.steps:
             return
         self._runs += 1
         each = len(self._variables)
         local, sizes = [], (each, len(flat) // self._local - 2 * each, each)
-        left = map(as_array, flat)
+        left = iter(flat)
         for _ in range(self._local):
             local.append([list(itertools.islice(left, size)) for size in sizes])
         if self._first:
-            _write(self._file(self._first), pickle.dumps(local, protocol=pickle.HIGHEST_PROTOCOL))
+            arrays = [[[(as_array(x), x.dtype.name) for x in part] for part in own] for own in local]
+            _write(self._file(self._first), pickle.dumps(arrays, protocol=pickle.HIGHEST_PROTOCOL))
             return
         for first in range(self._local, self._replicas, self._local):
             local += self._received(self._file(first))
@@ -131,7 +131,7 @@ class Watch:
             time.sleep(_WAIT_SECONDS)
         received = pickle.loads(file.read_bytes())
         file.unlink()
-        return received
+        return [[[tf.constant(value, dtype) for value, dtype in part] for part in own] for own in received]
 
     def _check(self, replicas: Sequence[Any]) -> None:
         graph = self._step.graph

@@ -27,11 +27,12 @@ class FewSteps(keras.callbacks.Callback):
 
     Args:
         asked: What `tfrep verify` asks of this process.
+        ends_fit: Whether a shortened epoch is the last one.
     """
 
-    def __init__(self, asked: Verification) -> None:
+    def __init__(self, asked: Verification, ends_fit: bool) -> None:
         super().__init__()
-        self._asked = asked
+        self._asked, self._ends_fit = asked, ends_fit
         self._undo: Callable[[], None] = lambda: None
         self._ends_epoch = False
 
@@ -46,14 +47,18 @@ class FewSteps(keras.callbacks.Callback):
             self.model.stop_training = self._ends_epoch = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._ends_epoch:
+        if self._ends_epoch and not self._ends_fit:
             self.model.stop_training = self._ends_epoch = False
 
 
-def callbacks_of_fit() -> list[keras.callbacks.Callback]:
-    """Returns what a `fit` gets beside the callbacks of the user, while a script is verified."""
+def callbacks_of_fit(data: Any) -> list[keras.callbacks.Callback]:
+    """Returns what a `fit` gets beside the callbacks of the user, while a script is verified.
+
+    Args:
+        data: Its first argument. Keras begins no further epoch of a `PyDataset` that it has not read to its end.
+    """
     asked = verification()
-    return [] if asked is None else [FewSteps(asked)]
+    return [] if asked is None else [FewSteps(asked, isinstance(data, keras.utils.PyDataset))]
 
 
 def nudge() -> Callable[[], None]:

@@ -86,7 +86,7 @@ class Callbacks(backups.Backups, SynchronousBase):
         backup, verified = [], []
         if add_history and self.is_fitting:
             backup = backup_of_fit(strategy, model, self.given_to_fit, callbacks, self.steps_of_fit)
-            verified = callbacks_of_fit()
+            verified = callbacks_of_fit(self.given_to_fit.get("x"))
         if self.has_several:  # A single replica has nobody to wait for, and each callback is called twice in each step.
             callbacks = [_Before(strategy, agreement, self), *callbacks, _After(strategy, agreement)]
         original(
