@@ -18,6 +18,7 @@ SHORT = ("quick", "short")
 
 LANES: dict[str, tuple[str, ...]] = {
     "programs": _KINDS,
+    "verified": ("mirrored", "tf"),
     "keras": (),
     "servers": (),
     "launchers": (),

@@ -216,6 +216,44 @@ def _check_options(context: typer.Context, strategy: str) -> None:
             )
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def verify(
+    script: Annotated[str, typer.Argument(help="The script to run.", show_default=False)],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its own arguments.")] = None,
+    num_replicas: Annotated[int, typer.Option("-n", "--num-replicas", help="How many replicas.")] = 2,
+    strategy: Annotated[
+        str, typer.Option(help="auto or multi-worker (a process per replica), or mirrored (one process).")
+    ] = "auto",
+    communicator: Annotated[str, typer.Option(help="How processes talk, as for tfrep run.")] = "auto",
+    steps: Annotated[
+        int, typer.Option(help="How many steps each epoch takes, and how many of each function are compared tensor by tensor.")
+    ] = 3,
+    full: Annotated[bool, typer.Option("--full", help="Let each epoch take all its steps. No more of them are compared.")] = False,
+    as_module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
+) -> None:
+    """Compare a Keras script on several replicas with one device, and show the first tensor that differs.
+
+    The script runs three times: with replicas, and twice on one device. Everything after SCRIPT belongs to the script.
+    """
+    from tfrep_strategy.running.verified_script import verify_script
+
+    own_arguments = arguments or []
+    if own_arguments[:1] == ["--"]:
+        del own_arguments[0]
+    if strategy not in _IN_STEP:
+        raise ConfigurationError(message("Unknown strategy.", hint=f"use {', '.join(_IN_STEP)}.", strategy=strategy))
+    try:
+        verdict = verify_script(
+            script, own_arguments, num_replicas=num_replicas, strategy=strategy, communicator=communicator, steps=steps, full=full,
+            as_module=as_module,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        raise typer.Exit(_INTERRUPTED) from None
+    for line in verdict.lines:
+        typer.echo(line)
+    raise typer.Exit(verdict.exit_code)
+
+
 @app.command("profile")
 def profile_now(
     run_pid: Annotated[

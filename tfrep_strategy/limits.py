@@ -7,9 +7,10 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.validation import CommandLine, Limit, Network, Networks, Seconds, variable
+from tfrep_strategy.validation import CommandLine, Limit, Network, Networks, Seconds, Size, variable
 
 
 def timeout_seconds() -> float:
@@ -181,6 +182,39 @@ def is_debugging() -> bool:
         False
     """
     return os.environ.get("TFREP_DEBUG", "0") not in ("", "0")
+
+
+class Verification(NamedTuple):
+    """What `tfrep verify` asks of a process.
+
+    Attributes:
+        folder: Where it notes what is compared.
+        steps: How many steps of each function are compared.
+        shortens: Whether each epoch ends after as many.
+        nudge: Whether weights are changed in their last bit for these steps.
+    """
+
+    folder: Path
+    steps: int
+    shortens: bool
+    nudge: bool
+
+
+def verification() -> Verification | None:
+    """Returns what `tfrep verify` asks of this process; None if it asks nothing.
+
+    It sets `TFREP_VERIFY_DIR`, `TFREP_VERIFY_STEPS`, `TFREP_VERIFY_FULL` and `TFREP_VERIFY_NUDGE`.
+
+    Example:
+        >>> os.environ.update(TFREP_VERIFY_DIR="/tmp/verified", TFREP_VERIFY_STEPS="2")
+        >>> verification().steps
+        2
+    """
+    folder = os.environ.get("TFREP_VERIFY_DIR", "")
+    if not folder:
+        return None
+    steps, is_full, nudge = variable(Size, "TFREP_VERIFY_STEPS", default=3), "TFREP_VERIFY_FULL", "TFREP_VERIFY_NUDGE"
+    return Verification(Path(folder), steps, os.environ.get(is_full) != "1", os.environ.get(nudge) == "1")
 
 
 def check_keras_backend() -> None:

@@ -74,6 +74,7 @@ def planned(
     placements: Sequence[Placement],
     replicas: int,
     is_open: bool,
+    is_observed: bool = False,
 ) -> PartitionedStep:
     """Traces a function of one device, and plans it.
 
@@ -83,6 +84,7 @@ def planned(
         placements: How they are placed.
         replicas: How many there are.
         is_open: Whether the trace knows no number of rows.
+        is_observed: Whether a run returns the tensors of the trace, too.
     """
 
     def spec(value: np.ndarray, placement: Placement) -> tf.TensorSpec:
@@ -93,7 +95,7 @@ def planned(
 
     graph = trace("step", function, [spec(v, p) for v, p in zip(values, placements, strict=True)], {})
     given = [*map(Given, placements), *(Given() for _ in graph.captures)]
-    return PartitionedStep(graph, given, replicas)
+    return PartitionedStep(graph, given, replicas, is_observed=is_observed)
 
 
 def differences(
@@ -130,11 +132,12 @@ def differences(
     worst = 0.0
     for own in results:
         for got, right in zip(own, wanted, strict=True):
-            worst = max(worst, _difference(got.numpy(), right.numpy()))
+            worst = max(worst, difference(got.numpy(), right.numpy()))
     return worst, step, transport
 
 
-def _difference(got: Any, right: Any) -> float:
+def difference(got: Any, right: Any) -> float:
+    """Returns the largest difference, relative to 1 at least; infinity where shapes, or what is no number, differ."""
     if np.shape(got) != np.shape(right):
         return np.inf
     if not np.size(right):

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from partitioner.replicas import differences
+from partitioner.wrong_rules import MUTATIONS, mutated
 
 from tfrep_strategy._tensorflow import operation_definition
 from tfrep_strategy.partitioner import planner
-from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
+from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Placement, Shard
 from tfrep_strategy.partitioner.rules import conditionals, elementwise, lists, loops
 
 pytestmark = pytest.mark.lane("rows")
@@ -677,8 +678,9 @@ def _values(case: Case, total: int) -> list[np.ndarray]:
     return values
 
 
-def _tries(case: Case) -> Iterator[tuple[Any, ...]]:
-    ways = [(counts, True) for counts in _SPLITS] + [(_SPLITS[0], False)]
+def tries(case: Case, splits: Sequence[tuple[int, ...]] = _SPLITS) -> Iterator[tuple[Any, ...]]:
+    """Yields the function of a case, values, their placements, how many rows each replica has, and whether that number is open."""
+    ways = [(counts, True) for counts in splits] + [(splits[0], False)]
     for (counts, is_open), placements in itertools.product(ways, case.placements):
         yield case.function, _values(case, sum(counts)), placements, counts, is_open
 
@@ -687,7 +689,7 @@ def _tries(case: Case) -> Iterator[tuple[Any, ...]]:
 def test_an_operation_in_parts_is_the_operation(name: str) -> None:
     case = {**CASES, **_UNKNOWN}[name]
     tolerance = 1e-5 if any(np.dtype(d) == np.float32 for d in case.dtypes) else 1e-12
-    for each in _tries(case):
+    for each in tries(case):
         worst, _, _ = differences(*each)
         assert worst <= tolerance, each[2:]
 
@@ -779,36 +781,12 @@ def test_every_rule_has_a_case() -> None:
     assert not missing
 
 
-_MUTATIONS: dict[str, Callable[[Placement], Placement]] = {
-    "a sum is taken for a whole": lambda p: R if isinstance(p, Partial) else p,
-    "rows are taken for a whole": lambda p: R if isinstance(p, Shard) else p,
-    "an axis is off by one": lambda p: Shard(p.axis + 1, p.per_row) if isinstance(p, Shard) else p,
-    "a whole is taken for a sum": lambda p: P if isinstance(p, Replicate) else p,
-}
-
-
-@pytest.mark.parametrize("mutation", _MUTATIONS)
+@pytest.mark.parametrize("mutation", MUTATIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_wrong_rule_is_found(name: str, mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results are seen by a reader that asks for them whole, so that a wrong placement gives a wrong result or an error."""
-    case, change, original, changed = CASES[name], _MUTATIONS[mutation], planner.Planner.put, []
-
-    def put(plan: Any, tensor: Any, placement: Placement, *args: Any, **details: Any) -> None:
-        is_meant = tensor.op.type in name.split() or name == "sums"
-        if (
-            is_meant
-            and (tensor.dtype.is_floating or tensor.dtype.is_complex)
-            and any(not isinstance(plan.placement(x), Replicate) for x in tensor.op.inputs)
-            and change(placement) != placement
-        ):
-            changed.append(tensor.name)
-            placement = change(placement)
-        original(plan, tensor, placement, *args, **details)
-
-    monkeypatch.setattr(planner.Planner, "put", put)
-    monkeypatch.setattr(planner.Planner, "_from_whole_inputs", lambda *_: None)  # To compute it again would mend it.
-    was_changed = False
-    for each in _tries(case):
+    changed, was_changed = mutated(monkeypatch, MUTATIONS[mutation], None if name == "sums" else name.split()), False
+    for each in tries(CASES[name]):
         changed.clear()
         try:
             worst, _, _ = differences(*each)

@@ -60,9 +60,12 @@ class Running:
         arguments: Its command line.
         folder: An empty folder, in which it runs.
         options: Options of `tfrep run`; None: it runs on one device.
+        how: "run", or "verify" for `tfrep verify`.
     """
 
-    def __init__(self, script: Path, arguments: list[str], folder: Path, options: tuple[str, ...] | None) -> None:
+    def __init__(
+        self, script: Path, arguments: list[str], folder: Path, options: tuple[str, ...] | None, how: str = "run"
+    ) -> None:
         self._folder, self._temporary = folder / "project", folder / "tmp"
         self._output, self._logs = folder / "output.txt", folder / "logs"
         self._folder.mkdir(parents=True)
@@ -72,7 +75,8 @@ class Running:
             shutil.copy(digits, self._folder)
         command = [script.name, *arguments]
         if options is not None:
-            command = ["tfrep", "run", "-n", "2", "--log-dir", str(self._logs), *options, *command]
+            logs = ["--log-dir", str(self._logs)] if how == "run" else []
+            command = ["tfrep", how, "-n", "2", *logs, *options, *command]
         self._process = _FORKS.Process(target=_run, args=(command, self._folder, self._temporary, self._output))
         self._process.start()
 

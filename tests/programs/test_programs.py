@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -40,6 +40,8 @@ class Program:
         falls: Losses of epochs, which must fall at least half as far as on one device.
         refused: What the message says by which processes refuse it. Replicas in one process run it.
         always: Whether it is run without TFREP_PROGRAMS_TESTS=all too.
+        steps: Whether it takes steps that `tfrep verify` compares.
+        full: Whether it needs all steps of each epoch.
     """
 
     arguments: tuple[str, ...] = ()
@@ -47,6 +49,8 @@ class Program:
     falls: tuple[str, ...] = ()
     refused: str = ""
     always: bool = True
+    steps: bool = True
+    full: bool = False
 
 
 _DRAWS = 0.5
@@ -108,12 +112,19 @@ PROGRAMS = {
 }
 
 
-def _chosen() -> Iterator[Any]:
-    """Gives programs one kind of run each, in turn; with TFREP_PROGRAMS_TESTS=all gives every program every kind."""
-    kinds, everything = list(_KINDS), os.environ.get("TFREP_PROGRAMS_TESTS") == "all"
-    for i, name in enumerate(sorted(name for name, program in PROGRAMS.items() if everything or program.always)):
+def _chosen(lane: str, kinds: Sequence[str], every: int = 1) -> Iterator[Any]:
+    """Gives programs one kind of run each, in turn; with TFREP_PROGRAMS_TESTS=all gives every program every kind.
+
+    Args:
+        lane: The lane; its parts are the kinds.
+        kinds: Names of `_KINDS`.
+        every: By default one of so many programs is taken.
+    """
+    everything = os.environ.get("TFREP_PROGRAMS_TESTS") == "all"
+    names = sorted(name for name, program in PROGRAMS.items() if everything or program.always)
+    for i, name in enumerate(names if everything else names[::every]):
         for kind in kinds if everything else [kinds[i % len(kinds)]]:
-            marks = [pytest.mark.lane(f"programs_{kind}"), *([needs_horovod] if kind == "horovod" else [])]
+            marks = [pytest.mark.lane(f"{lane}_{kind}"), *([needs_horovod] if kind == "horovod" else [])]
             yield pytest.param(name, kind, id=f"{name}-{kind}", marks=marks)
 
 
@@ -156,7 +167,7 @@ def _write_downloads(folder: Path) -> None:
     (folder / "weather.csv").write_text("\n".join(["Date Time,T (degC),p (mbar),h", *rows]))
 
 
-@pytest.mark.parametrize(("name", "kind"), _chosen())
+@pytest.mark.parametrize(("name", "kind"), _chosen("programs", list(_KINDS)))
 def test_program(name: str, kind: str, downloads: str, tmp_path: Path) -> None:
     program = PROGRAMS[name]
     script = _SCRIPTS / f"{name}.py"
@@ -181,6 +192,19 @@ def test_program(name: str, kind: str, downloads: str, tmp_path: Path) -> None:
         for name in program.falls:
             assert _fall(results, name) >= 0.5 * _fall(expected, name) > 0, f"rank {rank}, {name}: {results}, one device {expected}"
     assert all(results == found.results[0] for results in found.results), f"The ranks differ: {found.results}"
+
+
+@pytest.mark.parametrize(("name", "kind"), _chosen("verified", ["mirrored", "tf"], every=3))
+def test_verified_program(name: str, kind: str, downloads: str, tmp_path: Path) -> None:
+    """Its steps, and what comes of them, differ nowhere from one device."""
+    program = PROGRAMS[name]
+    if program.refused and kind != "mirrored":
+        pytest.skip("Processes refuse it.")
+    arguments = [argument.format(downloads=downloads) for argument in program.arguments]
+    options = (*_KINDS[kind], *(["--full"] if program.full else []))
+    found = Running(_SCRIPTS / f"{name}.py", arguments, tmp_path, options, "verify").end(4 * _LIMIT)
+    assert found.code == (0 if program.steps else 2), _story(found)
+    assert not found.left, found.left
 
 
 def _story(outcome: Outcome) -> str:

@@ -91,6 +91,8 @@ class Planner(Values):
         self.local_replicas = local_replicas
         self.without_rule: dict[str, Any] = {}
         """By type: the first operation that got the rows of all replicas for want of a rule."""
+        self.called: dict[str, tuple[Any, Planner]] = {}
+        """By the name of an operation that calls a function: the graph of that, and its plan."""
         self._controls: dict[str, list[Any]] = {}
         self._accesses: dict[str, tuple[Tensor, list[Any], list[Any]]] = {}
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 import tfrep_strategy.partitioner.rules  # noqa: F401  (registers them)
 from tfrep_strategy.partitioner import fingerprint
 from tfrep_strategy.partitioner.emitter import Emitter, Transport
+from tfrep_strategy.partitioner.observed import Observed, observe, returning
 from tfrep_strategy.partitioner.placements import REPLICATE, Placement, Shard, Size
 from tfrep_strategy.partitioner.planner import Planner
 from tfrep_strategy.partitioner.program import Collective, Node, Program, every_node, live, without
@@ -50,8 +51,11 @@ class PartitionedStep:
         local_replicas: How many replicas a process runs.
         keeps_rows: Whether results that are rows of the batch stay on the replicas that have them.
         compiled: Whether XLA compiles what lies between collectives.
+        is_observed: Whether a run also returns what each replica has of the tensors of the trace, behind the results.
 
     Attributes:
+        observed: Which of them.
+        local_replicas: How many replicas a process runs.
         rows: How many rows the batch has, if the step was traced for a number of them. If nothing that is given has rows, those
             are meant of which the step draws most numbers.
         writes: Whether it writes a variable that it is given.
@@ -64,6 +68,7 @@ class PartitionedStep:
         local_replicas: int = 1,
         keeps_rows: bool = False,
         compiled: bool = False,
+        is_observed: bool = False,
     ) -> None:
         program = Program()
         rows = OwnRows(*(program.argument(tf.int32, []) for _ in range(4)))
@@ -94,9 +99,11 @@ class PartitionedStep:
         self.program, self.without_rule = program, plan.without_rule
         self.writes = any(writes and handle.node is None and handle.name != "effects" for handle, writes in plan.accesses())
         self._placed = collections.Counter(type(value.placement).__name__ for value in plan.values.values())
+        self.local_replicas = local_replicas
         self.graph = graph  # With it, its functions would end.
         prune(program)
-        self._emitter = Emitter(program, compiled)
+        self.observed, seen = observe(plan, program) if is_observed else (Observed(), [])
+        self._emitter = Emitter(returning(program, seen), compiled)
         self._without_batch: Emitter | None = None
 
     @property

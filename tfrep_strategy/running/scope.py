@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfrep_strategy.errors import ConfigurationError, message, warn
+from tfrep_strategy.limits import verification
 from tfrep_strategy.running.coordinator import exit_on_server_loss
 from tfrep_strategy.startup_log import quiet_start
 from tfrep_strategy.validation import Size, variable
@@ -38,6 +39,11 @@ def run_strategy_scope() -> Iterator[Any]:
         from tfrep_strategy.strategies.parameter_server import ParameterServerStrategy
 
         gpus = tf.config.get_visible_devices("GPU")
+    if verification() is not None:
+        from keras.utils import set_random_seed
+
+        set_random_seed(0)  # A script without a seed begins with the same weights in each run.
+        tf.config.experimental.enable_tensor_float_32_execution(False)  # GPUs would round products to 10 bits.
     for gpu in gpus:  # Ranks may share them, and scripts ask for it when it is too late.
         tf.config.experimental.set_memory_growth(gpu, True)
     if os.environ["TFREP_STRATEGY"] == "mirrored":

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import Function
 from tfrep_strategy.keras_integration.protocol import Shards
+from tfrep_strategy.limits import verification
 from tfrep_strategy.strategies.partitioned_functions import PartitionedFunction, strategy_here
 
 _LIBRARIES = ("tensorflow", "keras", "tfrep_strategy")
@@ -42,10 +43,11 @@ def _call(function: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
 @functools.wraps(_call_as_it_was)
 def _called(function: Any, *args: Any, **kwargs: Any) -> Any:
     strategy = strategy_here() if threading.current_thread() is threading.main_thread() else None
-    found = candidate(function) if strategy is not None and _shares(strategy) else None
+    shares = strategy is not None and _shares(strategy)
+    found = candidate(function) if shares or verification() is not None else None
     if found is None or any(map(_is_distributed, (*args, *kwargs.values()))):
         return _call_as_it_was(function, *args, **kwargs)
-    return found(*args, **kwargs)
+    return found(*args, **kwargs) if shares else found.call_as_it_was(*args, **kwargs)
 
 
 def _shares(strategy: Any) -> bool:

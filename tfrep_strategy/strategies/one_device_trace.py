@@ -10,13 +10,15 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import DistributedVariable, MirroredVariable, trace, value_container
 from tfrep_strategy.keras_integration.protocol import Whole
+from tfrep_strategy.limits import Verification, verification
 from tfrep_strategy.partitioner.fingerprint import line_of
-from tfrep_strategy.partitioner.placements import OWN, PARTIAL, REPLICATE
+from tfrep_strategy.partitioner.placements import OWN, PARTIAL, REPLICATE, Own
 from tfrep_strategy.partitioner.step import Given, PartitionedStep
 from tfrep_strategy.partitioner.values import OwnRows
 from tfrep_strategy.strategies.one_replica import one_replica
 from tfrep_strategy.strategies.part_variables import PartVariable
 from tfrep_strategy.strategies.variables import is_sum
+from tfrep_strategy.verification.watch import Variable, Watch
 
 
 class Results(NamedTuple):
@@ -61,7 +63,9 @@ class OneDeviceTrace:
         _copy_from_first(map(_variable_of, self._captured))
         self._num_batch = len(of_batch)
         given = [*of_batch, *map(_given, self._captured)]
-        self.step = PartitionedStep(graph, given, strategy.extended.num_local_replicas, keeps_rows)
+        asked = verification()
+        self.step = PartitionedStep(graph, given, strategy.extended.num_local_replicas, keeps_rows, is_observed=asked is not None)
+        self._watch = None if asked is None else self._watched(asked)
         self.without_rule = self.step.without_rule
 
     def run(self, rows: Sequence[OwnRows], batches: Sequence[Sequence[tf.Tensor]]) -> Results:
@@ -72,8 +76,27 @@ class OneDeviceTrace:
             batches: What of the batch each of them gets.
         """
         inputs = [[*batch, *self._captured_by(i)] for i, batch in enumerate(batches)]
-        first, *_ = self.step.run(rows, inputs, self._strategy.extended.transport)
-        return Results(first, self._results)
+        transport = self._strategy.extended.transport
+        before = self._watch.values(inputs, transport.devices) if self._watch else []
+        every, results = self.step.run(rows, inputs, transport), len(self.step.program.results)
+        if self._watch:
+            self._watch.compare(before, [own[results:] for own in every], self._watch.values(inputs, transport.devices))
+        return Results(every[0][:results], self._results)
+
+    def _watched(self, asked: Verification) -> Watch:
+        """Returns what compares the first runs with one device."""
+        variables, resources = [], {}
+        for place, captured in enumerate(self._captured, self._num_batch):
+            variable, given = _variable_of(captured), _given(captured)
+            if captured.dtype != tf.resource or isinstance(given.placement, Own):
+                continue
+            if not isinstance(variable, (tf.Variable, DistributedVariable)):  # A table, say.
+                resources[place] = captured
+            else:
+                variables.append(Variable(place, variable.name, variable.dtype, given.placement))
+        extended = self._strategy.extended
+        replicas = self._strategy.num_replicas_in_sync
+        return Watch(asked, self.step, variables, resources, extended.first_local_replica, replicas)
 
     def describe(self) -> list[str]:
         """Says how it is partitioned, a line for each finding."""

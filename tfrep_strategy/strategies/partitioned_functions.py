@@ -20,6 +20,7 @@ from tfrep_strategy._tensorflow import asks_for_xla, converted_by_autograph, tap
 from tfrep_strategy.batches import bounds
 from tfrep_strategy.errors import CannotPartitionError, ConfigurationError, message, warn
 from tfrep_strategy.fingerprints import Fingerprint
+from tfrep_strategy.keras_integration.shared.verified_calls import called
 from tfrep_strategy.keras_integration.shared.xla import compiled_at_once, compiled_between_collectives
 from tfrep_strategy.partitioner import marks
 from tfrep_strategy.partitioner.placements import REPLICATE, Shard
@@ -75,6 +76,7 @@ class PartitionedFunction:
     def __init__(self, function: Callable[..., Any], as_it_was: Callable[..., Any] | None = None) -> None:
         self._must_train = as_it_was is not None
         self._python: Callable[..., Any] = getattr(function, "python_function", function)
+        self._name = getattr(self._python, "__qualname__", "a function")
         self._signature, self._compiled = getattr(function, "input_signature", None), asks_for_xla(function)
         self._as_it_was = as_it_was or (function if hasattr(function, "python_function") else tf.function(function))
         self._steps: dict[Any, _Step | _AsItWas] = {}
@@ -92,6 +94,13 @@ class PartitionedFunction:
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return called(self._name, self._call, args, kwargs)
+
+    def call_as_it_was(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function, which replicas do not share. `tfrep verify` compares it, too."""
+        return called(self._name, self._as_it_was, args, kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         strategy = strategy_here()
         if strategy is None:
             return self._as_it_was(*args, **kwargs)
@@ -120,7 +129,7 @@ class PartitionedFunction:
     def _step(self, strategy: Any, given: _Arguments, names: Sequence[str]) -> _Step | _AsItWas:
         """Returns what runs for arguments of one kind."""
         extended, fingerprint = strategy.extended, Fingerprint({"arguments": given.tensors})
-        name = getattr(self._python, "__qualname__", "a function")
+        name = self._name
         if not self._must_train:
             extended.check_same(fingerprint)
         try:

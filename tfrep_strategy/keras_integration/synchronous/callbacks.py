@@ -20,6 +20,7 @@ from tfrep_strategy.keras_integration.shared.callback_states import CHECKPOINTS,
 from tfrep_strategy.keras_integration.shared.csv_files import beginning_whole
 from tfrep_strategy.keras_integration.shared.declared_callback import DeclaredCallback
 from tfrep_strategy.keras_integration.shared.other_optimizers import other_optimizers
+from tfrep_strategy.keras_integration.shared.verified_calls import callbacks_of_fit
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
 from tfrep_strategy.keras_integration.synchronous.logs import logs_of_all
@@ -82,13 +83,14 @@ class Callbacks(backups.Backups, SynchronousBase):
         strategy = self.strategy
         callbacks = list(keras.tree.flatten(callbacks)) if callbacks else []
         agreement, callbacks = _agreed(strategy, callbacks)
-        backup = []
+        backup, verified = [], []
         if add_history and self.is_fitting:
             backup = backup_of_fit(strategy, model, self.given_to_fit, callbacks, self.steps_of_fit)
+            verified = callbacks_of_fit(self.given_to_fit.get("x"))
         if self.has_several:  # A single replica has nobody to wait for, and each callback is called twice in each step.
             callbacks = [_Before(strategy, agreement, self), *callbacks, _After(strategy, agreement)]
         original(
-            callback_list, [*callbacks, *backup],
+            callback_list, [*verified, *callbacks, *backup],
             add_history=add_history, add_progbar=add_progbar and strategy.extended.is_chief, model=model, **params,
         )  # fmt: skip
 

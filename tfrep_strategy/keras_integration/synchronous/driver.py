@@ -16,7 +16,7 @@ from tfrep_strategy.errors import TfrepError
 from tfrep_strategy.fingerprints import Fingerprint
 from tfrep_strategy.keras_integration.internals import TensorFlowTrainer
 from tfrep_strategy.keras_integration.protocol import Whole
-from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
+from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects, verified_calls
 from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfRanks, profiled
 from tfrep_strategy.keras_integration.shared.xla import Prediction, compiled_between_collectives
 from tfrep_strategy.keras_integration.synchronous import run_backups
@@ -96,6 +96,7 @@ class SynchronousDriver(
                 history = original(model, *args, **kwargs)
                 if self.has_several and self.steps_of_fit is not None:
                     self.steps_of_fit.read_one_more()
+                verified_calls.note("fit", history.history, model.weights)
                 return history
         finally:
             self.is_fitting, self.given_to_fit, self.steps_of_fit, self.profile, self.is_called = outer
@@ -106,13 +107,17 @@ class SynchronousDriver(
         self._refuse_foreign(model, "evaluate")
         self._merge_state()
         with self._called():
-            return original(model, *args, **kwargs)
+            results = original(model, *args, **kwargs)
+        verified_calls.note("evaluate", results)
+        return results
 
     def predict(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Merges state that predictions depend on."""
         self._merge_state()
         with self._called():
-            return original(model, *args, **kwargs)
+            results = original(model, *args, **kwargs)
+        verified_calls.note("predict", results)
+        return results
 
     def train_on_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Compares what the ranks give to the first call."""

@@ -55,6 +55,7 @@ def call(plan: Planner, operation: Any) -> None:
         return
     inner = plan.inside(graph, operation.inputs)
     inner.run(graph)
+    plan.called[operation.name] = graph, inner
     for given, own in zip(operation.inputs, graph.inputs, strict=True):
         plan.hand_over(inner, own, plan, given)
     # Behind them are outputs for a gradient that some other call has.

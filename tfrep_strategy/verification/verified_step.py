@@ -1,0 +1,231 @@
+"""Compares a run of a partitioned step, from its first operation to its last, with one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfrep_strategy.partitioner.fingerprint import line_of
+from tfrep_strategy.partitioner.observed import Observed
+from tfrep_strategy.partitioner.placements import Partial, Placement, Replicate, Shard
+from tfrep_strategy.partitioner.planner import in_order
+from tfrep_strategy.verification.comparison import (
+    Bounds,
+    Difference,
+    as_array,
+    difference,
+    disagreement,
+    joined,
+    nudged,
+    shape_problem,
+)
+from tfrep_strategy.verification.reference import Place, Reference, places
+
+_UNREPEATABLE_DRAWS = frozenset({
+    "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoissonV2", "RandomShuffle", "RandomStandardNormal",
+    "RandomUniform", "RandomUniformInt", "TruncatedNormal",
+})  # fmt: skip
+_PERTURBED = 2
+"""How often the step is repeated with other last bits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What a variable held.
+
+    Attributes:
+        name: Its name.
+        placement: Whether replicas have copies, or addends.
+        before: What each replica had of it before the step.
+        after: What each has after it.
+    """
+
+    name: str
+    placement: Placement
+    before: Sequence[tf.Tensor]
+    after: Sequence[tf.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The first tensor of a step that differs from one device's.
+
+    Attributes:
+        what: The type and the name of the operation, or the variable.
+        layer: The scope in which it was made, which names the layer.
+        line: The line of the user's program that has made it.
+        placement: How it is placed.
+        replica: Which replica has something else; None if it is what all of them make together.
+        difference: How large the difference is.
+        tolerance: How large rounding can make it.
+    """
+
+    what: str
+    layer: str
+    line: str
+    placement: str
+    replica: int | None
+    difference: str
+    tolerance: float
+
+
+class VerifiedStep:
+    """A partitioned step whose runs are compared.
+
+    Args:
+        graph: The traced step.
+        observed: What replicas return of it.
+        resources: By the name of an input: resources that are no variables, which the step may read.
+
+    Attributes:
+        compared: How many tensors were compared in the last run.
+        alone: Why one device could not go on with what replicas have in the last run, but with its own results; empty if it could.
+        draws: Whether the step draws numbers that nobody can draw again.
+    """
+
+    def __init__(self, graph: Any, observed: Observed, resources: Mapping[str, Any] | None = None) -> None:
+        self._graph, self._observed, self._others = graph, observed, dict(resources or {})
+        self._places = list(places(graph, observed))
+        self._references: dict[Any, Reference] = {}
+        self._copies: dict[str, tf.Variable] = {}
+        """By the name of an input: a variable of one device, in place of the copies of the replicas."""
+        self._right: dict[tuple[str, ...], tf.Tensor] = {}
+        self._same: set[tuple[str, ...]] = set()
+        self._after: dict[str, np.ndarray] = {}
+        self.compared, self.alone = 0, ""
+        self.draws = any(place.tensor.op.type in _UNREPEATABLE_DRAWS for place in self._places)
+
+    def first_difference(self, replicas: Sequence[Sequence[tf.Tensor]], held: Mapping[str, Held]) -> Finding | None:
+        """Compares a run.
+
+        Args:
+            replicas: Of each replica, what it returns of the trace, as `Observed` says.
+            held: By the name of an input of the trace: what a variable held.
+
+        Returns:
+            The first difference in the order of the step; None if rounding can explain all.
+        """
+        self.compared, self.alone = 0, ""
+        for each in held.values():  # A copy that was wrong before makes all wrong that comes after.
+            arrays = list(map(as_array, each.before))
+            parted = disagreement(arrays, each.before[0].dtype) if isinstance(each.placement, Replicate) else None
+            if parted is not None:
+                return _of_operation(None, f"the variable {each.name!r} before the step", each.placement, parted)
+        problems = {}
+        for place in self._places:
+            shapes = [own[place.seen.local].shape for own in replicas]
+            if problem := shape_problem(place.seen.placement, shapes, place.tensor.shape):
+                problems[place.key] = Difference(None, problem=problem)
+        given = [place for place in self._places if place.key not in problems]
+        try:
+            self._repeat(given, replicas, held, is_forced=True)
+        except (tf.errors.OpError, ValueError, TypeError) as error:  # What replicas have fits nowhere.
+            self.alone = str(error)
+            self._repeat(given, replicas, held, is_forced=False)
+        for place in self._places:
+            parted = problems.get(place.key) or self._compared(place, replicas)
+            if parted is not None:
+                return _of_tensor(place, parted)
+        for name, each in held.items():
+            arrays, whole = list(map(as_array, each.after)), as_array(joined(each.placement, each.after))
+            bounds = Bounds(self._after[name], functools.partial(self._perturbed_after, name), 1.0)
+            parted = difference(each.placement, arrays, whole, bounds, each.after[0].dtype)
+            if parted is not None:
+                write = _last_write(self._graph, name)
+                return _of_operation(write, f"the variable {each.name!r} after the step", each.placement, parted)
+        return None
+
+    def _perturbed_after(self, name: str) -> list[np.ndarray]:
+        return [after[name] for _, after in self._perturbed()]
+
+    def _compared(self, place: Place, replicas: Sequence[Sequence[tf.Tensor]]) -> Difference | None:
+        seen, dtype, key = place.seen, place.tensor.dtype, place.key
+        if key not in self._right:  # It cannot be repeated, or is given.
+            is_given = place.tensor.op.type in ("Placeholder", "PlaceholderWithDefault") and bool(place.path)
+            return None if is_given or not isinstance(seen.placement, Replicate) else disagreement(_locals(place, replicas), dtype)
+        self.compared += 1
+        if key in self._same:
+            return None
+        own, whole = _locals(place, replicas), joined(seen.placement, [each[seen.local] for each in replicas])
+        bounds = Bounds(
+            as_array(self._right[key]), lambda: [as_array(right[key]) for right, _ in self._perturbed()], self._reference.terms[key]
+        )
+        parted = difference(seen.placement, own, as_array(whole), bounds, dtype)
+        if parted is None and seen.whole is not None and not isinstance(seen.placement, Replicate):
+            addends = own if isinstance(seen.placement, Partial) else ()
+            received = [as_array(each[seen.whole]) for each in replicas]
+            parted = difference(Replicate(), received, received[0], bounds, dtype, addends)
+        return parted
+
+    def _repeat(
+        self, given: Sequence[Place], replicas: Sequence[Sequence[tf.Tensor]], held: Mapping[str, Held], is_forced: bool
+    ) -> None:
+        """Repeats the step. It is repeated with other last bits when a difference asks for it, for all that follow."""
+        before = {name: joined(each.placement, each.before) for name, each in held.items()}
+        for name, value in before.items():
+            if name not in self._copies:
+                self._copies[name] = tf.Variable(value, trainable=False)
+        specs = [[tf.TensorSpec(x.shape, x.dtype) for x in own] for own in replicas]
+        key = is_forced, tuple(spec for own in specs for spec in own), tuple(each.key for each in given)
+        if key not in self._references:
+            resources = self._others | {name: copy.handle for name, copy in self._copies.items()}
+            self._references[key] = Reference(self._graph, self._observed, given, specs, resources, is_forced)
+        reference = self._reference = self._references[key]
+
+        def run(change: Callable[[tf.Tensor], tf.Tensor]) -> tuple[Any, Any, dict[str, np.ndarray]]:
+            for name, value in before.items():
+                self._copies[name].assign(change(value))
+            right, same = reference([[change(x) for x in own] for own in replicas])
+            return right, same, {name: as_array(self._copies[name].read_value()) for name in before}
+
+        @functools.cache
+        def perturbed() -> list[tuple[Any, Any]]:
+            runs = [run(nudged) for _ in range(_PERTURBED)]
+            return [(right, after) for right, _, after in runs]
+
+        self._right, self._same, self._after = run(lambda value: value)
+        self._perturbed = perturbed
+
+
+def _locals(place: Place, replicas: Sequence[Sequence[tf.Tensor]]) -> list[np.ndarray]:
+    return [as_array(each[place.seen.local]) for each in replicas]
+
+
+def _of_tensor(place: Place, parted: Difference) -> Finding:
+    operation = place.tensor.op
+    name = " in ".join([repr(place.tensor.name), *map(repr, reversed(place.path))])
+    # What is read is wrong where it was written.
+    write = _last_write(operation.graph, operation.inputs[0].name, operation) if operation.type == "ReadVariableOp" else None
+    if write is not None:
+        return _of_operation(write, f"what {name} reads", place.seen.placement, parted)
+    return _of_operation(operation, f"{operation.type} {name}", place.seen.placement, parted)
+
+
+def _last_write(graph: Any, handle: str, before: Any = None) -> Any:
+    """Returns the operation that has written a variable last; None if none has."""
+    last = None
+    for operation in in_order(graph):
+        if operation is before:
+            break
+        if operation.type.startswith("Assign") and operation.inputs[0].name == handle:
+            last = operation
+    return last
+
+
+def _of_operation(operation: Any, what: str, placement: Placement, parted: Difference) -> Finding:
+    if operation is None:
+        return _finding(what, "", "", placement, parted)
+    if operation.name not in what:
+        what = f"{operation.type} {operation.name!r}, by {what}"
+    return _finding(what, operation.name.rpartition("/")[0], line_of(operation), placement, parted)
+
+
+def _finding(what: str, layer: str, line: str, placement: Placement, parted: Difference) -> Finding:
+    told = {Replicate: "whole on every replica", Partial: "a sum of what the replicas hold"}
+    placed = f"in rows, along axis {placement.axis}" if isinstance(placement, Shard) else told[type(placement)]
+    return Finding(what, layer, line, placed, parted.replica, parted.problem or f"{parted.found:.3g}", parted.tolerance)
