@@ -1,4 +1,4 @@
-"""Trains a layer that takes some seconds to save. If it takes any, rank 1 asks the launcher to end in epoch 2, and once more.
+"""Trains a layer that takes some seconds to save. If it takes any, rank 1 asks the launcher to end in the second epoch, twice.
 
 Argument: the seconds. Rank 0 prints the epochs.
 """
