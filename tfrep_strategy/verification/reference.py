@@ -136,7 +136,7 @@ class Reference:
         """By `Place.key`, for what is repeated: how many numbers are added up."""
 
     def __call__(self, replicas: Sequence[Sequence[tf.Tensor]]) -> tuple[dict[tuple[str, ...], tf.Tensor], set[tuple[str, ...]]]:
-        """Returns what one device computes of what can be repeated, and of which large tensors replicas have the same bits.
+        """Returns what one device computes of what can be repeated, and which large results replicas have bit by bit.
 
         Args:
             replicas: What each replica returns of the trace.
