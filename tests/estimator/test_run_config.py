@@ -24,7 +24,6 @@ pytestmark = pytest.mark.lane("quick")
         (lambda: {"save_summary_steps": 0}, "save_summary_steps=0"),
         (lambda: {"save_checkpoints_secs": -1.0}, "save_checkpoints_secs=-1.0"),
         (lambda: {"train_distribute": tf.distribute.get_strategy()}, r"tfrep\.MirroredStrategy\(\)"),
-        (lambda: {"session_config": "allow_growth"}, "there is no session"),
     ],
 )
 def test_settings_that_cannot_be_used(settings: Callable[[], dict[str, Any]], said: str) -> None:
