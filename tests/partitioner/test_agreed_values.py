@@ -44,6 +44,7 @@ _AGREED: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
     "a scalar that a step returns": lambda x: tf.reduce_sum(_of_matrices(x)),
     "which branch is taken": _branch,
     "a loop that rounds": lambda x: marks.gradient(tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y @ y / 9.0), (0, x))[1]),
+    "numbers from Python": lambda x: marks.gradient(tf.numpy_function(lambda y: y.sum(), [x], tf.float64, stateful=False)),
     "one tensor of several": lambda x: marks.gradient(tf.identity_n([x, _of_matrices(x)])[1]),
 }
 

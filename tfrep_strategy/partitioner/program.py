@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfrep_strategy._tensorflow import operation_definition
 from tfrep_strategy.errors import CannotPartitionError, message
-from tfrep_strategy.partitioner.same_bits import ADDS_UP_ROWS, ASKS_FOR_SIZES, SAME_BITS
+from tfrep_strategy.partitioner.same_bits import ADDS_UP_ROWS, ASKS_FOR_SIZES, CALLS_PYTHON, SAME_BITS
 
 _NOT_COPIED = frozenset({
     "_output_shapes", "_class", "_user_specified_name", "_has_manual_control_dependencies", "_gradient_op_type",
@@ -93,7 +93,7 @@ class Node:
         rounds = type_ not in SAME_BITS | ADDS_UP_ROWS | ASKS_FOR_SIZES
         for place, each in enumerate(self.outputs):
             handed_on = inputs[place].varies if type_ == "IdentityN" else given
-            each.varies = handed_on or (rounds and (each.dtype.is_floating or each.dtype.is_complex))
+            each.varies = handed_on or type_ in CALLS_PYTHON or (rounds and (each.dtype.is_floating or each.dtype.is_complex))
 
     @property
     def level_after(self) -> int:

@@ -18,6 +18,9 @@ SAME_BITS = {
 }  # fmt: skip
 """Operations that move elements, and those that rules add: what works on each element by itself, and what draws numbers."""
 
+CALLS_PYTHON = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
+"""Nobody knows what these give."""
+
 ASKS_FOR_SIZES = frozenset({
     "OnesLike", "Rank", "Shape", "ShapeN", "Size", "TensorListElementShape", "TensorListLength", "ZerosLike",
 })  # fmt: skip
