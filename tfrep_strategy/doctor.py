@@ -87,6 +87,18 @@ def examine(*, self_test: bool = True) -> list[Finding]:
     return findings
 
 
+def in_short() -> str:
+    """Says in one line what is installed, and which GPUs there are: the notebooks begin with it.
+
+    Example:
+        >>> in_short().startswith(f"tfrep_strategy {tfrep.__version__}; Python 3.")
+        True
+    """
+    with quiet_start():
+        of_tensorflow = f"TensorFlow {_tensorflow()}; Keras {_keras()}; GPUs {_gpus(driver_gpus())[-1].value}"
+    return f"tfrep_strategy {__version__}; Python {platform.python_version()}; {of_tensorflow}"
+
+
 def show(findings: list[Finding], *, as_json: bool = False) -> bool:
     """Prints a report, and returns whether nothing in it is bad.
 

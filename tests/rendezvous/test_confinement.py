@@ -210,6 +210,23 @@ def test_a_server_that_does_not_start_leaves_its_port_free() -> None:
     socket.create_server(("", port)).close()
 
 
+def test_a_door_stays_when_python_ends_before_the_server() -> None:
+    """Modules are cleared then, and TensorFlow's server still listens."""
+    program = """
+import gc, os, socket, sys, psutil
+from tfrep_strategy.rendezvous import confinement
+from tfrep_strategy.rendezvous.connections import free_ports
+own, other = (f"127.0.0.1:{port}" for port in free_ports(2))
+with confinement.confined(own, [own, other]):
+    server = socket.create_server(("", int(own[10:])), reuse_port=True).detach()
+vars(confinement).clear()
+gc.collect()
+print(sum(each.laddr.port == int(own[10:]) for each in psutil.Process().net_connections("tcp")))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "2\n"
+
+
 def test_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFREP_TRUSTED_NETWORKS", "192.0.2.0/24")
     networks, problem = machines_of_run("127.0.0.1:1", ["127.0.0.1:1", "198.51.100.7:1"])

@@ -31,9 +31,6 @@ _TAKES_PACKETS, _TAKES_CONNECTIONS = 26, 51
 """Programs that say whether a socket takes a packet, and which of those that share a port gets a connection."""
 _LONGEST_PROGRAM = 4096
 
-_doors: list[contextlib.ExitStack] = []
-"""Keeps the doors of this process open until it ends."""
-
 
 def confine(server: socket.socket, networks: Sequence[Network]) -> None:
     """Lets only some machines send packets to a socket that listens. Newer kernels let only administrators do this.
@@ -87,8 +84,8 @@ def confined(own: str, addresses: Sequence[str], *, unknown: str = "", speaks: b
             networks, problem = machines_of_run(own, addresses, unknown)
             if not problem:
                 _attach(door, networks, _TAKES_CONNECTIONS)
-        if not problem:
-            _doors.append(stack.pop_all())
+        if door and not problem:  # As a mere number, which Python does not close when it ends: TensorFlow's server ends later.
+            door.detach()
     if problem and speaks:
         warn(
             message(
@@ -179,22 +176,24 @@ def _door(port: int, networks: Sequence[Network]) -> Iterator[socket.socket]:
             answers = False
         door.listen()
         if answers:
-            threading.Thread(target=_hang_up, args=(door,), daemon=True, name="tfrep-door").start()
+            threading.Thread(target=_hang_up, args=(door.dup(),), daemon=True, name="tfrep-door").start()
         try:
             yield door
         finally:
-            door.shutdown(socket.SHUT_RDWR)  # Wakes the thread.
+            if door.fileno() >= 0:
+                door.shutdown(socket.SHUT_RDWR)  # Wakes the thread.
 
 
 def _hang_up(server: socket.socket) -> None:
     """Closes each connection at once, until the socket is shut down."""
-    while True:
-        try:
-            server.accept()[0].close()
-        except ConnectionAbortedError:  # The stranger has left.
-            continue
-        except OSError:
-            return
+    with server:
+        while True:
+            try:
+                server.accept()[0].close()
+            except ConnectionAbortedError:  # The stranger has left.
+                continue
+            except OSError:
+                return
 
 
 @contextlib.contextmanager
