@@ -76,6 +76,7 @@ class Hub:
         self._rounds: dict[tuple[Sequence[int], Any], _Round] = {}
         self._last: dict[int, Report] = {}
         self._idle_since: dict[int, float | None] = {}
+        self._busy_since: dict[int, float | None] = {}
         self._heard: dict[int, float] = {}
         self._silent: dict[int, float] = {}
         self._looked_for_silence = 0.0
@@ -156,6 +157,7 @@ class Hub:
             self._ended.add(rank)
             self._programs.forget(rank)
             self._idle_since.pop(rank, None)
+            self._busy_since.pop(rank, None)
             self._failed |= {rank} if lost or error is not None else set()
             self._goodbyes.append((rank, lost, error))
             self._selector.unregister(connection)
@@ -174,7 +176,9 @@ class Hub:
         self._look_for_silence(now)
         with contextlib.suppress(OSError):  # As in `_tell`.
             connection.send(("silent", self._silent))
-        self._idle_since[self._ranks[connection]] = None if busy is not None else now - idle
+        rank = self._ranks[connection]
+        self._idle_since[rank] = None if busy is not None else now - idle
+        self._busy_since[rank] = None if busy is None else now - busy
         if busy is None or busy <= self._limit:
             return
         for other, silence in self._silent.items():
@@ -259,7 +263,9 @@ class Hub:
         return describe_difference(what, words)
 
     def _is_in_a_call(self, rank: int) -> bool:
-        return rank not in self._silent and self._idle_since.get(rank, 0.0) is None
+        """Returns whether a rank waits in a call. One that has just come, after it was silent, has yet to report where it is."""
+        since = self._busy_since.get(rank)
+        return rank not in self._silent and since is not None and time.monotonic() - since > self._limit / 2
 
     def _missed(self, rank: int, current: _Round) -> str:
         """Says what a rank does in place of a collective."""
