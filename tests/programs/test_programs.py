@@ -88,7 +88,7 @@ PROGRAMS = {
     "one_device_strategy": Program(("--distribution_strategy", "one_device")),
     "own_callbacks": Program(),
     "own_metric_and_loss": Program(always=False),
-    "pinn_oscillator": Program(steps=False),
+    "pinn_oscillator": Program(),
     "prepared_once": Program(),
     "recommender": Program(always=False),
     "reinforce_pole": Program(steps=False),

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from lanes import in_lane, others_in_lane
-from strategies.own_functions import PROGRAMS, ran
+from lanes import in_lane
+from strategies.own_functions import ran
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError, DesyncError
@@ -21,7 +21,7 @@ def _check(got: list[np.ndarray], wanted: list[np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("replicas", [2, *in_lane("loops", 3)])
-@pytest.mark.parametrize("name", ["gan", *others_in_lane("loops", [name for name in PROGRAMS if name != "gan"])])
+@pytest.mark.parametrize("name", ["gan", "compared"])  # All run in test_functions_in_scope.py, by the same way.
 def test_programs_on_mirrored_replicas(name: str, replicas: int) -> None:
     wanted = ran(name, tf.function)
     with tfrep.MirroredStrategy([f"CPU:{i}" for i in range(replicas)]).scope():
