@@ -28,6 +28,8 @@ def _prune_loop(program: Program, node: Node) -> None:
             break
         kept |= new
     order = sorted(kept)
+    for i, output in enumerate(node.outputs):  # What is left takes the names of what goes.
+        output.name = f"{node.name}:pruned:{i}"
     node.inputs, node.outputs = [node.inputs[i] for i in order], [node.outputs[i] for i in order]
     for place, output in enumerate(node.outputs):
         output.name = f"{node.name}:output:{place}"
