@@ -49,6 +49,7 @@ class Variant:
         communicator: How they are told about each other: "horovod" or "tf".
         environ: Environment variables that they need.
         bound: Whether each process is bound to its own part of the cores, as by `tfrep run --bind-cores`.
+        checkout: Of another commit, whose package its processes import in place of this one's.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Variant:
     communicator: str = "tf"
     environ: Mapping[str, str] = field(default_factory=dict)
     bound: bool = False
+    checkout: Path | None = None
 
 
 class Crew:
@@ -82,6 +84,10 @@ class Crew:
 
     def _start(self, module: str) -> None:
         self._logs = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tfrep-benchmark-")))
+        folder, more_variables = _REPOSITORY, {}
+        if self.variant.checkout is not None:
+            folder, more_variables = self._logs, {"PYTHONPATH": str(_REPOSITORY)}  # The folder comes first.
+            (folder / "tfrep_strategy").symlink_to(self.variant.checkout.resolve(strict=True) / "tfrep_strategy")
         told: list[dict[str, str]] = [{}]
         if self.variant.processes > 1:
             told = self._stack.enter_context(identities(self.variant.communicator, self.variant.processes))
@@ -95,8 +101,8 @@ class Crew:
                 self._processes.append(
                     subprocess.Popen(
                         [sys.executable, "-m", module],
-                        cwd=_REPOSITORY,
-                        env={**environ, _PIPE: str(theirs.fileno())},
+                        cwd=folder,
+                        env={**environ, **more_variables, _PIPE: str(theirs.fileno())},
                         stdout=log,
                         stderr=log,
                         pass_fds=[theirs.fileno()],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.crews import Variant
@@ -41,6 +42,9 @@ _IN_MEMORY = "ours, 2 processes, shared_memory"
 OWN_STATISTICS = ", own"
 """Of variants in which each replica normalizes its rows by their own statistics: `batch_statistics="replica"`. They are measured
 where a net with batch normalization is."""
+
+BEFORE = ", before"
+"""Of variants that import the package of another commit."""
 
 _WITH_STATISTICS = ("ours, mirrored", _IN_MEMORY, "ours, 2 processes, tf")
 _BOUND = (ALONE, IN_STEP, _IN_MEMORY)
@@ -128,6 +132,27 @@ def variants() -> list[Variant]:
     return found
 
 
+def beside(checkout: Path, variants: Sequence[Variant]) -> tuple[list[Variant], dict[tuple[str, str], float]]:
+    """Puts those of an older commit beside ours, where batch normalization took a replica's own statistics by default.
+
+    Args:
+        checkout: Of the other commit.
+        variants: What is measured of this one.
+
+    Returns:
+        Both, and what a step may cost at most, compared with the other commit.
+    """
+    both, targets = [], {}
+    for each in variants:
+        both.append(each)
+        if each.name.startswith("ours"):
+            settings = {key: value for key, value in each.settings.items() if key != "batch_statistics"}
+            settings["synchronized"] = "batch_statistics" not in each.settings
+            both.append(replace(each, name=each.name + BEFORE, settings=settings, checkout=checkout))
+            targets[each.name, both[-1].name] = 1.03
+    return both, targets
+
+
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measures, prints tables, and writes JSON if asked to.
 
@@ -148,14 +173,19 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--pairs", type=int, default=_ROUNDS_OF_ONE, help="turns of plain Keras and of one replica on the tiny net"
     )
+    parser.add_argument("--before", type=Path, metavar="PATH", help="a checkout of another commit, measured beside this one")
     chosen = parser.parse_args(arguments)
     wanted = [v for v in variants() if not chosen.variants or any(text in v.name for text in chosen.variants)]
     if not any(NETS[name].get("normalized") for name in chosen.nets):
         wanted = [v for v in wanted if not v.name.endswith(OWN_STATISTICS)]
+    targets: dict[str, Any] = {name: dict(TARGETS[name]) for name in chosen.nets}
+    if chosen.before:
+        wanted, more_targets = beside(chosen.before, wanted)
+        targets = {name: {**each, **more_targets} for name, each in targets.items()}
     nets = {name: {**NETS[name], "name": name, "steps": chosen.steps or NETS[name]["steps"]} for name in chosen.nets}
     title = "A step of the net '{name}'"
     return compare(
-        wanted, "benchmarks.step_worker", nets, chosen, targets=TARGETS, title=title, reference=REFERENCE,
+        wanted, "benchmarks.step_worker", nets, chosen, targets=targets, title=title, reference=REFERENCE,
         more_rounds={"tiny": {name: chosen.pairs for pair in _ONE for name in pair}},
     )  # fmt: skip
 

@@ -25,7 +25,8 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float | list[fl
 
     Args:
         settings: "strategy": see `_strategies`; "batch_statistics": a setting of it; "jit_compile": what `compile` gets;
-            "own_part_of": among how many processes a batch is cut; "in_step": whether these wait for each other after each step.
+            "synchronized": what batch normalization gets; "own_part_of": among how many processes a batch is cut; "in_step":
+            whether these wait for each other after each step.
 
     Returns:
         A function that trains for one epoch and returns the seconds per step; with "each" in the question, those of every step but
@@ -45,7 +46,7 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float | list[fl
         if name not in models:
             with strategy.scope() if strategy is not None else contextlib.nullcontext():
                 net = {key: question[key] for key in ("widths", "filters", "normalized") if key in question}
-                models[name] = make_model(keras, **net)
+                models[name] = make_model(keras, synchronized=settings.get("synchronized", False), **net)
                 models[name].compile(
                     _optimizer(keras, settings["strategy"]),
                     "sparse_categorical_crossentropy",
@@ -62,7 +63,9 @@ def make(settings: dict[str, Any]) -> Callable[[dict[str, Any]], float | list[fl
     return train
 
 
-def make_model(keras: Any, widths: Sequence[int], filters: Sequence[int] = (), normalized: bool = False) -> Any:
+def make_model(
+    keras: Any, widths: Sequence[int], filters: Sequence[int] = (), normalized: bool = False, synchronized: bool = False
+) -> Any:
     """Makes one of the nets of `benchmarks.step`.
 
     Args:
@@ -70,6 +73,7 @@ def make_model(keras: Any, widths: Sequence[int], filters: Sequence[int] = (), n
         widths: Of the inputs, of the dense layers, and of the outputs.
         filters: Of the convolutions before them, with strides of 2.
         normalized: Whether each of these is followed by batch normalization; only the first has strides then.
+        synchronized: What batch normalization gets.
     """
     keras.utils.set_random_seed(0)
     layers = []
@@ -78,7 +82,7 @@ def make_model(keras: Any, widths: Sequence[int], filters: Sequence[int] = (), n
         if normalized:
             for i, n in enumerate(filters):
                 convolution = keras.layers.Conv2D(n, 3, strides=1 if i else 4, padding="same", use_bias=False)
-                layers += [convolution, keras.layers.BatchNormalization(), keras.layers.ReLU()]
+                layers += [convolution, keras.layers.BatchNormalization(synchronized=synchronized), keras.layers.ReLU()]
         else:
             layers += [keras.layers.Conv2D(n, 3, strides=2, activation="relu") for n in filters]
         layers.append(keras.layers.Flatten())

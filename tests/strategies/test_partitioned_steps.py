@@ -418,6 +418,28 @@ def test_what_a_step_sends_is_explained() -> None:
     assert Path(__file__).name in told
 
 
+_POSITIVE, _FEATURES = np.abs(_X[:, :2]), np.eye(2)[(_X[:, 0] > 0).astype(int)]
+_IN_ONE_ROUND: dict[str, tuple[Any, str | None]] = {
+    **dict.fromkeys(("mse", "mae", "huber", "log_cosh", "mape", "cosine_similarity"), (_Y, None)),
+    **dict.fromkeys(("msle", "poisson"), (_POSITIVE, "softplus")),
+    **dict.fromkeys(("binary_crossentropy", "binary_focal_crossentropy"), (_FEATURES, "sigmoid")),
+    **dict.fromkeys(("categorical_crossentropy", "categorical_focal_crossentropy", "kl_divergence"), (_FEATURES, "softmax")),
+    "sparse_categorical_crossentropy": (_FEATURES[:, 0], "softmax"),
+}
+
+
+def test_losses_and_metrics_travel_with_the_gradients() -> None:
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+    for loss, (targets, activation) in _IN_ONE_ROUND.items():
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((6,)), layers.Dense(2, activation)])
+            model.compile("sgd", loss, metrics=["accuracy", "auc"] if targets is _FEATURES else ["accuracy"])
+        model.fit(_X, targets, batch_size=_BATCH, sample_weight=np.abs(_X[:, 0]), verbose=0)
+        told = strategy.explain(model)
+        assert "Round 1: " in told, (loss, told)
+        assert "Round 2: " not in told, (loss, told)
+
+
 _SENTENCES = [[1, 2, 3], [4, 5], [2], [6, 1, 1, 3]], [[4, 5, 6, 7, 8], [1, 1, 2], [3, 3], [9]]
 
 

@@ -7,6 +7,7 @@ clusters of workstations", 2009); between GPUs, NCCL.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import math
 import weakref
@@ -38,6 +39,15 @@ from tfrep_strategy.packing import Packed
 _AT_ONCE = 4
 _HOSTS_KEY = 2**30 + 2  # Above the keys of groups.
 _MERGE_OPS = {"sum": "Add", "mean": "Add", "min": "Min", "max": "Max", "product": "Mul"}
+
+_MERGE: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
+    "Add": tf.add, "Min": tf.minimum, "Max": tf.maximum, "Mul": tf.multiply,
+}  # fmt: skip
+_GATHERED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+"""What TensorFlow gathers between CPUs."""
+_BYTES_PER_MESSAGE = 16 << 10
+"""How many bytes take as long as a message without any, at least: less than was measured, as on a network of 1 Gb/s."""
+_MOST_GATHERED_BYTES = 256 << 10
 
 _PRIME = 2**31 - 1
 _MOST_SIZES = 4096
@@ -130,7 +140,17 @@ class RingCommunicator(Communicator):
 
     def _reduce(self, flat: tf.Tensor, op: str, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
         options = {"merge_op": _MERGE_OPS[op]}
+        if not self._nccl and flat.dtype in _GATHERED and 0 < _bytes(flat) <= self._most_gathered_bytes():
+            return self._run(_gather_and_merge, "all_reduce", flat, tensors, **options)
         return self._run(tf.raw_ops.CollectiveReduceV2, "all_reduce", flat, tensors, **options, final_op="Id")
+
+    def _most_gathered_bytes(self) -> float:
+        """Returns up to how many bytes a sum is faster if the members gather what all have, and add it up.
+
+        The ring has `2 (n - 1)` messages that follow each other, gathering half of these. More bytes travel between more than two.
+        """
+        travels_more = (self.size - 1) * (1 - 2 / self.size)  # As many times the tensor.
+        return min(_BYTES_PER_MESSAGE * (self.size - 1) / travels_more if travels_more else math.inf, _MOST_GATHERED_BYTES)
 
     def of_equal_shapes(self, kind: str, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the tensors, whose use fails on all members if the members call something else; costs one small gather.
@@ -360,3 +380,16 @@ def _instance_key(place: str, sizes: tf.Tensor) -> tf.Tensor:
         own = tf.constant(list(itertools.islice(factors, count)), tf.int64)[: tf.size(sizes)]
         mixed = tf.reduce_sum((tf.cast(sizes, tf.int64) + 1) * own % _PRIME)
         return tf.cast((start + mixed) % _PRIME, tf.int32)
+
+
+def _gather_and_merge(input: tf.Tensor, merge_op: str, **options: Any) -> tf.Tensor:
+    """Does what `CollectiveReduceV2` does. All members add up in the same order, so that they get the same bits."""
+    gathered = tf.raw_ops.CollectiveGatherV2(input=input, **{k: v for k, v in options.items() if k != "final_op"})
+    if not tf.executing_eagerly():
+        run_independently(gathered.op)
+    return functools.reduce(_MERGE[merge_op], tf.unstack(tf.reshape(gathered, [options["group_size"], -1])))
+
+
+def _bytes(tensor: tf.Tensor) -> int:
+    """Returns the size of a tensor; 0 if it is not known."""
+    return (tensor.shape.num_elements() or 0) * tensor.dtype.size

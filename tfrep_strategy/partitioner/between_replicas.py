@@ -23,6 +23,9 @@ Values = Sequence[Sequence[tf.Tensor]]
 BucketBytes = Callable[[Sequence[tf.Tensor]], int]
 """Says in buckets of how many bytes tensors travel."""
 
+_FEW = 4096
+"""So many numbers may travel in twice their size."""
+
 
 class Gradients(NamedTuple):
     """How gradients travel.
@@ -44,6 +47,7 @@ class _InBuckets(abc.ABC):
     """Sums tensors in buckets: the first that are computed travel first, while the others are computed."""
 
     devices: Sequence[str]
+    _are_packed = True
     logical_devices: Sequence[Sequence[str]]
 
     def __init__(self, gradients: Gradients) -> None:
@@ -52,7 +56,7 @@ class _InBuckets(abc.ABC):
     def sums(self, values: Values, gradients: Sequence[bool]) -> list[list[tf.Tensor]]:
         compression = self._gradients.compression()
         if not any(gradients):
-            return self._in_buckets(values, self._sums)
+            return self._sums_of_one_dtype(values)
         if compression is None:
             return self._gradients.timed(functools.partial(self._in_buckets, talk=self._sums), values)
         own = [each for each, is_gradient in zip(values, gradients, strict=True) if is_gradient]
@@ -73,6 +77,28 @@ class _InBuckets(abc.ABC):
             return function(own)
 
         return self._gradients.timed(lambda each: list(map(list, self._gradients.run(call, each))), values)
+
+    def _sums_of_one_dtype(self, values: Values) -> list[list[tf.Tensor]]:
+        """Sums tensors; a few numbers of 32 bits travel with those of 64, since a bucket has one dtype."""
+        short = [i for i, each in enumerate(values) if each[0].dtype == tf.float32]
+        sizes = [values[i][0].shape.num_elements() for i in short]
+        has_long = any(each[0].dtype == tf.float64 for each in values)
+        if not self._are_packed or not has_long or None in sizes or sum(sizes) > _FEW:
+            return self._in_buckets(values, self._sums)
+        sent = list(values)
+        for i in short:
+            sent[i] = self._cast(values[i], tf.float64)
+        totals = self._in_buckets(sent, self._sums)
+        for i in short:
+            totals[i] = self._cast(totals[i], tf.float32)
+        return totals
+
+    def _cast(self, of_replicas: Sequence[tf.Tensor], dtype: tf.DType) -> list[tf.Tensor]:
+        cast = []
+        for device, own in zip(self.devices, of_replicas, strict=True):
+            with tf.device(device), outside_xla():
+                cast.append(tf.cast(own, dtype))
+        return cast
 
     def _in_buckets(self, values: Values, talk: Callable[[Values], list[list[tf.Tensor]]]) -> list[list[tf.Tensor]]:
         totals: dict[int, list[tf.Tensor]] = {}
@@ -118,6 +144,7 @@ class WithinProcess(_InBuckets):
     def __init__(self, devices: Sequence[Sequence[str]], nccl: bool, gradients: Gradients) -> None:
         super().__init__(gradients)
         self.logical_devices, self.devices, self._nccl = devices, [each[0] for each in devices], nccl
+        self._are_packed = nccl
 
     def _sums(self, values: Values) -> list[list[tf.Tensor]]:
         own = self._at_each(lambda replica: [carry(each[replica]) for each in values])

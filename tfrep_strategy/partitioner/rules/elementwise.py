@@ -55,7 +55,7 @@ _OF_ONE_SHAPE = ("AddN", "ApproximateEqual", *(kind for kind in _BINARY if kind.
 _SUMS = ("Add", "AddV2", "AddN", "Sub")
 
 _PRODUCTS = {
-    "Mul": (0, 1), "MulNoNan": (0,), "RealDiv": (0,), "Div": (0,), "ReluGrad": (0,),
+    "Mul": (0, 1), "MulNoNan": (0,), "RealDiv": (0,), "Div": (0,), "DivNoNan": (0,), "ReluGrad": (0,),
     "RsqrtGrad": (1,), "SqrtGrad": (1,), "TanhGrad": (1,), "SigmoidGrad": (1,),
 }  # fmt: skip
 """Linear in each of these operands, while the others are the same on all replicas."""
@@ -173,7 +173,7 @@ def _of_sums(plan: Planner, operation: Any) -> bool:
     if operation.type in _SUMS:
         if any(isinstance(placement, Shard) for placement in placements):
             return False
-        if not all(_fits(inputs[i], operation) for i in summed):
+        if not any(_fits(inputs[i], operation) for i in summed):
             return False
         plan.emit(operation, [plan.partial(x) for x in inputs], PARTIAL)
         return True
