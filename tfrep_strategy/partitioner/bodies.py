@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.partitioner.placements import REPLICATE, Placement, Replicate, Rows, Shard, Size
+from tfrep_strategy.partitioner.placements import REPLICATE, Items, Placement, Replicate, Rows, Shard, Size
 from tfrep_strategy.partitioner.planner import Planner
 from tfrep_strategy.partitioner.program import Node, Program, Tensor
 from tfrep_strategy.partitioner.values import Elements, OwnRows
@@ -48,6 +48,25 @@ def entry(plan: Planner, tensor: Any, has_whole: bool = False) -> Entry:
     varies = value.local.varies and isinstance(value.placement, Replicate)
     known = None if dims is None else tuple(map(_known_inside, dims))
     return Entry(placement, known, held, value.elements, value.is_shared, has_whole, varies)
+
+
+def result(plan: Planner, tensor: Any) -> Entry:
+    """Returns what is known of a result of a body, outside of it. Rows of a batch that begins in the body are whole there."""
+    known = entry(plan, tensor)
+    if not plan.has_own_batch:
+        return known
+    in_rows = isinstance(known.placement, (Shard, Items))
+
+    def outside(sizes: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+        return None if sizes is None else tuple(None if isinstance(size, Rows) else size for size in sizes)
+
+    return dataclasses.replace(
+        known,
+        placement=REPLICATE if in_rows else known.placement,
+        dims=outside(known.dims),
+        sizes=outside(known.sizes),
+        elements=None if in_rows else known.elements,
+    )
 
 
 def _known_inside(size: Size) -> Size:

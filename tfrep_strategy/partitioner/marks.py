@@ -15,10 +15,10 @@ from tfrep_strategy._tensorflow import set_mark
 
 NAME = "_tfrep_mark"
 
-GRADIENT, SLICES, REPLICA, OWN_ROW, ALL_ROWS, ADDEND, OWN_SUM, SPREAD, CALL = (
-    "gradient", "slices", "replica", "own row", "all rows", "addend", "own sum", "spread", "call",
+GRADIENT, SLICES, REPLICA, OWN_ROW, ALL_ROWS, ADDEND, OWN_SUM, SPREAD, CALL, BATCH = (
+    "gradient", "slices", "replica", "own row", "all rows", "addend", "own sum", "spread", "call", "batch",
 )  # fmt: skip
-MARKED = frozenset({"BroadcastTo", "EagerPyFunc", "GatherV2", "Identity"})
+MARKED = frozenset({"BroadcastTo", "EagerPyFunc", "GatherV2", "Identity", "IdentityN"})
 """The types of operations that may have a mark."""
 
 Called = Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
@@ -84,6 +84,18 @@ def spread(own: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
         return _marked(SPREAD, tf.raw_ops.BroadcastTo(input=own, shape=shape)), lambda gradient: own_sum(gradient, [0])
 
     return spread_out(own)
+
+
+def batch(tensors: Sequence[tf.Tensor], replicas: int) -> list[tf.Tensor]:
+    """Marks tensors as a batch whose rows the replicas share, behind this mark in a body of a loop or a branch.
+
+    Args:
+        tensors: All have as many rows.
+        replicas: How many share them.
+    """
+    _, *marked = tf.raw_ops.IdentityN(input=[tf.constant(replicas), *tensors])
+    _marked(BATCH, marked[0])
+    return list(marked)
 
 
 def called(function: Called, tensors: Sequence[tf.Tensor], results: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:

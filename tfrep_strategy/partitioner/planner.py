@@ -93,6 +93,8 @@ class Planner(Values):
         """By type: the first operation that got the rows of all replicas for want of a rule."""
         self.called: dict[str, tuple[Any, Planner]] = {}
         """By the name of an operation that calls a function: the graph of that, and its plan."""
+        self.has_own_batch = False
+        """Whether the rows are those of a batch that begins in this graph."""
         self._controls: dict[str, list[Any]] = {}
         self._accesses: dict[str, tuple[Tensor, list[Any], list[Any]]] = {}
 
@@ -191,6 +193,27 @@ class Planner(Values):
         elif isinstance(value.placement, Items):
             self.without_rule.setdefault("TensorListFromTensor", tensor.op)
             self.put(tensor, REPLICATE, self.replicated(tensor), elements=value.elements)
+
+    def begin_batch(self, whole: Tensor, traced_rows: int | None, replicas: Tensor) -> bool:
+        """Goes on with the rows of a batch that the graph reads, if there are no others yet.
+
+        Args:
+            whole: A tensor of the batch.
+            traced_rows: How many rows it has, if the trace knows.
+            replicas: How many replicas share them.
+
+        Returns:
+            Whether there were none.
+        """
+        if any(isinstance(value.placement, Shard) for value in self.values.values()):
+            return False
+        add, replica = self.program.add, self.rows.replica
+        total = add("Squeeze", add("Slice", add("Shape", whole), [0], [1]), squeeze_dims=[0])
+        each, longer = add("FloorDiv", total, replicas), add("FloorMod", total, replicas)
+        start = add("AddV2", add("Mul", replica, each), add("Minimum", replica, longer))
+        count = add("AddV2", each, add("Cast", add("Less", replica, longer), DstT=tf.int32))
+        self.rows, self.traced_rows, self.has_own_batch = OwnRows(start, count, total, replica), traced_rows, True
+        return True
 
     # The walk.
 
@@ -332,7 +355,7 @@ class Planner(Values):
             can_travel = tensor.dtype not in (tf.variant, tf.resource)
             if node.once or (varies and can_travel):
                 local = self.program.send("first" if varies and can_travel else "shared", local)
-            self.put(tensor, REPLICATE, local)
+            self.put(tensor, REPLICATE, local, is_shared=node.once and tensor.dtype == tf.resource)
 
 
 _EVERYTHING_ELSE = Tensor(None, "effects", tf.resource)

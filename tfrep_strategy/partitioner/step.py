@@ -121,11 +121,6 @@ class PartitionedStep:
         """What a replica computes and sends, but for what nothing needs."""
         return live(self.program.nodes, self.program.results)
 
-    @property
-    def reads_data(self) -> bool:
-        """Whether the step reads a data set that it makes, or is given."""
-        return any("Dataset" in operation.type for operation in self.graph.get_operations())
-
     def digest(self) -> bytes:
         """Returns what is equal for programs that consist of the same operations and constants."""
         return fingerprint.digest(self.program)
@@ -136,18 +131,18 @@ class PartitionedStep:
 
     def describe(self) -> list[str]:
         """Says where its tensors are, and what replicas send, a line for each round of collectives."""
-        rounds: dict[int, collections.Counter[tuple[str, str]]] = collections.defaultdict(collections.Counter)
+        rounds: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         for each in self.nodes:
             if isinstance(each, Collective) and each.kind != "shared":
                 for x in each.inputs:
-                    rounds[each.level][each.kind, _size(x)] += 1
+                    rounds[each.level][f"{each.kind} of {_size(x)}"] += 1
             elif isinstance(each, Node) and each.talks:
-                rounds[each.level][each.type, "in each round"] += 1
+                rounds[each.level][f"{each.type} that sends while it runs"] += 1
         kinds = {"Shard": "in rows", "Partial": "sums", "Replicate": "whole", "Own": "a replica's own"}
         placed = ", ".join(f"{self._placed[kind]} {told}" for kind, told in kinds.items() if self._placed[kind])
         lines = [f"Tensors: {placed}."]
         for level, sent in sorted(rounds.items()):
-            each = (f"{count} {kind} of {size}" for (kind, size), count in sorted(sent.items()))
+            each = (f"{count} {what}" for what, count in sorted(sent.items()))
             lines.append(f"Round {level + 1}: {', '.join(each)}.")
         return lines
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import Function
+from tfrep_strategy._tensorflow import Function, OwnedIterator
 from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.limits import verification
 from tfrep_strategy.strategies.partitioned_functions import PartitionedFunction, strategy_here
@@ -57,8 +57,10 @@ def _shares(strategy: Any) -> bool:
 
 
 def _is_distributed(argument: Any) -> bool:
-    """Returns whether an argument is no value of one device: a data set, or a value of each replica."""
-    if isinstance(argument, (Shards, tf.data.Dataset)) or hasattr(argument, "__next__"):
+    """Returns whether an argument is no value of one device: distributed data, or a value of each replica."""
+    if isinstance(argument, (Shards, tf.distribute.DistributedDataset)):
+        return True
+    if hasattr(argument, "__next__") and not isinstance(argument, OwnedIterator):
         return True
     return any(isinstance(x, tf.distribute.DistributedValues) and not isinstance(x, tf.Variable) for x in tf.nest.flatten(argument))
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import asks_for_xla, converted_by_autograph, tape_may_record
+from tfrep_strategy._tensorflow import OwnedIterator, asks_for_xla, converted_by_autograph, tape_may_record
 from tfrep_strategy.batches import bounds
 from tfrep_strategy.errors import CannotPartitionError, ConfigurationError, message, warn
 from tfrep_strategy.fingerprints import Fingerprint
@@ -26,7 +26,10 @@ from tfrep_strategy.partitioner import marks
 from tfrep_strategy.partitioner.placements import REPLICATE, Shard
 from tfrep_strategy.partitioner.step import Given
 from tfrep_strategy.partitioner.values import OwnRows
+from tfrep_strategy.strategies.data_in_functions import SharedIterator, have_rows_alike, shared_reading
 from tfrep_strategy.strategies.one_device_trace import OneDeviceTrace
+
+_READ = (tf.data.Dataset, OwnedIterator)
 
 
 def partition(function: Callable[..., Any]) -> PartitionedFunction:
@@ -138,8 +141,6 @@ class PartitionedFunction:
             if self._must_train:  # Called as it was, it tells what is wrong with it.
                 return _AsItWas([])
             raise
-        if step.reads_data:
-            return _AsItWas(["Each process computes all of it, since it reads a data set."])
         if self._must_train:
             if not step.trains:
                 return _AsItWas([])
@@ -187,6 +188,7 @@ class _Arguments(NamedTuple):
         tensors: Those that are tensors.
         specs: What a trace knows of these.
         are_rows: Of each dense tensor in them, whether its first dimension is that of the rows that are shared.
+        alike: Of each tensor, whether it is a data set, or an iterator, in whose batches all tensors have as many rows.
         key: What a trace depends on.
     """
 
@@ -194,6 +196,7 @@ class _Arguments(NamedTuple):
     tensors: list[Any]
     specs: list[Any]
     are_rows: tuple[bool, ...]
+    alike: tuple[bool, ...]
     key: Any
 
     @classmethod
@@ -218,7 +221,9 @@ class _Arguments(NamedTuple):
         are_rows = tuple(bool(x.shape.rank and x.shape[0] == rows) for x in dense)
         constants = tuple(_as_key(x) for x in flat if not _is_tensor(x))
         places = tuple(map(_is_tensor, flat))
-        return cls(tf.nest.pack_sequence_as(nest, flat), tensors, specs, are_rows, (tuple(specs), are_rows, constants, places))
+        alike = tuple(isinstance(x, _READ) and have_rows_alike(x) for x in tensors)
+        key = tuple(specs), are_rows, alike, constants, places
+        return cls(tf.nest.pack_sequence_as(nest, flat), tensors, specs, are_rows, alike, key)
 
     def with_tensors(self, tensors: Sequence[Any]) -> Any:
         """Returns the arguments with other tensors."""
@@ -239,7 +244,6 @@ class _Step:
         name: The same in all processes.
 
     Attributes:
-        reads_data: Whether it reads a data set. It would read that for each replica.
         trains: Whether it writes variables, and has rows; and replicas do not run parts of it each.
     """
 
@@ -253,17 +257,32 @@ class _Step:
         converted = converted_by_autograph(function)
         places = [_is_tensor(x) for x in tf.nest.flatten(given.nest)]
 
+        replicas, told = extended._num_replicas_in_sync, f"Ranks call {name} with other arguments:"
+        read: list[Any] = []
+
+        def check_read(tensors: Sequence[tf.Tensor]) -> None:
+            read.append(tensors)
+            if has_ranks:
+                _refuse_others(_checksums(tensors), ["a batch of data that it reads"] * len(tensors), replicas, told)
+
         def traced(batch: Sequence[Any]) -> Any:
             tensors, sums = batch
-            if has_ranks:
-                _refuse_other_arguments(sums, names, extended._num_replicas_in_sync, name)
+            if has_ranks and any(_is_told(x) for x in _dense(tensors)):
+                _refuse_others(sums, names, replicas, told)
+            tensors = [SharedIterator(x) if isinstance(x, OwnedIterator) else x for x in tensors]
             there = iter(tensors)
             flat = [next(there) if is_tensor else x for x, is_tensor in zip(tf.nest.flatten(empty), places, strict=True)]
             args, kwargs = tf.nest.pack_sequence_as(empty, flat)
-            return converted(*args, **kwargs)
+            alike = {id(x): is_alike for x, is_alike in zip(tensors, given.alike, strict=True) if isinstance(x, _READ)}
+            with shared_reading(replicas, check_read, alike):
+                return converted(*args, **kwargs)
 
         step: Callable[[Any], Any] = compiled_between_collectives(traced) if compiled else traced
-        shared = [Given(Shard(0) if is_row else REPLICATE, is_whole=True) for is_row in given.are_rows]
+        of_process = [x.dtype == tf.resource for x in _dense(given.tensors)]  # An iterator.
+        shared = [
+            Given(Shard(0) if is_row else REPLICATE, is_shared, is_whole=True)
+            for is_row, is_shared in zip(given.are_rows, of_process, strict=True)
+        ]
         specs = given.specs, tf.TensorSpec([len(shared)], tf.int64)
         try:
             self._trace = OneDeviceTrace(strategy, step, specs, [*shared, Given()])
@@ -272,8 +291,7 @@ class _Step:
             self._trace = OneDeviceTrace(strategy, step, specs, [Given()] * (len(shared) + 1))
         self._name, self._place = name, given.are_rows.index(True) if True in given.are_rows else None
         of_one_device = self._trace.step
-        self.reads_data = of_one_device.reads_data
-        has_rows = of_one_device.rows is not None or any(x.shape.rank for x in _dense(given.tensors))
+        has_rows = of_one_device.rows is not None or read or any(x.shape.rank for x in _dense(given.tensors))
         self.trains = has_rows and of_one_device.writes and not self._trace.is_for_replicas
         self._run = tf.function(self._on_replicas, autograph=False)
 
@@ -300,12 +318,18 @@ class _Step:
         for replica in range(first, first + extended.num_local_replicas):
             start, stop = bounds(total, size, replica)
             rows.append(OwnRows(*map(tf.convert_to_tensor, (start, stop - start, total, replica))))
-        sums = tf.stack(list(map(checksum, tensors))) if tensors else tf.zeros([0], tf.int64)
+        sums = _checksums(tensors)
         return self._trace.run(rows, [[*tensors, sums]] * len(rows)).whole_results().results
 
 
+def _checksums(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.stack(list(map(checksum, tensors))) if tensors else tf.zeros([0], tf.int64)
+
+
 def checksum(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a number, int64, that is another one for other values, or for the same in another order."""
+    """Returns a number, int64, that is another one for other values, or for the same in another order; 0 for data to read."""
+    if not _is_told(tensor):
+        return tf.constant(0, tf.int64)
     if tensor.dtype == tf.string:
         bits = tf.strings.to_hash_bucket_fast(tensor, 2**62)
     elif tensor.dtype.is_floating:
@@ -318,12 +342,25 @@ def checksum(tensor: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(flat * (2 * tf.range(tf.size(flat, tf.int64)) + 1))
 
 
-def _refuse_other_arguments(sums: tf.Tensor, names: Sequence[str], replicas: int, function: str) -> None:
-    """Has a step fail on all ranks if they were given other arguments. What it compares travels with the first that it sends."""
-    own = sums + tf.cast(marks.replica(), tf.int64) * 0
-    differs = tf.not_equal(marks.addend(own), sums * replicas)
+def _is_told(tensor: tf.Tensor) -> bool:
+    """Returns whether a tensor has a value that ranks can compare."""
+    return tensor.dtype not in (tf.variant, tf.resource)
+
+
+def _refuse_others(sums: tf.Tensor, names: Sequence[str], replicas: int, told: str) -> None:
+    """Has a step fail on all ranks if they have other tensors. What it compares travels with the first gradients that it sends.
+
+    Args:
+        sums: Of each tensor.
+        names: Of each tensor.
+        replicas: How many there are.
+        told: What the error tells.
+    """
+    words = tf.cast(tf.bitcast(sums, tf.uint8), tf.float32)  # Sums of 65,536 bytes are exact.
+    own = words + tf.cast(marks.replica(), tf.float32) * 0
+    differs = tf.reduce_any(tf.not_equal(marks.addend(own), words * replicas), 1)
     named = tf.boolean_mask(tf.constant(list(names), tf.string, [len(names)]), differs)
-    tf.debugging.Assert(tf.logical_not(tf.reduce_any(differs)), [f"Ranks call {function} with other arguments:", named])
+    tf.debugging.Assert(tf.logical_not(tf.reduce_any(differs)), [told, named])
 
 
 def _number_of_rows(tensors: Sequence[tf.Tensor]) -> int | None:
@@ -336,7 +373,7 @@ def _number_of_rows(tensors: Sequence[tf.Tensor]) -> int | None:
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices))
+    return isinstance(value, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices, *_READ))
 
 
 def _leaves(nest: Any) -> list[Any]:

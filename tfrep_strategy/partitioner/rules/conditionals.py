@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.partitioner.bodies import Entry, arguments, entry, note_effects, planned, put_entry
+from tfrep_strategy.partitioner.bodies import Entry, arguments, entry, note_effects, planned, put_entry, result
 from tfrep_strategy.partitioner.placements import OWN, REPLICATE, Own, Replicate, Shard, common_dims
 from tfrep_strategy.partitioner.planner import Planner, always, rule
 from tfrep_strategy.partitioner.program import Tensor
@@ -90,7 +90,7 @@ def _planned(plan: Planner, given: Sequence[Any], graphs: Sequence[Any]) -> tupl
 
 def _either(bodies: Sequence[Planner], outs: Sequence[Any]) -> Entry:
     """Returns what is known of a result, and the placement that every branch can give it."""
-    known = [entry(body, tensor) for body, tensor in zip(bodies, outs, strict=True)]
+    known = [result(body, tensor) for body, tensor in zip(bodies, outs, strict=True)]
     either = functools.reduce(
         lambda a, b: Entry(
             joined(a.placement, b.placement),

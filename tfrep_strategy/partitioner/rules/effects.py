@@ -45,6 +45,20 @@ def write(plan: Planner, operation: Any) -> None:
     plan.add_write(operation, [value.local, local])
 
 
+@rule("MakeIterator")
+@always
+def begin_to_read(plan: Planner, operation: Any) -> None:
+    """An iterator is handed on when it has begun: what reads it may run in another function than this operation."""
+    plan.replicate(operation)
+    _, iterator = operation.inputs
+    value, node = plan.value(iterator), plan.node_of(operation)
+    begun = plan.program.add("Identity", value.local)
+    plan.program.run_after(begun.node, [node])
+    begun.node.once = node.once
+    local = plan.program.send("shared", begun) if node.once else begun
+    plan.put(iterator, value.placement, local, is_shared=value.is_shared)
+
+
 @rule("PartitionedCall", "StatefulPartitionedCall")
 @always
 def call(plan: Planner, operation: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.partitioner.bodies import ROWS, Entry, arguments, entry, note_effects, planned, put_entry
+from tfrep_strategy.partitioner.bodies import ROWS, Entry, arguments, entry, note_effects, planned, put_entry, result
 from tfrep_strategy.partitioner.placements import REPLICATE, Partial, Placement, Replicate, Vacant, common_dims
 from tfrep_strategy.partitioner.planner import Planner, always, rule
 from tfrep_strategy.partitioner.rules.lists import joined_elements
@@ -128,7 +128,7 @@ class _Loop:
             return dataclasses.replace(each, has_whole=True)
         if is_wanted and isinstance(each.placement, Partial):
             self._pinned[i] = True
-        given = entry(self.inner, out)
+        given = result(self.inner, out)
         return Entry(
             self._placement(i, each.placement, given.placement),
             common_dims(each.dims, given.dims),

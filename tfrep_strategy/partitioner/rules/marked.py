@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import operation_definition
 from tfrep_strategy.errors import CannotPartitionError, message
 from tfrep_strategy.partitioner import marks
-from tfrep_strategy.partitioner.placements import OWN, PARTIAL, REPLICATE, Own, Partial, Shard
+from tfrep_strategy.partitioner.placements import OWN, PARTIAL, REPLICATE, Own, Partial, Rows, Shard
 from tfrep_strategy.partitioner.planner import MARKED, OF_OWN, Planner, always, rule
 
 MARKS: dict[str, Callable[[Planner, Any], None]] = {}
@@ -101,6 +101,21 @@ def spread(plan: Planner, operation: Any) -> None:
         hint = "leave out batch_statistics."
         raise CannotPartitionError(message("Statistics of replicas are wanted for rows that are not those of the batch.", hint))
     plan.emit(operation, [plan.local(own), plan.own_sizes(shape, shard)], shard)
+
+
+@_for(marks.BATCH)
+def batch(plan: Planner, operation: Any) -> None:
+    """Each replica takes its rows of what all of them have whole, unless it has rows of another batch there."""
+    wholes = [plan.replicated(x) for x in operation.inputs]
+    is_shared = plan.begin_batch(wholes[1], operation.inputs[1].shape[0], wholes[0])
+    for place, (tensor, whole) in enumerate(zip(operation.outputs, wholes, strict=True)):
+        if place and is_shared:
+            shard = Rows().at(0)
+            plan.put(tensor, shard, plan.cut(whole, shard, tensor.shape.rank))
+            plan.whole[tensor.name] = whole
+            plan.known_dims[tensor.name] = [Rows(), *tensor.shape.as_list()[1:]]
+        else:
+            plan.put(tensor, REPLICATE, whole)
 
 
 @_for(marks.CALL)
