@@ -29,6 +29,7 @@ LANES: dict[str, tuple[str, ...]] = {
     "benchmarks": (),
     "collectives": (),
     "migration": (),
+    "functions": (),
     "loops": (),
     "input": (),
     "callbacks": (),

@@ -482,9 +482,61 @@ def in_two_phases(function: Decorator) -> Results:
     return losses, _values(body, head, optimizer, [count])
 
 
+def in_epochs(function: Decorator) -> Results:
+    """A function reads a data set from end to end, and stops early; the last batch has fewer rows, and there is a metric."""
+    network = keras.Sequential([keras.Input((3, 2)), L.LSTM(4), L.BatchNormalization(), L.Dropout(0.3), L.Dense(1)])
+    optimizer, mean = keras.optimizers.Adam(0.05), keras.metrics.Mean(dtype="float64")
+    optimizer.build(network.trainable_variables)
+    data = tf.data.Dataset.from_tensor_slices((_rows(13, 3, 2), _rows(13, 1))).shuffle(13).batch(4).prefetch(1)
+
+    @function
+    def epoch(data: tf.data.Dataset, worst: tf.Tensor) -> tf.Tensor:
+        last = tf.constant(0.0, tf.float64)
+        for x, y in data:
+            with tf.GradientTape() as tape:
+                last = tf.reduce_mean((network(x, training=True) - y) ** 2)
+            optimizer.apply(tape.gradient(last, network.trainable_variables), network.trainable_variables)
+            mean.update_state(last)
+            if last > worst:
+                break
+        return last
+
+    losses = [epoch(data, tf.constant(worst, tf.float64)) for worst in (1e9, 1e9, 0.0)]
+    return [*losses, mean.result()], _values(network, optimizer)
+
+
+def in_steps(function: Decorator) -> Results:
+    """A function takes several batches from an iterator at each call; noise is drawn for the rows of each."""
+    network, optimizer = keras.Sequential([keras.Input((2,)), L.Dense(4, "tanh"), L.Dense(1)]), keras.optimizers.SGD(0.1)
+    data = iter(tf.data.Dataset.from_tensor_slices({"x": _rows(15, 2), "y": _rows(15)}).repeat().batch(4))
+    sums = tf.Variable(tf.zeros([2], tf.float64))
+
+    def step(rows: Any) -> tf.Tensor:
+        noise = tf.random.stateless_normal(tf.shape(rows["x"]), [1, 2], dtype=tf.float64)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((network(rows["x"] + noise)[:, 0] - rows["y"]) ** 2)
+        optimizer.apply(tape.gradient(loss, network.trainable_variables), network.trainable_variables)
+        sums.assign_add(tf.reduce_sum(rows["x"], 0))
+        return loss
+
+    @function
+    def one_step(iterator: Any) -> tf.Tensor:
+        return step(next(iterator))
+
+    @function
+    def several_steps(iterator: Any) -> tf.Tensor:
+        total = tf.constant(0.0, tf.float64)
+        for _ in tf.range(3):
+            total += step(iterator.get_next())
+        return total
+
+    optimizer.build(network.trainable_variables)
+    return [one_step(data), several_steps(data), several_steps(data)], [sums.numpy(), *_values(network, optimizer)]
+
+
 _ALL = (
     gan, penalized, replayed, physics, accumulated, variational, translated, captioned, compared, scaled, translated_pictures,
-    cycled, acted, styled, federated, in_two_phases,
+    cycled, acted, styled, federated, in_two_phases, in_epochs, in_steps,
 )  # fmt: skip
 PROGRAMS = {program.__name__: program for program in _ALL}
 

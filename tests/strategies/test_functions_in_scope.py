@@ -38,11 +38,11 @@ def _candidates_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions_in_scope, "_candidates", {})
 
 
-_SHORT = ("gan", "replayed", "physics", "accumulated", "acted", "in_two_phases")
+_SHORT = ("gan", "replayed", "physics", "accumulated", "acted", "in_two_phases", "in_epochs", "in_steps")
 
 
-@pytest.mark.parametrize("replicas", [2, *in_lane("loops", 3)])
-@pytest.mark.parametrize("name", others_in_lane("loops", PROGRAMS, *_SHORT))
+@pytest.mark.parametrize("replicas", [2, *in_lane("functions", 3)])
+@pytest.mark.parametrize("name", others_in_lane("functions", PROGRAMS, *_SHORT))
 @pytest.mark.usefixtures("_candidates_stay")
 def test_programs_on_mirrored_replicas(name: str, replicas: int) -> None:
     wanted = ran(name, tf.function)
@@ -60,7 +60,10 @@ def _in_process(strategy: Any, names: list[str]) -> list[list[np.ndarray]]:
 
 @pytest.mark.parametrize(
     ("communicator", "size", "names"),
-    [("tf", 2, _SHORT), *in_lane("loops", ("tf", 2, tuple(PROGRAMS)), ("horovod", 2, tuple(PROGRAMS)), ("tf", 4, tuple(PROGRAMS)))],
+    [
+        ("tf", 2, _SHORT),
+        *in_lane("functions", *((*each, tuple(PROGRAMS)) for each in (("tf", 2), ("horovod", 2), ("shared_memory", 2), ("tf", 4)))),
+    ],
     ids=lambda value: f"{len(value)} programs" if isinstance(value, tuple) else str(value),
 )
 def test_programs_in_processes(worker_pool: Any, communicator: str, size: int, names: tuple[str, ...]) -> None:

@@ -20,7 +20,7 @@ def _check(got: list[np.ndarray], wanted: list[np.ndarray]) -> None:
         np.testing.assert_allclose(own, right, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("replicas", [2, *in_lane("loops", 3)])
+@pytest.mark.parametrize("replicas", [2, *in_lane("functions", 3)])
 @pytest.mark.parametrize("name", ["gan", "compared"])  # All run in test_functions_in_scope.py, by the same way.
 def test_programs_on_mirrored_replicas(name: str, replicas: int) -> None:
     wanted = ran(name, tf.function)
@@ -41,11 +41,25 @@ def _with_other_arguments(strategy: Any) -> list[Any]:
                 step(tf.constant(rows[::-1] if strategy.rank else rows), tf.ones(other))
             except (DesyncError, tf.errors.InvalidArgumentError) as error:
                 told.append(str(error))
+
+        @tfrep.partition
+        def read(data: tf.data.Dataset) -> tf.Tensor:
+            total = tf.zeros([])
+            for rows in data:
+                total += tf.reduce_sum(rows)
+            return total
+
+        try:
+            rank = float(strategy.rank)
+            read(_numbers(4).map(lambda x: x + rank * tf.cast(tf.size(x) == 2, tf.float32)))  # The second batch differs.
+        except tf.errors.InvalidArgumentError as error:
+            told.append(str(error))
     return [equal, *told]
 
 
 def test_arguments_that_differ_between_processes_are_refused(worker_pool: Any) -> None:
-    for equal, traced, called in worker_pool("tf", 2).run(_with_other_arguments):
+    for equal, traced, called, read in worker_pool("tf", 2).run(_with_other_arguments):
+        assert "with other arguments:] [a batch of data that it reads]" in read
         assert equal == 5.0
         assert "arguments" in traced
         assert "with other arguments:" in called
@@ -91,18 +105,52 @@ def test_a_tape_around_it_gets_the_gradient_of_one_device() -> None:
     np.testing.assert_allclose(tape.gradient(value, x), 2.0 * x / 6.0)
 
 
+def _numbers(size: int) -> tf.data.Dataset:
+    return tf.data.Dataset.range(6).map(lambda i: tf.cast(i, tf.float32)).batch(size)
+
+
 def test_a_function_that_reads_data_itself() -> None:
-    data = tf.data.Dataset.range(6).map(lambda i: tf.cast(i, tf.float32)).batch(4)
+    """Each replica takes its rows of a batch. What comes out of the loop is whole; an element without rows stays so."""
     with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         total = tf.Variable(0.0)
 
         @tfrep.partition
-        def epoch(data: tf.data.Dataset) -> None:
+        def epoch(data: tf.data.Dataset) -> tf.Tensor:
+            seen = tf.zeros([0])
             for rows in data:
-                total.assign_add(tf.reduce_sum(rows))
+                tf.autograph.experimental.set_loop_options(shape_invariants=[(seen, tf.TensorShape([None]))])
+                total.assign_add(tf.reduce_sum(rows) * tf.cast(tf.size(rows), tf.float32))
+                seen = tf.concat([seen, tf.reshape(rows, [-1])], 0)
+            return seen
 
-        epoch(data)
-        assert float(total) == 15.0
+        for data in (_numbers(4), _numbers(5), _numbers(1), _numbers(2).unbatch(), _numbers(4).take(0)):
+            np.testing.assert_array_equal(epoch(data), [x for rows in data for x in np.ravel(rows)])
+        np.testing.assert_allclose(total, (6 * 4 + 9 * 2) + (10 * 5 + 5) + 15 + 15)
+        assert any("While that sends" in line for line in epoch.describe())
+
+        both = tf.data.Dataset.zip((_numbers(4), _numbers(3)))  # As many batches, of other sizes.
+
+        @tfrep.partition
+        def uneven(data: tf.data.Dataset) -> None:
+            for x, y in data:
+                total.assign_add(tf.reduce_sum(x) - tf.reduce_mean(y))
+
+        total.assign(0.0)
+        uneven(both)
+        assert float(total) == 15.0 - 1.0 - 4.0
+
+
+def test_rows_that_are_given_beside_those_that_are_read() -> None:
+    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+
+        @tfrep.partition
+        def outer(given: tf.Tensor, data: Any) -> tf.Tensor:
+            total = tf.zeros([])
+            for rows in data:
+                total += tf.reduce_sum(given[:, tf.newaxis] * rows)
+            return total + next(iter(data))[0]
+
+        assert float(outer(tf.range(4.0), _numbers(3))) == 6.0 * 15.0
 
 
 def test_constants_of_python_are_traced_apart() -> None:
