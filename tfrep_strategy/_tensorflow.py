@@ -124,8 +124,8 @@ xla_cpu_kernel_names = _private("util.pywrap_xla_ops", "get_cpu_kernel_names")
 xla_gpu_kernel_names = _private("util.pywrap_xla_ops", "get_gpu_kernel_names")
 set_lazy_xla = _private("client.pywrap_tf_session", "TF_SetXlaEnableLazyCompilation")  # It returns what was set.
 
-# Loops over data in functions.
-_loops_of_autograph = _private("autograph.operators.control_flow", "for_loop_registry")
+# Loops in functions: by the type of what they are over.
+loops_of_autograph = _private("autograph.operators.control_flow", "for_loop_registry")
 
 # Input.
 auto_shard_dataset = _private("distribute.input_ops", "auto_shard_dataset")
@@ -271,28 +271,6 @@ def unordered_operations(dataset: tf.data.Dataset) -> list[str]:
 def asks_for_xla(function: Any) -> bool:
     """Returns whether a `tf.function` was made with `jit_compile=True`."""
     return bool(getattr(function, "_jit_compile", None))
-
-
-def loop_over_data_by(chosen: Callable[[Any], Callable[[Any], Any] | None]) -> None:
-    """Changes what loops over data get in functions that AutoGraph converts.
-
-    A loop over a data set becomes one of the graph over an iterator. It would be one of functions of the data set.
-
-    Args:
-        chosen: Returns what a loop gets for an element of a data set or an iterator; None if that stays as it is.
-    """
-    loops = _loops_of_autograph._registry
-    over_data, over_iterator = loops[tf.data.Dataset], loops[OwnedIterator]
-
-    def loop(data: Any, extra_test: Any, body: Callable[[Any], Any], *state: Any) -> None:
-        change, is_data = chosen(data), isinstance(data, tf.data.Dataset)
-        if change is None:
-            (over_data if is_data else over_iterator)(data, extra_test, body, *state)
-        else:
-            iterator = OwnedIterator(data) if is_data else data
-            over_iterator(iterator, extra_test, lambda element: body(change(element)), *state)
-
-    loops[tf.data.Dataset] = loops[OwnedIterator] = loop
 
 
 def converted_by_autograph(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import OwnedIterator, loop_over_data_by
+from tfrep_strategy._tensorflow import OwnedIterator, loops_of_autograph
 from tfrep_strategy.partitioner import marks
 from tfrep_strategy.pipelines.batch_maps import rows_are_alike
 
@@ -23,15 +23,16 @@ Check = Callable[[Sequence[tf.Tensor]], None]
 
 
 @contextlib.contextmanager
-def shared_reading(replicas: int, check: Check, alike: dict[int, bool]) -> Iterator[None]:
+def shared_reading(replicas: int, check: Check, alike: dict[int, bool], read: list[Any]) -> Iterator[None]:
     """Has replicas share the batches that functions read which are traced now.
 
     Args:
         replicas: How many they are.
         check: Adds a comparison of what ranks have read.
         alike: By the id of a data set, or an iterator, that a function is given: whether all tensors of a batch have as many rows.
+        read: Gets the tensors whose rows replicas share.
     """
-    _traced.now = replicas, check, alike
+    _traced.now = replicas, check, alike, read
     try:
         yield
     finally:
@@ -71,7 +72,7 @@ def _sharing(data: Any) -> Callable[[Any], Any] | None:
     now = getattr(_traced, "now", None)
     if now is None:
         return None
-    replicas, check, alike = now
+    replicas, check, alike, read = now
     known = alike.get(id(data))
     are_alike = have_rows_alike(data) if known is None else known
 
@@ -82,11 +83,27 @@ def _sharing(data: Any) -> Callable[[Any], Any] | None:
         check(tensors)
         places = [i for i, x in enumerate(tensors) if x.shape.rank]
         if places and are_alike:
-            for place, own in zip(places, marks.batch([tensors[i] for i in places], replicas), strict=True):
-                tensors[place] = own
+            own = marks.batch([tensors[i] for i in places], replicas)
+            read.extend(own)
+            for place, rows in zip(places, own, strict=True):
+                tensors[place] = rows
         return tf.nest.pack_sequence_as(element, tensors)
 
     return marked
 
 
-loop_over_data_by(_sharing)
+_loops = loops_of_autograph._registry
+_over_data, _over_iterator = _loops[tf.data.Dataset], _loops[OwnedIterator]
+
+
+def _loop(data: Any, extra_test: Any, body: Callable[[Any], Any], *state: Any) -> None:
+    """Makes a loop over a data set one of the graph over an iterator. It would be one of functions of the data set."""
+    change, is_data = _sharing(data), isinstance(data, tf.data.Dataset)
+    if change is None:
+        (_over_data if is_data else _over_iterator)(data, extra_test, body, *state)
+    else:
+        iterator = OwnedIterator(data) if is_data else data
+        _over_iterator(iterator, extra_test, lambda element: body(change(element)), *state)
+
+
+_loops[tf.data.Dataset] = _loops[OwnedIterator] = _loop

@@ -261,7 +261,6 @@ class _Step:
         read: list[Any] = []
 
         def check_read(tensors: Sequence[tf.Tensor]) -> None:
-            read.append(tensors)
             if has_ranks:
                 _refuse_others(_checksums(tensors), ["a batch of data that it reads"] * len(tensors), replicas, told)
 
@@ -274,7 +273,7 @@ class _Step:
             flat = [next(there) if is_tensor else x for x, is_tensor in zip(tf.nest.flatten(empty), places, strict=True)]
             args, kwargs = tf.nest.pack_sequence_as(empty, flat)
             alike = {id(x): is_alike for x, is_alike in zip(tensors, given.alike, strict=True) if isinstance(x, _READ)}
-            with shared_reading(replicas, check_read, alike):
+            with shared_reading(replicas, check_read, alike, read):
                 return converted(*args, **kwargs)
 
         step: Callable[[Any], Any] = compiled_between_collectives(traced) if compiled else traced
@@ -291,7 +290,7 @@ class _Step:
             self._trace = OneDeviceTrace(strategy, step, specs, [Given()] * (len(shared) + 1))
         self._name, self._place = name, given.are_rows.index(True) if True in given.are_rows else None
         of_one_device = self._trace.step
-        has_rows = of_one_device.rows is not None or read or any(x.shape.rank for x in _dense(given.tensors))
+        has_rows = of_one_device.rows is not None or bool(read) or any(x.shape.rank for x in _dense(given.tensors))
         self.trains = has_rows and of_one_device.writes and not self._trace.is_for_replicas
         self._run = tf.function(self._on_replicas, autograph=False)
 
