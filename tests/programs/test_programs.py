@@ -62,7 +62,7 @@ PROGRAMS = {
     "char_lstm": Program(tolerance=0.03, falls=("losses",)),
     "custom_train_step": Program(always=False),
     "custom_training_tutorial": Program(steps=False),
-    "dcgan_loop": Program(tolerance=_DRAWS, steps=False),
+    "dcgan_loop": Program(tolerance=_DRAWS),
     "denoising_autoencoder": Program(always=False),
     "digits_convnet": Program(("--epochs", "2", "--lr", "0.002")),
     "distillation": Program(always=False),
@@ -107,7 +107,7 @@ PROGRAMS = {
     "vae_digits": Program(tolerance=0.15, falls=("loss",)),
     "vision_transformer": Program(always=False),
     "weather_forecast": Program(("--url", "{downloads}/weather.csv")),
-    "wgan_gp": Program(tolerance=2 * _DRAWS, always=False),
+    "wgan_gp": Program(always=False),
     "worker_tutorial": Program(),
 }
 
