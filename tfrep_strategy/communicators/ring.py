@@ -291,9 +291,9 @@ class RingCommunicator(Communicator):
             tensor = _with_an_element(given) if may_be_empty else given
             place, sizes = self._group_name + place if place else self._place(self._group_name + kind), sizes_of(brought)
             # Eager calls of one kind share a place: seven scalars of one dtype are told from six and one of another. The
-            # dtypes that were brought count, too: several of them travel as int32.
-            dtypes = ".".join(each.dtype.name for each in (tensor, *brought))
-            instance_key = _instance_key(f"{place}.{dtypes}", sizes_of([tensor, *brought]))
+            # dtypes that were brought count, too: several of them travel as int32. So does how it travels.
+            told = ".".join([place, operation.__name__, *(each.dtype.name for each in (tensor, *brought))])
+            instance_key = _instance_key(told, sizes_of([tensor, *brought]))
             position = self.position
             entered = position.enter(kind, place, brought, sizes) if position is not None else None
             after = [] if entered is None else list(entered[:1])
