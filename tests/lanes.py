@@ -29,7 +29,7 @@ LANES: dict[str, tuple[str, ...]] = {
     "benchmarks": (),
     "collectives": (),
     "migration": (),
-    "functions": (),
+    "functions": ("mirrored", "processes"),
     "loops": (),
     "input": (),
     "callbacks": (),

@@ -41,8 +41,8 @@ def _candidates_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 _SHORT = ("gan", "replayed", "physics", "accumulated", "acted", "in_two_phases", "in_epochs", "in_steps")
 
 
-@pytest.mark.parametrize("replicas", [2, *in_lane("functions", 3)])
-@pytest.mark.parametrize("name", others_in_lane("functions", PROGRAMS, *_SHORT))
+@pytest.mark.parametrize("replicas", [2, *in_lane("functions_mirrored", 3)])
+@pytest.mark.parametrize("name", others_in_lane("functions_mirrored", PROGRAMS, *_SHORT))
 @pytest.mark.usefixtures("_candidates_stay")
 def test_programs_on_mirrored_replicas(name: str, replicas: int) -> None:
     wanted = ran(name, tf.function)
@@ -62,7 +62,10 @@ def _in_process(strategy: Any, names: list[str]) -> list[list[np.ndarray]]:
     ("communicator", "size", "names"),
     [
         ("tf", 2, _SHORT),
-        *in_lane("functions", *((*each, tuple(PROGRAMS)) for each in (("tf", 2), ("horovod", 2), ("shared_memory", 2), ("tf", 4)))),
+        *in_lane(
+            "functions_processes",
+            *((*each, tuple(PROGRAMS)) for each in (("tf", 2), ("horovod", 2), ("shared_memory", 2), ("tf", 4))),
+        ),
     ],
     ids=lambda value: f"{len(value)} programs" if isinstance(value, tuple) else str(value),
 )

@@ -20,7 +20,7 @@ def _check(got: list[np.ndarray], wanted: list[np.ndarray]) -> None:
         np.testing.assert_allclose(own, right, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("replicas", [2, *in_lane("functions", 3)])
+@pytest.mark.parametrize("replicas", [2, *in_lane("functions_mirrored", 3)])
 @pytest.mark.parametrize("name", ["gan", "compared"])  # All run in test_functions_in_scope.py, by the same way.
 def test_programs_on_mirrored_replicas(name: str, replicas: int) -> None:
     wanted = ran(name, tf.function)

@@ -83,7 +83,7 @@ def _check_healthy(folder: Path, functions: int, tensors: int) -> None:
     assert any(each["draws"] for each in told), "the loop draws without a seed"
 
 
-@pytest.mark.parametrize("programs", [(), *in_lane("functions", (tuple(PROGRAMS),))])
+@pytest.mark.parametrize("programs", [(), *in_lane("functions_mirrored", (tuple(PROGRAMS),))])
 def test_healthy_mirrored_replicas(programs: tuple[str, ...], tmp_path: Path) -> None:
     with _verifying(tmp_path), tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         _fit()
@@ -102,7 +102,7 @@ def _in_process(strategy: Any, folder: str, programs: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("communicator", "programs"), [("tf", []), *in_lane("functions", ("tf", ["physics", "gan"]), ("horovod", []))]
+    ("communicator", "programs"), [("tf", []), *in_lane("functions_processes", ("tf", ["physics", "gan"]), ("horovod", []))]
 )
 def test_healthy_processes(communicator: str, programs: list[str], worker_pool: Any, tmp_path: Path) -> None:
     worker_pool(communicator, 2).run(_in_process, str(tmp_path), programs)
@@ -125,7 +125,7 @@ def _fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("a mean is taken for a sum", "", "normalized"),
         *in_lane(
-            "functions",
+            "functions_mirrored",
             ("an update is lost", "Assign", "adam"),
             ("draws of other rows", "StatelessRandomUniformV2", "dropped"),
             ("a sum is taken for a whole", "MatMul", "gradient_tape"),
