@@ -112,13 +112,16 @@ class Reference:
         self._is_forced = is_forced
         self._found: dict[tuple[str, ...], Repeated] = {}
         self._large: list[tuple[str, ...]] = []
+        self.lost: set[str] = set()
+        """Of `resources`: those that something has written which cannot be repeated, as a loop that reads data."""
 
         def step(replicas: Sequence[Sequence[tf.Tensor]]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
             self._found, self._large = {}, []
             wholes = {each.key: joined(each.seen.placement, [own[each.seen.local] for own in replicas]) for each in given}
             received = {each.key: [own[each.seen.whole] for own in replicas] for each in given if each.seen.whole is not None}
             inputs = {name: Repeated(tensor, 1.0) for name, tensor in resources.items()}
-            self._walk(graph, observed, (), wholes | {key: own[0] for key, own in received.items()}, inputs)
+            known = self._walk(graph, observed, (), wholes | {key: own[0] for key, own in received.items()}, inputs)
+            self.lost = {name for name in resources if name not in known}
             parted = []
             for place in given:
                 whole, key = wholes[place.key], place.key
@@ -165,13 +168,20 @@ class Reference:
             inputs = [known[x.name] for x in operation.inputs if x.name in known]
             is_input = operation.type in ("Placeholder", "PlaceholderWithDefault")
             results: Sequence[Repeated | None] = ()
-            if is_input or len(inputs) < len(operation.inputs) or not _can_be_repeated(operation, observed):
+            if is_input:
                 pass
+            elif len(inputs) < len(operation.inputs) or not _can_be_repeated(operation, observed):
+                if operation.type != "ReadVariableOp":
+                    for handle in (x.name for x in operation.inputs if x.dtype == tf.resource):
+                        known.pop(handle, None)  # Nobody knows what it holds then.
             elif operation.name in observed.calls:
                 inner, of_inner = observed.calls[operation.name]
                 taken = {own.name: each for own, each in zip(inner.inputs, inputs, strict=True)}
                 inside = self._walk(inner, of_inner, (*path, operation.name), given, taken)
                 results = [inside.get(x.name) for x in inner.outputs]
+                for given_to, own in zip(operation.inputs, inner.inputs, strict=True):
+                    if own.name not in inside:
+                        known.pop(given_to.name, None)
             else:
                 new = made[operation.name] = _again(operation, [each.tensor for each in inputs], made)
                 terms = _terms(new) * max((each.terms for each in inputs), default=1.0)

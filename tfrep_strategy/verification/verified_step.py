@@ -132,9 +132,12 @@ class VerifiedStep:
             if parted is not None:
                 return _of_tensor(place, parted)
         for name, each in held.items():
-            arrays, whole = list(map(as_array, each.after)), as_array(joined(each.placement, each.after))
-            bounds = Bounds(self._after[name], functools.partial(self._perturbed_after, name), 1.0)
-            parted = difference(each.placement, arrays, whole, bounds, each.after[0].dtype)
+            arrays, dtype = list(map(as_array, each.after)), each.after[0].dtype
+            if name in self._reference.lost:
+                parted = disagreement(arrays, dtype) if isinstance(each.placement, Replicate) else None
+            else:
+                bounds = Bounds(self._after[name], functools.partial(self._perturbed_after, name), 1.0)
+                parted = difference(each.placement, arrays, as_array(joined(each.placement, each.after)), bounds, dtype)
             if parted is not None:
                 write = _last_write(self._graph, name)
                 return _of_operation(write, f"the variable {each.name!r} after the step", each.placement, parted)
