@@ -201,7 +201,7 @@ def test_dtypes_are_told_apart() -> None:
         with graph.as_default():
             ring = RingCommunicator(0, 2, "CPU:0", 2**30 + 901)
             ring.broadcast([tf.constant([1, 2], dtype)])
-            (operation,) = (each for each in graph.get_operations() if each.type == "CollectiveGatherV2")
+            (operation,) = (each for each in graph.get_operations() if each.type == "CollectiveReduceV2")
             keys.append(tf.get_static_value(operation.inputs[3]))
     assert None not in keys
     assert keys[0] != keys[1]

@@ -71,6 +71,8 @@ class RingCommunicator(Communicator):
     """
 
     name = "ring"
+    gathers_few = False
+    """Whether a sum of few numbers is gathered, and added up. All members must know as much of its size when they trace."""
 
     def __init__(
         self,
@@ -140,7 +142,7 @@ class RingCommunicator(Communicator):
 
     def _reduce(self, flat: tf.Tensor, op: str, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
         options = {"merge_op": _MERGE_OPS[op]}
-        if not self._nccl and flat.dtype in _GATHERED and 0 < _bytes(flat) <= self._most_gathered_bytes():
+        if self.gathers_few and not self._nccl and flat.dtype in _GATHERED and 0 < _bytes(flat) <= self._most_gathered_bytes():
             return self._run(_gather_and_merge, "all_reduce", flat, tensors, **options)
         return self._run(tf.raw_ops.CollectiveReduceV2, "all_reduce", flat, tensors, **options, final_op="Id")
 
@@ -345,7 +347,7 @@ class RingCommunicator(Communicator):
         position = Position() if self.position else None
         place, nccl = self._place, self._nccl
         group = RingCommunicator(ranks.index(self.rank), len(ranks), self._device, key, name, place, position, nccl)
-        group.local_rank, group.local_size = self.local_rank, self.local_size
+        group.local_rank, group.local_size, group.gathers_few = self.local_rank, self.local_size, self.gathers_few
         return group
 
 

@@ -79,7 +79,7 @@ class TensorFlowCommunicator(RingCommunicator):
             self.choose_transport()  # The ranks talk, so TensorFlow's threads run by now.
             _heed_sigterm_as_before()
         if "CPU" in device:
-            self.bucket_bytes = _CPU_BUCKET_BYTES
+            self.bucket_bytes, self.gathers_few = _CPU_BUCKET_BYTES, True
 
     def _heartbeat_seconds(self) -> float:
         # On one machine the monitor notices the end of a rank at once. TensorFlow's heartbeats would only fail runs whose
