@@ -149,8 +149,11 @@ class VerifiedStep:
     def _compared(self, place: Place, replicas: Sequence[Sequence[tf.Tensor]]) -> Difference | None:
         seen, dtype, key = place.seen, place.tensor.dtype, place.key
         if key not in self._right:  # It cannot be repeated, or is given.
-            is_given = place.tensor.op.type in ("Placeholder", "PlaceholderWithDefault") and bool(place.path)
-            return None if is_given or not isinstance(seen.placement, Replicate) else disagreement(_locals(place, replicas), dtype)
+            if place.tensor.op.type in ("Placeholder", "PlaceholderWithDefault") and place.path:
+                return None
+            if isinstance(seen.placement, Replicate):
+                return disagreement(_locals(place, replicas), dtype)
+            return None if seen.whole is None else _parted_from_parts(place, replicas, seen.whole)
         self.compared += 1
         if key in self._same:
             return None
@@ -197,6 +200,14 @@ class VerifiedStep:
 
 def _locals(place: Place, replicas: Sequence[Sequence[tf.Tensor]]) -> list[np.ndarray]:
     return [as_array(each[place.seen.local]) for each in replicas]
+
+
+def _parted_from_parts(place: Place, replicas: Sequence[Sequence[tf.Tensor]], whole_at: int) -> Difference | None:
+    """Compares what replicas got of a whole with what they have made it of."""
+    own, received = _locals(place, replicas), [as_array(each[whole_at]) for each in replicas]
+    whole = as_array(joined(place.seen.placement, [each[place.seen.local] for each in replicas]))
+    addends = own if isinstance(place.seen.placement, Partial) else ()
+    return difference(Replicate(), received, received[0], Bounds(whole, list, 1.0), place.tensor.dtype, addends)
 
 
 def _of_tensor(place: Place, parted: Difference) -> Finding:
