@@ -138,6 +138,17 @@ def with_draws_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drawing, "_counted_on", lambda plan, counter, turns: counter)
 
 
+def with_updates_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has all replicas add to variables twice what they should."""
+    original = planner.Planner.add_write
+
+    def add_write(plan: Any, operation: Any, inputs: Any) -> None:
+        handle, new = inputs
+        original(plan, operation, [handle, plan.program.add("AddV2", new, new)])
+
+    monkeypatch.setattr(planner.Planner, "add_write", add_write)
+
+
 def with_an_update_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has replicas but the first add nothing to variables."""
     original = planner.Planner.add_write

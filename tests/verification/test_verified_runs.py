@@ -143,3 +143,23 @@ def test_a_fault_in_a_fit(fault: str, what: str, layer: str, monkeypatch: pytest
     assert finding["what"].startswith(what)
     assert layer in finding["layer"]
     assert "test_verified_runs.py" in finding["line"]
+
+
+def test_a_loop_that_draws_hides_what_it_writes_and_not_what_it_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nobody can repeat the loop, nor tell what it has written. The update behind it is wrong alike on all replicas."""
+    wrong_rules.with_updates_twice(monkeypatch)
+    with _verifying(tmp_path), tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        weights, count = tf.Variable(tf.ones([3])), tf.Variable(0.0)
+
+        @tfrep.partition
+        def step(rows: tf.Tensor) -> tf.Tensor:
+            total = tf.zeros([])
+            for _ in tf.range(3):
+                total += tf.reduce_sum(rows * weights + tf.random.normal([3]))
+                count.assign_add(1.0)
+            weights.assign_add(tf.ones([3]))
+            return total
+
+        with pytest.raises(tf.errors.OpError, match="A step differs from that of one device"):
+            step(tf.ones([4, 3]))
+    assert "Assign" in _told(tmp_path)[-1]["finding"]["what"]

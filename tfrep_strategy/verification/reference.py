@@ -23,6 +23,7 @@ from tfrep_strategy.verification.comparison import joined
 _OF_VARIABLES = ("Assign", "ReadVariableOp", "Resource", "Rng", "Stateful", "VariableShape", "VarIsInitializedOp")
 """How the types of operations begin that do to a variable what can be done again to another one."""
 _READS = frozenset({"LookupTableFind", "LookupTableFindV2", "LookupTableSize", "LookupTableSizeV2"})
+_ONLY_READ = _READS | {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp", "VariableShape"}
 _AMBIGUOUS = frozenset({"BroadcastGradientArgs"})
 """These may name an axis of one element, or leave it out."""
 _BODIES = frozenset({"Case", "If", "PartitionedCall", "StatefulPartitionedCall", "While"})
@@ -171,9 +172,9 @@ class Reference:
             if is_input:
                 pass
             elif len(inputs) < len(operation.inputs) or not _can_be_repeated(operation, observed):
-                if operation.type != "ReadVariableOp":
-                    for handle in (x.name for x in operation.inputs if x.dtype == tf.resource):
-                        known.pop(handle, None)  # Nobody knows what it holds then.
+                for place, x in enumerate(operation.inputs):
+                    if x.dtype == tf.resource and _may_write(operation, place):
+                        known.pop(x.name, None)  # Nobody knows what it holds then.
             elif operation.name in observed.calls:
                 inner, of_inner = observed.calls[operation.name]
                 taken = {own.name: each for own, each in zip(inner.inputs, inputs, strict=True)}
@@ -225,6 +226,21 @@ def _can_be_repeated(operation: Any, observed: Observed) -> bool:
         return True
     has_variable = any(x.dtype == tf.resource for x in operation.inputs)
     return has_variable and operation.type.startswith(_OF_VARIABLES)
+
+
+def _may_write(operation: Any, place: int) -> bool:
+    """Returns whether an operation may write the resource that is its input in a place. Bodies are asked what they do with it."""
+    bodies = list(_functions(operation))
+    if not bodies:
+        return operation.type not in _ONLY_READ
+    place -= operation.type.removeprefix("Stateless") in ("Case", "If")  # The first input says which branch is taken.
+    for graph in bodies:
+        handle = None if graph is None else graph.inputs[place]
+        if handle is None:
+            return True
+        if any(_may_write(each, i) for each in handle.consumers() for i, x in enumerate(each.inputs) if x is handle):
+            return True
+    return False
 
 
 def _is_repeatable(graph: Any) -> bool:
