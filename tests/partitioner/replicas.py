@@ -95,7 +95,7 @@ def planned(
 
     graph = trace("step", function, [spec(v, p) for v, p in zip(values, placements, strict=True)], {})
     given = [*map(Given, placements), *(Given() for _ in graph.captures)]
-    return PartitionedStep(graph, given, replicas, is_observed=is_observed)
+    return PartitionedStep(graph, given, replicas, replicas, is_observed=is_observed)
 
 
 def differences(

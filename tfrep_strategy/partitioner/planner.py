@@ -93,6 +93,8 @@ class Planner(Values):
         """By type: the first operation that got the rows of all replicas for want of a rule."""
         self.called: dict[str, tuple[Any, Planner]] = {}
         """By the name of an operation that calls a function: the graph of that, and its plan."""
+        self.beside: dict[int, int] = {}
+        """By their number: the rows that are cut beside those of the batch, as placements name them."""
         self.has_own_batch = False
         """Whether the rows are those of a batch that begins in this graph."""
         self._controls: dict[str, list[Any]] = {}
@@ -207,13 +209,23 @@ class Planner(Values):
         """
         if any(isinstance(value.placement, Shard) for value in self.values.values()):
             return False
+        total = self.program.add("Slice", self.program.add("Shape", whole), [0], [1])
+        self.rows = self._shared_by(self.program.add("Squeeze", total, squeeze_dims=[0]), replicas)
+        self.traced_rows, self.has_own_batch = traced_rows, True
+        return True
+
+    def begin_rows(self, number: int, replicas: int) -> None:
+        """Cuts what is drawn for so many rows, which are not those of the batch."""
+        constant = self.program.constant
+        self.beside[number] = self.put_rows(self._shared_by(constant(number), constant(replicas))).rows
+
+    def _shared_by(self, total: Tensor, replicas: Tensor) -> OwnRows:
+        """Returns which of so many rows a replica has: as many as others, or one more."""
         add, replica = self.program.add, self.rows.replica
-        total = add("Squeeze", add("Slice", add("Shape", whole), [0], [1]), squeeze_dims=[0])
         each, longer = add("FloorDiv", total, replicas), add("FloorMod", total, replicas)
         start = add("AddV2", add("Mul", replica, each), add("Minimum", replica, longer))
         count = add("AddV2", each, add("Cast", add("Less", replica, longer), DstT=tf.int32))
-        self.rows, self.traced_rows, self.has_own_batch = OwnRows(start, count, total, replica), traced_rows, True
-        return True
+        return OwnRows(start, count, total, replica)
 
     # The walk.
 
@@ -309,7 +321,7 @@ class Planner(Values):
         """Returns a planner for the graph of a function that is called with tensors of this one."""
         inner = Planner(self.program, self.rows, self.local_replicas)
         inner.without_rule, inner._accesses, inner.traced_rows = self.without_rule, self._accesses, self.traced_rows
-        inner.chosen = self.chosen
+        inner.chosen, inner.beside = self.chosen, self.beside
         for own, given in zip(graph.inputs, tensors, strict=True):
             self.hand_over(self, given, inner, own)
         return inner

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import tfrep_strategy.partitioner.rules  # noqa: F401  (registers them)
 from tfrep_strategy.partitioner import fingerprint
+from tfrep_strategy.partitioner.choice import can_be_cut, cheapest
 from tfrep_strategy.partitioner.emitter import Emitter, Transport
 from tfrep_strategy.partitioner.observed import Observed, observe, returning
 from tfrep_strategy.partitioner.placements import REPLICATE, Placement, Shard, Size
@@ -49,6 +50,7 @@ class PartitionedStep:
         graph: The traced step, a `FuncGraph`.
         given: How each of its inputs is given.
         local_replicas: How many replicas a process runs.
+        replicas: How many there are in all.
         keeps_rows: Whether results that are rows of the batch stay on the replicas that have them.
         compiled: Whether XLA compiles what lies between collectives.
         is_observed: Whether a run also returns what each replica has of the tensors of the trace, behind the results.
@@ -66,30 +68,13 @@ class PartitionedStep:
         graph: Any,
         given: Sequence[Given],
         local_replicas: int = 1,
+        replicas: int = 1,
         keeps_rows: bool = False,
         compiled: bool = False,
         is_observed: bool = False,
     ) -> None:
-        program = Program()
-        rows = OwnRows(*(program.argument(tf.int32, []) for _ in range(4)))
-        plan = Planner(program, rows, local_replicas)
-        for tensor, each in zip(graph.inputs, given, strict=True):
-            if isinstance(each.placement, Shard):
-                plan.traced_rows = plan.traced_rows or tensor.shape[each.placement.axis]
-            local = program.argument(tensor.dtype)
-            if isinstance(each.placement, Shard) and each.is_whole:
-                plan.put(tensor, each.placement, plan.cut(local, each.placement, tensor.shape.rank))
-                plan.whole[tensor.name] = local
-            else:
-                plan.put(tensor, each.placement, local)
-            plan.value(tensor).is_shared = each.is_shared
-            plan.note_sizes(tensor, each.sizes)
-            if each.dims is not None:
-                plan.known_dims[tensor.name] = list(each.dims)
-        if plan.traced_rows is None and not any(isinstance(each.placement, Shard) for each in given):
-            plan.traced_rows = drawn_rows(graph)
-        self.rows = plan.traced_rows
-        plan.run(graph)
+        plan = cheapest(lambda beside: _planned(graph, given, local_replicas, replicas, beside), graph, replicas)
+        program, self.rows, self._beside = plan.program, plan.traced_rows, list(plan.beside)
         self.placements: list[Placement] = []
         for tensor in graph.outputs:
             keeps = keeps_rows and (plan.placement(tensor) == Shard(0) or plan.can_be(tensor, Shard(0)))
@@ -141,6 +126,8 @@ class PartitionedStep:
         kinds = {"Shard": "in rows", "Partial": "sums", "Replicate": "whole", "Own": "a replica's own"}
         placed = ", ".join(f"{self._placed[kind]} {told}" for kind, told in kinds.items() if self._placed[kind])
         lines = [f"Tensors: {placed}."]
+        if self._beside:
+            lines.append(f"Cut beside the batch: what has {' or '.join(map(str, self._beside))} rows.")
         for level, sent in sorted(rounds.items()):
             each = (f"{count} {what}" for what, count in sorted(sent.items()))
             lines.append(f"Round {level + 1}: {', '.join(each)}.")
@@ -179,6 +166,33 @@ class PartitionedStep:
             missing = [own for own, each in zip(self.program.arguments, given[0], strict=True) if each is None]
             self._without_batch = Emitter(without(self.program, missing), compiled=False)
         self._without_batch.run(given, transport)
+
+
+def _planned(graph: Any, given: Sequence[Given], local_replicas: int, replicas: int, beside: Sequence[int]) -> Planner:
+    """Plans a step, in which so many rows are cut beside those of the batch."""
+    program = Program()
+    plan = Planner(program, OwnRows(*(program.argument(tf.int32, []) for _ in range(4))), local_replicas)
+    locals_ = [program.argument(tensor.dtype) for tensor in graph.inputs]
+    for number in beside:
+        plan.begin_rows(number, replicas)
+    for tensor, each, local in zip(graph.inputs, given, locals_, strict=True):
+        placement = each.placement
+        if isinstance(placement, Shard):
+            plan.traced_rows = plan.traced_rows or tensor.shape[placement.axis]
+        plan.put(tensor, placement, local)
+        if can_be_cut(plan, tensor) and tensor.shape[0] in plan.beside:
+            placement = Shard(0, 1, plan.beside[tensor.shape[0]])
+        if placement != each.placement or each.is_whole and isinstance(placement, Shard):
+            plan.put(tensor, placement, plan.cut(local, placement, tensor.shape.rank))
+            plan.whole[tensor.name] = local
+        plan.value(tensor).is_shared = each.is_shared
+        plan.note_sizes(tensor, each.sizes)
+        if each.dims is not None:
+            plan.known_dims[tensor.name] = list(each.dims)
+    if plan.traced_rows is None and not any(isinstance(each.placement, Shard) for each in given):
+        plan.traced_rows = drawn_rows(graph)
+    plan.run(graph)
+    return plan
 
 
 def _size(tensor: Any) -> str:

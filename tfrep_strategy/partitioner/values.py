@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import tensorflow as tf
@@ -41,6 +42,8 @@ class OwnRows:
     total: Any
     replica: Any
 
+
+_numbers = itertools.count(1)
 
 NUMBER, LENGTH = "number", "length"
 """What an element may be for a loop over rows: the number of a row among a replica's, or how many rows the replica has."""
@@ -93,7 +96,7 @@ class Values:
     def __init__(self, program: Program, rows: OwnRows) -> None:
         self.program, self.rows = program, rows
         self.chosen: dict[int, OwnRows] = {}
-        """Rows that data have chosen, by their number in placements."""
+        """Rows that are not those of the batch, by their number in placements."""
         self.values: dict[str, Value] = {}
         self.whole: dict[str, Tensor] = {}
         """The whole of tensors that are placed otherwise, where something has asked for it."""
@@ -351,6 +354,12 @@ class Values:
         rows = self.chosen[of.rows] if of.rows else self.rows
         start, count, total = (self.times(x, of.per_row) for x in (rows.start, rows.count, rows.total))
         return OwnRows(start, count, total, rows.replica)
+
+    def put_rows(self, own: OwnRows) -> Rows:
+        """Gives rows that are not those of the batch a number."""
+        rows = Rows(1, next(_numbers))
+        self.chosen[rows.rows] = own
+        return rows
 
     def times(self, size: Tensor, factor: int) -> Tensor:
         """Returns a size, multiplied."""

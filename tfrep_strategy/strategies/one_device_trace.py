@@ -64,7 +64,8 @@ class OneDeviceTrace:
         self._num_batch = len(of_batch)
         given = [*of_batch, *map(_given, self._captured)]
         asked = verification()
-        self.step = PartitionedStep(graph, given, strategy.extended.num_local_replicas, keeps_rows, is_observed=asked is not None)
+        local, replicas = strategy.extended.num_local_replicas, strategy.num_replicas_in_sync
+        self.step = PartitionedStep(graph, given, local, replicas, keeps_rows, is_observed=asked is not None)
         self._watch = None if asked is None else self._watched(asked)
         self.without_rule = self.step.without_rule
 

@@ -5,7 +5,6 @@ How many they are is known when the step runs. Replicas send these numbers where
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import tensorflow as tf
@@ -15,19 +14,16 @@ from tfrep_strategy.partitioner.planner import Planner, rule
 from tfrep_strategy.partitioner.program import Tensor
 from tfrep_strategy.partitioner.values import OwnRows
 
-_numbers = itertools.count(1)
-
 
 def _chosen(plan: Planner, own: Tensor) -> Rows:
     """Returns the rows of which a replica has so many as the first axis of a tensor says."""
-    add, rows = plan.program.add, Rows(1, next(_numbers))
+    add = plan.program.add
     count = add("Slice", add("Shape", own), [0], [1])
     count.shape = tf.TensorShape([1])
     of_all = plan.program.send("gather", count)
     before = add("Slice", of_all, [0], add("Pack", [plan.rows.replica], axis=0))
     start, total = (add("Sum", each, 0, keep_dims=False) for each in (before, of_all))
-    plan.chosen[rows.rows] = OwnRows(start, add("Squeeze", count, squeeze_dims=[0]), total, plan.rows.replica)
-    return rows
+    return plan.put_rows(OwnRows(start, add("Squeeze", count, squeeze_dims=[0]), total, plan.rows.replica))
 
 
 @rule("Where")

@@ -21,6 +21,14 @@ from tfrep_strategy.partitioner.placements import (
 )
 from tfrep_strategy.partitioner.planner import Planner, rule
 
+_CONVOLUTIONS = {"Conv2D": 2, "Conv3D": 3, "DepthwiseConv2dNative": 2}
+_TO_PICTURES = ("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput")
+_TO_FILTER = ("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter")
+_MATRICES = ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
+
+CONTRACTIONS = frozenset({"MatMul", "Einsum", *_MATRICES, *_CONVOLUTIONS, *_TO_PICTURES, *_TO_FILTER})
+"""What sums over common axes."""
+
 
 def contract(plan: Planner, operation: Any, labels: Sequence[str], result: str, broadcast: str = "") -> None:
     """Plans a product.
@@ -106,7 +114,7 @@ def matmul(plan: Planner, operation: Any) -> None:
     contract(plan, operation, [first, second], "mn")
 
 
-@rule("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
+@rule(*_MATRICES)
 def batch_matmul(plan: Planner, operation: Any) -> None:
     """Products of matrices, whose other axes are broadcast."""
     ranks = [rank for x in operation.inputs if (rank := plan.rank(x)) is not None]
@@ -140,9 +148,6 @@ def _image_axes(operation: Any, spatial: int) -> tuple[str, str]:
     return "B" + inner + "C", "B" + outer + "F"
 
 
-_CONVOLUTIONS = {"Conv2D": 2, "Conv3D": 3, "DepthwiseConv2dNative": 2}
-
-
 def _only_rows(plan: Planner, tensors: Sequence[Any]) -> bool:
     """Returns whether tensors are sharded along axis 0 alone, if at all."""
     return all(not isinstance(p, Shard) or p.axis == 0 for p in map(plan.placement, tensors))
@@ -163,7 +168,7 @@ def convolution(plan: Planner, operation: Any) -> None:
         contract(plan, operation, [before, "W" * len(weights.shape)], after)
 
 
-@rule("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput")
+@rule(*_TO_PICTURES)
 def convolution_to_pictures(plan: Planner, operation: Any) -> None:
     """The gradient for the pictures, or a transposed convolution. Its first input are the sizes of the result."""
     sizes, weights, gradient = operation.inputs
@@ -178,7 +183,7 @@ def convolution_to_pictures(plan: Planner, operation: Any) -> None:
     plan.emit_filled(operation, [own, plan.replicated(weights), plan.local(gradient)], [2], placement, placement)
 
 
-@rule("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter")
+@rule(*_TO_FILTER)
 def convolution_to_filter(plan: Planner, operation: Any) -> None:
     """The gradient for the filter is summed over the pictures."""
     pictures, sizes, gradient = operation.inputs

@@ -17,7 +17,7 @@ from tfrep_strategy.partitioner.planner import Planner, always, rule
 from tfrep_strategy.partitioner.program import Tensor
 from tfrep_strategy.partitioner.same_bits import SAME_BITS
 
-_DRAWS = {
+DRAWS = {
     "StatelessRandomUniformV2": 0, "StatelessRandomNormalV2": 0, "StatelessTruncatedNormalV2": 0, "StatelessRandomUniformIntV2": 0,
     "StatelessRandomUniformFullIntV2": 0, "StatelessRandomUniform": 0, "StatelessRandomNormal": 0, "StatelessTruncatedNormal": 0,
     "RandomUniform": 0, "RandomStandardNormal": 0, "TruncatedNormal": 0, "RandomUniformInt": 0,
@@ -25,7 +25,7 @@ _DRAWS = {
 }  # fmt: skip
 """Where the operations that draw numbers get the shape of what they draw."""
 
-SAME_BITS.update(_DRAWS)
+SAME_BITS.update(DRAWS)
 
 _COUNTED = frozenset({
     "StatelessRandomUniformV2", "StatelessRandomNormalV2", "StatelessRandomUniformIntV2", "StatelessRandomUniformFullIntV2",
@@ -36,13 +36,13 @@ _BY_PHILOX = (1, 3)
 """Values of `tf.random.Algorithm`: Philox, and what is best for the device, which is Philox on CPUs and GPUs without XLA."""
 
 
-@rule(*_DRAWS)
+@rule(*DRAWS)
 @always
 def draw(plan: Planner, operation: Any) -> None:
     """Every replica has the numbers of one device for its rows."""
     plan.replicate(operation)
     (result,) = operation.outputs
-    wanted = operation.inputs[_DRAWS[operation.type]]
+    wanted = operation.inputs[DRAWS[operation.type]]
     sizes, place = plan.sizes_of(wanted), plan.row_place(wanted)
     if sizes is None:
         return
@@ -51,6 +51,8 @@ def draw(plan: Planner, operation: Any) -> None:
     if place is None and _has_all_rows(plan, result):
         assert plan.traced_rows is not None
         place = Shard(0, sizes[0] // plan.traced_rows)
+    if place is None and sizes.size and sizes[0] in plan.beside:
+        place = Shard(0, 1, plan.beside[sizes[0]])
     if place is not None and not any(isinstance(x, Rows) for i, x in enumerate(sizes) if i != place.axis):
         whole, shard = plan.replicated(result), place
         rest = [size for i, size in enumerate(sizes) if i != shard.axis]
@@ -66,7 +68,7 @@ def drawn_rows(graph: Any) -> int | None:
     """Returns the first size that most of the numbers have that a step draws; None if it draws none of a known size."""
     drawn: collections.Counter[int] = collections.Counter()
     for operation in graph.get_operations():
-        shape = operation.outputs[0].shape if operation.type in _DRAWS else tf.TensorShape(None)
+        shape = operation.outputs[0].shape if operation.type in DRAWS else tf.TensorShape(None)
         if shape.rank and shape.is_fully_defined() and shape[0] > 1:
             drawn[shape[0]] += shape.num_elements()
     return max(drawn, key=lambda size: drawn[size]) if drawn else None
