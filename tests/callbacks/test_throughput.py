@@ -177,3 +177,31 @@ def test_it_changes_no_weight() -> None:
         np.testing.assert_array_equal(one, other)
 
 
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_loop_of_ones_own(distributed: bool) -> None:
+    """Each batch but the first counts, and so does what the loop waits for data, which is made to be long."""
+    throughput, strategy = tfrep.callbacks.Throughput(), tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def slowly(i: tf.Tensor) -> tf.Tensor:
+        tf.py_function(lambda: time.sleep(0.05), [], [])
+        return tf.range(i, i + 4)
+
+    data = tf.data.Dataset.range(0, 40, 4).map(slowly, num_parallel_calls=1).prefetch(0)
+    with strategy.scope():
+        if distributed:
+            data = strategy.experimental_distribute_dataset(data)
+        steps = sum(1 for _ in throughput.reading(data))
+        for _ in throughput.reading([(np.ones([3, 1]), np.ones(3))] * 4):
+            time.sleep(0.01)
+        for i, _ in enumerate(throughput.reading(range(9))):
+            if i == 4:
+                break
+    slow, fast, broken = throughput.epochs
+    assert steps == 10
+    assert slow["examples_per_second"] / slow["steps_per_second"] == pytest.approx(4)
+    assert fast["examples_per_second"] / fast["steps_per_second"] == pytest.approx(3)
+    assert broken["examples_per_second"] / broken["steps_per_second"] == pytest.approx(1)
+    assert slow["data_wait"] > 0.5 > fast["data_wait"]
+    assert set(slow) == set(_NAMES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -53,6 +54,49 @@ class Throughput(keras.callbacks.Callback):
         super().__init__()
         self.epochs: list[dict[str, float]] = []
         self._in_epoch = False
+
+    def reading(self, data: Iterable[Any]) -> Iterator[Any]:
+        """Reads the batches of a loop of one's own, and measures the loop as an epoch.
+
+        The loop is measured from its second step on, since the first one is traced. Each process reads the whole of a data set
+        that is not distributed. If `data_wait` is large, give `strategy.run` the batches of
+        `strategy.experimental_distribute_dataset`. A step of a GPU is part of the time if something asks for its results.
+
+        Args:
+            data: What the loop reads: a data set, distributed or not, or any iterable of batches.
+
+        Yields:
+            Its batches. `epochs` has the logs behind the last one: all but `collective_wait`.
+
+        Example:
+            >>> throughput = tfrep.callbacks.Throughput()
+            >>> for batch in throughput.reading(tf.data.Dataset.range(12).batch(4)):
+            ...     total = int(tf.reduce_sum(batch))
+            >>> sorted(throughput.epochs[0])[:2], throughput.epochs[0]["data_wait"] < 1
+            (['data_wait', 'examples_per_second'], True)
+        """
+        starts, waits, rows = [], [], []
+        batches = iter(data)
+        try:
+            asked = time.perf_counter()
+            for batch in batches:
+                starts.append(time.perf_counter())
+                waits.append(starts[-1] - asked)
+                rows.append(_rows(batch))
+                yield batch
+                asked = time.perf_counter()
+            starts.append(time.perf_counter())
+        finally:  # Where the loop ends early, its last step has no end that could be seen.
+            times = np.diff(starts[1:])
+            seconds = float(times.sum()) or math.nan
+            percentiles = np.percentile(times, _PERCENTILES) if len(times) else [math.nan] * len(_PERCENTILES)
+            logs = {
+                "examples_per_second": sum(rows[1 : len(starts) - 1]) / seconds,
+                "steps_per_second": len(times) / seconds,
+                "data_wait": sum(waits[2:]) / seconds,
+            }
+            logs |= {f"step_ms_p{p}": 1000 * float(value) for p, value in zip(_PERCENTILES, percentiles, strict=True)}
+            self.epochs.append(logs)
 
     # A training.
 
@@ -153,6 +197,14 @@ class Throughput(keras.callbacks.Callback):
         if not calls or not seen or not seen[0]:
             return math.nan
         return seen[0] / (calls * self.model.steps_per_execution)
+
+
+def _rows(batch: Any) -> int:
+    """Returns how many rows a batch has: of a distributed one, those of all replicas, if each has as many as here."""
+    first = tf.nest.flatten(batch)[0]
+    local = tf.distribute.get_strategy().experimental_local_results(first)
+    rows = sum(int(x.shape[0]) if x.shape.rank else 1 for x in map(tf.convert_to_tensor, local))
+    return rows if len(local) == 1 and local[0] is first else rows * tf.distribute.get_strategy().num_replicas_in_sync // len(local)
 
 
 class _Mark(NamedTuple):

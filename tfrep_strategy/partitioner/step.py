@@ -182,7 +182,7 @@ def _planned(graph: Any, given: Sequence[Given], local_replicas: int, replicas: 
         plan.put(tensor, placement, local)
         if can_be_cut(plan, tensor) and tensor.shape[0] in plan.beside:
             placement = Shard(0, 1, plan.beside[tensor.shape[0]])
-        if placement != each.placement or each.is_whole and isinstance(placement, Shard):
+        if isinstance(placement, Shard) and (each.is_whole or placement != each.placement):
             plan.put(tensor, placement, plan.cut(local, placement, tensor.shape.rank))
             plan.whole[tensor.name] = local
         plan.value(tensor).is_shared = each.is_shared
