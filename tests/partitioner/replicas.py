@@ -94,7 +94,7 @@ def planned(
         return tf.TensorSpec(shape, value.dtype if value.dtype.kind not in "OSU" else tf.string)
 
     graph = trace("step", function, [spec(v, p) for v, p in zip(values, placements, strict=True)], {})
-    given = [*map(Given, placements), *(Given() for _ in graph.captures)]
+    given = [*map(Given, placements), *(Given(is_whole=x.dtype != tf.resource) for x, _ in graph.captures)]
     return PartitionedStep(graph, given, replicas, replicas, is_observed=is_observed)
 
 

@@ -26,6 +26,9 @@ _GUESSED_ROWS = 32
 _COST_OF_SENDING = 32
 """Of one number, in operations: a core does some 10 a nanosecond, and processes of one machine send about a gigabyte a second."""
 
+_COST_OF_A_ROUND = 400_000
+"""Of one round of collectives, in operations: some 40 microseconds."""
+
 _WORTH_A_PLAN = 0.1
 """Which part of all work must be alike on all replicas, so that the step is planned once more."""
 
@@ -33,28 +36,29 @@ _TRIED = 2
 """How many sizes are tried at most."""
 
 
-def cheapest(planned: Callable[[Sequence[int]], Planner], graph: Any, replicas: int) -> Planner:
+def cheapest(planned: Callable[[Sequence[int]], Planner], graph: Any, whole: Sequence[Any], replicas: int) -> Planner:
     """Plans a step, with those tensors cut whose work is better divided.
 
     Args:
         planned: Plans it, given the sizes of further rows.
         graph: The traced step.
+        whole: Its inputs that each replica gets whole.
         replicas: How many replicas share it.
     """
     best = planned([])
     if replicas < 2:
         return best
-    for size in _worth_trying(best, graph, replicas):
+    for size in _worth_trying(best, graph, whole, replicas):
         other = planned([*best.beside, size])
         if _cost(other, graph, replicas) < _cost(best, graph, replicas):
             best = other
     return best
 
 
-def _worth_trying(plan: Planner, graph: Any, replicas: int) -> list[int]:
+def _worth_trying(plan: Planner, graph: Any, whole: Sequence[Any], replicas: int) -> list[int]:
     """Returns the sizes of what may be cut, behind which there is much work that every replica does."""
     begin: dict[int, set[str]] = collections.defaultdict(set)
-    for tensor in [*graph.inputs, *(op.outputs[0] for op in graph.get_operations() if op.type in DRAWS)]:
+    for tensor in [*whole, *(op.outputs[0] for op in graph.get_operations() if op.type in DRAWS)]:
         if can_be_cut(plan, tensor) and tensor.shape[0] >= replicas:
             begin[tensor.shape[0]].add(tensor.name)
     if not begin:
@@ -83,15 +87,15 @@ def _work_alike_behind(plan: Planner, graph: Any, names: set[str], replicas: int
 
 def _cost(plan: Planner, graph: Any, replicas: int) -> float:
     """Returns what a step costs a replica: what it computes, and what it sends."""
-    sent = sum(
-        math.prod(_GUESSED_ROWS if size is None else size for size in x.shape)
-        for each in live(plan.program.nodes, [plan.local(x) for x in graph.outputs])
-        if isinstance(each, Collective) and each.kind != "shared"
-        for x in each.inputs
-        if x.shape.rank is not None
-    )
-    returned = sum(_elements(plan, x) for x in graph.outputs if not isinstance(plan.placement(x), Replicate))
-    return sum(_work(plan, each, replicas) for each in graph.get_operations()) + _COST_OF_SENDING * (sent + returned)
+    returned = [x for x in graph.outputs if not isinstance(plan.placement(x), Replicate)]
+    sent, rounds = sum(_elements(plan, x) for x in returned), {plan.local(x).level for x in returned}
+    for each in live(plan.program.nodes, [plan.local(x) for x in graph.outputs]):
+        if isinstance(each, Collective) and each.kind != "shared":
+            rounds.add(each.level)
+            for x in each.inputs:
+                sent += math.prod(_GUESSED_ROWS if size is None else size for size in x.shape) if x.shape.rank is not None else 0
+    work = sum(_work(plan, each, replicas) for each in graph.get_operations())
+    return work + _COST_OF_SENDING * sent + _COST_OF_A_ROUND * len(rounds)
 
 
 def _work(plan: Planner, operation: Any, replicas: int) -> float:

@@ -33,7 +33,7 @@ class Given:
         is_shared: Whether it is a variable of which all replicas of a process use one copy.
         dims: Its global shape, if more is known than the trace tells.
         sizes: Its value, if it holds sizes: the shape, then all values.
-        is_whole: Whether each replica gets all rows of a batch, of which it takes its own.
+        is_whole: Whether each replica gets all rows, of a batch or of another tensor, and may take its own.
     """
 
     placement: Placement = REPLICATE
@@ -73,13 +73,14 @@ class PartitionedStep:
         compiled: bool = False,
         is_observed: bool = False,
     ) -> None:
-        plan = cheapest(lambda beside: _planned(graph, given, local_replicas, replicas, beside), graph, replicas)
+        whole = [tensor for tensor, each in zip(graph.inputs, given, strict=True) if each.is_whole]
+        plan = cheapest(lambda beside: _planned(graph, given, local_replicas, replicas, beside), graph, whole, replicas)
         program, self.rows, self._beside = plan.program, plan.traced_rows, list(plan.beside)
         self.placements: list[Placement] = []
         for tensor in graph.outputs:
             keeps = keeps_rows and (plan.placement(tensor) == Shard(0) or plan.can_be(tensor, Shard(0)))
-            whole = plan.agreed if tensor.shape.rank == 0 else plan.replicated  # Callbacks decide by scalars.
-            program.results.append(plan.sharded(tensor, Shard(0)) if keeps else whole(tensor))
+            full = plan.agreed if tensor.shape.rank == 0 else plan.replicated  # Callbacks decide by scalars.
+            program.results.append(plan.sharded(tensor, Shard(0)) if keeps else full(tensor))
             self.placements.append(Shard(0) if keeps else REPLICATE)
         self.program, self.without_rule = program, plan.without_rule
         self.writes = any(writes and handle.node is None and handle.name != "effects" for handle, writes in plan.accesses())
@@ -180,7 +181,7 @@ def _planned(graph: Any, given: Sequence[Given], local_replicas: int, replicas: 
         if isinstance(placement, Shard):
             plan.traced_rows = plan.traced_rows or tensor.shape[placement.axis]
         plan.put(tensor, placement, local)
-        if can_be_cut(plan, tensor) and tensor.shape[0] in plan.beside:
+        if each.is_whole and can_be_cut(plan, tensor) and tensor.shape[0] in plan.beside:
             placement = Shard(0, 1, plan.beside[tensor.shape[0]])
         if isinstance(placement, Shard) and (each.is_whole or placement != each.placement):
             plan.put(tensor, placement, plan.cut(local, placement, tensor.shape.rank))

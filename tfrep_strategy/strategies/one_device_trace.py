@@ -147,4 +147,6 @@ def _given(captured: Any) -> Given:
     if isinstance(variable, PartVariable):
         return Given(OWN)
     is_partial = isinstance(variable, DistributedVariable) and is_sum(variable)
-    return Given(PARTIAL if is_partial else REPLICATE, is_shared=captured.dtype == tf.resource and len(_copies(captured)) == 1)
+    is_handle = captured.dtype == tf.resource
+    placement = PARTIAL if is_partial else REPLICATE
+    return Given(placement, is_shared=is_handle and len(_copies(captured)) == 1, is_whole=not is_handle)
