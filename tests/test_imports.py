@@ -14,17 +14,6 @@ pytestmark = pytest.mark.lane("quick")
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _PACKAGE = _REPOSITORY / "tfrep_strategy"
 _SOURCES = sorted(_PACKAGE.rglob("*.py"))
-_LONGEST_FILE = 420
-_SAME_NAMES = {
-    "__init__": "the names that a room gives to others",
-    "base": "the class from which others of the room derive",
-    "callbacks": "callbacks of Keras: those that users are given, and what a list of them does",
-    "driver": "a driver of Keras, for each way of training",
-    "horovod": "the environment and the communicator of Horovod",
-    "mpi": "the environment and the communicator of MPI",
-    "single": "the environment and the communicator of a process that is alone",
-}
-"""Names that several files have, since they mean the same."""
 
 
 @functools.cache
@@ -110,13 +99,3 @@ def test_private_code_is_touched_in_its_rooms_only():
             imports += [name for name in ("keras.src", "keras_integration.internals") if name in text]
         wrong += [f"{_module(path)}: {name}" for name in imports]
     assert not wrong
-
-
-def test_a_name_means_one_thing():
-    names = [path.stem for path in _SOURCES] + [path.parent.name for path in _SOURCES if path.stem == "__init__"]
-    assert {name for name in names if names.count(name) > 1} == set(_SAME_NAMES)
-
-
-def test_no_file_is_too_long():
-    lines = {str(path.relative_to(_PACKAGE)): len(path.read_text("utf-8").splitlines()) for path in _SOURCES}
-    assert not {name: number for name, number in lines.items() if number > _LONGEST_FILE}
