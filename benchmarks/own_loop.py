@@ -13,8 +13,9 @@ from benchmarks.crews import Variant
 from benchmarks.report import write_json
 from benchmarks.turns import compare, turns_parser
 
-# For CPU seconds of a rank: at most so many times what a step would cost it if it were divided evenly, or what the first call costs.
+# For CPU seconds of a rank: at most so many times what a step would cost it if it were divided evenly.
 TARGETS = {2: 1.15, 4: 1.3}
+# For those of the first call: at most so many times what one device takes.
 FIRST_CALL = 1.5
 _TRANSPORTS = ("tf", "shared_memory")
 
