@@ -215,9 +215,6 @@ NCCL_DTYPES = frozenset(
     for dtype in attr.allowed_values.list.type
 )
 
-# AutoGraph does not convert the functions of this package, just as it does not convert TensorFlow's own.
-autograph_rules.CONVERSION_RULES = (autograph_rules.DoNotConvert("tfrep_strategy"), *autograph_rules.CONVERSION_RULES)
-
 # Whether this process is traced: a function, and a variable in TensorFlow 2.19.
 _trace_module = inspect.getmodule(tf.profiler.experimental.Trace)
 is_traced: Callable[[], bool] = _traced if callable(_traced) else functools.partial(getattr, _trace_module, "enabled")

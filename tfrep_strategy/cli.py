@@ -271,11 +271,18 @@ def profile_now(
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    patches: Annotated[bool, typer.Option("--patches", help="List what is replaced in Keras and TensorFlow, and why.")] = False,
 ) -> None:
     """Show what is installed and what was detected, and test that processes can talk to each other."""
     from tfrep_strategy.limits import check_keras_backend
+    from tfrep_strategy.startup_log import quiet_start
 
     check_keras_backend()
+    if patches:
+        with quiet_start():
+            from tfrep_strategy.patches import show as show_patches
+        show_patches(as_json)
+        return
     from tfrep_strategy.doctor import examine, show
 
     if not show(examine(), as_json=as_json):

@@ -23,7 +23,9 @@ import pytest
 import tfrep_strategy as tfrep
 from tfrep_strategy import keras_integration
 from tfrep_strategy.keras_integration import internals
-from tfrep_strategy.keras_integration.patching import Patch, Row
+from tfrep_strategy.keras_integration.patching import Patch
+from tfrep_strategy.replacements import Row
+from tfrep_strategy.strategies import REPLACED
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _ROOM = _REPOSITORY / "tfrep_strategy" / "keras_integration"
@@ -76,8 +78,8 @@ def test_the_tables_in_the_documentation_are_those_of_the_registry() -> None:
     text = (_REPOSITORY / "docs" / "architecture.md").read_text("utf-8")
     written = re.search(r"<!-- generated -->\n\n(.*)\n<!-- end of what is generated -->", text, re.DOTALL)
     assert written is not None
-    assert written[1] == _drawn(keras_integration.describe()), "this belongs there"
-    assert f"There are {len(keras_integration.describe())}." in text
+    assert written[1] == _drawn([*keras_integration.describe(), *REPLACED.describe()]), "this belongs there"
+    assert f"Of Keras there are {len(keras_integration.describe())}," in text
 
 
 _PROGRAM = """

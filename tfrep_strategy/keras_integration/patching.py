@@ -18,28 +18,10 @@ from typing import Any
 
 import keras
 
+from tfrep_strategy.replacements import Row
 from tfrep_strategy.versions import KERAS
 
 _MISSING = object()
-
-
-@dataclass(frozen=True)
-class Row:
-    """What a person reads about a patch.
-
-    Attributes:
-        topic: What part of Keras it belongs to.
-        target: The attribute, below `keras.src` unless it begins with `keras.`.
-        expects: The signature that it has to have; empty for what is no function, or is added.
-        why: Why Keras has to be changed.
-        otherwise: Why neither a subclass nor a public hook of Keras does it.
-    """
-
-    topic: str
-    target: str
-    expects: str
-    why: str
-    otherwise: str
 
 
 class Patch:

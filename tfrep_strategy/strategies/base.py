@@ -18,12 +18,7 @@ from tfrep_strategy.errors import ConfigurationError, check_count, message
 from tfrep_strategy.keras_integration.protocol import Shards, in_step
 from tfrep_strategy.keras_integration.synchronous.driver import SynchronousDriver
 from tfrep_strategy.old_spellings import OF_STRATEGIES, ShowsNewNames
-from tfrep_strategy.strategies import (
-    branches,  # noqa: F401  (acts where a `tf.cond` is built)
-    functions_in_scope,
-    reflecting_pads,  # noqa: F401  (acts where something is padded)
-    sync_check,
-)
+from tfrep_strategy.strategies import functions_in_scope, sync_check
 from tfrep_strategy.strategies.checked_settings import (
     CheckedSetting,
     flag,

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import CondGradientGraph, called_graphs, cond_v2
+from tfrep_strategy._tensorflow import CondGradientGraph, called_graphs
 from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is
 from tfrep_strategy.strategies.extended import SynchronousExtended
 
@@ -22,7 +22,9 @@ _APART = "The replicas take different branches, in which there is a collective. 
 _HINT = "\nHint: decide by what is the same on all replicas, such as tfrep.all_reduce(loss, 'mean')."
 
 
-def _deciding_a_truth(build: Any) -> Any:
+def deciding_a_truth(build: Any) -> Any:
+    """Returns what builds a `tf.cond` that all replicas of a process decide alike."""
+
     @functools.wraps(build)
     def build_cond(pred: tf.Tensor, true_graph: Any, false_graph: Any, *args: Any, **kwargs: Any) -> Any:
         return build(_decided_together(pred, [true_graph, false_graph]), true_graph, false_graph, *args, **kwargs)
@@ -30,7 +32,9 @@ def _deciding_a_truth(build: Any) -> Any:
     return build_cond
 
 
-def _deciding_a_number(build: Any) -> Any:
+def deciding_a_number(build: Any) -> Any:
+    """Does the same for a `tf.switch_case`."""
+
     @functools.wraps(build)
     def build_case(branch_index: tf.Tensor, branch_graphs: list[Any], *args: Any, **kwargs: Any) -> Any:
         return build(_decided_together(branch_index, branch_graphs), branch_graphs, *args, **kwargs)
@@ -71,7 +75,3 @@ def _is_of_fewer(operation: Any, members: int | None) -> bool:
         return False
     size = tf.get_static_value(operation.inputs[1])
     return size is not None and int(size) < members
-
-
-cond_v2._build_cond = _deciding_a_truth(cond_v2._build_cond)
-cond_v2._build_case = _deciding_a_number(cond_v2._build_case)

@@ -92,11 +92,10 @@ def _sharing(data: Any) -> Callable[[Any], Any] | None:
     return marked
 
 
-_loops = loops_of_autograph._registry
-_over_data, _over_iterator = _loops[tf.data.Dataset], _loops[OwnedIterator]
+_over_data, _over_iterator = loops_of_autograph._registry[tf.data.Dataset], loops_of_autograph._registry[OwnedIterator]
 
 
-def _loop(data: Any, extra_test: Any, body: Callable[[Any], Any], *state: Any) -> None:
+def loop(data: Any, extra_test: Any, body: Callable[[Any], Any], *state: Any) -> None:
     """Makes a loop over a data set one of the graph over an iterator. It would be one of functions of the data set."""
     change, is_data = _sharing(data), isinstance(data, tf.data.Dataset)
     if change is None:
@@ -104,6 +103,3 @@ def _loop(data: Any, extra_test: Any, body: Callable[[Any], Any], *state: Any) -
     else:
         iterator = OwnedIterator(data) if is_data else data
         _over_iterator(iterator, extra_test, lambda element: body(change(element)), *state)
-
-
-_loops[tf.data.Dataset] = _loops[OwnedIterator] = _loop

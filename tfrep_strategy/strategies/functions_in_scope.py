@@ -41,7 +41,8 @@ def _call(function: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @functools.wraps(_call_as_it_was)
-def _called(function: Any, *args: Any, **kwargs: Any) -> Any:
+def call_in_scope(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a `tf.function`. If it is the user's, and called in a scope, replicas share its work."""
     strategy = strategy_here() if threading.current_thread() is threading.main_thread() else None
     shares = strategy is not None and _shares(strategy)
     found = candidate(function) if shares or verification() is not None else None
@@ -63,6 +64,3 @@ def _is_distributed(argument: Any) -> bool:
     if hasattr(argument, "__next__") and not isinstance(argument, OwnedIterator):
         return True
     return any(isinstance(x, tf.distribute.DistributedValues) and not isinstance(x, tf.Variable) for x in tf.nest.flatten(argument))
-
-
-Function.__call__ = _called

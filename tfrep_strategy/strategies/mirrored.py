@@ -10,7 +10,6 @@ from typing import Any
 
 import tensorflow as tf
 
-import tfrep_strategy.strategies.replica_threads  # noqa: F401
 from tfrep_strategy._tensorflow import (
     NCCL_DTYPES,
     DistributedValues,

@@ -19,7 +19,6 @@ from tfrep_strategy._tensorflow import (
     default_replica_mode,
     pop_mode,
     push_mode,
-    random_generators,
     saving,
 )
 from tfrep_strategy.communicators import SingleCommunicator
@@ -227,13 +226,11 @@ def _outside_of_trace(value: Any) -> Any:
     return known
 
 
-def _none_in_trace(replica_id: Callable[[], Any]) -> Callable[[], Any]:
+def none_in_trace(replica_id: Callable[[], Any]) -> Callable[[], Any]:
+    """Returns what tells a `tf.random.Generator` its replica: in the trace of one device there is none."""
+
     @functools.wraps(replica_id)
     def of_generator() -> Any:
         return None if traced_for() is not None else replica_id()
 
     return of_generator
-
-
-random_generators.get_replica_id = _none_in_trace(random_generators.get_replica_id)
-"""Else a `tf.random.Generator` that was made in the scope would draw the numbers of a replica, which one device does not draw."""

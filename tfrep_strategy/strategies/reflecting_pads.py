@@ -7,12 +7,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import array_operations
 from tfrep_strategy.keras_integration.finding import driver_in_scope
 from tfrep_strategy.keras_integration.synchronous.empty_parts import EmptyParts
 
 
-def _of_no_rows_too(mirror_pad: Any) -> Any:
+def of_no_rows_too(mirror_pad: Any) -> Any:
+    """Returns a pad that takes no rows, too."""
+
     @functools.wraps(mirror_pad)
     def pad(input: Any, paddings: Any, mode: str, name: str | None = None) -> Any:
         driver, widths = driver_in_scope(), tf.get_static_value(paddings)
@@ -21,6 +22,3 @@ def _of_no_rows_too(mirror_pad: Any) -> Any:
         return driver.on_rows(lambda rows: mirror_pad(rows, paddings, mode, name), input)
 
     return pad
-
-
-array_operations.mirror_pad = _of_no_rows_too(array_operations.mirror_pad)

@@ -10,7 +10,7 @@ import contextvars
 import functools
 from typing import Any
 
-from tfrep_strategy._tensorflow import MirroredReplicaThread, save_context, sync_on_read_context
+from tfrep_strategy._tensorflow import save_context, sync_on_read_context
 from tfrep_strategy.keras_integration.finding import driver_of
 from tfrep_strategy.keras_integration.synchronous.driver import SynchronousDriver
 from tfrep_strategy.keras_integration.synchronous.thread_state import CallerState
@@ -36,7 +36,9 @@ class _Inherited:
             self._context.run(fn)
 
 
-def _inheriting(init: Any) -> Any:
+def inheriting(init: Any) -> Any:
+    """Returns what makes the thread of a replica, with the state of its caller."""
+
     @functools.wraps(init)
     def inheriting_init(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
         init(self, strategy, *args, **kwargs)
@@ -45,7 +47,9 @@ def _inheriting(init: Any) -> Any:
     return inheriting_init
 
 
-def _with_inherited(run: Any) -> Any:
+def with_inherited(run: Any) -> Any:
+    """Returns what runs the thread of a replica in that state."""
+
     @functools.wraps(run)
     def run_with_inherited(self: Any) -> None:
         if self.inherited is None:
@@ -54,7 +58,3 @@ def _with_inherited(run: Any) -> Any:
             self.inherited.run(functools.partial(run, self))
 
     return run_with_inherited
-
-
-MirroredReplicaThread.__init__ = _inheriting(MirroredReplicaThread.__init__)
-MirroredReplicaThread.run = _with_inherited(MirroredReplicaThread.run)

@@ -17,7 +17,6 @@ import tensorflow as tf
 from tfrep_strategy._tensorflow import (
     NO_SEED,
     operations_seeded,
-    random_seeds,
     random_state,
     set_random_state,
     shuffle_seeds,
@@ -125,7 +124,9 @@ def seeds_of_replica(replica_id: int) -> Iterator[None]:
         del _thread.replica_id
 
 
-def _with_seeds_of_replica(get_seed: Callable[[int | None], tuple[int | None, int | None]]) -> Callable[[int | None], object]:
+def with_seeds_of_replica(get_seed: Callable[[int | None], tuple[int | None, int | None]]) -> Callable[[int | None], object]:
+    """Returns what chooses the seeds of an operation, in a replica too."""
+
     @functools.wraps(get_seed)
     def seeds_of_operation(op_seed: int | None) -> tuple[int | None, int | None]:
         of_all, of_operation = get_seed(op_seed)
@@ -135,6 +136,3 @@ def _with_seeds_of_replica(get_seed: Callable[[int | None], tuple[int | None, in
         return (of_all + replica_id * _GOLDEN) % 2**31, of_operation
 
     return seeds_of_operation
-
-
-random_seeds.get_seed = _with_seeds_of_replica(random_seeds.get_seed)

@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import (
-    LoadedFunction,
     MirroredVariable,
     ResourceVariable,
     SyncOnReadVariable,
@@ -212,7 +211,7 @@ class ProcessVariable(ResourceVariable):
         return with_our_class(super().__deepcopy__(memo))
 
 
-def _with_copies_that_are_read(call: Any) -> Any:
+def with_copies_that_are_read(call: Any) -> Any:
     """Lets functions of a loaded SavedModel run outside replicas, on the local copy."""
 
     @functools.wraps(call)
@@ -224,9 +223,6 @@ def _with_copies_that_are_read(call: Any) -> Any:
         return captured._get_on_device_or_primary().handle if has_copies else captured
 
     return called
-
-
-LoadedFunction._call_flat = _with_copies_that_are_read(LoadedFunction._call_flat)
 
 
 def with_our_class(variable: Any) -> Any:

@@ -6,9 +6,7 @@ import functools
 import os
 from typing import Any
 
-import tensorflow as tf
-
-_suffix: str | None = None
+_suffix = ""
 
 
 def cache_in_own_files(rank: int, size: int) -> None:
@@ -22,14 +20,12 @@ def cache_in_own_files(rank: int, size: int) -> None:
         size: The number of processes.
     """
     global _suffix
-    if size == 1:
-        return
-    if _suffix is None:
-        tf.data.Dataset.cache = _with_own_file(tf.data.Dataset.cache)
-    _suffix = f".rank-{rank}" if rank else ""
+    _suffix = f".rank-{rank}" if rank and size > 1 else ""
 
 
-def _with_own_file(cache: Any) -> Any:
+def with_own_file(cache: Any) -> Any:
+    """Returns what caches in the file of a process."""
+
     @functools.wraps(cache)
     def cache_in_own_file(self: Any, filename: Any = "", name: str | None = None) -> Any:
         if isinstance(filename, (str, os.PathLike)) and os.fspath(filename):

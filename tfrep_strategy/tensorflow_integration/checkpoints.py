@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import run_write_callbacks, saved_models, without_checkpoint_state
+from tfrep_strategy._tensorflow import run_write_callbacks, without_checkpoint_state
 from tfrep_strategy.errors import warn
 from tfrep_strategy.keras_integration.shared.model_files import is_local
 from tfrep_strategy.keras_integration.shared.whole_files import synchronize
@@ -25,9 +25,7 @@ _find_strategy: Callable[[], Any] | None = None
 
 
 def write_checkpoints_safely(find_strategy: Callable[[], Any]) -> None:
-    """Makes `tf.train.Checkpoint` bring files to the disk before they are named, and write each path on one process only.
-
-    So does `tf.saved_model.save`, through which Keras's `ExportArchive` writes.
+    """Makes `tf.train.Checkpoint`, and `tf.saved_model.save`, write each path on one process only.
 
     Saving reads variables that only all processes together can read. So every process must save. They collect these values
     first. Then the lowest rank that saves to a path writes, and the others neither write nor keep anything.
@@ -36,11 +34,6 @@ def write_checkpoints_safely(find_strategy: Callable[[], Any]) -> None:
         find_strategy: Returns the strategy that connects the processes; None if they are not connected.
     """
     global _find_strategy
-    if _find_strategy is None:
-        tf.train.Checkpoint.save = _saved_now(tf.train.Checkpoint.save)
-        tf.train.Checkpoint._write = _saved_now(_written_once(tf.train.Checkpoint._write))
-        # Where it is defined, too: who imports `tensorflow.saved_model`, as Keras does, gets a new module.
-        tf.saved_model.save = saved_models.save = _exported_once(saved_models.save)
     _find_strategy = find_strategy
 
 
@@ -49,7 +42,9 @@ def _strategy() -> Any:
     return None if strategy is None or strategy.num_replicas_in_sync == 1 else strategy
 
 
-def _saved_now(save: Any) -> Any:
+def saved_now(save: Any) -> Any:
+    """Returns what saves a checkpoint: on several processes not in the background."""
+
     @functools.wraps(save)
     def save_now(self: Any, file_prefix: Any, options: Any = None) -> Any:
         if _strategy() is not None and options and options.experimental_enable_async_checkpoint:
@@ -62,7 +57,9 @@ def _saved_now(save: Any) -> Any:
     return save_now
 
 
-def _written_once(write: Any) -> Any:
+def written_by_one(write: Any) -> Any:
+    """Returns what writes a checkpoint: one process of several does, and files are on the disk before they are named."""
+
     @functools.wraps(write)
     def write_once(self: Any, file_prefix: Any, options: Any = None) -> Any:
         strategy = _strategy()
@@ -80,7 +77,9 @@ def _written_once(write: Any) -> Any:
     return write_once
 
 
-def _exported_once(save: Any) -> Any:
+def exported_by_one(save: Any) -> Any:
+    """Returns what exports a model: one process of several does."""
+
     @functools.wraps(save)
     def save_once(obj: Any, export_dir: Any, *args: Any, **kwargs: Any) -> None:
         strategy = _strategy()

@@ -1,0 +1,122 @@
+"""What of TensorFlow is replaced. An entry acts where a strategy of this package takes part; else it calls TensorFlow's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy._tensorflow import (
+    Function,
+    LoadedFunction,
+    MirroredReplicaThread,
+    OwnedIterator,
+    array_operations,
+    autograph_rules,
+    cond_v2,
+    loops_of_autograph,
+    random_generators,
+    random_seeds,
+    saved_models,
+)
+from tfrep_strategy.replacements import Replacement, Replacements
+from tfrep_strategy.strategies.branches import deciding_a_number, deciding_a_truth
+from tfrep_strategy.strategies.data_in_functions import loop
+from tfrep_strategy.strategies.functions_in_scope import call_in_scope
+from tfrep_strategy.strategies.one_replica import none_in_trace
+from tfrep_strategy.strategies.reflecting_pads import of_no_rows_too
+from tfrep_strategy.strategies.replica_threads import inheriting, with_inherited
+from tfrep_strategy.strategies.seeds import with_seeds_of_replica
+from tfrep_strategy.strategies.variables import with_copies_that_are_read
+from tfrep_strategy.tensorflow_integration.cache_files import with_own_file
+from tfrep_strategy.tensorflow_integration.checkpoints import exported_by_one, saved_now, written_by_one
+from tfrep_strategy.versions import TENSORFLOW
+
+_LOOP = "({}, extra_test, body, get_state, set_state, symbol_names, opts)"
+
+
+def _unless_ours(rules: Any) -> Any:
+    return autograph_rules.DoNotConvert("tfrep_strategy"), *rules
+
+
+# fmt: off
+REPLACED = Replacements(
+    TENSORFLOW,
+    "TensorFlow",
+    "These are functions of modules, and methods of classes that TensorFlow makes by itself.",
+    (
+        Replacement(
+            Function, "__call__", "(self, *args, **kwds)", lambda _: call_in_scope,
+            "replicas share the work of a function that trains",
+        ),
+        Replacement(
+            loops_of_autograph._registry, tf.data.Dataset, _LOOP.format("ds"), lambda _: loop,
+            "a loop over data, in a function that replicas share, is one of the graph",
+        ),
+        Replacement(
+            loops_of_autograph._registry, OwnedIterator, _LOOP.format("iter_"), lambda _: loop,
+            "the same",
+        ),
+        Replacement(
+            autograph_rules, "CONVERSION_RULES", "", _unless_ours,
+            "AutoGraph converts nothing of this package, as it converts nothing of TensorFlow",
+        ),
+        Replacement(
+            random_seeds, "get_seed", "(op_seed)", with_seeds_of_replica,
+            "an operation with a seed draws other numbers on each replica",
+        ),
+        Replacement(
+            random_generators, "get_replica_id", "()", none_in_trace,
+            "in the step of one device a `tf.random.Generator` has no replica",
+        ),
+        Replacement(
+            MirroredReplicaThread, "__init__",
+            "(self, dist, coord, replica_id, devices, variable_creator_fn, fn, caching_scope, args, kwargs,"
+            " thread_local_callables=None)",
+            inheriting,
+            "the thread of a replica has the state of its caller",
+        ),
+        Replacement(
+            MirroredReplicaThread, "run", "(self)", with_inherited,
+            "the same",
+        ),
+        Replacement(
+            cond_v2, "_build_cond",
+            "(pred, true_graph, false_graph, true_inputs, false_inputs, building_gradient, add_identities=True,"
+            " prevent_lowering=False, name=None)",
+            deciding_a_truth,
+            "replicas of a process that decide otherwise about a branch with a collective are told so",
+        ),
+        Replacement(
+            cond_v2, "_build_case", "(branch_index, branch_graphs, branch_inputs, name=None, lower_using_switch_merge=None)",
+            deciding_a_number,
+            "the same",
+        ),
+        Replacement(
+            array_operations, "mirror_pad", "(input, paddings, mode, name=None)", of_no_rows_too,
+            "pads the part of a replica that has no rows",
+        ),
+        Replacement(
+            LoadedFunction, "_call_flat", "(self, args, captured_inputs)", with_copies_that_are_read,
+            "a loaded model is called outside of replicas with the local copies",
+        ),
+        Replacement(
+            tf.train.Checkpoint, "save", "(self, file_prefix, options=None)", saved_now,
+            "on several processes not in the background",
+        ),
+        Replacement(
+            tf.train.Checkpoint, "_write", "(self, file_prefix, options=None)", lambda write: saved_now(written_by_one(write)),
+            "a path is written by one process, and its files are on the disk before they are named",
+        ),
+        Replacement(
+            saved_models, "save", "(obj, export_dir, signatures=None, options=None)", exported_by_one,
+            "a path is written by one process",
+            also=(tf.saved_model,),  # Who imports that module, as Keras does, gets a new one.
+        ),
+        Replacement(
+            tf.data.Dataset, "cache", "(self, filename='', name=None)", with_own_file,
+            "each process caches in a file of its own",
+        ),
+    ),
+)
+# fmt: on
