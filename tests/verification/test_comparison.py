@@ -30,11 +30,11 @@ def _numbers(dtype: tf.DType, *shape: int) -> np.ndarray:
 
 
 def _bounds(function: Any, given: np.ndarray, terms: float) -> Bounds:
-    return Bounds(function(given), lambda: [function(nudged(tf.constant(given))) for _ in range(2)], terms)
+    return Bounds(function(given), lambda times: [function(nudged(tf.constant(given))) for _ in range(times)], terms)
 
 
 def _exact(right: np.ndarray) -> Bounds:
-    return Bounds(right, lambda: [right], 1.0)
+    return Bounds(right, lambda _: [right], 1.0)
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=lambda dtype: dtype.name)
@@ -82,13 +82,27 @@ def test_what_is_no_number(own: list[float], same: bool) -> None:
     assert (difference(REPLICATE, [value], value, _exact(right), tf.float32) is None) == same
 
 
+def test_a_sum_that_comes_out_the_same_twice_by_chance() -> None:
+    """Numbers that cancel: few sums are possible, and the first changes of their last bits may give the same one."""
+    right, asked = np.float32([2.0**-27]), list[int]()
+
+    def perturbed(times: int) -> list[np.ndarray]:
+        asked.append(times)
+        return [right] * 2 + [right + np.float32(2.0**-30)] * (times - 2)
+
+    near, far = right + np.float32(2.0**-31), right + np.float32(1e-6)
+    assert difference(PARTIAL, [near], near, Bounds(right, perturbed, 4.0), tf.float32) is None
+    assert difference(PARTIAL, [far], far, Bounds(right, perturbed, 4.0), tf.float32) is not None
+    assert asked == [2, 10] * 2
+
+
 @pytest.mark.parametrize("dtype", [np.int32, bool, object])
 def test_what_is_not_floating_has_to_be_equal(dtype: type) -> None:
     right = np.array([1, 0, 1], dtype)
     other, tf_dtype = np.array([1, 1, 1], dtype), tf.string if dtype is object else tf.as_dtype(dtype)
     assert difference(REPLICATE, [right], right, _exact(right), tf_dtype) is None
     assert difference(REPLICATE, [other], other, _exact(right), tf_dtype) is not None
-    assert difference(REPLICATE, [other], other, Bounds(right, lambda: [other], 1.0), tf_dtype) is None, "the last bits decide it"
+    assert difference(REPLICATE, [other], other, Bounds(right, lambda _: [other], 1.0), tf_dtype) is None, "the last bits decide it"
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,6 @@ _UNREPEATABLE_DRAWS = frozenset({
     "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoissonV2", "RandomShuffle", "RandomStandardNormal",
     "RandomUniform", "RandomUniformInt", "TruncatedNormal",
 })  # fmt: skip
-_PERTURBED = 2
-"""How often the step is repeated with other last bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +141,8 @@ class VerifiedStep:
                 return _of_operation(write, f"the variable {each.name!r} after the step", each.placement, parted)
         return None
 
-    def _perturbed_after(self, name: str) -> list[np.ndarray]:
-        return [after[name] for _, after in self._perturbed()]
+    def _perturbed_after(self, name: str, times: int) -> list[np.ndarray]:
+        return [after[name] for _, after in self._perturbed(times)]
 
     def _compared(self, place: Place, replicas: Sequence[Sequence[tf.Tensor]]) -> Difference | None:
         seen, dtype, key = place.seen, place.tensor.dtype, place.key
@@ -159,7 +157,9 @@ class VerifiedStep:
             return None
         own, whole = _locals(place, replicas), joined(seen.placement, [each[seen.local] for each in replicas])
         bounds = Bounds(
-            as_array(self._right[key]), lambda: [as_array(right[key]) for right, _ in self._perturbed()], self._reference.terms[key]
+            as_array(self._right[key]),
+            lambda times: [as_array(right[key]) for right, _ in self._perturbed(times)],
+            self._reference.terms[key],
         )
         parted = difference(seen.placement, own, as_array(whole), bounds, dtype)
         if parted is None and seen.whole is not None and not isinstance(seen.placement, Replicate):
@@ -189,10 +189,13 @@ class VerifiedStep:
             right, same = reference([[change(x) for x in own] for own in replicas])
             return right, same, {name: as_array(self._copies[name].read_value()) for name in before}
 
-        @functools.cache
-        def perturbed() -> list[tuple[Any, Any]]:
-            runs = [run(nudged) for _ in range(_PERTURBED)]
-            return [(right, after) for right, _, after in runs]
+        runs: list[tuple[Any, Any]] = []
+
+        def perturbed(times: int) -> list[tuple[Any, Any]]:
+            while len(runs) < times:
+                right, _, after = run(nudged)
+                runs.append((right, after))
+            return runs
 
         self._right, self._same, self._after = run(lambda value: value)
         self._perturbed = perturbed
@@ -207,7 +210,7 @@ def _parted_from_parts(place: Place, replicas: Sequence[Sequence[tf.Tensor]], wh
     own, received = _locals(place, replicas), [as_array(each[whole_at]) for each in replicas]
     whole = as_array(joined(place.seen.placement, [each[place.seen.local] for each in replicas]))
     addends = own if isinstance(place.seen.placement, Partial) else ()
-    return difference(Replicate(), received, received[0], Bounds(whole, list, 1.0), place.tensor.dtype, addends)
+    return difference(Replicate(), received, received[0], Bounds(whole, lambda _: [], 1.0), place.tensor.dtype, addends)
 
 
 def _of_tensor(place: Place, parted: Difference) -> Finding:
