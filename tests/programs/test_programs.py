@@ -205,7 +205,9 @@ def test_verified_program(name: str, kind: str, downloads: str, tmp_path: Path) 
     arguments = [argument.format(downloads=downloads) for argument in program.arguments]
     options = (*_KINDS[kind], *(["--full"] if program.full else []))
     found = Running(_SCRIPTS / f"{name}.py", arguments, tmp_path, options, "verify").end(4 * _LIMIT)
-    assert found.code == (0 if program.steps else 2), _story(found)
+    nothing_compared = "Results and weights" not in found.output  # In processes, calls of loops for replicas can be.
+    assert found.code == (0 if program.steps or not nothing_compared else 2), _story(found)
+    assert program.steps != ("Compared: 0 steps" in found.output or nothing_compared), _story(found)
     assert not found.left, found.left
 
 
