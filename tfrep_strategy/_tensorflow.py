@@ -90,6 +90,9 @@ _WITH_FUNCTIONS = {
 }  # fmt: skip
 _private("ops.cond_v2", "_build_cond")
 _private("ops.cond_v2", "_build_case")
+while_v2 = _private("ops", "while_v2")
+_private("ops.while_v2", "while_loop")
+LEGACY_DRAWS = _private("framework.auto_control_deps", "LEGACY_RANDOM_OPS")  # They have no order that a graph keeps.
 array_operations = _private("ops", "gen_array_ops")
 _private("ops.gen_array_ops", "mirror_pad")
 _private("ops.parallel_for.control_flow_ops", "_pfor_impl")
@@ -145,12 +148,14 @@ class dataset_kinds:  # noqa: N801 It is used as a module is.
     Options = _private("data.ops.dataset_ops", "_OptionsDataset")
     PaddedBatch = _private("data.ops.padded_batch_op", "_PaddedBatchDataset")
     ParallelBatch = _private("data.ops.batch_op", "_ParallelBatchDataset")
+    ParallelInterleave = _private("data.ops.interleave_op", "_ParallelInterleaveDataset")
     ParallelMap = _private("data.ops.map_op", "_ParallelMapDataset")
     Prefetch = _private("data.ops.prefetch_op", "_PrefetchDataset")
     Repeat = _private("data.ops.repeat_op", "_RepeatDataset")
     Shuffle = _private("data.ops.shuffle_op", "_ShuffleDataset")
     Skip = _private("data.ops.skip_op", "_SkipDataset")
     Take = _private("data.ops.take_op", "_TakeDataset")
+    Unchanged = _private("data.ops.dataset_ops", "UnaryUnchangedStructureDataset")
     Tensor = _private("data.ops.from_tensors_op", "_TensorDataset")
     Zip = _private("data.ops.zip_op", "_ZipDataset")
 
@@ -306,6 +311,11 @@ def run_independently(operation: Any) -> None:
 def set_mark(operation: Any, name: str, mark: str) -> None:
     """Gives an operation of a graph an attribute that says nothing of what it computes."""
     operation._set_attr(name, tf.compat.v1.AttrValue(s=mark.encode()))
+
+
+def set_number(operation: Any, name: str, number: int) -> None:
+    """Gives an operation of a graph another value of an attribute that is a number."""
+    operation._set_attr(name, tf.compat.v1.AttrValue(i=number))
 
 
 def called_graphs(operation: Any, attribute: str | None = None) -> list[Any]:

@@ -25,6 +25,7 @@ from tfrep_strategy.errors import ConfigurationError, message, warn
 from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
 from tfrep_strategy.pipelines.batch_maps import rows_are_alike
+from tfrep_strategy.pipelines.one_at_a_time import alike_on_all_processes
 from tfrep_strategy.pipelines.own_part import OwnReplicas, cut_low, cutting, maps_examples
 
 _PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
@@ -223,6 +224,8 @@ def distribute(
     place = OwnReplicas(replicas.total, replicas.first, count)
     reads_ahead = _reads_ahead(dataset, options)
     shards = _cut(dataset, place, agreement, reads_ahead, first_batch, most)
+    alike = alike_on_all_processes if agreement.size > 1 else lambda each: each
+    shards = alike(shards)
     if buffer and count > 1:
         # Each part is an element of its own; TensorFlow's iterator sends the elements to the devices in turn.
         shards = in_turn(shards, lambda step: [step._replace(parts=(part,)) for part in step.parts])
@@ -231,7 +234,7 @@ def distribute(
     distributed = ReplicaDataset([pipeline], Reading(devices, agreement if may_end_anywhere else None), cardinality)
     distributed.first_batch, distributed.batches = first_batch, [given]
     if first_batch is not None and reads_ahead and tf.executing_eagerly():
-        distributed.without_note = lambda: _ahead(cut_low(dataset, place, None, most).dataset, most)
+        distributed.without_note = lambda: alike(_ahead(cut_low(dataset, place, None, most).dataset, most))
     distributed.is_of_one_replica = replicas.total == 1
     return distributed
 

@@ -22,18 +22,23 @@ Functions and branches are among them, since what they contain is looked at by i
 """
 
 
-def first_stateful_operation(function: Any) -> str | None:
+_PYTHON = frozenset({"EagerPyFunc", "PyFunc"})
+
+
+def first_stateful_operation(function: Any, but_python: bool = False) -> str | None:
     """Returns an operation by which a function's result depends on the calls before it, such as a random number.
 
     Args:
         function: A concrete function.
+        but_python: Whether calls of Python do not count.
 
     Returns:
         The kind of the first such operation in it, or in a function that it calls; None if there is none.
     """
     for node in _nodes(function):
         known = operation_definition(node.op)  # None: a function, which the library has.
-        if known is not None and known.is_stateful and node.op not in _READS_ONLY:
+        left_out = _READS_ONLY | _PYTHON if but_python else _READS_ONLY
+        if known is not None and known.is_stateful and node.op not in left_out:
             return str(node.op)
     return None
 

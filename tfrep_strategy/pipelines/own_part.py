@@ -282,7 +282,7 @@ class _Examples:
             if stateful is None:
                 below = self.lift(dataset._input_dataset)
                 return Lifted(below.source, (*below.maps, Map(_name(dataset), _function(dataset), _parallel_calls(dataset))))
-            what = f"the results of `{_name(dataset)}` may depend on the order of its calls ({stateful})"
+            what = f"the results of `{_name(dataset)}` may depend on the order of its calls ({stateful}), which are made one at a time"
             self.reason = self.reason or f"{what}; use operations without state, such as `tf.random.stateless_uniform`"
         elif isinstance(dataset, (kinds.Options, kinds.Prefetch)):
             below = self.lift(dataset._input_dataset)

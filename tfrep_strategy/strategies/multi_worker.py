@@ -24,6 +24,7 @@ from tfrep_strategy.strategies.of_process import remember
 from tfrep_strategy.strategies.process_extended import ProcessExtended
 from tfrep_strategy.strategies.seeds import share_random_state
 from tfrep_strategy.tensorflow_integration.cache_files import cache_in_own_files
+from tfrep_strategy.tensorflow_integration.ordered_loops import order_loops_that_draw
 
 
 class MultiWorkerStrategy(SynchronousStrategy):
@@ -117,6 +118,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
         self.extended.environment = environment
         self.extended._cluster_resolver = resolver_of(environment)
         cache_in_own_files(self.communicator.rank, self.communicator.size)
+        order_loops_that_draw(self.communicator.size)
         remember(self)
 
     bucket_bytes = CheckedSetting(or_none(positive("bytes")))

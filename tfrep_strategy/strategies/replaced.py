@@ -18,6 +18,7 @@ from tfrep_strategy._tensorflow import (
     random_generators,
     random_seeds,
     saved_models,
+    while_v2,
 )
 from tfrep_strategy.replacements import Replacement, Replacements
 from tfrep_strategy.strategies.branches import deciding_a_number, deciding_a_truth
@@ -30,6 +31,7 @@ from tfrep_strategy.strategies.seeds import with_seeds_of_replica
 from tfrep_strategy.strategies.variables import with_copies_that_are_read
 from tfrep_strategy.tensorflow_integration.cache_files import with_own_file
 from tfrep_strategy.tensorflow_integration.checkpoints import exported_by_one, saved_now, written_by_one
+from tfrep_strategy.tensorflow_integration.ordered_loops import in_order
 from tfrep_strategy.versions import TENSORFLOW
 
 _LOOP = "({}, extra_test, body, get_state, set_state, symbol_names, opts)"
@@ -91,6 +93,13 @@ REPLACED = Replacements(
             cond_v2, "_build_case", "(branch_index, branch_graphs, branch_inputs, name=None, lower_using_switch_merge=None)",
             deciding_a_number,
             "the same",
+        ),
+        Replacement(
+            while_v2, "while_loop",
+            "(cond, body, loop_vars, shape_invariants=None, parallel_iterations=10, maximum_iterations=None, name=None,"
+            " return_same_structure=True, back_prop=True)",
+            in_order,
+            "a loop that draws random numbers runs round by round, so that all processes draw alike",
         ),
         Replacement(
             array_operations, "mirror_pad", "(input, paddings, mode, name=None)", of_no_rows_too,
