@@ -24,6 +24,7 @@ from tfrep_strategy.distributed_iterator import (
 from tfrep_strategy.errors import ConfigurationError, message, warn
 from tfrep_strategy.fingerprints import FirstBatch
 from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
+from tfrep_strategy.limits import verification
 from tfrep_strategy.pipelines.batch_maps import rows_are_alike
 from tfrep_strategy.pipelines.one_at_a_time import alike_on_all_processes
 from tfrep_strategy.pipelines.own_part import OwnReplicas, cut_low, cutting, maps_examples
@@ -224,7 +225,8 @@ def distribute(
     place = OwnReplicas(replicas.total, replicas.first, count)
     reads_ahead = _reads_ahead(dataset, options)
     shards = _cut(dataset, place, agreement, reads_ahead, first_batch, most)
-    alike = alike_on_all_processes if agreement.size > 1 else lambda each: each
+    must_repeat = agreement.size > 1 or verification() is not None
+    alike = alike_on_all_processes if must_repeat else lambda each: each
     shards = alike(shards)
     if buffer and count > 1:
         # Each part is an element of its own; TensorFlow's iterator sends the elements to the devices in turn.

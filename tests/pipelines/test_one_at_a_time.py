@@ -1,4 +1,4 @@
-"""Random numbers in parallel maps: all processes train on the same, on what one device has where its maps have one call at a time."""
+"""Random numbers in parallel maps: all processes train on what one device draws with one call at a time."""
 
 from __future__ import annotations
 

@@ -282,8 +282,8 @@ class _Examples:
             if stateful is None:
                 below = self.lift(dataset._input_dataset)
                 return Lifted(below.source, (*below.maps, Map(_name(dataset), _function(dataset), _parallel_calls(dataset))))
-            what = f"the results of `{_name(dataset)}` may depend on the order of its calls ({stateful}), which are made one at a time"
-            self.reason = self.reason or f"{what}; use operations without state, such as `tf.random.stateless_uniform`"
+            what = f"the results of `{_name(dataset)}` may depend on the order of its calls ({stateful})"
+            self.reason = self.reason or f"{what}, which are made one at a time; use operations without state, such as `tf.random.stateless_uniform`"
         elif isinstance(dataset, (kinds.Options, kinds.Prefetch)):
             below = self.lift(dataset._input_dataset)
             return below if below.maps else Lifted(dataset)

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy._tensorflow import LEGACY_DRAWS, called_graphs, set_number
+from tfrep_strategy.limits import verification
 
 _orders = False
 
@@ -32,7 +33,7 @@ def in_order(build: Any) -> Any:
     @functools.wraps(build)
     def while_loop(*args: Any, **kwargs: Any) -> Any:
         result = build(*args, **kwargs)
-        operation = _loop_behind(result) if _orders else None
+        operation = _loop_behind(result) if _orders or verification() is not None else None
         if operation is not None and any(map(_draws, called_graphs(operation))):
             set_number(operation, "parallel_iterations", 1)
         return result
