@@ -283,7 +283,8 @@ class _Examples:
                 below = self.lift(dataset._input_dataset)
                 return Lifted(below.source, (*below.maps, Map(_name(dataset), _function(dataset), _parallel_calls(dataset))))
             what = f"the results of `{_name(dataset)}` may depend on the order of its calls ({stateful})"
-            self.reason = self.reason or f"{what}, which are made one at a time; use operations without state, such as `tf.random.stateless_uniform`"
+            instead = "use operations without state, such as `tf.random.stateless_uniform`"
+            self.reason = self.reason or f"{what}, which are made one at a time; {instead}"
         elif isinstance(dataset, (kinds.Options, kinds.Prefetch)):
             below = self.lift(dataset._input_dataset)
             return below if below.maps else Lifted(dataset)
