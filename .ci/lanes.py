@@ -187,9 +187,7 @@ def lacking(outcomes: dict[str, Outcome], required: Collection[str]) -> list[str
         outcomes: How all lanes have ended.
         required: Those that must pass. The others must only not fail.
     """
-    return [
-        lane for lane, ended in outcomes.items() if ended.state == "failed" or (lane in required and ended.state not in GREEN)
-    ]
+    return [lane for lane, ended in outcomes.items() if ended.state == "failed" or (lane in required and ended.state not in GREEN)]
 
 
 def main() -> int:

@@ -217,9 +217,7 @@ def embedding(strategy: Any) -> Results:
     """Sparse gradients through Adam."""
     tokens = np.random.default_rng(0).integers(50, size=(_EXAMPLES, 7))
     with _scope(strategy):
-        model = keras.Sequential(
-            [keras.Input((7,)), keras.layers.Embedding(50, 8), keras.layers.Flatten(), keras.layers.Dense(1)]
-        )
+        model = keras.Sequential([keras.Input((7,)), keras.layers.Embedding(50, 8), keras.layers.Flatten(), keras.layers.Dense(1)])
         model.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), "mse")
     model.fit(tokens, np.ones((_EXAMPLES, 1)), batch_size=_BATCH, epochs=5, verbose=0)
     return {"weights": _flat(model.get_weights())}

@@ -43,11 +43,7 @@ def variants(processes: int, replicas: int) -> list[Variant]:
     return [
         Variant(REFERENCE, {"strategy": "none"}),
         *(Variant(f"mirrored, {n}", {"strategy": "mirrored", "replicas": n}) for n in dict.fromkeys((1, 2, replicas))),
-        *(
-            Variant(f"{n} processes, {name}", {"strategy": name}, n, name)
-            for name in usable_communicators()
-            for n in numbers
-        ),
+        *(Variant(f"{n} processes, {name}", {"strategy": name}, n, name) for name in usable_communicators() for n in numbers),
         *(
             Variant(f"{n} processes, tf, on the chief", {"strategy": "tf", "chief_only": True}, n)
             for n in numbers

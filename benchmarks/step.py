@@ -163,16 +163,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         What is written as JSON, by net.
     """
     parser = turns_parser("step", __doc__, rounds=9)
-    parser.add_argument(
-        "--nets", nargs="+", choices=list(NETS), default=list(NETS), metavar="NET", help=str(list(NETS))
-    )
+    parser.add_argument("--nets", nargs="+", choices=list(NETS), default=list(NETS), metavar="NET", help=str(list(NETS)))
     parser.add_argument("--steps", type=int, help="steps of one turn; by default about half a second")
-    parser.add_argument(
-        "--variants", nargs="+", metavar="TEXT", help="measure only those whose name contains one of these"
-    )
-    parser.add_argument(
-        "--pairs", type=int, default=_ROUNDS_OF_ONE, help="turns of plain Keras and of one replica on the tiny net"
-    )
+    parser.add_argument("--variants", nargs="+", metavar="TEXT", help="measure only those whose name contains one of these")
+    parser.add_argument("--pairs", type=int, default=_ROUNDS_OF_ONE, help="turns of plain Keras and of one replica on the tiny net")
     parser.add_argument("--before", type=Path, metavar="PATH", help="a checkout of another commit, measured beside this one")
     chosen = parser.parse_args(arguments)
     wanted = [v for v in variants() if not chosen.variants or any(text in v.name for text in chosen.variants)]

@@ -25,9 +25,7 @@ def has_gpu_kernel(node: Any) -> bool:
     """Whether TensorFlow can run a `NodeDef` on a GPU, given its dtypes."""
     if node.op in _CALLS | _NEVER_RUN:
         return True
-    return any(
-        all(node.attr[c.name].type in c.allowed_values.list.type for c in kernel.constraint) for kernel in _kernels(node.op)
-    )
+    return any(all(node.attr[c.name].type in c.allowed_values.list.type for c in kernel.constraint) for kernel in _kernels(node.op))
 
 
 def nodes_on(graph: tf.Graph, is_gpu: Callable[[str], bool]) -> Iterator[Any]:

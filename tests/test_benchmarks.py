@@ -25,13 +25,9 @@ def _run(tmp_path, module, *arguments):
     path = tmp_path / "result.json"
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, "--json", str(path)]
     environ = os.environ | {"TFREP_TEST": str(tmp_path)}  # By which its processes are known.
-    done = subprocess.run(
-        command, cwd=_REPOSITORY, env=environ, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = subprocess.run(command, cwd=_REPOSITORY, env=environ, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not [
-        p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("TFREP_TEST") == str(tmp_path)
-    ]
+    assert not [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("TFREP_TEST") == str(tmp_path)]
     written = json.loads(path.read_text("utf-8"))
     assert written["machine"].keys() >= {"cores", "processor", "load_1min", "commit", "tensorflow", "keras"}
     return written["results"], done.stdout

@@ -32,9 +32,7 @@ def environ(**more: str) -> dict[str, str]:
 
 def tfrep(*arguments: str, cwd: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tfrep_strategy.cli", *arguments]
-    return subprocess.run(
-        command, cwd=cwd, env=environ(**more), capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    return subprocess.run(command, cwd=cwd, env=environ(**more), capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
 @pytest.fixture

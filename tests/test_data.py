@@ -119,9 +119,7 @@ def unordered(strategy: Any) -> tuple[str, list[int]]:
     refused = tf.data.Dataset.range(8).map(lambda v: v, num_parallel_calls=4, deterministic=False).batch(4)
     options = tf.data.Options()
     options.deterministic = False
-    taken = (
-        tf.data.Dataset.range(8).interleave(read, cycle_length=4, num_parallel_calls=4).batch(8).with_options(options)
-    )
+    taken = tf.data.Dataset.range(8).interleave(read, cycle_length=4, num_parallel_calls=4).batch(8).with_options(options)
     seen = [int(v) for batch in strategy.experimental_distribute_dataset(taken) for v in batch]
     try:
         strategy.experimental_distribute_dataset(refused)

@@ -16,9 +16,7 @@ _EXAMPLES = docstrings.examples()
 _NEED_NO_EXAMPLE = {"InputReplicationMode", "ParameterServerReplicator"}
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in _EXAMPLES if name.rpartition(".")[2] not in docstrings.STARTS_PROCESSES]
-)
+@pytest.mark.parametrize("name", [name for name in _EXAMPLES if name.rpartition(".")[2] not in docstrings.STARTS_PROCESSES])
 def test_example(name, differences):
     assert not differences[name], differences[name]
 

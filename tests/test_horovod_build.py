@@ -56,9 +56,7 @@ def test_a_wheel_is_built_once_and_kept_by_version(source, tmp_path):
     for part in ("0.28.1", f"tensorflow-{tf.__version__}", CPYTHON, "gloo"):
         assert part in wheel.parent.name
     assert "[ 42%]" in (wheel.parent / "build.log").read_text()
-    assert sorted(path.name for path in wheel.parent.iterdir() if path.suffix != ".whl" and path.name != "lock") == [
-        "build.log"
-    ]
+    assert sorted(path.name for path in wheel.parent.iterdir() if path.suffix != ".whl" and path.name != "lock") == ["build.log"]
 
 
 def test_other_flags_and_another_tensorflow_make_another_wheel(source, tmp_path, monkeypatch):

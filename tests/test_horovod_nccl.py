@@ -19,9 +19,7 @@ from tfrep_strategy.nvidia import find_nccl
 
 pytestmark = [
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(
-        os.environ.get("TFREP_HOROVOD_TESTS") != "nccl", reason="TFREP_HOROVOD_TESTS=nccl builds Horovod with NCCL"
-    ),
+    pytest.mark.skipif(os.environ.get("TFREP_HOROVOD_TESTS") != "nccl", reason="TFREP_HOROVOD_TESTS=nccl builds Horovod with NCCL"),
 ]
 
 
@@ -54,9 +52,7 @@ def test_it_loads_without_a_gpu_and_has_nccl(site):
 
 def test_it_calls_no_cuda_runtime_but_its_own_and_the_nccl_that_was_found(site):
     library = next((site / "horovod" / "tensorflow").glob("mpi_lib*"))
-    symbols = subprocess.run(
-        ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
-    ).stdout
+    symbols = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True).stdout
     undefined = {line.split()[-1].partition("@")[0] for line in symbols.splitlines()}
     assert not {name for name in undefined if "cuda" in name.lower() or "AsGpuStreamValue" in name}
     assert "ncclAllReduce" in undefined

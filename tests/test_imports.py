@@ -77,8 +77,7 @@ def test_rooms_import_only_what_stands_below_them():
 def test_no_import_circles():
     modules = {_module(path): path for path in _SOURCES}
     needs = {
-        name: {m for m, at_import in _imports(path) if at_import and m in modules and m != name}
-        for name, path in modules.items()
+        name: {m for m, at_import in _imports(path) if at_import and m in modules and m != name} for name, path in modules.items()
     }
     settled: set[str] = set()
     while left := set(needs) - settled:

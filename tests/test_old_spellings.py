@@ -121,6 +121,7 @@ def test_graph_mode_is_refused() -> None:
 
 # Optimizers.
 
+
 @pytest.mark.parametrize("make", [lambda: _V1.AdamOptimizer(), lambda: _V1.GradientDescentOptimizer(0.5)])
 def test_optimizers_of_tensorflow_1(make: Callable[[], Any], strategy: tfrep.MirroredStrategy) -> None:
     with strategy.scope():

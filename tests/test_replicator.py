@@ -221,9 +221,7 @@ def test_python_makes_a_batch_for_each_step(mode):
         numbers = iter(range(ctx.input_pipeline_id, 1000, ctx.num_input_pipelines))
         return lambda: np.full([3], next(numbers), np.float32)
 
-    repl = tfrep.Replicator(
-        tfrep.MirroredStrategy(["CPU:0", "CPU:1"]), input_replication_mode=tfrep.InputReplicationMode[mode]
-    )
+    repl = tfrep.Replicator(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]), input_replication_mode=tfrep.InputReplicationMode[mode])
     assert _Weight(repl).after((input_fn, 1), (input_fn, 1), (input_fn, 1), (input_fn, 4)) == sum(range(14)) / 2
 
 

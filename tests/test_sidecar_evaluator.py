@@ -100,8 +100,9 @@ def test_what_preprocessing_layers_of_a_saved_model_have_learned(known: list[str
     words = np.array([["a"], ["b"]] * 4)
 
     def model(numbers: np.ndarray, vocabulary: Any) -> Any:
-        scale, look_up = keras.layers.Normalization(), keras.layers.StringLookup(
-            output_mode="multi_hot", max_tokens=5, pad_to_max_tokens=True
+        scale, look_up = (
+            keras.layers.Normalization(),
+            keras.layers.StringLookup(output_mode="multi_hot", max_tokens=5, pad_to_max_tokens=True),
         )
         scale.adapt(numbers)
         look_up.adapt(vocabulary)

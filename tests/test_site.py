@@ -47,13 +47,9 @@ def test_pages(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"site"}
 
     pages = {path: _Page(path) for path in site.rglob("*.html")}
-    wrong = [
-        (path.name, link) for path, page in pages.items() for link in page.links if not _leads_to(path, link, pages)
-    ]
+    wrong = [(path.name, link) for path, page in pages.items() for link in page.links if not _leads_to(path, link, pages)]
     assert not wrong
-    elsewhere = [
-        (path.name, url) for path, page in pages.items() for url in page.fetched if not _leads_to(path, url, {})
-    ]
+    elsewhere = [(path.name, url) for path, page in pages.items() for url in page.fetched if not _leads_to(path, url, {})]
     assert not elsewhere  # The site works without a network.
 
     documented = pages[site / "api.html"].ids

@@ -84,9 +84,7 @@ ADDRESSES = st.sampled_from(
 )
 COUNTS = st.integers(0, 5).map(str) | st.sampled_from(["100000", "99999999", "4000000000000"])
 NUMBERS = st.integers(0, 12).map(str) | st.sampled_from(["007", "99", "100000", "99999999", "1" * 30])
-RANGES = st.tuples(NUMBERS, st.just("-") | st.just(""), NUMBERS).map(
-    lambda parts: "".join(parts[: 3 if parts[1] else 1])
-)
+RANGES = st.tuples(NUMBERS, st.just("-") | st.just(""), NUMBERS).map(lambda parts: "".join(parts[: 3 if parts[1] else 1]))
 NODES = st.lists(
     st.tuples(
         st.sampled_from(["n", "gpu-", "", ","]),
@@ -98,8 +96,7 @@ TASKS = st.lists(st.builds("{}{}".format, COUNTS, st.just("") | COUNTS.map("(x{}
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | ODD_TEXTS | ADDRESSES,
     lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from(["cluster", "task", "worker", "0", "1"]), inner, max_size=4)
+        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["cluster", "task", "worker", "0", "1"]), inner, max_size=4)
     ),
     max_leaves=10,
 )
@@ -228,9 +225,7 @@ def read_a_machine(draw: Any) -> None:
     assert place is None or 0 < place.target[1] < 65536
 
 
-READERS = (
-    *(read_a_place_in_a_run, read_a_cluster, read_limits, read_options, read_counts_of_a_cluster, read_a_machine),
-)
+READERS = (*(read_a_place_in_a_run, read_a_cluster, read_limits, read_options, read_counts_of_a_cluster, read_a_machine),)
 DRAWS = {"some": 100, "many": 2_000}
 
 
@@ -305,14 +300,8 @@ def test_a_large_run_is_read_in_time() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        *(
-            ({"timeout": value}, "timeout=")
-            for value in ("60", [60], True, math.inf, -math.inf, math.nan, 0, 1e300, 10**400)
-        ),
-        *(
-            ({"hosts": value}, "hosts=")
-            for value in (4, ["a:1"], b"a:1", "a:" + "1" * 5000, "a:99999999", "a:99999,b:9")
-        ),
+        *(({"timeout": value}, "timeout=") for value in ("60", [60], True, math.inf, -math.inf, math.nan, 0, 1e300, 10**400)),
+        *(({"hosts": value}, "hosts=") for value in (4, ["a:1"], b"a:1", "a:" + "1" * 5000, "a:99999999", "a:99999,b:9")),
         *(({"num_replicas": value}, "num_replicas=") for value in (100_000, 10**5000, "2", 2.0, True)),
         *(({name: 3.5}, f"{name}=3.5") for name in OPTIONS if name != "timeout"),
     ],

@@ -21,9 +21,7 @@ class Agreement:
             without data takes part with empty batches until the last process has read its data.
     """
 
-    def __init__(
-        self, rank: int, size: int, sum_over_processes: Callable[[tf.Tensor], tf.Tensor], stop_together: bool
-    ) -> None:
+    def __init__(self, rank: int, size: int, sum_over_processes: Callable[[tf.Tensor], tf.Tensor], stop_together: bool) -> None:
         self.rank, self.size, self.stop_together = rank, size, stop_together
         self._sum = sum_over_processes
 

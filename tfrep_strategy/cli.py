@@ -18,9 +18,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-horovod_app = typer.Typer(
-    help="Build Horovod for the installed TensorFlow, and see what it can do.", no_args_is_help=True
-)
+horovod_app = typer.Typer(help="Build Horovod for the installed TensorFlow, and see what it can do.", no_args_is_help=True)
 app.add_typer(horovod_app, name="horovod")
 
 _INTERRUPTED = 130

@@ -324,9 +324,7 @@ def _check(options: tf.distribute.InputOptions | None) -> None:
         )
 
 
-def _destinations(
-    replicas: LocalReplicas, options: tf.distribute.InputOptions | None, spec: Any
-) -> tuple[tuple[str, ...], int]:
+def _destinations(replicas: LocalReplicas, options: tf.distribute.InputOptions | None, spec: Any) -> tuple[tuple[str, ...], int]:
     """Returns the device of each replica's batches, and how many batches are moved there ahead of the step."""
     devices = replicas.devices
     if options is None:

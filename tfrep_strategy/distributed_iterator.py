@@ -384,8 +384,7 @@ def _refuse_replicas() -> None:
     if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
         raise ConfigurationError(
             message(
-                "A replica has read from a distributed iterator. Each replica would take a whole step and see one part of"
-                " it.",
+                "A replica has read from a distributed iterator. Each replica would take a whole step and see one part of it.",
                 hint="read outside the function that replicas run: strategy.run(fn, args=(next(iterator),)).",
             )
         )

@@ -22,9 +22,7 @@ _form_of: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Whether a transformer takes pairs or gradients: `_of_pairs` or `_of_gradients`."""
 
 
-def aggregate(
-    gradients: Sequence[Gradient], *, all_reduce: AllReduce, all_gather: AllGather, bucket_bytes: int
-) -> list[Gradient]:
+def aggregate(gradients: Sequence[Gradient], *, all_reduce: AllReduce, all_gather: AllGather, bucket_bytes: int) -> list[Gradient]:
     """Sums the gradients of all replicas. Every replica calls it with its own gradients.
 
     Args:
@@ -85,9 +83,7 @@ def dense(gradient: Gradient) -> Gradient:
     return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-def transformed(
-    transform: Transform, gradients: Sequence[Gradient], variables: Sequence[Any]
-) -> list[Gradient]:
+def transformed(transform: Transform, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
     """Applies a function of (gradient, variable) pairs, or of gradients.
 
     Args:

@@ -135,9 +135,7 @@ def build_wheel(extras: Iterable[str] = (), cache_dir: str | os.PathLike[str] | 
     chosen = sorted(set(extras))
     for extra in chosen:
         if extra not in EXTRAS:
-            raise ConfigurationError(
-                message("Unknown transport of Horovod.", hint="use nccl or mpi.", extra=extra)
-            )
+            raise ConfigurationError(message("Unknown transport of Horovod.", hint="use nccl or mpi.", extra=extra))
     folder = made_folder("cache_dir", cache_folder(cache_dir) / _key(chosen))
     with FileLock(folder / "lock"):
         wheel = next((each for each in folder.glob("*.whl") if each.stem.endswith((f"_{platform.machine()}", "-any"))), None)
@@ -208,9 +206,7 @@ def _check_tools(extras: Sequence[str]) -> None:
         missing |= _missing_for_nccl()
     if missing:
         raise ConfigurationError(
-            message(
-                "Tools to build Horovod are missing.", hint="; ".join(missing.values()) + ".", missing=list(missing)
-            )
+            message("Tools to build Horovod are missing.", hint="; ".join(missing.values()) + ".", missing=list(missing))
         )
 
 
@@ -233,9 +229,7 @@ def _missing_for_nccl() -> dict[str, str]:
     cuda, nccl, driver = _find_cuda(), find_nccl(), driver_cuda()
     missing = {}
     if cuda is None:
-        missing["nvcc"] = (
-            "install NVIDIA's CUDA toolkit and set CUDA_HOME to its folder (tensorflow[and-cuda] brings no nvcc)"
-        )
+        missing["nvcc"] = "install NVIDIA's CUDA toolkit and set CUDA_HOME to its folder (tensorflow[and-cuda] brings no nvcc)"
     elif newer_major(cuda.version, driver):
         raise ConfigurationError(
             message(

@@ -209,9 +209,7 @@ CHANGES = {
     # NVIDIA's wheel contains the library under this name only.
     "cmake/Modules/FindNCCL.cmake": {'set(NCCL_LIBNAME "nccl")': 'set(NCCL_LIBNAME "libnccl.so.2")'},
     # Python 3.12 has no distutils.
-    "horovod/runner/js_run.py": {
-        "from distutils.spawn import find_executable": "from shutil import which as find_executable"
-    },
+    "horovod/runner/js_run.py": {"from distutils.spawn import find_executable": "from shutil import which as find_executable"},
 }
 """For each file, the old texts and their replacements."""
 

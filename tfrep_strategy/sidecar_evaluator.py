@@ -66,9 +66,7 @@ class SidecarEvaluator:
         timeout: float | None = None,
     ) -> None:
         if not getattr(model, "compiled", False):
-            raise ConfigurationError(
-                message("The model is not compiled.", hint="call model.compile.", model=model.name)
-            )
+            raise ConfigurationError(message("The model is not compiled.", hint="call model.compile.", model=model.name))
         for name, count in (("steps", steps), ("max_evaluations", max_evaluations)):
             if count is not None:
                 check_count(f"{name} must be an integer, at least 1.", **{name: count})

@@ -94,9 +94,7 @@ def variable(kind: Any, *names: str, default: Any = _UNSET) -> Any:
     raise ConfigurationError(message(f"The environment variable {' or '.join(names)} is missing.", hint="set it."))
 
 
-def checked(
-    kind: Any, name: str, value: Any, *, hint: str | None = None, strict: bool = False, is_json: bool = False
-) -> Any:
+def checked(kind: Any, name: str, value: Any, *, hint: str | None = None, strict: bool = False, is_json: bool = False) -> Any:
     """Returns a setting as what it must be.
 
     Args:

@@ -26,9 +26,7 @@ def _arrow(x: float, y: float, to_x: float, to_y: float) -> str:
 
 def drawing() -> str:
     """Returns the figure as SVG."""
-    parts = [
-        _text(320, 18, "the global batch of <tspan font-family='monospace'>fit</tspan>: eight examples", 'fill="#333"')
-    ]
+    parts = [_text(320, 18, "the global batch of <tspan font-family='monospace'>fit</tspan>: eight examples", 'fill="#333"')]
     left = 320 - 34 * sum(_EXAMPLES) / 2
     for color, center, examples in zip(_COLORS, _CENTERS, _EXAMPLES, strict=True):
         for i in range(examples):

@@ -40,9 +40,7 @@ class _Noting(keras.callbacks.Callback):
 
 
 def _fit(model: Any, *callbacks: Any, epochs: int = 4, **options: Any) -> Any:
-    return model.fit(
-        _X, _Y, batch_size=_BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks), **options
-    )
+    return model.fit(_X, _Y, batch_size=_BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks), **options)
 
 
 def _warmup(**settings: Any) -> Any:

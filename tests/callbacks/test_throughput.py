@@ -177,8 +177,6 @@ def test_it_changes_no_weight() -> None:
         np.testing.assert_array_equal(one, other)
 
 
-
-
 @pytest.mark.parametrize("distributed", [False, True])
 def test_a_loop_of_ones_own(distributed: bool) -> None:
     """Each batch but the first counts, and so does what the loop waits for data, which is made to be long."""

@@ -248,9 +248,7 @@ def gradient_inputs(replica, size, dtypes):
         numbers = ((np.arange(rows * 3).reshape(rows, 3) * 7 + 3 * replica) % 5) / 2
         return tf.constant(numbers + 1j * (replica + 1), dtype) if "complex" in dtype else tf.cast(tf.constant(numbers), dtype)
 
-    return {
-        name: {dtype: tensor(name, dtype) for dtype in dtypes if can(dtype, name.split()[1])} for name in differentiable(size)
-    }
+    return {name: {dtype: tensor(name, dtype) for dtype in dtypes if can(dtype, name.split()[1])} for name in differentiable(size)}
 
 
 def loss_of(outputs, replica, looks_up=False):
@@ -383,6 +381,7 @@ def run_extremes(strategy, mode):
 
 def run_wrong_splits(strategy):
     """They are refused on the rank that passes them, before it sends anything. All can go on, and exchange rows."""
+
     @tf.function(input_signature=[tf.TensorSpec([None]), tf.TensorSpec([None], tf.int32)], autograph=False)
     def exchange(rows, splits):
         return strategy.run(lambda: tfrep.all_to_all(rows, splits)[0])

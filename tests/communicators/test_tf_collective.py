@@ -78,9 +78,7 @@ def connected(address: str, process: subprocess.Popen[str]) -> socket.socket:
     raise AssertionError(f"nobody listens: {process.stderr.read() if process.stderr else ''}")
 
 
-@pytest.mark.parametrize(
-    ("rank", "named"), [*in_lane("short", (0, "Rank 1 has not come.")), (1, "Rank 0 cannot be reached")]
-)
+@pytest.mark.parametrize(("rank", "named"), [*in_lane("short", (0, "Rank 1 has not come.")), (1, "Rank 0 cannot be reached")])
 def test_the_limit_of_a_meeting(rank: int, named: str) -> None:
     with started(rank, free_addresses(2), TFREP_RENDEZVOUS_TIMEOUT="2") as alone:
         told, _ = said(alone)

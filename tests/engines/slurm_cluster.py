@@ -60,9 +60,7 @@ class Cluster:
 
     def ask(self, *command: str) -> str:
         """Runs one of Slurm's commands, and returns what it says."""
-        asked = subprocess.run(
-            command, env=environ(**self.variables), capture_output=True, text=True, timeout=LIMIT, check=True
-        )
+        asked = subprocess.run(command, env=environ(**self.variables), capture_output=True, text=True, timeout=LIMIT, check=True)
         return asked.stdout.strip()
 
     def state(self, job: str) -> str:

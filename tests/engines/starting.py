@@ -48,9 +48,7 @@ def environ(**own: str) -> dict[str, str]:
 
 def done(command: Sequence[str], folder: Path, exit_code: int = 0, **own: str) -> tuple[str, str]:
     """Runs a command to its end, and returns what it wrote to standard output and error."""
-    ended = subprocess.run(
-        command, cwd=folder, env=environ(**own), capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    ended = subprocess.run(command, cwd=folder, env=environ(**own), capture_output=True, text=True, timeout=LIMIT, check=False)
     assert ended.returncode == exit_code, ended.stdout[-2000:] + ended.stderr[-4000:]
     return ended.stdout, ended.stderr
 

@@ -79,7 +79,7 @@ def test_the_body_of_a_batch_script_is_one_process(slurm: Cluster, one_device: l
     """It has all variables of a rank, and is none: `tfrep run` starts a run of its own there."""
     body = tmp_path / "body.sh"
     run = " ".join([*RUN, "-n", "2", "--communicator", "tf", GOES_ON])
-    body.write_text(f'#!/bin/bash\n[[ $SLURM_PROCID == 0 && $SLURM_NTASKS == 2 ]] || exit 9\n{run}\n', "utf-8")
+    body.write_text(f"#!/bin/bash\n[[ $SLURM_PROCID == 0 && $SLURM_NTASKS == 2 ]] || exit 9\n{run}\n", "utf-8")
     output = tmp_path / "output.txt"
     job = slurm.ask("sbatch", "--parsable", "-n", "2", f"--chdir={tmp_path}", f"--output={output}", str(body))
     check_fits(finished(slurm, job, output), one_device)

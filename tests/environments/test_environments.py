@@ -286,7 +286,8 @@ def test_ranks_meet_to_get_addresses(kind, tmp_path):
                 subprocess.Popen(
                     [sys.executable, program],
                     env=inherited | {name: value.format(rank=rank, port=port) for name, value in KINDS[kind].items()},
-                    stdout=subprocess.PIPE, text=True,
+                    stdout=subprocess.PIPE,
+                    text=True,
                 )  # fmt: skip
             )
             for rank in range(2)

@@ -90,9 +90,7 @@ def one_device(steps: Sequence[np.ndarray]) -> dict[str, Any]:
     """Trains with plain Keras on the examples of each step, and evaluates all examples."""
     model = make_model()
     losses = [
-        float(model.train_on_batch(X[step], Y[step], return_dict=True)["loss"])
-        for step in steps
-        if not model.reset_metrics()
+        float(model.train_on_batch(X[step], Y[step], return_dict=True)["loss"]) for step in steps if not model.reset_metrics()
     ]
     results = model.evaluate(X, Y, return_dict=True, verbose=0)
     return {
@@ -151,11 +149,7 @@ def train_through_estimator(strategy: Any, folder: str, kind: str) -> dict[str, 
     by_one = tfrep.estimator.model_to_estimator(make_model(), config=alone).evaluate(input_fn)
     predictions = [example["sum"] for example in estimator.predict(input_fn)]
     return {
-        "weights": [
-            estimator.get_variable_value(f"{layer}/{part}")
-            for layer in ("hidden", "sum")
-            for part in ("kernel", "bias")
-        ],
+        "weights": [estimator.get_variable_value(f"{layer}/{part}") for layer in ("hidden", "sum") for part in ("kernel", "bias")],
         "losses": [value["loss"] for value in hook.values],
         "steps": [value["step"] for value in hook.values],
         "results": results,

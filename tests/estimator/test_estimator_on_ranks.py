@@ -53,9 +53,7 @@ def in_other_ways(strategy: Any, folder: str) -> dict[str, Any]:
     )
     estimator = tfrep.estimator.model_to_estimator(programs.make_model(), config=config)
     spec = tfrep.estimator.TrainSpec(programs.shuffled_input_fn, max_steps=6)
-    results, _ = tfrep.estimator.train_and_evaluate(
-        estimator, spec, tfrep.estimator.EvalSpec(programs.input_fn, throttle_secs=0)
-    )
+    results, _ = tfrep.estimator.train_and_evaluate(estimator, spec, tfrep.estimator.EvalSpec(programs.input_fn, throttle_secs=0))
     # One rank has a hook for itself, which ends the training of all.
     stop = [programs.Records(8, lambda context: context.request_stop())] if strategy.rank == 1 else []
     estimator.train(programs.shuffled_input_fn, hooks=stop)
@@ -139,6 +137,4 @@ def test_a_run_that_is_started_again_goes_on_from_the_latest_checkpoint(tmp_path
     assert (tmp_path / "died").exists()
     assert steps in ([1, 2, 3, 4, 5, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8])  # The chief may not come to tell of step 5.
     assert "started again" in done.stderr
-    assert sorted(path.name for path in (tmp_path / "model").glob("*.index")) == [
-        f"model.ckpt-{n}.index" for n in (0, 2, 4, 6, 8)
-    ]
+    assert sorted(path.name for path in (tmp_path / "model").glob("*.index")) == [f"model.ckpt-{n}.index" for n in (0, 2, 4, 6, 8)]

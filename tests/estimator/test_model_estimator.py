@@ -88,9 +88,7 @@ def test_features_by_name_and_outputs_by_name(tmp_path: Path) -> None:
     estimator.train(lambda: tf.data.Dataset.from_tensor_slices((features, labels)).batch(4), steps=2)
     batches = list(estimator.predict(lambda: (features, labels), predict_keys=["double"], yield_single_examples=False))
     assert [{name: value.shape for name, value in batch.items()} for batch in batches] == [{"double": (44, 2)}]
-    with pytest.raises(
-        ConfigurationError, match=r"no such output.*predict_keys='triple'\nHint: use one of \['double', 'sum'\]"
-    ):
+    with pytest.raises(ConfigurationError, match=r"no such output.*predict_keys='triple'\nHint: use one of \['double', 'sum'\]"):
         next(estimator.predict(lambda: features, predict_keys="triple"))
 
 
@@ -251,9 +249,7 @@ def test_the_checkpoint_is_one_of_tensorflow(tmp_path: Path) -> None:
     estimator = estimator_in(tmp_path, train_distribute=two()).train(input_fn)
     model = make_model()
     tf.train.Checkpoint(model=model).restore(estimator.latest_checkpoint()).expect_partial()
-    np.testing.assert_allclose(
-        model.get_weights()[0], one_device(global_batches([ALL], 2))["weights"][0], rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_allclose(model.get_weights()[0], one_device(global_batches([ALL], 2))["weights"][0], rtol=1e-5, atol=1e-6)
 
 
 def test_export(tmp_path: Path) -> None:
@@ -261,9 +257,7 @@ def test_export(tmp_path: Path) -> None:
     path = estimator.export_saved_model(tmp_path / "exports")
     assert path == os.path.join(tmp_path, "exports", "6")
     loaded = tf.saved_model.load(path)
-    np.testing.assert_allclose(
-        loaded.serve(X), one_device(global_batches([ALL], 2))["predictions"], rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_allclose(loaded.serve(X), one_device(global_batches([ALL], 2))["predictions"], rtol=1e-5, atol=1e-6)
     with pytest.raises(ConfigurationError, match="leave it out"):
         estimator.export_saved_model(tmp_path / "exports", lambda: None)
 

@@ -34,17 +34,13 @@ def test_settings_that_cannot_be_used(settings: Callable[[], dict[str, Any]], sa
 def _give_servers() -> None:
     with tfrep.local_cluster(workers=1, servers=1) as cluster:
         strategy = tfrep.ParameterServerStrategy(cluster)
-        with pytest.raises(
-            ConfigurationError, match=r"train_distribute.*\nHint: .*docs/migration/parameter_server\.md"
-        ):
+        with pytest.raises(ConfigurationError, match=r"train_distribute.*\nHint: .*docs/migration/parameter_server\.md"):
             tfrep.estimator.RunConfig(train_distribute=strategy)
         print("refused")
 
 
 @pytest.mark.lane("migration")
 def test_parameter_servers_are_refused_with_their_guide(tmp_path: Path) -> None:
-    done = subprocess.run(
-        command(_give_servers), cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run(command(_give_servers), cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.splitlines()[-1:] == ["refused"], done.stderr
     assert (Path(__file__).parents[2] / "docs/migration/parameter_server.md").exists()

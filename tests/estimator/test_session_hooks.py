@@ -61,9 +61,7 @@ def fails(context: Any) -> None:
 def test_a_hook_that_fails(tmp_path: Path) -> None:
     hook, other = Records(3, fails), Records()
     estimator = estimator_in(tmp_path, save_checkpoints_steps=2)
-    with pytest.raises(
-        HookError, match=r"^Records\.after_run raised ValueError at global step 3: no more paper$"
-    ) as caught:
+    with pytest.raises(HookError, match=r"^Records\.after_run raised ValueError at global step 3: no more paper$") as caught:
         estimator.train(input_fn, hooks=[hook, other])
     assert isinstance(caught.value.__cause__, ValueError)
     assert hook.calls[-1] == "after_run"
@@ -83,9 +81,7 @@ def test_any_method_may_fail(method: str, tmp_path: Path) -> None:
 def test_a_hook_that_asks_for_what_there_is_not(tmp_path: Path) -> None:
     hook = Records()
     hook.before_run = lambda context: tfrep.estimator.SessionRunArgs(["loss", "speed"])  # type: ignore[method-assign]
-    with pytest.raises(
-        HookError, match=r"Received: fetches='speed'\nHint: ask for one of \['global_step', 'loss', 'mae'\]"
-    ):
+    with pytest.raises(HookError, match=r"Received: fetches='speed'\nHint: ask for one of \['global_step', 'loss', 'mae'\]"):
         estimator_in(tmp_path).train(input_fn, hooks=[hook])
 
 

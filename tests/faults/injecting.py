@@ -245,5 +245,3 @@ def finish(run: Run) -> None:
         run.go_on()
         assert time.monotonic() < deadline, f"no end after {START_SECONDS} seconds. {run.errors}"
         time.sleep(0.05)
-
-

@@ -71,9 +71,7 @@ def test_a_kill_at_any_point_of_a_backup_changes_no_result(
         assert epochs[0] >= oldest, case
 
 
-def test_a_kill_while_a_backup_is_removed_changes_no_result(
-    tmp_path: Path, program: Program, undisturbed: list[bytes]
-) -> None:
+def test_a_kill_while_a_backup_is_removed_changes_no_result(tmp_path: Path, program: Program, undisturbed: list[bytes]) -> None:
     folder = tmp_path / "watched" / "backup"
     fit(program.start(), 4, keras.callbacks.BackupAndRestore(folder, **_TWO))
     callback = keras.callbacks.BackupAndRestore(folder, double_checkpoint=True)

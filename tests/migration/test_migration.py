@@ -68,9 +68,7 @@ def run(tmp_path: Path) -> Callable[..., Ended]:
             "PYTHONPATH": str(Path(tfrep.__file__).parents[1]), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1",
         }  # fmt: skip
         processes = [
-            subprocess.Popen(
-                command, cwd=folder, env=environ | own, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
+            subprocess.Popen(command, cwd=folder, env=environ | own, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             for command, own in started
         ]
         try:
@@ -145,9 +143,7 @@ def check_quoted(page: str, *lines: str) -> None:
 # From one GPU.
 
 
-@pytest.mark.parametrize(
-    ("program", "options"), [("one_gpu_before", ["--prefix"]), ("one_gpu_after", ["--strategy", "mirrored"])]
-)
+@pytest.mark.parametrize(("program", "options"), [("one_gpu_before", ["--prefix"]), ("one_gpu_after", ["--strategy", "mirrored"])])
 def test_from_one_gpu(program: str, options: Sequence[str], run: Callable[..., Ended], one_device: dict[str, Any]) -> None:
     check_equal(run(two_ranks(program, *options)), one_device, 2 if "--prefix" in options else 1)
     check_told("one_gpu", *one_device["losses"], one_device["test_loss"])
@@ -164,9 +160,7 @@ def test_from_mirrored_strategy(run: Callable[..., Ended], one_device: dict[str,
     check_told("tf_distribute", *stock["losses"], stock["test_loss"], *one_device["losses"], one_device["test_loss"])
 
 
-def test_stock_multi_worker_strategy_trains_with_one_worker_only(
-    run: Callable[..., Ended], one_device: dict[str, Any]
-) -> None:
+def test_stock_multi_worker_strategy_trains_with_one_worker_only(run: Callable[..., Ended], one_device: dict[str, Any]) -> None:
     check_equal(run(*workers("multi_worker_before", 1)), one_device, 1)
     ended = run(*workers("multi_worker_before", 2))
     assert ended.codes == [1, 1], ended.output
@@ -182,9 +176,7 @@ def test_from_multi_worker_strategy(run: Callable[..., Ended], one_device: dict[
 
 
 @pytest.mark.parametrize("program", ["mirrored_before", "multi_worker_before"])
-def test_tfrep_run_takes_the_programs_as_they_are(
-    program: str, run: Callable[..., Ended], one_device: dict[str, Any]
-) -> None:
+def test_tfrep_run_takes_the_programs_as_they_are(program: str, run: Callable[..., Ended], one_device: dict[str, Any]) -> None:
     check_equal(run(two_ranks(program, "--prefix", "--communicator", "tf")), one_device, 2)
 
 

@@ -248,9 +248,11 @@ COMPARED: dict[str, Callable[[Any], Any]] = {
     "chosen pairs": lambda x: tf.reduce_mean(tf.boolean_mask(*_pairs_and_choice(x))),
     "pairs through a layer": lambda x: ops.mean(tf.tanh(ops.matmul(ops.expand_dims(_gram_matrix(x), -1), ops.ones((1, 3))))),
     "norms of norms": lambda x: tf.norm(tf.linalg.svd(_flat(x), compute_uv=False)[:3] * [1.0, 2.0, 3.0]),
-    "rows at other places": lambda x: ops.mean(tf.gather(x, tf.roll(tf.range(tf.shape(x)[0]), 1, 0)) * x**2)
-    + ops.mean(ops.take(x, tf.range(tf.shape(x)[0])[::-1], axis=0) * x**3)
-    + ops.mean(tf.gather(x, (tf.range(tf.shape(x)[0]) + 1) % tf.shape(x)[0]) * x),
+    "rows at other places": lambda x: (
+        ops.mean(tf.gather(x, tf.roll(tf.range(tf.shape(x)[0]), 1, 0)) * x**2)
+        + ops.mean(ops.take(x, tf.range(tf.shape(x)[0])[::-1], axis=0) * x**3)
+        + ops.mean(tf.gather(x, (tf.range(tf.shape(x)[0]) + 1) % tf.shape(x)[0]) * x)
+    ),
     "a transposition by einsum": lambda x: ops.mean(ops.softmax(ops.einsum("nd,kd->kn", _flat(x), 2.0 * _flat(x)), -1) ** 2),
     "rows that were put before": lambda x: ops.mean(tf.pad(x[:, 0], [[1, 0], [0, 0]], constant_values=1.0)[:-1] * x[:, 1]),
     "pairs by broadcasts": lambda x: ops.mean(_broadcast(x[:, None]) * _broadcast(x[None]) ** 3),
@@ -264,6 +266,7 @@ COMPARED: dict[str, Callable[[Any], Any]] = {
     "pairs, and a mean beside": lambda x: _gram(x) + 3.0 * ops.mean(x**2) + ops.sqrt(ops.mean(x**2)) + 0.1 * ops.sum(x),
     "pairs of normalized rows": lambda x: _gram((x - ops.mean(x, 0)) / (ops.std(x, 0) + 0.1)),
 }
+
 
 def _coin() -> tf.Tensor:
     return tf.random.stateless_uniform([], [1, 2]) > 0.5

@@ -49,9 +49,7 @@ def own_rows(counts: Sequence[Any], total: Any) -> list[OwnRows]:
     """Returns which rows replicas have that have so many of them."""
     starts = [sum(counts[:i], tf.constant(0)) for i in range(len(counts))]
     return [
-        OwnRows(
-            tf.convert_to_tensor(start), tf.convert_to_tensor(count), tf.convert_to_tensor(total), tf.constant(replica)
-        )
+        OwnRows(tf.convert_to_tensor(start), tf.convert_to_tensor(count), tf.convert_to_tensor(total), tf.constant(replica))
         for replica, (start, count) in enumerate(zip(starts, counts, strict=True))
     ]
 
@@ -145,7 +143,5 @@ def difference(got: Any, right: Any) -> float:
     if np.asarray(right).dtype.kind in "fc":
         if not np.array_equal(np.isnan(got), np.isnan(right)):
             return np.inf
-        return float(
-            np.max(np.abs(np.nan_to_num(got) - np.nan_to_num(right)) / np.maximum(1, np.abs(np.nan_to_num(right))))
-        )
+        return float(np.max(np.abs(np.nan_to_num(got) - np.nan_to_num(right)) / np.maximum(1, np.abs(np.nan_to_num(right)))))
     return 0.0 if np.array_equal(got, right) else np.inf

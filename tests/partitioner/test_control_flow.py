@@ -239,9 +239,7 @@ def _maps_backwards(x: Any, w: Any) -> Any:
     size = tf.shape(x)[0]
     rows = tf.TensorArray(x.dtype, size).unstack(x)
     made = tf.TensorArray(x.dtype, size, element_shape=[4])
-    made = tf.while_loop(
-        lambda i, _: i < size, lambda i, made: (i + 1, made.write(i, rows.read(size - 1 - i))), (0, made)
-    )[1]
+    made = tf.while_loop(lambda i, _: i < size, lambda i, made: (i + 1, made.write(i, rows.read(size - 1 - i))), (0, made))[1]
     return made.stack()
 
 
@@ -250,9 +248,7 @@ def _maps_some(x: Any, w: Any) -> Any:
     size = tf.shape(x)[0]
     rows = tf.TensorArray(x.dtype, size).unstack(x)
     made = tf.TensorArray(x.dtype, size, element_shape=[4])
-    made = tf.while_loop(
-        lambda i, _: i < (size + 1) // 2, lambda i, made: (i + 1, made.write(i, rows.read(i))), (0, made)
-    )[1]
+    made = tf.while_loop(lambda i, _: i < (size + 1) // 2, lambda i, made: (i + 1, made.write(i, rows.read(i))), (0, made))[1]
     return made.stack()
 
 
@@ -279,16 +275,12 @@ def _folds_to_more(x: Any, w: Any) -> Any:
     rows = tf.TensorArray(x.dtype, tf.shape(x)[0]).unstack(x)
     shapes = tf.TensorShape([]), tf.TensorShape(None)
     size, start = tf.shape(x)[0], tf.constant(0.0, x.dtype)
-    total = tf.while_loop(
-        lambda i, _: i < size, lambda i, a: (i + 1, a + rows.read(i)), (0, start), shape_invariants=shapes
-    )
+    total = tf.while_loop(lambda i, _: i < size, lambda i, a: (i + 1, a + rows.read(i)), (0, start), shape_invariants=shapes)
     return tf.ensure_shape(total[1], [4])
 
 
 def _other_lists(x: Any, w: Any) -> Any:
-    scattered = tf.TensorArray(x.dtype, 4, element_shape=[None, 4], clear_after_read=False).scatter(
-        [1, 3], tf.stack([x, 2.0 * x])
-    )
+    scattered = tf.TensorArray(x.dtype, 4, element_shape=[None, 4], clear_after_read=False).scatter([1, 3], tf.stack([x, 2.0 * x]))
     parts = tf.TensorArray(x.dtype, 2, element_shape=[None, 4]).split(tf.concat([x, w], 0), [tf.shape(x)[0], 4])
     return scattered.read(3), parts.read(0), parts.read(1)
 
@@ -299,9 +291,7 @@ def _raw_lists(x: Any, w: Any) -> Any:
     one = raw.TensorListPushBack(input_handle=empty, tensor=x)
     two = raw.TensorListPushBack(input_handle=one, tensor=2.0 * x)
     batch = raw.TensorListPushBackBatch(input_handles=tf.stack([one, two]), tensor=tf.stack([x, x]))
-    taken = raw.TensorListGetItem(
-        input_handle=tf.unstack(batch)[1], index=1, element_shape=[-1, 4], element_dtype=x.dtype
-    )
+    taken = raw.TensorListGetItem(input_handle=tf.unstack(batch)[1], index=1, element_shape=[-1, 4], element_dtype=x.dtype)
     total = raw.AddN(inputs=[two, two, raw.ZerosLike(x=two)])
     joined = raw.TensorListConcatLists(input_a=two, input_b=one, element_dtype=x.dtype)
     fewer = raw.TensorListResize(input_handle=joined, size=2)
@@ -310,10 +300,7 @@ def _raw_lists(x: Any, w: Any) -> Any:
     shape = raw.TensorListElementShape(input_handle=two, shape_type=tf.int32)
     return [
         taken,
-        *(
-            raw.TensorListStack(input_handle=each, element_shape=[-1, 4], element_dtype=x.dtype)
-            for each in (total, fewer, more)
-        ),
+        *(raw.TensorListStack(input_handle=each, element_shape=[-1, 4], element_dtype=x.dtype) for each in (total, fewer, more)),
         raw.TensorListLength(input_handle=joined),
         tf.size(shape),
     ]
@@ -406,9 +393,7 @@ def test_every_rule_of_control_flow_has_a_case() -> None:
         found |= set(_types(trace("step", function, specs, {})))
     rooms = {module.__name__ for module in (conditionals, lists, loops)}
     missing = {kind for kind, rule in planner.RULES.items() if rule.__module__ in rooms} - found
-    assert {
-        kind for kind in missing if not kind.startswith("Stateless") and kind not in ("If", "Case", "While")
-    } == set()
+    assert {kind for kind in missing if not kind.startswith("Stateless") and kind not in ("If", "Case", "While")} == set()
 
 
 _MUTATIONS: dict[str, Callable[[Any], Any]] = {
@@ -548,9 +533,7 @@ _BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str]]] = {
         ["list_over_time"],
     ),
     "a list has the length of own rows": (
-        lambda patch: patch.setitem(
-            planner.RULES, "TensorListLength", lambda plan, x: plan.emit(x, plan.locals(x), REPLICATE)
-        ),
+        lambda patch: patch.setitem(planner.RULES, "TensorListLength", lambda plan, x: plan.emit(x, plan.locals(x), REPLICATE)),
         ["lengths_of_lists"],
     ),
 }

@@ -71,21 +71,13 @@ CASES = {
     "Prod": Case(lambda x: [tf.reduce_prod(x, 0), tf.reduce_prod(x, 1)], [row], rows),
     "All": Case(lambda x: [tf.reduce_all(x > 0, 0), tf.reduce_all(x > 0, 1)], [row], rows),
     "Any": Case(lambda x: [tf.reduce_any(x > 0, 0), tf.reduce_any(x > 0, 1)], [row], rows),
-    "EuclideanNorm": Case(
-        lambda x: [tf.math.reduce_euclidean_norm(x, 0), tf.math.reduce_euclidean_norm(x, 1)], [row], rows
-    ),
+    "EuclideanNorm": Case(lambda x: [tf.math.reduce_euclidean_norm(x, 0), tf.math.reduce_euclidean_norm(x, 1)], [row], rows),
     "L2Loss": Case(tf.nn.l2_loss, [row], rows),
     "ArgMax": Case(lambda x: [tf.argmax(x, 0), tf.argmax(x, 1)], [row], rows),
     "ArgMin": Case(lambda x: [tf.argmin(x, 0), tf.argmin(x, -1)], [row], rows),
-    "Cumsum": Case(
-        lambda x: [tf.cumsum(x, 0), tf.cumsum(x, 1), tf.cumsum(x, 0, True), tf.cumsum(x, -2, True, True)], [row], rows
-    ),
-    "Cumprod": Case(
-        lambda x: [tf.math.cumprod(x, 0), tf.math.cumprod(x, 1), tf.math.cumprod(x, 0, True, True)], [row], rows
-    ),
-    "CumulativeLogsumexp": Case(
-        lambda x: [tf.math.cumulative_logsumexp(x, 0), tf.math.cumulative_logsumexp(x, 1)], [row], rows
-    ),
+    "Cumsum": Case(lambda x: [tf.cumsum(x, 0), tf.cumsum(x, 1), tf.cumsum(x, 0, True), tf.cumsum(x, -2, True, True)], [row], rows),
+    "Cumprod": Case(lambda x: [tf.math.cumprod(x, 0), tf.math.cumprod(x, 1), tf.math.cumprod(x, 0, True, True)], [row], rows),
+    "CumulativeLogsumexp": Case(lambda x: [tf.math.cumulative_logsumexp(x, 0), tf.math.cumulative_logsumexp(x, 1)], [row], rows),
     "Softmax": Case(lambda x: [tf.nn.softmax(x), tf.nn.softmax(x, 0)], [row], rows),
     "LogSoftmax": Case(lambda x: [tf.nn.log_softmax(x), tf.nn.log_softmax(x, 0)], [row], rows),
     "TopKV2": Case(lambda x: [*tf.math.top_k(x, 2), *tf.math.top_k(tf.transpose(x), 1)], [row], rows),
@@ -103,12 +95,8 @@ CASES = {
         [row, row],
         [[S(), S()], [R, S()], [S(), R], [P, S()]],
     ),
-    "Softmaxes of what the rows of a batch are to each other": Case(
-        _compared, [row], [[S()]]
-    ),
-    "BiasAddGrad": Case(
-        lambda x: [raw.BiasAddGrad(out_backprop=x), raw.BiasAddGrad(out_backprop=tf.transpose(x))], [row], rows
-    ),
+    "Softmaxes of what the rows of a batch are to each other": Case(_compared, [row], [[S()]]),
+    "BiasAddGrad": Case(lambda x: [raw.BiasAddGrad(out_backprop=x), raw.BiasAddGrad(out_backprop=tf.transpose(x))], [row], rows),
     "MatMul": Case(
         lambda x, y: [x @ y, tf.matmul(y, x, True, True)],
         [("n", 3), (3, 4)],
@@ -119,9 +107,7 @@ CASES = {
         [row, row],
         [[S(), S()], [S(), R], [R, S()], [P, S()]],
     ),
-    "BatchMatMul": Case(
-        lambda x, y: raw.BatchMatMul(x=x, y=y), [("n", 2, 3), ("n", 3, 4)], [[S(), S()], [R, S()], [P, R]]
-    ),
+    "BatchMatMul": Case(lambda x, y: raw.BatchMatMul(x=x, y=y), [("n", 2, 3), ("n", 3, 4)], [[S(), S()], [R, S()], [P, R]]),
     "BatchMatMulV2": Case(
         lambda x, y: [x @ y, tf.matmul(x, x, transpose_a=True)], [("n", 2, 3), (1, 3, 4)], [[S(), R], [P, R], [S(), P]]
     ),
@@ -150,9 +136,7 @@ CASES = {
         [("n", 4, 4, 2), (3, 3, 2, 3)],
         [[S(), R]],
     ),
-    "Conv3D": Case(
-        lambda x, w: tf.nn.conv3d(x, w, [1] * 5, "SAME"), [("n", 3, 3, 3, 2), (2, 2, 2, 2, 3)], [[S(), R], [P, R]]
-    ),
+    "Conv3D": Case(lambda x, w: tf.nn.conv3d(x, w, [1] * 5, "SAME"), [("n", 3, 3, 3, 2), (2, 2, 2, 2, 3)], [[S(), R], [P, R]]),
     "DepthwiseConv2dNative": Case(
         lambda x, w: tf.nn.depthwise_conv2d(x, w, [1] * 4, "SAME"), [("n", 4, 4, 2), (3, 3, 2, 2)], [[S(), R], [P, R]]
     ),
@@ -190,9 +174,7 @@ CASES = {
         [[S()], [P]],
         [np.float32],
     ),
-    "LRN LRNGrad": Case(
-        lambda x: _gradients(tf.nn.local_response_normalization, x), [("n", 4, 4, 2)], [[S()], [P]], [np.float32]
-    ),
+    "LRN LRNGrad": Case(lambda x: _gradients(tf.nn.local_response_normalization, x), [("n", 4, 4, 2)], [[S()], [P]], [np.float32]),
     "ResizeBilinear ResizeBilinearGrad": Case(
         lambda x: _gradients(lambda x: raw.ResizeBilinear(images=x, size=[5, 5]), x),
         [("n", 4, 4, 2)],
@@ -225,9 +207,7 @@ CASES = {
     "AdjustContrastv2 of one picture": Case(
         lambda x: raw.AdjustContrastv2(images=x, contrast_factor=2.0), [("n", 4, 3)], [[S()]], [np.float32]
     ),
-    "AdjustSaturation": Case(
-        lambda x: raw.AdjustSaturation(images=x, scale=2.0), [("n", 4, 4, 3)], [[S()], [P]], [np.float32]
-    ),
+    "AdjustSaturation": Case(lambda x: raw.AdjustSaturation(images=x, scale=2.0), [("n", 4, 4, 3)], [[S()], [P]], [np.float32]),
     "AdjustHue": Case(lambda x: raw.AdjustHue(images=x, delta=0.3), [("n", 4, 4, 3)], [[S()], [P]], [np.float32]),
     "DepthToSpace": Case(lambda x: tf.nn.depth_to_space(x, 2), [("n", 2, 2, 4)], [[S()], [P]]),
     "SpaceToDepth": Case(lambda x: tf.nn.space_to_depth(x, 2), [("n", 2, 2, 4)], [[S()], [P]]),
@@ -347,9 +327,7 @@ CASES = {
     "BroadcastGradientArgs BroadcastTo": Case(
         lambda x, y: _gradients(lambda x, y: x * y + y, x, y), [row, (1, 3)], [[S(), R], [P, R], [S(), P]]
     ),
-    "BroadcastGradientArgs of bias": Case(
-        lambda x, y: _gradients(lambda x, y: x - y, x, y), [row, (3,)], [[S(), R], [S(), P]]
-    ),
+    "BroadcastGradientArgs of bias": Case(lambda x, y: _gradients(lambda x, y: x - y, x, y), [row, (3,)], [[S(), R], [S(), P]]),
     "Transpose": Case(lambda x: tf.transpose(x, [2, 0, 1]), [("n", 3, 2)], [[S()], [P], [R]]),
     "ConjugateTranspose": Case(lambda x: tf.transpose(x, [1, 0], conjugate=True), [row], [[S()], [P]]),
     "ExpandDims": Case(lambda x: [x[:, None] * 2, tf.expand_dims(x, 0), tf.expand_dims(x, -1)], [row], rows),
@@ -401,9 +379,7 @@ CASES = {
         [row],
         rows,
     ),
-    "MirrorPad MirrorPadGrad": Case(
-        lambda x: _gradients(lambda x: tf.pad(x, [[0, 0], [1, 2]], "REFLECT"), x), [row], rows
-    ),
+    "MirrorPad MirrorPadGrad": Case(lambda x: _gradients(lambda x: tf.pad(x, [[0, 0], [1, 2]], "REFLECT"), x), [row], rows),
     "ReverseV2": Case(lambda x: [tf.reverse(x, [1]), tf.reverse(x, [0])], [row], rows),
     "Roll": Case(lambda x: [tf.roll(x, 1, 1), tf.roll(x, 1, 0), tf.roll(x, [1, 1], [0, 1])], [row], rows),
     "Split": Case(lambda x: [*tf.split(x, 3, 1)], [row], rows),
@@ -451,9 +427,7 @@ CASES = {
     "StridedSlice StridedSliceGrad of views": Case(
         lambda x: _gradients(lambda x: tf.reshape(tf.stack([x, x * x], 1), [-1, 3])[: tf.shape(x)[0]], x), [row], rows
     ),
-    "StridedSlice of one row": Case(
-        lambda x: [x[0], x[-1, 1:], x[:, None][0], tf.reshape(x, [-1])[0], x[0][0]], [row], rows
-    ),
+    "StridedSlice of one row": Case(lambda x: [x[0], x[-1, 1:], x[:, None][0], tf.reshape(x, [-1])[0], x[0][0]], [row], rows),
     "StridedSlice of columns": Case(lambda x: [x[1:], x[0], x[:, :1], x[..., None]], [(3, "n")], [[S(1)]]),
     "Slice": Case(
         lambda x: [tf.slice(x, [0, 1], [-1, 2]), tf.slice(x, [0, 0], [tf.shape(x)[0], 2]), tf.slice(x, [0, 0], [1, 2])],
@@ -564,9 +538,7 @@ CASES = {
         [row, row, (3, 3)],
         [[S(), S(), R], [P, S(), R], [S(), P, R], [S(), R, P], [R, S(), P]],
     ),
-    "Empty": Case(
-        lambda x: [raw.Empty(shape=[tf.shape(x)[0], 3], dtype=x.dtype, init=True) + x, x[:, 0] * 2], [row], rows
-    ),
+    "Empty": Case(lambda x: [raw.Empty(shape=[tf.shape(x)[0], 3], dtype=x.dtype, init=True) + x, x[:, 0] * 2], [row], rows),
     "Identity StopGradient IdentityN PreventGradient Snapshot Neg Conj Real Imag": Case(
         lambda x: [
             tf.identity(x),
@@ -583,9 +555,7 @@ CASES = {
         rows,
     ),
     "EnsureShape": Case(lambda x: tf.ensure_shape(x, [None, 3]) * 2, [row], rows),
-    "Cast": Case(
-        lambda x: [tf.cast(x, tf.float64), tf.cast(x, tf.int32), tf.cast(x, tf.float16)], [row], rows, [np.float32]
-    ),
+    "Cast": Case(lambda x: [tf.cast(x, tf.float64), tf.cast(x, tf.int32), tf.cast(x, tf.float16)], [row], rows, [np.float32]),
     "PartitionedCall StatefulPartitionedCall": Case(
         lambda x, y: tf.function(lambda x, y: [x * y, tf.reduce_sum(x, 0), tf.reduce_max(y)])(x, y),
         [row, row],
@@ -637,15 +607,11 @@ _UNKNOWN = {
     "Unique": Case(lambda x: tf.unique(x)[0], [("n",)], [[S()]], [np.int32]),
     "Where": Case(lambda x: tf.where(x > 0), [row], [[S()]]),
     "a loop": Case(
-        lambda x: tf.while_loop(
-            lambda i, v: i < 3, lambda i, v: (i + 1, v * 0.5 + tf.reduce_mean(v, 0)), [tf.constant(0), x]
-        )[1],
+        lambda x: tf.while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, v * 0.5 + tf.reduce_mean(v, 0)), [tf.constant(0), x])[1],
         [row],
         [[S()], [P]],
     ),
-    "a branch": Case(
-        lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: x * 2, lambda: x - tf.reduce_mean(x)), [row], [[S()], [P]]
-    ),
+    "a branch": Case(lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: x * 2, lambda: x - tf.reduce_mean(x)), [row], [[S()], [P]]),
 }
 """What mixes rows, or is not known."""
 
@@ -771,9 +737,7 @@ def test_every_rule_has_a_case() -> None:
     named = {kind for name in CASES for kind in name.split()} | set(_ELEMENTWISE)
     assigned = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
     elsewhere = {"VariableShape", "ReadVariableOp", "ResourceGather", "LookupTableFindV2"} | assigned
-    drawn = {
-        kind for kind in planner.RULES if "Random" in kind or "TruncatedNormal" in kind or kind.startswith("Stateful")
-    }
+    drawn = {kind for kind in planner.RULES if "Random" in kind or "TruncatedNormal" in kind or kind.startswith("Stateful")}
     rooms = {module.__name__ for module in (conditionals, lists, loops)}  # See test_control_flow.py.
     of_control_flow = {kind for kind, found in planner.RULES.items() if found.__module__ in rooms}
     of_marks = {planner.MARKED, planner.OF_OWN}  # See test_marks.py.

@@ -146,9 +146,7 @@ def test_a_step_of_keras(name: str, replicas: int) -> None:
     for batch in zip(x, y, strict=True):
         right, *_ = step_of_one(*batch), None
         for logs in step_of_several(*map(tf.constant, batch)):
-            assert {k: float(v) for k, v in logs.items()} == pytest.approx(
-                {k: float(v) for k, v in right.items()}, rel=1e-5
-            )
+            assert {k: float(v) for k, v in logs.items()} == pytest.approx({k: float(v) for k, v in right.items()}, rel=1e-5)
     for left, right_variable in zip(_variables(several).values(), _variables(one).values(), strict=True):
         np.testing.assert_allclose(left.numpy(), right_variable.numpy(), rtol=1e-5, atol=3e-6, err_msg=left.path)
     rounds = _MODELS[name][2]

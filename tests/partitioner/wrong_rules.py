@@ -21,9 +21,7 @@ MUTATIONS: dict[str, Callable[[Placement], Placement]] = {
 }
 
 
-def mutated(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[Placement], Placement], types: Collection[str] | None
-) -> list[str]:
+def mutated(monkeypatch: pytest.MonkeyPatch, change: Callable[[Placement], Placement], types: Collection[str] | None) -> list[str]:
     """Has rules give the results of operations another placement than they mean.
 
     Args:

@@ -252,9 +252,11 @@ PIPELINES: dict[str, tuple[Callable[[], tf.data.Dataset], tuple[str, ...], str]]
         "",
     ),
     "taken in turn, one without an end": (
-        lambda: Dataset.choose_from_datasets(
-            [Dataset.range(9).repeat(), Dataset.range(100, 107).repeat()], Dataset.range(2).repeat(10)
-        ).map(halves).batch(8),
+        lambda: (
+            Dataset.choose_from_datasets([Dataset.range(9).repeat(), Dataset.range(100, 107).repeat()], Dataset.range(2).repeat(10))
+            .map(halves)
+            .batch(8)
+        ),
         ("batch", "map(halves)"),
         "",
     ),

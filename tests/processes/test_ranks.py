@@ -231,9 +231,7 @@ def test_time_limit(run):
 def test_a_note_tells_who_failed_first(run):
     # Rank 1 failed first and is slow to end; its peer, which crashes over that, is gone before.
     slow = run.write_note(1, age=0, exit_code=5) + "time.sleep(0.5); raise SystemExit(5)"
-    waits = (
-        "import os, time\n" + f"while not os.path.exists({str(run.notes / '1.note')!r}): time.sleep(0.01)\nos.abort()"
-    )
+    waits = "import os, time\n" + f"while not os.path.exists({str(run.notes / '1.note')!r}): time.sleep(0.01)\nos.abort()"
     assert run(waits, slow) == Failure(1, 5, "boom", noted=True)
 
 

@@ -52,9 +52,7 @@ class Runner:
         called = [f"{start % rank}\n{program}" for rank, program in enumerate(programs)]
         commands = [Command([sys.executable, "-c", each, self.marker], os.environ) for each in called]
         with deferred_signals() as events:
-            return run_ranks(
-                commands, events, log_dir=self.folder, note_dir=self.folder, timeout=timeout, patience=patience
-            )
+            return run_ranks(commands, events, log_dir=self.folder, note_dir=self.folder, timeout=timeout, patience=patience)
 
 
 @pytest.fixture

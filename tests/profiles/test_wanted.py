@@ -53,9 +53,7 @@ def test_a_folder_that_cannot_be_written(
     assert f"Received: profile_dir='{Path(folder).absolute()}'\nHint: name another one." in said
 
 
-def refused(
-    arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> str:
+def refused(arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     """Returns what `tfrep run` says to arguments that it refuses."""
     from tfrep_strategy.cli import main
 

@@ -63,9 +63,7 @@ class Running:
         how: "run", or "verify" for `tfrep verify`.
     """
 
-    def __init__(
-        self, script: Path, arguments: list[str], folder: Path, options: tuple[str, ...] | None, how: str = "run"
-    ) -> None:
+    def __init__(self, script: Path, arguments: list[str], folder: Path, options: tuple[str, ...] | None, how: str = "run") -> None:
         self._folder, self._temporary = folder / "project", folder / "tmp"
         self._output, self._logs = folder / "output.txt", folder / "logs"
         self._folder.mkdir(parents=True)

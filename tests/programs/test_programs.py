@@ -194,9 +194,7 @@ def test_program(name: str, kind: str, downloads: str, tmp_path: Path) -> None:
     assert all(results == found.results[0] for results in found.results), f"The ranks differ: {found.results}"
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), _chosen(lambda kind: pytest.mark.lane(f"verified_{kind}"), ["mirrored", "tf"], every=3)
-)
+@pytest.mark.parametrize(("name", "kind"), _chosen(lambda kind: pytest.mark.lane(f"verified_{kind}"), ["mirrored", "tf"], every=3))
 def test_verified_program(name: str, kind: str, downloads: str, tmp_path: Path) -> None:
     """Its steps, and what comes of them, differ nowhere from one device."""
     program = PROGRAMS[name]

@@ -31,9 +31,7 @@ class Run:
         self.place = Place(f"127.0.0.1:{free_ports(1)[0]}", 0, count, one_machine=True, noun="node")
         self.heard: list[RoundEnd] = []
         self.verdict: Callable[[RoundEnd], Verdict] = lambda ended: Verdict(again=not ended.ended_well, text="Again.")
-        self.assembly = Assembly(
-            self.place, least, SECRET, seconds=seconds, seconds_to_end=seconds_to_end, decide=self.decide
-        )
+        self.assembly = Assembly(self.place, least, SECRET, seconds=seconds, seconds_to_end=seconds_to_end, decide=self.decide)
         own = self.statement(0, mark="0f")
         self.told_by_0 = own.told
         self.own = Seat(self.assembly.begin(own), lambda *_: None)

@@ -259,8 +259,9 @@ def test_a_port_is_held_for_those_who_know_it() -> None:
 )
 def test_whom_nobody_knows_is_not_shut_out(own: str, others: list[str], unknown: str, problem: str) -> None:
     (port,) = free_ports(1, "")
-    with pytest.warns(UserWarning, match=f"can read and write files as you: {problem}"), confined(
-        f"{own}:{port}", [f"{own}:{port}", *others], unknown=unknown
+    with (
+        pytest.warns(UserWarning, match=f"can read and write files as you: {problem}"),
+        confined(f"{own}:{port}", [f"{own}:{port}", *others], unknown=unknown),
     ):
         server = listening(port)
     with server:
@@ -286,5 +287,3 @@ def test_trusted_networks(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigurationError, match="write networks as") as error:
             trusted_networks()
         assert len(str(error.value)) < 1500
-
-

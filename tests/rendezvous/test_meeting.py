@@ -62,9 +62,7 @@ def process(place: Place, path: Path | None = None) -> subprocess.Popen[str]:
     script = Path(__file__).parent / "scripts" / "goes.py"
     own = {"address": place.address, "number": place.number, "count": place.count, "one_machine": place.one_machine}
     entries = [str(path)] * bool(path) + [str(Path(__file__).parents[2])]
-    return subprocess.Popen(
-        [sys.executable, script, json.dumps(entries), json.dumps(own)], stdout=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen([sys.executable, script, json.dumps(entries), json.dumps(own)], stdout=subprocess.PIPE, text=True)
 
 
 def secret_file(path: Path, text: str = "s" * 32, mode: int = 0o600) -> str:
@@ -350,7 +348,7 @@ def test_a_secret_of_kubernetes_is_of_root_and_of_the_group_of_the_pod(
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:port", "host:0", "host:99999"])
 def test_addresses_that_cannot_be_read(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="rendezvous cannot be used: write \"host:port\""):
+    with pytest.raises(ConfigurationError, match='rendezvous cannot be used: write "host:port"'):
         Place(text, 0, 2)
 
 

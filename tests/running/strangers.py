@@ -46,9 +46,7 @@ def send(stack: contextlib.ExitStack, host: str, port: int, content: bytes, sour
     return False
 
 
-def attack(
-    stack: contextlib.ExitStack, port: int, contents: Sequence[bytes], host: str = "127.0.0.1", source: str = ""
-) -> None:
+def attack(stack: contextlib.ExitStack, port: int, contents: Sequence[bytes], host: str = "127.0.0.1", source: str = "") -> None:
     """Sends each content, and says nothing over many connections more."""
     for content in [*contents, *[b""] * MANY]:
         if not send(stack, host, port, content, source) and source:

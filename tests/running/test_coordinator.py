@@ -60,9 +60,7 @@ def test_a_worker_that_ends_at_once_is_started_after_longer_and_longer_pauses(mo
     assert starts[3] - starts[2] > 2.0
 
 
-def test_a_worker_that_cannot_be_started_again_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_worker_that_cannot_be_started_again_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     tried = threading.Event()
 
     def fail(*_: object) -> None:

@@ -182,9 +182,7 @@ def test_a_run_that_ends_while_it_is_profiled(tmp_path: Path) -> None:
         ("10:20", [str(SCRIPTS / "learns_nothing.py")], 0, "no step was profiled: the script has called no fit.", 0),
     ],
 )
-def test_runs_that_end_early(
-    steps: str, arguments: list[str], exit_code: int, story: str, traced: int, tmp_path: Path
-) -> None:
+def test_runs_that_end_early(steps: str, arguments: list[str], exit_code: int, story: str, traced: int, tmp_path: Path) -> None:
     _, said = ended(
         *("run", *KINDS["tf"], "--profile", steps, "--profile-dir", "traces"), *arguments, folder=tmp_path, exit_code=exit_code
     )

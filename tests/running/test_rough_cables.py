@@ -65,7 +65,10 @@ def test_packets_are_delayed_and_lost(addresses: list[str]) -> None:
 
 @pytest.mark.parametrize("communicator", ["tf", pytest.param("horovod", marks=needs_horovod)])
 def test_training_on_hosts_that_ssh_reaches(
-    communicator: str, start: Callable, machines: list[Machine], weights: list[float]  # noqa: F811
+    communicator: str,
+    start: Callable,  # noqa: F811
+    machines: list[Machine],  # noqa: F811
+    weights: list[float],
 ) -> None:
     with rough_cable([machine.name for machine in machines]) as cable:
         code, output, errors = ended(start("--hosts", BOTH, "--communicator", communicator, PROGRAM, "2", "0", **IMPATIENT))
@@ -98,7 +101,10 @@ def test_ranks_meet(hosts: list[str], secret: dict[str, str], weights: list[floa
 
 
 def test_a_cable_that_is_out_for_some_seconds(
-    start: Callable, machines: list[Machine], weights: list[float], tmp_path: Path  # noqa: F811
+    start: Callable,  # noqa: F811
+    machines: list[Machine],  # noqa: F811
+    weights: list[float],
+    tmp_path: Path,
 ) -> None:
     backups = tmp_path / "backups"
     with rough_cable([machine.name for machine in machines]) as cable:
@@ -116,7 +122,10 @@ def test_a_cable_that_is_out_for_some_seconds(
 
 
 def test_an_elastic_run_goes_on_when_the_cable_was_out(
-    hosts: list[str], secret: dict[str, str], weights: list[float], tmp_path: Path  # noqa: F811
+    hosts: list[str],  # noqa: F811
+    secret: dict[str, str],  # noqa: F811
+    weights: list[float],
+    tmp_path: Path,
 ) -> None:
     backups = tmp_path / "backups"
     own = environ(**secret, TFREP_BACKUP_SECONDS="600", TMPDIR=str(tmp_path))

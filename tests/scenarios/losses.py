@@ -169,9 +169,7 @@ def loss_circle_in_a_custom_loop() -> dict[str, Any]:
         def train(batch: Any, step: Any = step) -> Any:
             return strategy.reduce("SUM", strategy.run(step, args=(batch,)), axis=None)
 
-        dataset = strategy.experimental_distribute_dataset(
-            tf.data.Dataset.from_tensor_slices((x, np.arange(32) % 3)).batch(13)
-        )
+        dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((x, np.arange(32) % 3)).batch(13))
         results[f"losses_{reduction}"] = [float(train(batch)) for _ in range(2) for batch in dataset]
         results[f"weights_{reduction}"] = model.get_weights()
     return results

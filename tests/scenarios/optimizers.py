@@ -41,9 +41,7 @@ def swap_ema_weights() -> dict[str, Any]:
     model = dense()
     model.compile(_O.SGD(0.1, use_ema=True, ema_momentum=0.7), "mse")
     x, y = regression()
-    return trained(
-        model, x, y, validation_data=(x, y), callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
-    )
+    return trained(model, x, y, validation_data=(x, y), callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)])
 
 
 @scenario

@@ -198,9 +198,7 @@ def sparse_ragged_and_string_inputs() -> dict[str, Any]:
 
         def train_step(self, batch: Any) -> Any:
             (words, numbers), target = batch
-            features = tf.stack(
-                [tf.cast(tf.strings.length(words), tf.float32), tf.reduce_sum(numbers, axis=1)], axis=1
-            )
+            features = tf.stack([tf.cast(tf.strings.length(words), tf.float32), tf.reduce_sum(numbers, axis=1)], axis=1)
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean(tf.square(self.out(features) - target))
             variables = self.out.trainable_variables

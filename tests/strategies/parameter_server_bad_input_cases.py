@@ -19,9 +19,7 @@ strategy = parameter_server_cases.strategy
 
 def test_an_error_on_a_worker_names_it(strategy: Any) -> None:
     def dataset_fn(context: Any) -> tf.data.Dataset:
-        bad = tf.data.Dataset.range(100).map(
-            lambda i: tf.debugging.check_numerics(1.0 / tf.cast(7 - i, "float32"), "!")
-        )
+        bad = tf.data.Dataset.range(100).map(lambda i: tf.debugging.check_numerics(1.0 / tf.cast(7 - i, "float32"), "!"))
         return bad.map(lambda v: (tf.fill([BATCH, 4], v), tf.zeros([BATCH, 1])))
 
     model = make_model(strategy, metrics=[RowCount()])

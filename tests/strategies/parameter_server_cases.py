@@ -224,9 +224,7 @@ def test_training_reaches_what_one_device_reaches(strategy: Any) -> None:
     assert model.evaluate(x, y, verbose=0)[0] < 0.01
 
 
-def test_evaluate_is_spread_and_exact_also_with_metrics_that_are_not_means(
-    strategy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluate_is_spread_and_exact_also_with_metrics_that_are_not_means(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = make_data(205)
     y = (y > 0).astype("float32")
     metrics = lambda: [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]  # noqa: E731
@@ -252,9 +250,7 @@ def test_predict_keeps_the_order(strategy: Any) -> None:
     x, _ = make_data(37)
     model = make_model(strategy)
     single = single_device(model)
-    np.testing.assert_allclose(
-        model.predict(x, batch_size=8, verbose=0), single.predict(x, batch_size=8, verbose=0), rtol=1e-5
-    )
+    np.testing.assert_allclose(model.predict(x, batch_size=8, verbose=0), single.predict(x, batch_size=8, verbose=0), rtol=1e-5)
     np.testing.assert_allclose(model.predict_on_batch(x), single.predict_on_batch(x), rtol=1e-5)
 
 

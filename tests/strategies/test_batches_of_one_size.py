@@ -13,6 +13,7 @@ from test_one_device_answer import assert_same, mirrored
 
 pytestmark = pytest.mark.lane("rows")
 
+
 @pytest.fixture
 def one_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the rows that would make a smaller batch at the end, here and on one device."""

@@ -139,9 +139,7 @@ def check_datasets(strategy: Any) -> None:
     local = range(first, first + strategy.extended.num_local_replicas)
 
     def batches_of(distributed: Any) -> list[list[list[int]]]:
-        return [
-            [part.numpy().tolist() for part in strategy.experimental_local_results(batch)] for batch in distributed
-        ]
+        return [[part.numpy().tolist() for part in strategy.experimental_local_results(batch)] for batch in distributed]
 
     whole = strategy.experimental_distribute_dataset(tf.data.Dataset.range(7).batch(4))
     wanted = [[np.array_split(batch, n)[r].tolist() for r in local] for batch in (np.arange(4), np.arange(4, 7))]

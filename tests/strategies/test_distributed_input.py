@@ -191,9 +191,9 @@ def trace_functions(strategy: Any) -> tuple[int, int, list[Any]]:
     for drop in (True, False):
         whole = strategy.experimental_distribute_dataset(tf.data.Dataset.range(6).batch(3, drop_remainder=drop))
         own = strategy.distribute_datasets_from_function(
-            lambda c, drop=drop: tf.data.Dataset.range(6)
-            .batch(2, drop_remainder=drop)
-            .shard(c.num_input_pipelines, c.input_pipeline_id)
+            lambda c, drop=drop: (
+                tf.data.Dataset.range(6).batch(2, drop_remainder=drop).shard(c.num_input_pipelines, c.input_pipeline_id)
+            )
         )
         for data in (whole, own):
             for spec in (data.element_spec, iter(data).element_spec):

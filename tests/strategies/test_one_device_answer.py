@@ -63,9 +63,7 @@ def drawn_lane(scenario: str, kind: str, kinds: Sequence[str] = KINDS) -> pytest
     return pytest.mark.lane("scenarios_mirrored_1" if scenario.startswith("model_") else "quick")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=drawn_lane(name, "mirrored")) for name in sorted(scenarios.SCENARIOS)]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=drawn_lane(name, "mirrored")) for name in sorted(scenarios.SCENARIOS)])
 def test_two_mirrored_replicas(name: str) -> None:
     with mirrored(2).scope():
         found = scenarios.run(name)

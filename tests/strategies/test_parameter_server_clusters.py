@@ -17,6 +17,8 @@ from tfrep_strategy.rendezvous.connections import free_ports
 pytestmark = pytest.mark.lane("servers")
 
 _PS, _WORKER = ["127.0.0.1:1"], ["127.0.0.1:2"]
+
+
 def _task() -> None:
     strategy = tfrep.ParameterServerStrategy(connect_timeout=100)  # Several imports at once take a while.
     with strategy.scope():

@@ -153,9 +153,7 @@ def test_the_command(tmp_path: Path, victim: str) -> None:
         family = psutil.Process(process.pid).children(recursive=True)
         if victim == "server":
             # The servers are forks of one process, each with a log of its own.
-            next(
-                p for p in _found(family, "clusters.servers").children() if "ps0.log" in os.readlink(f"/proc/{p.pid}/fd/1")
-            ).kill()
+            next(p for p in _found(family, "clusters.servers").children() if "ps0.log" in os.readlink(f"/proc/{p.pid}/fd/1")).kill()
         elif victim == "coordinator":
             _found(family, "running.script").kill()
         else:
@@ -208,9 +206,7 @@ def test_who_dies_while_the_cluster_starts(tmp_path: Path, victim: str) -> None:
 def test_logs_of_workers_and_servers_are_kept_where_wanted(tmp_path: Path) -> None:
     arguments = ["run", "--strategy", "parameter-server", "--workers", "2", "--servers", "1", "--log-dir", "some/logs"]
     command = [sys.executable, "-m", "tfrep_strategy.cli", *arguments, str(_SCRIPTS / "speaks.py")]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environ_in(tmp_path), capture_output=True, text=True, timeout=150, check=False
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=environ_in(tmp_path), capture_output=True, text=True, timeout=150, check=False)
     assert (done.returncode, done.stdout) == (0, "once\n"), done.stderr[-3000:]
     assert sorted(path.name for path in (tmp_path / "some" / "logs").iterdir()) == ["ps0.log", "worker0.log", "worker1.log"]
     assert not left_behind(tmp_path)
@@ -220,9 +216,7 @@ def test_a_script_that_gives_up_is_not_started_again(tmp_path: Path) -> None:
     """Its exit code is then above 128, as that of one that was killed."""
     arguments = ["run", "--strategy", "parameter-server", "--workers", "1", "--servers", "1", "--max-restarts", "1"]
     command = [sys.executable, "-m", "tfrep_strategy.cli", *arguments, str(_SCRIPTS / "speaks.py"), "-1"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environ_in(tmp_path), capture_output=True, text=True, timeout=150, check=False
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=environ_in(tmp_path), capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 255, done.stderr[-3000:]
     assert done.stdout == "once\n"
 

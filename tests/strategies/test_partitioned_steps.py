@@ -361,7 +361,6 @@ def test_what_has_no_rule_is_told_once() -> None:
     assert not [each for each in seen if "have no rule" in str(each.message)]
 
 
-
 class Tells(keras.Sequential):
     """Its step writes a summary, prints, and checks."""
 

@@ -127,9 +127,7 @@ def test_the_first_to_end_is_named(communicator: str, tmp_path: Path) -> None:
 
 
 @EACH
-@pytest.mark.parametrize(
-    ("way", "more"), [("kill-loop", ""), ("kill-stuck", "could not be aborted, so this process ends now.")]
-)
+@pytest.mark.parametrize(("way", "more"), [("kill-loop", ""), ("kill-stuck", "could not be aborted, so this process ends now.")])
 def test_loops_of_ones_own_and_calls_that_nothing_can_end(communicator: str, way: str, more: str, tmp_path: Path) -> None:
     outcome = run_ranks(communicator, 2, way, 1, tmp_path)
     assert outcome.codes == [1, -9]
@@ -168,9 +166,7 @@ def check_stopped(outcome: Outcome, rank: int, folder: Path) -> None:
 
 @EACH
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_rank_is_named_and_ended(
-    communicator: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_rank_is_named_and_ended(communicator: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFREP_TIMEOUT", "10")
     check_stopped(run_ranks(communicator, 3, "stop", rank, tmp_path), rank, tmp_path)
 

@@ -110,9 +110,7 @@ def of_parameter_servers() -> None:
 @pytest.mark.lane("short")
 def test_settings_of_parameter_servers() -> None:
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # A process that has been connected to a cluster has other devices.
-    done = subprocess.run(
-        command(of_parameter_servers), env=environ, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run(command(of_parameter_servers), env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

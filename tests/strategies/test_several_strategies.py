@@ -92,7 +92,12 @@ def test_a_strategy_that_only_one_rank_has_forgotten(worker_pool: Any, communica
 def connected_elsewhere(strategy: Any) -> str:
     told = strategy.extended.environment
     turned = SimpleNamespace(
-        rank=told.rank, size=told.size, local_rank=told.rank, local_size=told.size, addresses=told.addresses[::-1], name="turned",
+        rank=told.rank,
+        size=told.size,
+        local_rank=told.rank,
+        local_size=told.size,
+        addresses=told.addresses[::-1],
+        name="turned",
         rendezvous="",
     )
     try:

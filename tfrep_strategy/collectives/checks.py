@@ -100,9 +100,7 @@ def check_equal(calls: Sequence[tuple[int, Call]]) -> list[int]:
     return [replica for replica, _ in calls] if None in sizes and len(calls) > 1 else []
 
 
-def check_shapes(
-    call: Call, tensors: Sequence[tf.Tensor], replicas: Sequence[int], communicator: Communicator
-) -> list[tf.Tensor]:
+def check_shapes(call: Call, tensors: Sequence[tf.Tensor], replicas: Sequence[int], communicator: Communicator) -> list[tf.Tensor]:
     """Returns the tensors; using them raises an error with all shapes if the shapes of the replicas do not match."""
     own = tf.stack([size for t in tensors for size in _fixed_sizes(call, tf.unstack(tf.shape(t), t.shape.rank))])
     what = f"{call.kind}: the replicas pass tensors of different shapes. The dimensions that must be equal are,"

@@ -76,9 +76,7 @@ def broadcast(nest: Nest, root: int = 0, *, group: ReplicaGroup | None = None) -
         member = check_root(root, group, flow.communicator.size)
         real = [to_real(t) for t in tensors if t.dtype != tf.string]
         sent = iter(flow.broadcast(real, member)) if real else iter([])
-        return [
-            broadcast_strings(flow, t, member) if t.dtype == tf.string else from_real(next(sent), t) for t in tensors
-        ]
+        return [broadcast_strings(flow, t, member) if t.dtype == tf.string else from_real(next(sent), t) for t in tensors]
 
     return launch("broadcast", nest, group, send, root=root)
 

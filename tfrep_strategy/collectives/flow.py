@@ -107,8 +107,7 @@ class Flow:
         if all(t.dtype.is_floating for t in tensors):
             return _list(_differentiable(forward)(*tensors))
         return [
-            _list(_differentiable(forward)(t))[0] if t.dtype.is_floating else communicator.broadcast([t], root)[0]
-            for t in tensors
+            _list(_differentiable(forward)(t))[0] if t.dtype.is_floating else communicator.broadcast([t], root)[0] for t in tensors
         ]
 
     def reduce_scatter(self, tensor: tf.Tensor, op: str) -> tf.Tensor:

@@ -35,6 +35,7 @@ def all_reduce(nest: Nest, op: str = "sum", *, group: ReplicaGroup | None = None
         >>> [float(v) for v in strategy.experimental_local_results(strategy.run(step))]
         [2.0, 2.0]
     """
+
     def reduce(flow: Flow, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         if op == "product" and any(t.dtype.is_complex for t in tensors):
             return [product(flow, t) for t in tensors]
@@ -108,6 +109,7 @@ def reduce_scatter(nest: Nest, op: str = "sum", *, group: ReplicaGroup | None = 
         >>> [v.numpy().tolist() for v in strategy.experimental_local_results(strategy.run(step))]
         [[2, 4], [6]]
     """
+
     def check(tensor: tf.Tensor) -> None:
         check_op(op, tensor)
         check_rows("reduce_scatter", tensor)

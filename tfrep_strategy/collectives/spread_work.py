@@ -98,9 +98,7 @@ class Spread:
             return all_reduce(reduce_nests(own, op) if own else self._nothing(op), op)
         wide = [tf.nest.map_structure(_wide, nest) for nest in own or [self._nothing("sum")]]
         total = all_reduce(reduce_nests(wide, "sum"), "sum")
-        return tf.nest.map_structure(
-            lambda t, spec: tf.cast(mean_of_sum(t, len(self._items)), spec.dtype), total, self.specs[0]
-        )
+        return tf.nest.map_structure(lambda t, spec: tf.cast(mean_of_sum(t, len(self._items)), spec.dtype), total, self.specs[0])
 
     def has_static_shapes(self) -> bool:
         """Returns whether all results have one shape that is known before they are computed."""

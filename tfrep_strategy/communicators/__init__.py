@@ -139,7 +139,7 @@ def _check_place(communicator: Communicator, environment: Any) -> None:
             f" but its communicator says rank {found[0]} of {found[1]}.",
             hint=f"{by_address if isinstance(environment, MpiEnvironment) else ''}use a launcher that the communicator supports:"
             " Horovod supports horovodrun and `tfrep run`. It supports mpirun and srun only if it was built with MPI"
-            " (`tfrep horovod install --with mpi`). The communicator \"mpi\" needs mpirun, or srun --mpi. To run this process"
+            ' (`tfrep horovod install --with mpi`). The communicator "mpi" needs mpirun, or srun --mpi. To run this process'
             f" alone, unset {', '.join(environment.found) or 'the variables of the environment'}.",
             communicator=communicator.name,
             environment=environment.describe(),

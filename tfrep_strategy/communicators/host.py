@@ -89,9 +89,7 @@ class HostCommunicator(Communicator):
         received = self._call("broadcast", f"root={root}", lambda arrays: self.broadcast_arrays(arrays, root), tensors)
         return [tf.ensure_shape(result, tensor.shape) for result, tensor in zip(received, tensors, strict=True)]
 
-    def _call(
-        self, kind: str, option: str, talk: Callable[[Arrays], Arrays], tensors: list[tf.Tensor]
-    ) -> list[tf.Tensor]:
+    def _call(self, kind: str, option: str, talk: Callable[[Arrays], Arrays], tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Adds an operation that talks to the other ranks.
 
         Args:

@@ -36,9 +36,7 @@ class LocalGroup:
     def __init__(self, strategy: Any, members: Sequence[int]) -> None:
         self.strategy, self.members = strategy, tuple(members)
         self.key = next(_group_keys)
-        self.nccl = nccl_connects(
-            [identity_of_gpu(strategy.extended.worker_devices[replica]) for replica in self.members]
-        )
+        self.nccl = nccl_connects([identity_of_gpu(strategy.extended.worker_devices[replica]) for replica in self.members])
         self.called: weakref.WeakKeyDictionary[Any, dict[str, list[Any]]] = weakref.WeakKeyDictionary()
         """What the first member called at each place: of a graph's branches, or (under the group) of inner functions."""
         self._communicators: dict[int, LocalCommunicator] = {}
@@ -92,10 +90,7 @@ class LocalCommunicator(Communicator):
             reduced = packed.unpack(self._meet(packed.flats, reduce))
         else:
             reduced = self._meet(carried, reduce)
-        return [
-            uncarry(total, tensor.dtype, op, self.size)
-            for total, tensor in zip(reduced, tensors, strict=True)
-        ]
+        return [uncarry(total, tensor.dtype, op, self.size) for total, tensor in zip(reduced, tensors, strict=True)]
 
     def _reduce(self, sent: Sequence[list[tf.Tensor]], op: str) -> list[list[tf.Tensor]]:
         """Returns the result for each member. For a mean it is the sum."""

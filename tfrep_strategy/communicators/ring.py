@@ -170,8 +170,11 @@ class RingCommunicator(Communicator):
         words: list[Any] = [f"{kind}: the replicas pass tensors of different shapes. Number of dimensions and sizes"]
         for member in range(self.size):
             words += [f"on replica {member}:", each[member, 2 : 2 + each[member, 1]]]
-        with tf.device("CPU:0"), tf.control_dependencies(
-            [tf.debugging.Assert(tf.reduce_all(tf.equal(each[:, 0], each[0, 0])), words, summarize=_TOLD_SIZES)]
+        with (
+            tf.device("CPU:0"),
+            tf.control_dependencies(
+                [tf.debugging.Assert(tf.reduce_all(tf.equal(each[:, 0], each[0, 0])), words, summarize=_TOLD_SIZES)]
+            ),
         ):
             fits = tf.constant(0)
         with tf.control_dependencies([fits]):
@@ -333,9 +336,7 @@ class RingCommunicator(Communicator):
                 tf.TensorSpec([], tf.int32),
                 tf.TensorSpec([], tf.resource),
             ]
-            self._functions[key] = tf.function(
-                run, signature, autograph=False, experimental_attributes={"_noinline": True}
-            )
+            self._functions[key] = tf.function(run, signature, autograph=False, experimental_attributes={"_noinline": True})
         return self._functions[key](tensor, instance_key, self._order.handle())
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:

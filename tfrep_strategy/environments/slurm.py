@@ -63,9 +63,7 @@ class SlurmEnvironment(Environment):
     def __init__(self) -> None:
         rank, size = variable(Rank, "SLURM_PROCID"), variable(Size, "SLURM_NTASKS")
         nodes = expand_nodes(_first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST", default="localhost"))
-        counts = expand_counts(
-            _first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", default=_even(size, len(nodes)))
-        )
+        counts = expand_counts(_first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", default=_even(size, len(nodes))))
         if len(counts) != len(nodes) or sum(counts) != size:
             raise ConfigurationError(
                 message(
@@ -115,9 +113,7 @@ def expand_nodes(text: str) -> list[str]:
         ['node01', 'node02', 'node03', 'node07', 'gpu5']
     """
     # A name consists of plain pieces and of ranges in brackets. A comma outside brackets ends it.
-    refusal = ConfigurationError(
-        message("Slurm: cannot read the node list.", hint='write it like "node[01-03,07]".', nodes=text)
-    )
+    refusal = ConfigurationError(message("Slurm: cannot read the node list.", hint='write it like "node[01-03,07]".', nodes=text))
     if not re.fullmatch(rf"(?:[^\[\],\s]|\[{_RANGE}(?:,{_RANGE})*\]|(?<=[^,]),(?=[^,]))+", text):
         raise refusal
     names: list[str] = []

@@ -67,9 +67,7 @@ def dataset_of(input_fn: InputFn, context: tf.distribute.InputContext, repeats: 
         return given
     if given is None:
         raise ConfigurationError(
-            message(
-                "input_fn returned nothing.", hint="return a tf.data.Dataset of (features, labels).", input_fn=input_fn
-            )
+            message("input_fn returned nothing.", hint="return a tf.data.Dataset of (features, labels).", input_fn=input_fn)
         )
     dataset = tf.data.Dataset.from_tensors(given)
     return dataset.repeat() if repeats else dataset

@@ -61,20 +61,14 @@ class Estimator:
     ) -> None:
         check_model(keras_model)
         config = config or RunConfig()
-        if (
-            model_dir is not None
-            and config.model_dir is not None
-            and os.fspath(model_dir) != os.fspath(config.model_dir)
-        ):
+        if model_dir is not None and config.model_dir is not None and os.fspath(model_dir) != os.fspath(config.model_dir):
             raise ConfigurationError(
                 message("Two folders are given.", hint="leave out one.", model_dir=model_dir, config=config.model_dir)
             )
         folder = model_dir or config.model_dir
         if folder is None:
             communicator = process_communicator()
-            folder = communicator.broadcast_object(
-                None if communicator.rank else tempfile.mkdtemp(prefix="tfrep-estimator-")
-            )
+            folder = communicator.broadcast_object(None if communicator.rank else tempfile.mkdtemp(prefix="tfrep-estimator-"))
         self.config = config.replace(model_dir=os.path.abspath(os.fspath(folder)))
         self._given, self._custom_objects = keras_model, custom_objects
         self._copies: dict[tuple[Any, bool], SavedModel] = {}
@@ -132,9 +126,7 @@ class Estimator:
         ranks = process_communicator().size
         if ranks > 1 and not hasattr(strategy, "communicator"):
             hint = "set train_distribute to the tfrep.MultiWorkerStrategy that connects the ranks."
-            raise ConfigurationError(
-                message("Each rank would train by itself.", hint=hint, train_distribute=strategy, ranks=ranks)
-            )
+            raise ConfigurationError(message("Each rank would train by itself.", hint=hint, train_distribute=strategy, ranks=ranks))
         latest = self._latest_of_chief()
         copy, start = self._restored(strategy, latest, trains=True)
         if max_steps is not None and start >= max_steps:

@@ -29,9 +29,7 @@ def check_model(model: Any) -> None:
             )
         )
     if not model.compiled:
-        raise ConfigurationError(
-            message("The model is not compiled.", hint="call model.compile first.", keras_model=model.name)
-        )
+        raise ConfigurationError(message("The model is not compiled.", hint="call model.compile first.", keras_model=model.name))
     if not model.built:
         hint = "let it begin with keras.Input(shape), or call it on a batch first."
         raise ConfigurationError(message("The model has no weights yet.", hint=hint, keras_model=model.name))
@@ -120,8 +118,6 @@ class SavedModel:
             except (AssertionError, ValueError) as error:
                 hint = "use another model_dir, or remove the old checkpoints."
                 raise ConfigurationError(
-                    message(
-                        "The checkpoint is of another model.", hint=hint, checkpoint=path, keras_model=self.model.name
-                    )
+                    message("The checkpoint is of another model.", hint=hint, checkpoint=path, keras_model=self.model.name)
                 ) from error
         return self.global_step

@@ -120,9 +120,7 @@ class StopAtStepHook(SessionRunHook):
     def __init__(self, num_steps: int | None = None, last_step: int | None = None) -> None:
         if (num_steps is None) == (last_step is None):
             raise ConfigurationError(
-                message(
-                    "One of two numbers ends a training.", hint="give one.", num_steps=num_steps, last_step=last_step
-                )
+                message("One of two numbers ends a training.", hint="give one.", num_steps=num_steps, last_step=last_step)
             )
         name, value = ("last_step", last_step) if num_steps is None else ("num_steps", num_steps)
         check_count("A training ends after some steps.", **{name: value})  # type: ignore[arg-type]
@@ -162,9 +160,7 @@ class HookCalls:
         for hook in self.hooks:
             self._call(hook, "after_create_session", self.session, self.session)
         self.check()
-        self.some_have_hooks, stop = map(
-            any, zip(*self._told((bool(self.hooks), self.session.stop_requested)), strict=True)
-        )
+        self.some_have_hooks, stop = map(any, zip(*self._told((bool(self.hooks), self.session.stop_requested)), strict=True))
         self.session.stop_requested = stop
 
     def before_run(self) -> None:
@@ -230,7 +226,5 @@ class HookCalls:
 def _looked_up(fetches: Any, named: Mapping[str, Any]) -> Any:
     for name in keras.tree.flatten(fetches):
         if not isinstance(name, str) or name not in named:
-            raise ConfigurationError(
-                message("No step has this value.", hint=f"ask for one of {sorted(named)}.", fetches=name)
-            )
+            raise ConfigurationError(message("No step has this value.", hint=f"ask for one of {sorted(named)}.", fetches=name))
     return keras.tree.map_structure(named.__getitem__, fetches)

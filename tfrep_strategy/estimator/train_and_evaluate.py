@@ -48,9 +48,7 @@ class EvalSpec:
     throttle_secs: float = 600
 
 
-def train_and_evaluate(
-    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
-) -> tuple[dict[str, Any], list[Any]]:
+def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) -> tuple[dict[str, Any], list[Any]]:
     """Trains, and evaluates new checkpoints on the way and at the end. Every rank must call it.
 
     The training does not begin its data again after an evaluation. A checkpoint is evaluated when it is written, if the last

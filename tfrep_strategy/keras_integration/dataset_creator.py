@@ -40,8 +40,7 @@ class DatasetCreator:
             raise TypeError(f"`dataset_fn` for `DatasetCreator` must be a `callable`. Received: {dataset_fn!r}")
         if input_options is not None and not isinstance(input_options, tf.distribute.InputOptions):
             raise TypeError(
-                "`input_options` for `DatasetCreator` must be a `tf.distribute.InputOptions`."
-                f" Received: {input_options!r}"
+                f"`input_options` for `DatasetCreator` must be a `tf.distribute.InputOptions`. Received: {input_options!r}"
             )
         try:
             inspect.signature(dataset_fn).bind(None)

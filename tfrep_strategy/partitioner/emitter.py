@@ -26,9 +26,7 @@ class Transport(Protocol):
     devices: Sequence[str]
     logical_devices: Sequence[Sequence[str]]
 
-    def sums(
-        self, values: Sequence[Sequence[tf.Tensor]], gradients: Sequence[bool]
-    ) -> Sequence[Sequence[tf.Tensor]]:
+    def sums(self, values: Sequence[Sequence[tf.Tensor]], gradients: Sequence[bool]) -> Sequence[Sequence[tf.Tensor]]:
         """Sums tensors over all replicas.
 
         Args:
@@ -106,9 +104,7 @@ class Emitter:
             outputs = [x for node in members for x in node.outputs if used[x.name] - {level}]
             segments[level] = Segment(needed, outputs, compiled)
         # What is free and used by something else than segments, such as a collective or a result.
-        outside = [
-            node for node in nodes if id(node) in free and any("elsewhere" in used[x.name] for x in node.outputs)
-        ]
+        outside = [node for node in nodes if id(node) in free and any("elsewhere" in used[x.name] for x in node.outputs)]
         if outside:
             outputs = [x for node in outside for x in node.outputs if "elsewhere" in used[x.name]]
             segments[-1] = Segment(_with_free(outside, free), outputs, False)
@@ -144,9 +140,7 @@ class Emitter:
                 together.run(known, transport)
         return [[own[x.name] for x in self._program.results] for own in known]
 
-    def _communicate(
-        self, collectives: Sequence[Collective], known: list[dict[str, Any]], transport: Transport
-    ) -> None:
+    def _communicate(self, collectives: Sequence[Collective], known: list[dict[str, Any]], transport: Transport) -> None:
         def note(tensor: Tensor, results: Sequence[tf.Tensor]) -> None:
             for own, result in zip(known, results, strict=True):
                 if tf.is_symbolic_tensor(result):
@@ -272,12 +266,7 @@ def _free(nodes: Sequence[Node], rows: Sequence[Tensor]) -> set[int]:
     free: set[int] = set()
     cheap = {x.name for x in rows}
     for node in nodes:
-        is_free = (
-            not node.has_effects
-            and not node.control_inputs
-            and not node.once
-            and all(x.name in cheap for x in node.inputs)
-        )
+        is_free = not node.has_effects and not node.control_inputs and not node.once and all(x.name in cheap for x in node.inputs)
         if is_free and node.type in _FREE:
             free.add(id(node))
             cheap.update(x.name for x in node.outputs)

@@ -169,9 +169,7 @@ class Program:
         self.arguments.append(tensor)
         return tensor
 
-    def copy_of(
-        self, operation: Any, inputs: Sequence[Tensor], control_inputs: Sequence[Any] = (), **changes: Any
-    ) -> Node:
+    def copy_of(self, operation: Any, inputs: Sequence[Tensor], control_inputs: Sequence[Any] = (), **changes: Any) -> Node:
         """Adds the operation of a traced graph, with other inputs.
 
         Args:
@@ -183,16 +181,12 @@ class Program:
         definition = operation.node_def
         attributes = {name: value for name, value in definition.attr.items() if name not in _NOT_COPIED}
         attributes.update({name: attribute(value) for name, value in changes.items()})
-        node = Node(
-            operation.type, f"{_as_name(operation.name)}_{next(self._names)}", inputs, control_inputs, attributes
-        )
+        node = Node(operation.type, f"{_as_name(operation.name)}_{next(self._names)}", inputs, control_inputs, attributes)
         node.traced, node.device = operation, operation.device
         self.nodes.append(node)
         return node
 
-    def with_bodies(
-        self, operation: Any, inputs: Sequence[Tensor], bodies: Sequence[tuple[str, Program]], **changes: Any
-    ) -> Node:
+    def with_bodies(self, operation: Any, inputs: Sequence[Tensor], bodies: Sequence[tuple[str, Program]], **changes: Any) -> Node:
         """Adds a loop or branches of a traced graph.
 
         Args:
@@ -201,9 +195,7 @@ class Program:
             bodies: The attribute of each body, and its program.
             **changes: Attributes that are to be others.
         """
-        kept = {
-            k: v for k, v in operation.node_def.attr.items() if k in ("parallel_iterations", *_ATTRIBUTES_OF_BODIES)
-        }
+        kept = {k: v for k, v in operation.node_def.attr.items() if k in ("parallel_iterations", *_ATTRIBUTES_OF_BODIES)}
         attributes = kept | {name: attribute(value) for name, value in changes.items()}
         name = f"{_as_name(operation.name)}_{next(self._names)}"
         node = Node(operation.type, name, inputs, (), attributes, bodies)
@@ -226,9 +218,7 @@ class Program:
         given = {name: attribute(value) for name, value in attributes.items()}
         flat, inferred = self._inferred(definition, inputs)
         all_attributes = (
-            {attr.name: attr.default_value for attr in definition.attr if attr.HasField("default_value")}
-            | inferred
-            | given
+            {attr.name: attr.default_value for attr in definition.attr if attr.HasField("default_value")} | inferred | given
         )
         key = (
             type_,
@@ -287,9 +277,7 @@ class Program:
         name = f"received_{next(self._names)}"
         collective = Collective("call", tensors, name)
         collective.function = function
-        collective.outputs = [
-            Tensor(collective, f"{name}_{i}", each, collective.level_after) for i, each in enumerate(dtypes)
-        ]
+        collective.outputs = [Tensor(collective, f"{name}_{i}", each, collective.level_after) for i, each in enumerate(dtypes)]
         self.nodes.append(collective)
         return collective.outputs
 

@@ -205,9 +205,7 @@ def _broadcast_shape(operation: Any, a: Sizes, b: Sizes) -> Sizes:
 def _stitch(operation: Any, *inputs: Sizes) -> Sizes | None:
     places, values = inputs[: len(inputs) // 2], inputs[len(inputs) // 2 :]
     known = [numbers(x) for x in places]
-    if any(x is None for x in known) or any(
-        x.ndim > 1 or x.shape != p.shape for p, x in zip(places, values, strict=True)
-    ):
+    if any(x is None for x in known) or any(x.ndim > 1 or x.shape != p.shape for p, x in zip(places, values, strict=True)):
         return None
     result = np.full(1 + max((int(x.max()) for x in known if x.size), default=-1), None, dtype=object)
     for where, value in zip(known, values, strict=True):

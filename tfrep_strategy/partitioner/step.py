@@ -134,9 +134,7 @@ class PartitionedStep:
             lines.append(f"Round {level + 1}: {', '.join(each)}.")
         return lines
 
-    def run(
-        self, rows: Sequence[OwnRows], inputs: Sequence[Sequence[tf.Tensor]], transport: Transport
-    ) -> list[list[tf.Tensor]]:
+    def run(self, rows: Sequence[OwnRows], inputs: Sequence[Sequence[tf.Tensor]], transport: Transport) -> list[list[tf.Tensor]]:
         """Runs the step on the replicas of this process.
 
         Args:
@@ -147,9 +145,7 @@ class PartitionedStep:
         Returns:
             The results of each replica.
         """
-        arguments = [
-            [own.start, own.count, own.total, own.replica, *given] for own, given in zip(rows, inputs, strict=True)
-        ]
+        arguments = [[own.start, own.count, own.total, own.replica, *given] for own, given in zip(rows, inputs, strict=True)]
         return self._emitter.run(arguments, transport)
 
     def run_without_batch(self, replicas: Sequence[Any], inputs: Sequence[Sequence[Any]], transport: Transport) -> None:

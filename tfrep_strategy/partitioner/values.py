@@ -242,11 +242,7 @@ class Values:
         add, placement = self.program.add, value.placement
         if value.elements.role is not None:  # Those of a replica are about its own rows.
             total = self.rows.total
-            whole = (
-                add("Range", 0, total, 1)
-                if value.elements.role == NUMBER
-                else add("Fill", add("Pack", [total], axis=0), total)
-            )
+            whole = add("Range", 0, total, 1) if value.elements.role == NUMBER else add("Fill", add("Pack", [total], axis=0), total)
             return add("TensorListFromTensor", self.as_dtype(whole, value.elements.dtype), -1)
         if isinstance(placement, Items):
             own = add(

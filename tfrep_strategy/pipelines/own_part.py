@@ -70,9 +70,7 @@ class CutDataset(NamedTuple):
     reason: str
 
 
-def cut_low(
-    dataset: tf.data.Dataset, place: OwnReplicas, first_batch: FirstBatch | None, most: int | None = None
-) -> CutDataset:
+def cut_low(dataset: tf.data.Dataset, place: OwnReplicas, first_batch: FirstBatch | None, most: int | None = None) -> CutDataset:
     """Cuts the batches of a pipeline for the replicas of this process, as low in the pipeline as it goes.
 
     Args:

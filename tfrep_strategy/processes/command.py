@@ -8,8 +8,7 @@ import sys
 # A process finds this package where its launcher found it, whatever folder it is started in. It gets its own search path
 # back before the user's script runs.
 _BOOTSTRAP = (
-    "import json, sys; own = sys.path[:]; sys.path[:] = json.loads(sys.argv[1]); "
-    "from {module} import main; main(sys.argv[2:], own)"
+    "import json, sys; own = sys.path[:]; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main(sys.argv[2:], own)"
 )
 
 # Nothing that follows the first line is read here, so that it is left for the module.

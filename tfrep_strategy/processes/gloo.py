@@ -67,9 +67,7 @@ def variables_of(slots: Sequence[Any], address: str, port: int, interface: str, 
 
 
 @contextlib.contextmanager
-def served(
-    slots: Sequence[Any], address: str, port: int, networks: Sequence[Network], secret: str
-) -> Iterator[int]:
+def served(slots: Sequence[Any], address: str, port: int, networks: Sequence[Network], secret: str) -> Iterator[int]:
     """Serves the rendezvous while the body runs.
 
     Args:

@@ -30,6 +30,7 @@ RUN_VARIABLES = (
 )  # fmt: skip
 """What a run tells its processes about the strategy that they are to make, its backups and its profile."""
 
+
 def horovod_is_installed() -> bool:
     """Tells whether Horovod is installed with its TensorFlow operations, without importing it.
 
@@ -76,7 +77,7 @@ def resolve_communicator(name: str, size: int = 2) -> str:
         raise ConfigurationError(
             message(
                 "MPI connects only processes that it has started.",
-                hint='use `mpirun -np 2 tfrep run --communicator mpi train.py`, or another communicator.',
+                hint="use `mpirun -np 2 tfrep run --communicator mpi train.py`, or another communicator.",
                 communicator=name,
             )
         )

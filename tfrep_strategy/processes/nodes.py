@@ -189,7 +189,7 @@ class Nodes:
                     raise ConfigurationError(
                         message(
                             f"Horovod's rendezvous would take connections from everywhere: {problem}.",
-                            hint="set TFREP_TRUSTED_NETWORKS to the networks of the machines, or use communicator \"tf\".",
+                            hint='set TFREP_TRUSTED_NETWORKS to the networks of the machines, or use communicator "tf".',
                             hosts=[each.host for each in self.met],
                         )
                     )
@@ -201,9 +201,7 @@ class Nodes:
         return [each.told["size"] for each in self.met]
 
 
-def meet_nodes(
-    node: Node, size: int, communicator: str, *, secret: bytes | None = None, mark: str | None = None
-) -> Nodes:
+def meet_nodes(node: Node, size: int, communicator: str, *, secret: bytes | None = None, mark: str | None = None) -> Nodes:
     """Meets the launchers on the other machines.
 
     Args:

@@ -91,9 +91,7 @@ def folder_of_environment() -> Path:
     return Path(os.environ.get("TFREP_PROFILE_DIR") or "tfrep-profile").absolute()
 
 
-def profile_folder(
-    profile_dir: str | os.PathLike[str] | None, log_dir: str | os.PathLike[str] | None = None
-) -> Path:
+def profile_folder(profile_dir: str | os.PathLike[str] | None, log_dir: str | os.PathLike[str] | None = None) -> Path:
     """Returns the folder for traces of a run that this process starts.
 
     Args:

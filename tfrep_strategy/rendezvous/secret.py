@@ -72,9 +72,7 @@ def _read(path: Path, **setting: str) -> bytes:
             )
         ) from None
     if secret is None:
-        raise ConfigurationError(
-            message(f"The secret is no file of up to {_LONGEST} bytes.", hint=_MAKE_ONE, **setting)
-        )
+        raise ConfigurationError(message(f"The secret is no file of up to {_LONGEST} bytes.", hint=_MAKE_ONE, **setting))
     # Kubernetes gives a Secret to a pod that does not run as root through the group of the pod (fsGroup).
     from_root = found.st_uid == 0 and os.geteuid() != 0
     mode = stat.S_IMODE(found.st_mode)
@@ -87,9 +85,7 @@ def _read(path: Path, **setting: str) -> bytes:
             )
         )
     if len(secret) < _SHORTEST:
-        raise ConfigurationError(
-            message(f"The secret is shorter than {_SHORTEST} characters.", hint=_MAKE_ONE, **setting)
-        )
+        raise ConfigurationError(message(f"The secret is shorter than {_SHORTEST} characters.", hint=_MAKE_ONE, **setting))
     return secret
 
 

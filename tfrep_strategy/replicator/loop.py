@@ -122,13 +122,9 @@ class Replicator(ShowsNewNames):
         refuse_old_optimizer(optimizer, "wrap_optimizer")
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             hint = "pass keras.optimizers.SGD(0.1), or another optimizer of Keras 3."
-            raise ConfigurationError(
-                message("wrap_optimizer takes a Keras optimizer.", hint=hint, type=type(optimizer).__name__)
-            )
+            raise ConfigurationError(message("wrap_optimizer takes a Keras optimizer.", hint=hint, type=type(optimizer).__name__))
         if getattr(optimizer, "_tfrep_is_wrapped", False):
-            raise ConfigurationError(
-                message("The optimizer is wrapped already.", hint="wrap it once.", optimizer=optimizer.name)
-            )
+            raise ConfigurationError(message("The optimizer is wrapped already.", hint="wrap it once.", optimizer=optimizer.name))
         optimizer._tfrep_is_wrapped = True
         return optimizer
 

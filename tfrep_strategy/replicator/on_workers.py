@@ -46,8 +46,7 @@ class ParameterServerReplicator(Replicator):
         source = self._input(input_fn)
         with self.context():
             scheduled = [
-                self._coordinator.schedule(self._compiled[key], args=() if source is None else (source,))
-                for _ in range(steps)
+                self._coordinator.schedule(self._compiled[key], args=() if source is None else (source,)) for _ in range(steps)
             ]
         self._coordinator.join()
         return [each.fetch() for each in scheduled]

@@ -72,9 +72,7 @@ class ClusterOptions:
             traced_steps(self.profile)
 
 
-def run_coordinator(
-    target: str, arguments: Sequence[str], options: ClusterOptions, *, as_module: bool = False
-) -> Failure | None:
+def run_coordinator(target: str, arguments: Sequence[str], options: ClusterOptions, *, as_module: bool = False) -> Failure | None:
     """Runs a script as the coordinator of a cluster on this machine, in the scope of its strategy.
 
     Args:
@@ -96,9 +94,7 @@ def run_coordinator(
         True
     """
     if not as_module and not os.path.exists(target):
-        raise ConfigurationError(
-            message("There is no such script.", hint="check the path; for a module use -m.", script=target)
-        )
+        raise ConfigurationError(message("There is no such script.", hint="check the path; for a module use -m.", script=target))
     refuse_inside_a_run("`tfrep run --strategy parameter-server`")
     kind = "module" if as_module else "script"
     log_dir = None if options.log_dir is None else writable("log_dir", options.log_dir)

@@ -94,9 +94,7 @@ def results(call: bytes, options: Options) -> list[Any]:
         except RunFailed as failed:
             story, traceback = str(failed), failed.failure.traceback
             if traceback:
-                story = (
-                    f"Rank {failed.failure.rank} raised, and all ranks were ended.\n{traceback}Logs: {failed.log_dir}"
-                )
+                story = f"Rank {failed.failure.rank} raised, and all ranks were ended.\n{traceback}Logs: {failed.log_dir}"
             raise PeerError(story) from None
         processes = 1 if options.strategy == "mirrored" else options.size
         left = [rank for rank in range(processes) if not _result(folder, rank).exists()]

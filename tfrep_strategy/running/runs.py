@@ -112,9 +112,7 @@ class Options:
             self._check_hosts(self.hosts)
         elif self.export:
             hint = "name the hosts, or leave it out: ranks of one machine inherit all variables."
-            raise ConfigurationError(
-                message("Variables are exported to other machines only.", hint=hint, export=self.export)
-            )
+            raise ConfigurationError(message("Variables are exported to other machines only.", hint=hint, export=self.export))
         if self.bind_cores and self.strategy == "mirrored":
             hint = "leave --bind-cores out: one process has all cores for itself."
             raise ConfigurationError(message("A mirrored run has no ranks to bind.", hint=hint, strategy=self.strategy))

@@ -93,9 +93,7 @@ def check_script(kind: str, target: str) -> None:
         )
 
 
-def run_ranks_of_script(
-    program: Sequence[str], options: Options, events: Events, rounds: Iterable[Round] | None = None
-) -> None:
+def run_ranks_of_script(program: Sequence[str], options: Options, events: Events, rounds: Iterable[Round] | None = None) -> None:
     """Runs a script on the ranks of this machine.
 
     Args:

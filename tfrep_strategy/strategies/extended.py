@@ -326,8 +326,7 @@ class SynchronousExtended(NoticesKeras2):
         own = {
             order: variable
             for order, variable in sorted(self.replica_variables.items())
-            if variable.aggregation in aggregations
-            and (variable.differs or variable.aggregation == tf.VariableAggregation.SUM)
+            if variable.aggregation in aggregations and (variable.differs or variable.aggregation == tf.VariableAggregation.SUM)
         }
         # Python may have freed the variables of a deleted model on one process, and not yet on another.
         alive = set.intersection(*map(set, self.all_gather_object(list(own))))

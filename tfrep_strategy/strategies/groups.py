@@ -22,9 +22,7 @@ class ReplicaGroup:
         communicator_of: Returns the communicator of a replica of this process.
     """
 
-    def __init__(
-        self, strategy: Any, replicas: Sequence[int], communicator_of: Callable[[int], Communicator]
-    ) -> None:
+    def __init__(self, strategy: Any, replicas: Sequence[int], communicator_of: Callable[[int], Communicator]) -> None:
         self.strategy = strategy
         self.replicas = tuple(replicas)
         self.communicator_of = communicator_of
@@ -53,7 +51,5 @@ def check_members(replicas: Sequence[int], num_replicas: int) -> list[int]:
     wrong = [r for r in replicas if not is_count(r, 0, num_replicas - 1)]
     if wrong or not replicas or len(set(replicas)) != len(replicas):
         what = f"There is no replica {shown(wrong[0])}." if wrong else "A group needs at least one replica, and each only once."
-        raise ConfigurationError(
-            message(what, hint=f"the strategy has replicas 0 to {num_replicas - 1}.", replicas=replicas)
-        )
+        raise ConfigurationError(message(what, hint=f"the strategy has replicas 0 to {num_replicas - 1}.", replicas=replicas))
     return sorted(replicas)

@@ -174,8 +174,7 @@ class ParameterServerStrategy(ShowsNewNames, tf.distribute.ParameterServerStrate
         if missing:
             raise PeerError(
                 message(
-                    f"Nobody listens at {', '.join(f'{tasks[name]} ({name})' for name in missing)}"
-                    f" after {limit:g} seconds.",
+                    f"Nobody listens at {', '.join(f'{tasks[name]} ({name})' for name in missing)} after {limit:g} seconds.",
                     hint="start the servers and workers, or correct the cluster's addresses.",
                     cluster=self._jobs,
                 )
@@ -286,9 +285,7 @@ def _checked_jobs(resolver: Any) -> dict[str, list[str]]:
     jobs = {job: spec.job_tasks(job) for job in spec.jobs}
     for job, what in (("ps", "parameter server"), ("worker", "worker")):
         if not jobs.get(job):
-            raise ConfigurationError(
-                message(f"The cluster has no {what}.", hint=f'list its address under "{job}".', cluster=jobs)
-            )
+            raise ConfigurationError(message(f"The cluster has no {what}.", hint=f'list its address under "{job}".', cluster=jobs))
     unknown = sorted(set(jobs) - {"chief", "worker", "ps", "evaluator"})
     if unknown:
         raise ConfigurationError(

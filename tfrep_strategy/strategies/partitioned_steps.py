@@ -32,9 +32,7 @@ class PartitionedSteps:
         name: The same on all ranks, and another one for other steps.
     """
 
-    def __init__(
-        self, strategy: Any, builds: bool, known: KnownRows, keeps_rows: bool = False, name: str = "step"
-    ) -> None:
+    def __init__(self, strategy: Any, builds: bool, known: KnownRows, keeps_rows: bool = False, name: str = "step") -> None:
         self._strategy, self._builds, self._known, self._keeps_rows = strategy, builds, known, keeps_rows
         self._name = name
         self._traced: dict[Any, OneDeviceTrace | None] = {}
@@ -176,9 +174,7 @@ class PartitionedSteps:
             for operation in traced.step.named_in(error.message or ""):
                 error.add_note(f"{operation.type} {operation.name!r} was made at {line_of(operation)}.")
 
-    def _trace(
-        self, fn: Callable[[Any], Any], part: Any, total: int | None, given: Sequence[Sequence[Given]]
-    ) -> OneDeviceTrace:
+    def _trace(self, fn: Callable[[Any], Any], part: Any, total: int | None, given: Sequence[Sequence[Given]]) -> OneDeviceTrace:
         specs = list(map(_with_open_rows, tf.nest.flatten(part)))
         ways = [specs]
         if total is not None:

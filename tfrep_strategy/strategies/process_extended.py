@@ -317,9 +317,7 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
             for start in range(0, variable.shape[0], rows):
                 end = min(start + rows, variable.shape[0])
                 value = self._communicator.broadcast([variable[start:end]])[0]
-                tf.raw_ops.ResourceStridedSliceAssign(
-                    ref=variable.handle, begin=[start], end=[end], strides=[1], value=value
-                )
+                tf.raw_ops.ResourceStridedSliceAssign(ref=variable.handle, begin=[start], end=[end], strides=[1], value=value)
 
     def shortest_epoch(self, num_batches: int) -> int:
         return ranks_read.shortest(self._communicator.all_gather_object(num_batches))

@@ -63,9 +63,7 @@ class StepResult(RemoteValueImpl):
 class _StepClosure(Closure):
     """A step in TensorFlow's queue."""
 
-    def __init__(
-        self, function: Any, cancellation: Any, args: tuple[Any, ...], on_complete: Callable[[StepResult], None]
-    ) -> None:
+    def __init__(self, function: Any, cancellation: Any, args: tuple[Any, ...], on_complete: Callable[[StepResult], None]) -> None:
         super().__init__(function, cancellation, args=args)
         self.result = StepResult(self._output_type_spec, on_complete)
         self._output_remote_value_ref = lambda: self.result

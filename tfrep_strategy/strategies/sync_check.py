@@ -110,9 +110,7 @@ def compare(replicas: Sequence[Sequence[Checksum]]) -> None:
     lengths = [len(checksums) for checksums in replicas]
     if len(set(lengths)) > 1:
         raise DesyncError(
-            message(
-                "Replicas hold different numbers of variables.", hint="build the same model everywhere.", held=lengths
-            )
+            message("Replicas hold different numbers of variables.", hint="build the same model everywhere.", held=lengths)
         )
     for copies in zip(*replicas, strict=True):
         if any(copy[1:4] != copies[0][1:4] for copy in copies):

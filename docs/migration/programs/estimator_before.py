@@ -34,9 +34,7 @@ def model_fn(features, labels, mode, params):
 
 
 strategy = tf.distribute.MirroredStrategy()
-config = tf.estimator.RunConfig(
-    model_dir="digits", tf_random_seed=1, save_checkpoints_steps=23, train_distribute=strategy
-)
+config = tf.estimator.RunConfig(model_dir="digits", tf_random_seed=1, save_checkpoints_steps=23, train_distribute=strategy)
 estimator = tf.estimator.Estimator(model_fn, config=config, params={"learning_rate": 0.2})
 tf.estimator.train_and_evaluate(
     estimator,

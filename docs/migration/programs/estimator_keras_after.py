@@ -40,9 +40,7 @@ x = tf.keras.layers.MaxPooling2D(pool_size=(2, 2), strides=2)(x)
 x = tf.keras.layers.Flatten()(x)
 predictions = tf.keras.layers.Dense(10, activation="softmax")(x)
 model = tf.keras.Model(inputs=inputs, outputs=predictions)
-model.compile(
-    loss="sparse_categorical_crossentropy", optimizer=keras.optimizers.Adam(learning_rate=0.003), metrics=["accuracy"]
-)
+model.compile(loss="sparse_categorical_crossentropy", optimizer=keras.optimizers.Adam(learning_rate=0.003), metrics=["accuracy"])
 
 strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
 config = tfrep.estimator.RunConfig(model_dir="digits", train_distribute=strategy, eval_distribute=strategy)

@@ -34,9 +34,7 @@ x = tf.keras.layers.MaxPooling2D(pool_size=(2, 2), strides=2)(x)
 x = tf.keras.layers.Flatten()(x)
 predictions = tf.keras.layers.Dense(10, activation="softmax")(x)
 model = tf.keras.Model(inputs=inputs, outputs=predictions)
-model.compile(
-    loss="sparse_categorical_crossentropy", optimizer=tf.train.AdamOptimizer(learning_rate=0.003), metrics=["accuracy"]
-)
+model.compile(loss="sparse_categorical_crossentropy", optimizer=tf.train.AdamOptimizer(learning_rate=0.003), metrics=["accuracy"])
 
 strategy = tf.contrib.distribute.MirroredStrategy(num_gpus=2)
 config = tf.estimator.RunConfig(model_dir="digits", train_distribute=strategy, eval_distribute=strategy)

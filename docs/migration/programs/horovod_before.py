@@ -42,9 +42,7 @@ callbacks = [
 ]
 if hvd.rank() == 0:
     callbacks.append(keras.callbacks.ModelCheckpoint("model.keras"))
-history = model.fit(
-    x, y, batch_size=32, epochs=2, callbacks=callbacks, verbose=2 if hvd.rank() == 0 else 0
-).history
+history = model.fit(x, y, batch_size=32, epochs=2, callbacks=callbacks, verbose=2 if hvd.rank() == 0 else 0).history
 
 loss, accuracy = model.evaluate(*test, verbose=0)
 print(json.dumps({"losses": history["loss"], "test_loss": loss, "test_accuracy": accuracy}))

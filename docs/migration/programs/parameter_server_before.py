@@ -18,9 +18,7 @@ jobs = {"worker": [free_address(), free_address()], "ps": [free_address()]}
 cluster = tf.train.ClusterSpec(jobs)
 config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=3)
 servers = [
-    tf.distribute.Server(cluster, job, index, "grpc", config)
-    for job, addresses in jobs.items()
-    for index in range(len(addresses))
+    tf.distribute.Server(cluster, job, index, "grpc", config) for job, addresses in jobs.items() for index in range(len(addresses))
 ]
 resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, rpc_layer="grpc")
 strategy = tf.distribute.ParameterServerStrategy(resolver)

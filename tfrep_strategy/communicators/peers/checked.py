@@ -112,9 +112,7 @@ class CheckedCommunicator(Communicator):
         self.monitor.close()
         self.inner.close()
 
-    def _call(
-        self, kind: str, option: str, tensors: Sequence[Any], work: Callable[[list[tf.Tensor]], _Result]
-    ) -> _Result:
+    def _call(self, kind: str, option: str, tensors: Sequence[Any], work: Callable[[list[tf.Tensor]], _Result]) -> _Result:
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
         if not tf.executing_eagerly():
             return work(self._report_in_graph(kind, option, tensors) if self.monitor.checks_every_call else tensors)
@@ -147,9 +145,7 @@ class CheckedCommunicator(Communicator):
             return [tf.identity(tensor) for tensor in tensors]
 
 
-def watched(
-    communicator: Communicator, hosts: Sequence[str] = (), watch: Callable[[int], Any] = lambda rank: None
-) -> Communicator:
+def watched(communicator: Communicator, hosts: Sequence[str] = (), watch: Callable[[int], Any] = lambda rank: None) -> Communicator:
     """Connects the monitors of all ranks, so that no rank waits for one that has ended.
 
     Args:

@@ -71,10 +71,7 @@ class Report(NamedTuple):
     is_limited: bool = False
 
 
-_OWN = tuple(
-    os.path.join(os.path.dirname(os.path.abspath(file)), "")
-    for file in (errors.__file__, tf.__file__, keras.__file__)
-)
+_OWN = tuple(os.path.join(os.path.dirname(os.path.abspath(file)), "") for file in (errors.__file__, tf.__file__, keras.__file__))
 _STANDARD = os.path.join(sysconfig.get_path("stdlib"), "")
 
 

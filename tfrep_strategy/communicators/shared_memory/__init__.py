@@ -88,9 +88,7 @@ class SharedMemoryCommunicator(HostCommunicator):
     def close(self) -> None:
         self._links.close()
 
-    def _call(
-        self, kind: str, option: str, talk: Callable[[Arrays], Arrays], tensors: list[tf.Tensor]
-    ) -> list[tf.Tensor]:
+    def _call(self, kind: str, option: str, talk: Callable[[Arrays], Arrays], tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         place = structural_name(self._label + kind)
         line = "" if tf.executing_eagerly() else user_line()
         running = _Running(kind, option, place, line)

@@ -40,9 +40,7 @@ class Memory:
         self._first = 0
         """Which of the two places is written next. No member reads there any more when all have come to the last wait."""
 
-    def reduce(
-        self, arrays: Sequence[np.ndarray], op: str, begin: Callable[[], Any] | None = None
-    ) -> list[np.ndarray]:
+    def reduce(self, arrays: Sequence[np.ndarray], op: str, begin: Callable[[], Any] | None = None) -> list[np.ndarray]:
         """Reduces arrays over the members, each element in the order of ranks. Each member does it for its part of a chunk.
 
         Args:
@@ -73,9 +71,7 @@ class Memory:
         self._first = (self._first + chunks) % 2
         return results
 
-    def move(
-        self, source: Row, sizes: Sequence[int], starts: Sequence[int], counts: Sequence[int], target: np.ndarray
-    ) -> None:
+    def move(self, source: Row, sizes: Sequence[int], starts: Sequence[int], counts: Sequence[int], target: np.ndarray) -> None:
         """Copies a range of bytes from each member.
 
         Args:

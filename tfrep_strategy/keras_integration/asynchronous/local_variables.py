@@ -19,9 +19,7 @@ def new_local(variable: Any) -> Any:
     """
     dtype = tf.as_dtype(variable._dtype)
     handle = variable_handle(variable.shape, dtype, anonymous_name(), "local", graph_mode=True)
-    local = BaseResourceVariable(
-        trainable=False, shape=variable.shape, dtype=dtype, handle=handle, unique_id=f"local_{id(handle)}"
-    )
+    local = BaseResourceVariable(trainable=False, shape=variable.shape, dtype=dtype, handle=handle, unique_id=f"local_{id(handle)}")
     local.assign(tf.zeros(variable.shape, dtype))
     return local
 

@@ -72,9 +72,7 @@ class _PartGradients(CompositeTensorGradient):
             return None
         if any(isinstance(grad, tf.IndexedSlices) for grad in component_grads):
             return _joined_slices(value.shape, parts, component_grads)
-        return tf.concat(
-            [tf.zeros(p.shape, p.dtype) if g is None else g for p, g in zip(parts, component_grads, strict=True)], 0
-        )
+        return tf.concat([tf.zeros(p.shape, p.dtype) if g is None else g for p, g in zip(parts, component_grads, strict=True)], 0)
 
 
 def _joined_slices(shape: Any, parts: Sequence[Any], grads: Sequence[Any]) -> tf.IndexedSlices:
@@ -91,8 +89,7 @@ def _joined_slices(shape: Any, parts: Sequence[Any], grads: Sequence[Any]) -> tf
 
 # Initializers that treat all numbers of a variable alike, so that each server can make its own part.
 _PART_BY_PART = tuple(
-    getattr(keras.initializers, name)
-    for name in ("Zeros", "Ones", "Constant", "RandomNormal", "RandomUniform", "TruncatedNormal")
+    getattr(keras.initializers, name) for name in ("Zeros", "Ones", "Constant", "RandomNormal", "RandomUniform", "TruncatedNormal")
 )
 
 
@@ -116,9 +113,7 @@ class PartInitializer:
     def __init__(self, initializer: Any, shape: Sequence[int], dtype: str) -> None:
         self._initializer, self._shape, self._dtype = initializer, shape, dtype
 
-    def __call__(
-        self, partition_shape: Sequence[int] | None = None, partition_offset: Sequence[int] | None = None
-    ) -> tf.Tensor:
+    def __call__(self, partition_shape: Sequence[int] | None = None, partition_offset: Sequence[int] | None = None) -> tf.Tensor:
         if partition_shape is None or partition_offset is None:
             return self._initializer(self._shape, dtype=self._dtype)
         initializer, start = self._initializer, partition_offset[0]
@@ -165,9 +160,7 @@ class Parts(KerasDriver):
             return getattr(variable, "_value", variable)._unique_id
         return original(optimizer, variable)
 
-    def update_where_it_is(
-        self, original: Any, optimizer: Any, distribution: Any, grads_and_vars: Any, learning_rate: Any
-    ) -> None:
+    def update_where_it_is(self, original: Any, optimizer: Any, distribution: Any, grads_and_vars: Any, learning_rate: Any) -> None:
         """Updates each part where it is, from its part of the gradient and of the optimizer's state."""
         pairs = []
         for grad, variable in grads_and_vars:
@@ -203,9 +196,7 @@ class Parts(KerasDriver):
 def _only_part(optimizer: Any, variable: PartitionedVariable, index: int) -> Iterator[None]:
     """Makes the optimizer's partitioned slots of one shape be their part `index`, while one part is updated."""
     slots = [
-        slot
-        for slot in optimizer.variables
-        if isinstance(slot._value, PartitionedVariable) and slot._value.shape == variable.shape
+        slot for slot in optimizer.variables if isinstance(slot._value, PartitionedVariable) and slot._value.shape == variable.shape
     ]
     wholes = [(slot, slot._value, slot._shape) for slot in slots]
     try:

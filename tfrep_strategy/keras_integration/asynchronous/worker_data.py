@@ -89,9 +89,7 @@ class StepsOfWorkers(TFEpochIterator):  # type: ignore[misc]
         self._driver.end_epoch()
 
 
-def _as_dataset_only(
-    source: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, **unused: Any
-) -> Any:
+def _as_dataset_only(source: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, **unused: Any) -> Any:
     """Refuses what Keras refuses beside a data set, and gives the examples of a `DatasetCreator` their class's weight."""
     for name, value, what in (("y", y, "the targets"), ("sample_weight", sample_weight, "the sample weights")):
         if value is not None:

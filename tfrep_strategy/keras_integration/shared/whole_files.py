@@ -30,9 +30,7 @@ _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def whole(
-    path: str | os.PathLike[str], num_bytes: int = 0, largest: int | None = None, parents: bool = False
-) -> Iterator[str]:
+def whole(path: str | os.PathLike[str], num_bytes: int = 0, largest: int | None = None, parents: bool = False) -> Iterator[str]:
     """Gives a path to write to. What was written there, one file or several, has its name after the block.
 
     The given path has the name that was asked for, in a hidden folder on the same file system. Several files are moved one after

@@ -37,9 +37,7 @@ from tfrep_strategy.preemption import keeping_requests
 _STEPS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
 
-class SynchronousDriver(
-    Updates, Losses, Logs, Placement, Layers, EmptyParts, Callbacks, Saving
-):
+class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Callbacks, Saving):
     """Trains a model on all replicas of a strategy as on one device.
 
     Here are the loops, in the order in which they come. What a step calls is in the classes that this one derives from.

@@ -28,9 +28,7 @@ class EmptyParts(SynchronousBase):
 
     conv_transpose = depthwise_conv = separable_conv = max_pool = conv
 
-    def ctc_loss(
-        self, original: Any, target: Any, output: Any, target_length: Any, output_length: Any, mask_index: int = 0
-    ) -> Any:
+    def ctc_loss(self, original: Any, target: Any, output: Any, target_length: Any, output_length: Any, mask_index: int = 0) -> Any:
         """Gives no sequences no losses, where TensorFlow fails."""
         given = (target, output, target_length, output_length)
         return self.on_rows(lambda rows: original(*rows, mask_index=mask_index), given)

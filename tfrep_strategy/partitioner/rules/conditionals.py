@@ -61,10 +61,7 @@ def branches(plan: Planner, operation: Any) -> None:
 
 def _before_each_takes_its_own(plan: Planner, given: Sequence[Any]) -> tuple[list[Entry], list[Tensor]]:
     """Sends all that replicas want whole, before each of them takes a branch of its own, in which nobody talks."""
-    locals_ = [
-        plan.local(x) if isinstance(plan.placement(x), Own) or x.dtype == tf.resource else plan.replicated(x)
-        for x in given
-    ]
+    locals_ = [plan.local(x) if isinstance(plan.placement(x), Own) or x.dtype == tf.resource else plan.replicated(x) for x in given]
     return [dataclasses.replace(entry(plan, x), placement=OWN) for x in given], locals_
 
 

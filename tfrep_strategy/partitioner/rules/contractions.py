@@ -45,9 +45,7 @@ def contract(plan: Planner, operation: Any, labels: Sequence[str], result: str, 
     summed = [i for i, placement in enumerate(placements) if isinstance(placement, Partial)]
     rest = [plan.replicated(x) for x in others]
     if summed:
-        is_linear = len(summed) == 1 and all(
-            isinstance(p, Replicate) for i, p in enumerate(placements) if i not in summed
-        )
+        is_linear = len(summed) == 1 and all(isinstance(p, Replicate) for i, p in enumerate(placements) if i not in summed)
         if is_linear and _shrinks(plan, operands[summed[0]], operation.outputs[0]):
             plan.emit(operation, [*map(plan.local, operands), *rest], PARTIAL)
             return
@@ -95,9 +93,7 @@ def _chosen(plan: Planner, operands: Sequence[Any], placements: Sequence[Placeme
             elements = product(d for i, d in enumerate(dims or [None]) if i != placement.axis)
             known = int(elements) if is_number(elements) else 0
             is_whole_too = x.name in plan.whole
-            sharded.append(
-                (not is_whole_too, known, (axes[placement.axis], placement.size, x.shape[placement.axis]))
-            )
+            sharded.append((not is_whole_too, known, (axes[placement.axis], placement.size, x.shape[placement.axis])))
     return max(sharded, key=lambda each: each[:2])[2] if sharded else None
 
 

@@ -192,11 +192,7 @@ def _of_sums(plan: Planner, operation: Any) -> bool:
 def _fits(operand: Any, operation: Any) -> bool:
     """Returns whether a result is not larger than an operand: a sum is sent before it grows."""
     before, after = operand.shape.num_elements(), operation.outputs[0].shape.num_elements()
-    return (
-        before == after
-        if before is not None or after is not None
-        else operand.shape.rank == operation.outputs[0].shape.rank
-    )
+    return before == after if before is not None or after is not None else operand.shape.rank == operation.outputs[0].shape.rank
 
 
 def aligned_rows(plan: Planner, inputs: list[Any], have_one_shape: bool) -> tuple[Shard, list[Any]] | None:

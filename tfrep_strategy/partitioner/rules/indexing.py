@@ -242,12 +242,7 @@ def gather(plan: Planner, operation: Any) -> None:
         plan.emit(operation, [whole, *inputs[1:]], chosen.on(axis + chosen.axis))
     elif isinstance(table, Partial) and isinstance(chosen, Replicate) and not is_variable:
         plan.emit(operation, inputs, PARTIAL)
-    elif (
-        isinstance(table, Shard)
-        and isinstance(chosen, Replicate)
-        and table.axis != axis
-        and indices.shape.rank is not None
-    ):
+    elif isinstance(table, Shard) and isinstance(chosen, Replicate) and table.axis != axis and indices.shape.rank is not None:
         plan.emit(operation, inputs, table.on(table.axis + (indices.shape.rank - 1) * (axis < table.axis)))
     elif not isinstance(table, Shard) or is_variable or not _gather_rows(plan, operation, table, rest):
         plan.replicate(operation)
@@ -330,9 +325,7 @@ def _gather_rows_by_rows(plan: Planner, operation: Any, axis: int | None, rest: 
 def one_hot(plan: Planner, operation: Any) -> None:
     """An axis is added."""
     placement, axis = plan.placement(operation.inputs[0]), operation.get_attr("axis")
-    if not isinstance(placement, Shard) or any(
-        isinstance(plan.placement(x), Partial) for x in list(operation.inputs)[1:]
-    ):
+    if not isinstance(placement, Shard) or any(isinstance(plan.placement(x), Partial) for x in list(operation.inputs)[1:]):
         plan.replicate(operation)
         return
     inputs = [plan.local(operation.inputs[0]), *map(plan.replicated, list(operation.inputs)[1:])]

@@ -122,8 +122,7 @@ def batch(plan: Planner, operation: Any) -> None:
 def called(plan: Planner, operation: Any) -> None:
     """Each replica calls a function, which talks by itself."""
     given = [
-        plan.local(x) if isinstance(plan.placement(x), Shard) or x.dtype.is_integer else plan.partial(x)
-        for x in operation.inputs
+        plan.local(x) if isinstance(plan.placement(x), Shard) or x.dtype.is_integer else plan.partial(x) for x in operation.inputs
     ]
     results = plan.program.call(marks.function_of(operation), given, [x.dtype for x in operation.outputs])
     for tensor, local in zip(operation.outputs, results, strict=True):

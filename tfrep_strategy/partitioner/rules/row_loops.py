@@ -54,11 +54,7 @@ class RowLoop:
             if each.type != "Placeholder":
                 self._follow(each)
         for i, out in enumerate(self._out):
-            if (
-                not self._fixed[i]
-                and self._labels[out.name] != self._labels[body.inputs[i].name]
-                and not self._counts(i)
-            ):
+            if not self._fixed[i] and self._labels[out.name] != self._labels[body.inputs[i].name] and not self._counts(i):
                 raise NotOverRowsError
 
     def _found_limits(self, test: Any) -> set[int]:

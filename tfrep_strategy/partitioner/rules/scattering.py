@@ -22,9 +22,7 @@ def segment_sum(plan: Planner, operation: Any) -> None:
         plan.emit(operation, [plan.local(data), own_places(plan, segments, among), count], among)
         return
     rest = plan.replicated(number)
-    are_rows = isinstance(own, Shard) and (
-        placement == own or (isinstance(placement, Replicate) and plan.have_rows(data, own))
-    )
+    are_rows = isinstance(own, Shard) and (placement == own or (isinstance(placement, Replicate) and plan.have_rows(data, own)))
     if isinstance(own, Shard) and are_rows:
         plan.emit(operation, [plan.sharded(data, own), plan.local(segments), rest], PARTIAL)
     elif isinstance(placement, Partial) and isinstance(own, Replicate):

@@ -51,11 +51,7 @@ def _global_shape(plan: Planner, tensor: Any, dtype: tf.DType) -> Any:
         return add("Squeeze", add("Slice", local, [axis], [1]), squeeze_dims=[0])
 
     if dims is not None and (shard is not None or all(d is not None for d in dims)):
-        return (
-            add("Pack", [of(i, d) for i, d in enumerate(dims)], axis=0)
-            if dims
-            else plan.program.constant(np.zeros(0), dtype)
-        )
+        return add("Pack", [of(i, d) for i, d in enumerate(dims)], axis=0) if dims else plan.program.constant(np.zeros(0), dtype)
     whole = plan.replicated(tensor) if shard is not None else plan.local(tensor)
     return add("Shape", whole, out_type=dtype)
 
@@ -155,9 +151,7 @@ def squeeze(plan: Planner, operation: Any) -> None:
     if isinstance(placement, Partial):
         plan.emit(operation, [plan.local(x)], PARTIAL)
     elif isinstance(placement, Shard) and axes and placement.axis not in axes:
-        plan.emit(
-            operation, [plan.local(x)], placement.on(placement.axis - sum(a < placement.axis for a in axes))
-        )
+        plan.emit(operation, [plan.local(x)], placement.on(placement.axis - sum(a < placement.axis for a in axes)))
     else:
         plan.replicate(operation)
 
@@ -245,9 +239,7 @@ def _reshaped_rows(plan: Planner, x: Any, wanted: Any, result: Any, shard: Shard
         if product(after[:axis]) != outer:
             continue
         inner_after = product(after[axis + 1 :])
-        per_row = _per_row(
-            shard, inner, inner_after, before[shard.axis], size_, before[shard.axis + 1 :], after[axis + 1 :]
-        )
+        per_row = _per_row(shard, inner, inner_after, before[shard.axis], size_, before[shard.axis + 1 :], after[axis + 1 :])
         if per_row is not None:
             return Shard(axis, per_row, shard.rows)
     return None
@@ -376,9 +368,7 @@ def other_axes(plan: Planner, operation: Any) -> None:
     inputs = [plan.local(x), *(plan.replicated(t) for t in list(operation.inputs)[1:])]
     if isinstance(placement, Partial):
         plan.emit(operation, inputs, PARTIAL)
-    elif (
-        isinstance(placement, Shard) and axes is not None and known and placement.axis not in [a % known for a in axes]
-    ):
+    elif isinstance(placement, Shard) and axes is not None and known and placement.axis not in [a % known for a in axes]:
         plan.emit(operation, inputs, placement)
     else:
         plan.replicate(operation)
