@@ -226,5 +226,5 @@ def test_every_public_name_is_documented():
 
 def test_facade_is_names_only():
     text = (Path(tfrep.__file__)).read_text("utf-8")
-    assert len(text.splitlines()) < 80
+    assert len(text.splitlines()) < 90
     assert not re.search(r"^(def|class) ", text, re.MULTILINE)

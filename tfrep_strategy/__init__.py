@@ -9,6 +9,12 @@ from tfrep_strategy.old_spellings import OF_PACKAGE
 
 refuse_other_systems()
 if TYPE_CHECKING:
+    from tfrep_strategy import callbacks as callbacks
+    from tfrep_strategy import communicators as communicators
+    from tfrep_strategy import digits as digits
+    from tfrep_strategy import environments as environments
+    from tfrep_strategy import errors as errors
+    from tfrep_strategy import estimator as estimator
     from tfrep_strategy.clusters.resolver import local_cluster
     from tfrep_strategy.collectives import (
         all_gather,

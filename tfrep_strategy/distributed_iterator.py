@@ -159,7 +159,7 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         if self._reading.agreement is None:
             optionals = self._read(lambda iterator: iterator.get_next_as_optional())
             goes_on = tf.reduce_all([optional.has_value() for optional, _ in optionals])
-            given = lambda: self._given(self._joined([_value(*each) for each in optionals]))  # noqa: E731
+            given: Callable[[], Any] = lambda: self._given(self._joined([_value(*each) for each in optionals]))  # noqa: E731
             spec = self._given_spec()
         else:
             step, goes_on = self._next_step(self._reading.agreement)

@@ -119,7 +119,7 @@ def called(function: Called, tensors: Sequence[tf.Tensor], results: Sequence[tf.
 def function_of(operation: Any) -> Called:
     """Returns the function of an operation that `called` has made."""
     (function,) = operation.graph.get_collection(_collection(operation))
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def mark_of(operation: Any) -> str | None:

@@ -74,7 +74,7 @@ class Node:
         name: str,
         inputs: Sequence[Tensor],
         control_inputs: Sequence[Any],
-        attributes: dict,
+        attributes: dict[str, Any],
         bodies: Sequence[tuple[str, Program]] = (),
     ) -> None:
         self.type, self.name, self.attributes, self.bodies = type_, name, attributes, bodies

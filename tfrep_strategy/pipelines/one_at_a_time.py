@@ -18,7 +18,7 @@ _REWRITES = "make_deterministic"
 """The rewriting of pipelines by which TensorFlow does so under `enable_op_determinism`. Maps without state stay parallel."""
 
 
-class _OneAtATime(kinds.Unchanged):  # type: ignore[misc]  # (A private class.)
+class _OneAtATime(kinds.Unchanged):
     """A data set whose maps are called one at a time if they have state.
 
     Args:

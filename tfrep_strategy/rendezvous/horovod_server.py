@@ -77,7 +77,7 @@ def horovod_server(address: str, port: int, secret: str, guard: Callable[[socket
     """
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-    class Handler(RendezvousHandler):  # type: ignore[misc]
+    class Handler(RendezvousHandler):
         def parse_request(self) -> bool:
             if not super().parse_request():
                 return False
@@ -87,7 +87,7 @@ def horovod_server(address: str, port: int, secret: str, guard: Callable[[socket
                 return False
             return True
 
-    class Server(RendezvousHTTPServer):  # type: ignore[misc]
+    class Server(RendezvousHTTPServer):
         request_queue_size = 1024
         daemon_threads = True  # Who is silent does not keep the run from ending.
 

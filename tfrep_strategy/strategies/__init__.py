@@ -5,3 +5,5 @@ import tensorflow as tf
 from tfrep_strategy.strategies.replaced import REPLACED
 
 REPLACED.install(tf.__version__)
+
+__all__ = ["REPLACED"]

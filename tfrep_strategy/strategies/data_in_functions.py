@@ -39,7 +39,7 @@ def shared_reading(replicas: int, check: Check, alike: dict[int, bool], read: li
         _traced.now = None
 
 
-class SharedIterator(OwnedIterator):  # type: ignore[misc]  # (A private class.)
+class SharedIterator(OwnedIterator):
     """An iterator that a function is given, in its trace: replicas share the batches that it reads.
 
     Args:

@@ -7,7 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfrep_strategy.keras_integration.asynchronous.steps import StepFunction, StepLayout, as_tensors, run_on_worker
+from tfrep_strategy.keras_integration.asynchronous.step_layout import StepLayout
+from tfrep_strategy.keras_integration.asynchronous.steps import StepFunction, as_tensors, run_on_worker
 from tfrep_strategy.keras_integration.internals import concat, convert_to_np_if_not_ragged
 
 

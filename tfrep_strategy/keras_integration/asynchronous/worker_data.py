@@ -44,7 +44,7 @@ class WorkerData:
         return iter(self._distributed)
 
 
-class StepsOfWorkers(TFEpochIterator):  # type: ignore[misc]
+class StepsOfWorkers(TFEpochIterator):
     """Reads what it is given on the coordinator; the workers read what a `DatasetCreator` makes for training.
 
     Args:
@@ -107,7 +107,7 @@ def _as_dataset_only(source: Any, y: Any = None, sample_weight: Any = None, clas
     return source.with_class_weight(class_weight)
 
 
-class _WorkerAdapter(DataAdapter):  # type: ignore[misc, valid-type]
+class _WorkerAdapter(DataAdapter):
     """Stands for data that the coordinator does not see."""
 
     num_batches = batch_size = has_partial_batch = partial_batch_size = None

@@ -19,7 +19,7 @@ from tfrep_strategy.keras_integration.protocol import Whole
 from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects, verified_calls
 from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfRanks, profiled
 from tfrep_strategy.keras_integration.shared.xla import Prediction, compiled_between_collectives
-from tfrep_strategy.keras_integration.synchronous import run_backups
+from tfrep_strategy.keras_integration.synchronous import backup_pace
 from tfrep_strategy.keras_integration.synchronous.callbacks import Callbacks
 from tfrep_strategy.keras_integration.synchronous.empty_parts import EmptyParts
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
@@ -88,7 +88,7 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
         try:
             with (
                 keeping_requests(),
-                run_backups.writes.waited_for(),
+                backup_pace.writes.waited_for(),
                 profiled(lambda: TracesOfRanks(self.strategy), self.strategy.extended.is_chief) as self.profile,
             ):
                 history = original(model, *args, **kwargs)

@@ -28,7 +28,7 @@ _ARRAYS = ("x", "y", "sample_weight")
 _SETTINGS = ("class_weight", "batch_size", "steps_per_epoch", "shuffle", "steps_per_execution")
 
 
-class StepsOfReplicas(TFEpochIterator):  # type: ignore[misc]
+class StepsOfReplicas(TFEpochIterator):
     """Hands out whole steps, so that a replica knows its share of the global batch, and as many as all processes have.
 
     Args:

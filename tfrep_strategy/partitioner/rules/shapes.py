@@ -208,7 +208,7 @@ def _dims_of_result(plan: Planner, result: Any, wanted: Any) -> list[Size] | Non
     """Returns the sizes of a result, as far as they are known, given the tensor of sizes that it is made with."""
     asked = plan.sizes_of(wanted)
     if asked is None:
-        return None if result.shape.rank is None else result.shape.as_list()  # type: ignore[no-any-return]
+        return None if result.shape.rank is None else result.shape.as_list()
     known = [None] * asked.size if result.shape.rank is None else result.shape.as_list()
     dims = [a if d is None and a != -1 else d for d, a in zip(known, asked, strict=True)]
     inferred = [i for i, (d, a) in enumerate(zip(dims, asked, strict=True)) if d is None and a == -1]
