@@ -1,7 +1,7 @@
-"""The tests on other versions of Python, TensorFlow and Keras: `nox` runs all sessions, `nox -s colab` one, `nox -l` lists them.
+"""What is done again and again, each in one word: `nox -s quick`. `nox -l` lists the sessions; `nox` runs the other versions.
 
-Each session installs its versions into a fresh environment, builds Horovod if it can (`TFREP_HOROVOD_TESTS=none` saves the eight
-minutes), and runs the quick tests. A session whose Python is not on this machine is skipped, and the run says so.
+A session of a version installs Python, TensorFlow and Keras as it says into a fresh environment, builds Horovod if it can
+(`TFREP_HOROVOD_TESTS=none` saves the eight minutes), and runs the quick tests. One whose Python is not on this machine is skipped.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ VERSIONS = {
 }
 """Of each session: Python, and what is installed before the package."""
 
+nox.options.sessions = list(VERSIONS)
+
 
 def add_session(name: str, python: str, *versions: str) -> None:
     """Adds a session; what stands behind `--` on nox's command line goes to pytest."""
@@ -34,3 +36,48 @@ def add_session(name: str, python: str, *versions: str) -> None:
 
 for name, (python, *versions) in VERSIONS.items():
     add_session(name, python, *versions)
+
+
+@nox.session(venv_backend="none")
+def setup(session: nox.Session) -> None:
+    """Installs the package for work on it into the environment of nox, Horovod, and the hooks of git."""
+    session.run("pip", "install", "-e", ".[dev]")
+    session.run("tfrep", "horovod", "install")
+    session.run("pre-commit", "install")
+
+
+@nox.session(venv_backend="none")
+def quick(session: nox.Session) -> None:
+    """Runs what takes a few minutes: the hooks, and the tests of one process."""
+    session.run("pre-commit", "run", "--all-files")
+    session.run("pytest", "-m", "quick", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def test(session: nox.Session) -> None:
+    """Runs the short lane, or what is asked for: `nox -s test -- -m rows`."""
+    session.run("pytest", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """Builds the site into `build/`, and refuses warnings."""
+    session.run("python", "-m", "sphinx", "-W", "docs", "build")
+
+
+@nox.session(venv_backend="none")
+def release(session: nox.Session) -> None:
+    """Runs every lane on this commit, and builds what is uploaded into `dist/`."""
+    session.run(".ci/run", "--release", external=True)
+    session.run("python", "-m", "build")
+    session.run("twine", "check", "--strict", "dist/*")
+
+
+@nox.session(python="3.11")
+def nightly(session: nox.Session) -> None:
+    """Says what of the package no longer fits the nightlies of TensorFlow and Keras: every private name, and every replacement."""
+    project = nox.project.load_toml("pyproject.toml")["project"]
+    others = [each for each in project["dependencies"] if not each.startswith(("tensorflow", "keras"))]
+    session.install("tf-nightly", "keras-nightly", *others)
+    session.install("--no-deps", ".")
+    session.run("tfrep", "doctor", "--patches", success_codes=[0, 1])
