@@ -33,9 +33,9 @@ sync_on_read_context = _private("distribute.distribute_lib", "_variable_sync_on_
 ValueContext = _private("distribute.distribute_lib", "ValueContext")
 UpdateContext = _private("distribute.distribute_lib", "UpdateContext")
 DefaultDistributionExtended = _private("distribute.distribute_lib", "_DefaultDistributionExtended")
-push_mode = _private("distribute.distribute_lib", "_push_per_thread_mode")
-pop_mode = _private("distribute.distribute_lib", "_pop_per_thread_mode")
-default_replica_mode = _private("distribute.distribute_lib", "_get_default_replica_mode")
+_push_mode = _private("distribute.distribute_lib", "_push_per_thread_mode")
+_pop_mode = _private("distribute.distribute_lib", "_pop_per_thread_mode")
+_default_replica_mode = _private("distribute.distribute_lib", "_get_default_replica_mode")
 ReductionToOneDevice = _private("distribute.cross_device_ops", "ReductionToOneDevice")
 NcclAllReduce = _private("distribute.cross_device_ops", "NcclAllReduce")
 
@@ -183,7 +183,7 @@ CompositeTensorGradient = _private("framework.composite_tensor_gradient", "Compo
 
 # Functions of a SavedModel.
 save_context = _private("saved_model.save_context", "_save_context")
-saving = _private("saved_model.save_context", "save_context")
+_saving = _private("saved_model.save_context", "save_context")
 saved_models = _private("saved_model", "save")
 _private("saved_model.save", "save")
 LoadedFunction = _private("saved_model.load", "_WrapperFunction")
@@ -342,6 +342,17 @@ def traced_function(graph: Any) -> Any:
             return _unwrap(frame.f_locals["python_func"])[1]
         frame = frame.f_back
     return None
+
+
+@contextlib.contextmanager
+def in_no_strategy() -> Iterator[None]:
+    """Has this thread be in no strategy, whatever scopes are open. A variable with copies acts as when a model is saved."""
+    _push_mode(_default_replica_mode())
+    try:
+        with _saving(tf.saved_model.SaveOptions()):
+            yield
+    finally:
+        _pop_mode()
 
 
 @contextlib.contextmanager

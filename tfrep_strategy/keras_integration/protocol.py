@@ -81,6 +81,9 @@ class KerasStrategy(Protocol):
 class KerasExtended(Protocol):
     """The `extended` of such a strategy, which does what Keras's users need not see."""
 
+    keras_driver: Any
+    """What Keras asks instead of doing by itself."""
+
     is_chief: bool
     """Whether this process writes files and draws progress bars."""
 

@@ -21,6 +21,7 @@ from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
 from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared.keras_2 import NoticesKeras2
+from tfrep_strategy.keras_integration.synchronous.other_threads import answers_alone
 from tfrep_strategy.partitioner.between_replicas import Gradients
 from tfrep_strategy.partitioner.emitter import Transport
 from tfrep_strategy.sharding import Cut
@@ -76,10 +77,14 @@ class SynchronousExtended(NoticesKeras2):
         self.given_beside: dict[str, Any] = {}
         self.cut_of_new_variables: Setting[Cut | None] = Setting(None)
         """Of which part each replica is to hold of the variables that are made."""
-        self.reads_alone = False
-        """Whether this process reads variables without the others; it has received their parts before."""
+        self._acts_alone = False
         self.totals: dict[int, tf.Tensor] = {}
         """The values of variables that were summed together before they are read, by their ids."""
+
+    @property
+    def reads_alone(self) -> bool:
+        """Whether this process, or this thread of it, reads variables without the others."""
+        return self._acts_alone or answers_alone.value
 
     def note_step(self) -> None:
         """Records a step of the user's own loop."""

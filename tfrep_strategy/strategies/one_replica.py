@@ -14,13 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import (
-    DefaultDistributionExtended,
-    default_replica_mode,
-    pop_mode,
-    push_mode,
-    saving,
-)
+from tfrep_strategy._tensorflow import DefaultDistributionExtended, in_no_strategy
 from tfrep_strategy.communicators import SingleCommunicator
 from tfrep_strategy.communicators.gpus import warn_of_sparse_gradients
 from tfrep_strategy.errors import ConfigurationError, message
@@ -189,7 +183,7 @@ def one_replica(strategy: Any) -> Iterator[list[Any]]:
             extendeds[id(strategy)] = one
         return made[-1]
 
-    with strategy.scope(), _in_no_strategy(), tf.variable_creator_scope(create):
+    with strategy.scope(), in_no_strategy(), tf.variable_creator_scope(create):
         of_all = strategy.extended
         extendeds[id(strategy)] = OneReplica(strategy, of_all)
         try:
@@ -197,17 +191,6 @@ def one_replica(strategy: Any) -> Iterator[list[Any]]:
                 yield made
         finally:
             del extendeds[id(strategy)]
-
-
-@contextlib.contextmanager
-def _in_no_strategy() -> Iterator[None]:
-    """Has this thread be in no strategy, whatever scopes are open. A variable with copies acts as when a model is saved."""
-    push_mode(default_replica_mode())
-    try:
-        with saving(tf.saved_model.SaveOptions()):
-            yield
-    finally:
-        pop_mode()
 
 
 def _outside_of_trace(value: Any) -> Any:

@@ -251,11 +251,11 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
     @contextlib.contextmanager
     def acting_alone(self) -> Iterator[None]:
         before, self.new_variables = self.new_variables, []
-        self.reads_alone = True
+        self._acts_alone = True
         try:
             yield
         finally:
-            self.new_variables, self.reads_alone = before, False
+            self.new_variables, self._acts_alone = before, False
 
     def collect_parts(self, reads: bool = True) -> None:
         kept, sums, firsts = self.own_of_replicas(_A.NONE, _A.SUM, _A.ONLY_FIRST_REPLICA)

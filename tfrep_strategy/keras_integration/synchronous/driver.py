@@ -28,6 +28,7 @@ from tfrep_strategy.keras_integration.synchronous.logs import Logs, logs_of_all,
 from tfrep_strategy.keras_integration.synchronous.losses import Losses
 from tfrep_strategy.keras_integration.synchronous.one_device_steps import OneDeviceSteps, WholeBatches
 from tfrep_strategy.keras_integration.synchronous.optimizer import Updates
+from tfrep_strategy.keras_integration.synchronous.other_threads import OtherThreads
 from tfrep_strategy.keras_integration.synchronous.placement import Placement
 from tfrep_strategy.keras_integration.synchronous.predict_function import PredictFunction
 from tfrep_strategy.keras_integration.synchronous.saving import Saving
@@ -37,7 +38,7 @@ from tfrep_strategy.preemption import keeping_requests
 _STEPS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
 
-class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Callbacks, Saving):
+class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Callbacks, Saving, OtherThreads):
     """Trains a model on all replicas of a strategy as on one device.
 
     Here are the loops, in the order in which they come. What a step calls is in the classes that this one derives from.
@@ -78,6 +79,10 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
         self._refuse_foreign(model, "fit")
         given = _given(original, model, args, kwargs)
         old_objects.refuse_old_callbacks(given.get("callbacks"))
+        with self.leading("fit"):
+            return self._fit(original, model, given, *args, **kwargs)
+
+    def _fit(self, original: Any, model: Any, given: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         extended = self.strategy.extended
         # A callback may train another model meanwhile.
         outer = self.is_fitting, self.given_to_fit, self.steps_of_fit, self.profile, self.is_called
@@ -103,6 +108,8 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
     def evaluate(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Merges state that results depend on."""
         self._refuse_foreign(model, "evaluate")
+        if self.is_other_thread:
+            return self.alone(original, model, *args, **kwargs)
         self._merge_state()
         with self._called():
             results = original(model, *args, **kwargs)
@@ -111,6 +118,8 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
 
     def predict(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Merges state that predictions depend on."""
+        if self.is_other_thread:
+            return self.alone(original, model, *args, **kwargs)
         self._merge_state()
         with self._called():
             results = original(model, *args, **kwargs)
@@ -120,18 +129,23 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
     def train_on_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Compares what the ranks give to the first call."""
         self._refuse_foreign(model, "train_on_batch")
-        self._compare_first_call("train_on_batch", original, model, args, kwargs)
-        return original(model, *args, **kwargs)
+        with self.leading("train_on_batch"):
+            self._compare_first_call("train_on_batch", original, model, args, kwargs)
+            return original(model, *args, **kwargs)
 
     def test_on_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Compares what the ranks give to the first call, and merges state that results depend on."""
         self._refuse_foreign(model, "test_on_batch")
+        if self.is_other_thread:
+            return self.alone(original, model, *args, **kwargs)
         self._merge_state()
         self._compare_first_call("test_on_batch", original, model, args, kwargs)
         return original(model, *args, **kwargs)
 
     def predict_on_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Compares what the ranks give to the first call, and merges state that predictions depend on."""
+        if self.is_other_thread:
+            return self.alone(original, model, *args, **kwargs)
         self._merge_state()
         self._compare_first_call("predict_on_batch", original, model, args, kwargs)
         return original(model, *args, **kwargs)

@@ -14,6 +14,7 @@ from tfrep_strategy.keras_integration.protocol import KerasStrategy
 from tfrep_strategy.keras_integration.settings import Setting
 from tfrep_strategy.keras_integration.shared.model_files import ModelFiles, is_in_old_format, is_local
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
+from tfrep_strategy.keras_integration.synchronous.other_threads import answers_alone
 
 is_coordinated = Setting(False)
 """Whether a caller further up has decided which process saves: `save` then writes without asking the other processes."""
@@ -90,6 +91,10 @@ def written_once(strategy: KerasStrategy, filepath: Any) -> Iterator[bool]:
     """
     if is_coordinated.value:
         yield True
+        return
+    if strategy.extended.keras_driver.is_other_thread:  # All ranks save then, or this one alone: nobody knows.
+        with is_coordinated.to(True), answers_alone.to(True):
+            yield strategy.extended.is_chief
         return
     strategy.extended.synchronize_new_variables()
     strategy.extended.merge_replica_state()
