@@ -28,7 +28,7 @@ from tfrep_strategy.keras_integration.synchronous.logs import Logs, logs_of_all,
 from tfrep_strategy.keras_integration.synchronous.losses import Losses
 from tfrep_strategy.keras_integration.synchronous.one_device_steps import OneDeviceSteps, WholeBatches
 from tfrep_strategy.keras_integration.synchronous.optimizer import Updates
-from tfrep_strategy.keras_integration.synchronous.other_threads import OtherThreads
+from tfrep_strategy.keras_integration.synchronous.other_threads import OtherThreads, answers_alone
 from tfrep_strategy.keras_integration.synchronous.placement import Placement
 from tfrep_strategy.keras_integration.synchronous.predict_function import PredictFunction
 from tfrep_strategy.keras_integration.synchronous.saving import Saving
@@ -207,6 +207,9 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
 
     def build_model(self, original: Any, model: Any, iterator: Any = None, data_batch: Any = None) -> None:
         """Builds the model from the specification of its data: a batch that is read for that would be lost."""
+        if answers_alone.value:
+            original(model, iterator, data_batch)
+            return
         # Nothing says what a step of the user's own reads or calls. What it makes lazily is made when it is traced, as on one
         # device. So are variables that await what a checkpoint holds: Keras would build them in a scope that loses it.
         if not _has_own_steps(model) and not _awaits_checkpoint(model):
