@@ -93,6 +93,9 @@ class KerasExtended(Protocol):
     collectives_in_branches: bool
     """Whether a replica may call collectives inside `tf.cond`, which needs one program per process."""
 
+    def refuse_fork(self) -> None:
+        """Refuses a process that was forked from the one that has made the strategy."""
+
     def merge_replica_state(self) -> None:
         """Makes state that every replica keeps for itself (moving statistics) one value everywhere."""
 

@@ -98,6 +98,7 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
         """
         if self._is_one_replica:
             return super().run(fn, args, kwargs, options)
+        self.extended.refuse_fork()
         self.extended.synchronize_new_variables()
         if len(args) == 1 and isinstance(args[0], Shards):
             self.extended.steps.mark()

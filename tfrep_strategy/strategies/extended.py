@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from tfrep_strategy.batches import as_tensors, has_one_size, known_examples, map
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.communicators.compression import compressed_gather, compressed_sum
 from tfrep_strategy.communicators.gpus import warn_of_sparse_gradients
+from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
 from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
 from tfrep_strategy.keras_integration.settings import Setting
@@ -78,6 +80,7 @@ class SynchronousExtended(NoticesKeras2):
         self.cut_of_new_variables: Setting[Cut | None] = Setting(None)
         """Of which part each replica is to hold of the variables that are made."""
         self._acts_alone = False
+        self._pid = os.getpid()
         self.totals: dict[int, tf.Tensor] = {}
         """The values of variables that were summed together before they are read, by their ids."""
 
@@ -85,6 +88,23 @@ class SynchronousExtended(NoticesKeras2):
     def reads_alone(self) -> bool:
         """Whether this process, or this thread of it, reads variables without the others."""
         return self._acts_alone or answers_alone.value
+
+    def refuse_fork(self) -> None:
+        """Refuses a process that was forked from the one that has made the strategy.
+
+        Raises:
+            ConfigurationError: It was. TensorFlow would wait for ever for threads that are not there, and another process talks
+                over the connections of this one.
+        """
+        if os.getpid() != self._pid:
+            raise ConfigurationError(
+                message(
+                    "A process that was forked from one with a strategy cannot train or predict: it has no threads of TensorFlow.",
+                    hint="start it with multiprocessing.get_context('spawn').",
+                    pid=os.getpid(),
+                    forked_from=self._pid,
+                )
+            )
 
     def note_step(self) -> None:
         """Records a step of the user's own loop."""
@@ -94,6 +114,7 @@ class SynchronousExtended(NoticesKeras2):
             self.steps.mark_in_graph()
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        self.refuse_fork()
         # A variable that a step makes (an optimizer slot, a lazily built layer) is made outside the function being traced. In
         # the function its copies could not be initialized.
         cut = self.cut_of_new_variables.value

@@ -161,12 +161,14 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
 
     def _refuse_foreign(self, model: Any, method: str) -> None:
         if self.has_several:
+            self.strategy.extended.refuse_fork()
             made_in_scope.refuse_foreign_model(model, self.strategy, method)
         if model.built and self.has_several_ranks:
             made_in_scope.refuse_foreign_metrics(model, self.strategy, method)
 
     def _merge_state(self) -> None:
         """Makes moving statistics one value on all replicas."""
+        self.strategy.extended.refuse_fork()
         self.strategy.extended.synchronize_new_variables()
         self.strategy.extended.merge_replica_state()
 
