@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import weakref
@@ -205,7 +206,10 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
             strategy: Any = self.strategy
             return strategy.distribute_datasets_from_function(creator, creator.input_options)
 
-        return super().get_data_adapter(original, x, *args, make=make, **kwargs)
+        adapter = super().get_data_adapter(original, x, *args, make=make, **kwargs)
+        if getattr(adapter, "enqueuer", None) is not None:
+            adapter.get_tf_dataset = functools.partial(_not_ahead, adapter.get_tf_dataset)
+        return adapter
 
     def build_model(self, original: Any, model: Any, iterator: Any = None, data_batch: Any = None) -> None:
         """Builds the model from the specification of its data: a batch that is read for that would be lost."""
@@ -318,6 +322,13 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
         first_batch, self.strategy.extended.first_batch = self.strategy.extended.first_batch, None
         if first_batch is not None:
             first_batch.check()
+
+
+def _not_ahead(make: Callable[[], tf.data.Dataset]) -> tf.data.Dataset:
+    """Returns a data set that is not read ahead: workers of Keras do so by themselves, and must not be asked between epochs."""
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    return make().with_options(options)
 
 
 def _given(original: Any, model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
