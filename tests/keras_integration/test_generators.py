@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import queue
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -220,3 +224,17 @@ def test_one_generator_for_several_fits(num_replicas: int) -> None:
 def test_one_generator_for_several_fits_of_processes(worker_pool: Any) -> None:
     for found in worker_pool("tf", 2).run(trained):
         compare(found)
+
+
+def test_workers_of_keras_are_not_asked_between_epochs() -> None:
+    script = str(Path(__file__).parent / "scripts" / "short_epochs.py")
+    ways = [[script], ["-m", "tfrep_strategy.cli", "run", "-n", "2", "--communicator", "tf", script]]
+    told = [
+        subprocess.run([sys.executable, *way], capture_output=True, text=True, timeout=200, check=True).stdout.splitlines()
+        for way in ways
+    ]
+    wanted, found = (
+        json.loads(next(line[line.index("[") :] for line in lines if "[0." in line or "[1." in line)) for lines in told
+    )
+    assert len(wanted) == 8
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
