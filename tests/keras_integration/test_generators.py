@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import queue
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.keras_integration.synchronous.generators import GeneratorReading, Shelf
@@ -226,13 +224,48 @@ def test_one_generator_for_several_fits_of_processes(worker_pool: Any) -> None:
         compare(found)
 
 
-def test_workers_of_keras_are_not_asked_between_epochs() -> None:
-    script = str(Path(__file__).parent / "scripts" / "short_epochs.py")
-    ways = [[script], ["-m", "tfrep_strategy.cli", "run", "-n", "2", "--communicator", "tf", script]]
-    told = [
-        subprocess.run([sys.executable, *way], capture_output=True, text=True, timeout=200, check=True).stdout.splitlines()
-        for way in ways
-    ]
-    wanted, found = (json.loads(next(line for line in lines if line.startswith("["))) for lines in told)
-    assert len(wanted) == 8
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+class _Batches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = np.random.default_rng(index).normal(size=(6, 3)).astype("float32")
+        return rows, rows.sum(1, keepdims=True)
+
+
+class _Waits(keras.callbacks.Callback):
+    """Gives a pipeline time to read ahead."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        time.sleep(0.2)
+
+
+def _losses_and_asked(monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], list[int]]:
+    """Trains in epochs that end before the data, which workers of Keras make, and counts the batches that they are asked for."""
+    asked, original = [0], OrderedEnqueuer.get
+
+    def counted(enqueuer: Any) -> Iterator[Any]:
+        for batch in original(enqueuer):
+            asked[-1] += 1
+            yield batch
+
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    losses: list[float] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(OrderedEnqueuer, "get", counted)
+        for _ in range(2):
+            options: dict[str, Any] = {"epochs": 2, "steps_per_epoch": 3, "verbose": 0, "callbacks": [_Waits()]}
+            losses += model.fit(_Batches(workers=2), shuffle=False, **options).history["loss"]
+            asked.append(0)
+    return losses, asked[:-1]
+
+
+def test_workers_of_keras_are_asked_when_a_step_needs_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two epochs they stop, and fail if a pipeline that reads ahead asks them then."""
+    wanted, asked_by_one = _losses_and_asked(monkeypatch)
+    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        losses, asked = _losses_and_asked(monkeypatch)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    assert asked == asked_by_one == [6, 6]
