@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from typing import Any
@@ -244,3 +245,42 @@ def test_a_step_on_one_rank_only_is_told_within_seconds(worker_pool: Any) -> Non
     assert time.monotonic() - began < 60.0
     assert "DesyncError" in str(caught.value)
     assert "train_step" in str(caught.value) or f"{__file__}" in str(caught.value)
+
+
+def _called_otherwise(strategy: Any, differs: str) -> None:
+    with strategy.scope():
+        total = tf.Variable(0.0)
+
+        @tf.function
+        def adds(x: tf.Tensor) -> None:
+            total.assign_add(tf.reduce_sum(x))
+
+        @tf.function
+        def subtracts(x: tf.Tensor) -> None:
+            total.assign_sub(tf.reduce_sum(x))
+
+        for function in (adds, subtracts):
+            function(tf.ones([6]))
+        is_first = strategy.extended.environment.rank == 0
+        if differs == "order":
+            (adds if is_first else subtracts)(tf.ones([6]))
+            (subtracts if is_first else adds)(tf.ones([6]))
+        else:
+            adds(tf.ones([6 if is_first else 5]))
+        tfrep.barrier()
+
+
+@pytest.mark.parametrize("differs", ["order", "shapes"])
+@pytest.mark.parametrize("communicator", ["tf", *in_lane("functions_processes", "horovod", "shared_memory")])
+def test_functions_in_another_order_or_with_other_shapes(communicator: str, differs: str, worker_pool: Any) -> None:
+    """Both ranks are told at once, with both functions and both lines."""
+    began = time.monotonic()
+    with pytest.raises(WorkerFailure) as caught:
+        worker_pool(communicator, 2).run(_called_otherwise, differs)
+    assert time.monotonic() - began < 60.0
+    of_ranks = str(caught.value).split("Rank 1:")
+    other = "subtracts(float32[6])" if differs == "order" else "adds(float32[5])"
+    for told in of_ranks:
+        assert "DesyncError: Ranks called different functions." in told
+        assert re.search(r"rank 0: .*adds\(float32\[6\]\) at .*test_functions_in_scope\.py:\d+", told)
+        assert re.search(rf"rank 1: .*{re.escape(other)} at .*test_functions_in_scope\.py:\d+", told)

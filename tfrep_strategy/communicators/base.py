@@ -257,6 +257,17 @@ class Communicator(abc.ABC):
         """Returns when every rank has called it."""
         self.all_reduce([tf.zeros([1])], "sum")
 
+    def note_call(self, what: str) -> None:  # noqa: B027
+        """Tells other ranks of a function that this rank calls now, and waits for none of them.
+
+        Args:
+            what: The function, and the shapes that it is called with: the same on all ranks.
+
+        Raises:
+            DesyncError: Ranks have called different functions before. Only communicators that know of the other ranks' calls find
+                out.
+        """
+
     def check_program(  # noqa: B027
         self, name: str, digest: bytes, lines: Callable[[], Sequence[tuple[str, str]]]
     ) -> None:

@@ -172,6 +172,9 @@ class SynchronousExtended(NoticesKeras2):
         self._num_steps += 1
         return f"{what} {self._num_steps}"
 
+    def note_call(self, what: str) -> None:
+        """Tells other processes of a function that this one calls now, and waits for none of them."""
+
     def partitioned_by(self, steps: PartitionedSteps | None, compiled: bool) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which steps are run as one device's; see `KerasExtended`."""
         return self.partitioned_steps.to(steps)

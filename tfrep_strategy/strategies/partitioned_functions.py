@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -113,16 +114,22 @@ class PartitionedFunction:
         if not all(map(_fits, given.specs, given.tensors)):
             return self._as_it_was(*args, **kwargs)  # It tells so.
         names = [name for name, value in bound.arguments.items() for _ in _dense(list(filter(_is_tensor, _leaves(value))))]
-        key = id(strategy), given.key
+        key, extended = (id(strategy), given.key), strategy.extended
         with self._lock:
-            if key not in self._steps:
+            known = self._steps.get(key)
+            is_shared = isinstance(known, _Step) or (
+                known is None and any(isinstance(each, _Step) for each in self._steps.values())
+            )
+            if is_shared:  # At its first call, ranks may give it other arguments, and compute for their own.
+                extended.note_call(f"{self._name}({', '.join(map(_told, given.tensors))})")
+            if known is None:
                 self._steps[key] = self._step(strategy, given, names)
         step = self._steps[key]
         if isinstance(step, _AsItWas):
             return self._as_it_was(*args, **kwargs)
-        strategy.extended.synchronize_new_variables()
-        strategy.extended.mark_state_changed()
-        with strategy.extended.watching_peers():
+        extended.synchronize_new_variables()
+        extended.mark_state_changed()
+        with extended.watching_peers():
             return step(given.tensors)
 
     def describe(self) -> list[str]:
@@ -266,8 +273,8 @@ class _Step:
 
         def traced(batch: Sequence[Any]) -> Any:
             tensors, sums = batch
-            if has_ranks and any(_is_told(x) for x in _dense(tensors)):
-                _refuse_others(sums, names, replicas, told)
+            if has_ranks:
+                _refuse_others(sums, [*names, "the function"], replicas, told)
             tensors = [SharedIterator(x) if isinstance(x, OwnedIterator) else x for x in tensors]
             there = iter(tensors)
             flat = [next(there) if is_tensor else x for x, is_tensor in zip(tf.nest.flatten(empty), places, strict=True)]
@@ -282,12 +289,13 @@ class _Step:
             Given(Shard(0) if is_row else REPLICATE, is_shared, is_whole=True)
             for is_row, is_shared in zip(given.are_rows, of_process, strict=True)
         ]
-        specs = given.specs, tf.TensorSpec([len(shared)], tf.int64)
+        specs = given.specs, tf.TensorSpec([len(shared) + 1], tf.int64)
         try:
             self._trace = OneDeviceTrace(strategy, step, specs, [*shared, Given()])
         except CannotPartitionError as error:
             warn(f"Each process computes all of {name}: that is right, but no faster than one device.\n{error}")
             self._trace = OneDeviceTrace(strategy, step, specs, [Given()] * (len(shared) + 1))
+        self._checksum = tf.constant(zlib.crc32(name.encode()), tf.int64)
         self._name, self._place = name, given.are_rows.index(True) if True in given.are_rows else None
         of_one_device = self._trace.step
         has_rows = of_one_device.rows is not None or bool(read) or any(x.shape.rank for x in _dense(given.tensors))
@@ -317,7 +325,7 @@ class _Step:
         for replica in range(first, first + extended.num_local_replicas):
             start, stop = bounds(total, size, replica)
             rows.append(OwnRows(*map(tf.convert_to_tensor, (start, stop - start, total, replica))))
-        sums = _checksums(tensors)
+        sums = tf.concat([_checksums(tensors), [self._checksum]], 0)
         return self._trace.run(rows, [[*tensors, sums]] * len(rows)).whole_results().results
 
 
@@ -339,6 +347,13 @@ def checksum(tensor: tf.Tensor) -> tf.Tensor:
         bits = tensor
     flat = tf.cast(tf.reshape(bits, [-1]), tf.int64)
     return tf.reduce_sum(flat * (2 * tf.range(tf.size(flat, tf.int64)) + 1))
+
+
+def _told(given: Any) -> str:
+    """Returns what a call tells the other ranks of an argument."""
+    if not isinstance(given, tf.Tensor):
+        return type(given).__name__
+    return f"{given.dtype.name}[{', '.join(map(str, given.shape))}]"
 
 
 def _is_told(tensor: tf.Tensor) -> bool:

@@ -341,6 +341,9 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
     def barrier(self) -> None:
         self._communicator.barrier()
 
+    def note_call(self, what: str) -> None:
+        self._communicator.note_call(what)
+
     def watching_peers(self) -> contextlib.AbstractContextManager[None]:
         return getattr(self._communicator, "watching", contextlib.nullcontext)()
 

@@ -105,6 +105,10 @@ class CheckedCommunicator(Communicator):
     def check_program(self, name: str, digest: bytes, lines: Callable[[], Sequence[tuple[str, str]]]) -> None:
         self.monitor.programs.compare(f"{name} of {self._group}", digest, lines)
 
+    def note_call(self, what: str) -> None:
+        self.monitor.check(self._group)
+        self.monitor.programs.note_call(str(self._group), what, user_line())
+
     def abort(self, reason: str) -> None:
         self.inner.abort(reason)
 

@@ -1,4 +1,4 @@
-"""Programs that ranks are about to run, which rank 0 compares. No rank waits for one that runs none.
+"""Programs that ranks are about to run, and functions that they call, which rank 0 compares. No rank waits for one that runs none.
 
 A rank sends a digest of its program under a name, and gets an answer from rank 0 at once. If the digest is another one than that of
 the first rank with such a program, both send the lines of theirs, and all ranks get an error with the first that differs.
@@ -11,13 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfrep_strategy.communicators.peers.reports import some_of
+from tfrep_strategy.communicators.peers.reports import describe_difference, some_of
 from tfrep_strategy.errors import DesyncError, message
 
 Lines = Sequence[tuple[str, str]]
 """Of each line of a program: what must be equal on all ranks, and what to tell of it where it is not."""
 
-OF_RANK, OF_HUB = ("program compared", "program wanted"), ("program", "program lines")
+OF_RANK, OF_HUB = ("program compared", "program wanted"), ("program", "program lines", "called")
+
+_KEPT = 1000
+"""So many calls of functions are kept at most. A rank that is as far ahead of another one waits for it in a collective."""
 
 
 class OwnPrograms:
@@ -37,6 +40,7 @@ class OwnPrograms:
         self._send, self._news, self._desync, self._is_there, self._limit = send, news, desync, is_there, limit
         self._lines: dict[str, Callable[[], Lines]] = {}
         self._compared: set[str] = set()
+        self._calls: Counter[str] = Counter()
 
     def compare(self, name: str, digest: bytes, lines: Callable[[], Lines]) -> None:
         """Compares a program with those that other ranks have under the same name.
@@ -58,6 +62,17 @@ class OwnPrograms:
         if error := self._desync():
             raise DesyncError(error)
 
+    def note_call(self, group: str, what: str, line: str) -> None:
+        """Tells of a function that this rank calls now. If another rank calls another one, all get an error soon.
+
+        Args:
+            group: The ranks that call it.
+            what: The function, and the shapes that it is called with.
+            line: Where it is called.
+        """
+        self._calls[group] += 1
+        self._send(("called", f"call {self._calls[group]} of {group}", (what, line)))
+
     def hear(self, kind: str, name: str) -> None:
         """Hears the hub."""
         if kind == OF_RANK[0]:
@@ -77,9 +92,18 @@ class Programs:
         self._tell = tell
         self._first: dict[str, tuple[int, bytes]] = {}
         self._lines: dict[str, dict[int, Lines]] = {}
+        self._calls: dict[str, tuple[int, tuple[str, str]]] = {}
 
     def hear(self, rank: int, kind: str, name: str, what: Any) -> None:
         """Hears a rank."""
+        if kind == "called":
+            first, called = self._calls.setdefault(name, (rank, what))
+            if what[0] != called[0]:
+                words = [(each, f"{function} at {line}") for each, (function, line) in sorted([(first, called), (rank, what)])]
+                self._tell(("desync", describe_difference("Ranks called different functions.", words)), None)
+            elif len(self._calls) > _KEPT:
+                del self._calls[next(iter(self._calls))]
+            return
         if kind == OF_HUB[0]:
             first, digest = self._first.setdefault(name, (rank, what))
             if what == digest:
