@@ -120,6 +120,7 @@ def _trains_in_two_threads(strategy: Any) -> tuple[list[float], str, list[float]
         thread = threading.Thread(target=train, daemon=True)
         thread.start()
         thread.join(_LIMIT)
+        assert not strategy.extended.keras_driver.is_other_thread, "that thread has ended, so that the main one leads again"
         return losses, str(error), later[0]
 
 

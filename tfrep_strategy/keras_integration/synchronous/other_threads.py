@@ -48,11 +48,11 @@ class _OnOneDevice:
 
 
 class OtherThreads(SynchronousBase):
-    """Which thread leads: the one that made the strategy, or has trained last."""
+    """Which thread leads: the one that made the strategy, or has trained last; the main one, if that has ended."""
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
-        self._leader = threading.get_ident()
+        self._leader = threading.current_thread()
         self._training = 0
         """How many calls train now, one inside the other."""
         self._on_one_device: weakref.WeakKeyDictionary[Any, _OnOneDevice] = weakref.WeakKeyDictionary()
@@ -60,7 +60,9 @@ class OtherThreads(SynchronousBase):
     @property
     def is_other_thread(self) -> bool:
         """Whether this thread calls beside the one that other ranks follow."""
-        return self.has_several_ranks and threading.get_ident() != self._leader
+        if not self._leader.is_alive():
+            self._leader = threading.main_thread()
+        return self.has_several_ranks and threading.current_thread() is not self._leader
 
     @contextlib.contextmanager
     def leading(self, method: str) -> Iterator[None]:
@@ -77,7 +79,7 @@ class OtherThreads(SynchronousBase):
                     method=method,
                 )
             )
-        self._leader = threading.get_ident()
+        self._leader = threading.current_thread()
         self._training += 1
         try:
             yield
