@@ -284,3 +284,26 @@ def test_functions_in_another_order_or_with_other_shapes(communicator: str, diff
         assert "DesyncError: Ranks called different functions." in told
         assert re.search(r"rank 0: .*adds\(float32\[6\]\) at .*test_functions_in_scope\.py:\d+", told)
         assert re.search(rf"rank 1: .*{re.escape(other)} at .*test_functions_in_scope\.py:\d+", told)
+
+
+def _looked_at_by_one(strategy: Any) -> float:
+    with strategy.scope():
+        total = tf.Variable(0.0)
+
+        @tf.function
+        def step(x: tf.Tensor, trains: bool) -> tf.Tensor:
+            if trains:
+                total.assign_add(tf.reduce_sum(x))
+            return tf.reduce_max(x)
+
+        step(tf.ones([6]), True)
+        if strategy.extended.environment.rank == 0:
+            for size in (6, 5):
+                step(tf.ones([size]), False)
+        step(tf.ones([4]), True)
+        return float(total)
+
+
+def test_one_rank_may_look_at_what_another_call_trains(worker_pool: Any) -> None:
+    """What trains nothing is no call that ranks make together, also of a function that they share otherwise."""
+    assert worker_pool("tf", 2).run(_looked_at_by_one) == [10.0, 10.0]

@@ -116,14 +116,10 @@ class PartitionedFunction:
         names = [name for name, value in bound.arguments.items() for _ in _dense(list(filter(_is_tensor, _leaves(value))))]
         key, extended = (id(strategy), given.key), strategy.extended
         with self._lock:
-            known = self._steps.get(key)
-            is_shared = isinstance(known, _Step) or (
-                known is None and any(isinstance(each, _Step) for each in self._steps.values())
-            )
-            if is_shared:  # At its first call, ranks may give it other arguments, and compute for their own.
-                extended.note_call(f"{self._name}({', '.join(map(_told, given.tensors))})")
-            if known is None:
+            if key not in self._steps:
                 self._steps[key] = self._step(strategy, given, names)
+            elif isinstance(self._steps[key], _Step):
+                self._note_call(extended, given)
         step = self._steps[key]
         if isinstance(step, _AsItWas):
             return self._as_it_was(*args, **kwargs)
@@ -131,6 +127,10 @@ class PartitionedFunction:
         extended.mark_state_changed()
         with extended.watching_peers():
             return step(given.tensors)
+
+    def _note_call(self, extended: Any, given: _Arguments) -> None:
+        """Tells the other ranks of a call that they have to make, too."""
+        extended.note_call(f"{self._name}({', '.join(map(_told, given.tensors))})")
 
     def describe(self) -> list[str]:
         """Says how it is partitioned, for each kind of arguments that it was called with."""
@@ -140,7 +140,11 @@ class PartitionedFunction:
         """Returns what runs for arguments of one kind."""
         extended, fingerprint = strategy.extended, Fingerprint({"arguments": given.tensors})
         name = self._name
+        # At its very first call, ranks may give it other arguments, and compute for their own.
+        is_shared = any(isinstance(each, _Step) for each in self._steps.values())
         if not self._must_train:
+            if is_shared:
+                self._note_call(extended, given)
             extended.check_same(fingerprint)
         try:
             step = _Step(strategy, self._python, given, names, self._compiled, extended.name_of_step(name))
@@ -151,6 +155,8 @@ class PartitionedFunction:
         if self._must_train:
             if not step.trains:
                 return _AsItWas([])
+            if is_shared:
+                self._note_call(extended, given)
             if len(set(extended.all_gather_object(fingerprint.digest))) > 1:
                 warn(
                     f"Ranks call {name} with other arguments, so each of them computes for its own.\n"
