@@ -172,6 +172,10 @@ class SynchronousExtended(NoticesKeras2):
         self._num_steps += 1
         return f"{what} {self._num_steps}"
 
+    def forget_step(self) -> None:
+        """Takes the last name back: the step is none of all processes, and perhaps this one alone has traced it."""
+        self._num_steps -= 1
+
     def note_call(self, what: str) -> None:
         """Tells other processes of a function that this one calls now, and waits for none of them."""
 

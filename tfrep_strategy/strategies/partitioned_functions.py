@@ -150,10 +150,12 @@ class PartitionedFunction:
             step = _Step(strategy, self._python, given, names, self._compiled, extended.name_of_step(name))
         except Exception:
             if self._must_train:  # Called as it was, it tells what is wrong with it.
+                extended.forget_step()
                 return _AsItWas([])
             raise
         if self._must_train:
             if not step.trains:
+                extended.forget_step()
                 return _AsItWas([])
             if is_shared:
                 self._note_call(extended, given)
