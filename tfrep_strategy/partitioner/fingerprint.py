@@ -66,7 +66,7 @@ def _lines(program: Program, inside: str = "") -> Iterator[_Line]:
     wired: dict[int, str] = {}
     for node in live(program.nodes, program.results):
         text = f"{inside}{node.kind} {node.axis}" if isinstance(node, Collective) else f"{inside}{node.type} {_attributes(node)}"
-        given = [f"{wired[id(x.node)]} {x.name.rpartition(':')[2]}" if x.node else f"{x.dtype} {x.shape}" for x in node.inputs]
+        given = [f"{wired[id(x.node)]} {_place(x)}" if x.node else f"{x.dtype} {x.shape}" for x in node.inputs]
         if getattr(node, "type", None) == "AddN":
             given.sort()
         waits = sorted(wired[id(x)] for x in node.control_inputs if id(x) in wired)
@@ -77,6 +77,11 @@ def _lines(program: Program, inside: str = "") -> Iterator[_Line]:
             yield from found
         wired[id(node)] = hashlib.sha256("\n".join([text, *given, "after", *waits, *bodies]).encode()).hexdigest()
         yield _Line(text, wired[id(node)], node)
+
+
+def _place(tensor: Any) -> int:
+    """Returns which output of its node a tensor is. Its name counts all nodes of the process."""
+    return next(place for place, each in enumerate(tensor.node.outputs) if each is tensor)
 
 
 def _attributes(node: Any) -> str:
