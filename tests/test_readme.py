@@ -25,6 +25,14 @@ _MAKE_MODEL = """
 def make_model():
     return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10, "softmax")])
 """
+_OWN_LOOP = """
+import tensorflow as tf
+data = tf.data.Dataset.from_tensor_slices((x, y)).batch(64)
+
+@tf.function
+def step(images, labels):
+    return tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(labels, model(images, training=True)))
+"""
 """What `docs/callbacks.md` leaves to the reader."""
 
 
@@ -36,8 +44,8 @@ def _python_blocks(text):
 def test_python_blocks_run_in_order(tmp_path):
     first, *others = _python_blocks(_README)
     of_callbacks = _python_blocks((_REPOSITORY / "docs" / "callbacks.md").read_text("utf-8"))
-    measured, warmed_up, _ = of_callbacks  # The third needs wandb: tests/callbacks/test_trackers.py runs its like.
-    blocks = [first, _MAKE_MODEL, measured, warmed_up, *others]  # In one process, which is cheaper than two.
+    measured, read, warmed_up, _ = of_callbacks  # The last needs wandb: tests/callbacks/test_trackers.py runs its like.
+    blocks = [first, _MAKE_MODEL, measured, _OWN_LOOP, read, warmed_up, *others]  # In one process, which is cheaper than two.
     script = tmp_path / "readme.py"
     script.write_text("\n".join([*blocks, 'print("all of README ran")\n']), "utf-8")
     path = os.pathsep.join(entry for entry in sys.path if entry)
