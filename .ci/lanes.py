@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tfrep_strategy.horovod_build import cache_folder
+from tfrep_strategy.cluster.horovod.build import cache_folder
 
 SHORT = "quick, short"
 REQUIRED_MINUTES = 45

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.crews import Variant
 from benchmarks.turns import compare, turns_parser
-from tfrep_strategy.processes.identity import horovod_is_installed
+from tfrep_strategy.cluster.identity import horovod_is_installed
 
 REFERENCE = "TensorFlow's ring"
 _OURS, _BARE, _MEMORY = "ours, horovod", "Horovod, bare", "ours, shared memory"

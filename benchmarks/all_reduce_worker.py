@@ -56,7 +56,7 @@ def _ours(communicator: str) -> Callable[[Tensors], Tensors]:
 
 def _compressed(communicator: str) -> Callable[[Tensors], Tensors]:
     import tfrep_strategy as tfrep
-    from tfrep_strategy.communicators.compression import compressed_sum
+    from tfrep_strategy.communicators.wire import compressed_sum
 
     own = tfrep.MultiWorkerStrategy(communicator).communicator
     return lambda tensors: compressed_sum(own, tensors, "bf16")

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.crews import Crew, Variant
 from benchmarks.report import write_json
-from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.cluster.rendezvous.connections import free_ports
 
 TARGETS = {"join_s": 20.0, "death_told_s": 2.0, "training_core_percent": 1.0}
 """The most that is wanted of each at 1,024 ranks."""

@@ -16,12 +16,12 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.crews import work
+from tfrep_strategy.cluster.rendezvous.introductions import Place
+from tfrep_strategy.cluster.rendezvous.meeting import meet
 from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.peers.monitor import PeerMonitor
 from tfrep_strategy.communicators.peers.reports import Call, group_of
 from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.rendezvous.meeting import meet
-from tfrep_strategy.rendezvous.statements import Place
 
 _Result = TypeVar("_Result")
 _SECRET = b"of a benchmark on one machine"

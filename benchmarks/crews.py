@@ -19,9 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tfrep_strategy.common_memory import SHARES_MEMORY
-from tfrep_strategy.processes.cores import bound_to, cores_of_ranks, thread_variables
-from tfrep_strategy.processes.identity import horovod_is_installed, identities, inherited_environ
+from tfrep_strategy.cluster.hardware import SHARES_MEMORY, bound_to, cores_of_ranks, thread_variables
+from tfrep_strategy.cluster.identity import horovod_is_installed, identities, inherited_environ
 
 _PIPE = "TFREP_BENCHMARK_PIPE"
 _PATIENCE_SECONDS = 300.0

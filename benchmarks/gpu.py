@@ -21,7 +21,7 @@ from rich.table import Table
 
 from benchmarks.report import machine
 from tfrep_strategy._version import __version__
-from tfrep_strategy.nvidia import driver_gpus
+from tfrep_strategy.cluster.hardware import driver_gpus
 
 RESULTS = Path(__file__).parent / "results"
 _PLACES = ("two logical devices", "two processes", "deterministic operations", "several devices")

@@ -27,7 +27,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 import tfrep_strategy as tfrep
 from benchmarks.gpu_programs import halves
 from benchmarks.report import machine
-from tfrep_strategy.nvidia import driver_gpus
+from tfrep_strategy.cluster.hardware import driver_gpus
 
 _HALF_MIB = 24_000
 

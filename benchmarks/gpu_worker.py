@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import tfrep_strategy as tfrep
 from benchmarks.gpu_programs import PROGRAMS, Program, halves, largest_difference
-from tfrep_strategy.nvidia import driver_gpus
+from tfrep_strategy.cluster.hardware import driver_gpus
 
 Finding = dict[str, Any]
 _SHARE_OF_MEMORY = 0.4

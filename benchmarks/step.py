@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.crews import Variant
 from benchmarks.turns import compare, turns_parser
-from tfrep_strategy.processes.identity import horovod_is_installed
-from tfrep_strategy.quotas import usable_cores
+from tfrep_strategy.cluster.hardware import usable_cores
+from tfrep_strategy.cluster.identity import horovod_is_installed
 
 REFERENCE = "Keras"
 ALONE = "2 processes, each alone (Keras)"

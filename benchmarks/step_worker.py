@@ -100,8 +100,8 @@ def _optimizer(keras: Any, strategy: str) -> Any:
 
 
 def _waits_for_others(keras: Any) -> Any:
+    from tfrep_strategy.cluster.environments import detect_environment
     from tfrep_strategy.communicators.shared_memory import SharedMemoryCommunicator
-    from tfrep_strategy.environments import detect_environment
 
     communicator = SharedMemoryCommunicator(detect_environment())
     return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: communicator.barrier())

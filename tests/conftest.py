@@ -24,10 +24,10 @@ import tensorflow as tf  # noqa: E402
 from workers import WorkerPool  # noqa: E402
 
 import tfrep_strategy as tfrep  # noqa: E402
-from tfrep_strategy._tensorflow import OwnedIterator  # noqa: E402
-from tfrep_strategy.keras_integration.shared import forgotten_scope  # noqa: E402
-from tfrep_strategy.processes.identity import horovod_is_installed  # noqa: E402
-from tfrep_strategy.tensorflow_integration.pipeline_ends import end_pipeline  # noqa: E402
+from tfrep_strategy.cluster.identity import horovod_is_installed  # noqa: E402
+from tfrep_strategy.core.tf import OwnedIterator  # noqa: E402
+from tfrep_strategy.data.pipeline_ends import end_pipeline  # noqa: E402
+from tfrep_strategy.keras_integration import refusals  # noqa: E402
 
 tfrep.use_logical_cpus(4)
 gc.collect()
@@ -78,7 +78,7 @@ def worker_pool(_pools: dict[tuple[str, int], WorkerPool]) -> Callable[[str, int
 @pytest.fixture(autouse=True)
 def _strategies_of_earlier_tests() -> None:
     """Strategies that earlier tests have left alive do not look for models outside of their scopes."""
-    forgotten_scope._strategies.clear()
+    refusals._strategies.clear()
 
 
 @pytest.fixture(scope="session")

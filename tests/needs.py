@@ -6,9 +6,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from tfrep_strategy.horovod_source import MARK
-from tfrep_strategy.processes.identity import horovod_is_installed
-from tfrep_strategy.rendezvous.horovod_server import horovod_version
+from tfrep_strategy.cluster.horovod.gloo import horovod_version
+from tfrep_strategy.cluster.horovod.source import MARK
+from tfrep_strategy.cluster.identity import horovod_is_installed
 
 needs_horovod = pytest.mark.skipif(not horovod_is_installed(), reason="Horovod is not installed")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tfrep_strategy.processes.identity import horovod_is_installed
+from tfrep_strategy.cluster.identity import horovod_is_installed
 
 pytestmark = pytest.mark.lane("benchmarks")
 

@@ -8,7 +8,7 @@ import docstrings
 import pytest
 
 import tfrep_strategy as tfrep
-from tfrep_strategy import collectives, replicator
+from tfrep_strategy.training import collectives, replicator
 
 pytestmark = pytest.mark.lane("package")
 

@@ -1,4 +1,4 @@
-"""Who may import whom: the order of the rooms in docs/architecture.md, and the two rooms that touch private code."""
+"""Who may import whom: the order of the rooms in docs/architecture.md, the parts of a room, and who touches private code."""
 
 from __future__ import annotations
 
@@ -28,10 +28,16 @@ def _imports(path: Path) -> list[tuple[str, bool]]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: relative import"
             assert node.module is not None
-            # `from package import name` may mean a module or something in it; both belong to the same room.
-            whole = node.module == "tfrep_strategy"
-            found += [(f"{node.module}.{a.name}" if whole else node.module, node not in inside) for a in node.names]
+            for alias in node.names:
+                module = f"{node.module}.{alias.name}"
+                found.append((module if _is_module(module) else node.module, node not in inside))
     return found
+
+
+def _is_module(name: str) -> bool:
+    """Returns whether `from package import name` means a module, and not something in one."""
+    path = _REPOSITORY.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
 def _room(module: str) -> str:
@@ -79,20 +85,44 @@ def test_no_import_circles():
     needs = {
         name: {m for m, at_import in _imports(path) if at_import and m in modules and m != name} for name, path in modules.items()
     }
+    assert not _in_circles(needs)
+
+
+@pytest.mark.parametrize(
+    "folder", sorted({path.parent for path in _SOURCES} - {_PACKAGE}), ids=lambda f: f.relative_to(_PACKAGE).as_posix()
+)
+def test_no_parts_of_a_room_need_each_other(folder):
+    """Counts what functions import, too. The `__init__` of a folder hands on what the others have."""
+    needs: dict[str, set[str]] = {}
+    for path in folder.rglob("*.py"):
+        own = _part(folder, _module(path))
+        needs.setdefault(own, set()).update({part for module, _ in _imports(path) if (part := _part(folder, module))} - {own})
+    assert not _in_circles(needs)
+
+
+def _part(folder: Path, module: str) -> str:
+    """Returns the file or folder directly in a folder that has a module; nothing if the module is elsewhere."""
+    package = _module(folder / "__init__.py")
+    if module == package:
+        return "__init__"
+    return module.removeprefix(f"{package}.").split(".")[0] if module.startswith(f"{package}.") else ""
+
+
+def _in_circles(needs: dict[str, set[str]]) -> set[str]:
+    """Returns what needs each other, and what needs any of it."""
     settled: set[str] = set()
-    while left := set(needs) - settled:
-        free = {name for name in left if needs[name] <= settled}
-        assert free, f"These import each other: {sorted(left)}"
+    while free := {name for name in set(needs) - settled if needs[name] <= settled}:
         settled |= free
+    return set(needs) - settled
 
 
 def test_private_code_is_touched_in_its_rooms_only():
-    """Private TensorFlow goes through _tensorflow.py, private Keras through keras_integration/internals.py and patching.py."""
+    """Private TensorFlow goes through core/tf.py, private Keras through keras_integration/internals.py and patching.py."""
     wrong = []
     for path in _SOURCES:
         imports = [module for module, _ in _imports(path) if module.startswith(("tensorflow.python", "keras.src"))]
         text = path.read_text("utf-8")
-        if path.name != "_tensorflow.py" and "tensorflow.python" in text:
+        if path != _PACKAGE / "core" / "tf.py" and "tensorflow.python" in text:
             imports.append("tensorflow.python")
         if "keras_integration" not in path.parts:
             imports += [name for name in ("keras.src", "keras_integration.internals") if name in text]

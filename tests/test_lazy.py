@@ -54,7 +54,7 @@ def test_an_import_loads_nothing_of_tensorflow():
     assert not said["unknown"]
     assert not said["private"]
     assert said["callable"]
-    assert said["room"] == "tfrep_strategy.environments"
+    assert said["room"] == "tfrep_strategy.cluster.environments"
 
 
 def test_help_loads_nothing_of_tensorflow():
@@ -65,8 +65,8 @@ def test_help_loads_nothing_of_tensorflow():
 def test_type_checkers_and_python_find_a_name_in_the_same_module():
     tree = ast.parse(Path(tfrep.__file__).read_text("utf-8"))
     (switch,) = (node for node in tree.body if isinstance(node, ast.If))
-    imports = [node for node in switch.body if isinstance(node, ast.ImportFrom) and node.module != "tfrep_strategy"]  # Else a room.
-    declared = {a.name: node.module for node in imports for a in node.names}
+    imports = [node for node in switch.body if isinstance(node, ast.ImportFrom)]
+    declared = {a.name: node.module for node in imports for a in node.names if not a.asname}  # What has one is a module.
     (table,) = (node for statement in switch.orelse for node in ast.walk(statement) if isinstance(node, ast.Dict))
     loaded = {name: f"tfrep_strategy.{module}" for module, names in ast.literal_eval(table).items() for name in names}
     assert loaded == declared
@@ -82,7 +82,7 @@ def test_names_are_what_they_were():
     assert star["MirroredStrategy"] is tfrep.MirroredStrategy is MirroredStrategy
     assert pickle.loads(pickle.dumps(tfrep.MirroredStrategy)) is MirroredStrategy
     assert tfrep.launch is sys.modules["tfrep_strategy.running.function"].launch
-    assert tfrep.collectives is sys.modules["tfrep_strategy.collectives"]
+    assert tfrep.collectives is sys.modules["tfrep_strategy.training.collectives"]
 
 
 def test_an_unknown_name_is_refused_as_by_any_module():

@@ -19,7 +19,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.versions import KERAS, TENSORFLOW
+from tfrep_strategy.core.replacements import KERAS, TENSORFLOW
 
 pytestmark = pytest.mark.lane("package")
 
@@ -84,7 +84,7 @@ def test_wheel_holds_what_it_should(wheel):
     }
     packaged = {name for name in names if ".dist-info/" not in name}
     assert packaged == expected
-    for name in ("py.typed", "data_files/digits.npz", "data_files/digits.txt"):
+    for name in ("py.typed", "contrib/digits.npz", "contrib/digits.txt"):
         assert f"tfrep_strategy/{name}" in packaged
     assert f"Version: {tfrep.__version__}" in metadata
     assert set(re.findall(r"Provides-Extra: (\S+)", metadata)) >= {"horovod", "test", "notebooks", "gpu"}
@@ -115,7 +115,7 @@ def test_wheel_says_under_which_licences_its_parts_are(wheel):
     assert licences["LICENSES/BSD-3-Clause.txt"].startswith(copyright_of_gloo)
     assert copyright_of_gloo in notice
     named = set(re.findall(r"tfrep_strategy/[\w./]+\w", notice))
-    assert named >= {f"tfrep_strategy/{name}" for name in ("horovod_source.py", "data_files/digits.npz")}
+    assert named >= {f"tfrep_strategy/{name}" for name in ("cluster/horovod/source.py", "contrib/digits.npz")}
     assert named <= set(texts)
     assert set(re.findall(r"\((LICENSE[\w./-]*)\)", notice)) == set(licences) - {"NOTICE"}
 

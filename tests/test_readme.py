@@ -44,7 +44,7 @@ def _python_blocks(text):
 def test_python_blocks_run_in_order(tmp_path):
     first, *others = _python_blocks(_README)
     of_callbacks = _python_blocks((_REPOSITORY / "docs" / "callbacks.md").read_text("utf-8"))
-    measured, read, warmed_up, _ = of_callbacks  # The last needs wandb: tests/callbacks/test_trackers.py runs its like.
+    measured, read, warmed_up, _ = of_callbacks  # The last needs wandb: tests/training/callbacks/test_trackers.py runs its like.
     blocks = [first, _MAKE_MODEL, measured, _OWN_LOOP, read, warmed_up, *others]  # In one process, which is cheaper than two.
     script = tmp_path / "readme.py"
     script.write_text("\n".join([*blocks, 'print("all of README ran")\n']), "utf-8")

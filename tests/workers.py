@@ -23,8 +23,8 @@ from typing import Any
 
 import cloudpickle
 
-from tfrep_strategy.processes.identity import identities, inherited_environ
-from tfrep_strategy.running.by_value import dumps
+from tfrep_strategy.cluster.identity import identities, inherited_environ
+from tfrep_strategy.running.function import dumps
 
 _BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from workers import main; main(*sys.argv[2:])"
 _PEER_SECONDS = 5.0
@@ -177,10 +177,10 @@ def main(descriptor: str, communicator: str) -> None:
     _answer(connection, start)
     import keras
 
-    from tfrep_strategy._tensorflow import OwnedIterator
-    from tfrep_strategy.keras_integration.shared import forgotten_scope
-    from tfrep_strategy.strategies.of_process import remember
-    from tfrep_strategy.tensorflow_integration.pipeline_ends import end_pipeline
+    from tfrep_strategy.core.tf import OwnedIterator
+    from tfrep_strategy.data.pipeline_ends import end_pipeline
+    from tfrep_strategy.keras_integration import refusals
+    from tfrep_strategy.strategies.groups import remember
 
     OwnedIterator.__del__ = end_pipeline  # As in the process of the tests.
     gc.collect()
@@ -192,7 +192,7 @@ def main(descriptor: str, communicator: str) -> None:
             def work(request: bytes = request) -> Any:
                 keras.utils.clear_session(free_memory=False)  # Names of layers count from one again, on every rank.
                 remember(state["strategy"])  # An earlier test may have made another one.
-                forgotten_scope._strategies.clear()  # A test may compare with a model of one device.
+                refusals._strategies.clear()  # A test may compare with a model of one device.
                 fn, args = pickle.loads(request)
                 return fn(state["strategy"], *args)
 

@@ -1,22 +1,37 @@
 """Unmodified Keras 3 on many devices and many machines, with the answer that one device gives."""
 
+import sys
 from typing import TYPE_CHECKING
 
-from tfrep_strategy._lazy import names_loaded_when_used
+from tfrep_strategy._lazy import OldModuleNames, names_loaded_when_used
 from tfrep_strategy._platform import refuse_other_systems
 from tfrep_strategy._version import __version__
-from tfrep_strategy.old_spellings import OF_PACKAGE
+from tfrep_strategy.core.old_spellings import LOST_MODULES, MOVED_MODULES, OF_PACKAGE
 
 refuse_other_systems()
+sys.meta_path.insert(0, OldModuleNames(__name__, MOVED_MODULES, LOST_MODULES))
 if TYPE_CHECKING:
-    from tfrep_strategy import callbacks as callbacks
     from tfrep_strategy import communicators as communicators
-    from tfrep_strategy import digits as digits
-    from tfrep_strategy import environments as environments
     from tfrep_strategy import errors as errors
-    from tfrep_strategy import estimator as estimator
-    from tfrep_strategy.clusters.resolver import local_cluster
-    from tfrep_strategy.collectives import (
+    from tfrep_strategy.cluster import environments as environments
+    from tfrep_strategy.cluster.environments import Environment, register_environment
+    from tfrep_strategy.cluster.resolver import local_cluster
+    from tfrep_strategy.cluster.transports import register_communicator
+    from tfrep_strategy.communicators import Communicator
+    from tfrep_strategy.contrib import digits as digits
+    from tfrep_strategy.contrib import estimator as estimator
+    from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
+    from tfrep_strategy.keras_integration.saving.model_files import TimedCheckpoint
+    from tfrep_strategy.running import launch
+    from tfrep_strategy.running.coordinator import exit_on_server_loss
+    from tfrep_strategy.strategies.auto import auto_strategy
+    from tfrep_strategy.strategies.logical_devices import logical_device
+    from tfrep_strategy.strategies.mirrored import MirroredStrategy, use_logical_cpus
+    from tfrep_strategy.strategies.multi_worker import MultiWorkerStrategy
+    from tfrep_strategy.strategies.parameter_server import ParameterServerStrategy
+    from tfrep_strategy.strategies.partitioned_functions import partition
+    from tfrep_strategy.training import callbacks as callbacks
+    from tfrep_strategy.training.collectives import (
         all_gather,
         all_gather_object,
         all_mean,
@@ -34,39 +49,24 @@ if TYPE_CHECKING:
         reduce_scatter,
         replica_id,
     )
-    from tfrep_strategy.communicators import Communicator
-    from tfrep_strategy.environments import Environment, register_environment
-    from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
-    from tfrep_strategy.keras_integration.timed_checkpoint import TimedCheckpoint
-    from tfrep_strategy.replicator import InputContext, InputReplicationMode, ParameterServerReplicator, Replicator
-    from tfrep_strategy.running import launch
-    from tfrep_strategy.running.coordinator import exit_on_server_loss
-    from tfrep_strategy.sidecar_evaluator import SidecarEvaluator
-    from tfrep_strategy.strategies.auto import auto_strategy
-    from tfrep_strategy.strategies.logical_devices import logical_device
-    from tfrep_strategy.strategies.mirrored import MirroredStrategy, use_logical_cpus
-    from tfrep_strategy.strategies.multi_worker import MultiWorkerStrategy
-    from tfrep_strategy.strategies.parameter_server import ParameterServerStrategy
-    from tfrep_strategy.strategies.partitioned_functions import partition
-    from tfrep_strategy.transports import register_communicator
+    from tfrep_strategy.training.replicator import InputContext, InputReplicationMode, ParameterServerReplicator, Replicator
+    from tfrep_strategy.training.sidecar_evaluator import SidecarEvaluator
 else:
     __getattr__, __dir__ = names_loaded_when_used(__name__, {
-        "collectives": [
+        "cluster.environments": ["Environment", "register_environment"], "cluster.resolver": ["local_cluster"],
+        "cluster.transports": ["register_communicator"], "communicators": ["Communicator"],
+        "keras_integration.dataset_creator": ["DatasetCreator"], "keras_integration.saving.model_files": ["TimedCheckpoint"],
+        "running": ["launch"], "running.coordinator": ["exit_on_server_loss"], "strategies.auto": ["auto_strategy"],
+        "strategies.logical_devices": ["logical_device"], "strategies.mirrored": ["MirroredStrategy", "use_logical_cpus"],
+        "strategies.multi_worker": ["MultiWorkerStrategy"], "strategies.parameter_server": ["ParameterServerStrategy"],
+        "strategies.partitioned_functions": ["partition"],
+        "training.collectives": [
             "all_gather", "all_gather_object", "all_mean", "all_reduce", "all_sum", "all_to_all", "barrier", "broadcast",
             "broadcast_object", "chief_first", "is_chief", "map_gather", "map_reduce", "num_replicas", "reduce_scatter",
             "replica_id",
         ],
-        "communicators": ["Communicator"], "environments": ["Environment", "register_environment"],
-        "keras_integration.dataset_creator": ["DatasetCreator"], "transports": ["register_communicator"],
-        "keras_integration.timed_checkpoint": ["TimedCheckpoint"], "replicator": [
-            "InputContext", "InputReplicationMode",
-            "ParameterServerReplicator", "Replicator",
-        ],
-        "running": ["launch"], "running.coordinator": ["exit_on_server_loss"], "clusters.resolver": ["local_cluster"],
-        "sidecar_evaluator": ["SidecarEvaluator"], "strategies.auto": ["auto_strategy"],
-        "strategies.logical_devices": ["logical_device"], "strategies.mirrored": ["MirroredStrategy", "use_logical_cpus"],
-        "strategies.multi_worker": ["MultiWorkerStrategy"], "strategies.parameter_server": ["ParameterServerStrategy"],
-        "strategies.partitioned_functions": ["partition"],
+        "training.replicator": ["InputContext", "InputReplicationMode", "ParameterServerReplicator", "Replicator"],
+        "training.sidecar_evaluator": ["SidecarEvaluator"],
     }, OF_PACKAGE)  # fmt: skip
 
 __all__ = [

@@ -1,10 +1,13 @@
-"""A package whose names load what they need when they are first used (PEP 562)."""
+"""A package whose names load what they need when they are first used (PEP 562), and whose modules are found by older names."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 
@@ -52,3 +55,38 @@ def names_loaded_when_used(
         raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
 
     return load, lambda: sorted({*namespace, *module_of})
+
+
+class OldModuleNames(MetaPathFinder, Loader):
+    """Finds modules by the names that they had in an earlier release. What is imported is the module of today, and no copy.
+
+    Args:
+        package: The package's `__name__`.
+        moved: Today's names in the package, by the old ones. The modules below have moved along.
+        gone: What the error says of modules that are no longer there.
+
+    Example:
+        >>> from tfrep_strategy.digits import load_digits
+        >>> load_digits.__module__
+        'tfrep_strategy.contrib.digits'
+    """
+
+    def __init__(self, package: str, moved: Mapping[str, str], gone: Mapping[str, str]) -> None:
+        self._moved = {f"{package}.{old}": f"{package}.{new}" for old, new in moved.items()}
+        self._gone = {f"{package}.{name}": hint for name, hint in gone.items()}
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Gives what imports a module that has moved."""
+        if hint := self._gone.get(fullname):
+            raise ModuleNotFoundError(f"There is no module {fullname!r} any more.\nHint: {hint}", name=fullname)
+        return ModuleSpec(fullname, self) if self._today(fullname) else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Puts the module of today in the place of an empty one, as `importlib` allows."""
+        sys.modules[module.__name__] = import_module(str(self._today(module.__name__)))
+
+    def _today(self, name: str) -> str | None:
+        for old, new in self._moved.items():
+            if name == old or name.startswith(f"{old}."):
+                return new + name.removeprefix(old)
+        return None

@@ -152,9 +152,9 @@ def run(
 
     Everything after SCRIPT belongs to the script.
     """
-    from tfrep_strategy.processes.nodes import Node
     from tfrep_strategy.running import Options, RunFailed, run_script
-    from tfrep_strategy.running.user_variables import chosen_by_user
+    from tfrep_strategy.running.nodes import Node
+    from tfrep_strategy.running.runs import chosen_by_user
 
     own_arguments = arguments or []
     if own_arguments[:1] == ["--"]:
@@ -261,7 +261,7 @@ def profile_now(
     profile_dir: Annotated[Path | None, typer.Option(help="Folder for the traces; else that of the run.")] = None,
 ) -> None:
     """Trace all ranks of a run that is running on this machine, at the same time, and show what they do."""
-    from tfrep_strategy.running.on_demand import profile_run
+    from tfrep_strategy.cluster.profiles.requests import profile_run
 
     profile_run(run_pid, seconds, profile_dir)
 
@@ -272,16 +272,16 @@ def doctor(
     patches: Annotated[bool, typer.Option("--patches", help="List what is replaced in Keras and TensorFlow, and why.")] = False,
 ) -> None:
     """Show what is installed and what was detected, and test that processes can talk to each other."""
-    from tfrep_strategy.limits import check_keras_backend
-    from tfrep_strategy.startup_log import quiet_start
+    from tfrep_strategy.cluster.startup_log import quiet_start
+    from tfrep_strategy.core.limits import check_keras_backend
 
     check_keras_backend()
     if patches:
         with quiet_start():
-            from tfrep_strategy.patches import show as show_patches
+            from tfrep_strategy.strategies.patches import show as show_patches
         show_patches(as_json)
         return
-    from tfrep_strategy.doctor import examine, show
+    from tfrep_strategy.contrib.doctor import examine, show
 
     if not show(examine(), as_json=as_json):
         raise typer.Exit(1)
@@ -294,12 +294,12 @@ def demo(
     ),
 ) -> None:
     """Train a small network on handwritten digits in every way, and compare."""
-    from tfrep_strategy.limits import check_keras_backend
-    from tfrep_strategy.startup_log import quiet_start
+    from tfrep_strategy.cluster.startup_log import quiet_start
+    from tfrep_strategy.core.limits import check_keras_backend
 
     check_keras_backend()
     with quiet_start():
-        from tfrep_strategy.demo import run_demo
+        from tfrep_strategy.contrib.demo import run_demo
     run_demo(picture)
 
 
@@ -313,7 +313,7 @@ def install(
     ] = None,
 ) -> None:
     """Build Horovod for the TensorFlow that is installed, or take the wheel of an earlier build, and install it."""
-    from tfrep_strategy.horovod_build import build_wheel, install_wheel, status
+    from tfrep_strategy.cluster.horovod.build import build_wheel, install_wheel, status
 
     wheel = build_wheel(with_ or (), cache_dir)
     install_wheel(wheel)
@@ -323,7 +323,7 @@ def install(
 @horovod_app.command("status")
 def show_status() -> None:
     """Say which Horovod is installed, and what is built in."""
-    from tfrep_strategy.horovod_build import status
+    from tfrep_strategy.cluster.horovod.build import status
 
     found = status()
     typer.echo(found.describe())

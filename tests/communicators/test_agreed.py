@@ -16,9 +16,10 @@ from unittest import mock
 import pytest
 import tensorflow as tf
 
-from tfrep_strategy.common_memory import MOST_SHARING, SHARES_MEMORY, problem_of_sharing
-from tfrep_strategy.communicators.shared_memory import SharedMemoryCommunicator, agreed
-from tfrep_strategy.communicators.shared_memory.greeting import socket_name
+from tfrep_strategy.cluster.hardware import MOST_SHARING, SHARES_MEMORY, problem_of_sharing
+from tfrep_strategy.communicators import shared_memory
+from tfrep_strategy.communicators.shared_memory import SharedMemoryCommunicator
+from tfrep_strategy.communicators.shared_memory.links import socket_name
 
 pytestmark = pytest.mark.skipif(not SHARES_MEMORY, reason="common memory needs Linux")
 
@@ -29,10 +30,10 @@ def chosen(strategy: Any, spoil: Callable[[Any], Callable[[], None]], has_gpu: l
     with contextlib.ExitStack() as stack:
         if strategy.rank == 1:
             stack.callback(spoil(environment))
-        stack.enter_context(mock.patch.object(agreed, "_MEETING_SECONDS", 2.0))
+        stack.enter_context(mock.patch.object(shared_memory, "_MEETING_SECONDS", 2.0))
         caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
-        found = agreed.over_common_memory(connected, environment, has_gpu=has_gpu[strategy.rank])
+        found = shared_memory.over_common_memory(connected, environment, has_gpu=has_gpu[strategy.rank])
     with contextlib.nullcontext() if found is connected else contextlib.closing(found):
         total = float(tf.function(lambda: found.all_reduce([tf.constant(1.0 + strategy.rank)]))()[0])
         told = found.all_gather_object(found.name)
@@ -99,7 +100,7 @@ def test_limits_are_problems() -> None:
 def test_the_limit_of_files_counts_where_it_cannot_be_raised(hardest: int, problem: str | None) -> None:
     script = f"""
 import resource
-from tfrep_strategy.common_memory import problem_of_sharing
+from tfrep_strategy.cluster.hardware import problem_of_sharing
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, {hardest}))
 print(problem_of_sharing(2), resource.getrlimit(resource.RLIMIT_FSIZE) == (1 << 20, {hardest}))
 """

@@ -16,9 +16,9 @@ import tensorflow as tf
 from lanes import in_lane
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.communicators.compression import compressed_gather, compressed_sum
 from tfrep_strategy.communicators.shared_memory import memory
-from tfrep_strategy.digits import load_digits
+from tfrep_strategy.communicators.wire import compressed_gather, compressed_sum
+from tfrep_strategy.contrib.digits import load_digits
 
 _HALVES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16}
 _FLOATS = 2_000_000

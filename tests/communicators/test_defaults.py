@@ -14,7 +14,7 @@ from lanes import in_lane
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.communicators import Communicator, SingleCommunicator
-from tfrep_strategy.communicators.context import ContextCommunicator
+from tfrep_strategy.communicators.local import ContextCommunicator
 from tfrep_strategy.communicators.ring import RingCommunicator
 
 pytestmark = pytest.mark.lane("quick")

@@ -12,8 +12,8 @@ import tensorflow as tf
 from gpu_kernels import has_gpu_kernel, without_gpu_kernel
 from needs import needs_horovod
 
-from tfrep_strategy.communicators import gpus as gpus_module
-from tfrep_strategy.communicators.gpus import (
+from tfrep_strategy.cluster import devices as gpus_module
+from tfrep_strategy.cluster.devices import (
     identity_of_gpu,
     nccl_connects,
     physical_by_logical,
@@ -22,7 +22,7 @@ from tfrep_strategy.communicators.gpus import (
     warn_of_sparse_gradients,
 )
 from tfrep_strategy.communicators.ring import RingCommunicator
-from tfrep_strategy.shares import Share
+from tfrep_strategy.core.step import Share
 
 GPU = "/job:localhost/replica:0/task:0/device:GPU:0"
 _keys = itertools.count(2**30 + 900_000)

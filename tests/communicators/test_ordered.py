@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfrep_strategy.communicators.ordered import from_ordered, from_ordered_array, to_ordered, to_ordered_array
+from tfrep_strategy.communicators.wire import from_ordered, from_ordered_array, to_ordered, to_ordered_array
 
 SORTED = [-np.inf, -1e30, -1.5, -1.0, -1e-40, -0.0, 0.0, 1e-40, 1.0, 1.5, 1e30, np.inf]
 

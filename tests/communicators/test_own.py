@@ -19,9 +19,9 @@ import pytest
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
+from tfrep_strategy.cluster.rendezvous.introductions import versions
 from tfrep_strategy.communicators import make_communicator
 from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.rendezvous.statements import versions
 
 _SCRIPTS = Path(__file__).parent / "scripts"
 _ALONE = SimpleNamespace(rank=0, size=1, addresses=None, name="alone")
@@ -42,7 +42,7 @@ def train(strategy: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
 def folder_transport(scripts: str, folder: str) -> Iterator[type[tfrep.Communicator]]:
     """Gives the class of the transport, and leaves a process of a pool as it was."""
     path, variables = mock.patch.object(sys, "path", [scripts, *sys.path]), mock.patch.dict(os.environ, FOLDER_TRANSPORT=folder)
-    with path, variables, mock.patch.dict("tfrep_strategy.transports._registered"):
+    with path, variables, mock.patch.dict("tfrep_strategy.cluster.transports._registered"):
         from folder_transport import FolderCommunicator
 
         yield FolderCommunicator
@@ -124,7 +124,7 @@ class Alone(tfrep.communicators.SingleCommunicator):
 
 @pytest.mark.lane("quick")
 def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tfrep_strategy.transports._registered", {})
+    monkeypatch.setattr("tfrep_strategy.cluster.transports._registered", {})
     assert tfrep.register_communicator("alone", Alone) is Alone
     assert tfrep.register_communicator("alone", Alone) is Alone  # A cell of a notebook may run twice.
     assert tfrep.MultiWorkerStrategy("alone").communicator.name == "alone"

@@ -17,10 +17,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tfrep_strategy.common_memory import bytes_for, new_memory
+from tfrep_strategy.cluster.hardware import bytes_for, new_memory
 from tfrep_strategy.communicators.shared_memory import SharedMemoryCommunicator
-from tfrep_strategy.communicators.shared_memory.greeting import meet, socket_name
-from tfrep_strategy.communicators.shared_memory.links import Links
+from tfrep_strategy.communicators.shared_memory.links import Links, meet, socket_name
 from tfrep_strategy.communicators.shared_memory.memory import Memory, Row, aligned_empty, reduce_in_order
 from tfrep_strategy.errors import ConfigurationError, PeerError
 

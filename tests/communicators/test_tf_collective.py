@@ -16,10 +16,10 @@ from calling import command
 from lanes import in_lane
 
 import tfrep_strategy as tfrep
+from tfrep_strategy.cluster.identity import tf_config
+from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, free_ports
+from tfrep_strategy.cluster.rendezvous.meeting import meet_at
 from tfrep_strategy.errors import ConfigurationError, PeerError
-from tfrep_strategy.processes.identity import tf_config
-from tfrep_strategy.rendezvous.addresses import meet_at
-from tfrep_strategy.rendezvous.connections import LOOPBACK, free_ports
 
 _LIMIT_OF_TENSORFLOW = 25.0
 _LIMIT = 150

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from starting import LIMIT, environ
 
-from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.cluster.rendezvous.connections import free_ports
 
 _CONFIGURATION = """\
 ClusterName=tfrep

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.processes.identity import inherited_environ
+from tfrep_strategy.cluster.identity import inherited_environ
 
 LIMIT = 150
 TESTS = Path(__file__).parents[1]

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from starting import JOINS, LIMIT, REPOSITORY, RUN, check_ranks, environ, found_in
 
-from tfrep_strategy.environments import detect_environment, identity_variables
-from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.cluster.environments import detect_environment, identity_variables
+from tfrep_strategy.cluster.rendezvous.connections import free_ports
 
 pytestmark = pytest.mark.lane("engines")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from starting import TELLS, done, needs, places_in
 
-from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.cluster.rendezvous.connections import free_ports
 
 pytestmark = [pytest.mark.lane("engines"), needs("mpiexec.hydra")]
 

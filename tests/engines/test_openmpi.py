@@ -15,7 +15,7 @@ from calling import command
 from starting import GOES_ON, JOINS, RUN, TESTS, check_fits, check_ranks, done, found_in, needs
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.transports import horovod_transports
+from tfrep_strategy.cluster.transports import horovod_transports
 
 pytestmark = [pytest.mark.lane("engines"), needs("mpirun")]
 

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 from networks import ADDRESS, on
 
-from tfrep_strategy.processes.identity import inherited_environ
+from tfrep_strategy.cluster.identity import inherited_environ
 
 SCRIPT = Path(__file__).with_name("scripts") / "trains_and_tells.py"
 _END_SECONDS = 30.0

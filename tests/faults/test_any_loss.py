@@ -22,8 +22,8 @@ from disturbed import SCRIPT, Kind, Run, environ, found_in, kinds_on_hosts
 from injecting import FAULTS, OF_HOSTS, ON_HOSTS, START_SECONDS, Table, drawn, finish, inject
 from networks import needs_networks, two_networks
 
-from tfrep_strategy.common_memory import SHARES_MEMORY
-from tfrep_strategy.processes.identity import horovod_is_installed
+from tfrep_strategy.cluster.hardware import SHARES_MEMORY
+from tfrep_strategy.cluster.identity import horovod_is_installed
 
 MANY = int(os.environ.get("TFREP_FAULTS", "6"))
 SEED = int(os.environ.get("TFREP_FAULTS_SEED", "0"))

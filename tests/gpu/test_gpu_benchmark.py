@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.gpu_programs import EXACT, PROGRAMS
 from benchmarks.rounding import largest_differences
-from tfrep_strategy.nvidia import driver_gpus
+from tfrep_strategy.cluster.hardware import driver_gpus
 
 pytestmark = pytest.mark.lane("gpus")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tfrep_strategy.nvidia import driver_gpus
+from tfrep_strategy.cluster.hardware import driver_gpus
 
 pytestmark = pytest.mark.lane("gpus")
 

@@ -102,7 +102,7 @@ def mirrored(size: int) -> Any:
 
 def sharded(strategy: Any) -> Any:
     """Returns a strategy like that of the pool, but one that shards."""
-    from tfrep_strategy.strategies.of_process import remember
+    from tfrep_strategy.strategies.groups import remember
 
     if not hasattr(strategy, "_sharded"):
         strategy._sharded = tfrep.MultiWorkerStrategy(strategy.communicator.name, shard_optimizer_state=True)

@@ -16,8 +16,8 @@ import pytest
 from file_states import hidden, limit_files
 from small_training import fit, make_model, state
 
-from tfrep_strategy.keras_integration.shared.background import BackgroundWrites
 from tfrep_strategy.keras_integration.synchronous import run_backups
+from tfrep_strategy.keras_integration.synchronous.run_backups import BackgroundWrites
 
 pytestmark = pytest.mark.lane("callbacks")
 

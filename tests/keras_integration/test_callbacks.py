@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.keras_integration.synchronous.lone_callbacks import Given, LoneCallback, find_lone
+from tfrep_strategy.keras_integration.synchronous.callbacks import Given, LoneCallback, find_lone
 
 pytestmark = pytest.mark.lane("callbacks")
 

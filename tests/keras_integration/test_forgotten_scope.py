@@ -18,7 +18,7 @@ from scenarios import dense, regression
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.keras_integration.shared import forgotten_scope
+from tfrep_strategy.keras_integration import refusals
 
 X, Y = regression()
 OUTSIDE = " got a model made outside the strategy's scope, so "
@@ -87,7 +87,7 @@ def loaded(folder: str) -> keras.Model:
 
 
 def on_ranks(strategy: Any, folder: str) -> dict[str, Any]:
-    forgotten_scope.note(strategy)  # The pool of processes has it look for nothing.
+    refusals.note(strategy)  # The pool of processes has it look for nothing.
     with strategy.scope():
         inside = compiled()
     early = compiled()
@@ -212,8 +212,8 @@ def test_nothing_is_forgotten(make: Callable[[], Any]) -> None:
 @pytest.mark.lane("quick")
 def test_it_is_looked_for_once_in_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = _allowed()
-    looked, forgotten = [], forgotten_scope._forgotten
-    monkeypatch.setattr(forgotten_scope, "_forgotten", lambda owner: looked.append(owner) or forgotten(owner))
+    looked, forgotten = [], refusals._forgotten
+    monkeypatch.setattr(refusals, "_forgotten", lambda owner: looked.append(owner) or forgotten(owner))
     model = compiled()
     for steps in (2, 30):
         looked.clear()

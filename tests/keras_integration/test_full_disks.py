@@ -17,7 +17,7 @@ import tensorflow as tf
 from file_states import contents, hidden, in_copy, limit_files
 from small_training import fit, make_model, mirrored, num_bytes, state
 
-from tfrep_strategy.keras_integration.shared.files import written_whole
+from tfrep_strategy.keras_integration.whole_files import written_whole
 
 pytestmark = pytest.mark.lane("callbacks")
 

@@ -15,7 +15,7 @@ import pytest
 from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.keras_integration.synchronous.generators import GeneratorReading, Shelf
+from tfrep_strategy.keras_integration.synchronous.epoch_iterator import GeneratorReading, Shelf
 
 FITS, STEPS, VALIDATION_STEPS = 3, 4, 3
 SIZES = (4, 1, 3)

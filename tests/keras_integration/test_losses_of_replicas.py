@@ -14,7 +14,7 @@ from keras import layers
 from lanes import in_lane, others_in_lane
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.keras_integration.synchronous.losses_of_replicas import LossesOfReplicas
+from tfrep_strategy.keras_integration.synchronous.layers import LossesOfReplicas
 
 X = np.random.RandomState(0).randn(29, 4).astype("float32")
 Y = np.abs(X[:, :1]) + 1.0

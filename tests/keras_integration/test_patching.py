@@ -22,9 +22,9 @@ import pytest
 
 import tfrep_strategy as tfrep
 from tfrep_strategy import keras_integration
+from tfrep_strategy.core.replacements import Row
 from tfrep_strategy.keras_integration import internals
 from tfrep_strategy.keras_integration.patching import Patch
-from tfrep_strategy.replacements import Row
 from tfrep_strategy.strategies import REPLACED
 
 _REPOSITORY = Path(__file__).resolve().parents[2]

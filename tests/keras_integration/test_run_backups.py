@@ -16,16 +16,16 @@ import pytest
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.keras_integration.shared.callback_states import (
+from tfrep_strategy.cluster.notices import answer_requests_to_end, end_as_asked, is_asked_to_end, keeping_requests
+from tfrep_strategy.keras_integration.saving.model_files import weights_in_memory
+from tfrep_strategy.keras_integration.saving.training_state import (
     OF_KERAS,
     read_beside_weights,
     restore_states,
     states_of,
     write_beside_weights,
 )
-from tfrep_strategy.keras_integration.shared.model_files import weights_in_memory
-from tfrep_strategy.keras_integration.synchronous import backup_pace, run_backups
-from tfrep_strategy.preemption import answer_requests_to_end, end_as_asked, is_asked_to_end, keeping_requests
+from tfrep_strategy.keras_integration.synchronous import run_backups
 
 pytestmark = pytest.mark.lane("callbacks")
 
@@ -179,12 +179,12 @@ def assert_true(value: object) -> None:
 
 
 def test_backups_take_a_fiftieth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    pace = backup_pace.Pace(keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)]))
+    pace = run_backups.Pace(keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)]))
     for cost in (0.5, 4.0):
         pace.note_cost(cost)
-        monkeypatch.setattr(backup_pace.Pace, "last_saved", backup_pace.Pace.last_saved - 49 * cost)
+        monkeypatch.setattr(run_backups.Pace, "last_saved", run_backups.Pace.last_saved - 49 * cost)
         assert not pace.is_due()
-        monkeypatch.setattr(backup_pace.Pace, "last_saved", backup_pace.Pace.last_saved - 2 * cost)
+        monkeypatch.setattr(run_backups.Pace, "last_saved", run_backups.Pace.last_saved - 2 * cost)
         assert pace.is_due()
     written = threading.Event()
     run_backups.writes.start("It", lambda: assert_true(written.wait(60)))
@@ -195,7 +195,7 @@ def test_backups_take_a_fiftieth_of_the_time(monkeypatch: pytest.MonkeyPatch) ->
     run_backups.writes.wait()
     monkeypatch.setenv("TFREP_BACKUP_SECONDS", "1000")
     assert not pace.is_due()
-    monkeypatch.setattr(backup_pace.Pace, "last_saved", backup_pace.Pace.last_saved - 1000)
+    monkeypatch.setattr(run_backups.Pace, "last_saved", run_backups.Pace.last_saved - 1000)
     assert pace.is_due()
 
 
@@ -215,19 +215,19 @@ def test_a_fit_waits_a_fiftieth_of_its_time(tmp_path: Path, monkeypatch: pytest.
     """The time until the next backup pays for each; the last one, at the end of the fit, has none after it."""
     monkeypatch.setenv("TFREP_BACKUP_DIR", str(tmp_path))
     monkeypatch.delenv("TFREP_BACKUP_SECONDS", raising=False)
-    costs, note_cost = list[float](), backup_pace.Pace.note_cost
+    costs, note_cost = list[float](), run_backups.Pace.note_cost
 
     def note(pace: Any, seconds: float) -> None:
         costs.append(seconds)
         note_cost(pace, seconds)
 
-    monkeypatch.setattr(backup_pace.Pace, "note_cost", note)
+    monkeypatch.setattr(run_backups.Pace, "note_cost", note)
     with tfrep.MirroredStrategy(["CPU:0"]).scope():
         model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(1000), keras.layers.Dense(1)])
         model.compile("adam", "mse")
         x = np.ones((64, 100), "float32")
         model.fit(x, x[:, :1], batch_size=16, verbose=0)
-        monkeypatch.setattr(backup_pace.Pace, "last_saved", 0.0)  # The first is due at once.
+        monkeypatch.setattr(run_backups.Pace, "last_saved", 0.0)  # The first is due at once.
         costs.clear()
         began = time.monotonic()
         model.fit(x, x[:, :1], batch_size=16, epochs=10_000, verbose=0, callbacks=[StopsAfter(costs, 3)])

@@ -25,7 +25,7 @@ from sharded_training import (
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.strategies.part_variables import PartVariable
+from tfrep_strategy.strategies.variables import PartVariable
 
 
 @pytest.mark.parametrize("name", ["Adam", *in_lane("sharded_training", "Muon", "loss_scale")])

@@ -22,8 +22,7 @@ import tensorflow as tf
 from file_states import contents, hidden, in_copy, states_while
 from small_training import fit, make_model, mirrored, state
 
-from tfrep_strategy.keras_integration.shared.files import written_whole
-from tfrep_strategy.keras_integration.shared.whole_files import hidden_folder
+from tfrep_strategy.keras_integration.whole_files import hidden_folder, written_whole
 
 pytestmark = pytest.mark.lane("callbacks")
 

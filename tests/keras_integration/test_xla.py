@@ -17,7 +17,7 @@ import tensorflow as tf
 from calling import command
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.keras_integration.shared.xla import compiled_between_collectives
+from tfrep_strategy.keras_integration.xla import compiled_between_collectives
 
 
 def _fit_or_predict(devices: str, jit_compile: str, method: str) -> None:

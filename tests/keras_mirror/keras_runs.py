@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tfrep_strategy.processes.identity import identities, inherited_environ
+from tfrep_strategy.cluster.identity import identities, inherited_environ
 
 KERAS = Path(importlib.util.find_spec("keras").origin).parent / "src"  # type: ignore[union-attr, arg-type]
 VARIANTS = ("mirrored", "tf", "horovod")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from keras_runs import KERAS, VARIANTS, run
 
-from tfrep_strategy.processes.identity import horovod_is_installed
+from tfrep_strategy.cluster.identity import horovod_is_installed
 
 pytestmark = pytest.mark.lane("keras")
 

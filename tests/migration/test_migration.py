@@ -16,8 +16,8 @@ import pytest
 from needs import needs_horovod
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.processes.identity import inherited_environ
-from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.cluster.identity import inherited_environ
+from tfrep_strategy.cluster.rendezvous.connections import free_ports
 
 pytestmark = pytest.mark.lane("migration")
 

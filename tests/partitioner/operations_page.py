@@ -22,7 +22,7 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from tfrep_strategy._tensorflow import trace  # noqa: E402
+from tfrep_strategy.core.tf import trace  # noqa: E402
 from tfrep_strategy.partitioner import rules  # noqa: E402, F401
 from tfrep_strategy.partitioner.planner import LEADING, ON_PURPOSE, RULES  # noqa: E402
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import trace
+from tfrep_strategy.core.tf import trace
 from tfrep_strategy.partitioner.placements import Partial, Placement, Shard
 from tfrep_strategy.partitioner.step import Given, PartitionedStep
 from tfrep_strategy.partitioner.values import OwnRows

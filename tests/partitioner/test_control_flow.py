@@ -12,10 +12,10 @@ import pytest
 import tensorflow as tf
 from partitioner.replicas import differences
 
-from tfrep_strategy._tensorflow import trace
+from tfrep_strategy.core.tf import trace
 from tfrep_strategy.partitioner import planner
 from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Items, Shard
-from tfrep_strategy.partitioner.rules import conditionals, lists, loops, row_loops
+from tfrep_strategy.partitioner.rules import control_flow, lists, row_loops
 
 pytestmark = pytest.mark.lane("quick")
 
@@ -391,7 +391,7 @@ def test_every_rule_of_control_flow_has_a_case() -> None:
     found: set[str] = set()
     for function in [*map(_with_gradients, _EXACT.values()), _raw_lists]:
         found |= set(_types(trace("step", function, specs, {})))
-    rooms = {module.__name__ for module in (conditionals, lists, loops)}
+    rooms = {module.__name__ for module in (control_flow, lists, control_flow)}
     missing = {kind for kind, rule in planner.RULES.items() if rule.__module__ in rooms} - found
     assert {kind for kind in missing if not kind.startswith("Stateless") and kind not in ("If", "Case", "While")} == set()
 
@@ -402,7 +402,7 @@ _MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "an axis is off by one": lambda p: Shard(p.axis + 1, p.per_row) if isinstance(p, Shard) else p,
     "a whole is taken for a sum": lambda p: PARTIAL if p == REPLICATE else p,
 }
-_ROOMS = {module.__name__ for module in (conditionals, lists, loops)}
+_ROOMS = {module.__name__ for module in (control_flow, lists, control_flow)}
 _KINDS = sorted(kind for kind, found in planner.RULES.items() if found.__module__ in _ROOMS)
 
 
@@ -494,16 +494,16 @@ def _numbers_of_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def _first_size(patch: pytest.MonkeyPatch) -> None:
-    original = loops._Loop._next
+    original = control_flow._Loop._next
     patch.setattr(
-        loops._Loop,
+        control_flow._Loop,
         "_next",
         lambda loop, i, each, test: dataclasses.replace(original(loop, i, each, test), sizes=each.sizes),
     )
 
 
 def _of_one_branch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(conditionals, "_either", lambda bodies, outs: conditionals.entry(bodies[0], outs[0]))
+    patch.setattr(control_flow, "_either", lambda bodies, outs: control_flow.entry(bodies[0], outs[0]))
 
 
 _BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str]]] = {
@@ -524,7 +524,7 @@ _BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str]]] = {
     ),
     "a loop keeps the size that comes in": (_first_size, ["carries_sizes"]),
     "a loop keeps the shape that comes in": (
-        lambda patch: patch.setattr(loops, "common_dims", lambda a, b: a),
+        lambda patch: patch.setattr(control_flow, "common_dims", lambda a, b: a),
         ["grows_to_rows"],
     ),
     "branches give what one of them gives": (_of_one_branch, ["carries_sizes"]),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfrep_strategy.partitioner.exact_rows import operation_that_mixes_rows
+from tfrep_strategy.data.pipeline_functions import operation_that_mixes_rows
 
 _TABLE = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["a", "b"], [1, 2]), -1)
 _CONSTANT = tf.constant([[1.0, 2.0, 3.0]])

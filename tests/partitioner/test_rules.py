@@ -12,10 +12,10 @@ import tensorflow as tf
 from partitioner.replicas import differences
 from partitioner.wrong_rules import MUTATIONS, mutated
 
-from tfrep_strategy._tensorflow import operation_definition
+from tfrep_strategy.core.tf import operation_definition
 from tfrep_strategy.partitioner import planner
 from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Placement, Shard
-from tfrep_strategy.partitioner.rules import conditionals, elementwise, lists, loops
+from tfrep_strategy.partitioner.rules import control_flow, elementwise, lists
 
 pytestmark = pytest.mark.lane("rows")
 
@@ -738,7 +738,7 @@ def test_every_rule_has_a_case() -> None:
     assigned = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
     elsewhere = {"VariableShape", "ReadVariableOp", "ResourceGather", "LookupTableFindV2"} | assigned
     drawn = {kind for kind in planner.RULES if "Random" in kind or "TruncatedNormal" in kind or kind.startswith("Stateful")}
-    rooms = {module.__name__ for module in (conditionals, lists, loops)}  # See test_control_flow.py.
+    rooms = {module.__name__ for module in (control_flow, lists, control_flow)}  # See test_control_flow.py.
     of_control_flow = {kind for kind, found in planner.RULES.items() if found.__module__ in rooms}
     of_marks = {planner.MARKED, planner.OF_OWN}  # See test_marks.py.
     of_data = {"MakeIterator"}  # See tests/strategies/test_partitioned_functions.py: its loops over data sets.

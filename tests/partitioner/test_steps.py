@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from partitioner.replicas import Together, own_rows
 
-from tfrep_strategy._tensorflow import trace
+from tfrep_strategy.core.tf import trace
 from tfrep_strategy.partitioner.placements import Shard
 from tfrep_strategy.partitioner.step import Given, PartitionedStep
 

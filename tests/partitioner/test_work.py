@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import trace
+from tfrep_strategy.core.tf import trace
 from tfrep_strategy.partitioner.placements import Shard
 from tfrep_strategy.partitioner.planner import Planner
 from tfrep_strategy.partitioner.program import Collective, live

@@ -69,7 +69,7 @@ class Running:
         self._folder.mkdir(parents=True)
         self._temporary.mkdir()
         shutil.copy(script, self._folder)
-        with resources.as_file(resources.files("tfrep_strategy") / "data_files" / "digits.npz") as digits:
+        with resources.as_file(resources.files("tfrep_strategy") / "contrib" / "digits.npz") as digits:
             shutil.copy(digits, self._folder)
         command = [script.name, *arguments]
         if options is not None:

@@ -19,7 +19,7 @@ import pytest
 from needs import needs_horovod
 from running import Outcome, Running
 
-from tfrep_strategy.digits import load_digits
+from tfrep_strategy.contrib.digits import load_digits
 
 _SCRIPTS = Path(__file__).with_name("scripts")
 _LIMIT = 150.0

@@ -15,11 +15,10 @@ import tensorflow as tf
 from calling import command
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.common_memory import SHARES_MEMORY
-from tfrep_strategy.nvidia import gpus_are_visible
-from tfrep_strategy.processes.identity import horovod_is_installed, identities, inherited_environ
-from tfrep_strategy.processes.ranks import deferred_signals
-from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.cluster.hardware import SHARES_MEMORY, gpus_are_visible
+from tfrep_strategy.cluster.identity import horovod_is_installed, identities, inherited_environ
+from tfrep_strategy.cluster.rendezvous.connections import free_ports
+from tfrep_strategy.running.ranks import deferred_signals
 from tfrep_strategy.running.runs import Options, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
 

@@ -21,7 +21,7 @@ pytest.importorskip("gcp_storage_emulator", reason="no server of a bucket")
 
 LISTS = """
 import sys
-from tfrep_strategy.processes.shared_folder import shared_folder
+from tfrep_strategy.running.shared_folder import shared_folder
 print(shared_folder(sys.argv[1]).has_backups())
 """
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_joining import SCRIPTS, environ
 
-from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.cluster.rendezvous.connections import free_ports
 
 pytestmark = pytest.mark.lane("launchers")
 

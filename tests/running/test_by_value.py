@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tfrep_strategy.running import launch
-from tfrep_strategy.running.by_value import dumps
+from tfrep_strategy.running.function import dumps
 
 CELL = """
 def total(values):

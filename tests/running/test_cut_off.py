@@ -15,7 +15,7 @@ from test_elastic_runs import wait_for
 from test_joining import SCRIPTS, environ, found_in
 from test_two_hosts import hosts, pytestmark, secret  # noqa: F401
 
-from tfrep_strategy.progress import Progress, Step
+from tfrep_strategy.cluster.notices import Progress, Step
 
 LIMIT = 200
 SOON = 60

@@ -9,9 +9,9 @@ import signal
 import pytest
 
 from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.processes.ranks import Events
 from tfrep_strategy.running import hosts
 from tfrep_strategy.running.on_host import _Listener
+from tfrep_strategy.running.ranks import Events
 from tfrep_strategy.running.runs import Options
 
 pytestmark = pytest.mark.lane("faults")

@@ -16,8 +16,8 @@ import pytest
 from needs import needs_horovod
 from test_joining import SCRIPTS, environ, found_in
 
-from tfrep_strategy.progress import Progress, Step
-from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.cluster.notices import Progress, Step
+from tfrep_strategy.cluster.rendezvous.connections import free_ports
 
 pytestmark = pytest.mark.lane("faults")
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from tfrep_strategy.cli import _print_error
-from tfrep_strategy.processes.ranks import Failure
-from tfrep_strategy.running.failures import RunFailed, describe, last_lines
-from tfrep_strategy.running.rounds import how_lost
-from tfrep_strategy.running.run_logs import log_folder
+from tfrep_strategy.running.logs import RunFailed, describe, last_lines, log_folder
+from tfrep_strategy.running.ranks import Failure
+from tfrep_strategy.running.runs import how_lost
 
 pytestmark = pytest.mark.lane("quick")
 
@@ -97,7 +96,7 @@ def test_logs_of_an_earlier_run_are_removed_but_not_where_the_output_goes(tmp_pa
     logs = [tmp_path / f"rank{rank}.log" for rank in range(3)]
     for log in logs[:2]:
         log.write_text("of an earlier run")
-    removes = "import sys; from pathlib import Path; from tfrep_strategy.running.run_logs import remove_logs; print('shown')"
+    removes = "import sys; from pathlib import Path; from tfrep_strategy.running.logs import remove_logs; print('shown')"
     removes += "; remove_logs(map(Path, sys.argv[1:]))"
     with open(logs[0], "wb") as output:
         subprocess.run([sys.executable, "-c", removes, *map(str, logs)], stdout=output, check=True, timeout=60)

@@ -13,11 +13,11 @@ import pytest
 import tensorflow as tf
 from needs import needs_horovod
 
-from tfrep_strategy.environments import detect_environment
+from tfrep_strategy.cluster import identity
+from tfrep_strategy.cluster.environments import detect_environment
 from tfrep_strategy.errors import ConfigurationError, PeerError
-from tfrep_strategy.processes import identity
-from tfrep_strategy.processes.ranks import GRACE_SECONDS
 from tfrep_strategy.running import launch
+from tfrep_strategy.running.ranks import GRACE_SECONDS
 
 pytestmark = pytest.mark.lane("launchers")
 

@@ -16,8 +16,8 @@ from strangers import attack, flood, garbage, many_files
 from test_open_doors import KINDS, LIMIT, READY, STRANGER, TFREP, WAITS, named, running, wait_for
 from test_two_hosts import SCRIPTS, hosts  # noqa: F401
 
-from tfrep_strategy.processes.gloo import on_this_machine
-from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.cluster.horovod.gloo import on_this_machine
+from tfrep_strategy.cluster.rendezvous.connections import free_ports
 
 pytestmark = pytest.mark.lane("faults")
 

@@ -20,7 +20,7 @@ from test_joining import ROOT, environ, found_in
 from test_two_hosts import SCRIPTS, hosts  # noqa: F401
 from two_machines import Machine, know, machines_in, needs_machines
 
-from tfrep_strategy.processes.cores import cores_of_ranks
+from tfrep_strategy.cluster.hardware import cores_of_ranks
 
 pytestmark = [pytest.mark.lane("hosts"), needs_machines]
 LIMIT = 150

@@ -18,9 +18,9 @@ from calling import command
 from needs import needs_horovod
 
 import tfrep_strategy as tfrep
+from tfrep_strategy.cluster.identity import inherited_environ
+from tfrep_strategy.cluster.rendezvous.connections import free_ports
 from tfrep_strategy.communicators import SingleCommunicator
-from tfrep_strategy.processes.identity import inherited_environ
-from tfrep_strategy.rendezvous.connections import free_ports
 
 pytestmark = pytest.mark.lane("launchers")
 
@@ -208,7 +208,7 @@ def test_runs_in_tasks_are_refused(
 
 
 def test_a_rank_of_a_run_starts_no_other(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tfrep_strategy.demo import run_demo
+    from tfrep_strategy.contrib.demo import run_demo
     from tfrep_strategy.running import Options, run_script
 
     with pytest.raises(tfrep.errors.ConfigurationError, match="`tfrep demo` would start a run of its own in each"):

@@ -19,12 +19,11 @@ from typer.testing import CliRunner
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.cli import app
+from tfrep_strategy.cluster.rendezvous.connections import free_ports
 from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.processes import nodes
-from tfrep_strategy.processes.nodes import Node, meet_nodes
-from tfrep_strategy.rendezvous.connections import free_ports
-from tfrep_strategy.running import Options
+from tfrep_strategy.running import Options, nodes
 from tfrep_strategy.running.joining import for_this_pod
+from tfrep_strategy.running.nodes import Node, meet_nodes
 
 ROOT = str(Path(tfrep.__file__).parents[1])
 SCRIPTS = Path(__file__).with_name("scripts")

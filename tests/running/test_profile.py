@@ -20,7 +20,7 @@ from calling import command
 from needs import needs_horovod
 from test_joining import LIMIT, SCRIPTS, environ
 
-from tfrep_strategy.profiles.summary import SUMMARY_NAME
+from tfrep_strategy.cluster.profiles.summary import SUMMARY_NAME
 
 pytestmark = pytest.mark.lane("profiles")
 
@@ -93,7 +93,7 @@ def reports_in(folder: Path) -> dict[str, Any]:
 
 def steps_in(trace: Path) -> list[int]:
     """Returns the numbers of the steps that a trace contains."""
-    from tfrep_strategy._tensorflow import XSpace
+    from tfrep_strategy.core.tf import XSpace
 
     found = []
     for plane in XSpace.FromString(trace.read_bytes()).planes:

@@ -15,8 +15,8 @@ import pytest
 from test_joining import SCRIPTS, environ, found_in, outputs_of
 
 from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.processes.ranks import deferred_signals
-from tfrep_strategy.running.failures import RunFailed
+from tfrep_strategy.running.logs import RunFailed
+from tfrep_strategy.running.ranks import deferred_signals
 from tfrep_strategy.running.runs import Options, run_to_end
 
 pytestmark = pytest.mark.lane("faults")

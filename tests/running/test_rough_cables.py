@@ -19,7 +19,7 @@ from test_nodes import check_ranks, launch, options_of
 from test_two_hosts import hosts, secret  # noqa: F401
 from two_machines import Machine, needs_machines
 
-from tfrep_strategy.progress import Progress, Step
+from tfrep_strategy.cluster.notices import Progress, Step
 
 pytestmark = [pytest.mark.lane("hosts"), needs_machines]
 PROGRAM = str(SCRIPTS / "goes_slowly.py")

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from test_nodes import ROOT, SCRIPTS
 
+from tfrep_strategy.cluster.notices import Progress, Step
+from tfrep_strategy.cluster.rendezvous.connections import free_ports
 from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.processes.nodes import Node
-from tfrep_strategy.progress import Progress, Step
-from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.running.nodes import Node
 from tfrep_strategy.running.runs import Options
 
 pytestmark = pytest.mark.lane("faults")

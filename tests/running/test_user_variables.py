@@ -18,9 +18,9 @@ import pytest
 from test_joining import LIMIT, _tasks_of_torchrun, environ
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.processes.command import module_command
+from tfrep_strategy.cluster.command import module_command
 from tfrep_strategy.running import Options, hosts
-from tfrep_strategy.running.user_variables import chosen_by_user
+from tfrep_strategy.running.runs import chosen_by_user
 
 pytestmark = pytest.mark.lane("launchers")
 

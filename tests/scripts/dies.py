@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 
-from tfrep_strategy.environments import detect_environment
+from tfrep_strategy.cluster.environments import detect_environment
 
 if detect_environment().rank == 1:
     print("last words", flush=True)

@@ -5,7 +5,7 @@ import os
 import sys
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.digits import load_digits
+from tfrep_strategy.contrib.digits import load_digits
 
 before = set(sys.modules)
 room = tfrep.strategies.mirrored

@@ -3,7 +3,7 @@
 import keras
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.digits import load_digits
+from tfrep_strategy.contrib.digits import load_digits
 
 strategy = tfrep.MirroredStrategy(tfrep.use_logical_cpus(2))
 (x, y), _ = load_digits()

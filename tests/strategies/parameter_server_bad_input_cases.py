@@ -12,7 +12,7 @@ import tensorflow as tf
 from parameter_server_cases import BATCH, ROWS, RowCount, make_data, make_model
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.keras_integration.shared import forgotten_scope
+from tfrep_strategy.keras_integration import refusals
 
 strategy = parameter_server_cases.strategy
 
@@ -60,8 +60,8 @@ def test_keras_2(strategy: Any) -> None:
 
 
 def test_a_model_made_outside_the_scope_trains_here(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forgotten_scope, "_warned", set())  # Another test may have been told.
-    forgotten_scope.note(strategy)  # Of the module: a test begins without the strategies of those before.
+    monkeypatch.setattr(refusals, "_warned", set())  # Another test may have been told.
+    refusals.note(strategy)  # Of the module: a test begins without the strategies of those before.
     x, y = make_data()
     model = keras.Sequential([keras.Input(x.shape[1:]), keras.layers.Dense(1)])
     model.compile("sgd", "mse")

@@ -16,7 +16,7 @@ from strategies.own_functions import PROGRAMS, ran
 from workers import WorkerFailure
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.strategies import functions_in_scope
+from tfrep_strategy.strategies import partitioned_functions
 from tfrep_strategy.strategies.partitioned_functions import PartitionedFunction
 
 
@@ -28,15 +28,15 @@ def _check(got: list[np.ndarray], wanted: list[np.ndarray]) -> None:
 def _shared(strategy: Any, name: str) -> tuple[list[np.ndarray], int]:
     """Returns what a program gives in a scope, and how many of its functions replicas have shared."""
     with strategy.scope():
-        before = set(functions_in_scope._candidates)
+        before = set(partitioned_functions._candidates)
         got = ran(name, tf.function)
-        made = [found for function, found in functions_in_scope._candidates.items() if function not in before]
+        made = [found for function, found in partitioned_functions._candidates.items() if function not in before]
     return got, sum(bool(found and any(found.describe())) for found in made)
 
 
 @pytest.fixture
 def _candidates_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions_in_scope, "_candidates", {})
+    monkeypatch.setattr(partitioned_functions, "_candidates", {})
 
 
 _SHORT = ("gan", "replayed", "physics", "accumulated", "acted", "in_two_phases", "in_epochs", "in_steps")
@@ -53,7 +53,7 @@ def test_programs_on_mirrored_replicas(name: str, replicas: int) -> None:
 
 
 def _in_process(strategy: Any, names: list[str]) -> list[list[np.ndarray]]:
-    functions_in_scope._candidates = {}
+    partitioned_functions._candidates = {}
     found = [_shared(strategy, name) for name in names]
     assert all(shared for _, shared in found)
     return [got for got, _ in found]
@@ -79,7 +79,7 @@ def test_programs_in_processes(worker_pool: Any, communicator: str, size: int, n
 
 
 def _partitioned(function: Any) -> bool:
-    found: PartitionedFunction | None = functions_in_scope.candidate(function)
+    found: PartitionedFunction | None = partitioned_functions.candidate(function)
     return found is not None and bool(found.describe())
 
 

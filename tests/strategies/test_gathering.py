@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.strategies.gathering import gathered
+from tfrep_strategy.strategies.extended import gathered
 
 
 def _joined(strategy: Any) -> np.ndarray:

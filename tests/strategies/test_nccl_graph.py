@@ -14,8 +14,8 @@ from scenarios.base import init, regression
 from test_one_device_answer import assert_same, on_one_device
 
 import tfrep_strategy as tfrep
-from tfrep_strategy._tensorflow import NCCL_DTYPES
 from tfrep_strategy.communicators import local
+from tfrep_strategy.core.tf import NCCL_DTYPES
 
 pytestmark = pytest.mark.lane("gpus")
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from parameter_server_support import data, dense_model, start
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.cluster.rendezvous.connections import free_ports
 
 pytestmark = pytest.mark.lane("servers")
 

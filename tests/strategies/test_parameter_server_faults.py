@@ -153,7 +153,9 @@ def test_the_command(tmp_path: Path, victim: str) -> None:
         family = psutil.Process(process.pid).children(recursive=True)
         if victim == "server":
             # The servers are forks of one process, each with a log of its own.
-            next(p for p in _found(family, "clusters.servers").children() if "ps0.log" in os.readlink(f"/proc/{p.pid}/fd/1")).kill()
+            next(
+                p for p in _found(family, "cluster.local_servers").children() if "ps0.log" in os.readlink(f"/proc/{p.pid}/fd/1")
+            ).kill()
         elif victim == "coordinator":
             _found(family, "running.script").kill()
         else:
@@ -188,7 +190,7 @@ def test_who_dies_while_the_cluster_starts(tmp_path: Path, victim: str) -> None:
         while not killed:
             assert process.poll() is None
             with contextlib.suppress(StopIteration, psutil.Error, OSError):
-                holder = _found(psutil.Process(process.pid).children(), "clusters.servers")
+                holder = _found(psutil.Process(process.pid).children(), "cluster.local_servers")
                 if victim == "a server":
                     next(p for p in holder.children() if "ps0.log" in os.readlink(f"/proc/{p.pid}/fd/1")).kill()
                 else:

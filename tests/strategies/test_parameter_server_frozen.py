@@ -20,7 +20,7 @@ import pytest
 from parameter_server_support import data, dense_model, environ_in, left_behind, run, start
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.cluster.rendezvous.connections import free_ports
 
 pytestmark = pytest.mark.lane("servers")
 

@@ -17,7 +17,7 @@ from parameter_server_support import data, dense_model, environ_in
 from rough_cable import rough_cable
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.rendezvous.addresses import with_port
+from tfrep_strategy.cluster.rendezvous.meeting import with_port
 
 LIMIT = 200
 EPOCHS = 3

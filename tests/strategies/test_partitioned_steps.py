@@ -17,7 +17,7 @@ from keras import layers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.keras_integration.synchronous import one_device_steps
+from tfrep_strategy.keras_integration.synchronous import functions
 
 _X = np.random.default_rng(0).normal(size=(39, 6)).astype("float32")
 _Y = _X[:, :2] * 0.5
@@ -196,13 +196,13 @@ def _mirrored(number: int) -> tfrep.MirroredStrategy:
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> set[bool]:
     """Whether steps were partitioned."""
-    note, seen = one_device_steps.note_one_device, set[bool]()
+    note, seen = functions.note_one_device, set[bool]()
 
     def noted(model: Any, phase: str, is_one_device: bool) -> None:
         seen.add(is_one_device)
         note(model, phase, is_one_device)
 
-    monkeypatch.setattr(one_device_steps, "note_one_device", noted)
+    monkeypatch.setattr(functions, "note_one_device", noted)
     return seen
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
-from tfrep_strategy.processes.identity import horovod_is_installed, identities, inherited_environ
-from tfrep_strategy.rendezvous.connections import free_ports
+from tfrep_strategy.cluster.identity import horovod_is_installed, identities, inherited_environ
+from tfrep_strategy.cluster.rendezvous.connections import free_ports
 
 pytestmark = pytest.mark.lane("faults")
 

@@ -15,7 +15,7 @@ from calling import command
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.strategies.checked_settings import take_settings
+from tfrep_strategy.strategies.settings import take_settings
 
 pytestmark = pytest.mark.lane("quick")
 

@@ -14,8 +14,8 @@ import tensorflow as tf
 from lanes import in_lane
 
 import tfrep_strategy as tfrep
+from tfrep_strategy.cluster.identity import identities
 from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.processes.identity import identities
 
 
 def _loop(strategy: Any) -> Any:

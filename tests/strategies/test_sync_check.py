@@ -13,7 +13,7 @@ from scenarios import dense, regression
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError, DesyncError
-from tfrep_strategy.strategies.sync_check import checksum, compare
+from tfrep_strategy.strategies.in_sync import checksum, compare
 
 pytestmark = pytest.mark.lane("quick")
 

@@ -7,12 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.communicators.base import REDUCE_OPS, Communicator
-from tfrep_strategy.communicators.single import SingleCommunicator
-from tfrep_strategy.environments import MpiEnvironment
-from tfrep_strategy.errors import ConfigurationError, message, warn
-from tfrep_strategy.rendezvous.statements import differing, versions
-from tfrep_strategy.transports import (
+from tfrep_strategy.cluster.environments import MpiEnvironment
+from tfrep_strategy.cluster.rendezvous.introductions import differing, versions
+from tfrep_strategy.cluster.transports import (
     OWN_COMMUNICATORS,
     choose_communicator,
     communicator_names,
@@ -22,6 +19,8 @@ from tfrep_strategy.transports import (
     unknown_communicator,
     wanted_communicator,
 )
+from tfrep_strategy.communicators.base import REDUCE_OPS, Communicator, SingleCommunicator
+from tfrep_strategy.errors import ConfigurationError, message, warn
 
 __all__ = ["REDUCE_OPS", "Communicator", "SingleCommunicator", "make_communicator", "register_communicator"]
 
@@ -90,7 +89,7 @@ def _named(name: str, environment: Any, device: str | None) -> Communicator:
     connected = TensorFlowCommunicator(environment, device)
     if not is_auto:
         return connected
-    from tfrep_strategy.communicators.shared_memory.agreed import over_common_memory
+    from tfrep_strategy.communicators.shared_memory import over_common_memory
 
     return over_common_memory(connected, environment, has_gpu=has_gpu)
 

@@ -14,24 +14,13 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfrep_strategy.communicators.base import (
-    Communicator,
-    carry,
-    carry_moved,
-    outside_xla,
-    uncarry,
-    uncarry_moved,
-)
-from tfrep_strategy.communicators.forking import sockets_closed_in_children
-from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects, warn_if_shared
-from tfrep_strategy.communicators.naming import structural_name
-from tfrep_strategy.communicators.order import Order
-from tfrep_strategy.communicators.ordered import from_ordered, to_ordered
-from tfrep_strategy.devices import replica_device
+from tfrep_strategy.cluster.devices import identity_of_gpu, nccl_connects, replica_device, warn_if_shared
+from tfrep_strategy.cluster.horovod.gloo import SECRET, horovod_server, new_secret
+from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, sockets_closed_in_children
+from tfrep_strategy.communicators.base import Communicator, carry, carry_moved, outside_xla, uncarry, uncarry_moved
+from tfrep_strategy.communicators.order import Order, structural_name
+from tfrep_strategy.communicators.wire import Packed, from_ordered, to_ordered
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.packing import Packed
-from tfrep_strategy.rendezvous.connections import LOOPBACK
-from tfrep_strategy.rendezvous.horovod_server import SECRET, horovod_server, new_secret
 
 _TAKES_GROUPS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 

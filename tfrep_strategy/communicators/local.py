@@ -1,4 +1,7 @@
-"""Communication between the replicas of one process: in the graph that they share, and by collectives inside branches."""
+"""Communication between the replicas of one process: in the graph that they share, and by collectives inside branches.
+
+Collectives under TensorFlow's own strategies, such as `tf.distribute.TPUStrategy`.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import NCCL_DTYPES, BranchGraph, PerReplica, nccl_all_sum, run_independently
+from tfrep_strategy.cluster.devices import identity_of_gpu, nccl_connects
 from tfrep_strategy.communicators.base import Communicator, carry, outside_xla, uncarry
-from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects
-from tfrep_strategy.communicators.naming import replica_name
+from tfrep_strategy.communicators.order import replica_name
 from tfrep_strategy.communicators.ring import RingCommunicator
+from tfrep_strategy.communicators.wire import Packed
+from tfrep_strategy.core.tf import NCCL_DTYPES, BranchGraph, PerReplica, nccl_all_sum, run_independently
 from tfrep_strategy.errors import ConfigurationError, DesyncError, message
-from tfrep_strategy.packing import Packed
 
 _REDUCTIONS = {"min": tf.minimum, "max": tf.maximum, "product": tf.multiply}
 _ON_GPUS = NCCL_DTYPES - {tf.int32}  # TensorFlow keeps int32 in the memory of the host.
@@ -278,3 +281,46 @@ class _Opaque:
 
     def __init__(self, content: Any) -> None:
         self.content = content
+
+
+_REDUCTIONS_ALONG_AXES = {"min": tf.reduce_min, "max": tf.reduce_max, "product": tf.reduce_prod}
+
+
+class ContextCommunicator(Communicator):
+    """Builds every collective from the two that each strategy of TensorFlow has: a sum, and a gather of equal shapes.
+
+    Args:
+        context: The `tf.distribute.ReplicaContext` of this replica.
+    """
+
+    name = "context"
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        known = tf.get_static_value(context.replica_id_in_sync_group)
+        self.rank = context.replica_id_in_sync_group if known is None else int(known)
+        self.size = context.num_replicas_in_sync
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
+        self.check_op(op)
+        return [self._reduce(tf.convert_to_tensor(t), op) for t in tensors]
+
+    def _reduce(self, tensor: tf.Tensor, op: str) -> tf.Tensor:
+        carried = carry(tensor, op)
+        if op in _REDUCTIONS_ALONG_AXES:
+            return uncarry(_REDUCTIONS_ALONG_AXES[op](self.all_gather(carried[tf.newaxis]), axis=0), tensor.dtype, op)
+        total = self._context.all_reduce(tf.distribute.ReduceOp.SUM, carried)
+        return uncarry(total, tensor.dtype, op, self.size)
+
+    def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        tensor = tf.convert_to_tensor(tensor)
+        return uncarry(self._context.all_gather(carry(tensor), axis=0), tensor.dtype)
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        raise ConfigurationError(
+            message(
+                "Groups of replicas need a strategy of this package.",
+                hint="use tfrep.MirroredStrategy or tfrep.MultiWorkerStrategy.",
+                strategy=type(self._context.strategy).__name__,
+            )
+        )

@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tfrep_strategy.communicators.base import Communicator
-from tfrep_strategy.communicators.host import Arrays, HostCommunicator
-from tfrep_strategy.communicators.ordered import from_ordered_array, to_ordered_array
+from tfrep_strategy.communicators.base import Arrays, Communicator, HostCommunicator
+from tfrep_strategy.communicators.wire import from_ordered_array, to_ordered_array
+from tfrep_strategy.core.limits import timeout_seconds
 from tfrep_strategy.errors import ConfigurationError, PeerError, install_hint, message
-from tfrep_strategy.limits import timeout_seconds
 
 _SPIN_SECONDS, _SLEEP_SECONDS = 0.002, 0.0002
 """For how long a wait asks without a pause, and its pauses afterwards. Ranks may share cores."""

@@ -1,13 +1,100 @@
-"""Keeps the collectives of one device in program order."""
+"""Names and order of collectives: both depend on the structure of the program only, and are the same on all ranks.
+
+Transports match the collectives of different ranks by name. A counter would fail: a rank whose last batch has another
+shape retraces a `tf.function` that the others do not retrace, and counts differently from then on. The rank may also reuse
+the trace of an inner function, so the functions around a function are not part of its name, and functions are not counted.
+Branches and loop bodies are built with the function around them, always, and are counted there.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import CondGradientGraph, run_independently
+from tfrep_strategy.core.tf import BranchGraph, CondGradientGraph, run_independently, traced_function
+
+_ordinals: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+_own_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_graph_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def structural_name(kind: str) -> str:
+    """Names the collective that is about to be called.
+
+    Args:
+        kind: The kind of the collective, such as `"all_reduce"`.
+
+    Returns:
+        The function around the call, the path of branches in it, and how many calls of its kind came before it there.
+        An eager call needs its kind only, since eager calls happen one after the other.
+    """
+    if tf.executing_eagerly():
+        return f"eager.{kind}"
+    graph = tf.compat.v1.get_default_graph()
+    return f"{_graph_name(graph)}.{kind}{_next(graph, kind)}"
+
+
+def replica_name(kind: str, replica: int) -> str:
+    """Names a collective of one of several replicas that build their operations in one graph.
+
+    Args:
+        kind: The kind of the collective, such as `"all_reduce"`.
+        replica: The replica that builds the operation. The functions and branches of each replica are counted separately.
+            The id is not part of the name, since the name must be equal on all replicas.
+
+    Returns:
+        The same kind of name as from `structural_name`.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    return f"{_graph_name(graph, replica)}.{kind}{_next(graph, f'{replica}.{kind}')}"
+
+
+def in_nested_graph() -> bool:
+    """Returns whether the call is in a function or branch inside another function. It may run several times per step."""
+    outer = getattr(tf.compat.v1.get_default_graph(), "outer_graph", None)
+    return not tf.executing_eagerly() and getattr(outer, "building_function", False)
+
+
+def _graph_name(graph: Any, replica: int | None = None) -> str:
+    if graph not in _graph_names:
+        if isinstance(graph, BranchGraph):  # Its own name contains the replica and a count of all branches.
+            outer = graph.outer_graph
+            _graph_names[graph] = f"{_graph_name(outer, replica)}/{_next(outer, f'{replica}.branch')}"
+        else:
+            own = _own_name(graph)
+            # A function in itself runs at the same time, so that its collectives need other names.
+            _graph_names[graph] = own + "/in" * sum(_own_name(outer) == own for outer in _functions_around(graph))
+    return _graph_names[graph]
+
+
+def _own_name(graph: Any) -> str:
+    """Returns the name of a function and where it is defined, since functions of one name may call each other."""
+    if graph not in _own_names:
+        # TensorFlow numbers the functions of a process, and ranks may have built different numbers of functions.
+        own = re.sub(r"_\d+", "", getattr(graph, "name", None) or "graph")
+        code = getattr(traced_function(graph), "__code__", None)
+        place = f".{os.path.basename(code.co_filename)}.{code.co_firstlineno}" if code else ""
+        # An operation may not be called `<lambda>` or `_step`.
+        _own_names[graph] = re.sub(r"^_|[^A-Za-z0-9_.]", ".", own + place)
+    return _own_names[graph]
+
+
+def _functions_around(graph: Any) -> Iterator[Any]:
+    while getattr(graph := getattr(graph, "outer_graph", None), "building_function", False):
+        if not isinstance(graph, BranchGraph):
+            yield graph
+
+
+def _next(graph: Any, label: str) -> int:
+    counts = _ordinals.setdefault(graph, {})
+    counts[label] = counts.get(label, -1) + 1
+    return counts[label]
+
 
 _orders: weakref.WeakKeyDictionary[Any, dict[str, Order]] = weakref.WeakKeyDictionary()
 

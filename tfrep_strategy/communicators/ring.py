@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import run_independently
+from tfrep_strategy.cluster.devices import identity_of_gpu, is_gpu, nccl_connects, warn_if_shared
 from tfrep_strategy.communicators.base import (
     Communicator,
     carry,
@@ -28,13 +28,12 @@ from tfrep_strategy.communicators.base import (
     uncarry,
     uncarry_moved,
 )
-from tfrep_strategy.communicators.gpus import identity_of_gpu, is_gpu, nccl_connects, warn_if_shared
-from tfrep_strategy.communicators.naming import in_nested_graph, structural_name
-from tfrep_strategy.communicators.order import Order
-from tfrep_strategy.communicators.position import Position, sizes_of
+from tfrep_strategy.communicators.order import Order, in_nested_graph, structural_name
+from tfrep_strategy.communicators.peers.position import Position, sizes_of
+from tfrep_strategy.communicators.wire import Packed
+from tfrep_strategy.core.limits import is_debugging, timeout_seconds
+from tfrep_strategy.core.tf import run_independently
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.limits import is_debugging, timeout_seconds
-from tfrep_strategy.packing import Packed
 
 _AT_ONCE = 4
 _HOSTS_KEY = 2**30 + 2  # Above the keys of groups.

@@ -10,7 +10,14 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import (
+from tfrep_strategy.cluster.devices import full_name, replica_device
+from tfrep_strategy.cluster.rendezvous.confinement import confined
+from tfrep_strategy.cluster.rendezvous.connections import CONNECT_SECONDS
+from tfrep_strategy.cluster.rendezvous.meeting import meet_at
+from tfrep_strategy.communicators.peers.position import Position
+from tfrep_strategy.communicators.ring import RingCommunicator, group_key
+from tfrep_strategy.core.limits import timeout_seconds
+from tfrep_strategy.core.tf import (
     CoordinatedJob,
     ServerDef,
     configure_collectives,
@@ -18,14 +25,7 @@ from tfrep_strategy._tensorflow import (
     forget_device_names,
     runtime_has_started,
 )
-from tfrep_strategy.communicators.position import Position
-from tfrep_strategy.communicators.ring import RingCommunicator, group_key
-from tfrep_strategy.devices import full_name, replica_device
 from tfrep_strategy.errors import ConfigurationError, PeerError, message, warn
-from tfrep_strategy.limits import timeout_seconds
-from tfrep_strategy.rendezvous.addresses import meet_at
-from tfrep_strategy.rendezvous.confinement import confined
-from tfrep_strategy.rendezvous.connections import CONNECT_SECONDS
 
 _REGISTER_SECONDS = 25
 """How long TensorFlow may take to connect ranks that have met."""

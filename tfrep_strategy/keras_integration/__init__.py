@@ -1,14 +1,14 @@
 """Makes Keras 3 work under the strategies of this package; the only room that touches Keras's internals.
 
 Importing it checks all that it needs of Keras (`internals.py`). It then replaces the functions that decide how replicas work
-together (`table_of_training.py`, `table_of_models.py`). Under any other strategy, and under none, each does what Keras wrote,
+together (`tables.py`, `tables.py`). Under any other strategy, and under none, each does what Keras wrote,
 unless its entry says otherwise (`does`). `uninstall()` makes Keras what it was.
 """
 
 import keras
 
+from tfrep_strategy.core.replacements import KERAS
 from tfrep_strategy.errors import UnsupportedVersionError
-from tfrep_strategy.versions import KERAS
 
 KERAS.refuse_older(keras.__version__)
 if keras.backend.backend() != "tensorflow":

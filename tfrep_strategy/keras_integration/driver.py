@@ -5,10 +5,9 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from tfrep_strategy.keras_integration import refusals
 from tfrep_strategy.keras_integration.patching import Registry
-from tfrep_strategy.keras_integration.shared import forgotten_scope
-from tfrep_strategy.keras_integration.table_of_models import ModelPatches
-from tfrep_strategy.keras_integration.table_of_training import TrainingPatches
+from tfrep_strategy.keras_integration.tables import ModelPatches, TrainingPatches
 
 
 class KerasDriver(TrainingPatches, ModelPatches):
@@ -22,7 +21,7 @@ class KerasDriver(TrainingPatches, ModelPatches):
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = weakref.ref(strategy)
-        forgotten_scope.note(strategy)
+        refusals.note(strategy)
 
     @property
     def strategy(self) -> Any:

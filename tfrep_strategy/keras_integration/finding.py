@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.keras_integration.settings import Setting
+from tfrep_strategy.core.scoped import Setting
 
 loops_data_of: Setting[Any] = Setting(None)
 """The driver for whose loop an adapter of data is made now; None outside loops."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfrep_strategy.versions import private
+from tfrep_strategy.core.replacements import private
 
 misfits: list[str] = []
 """What this Keras does not have."""

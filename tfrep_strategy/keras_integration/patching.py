@@ -18,8 +18,7 @@ from typing import Any
 
 import keras
 
-from tfrep_strategy.replacements import Row
-from tfrep_strategy.versions import KERAS
+from tfrep_strategy.core.replacements import KERAS, Row
 
 _MISSING = object()
 

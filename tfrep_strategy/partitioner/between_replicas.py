@@ -12,11 +12,9 @@ import tensorflow as tf
 
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.communicators.base import carry, outside_xla, uncarry
-from tfrep_strategy.communicators.compression import DTYPES, compressed_gather, compressed_scatter, compressed_sum
+from tfrep_strategy.communicators.gradients import buckets
 from tfrep_strategy.communicators.local import summed_everywhere
-from tfrep_strategy.communicators.strings import gather_rows
-from tfrep_strategy.gradients import buckets
-from tfrep_strategy.packing import Packed
+from tfrep_strategy.communicators.wire import DTYPES, Packed, compressed_gather, compressed_scatter, compressed_sum, gather_rows
 from tfrep_strategy.partitioner.step import PartitionedStep
 
 Values = Sequence[Sequence[tf.Tensor]]

@@ -1,6 +1,6 @@
 """Marks on operations of a step while it is traced: what replicas do there. On one device each of them gives what it gets.
 
-A mark is an attribute of an operation. Its rule is in `rules/marked.py`. Some give a replica a value of its own, `Own`: what is
+A mark is an attribute of an operation. Its rule is in `rules/effects.py`. Some give a replica a value of its own, `Own`: what is
 computed of such values is written for one replica. It comes out as a whole or as a sum.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import set_mark
+from tfrep_strategy.core.tf import set_mark
 
 NAME = "_tfrep_mark"
 

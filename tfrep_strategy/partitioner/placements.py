@@ -21,7 +21,7 @@ class Shard:
     Attributes:
         axis: The axis of the rows.
         per_row: How many elements of that axis belong to one row: 1, or more after axes were merged.
-        rows: Which rows these are: 0, those of the batch; any other number, those that data have chosen (`rules/chosen_rows.py`),
+        rows: Which rows these are: 0, those of the batch; any other number, those that data have chosen (`rules/indexing.py`),
             or that are cut beside the batch (`choice.py`).
     """
 

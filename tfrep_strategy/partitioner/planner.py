@@ -14,18 +14,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import add_function, operation_definition
+from tfrep_strategy.core.tf import add_function, operation_definition
 from tfrep_strategy.partitioner import marks
 from tfrep_strategy.partitioner import sizes as by_value
-from tfrep_strategy.partitioner.placements import (
-    REPLICATE,
-    Items,
-    Own,
-    Placement,
-    Replicate,
-    Rows,
-    Shard,
-)
+from tfrep_strategy.partitioner.placements import REPLICATE, Items, Own, Placement, Replicate, Rows, Shard
 from tfrep_strategy.partitioner.program import Program, Tensor
 from tfrep_strategy.partitioner.values import OwnRows, Value, Values
 

@@ -1,4 +1,13 @@
-"""The program that every replica runs: nodes that become TensorFlow functions, with collectives between them."""
+"""The program that every replica runs: nodes that become TensorFlow functions, with collectives between them.
+
+Which operations give all ranks the same bits, given the same inputs, whatever the number of their threads.
+
+A kernel that adds up many numbers divides them among its threads, so that ranks with other numbers of threads round otherwise.
+What each rank computes of it by itself, such as its copy of a variable, would drift apart. It is made equal where it is used
+(`Values.agreed`).
+
+Takes out of loops what nothing needs, such as lists of sizes that a gradient would have asked for.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +18,34 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import operation_definition
+from tfrep_strategy.core.tf import operation_definition
 from tfrep_strategy.errors import CannotPartitionError, message
-from tfrep_strategy.partitioner.same_bits import ADDS_UP_ROWS, ASKS_FOR_SIZES, CALLS_PYTHON, SAME_BITS
+
+SAME_BITS = {
+    "BiasAdd", "BroadcastTo", "ConcatV2", "ConjugateTranspose", "Const", "Empty", "EmptyTensorList", "EnsureShape", "ExpandDims",
+    "Fill", "GatherNd", "GatherV2", "IdentityN", "MatrixBandPart", "MatrixDiagPartV3", "MatrixDiagV3", "MatrixSetDiagV3",
+    "Max", "Min", "MirrorPad", "OneHot", "Pack", "Pad", "PadV2", "Placeholder", "PlaceholderWithDefault", "Range",
+    "ReadVariableOp", "Reshape", "ResourceGather", "ReverseV2", "Roll", "Select", "Slice", "Split", "SplitV", "Squeeze",
+    "StridedSlice", "StridedSliceGrad", "TensorListConcatV2", "TensorListFromTensor", "TensorListGather",
+    "TensorListGetItem", "TensorListPopBack", "TensorListPushBack", "TensorListReserve", "TensorListResize",
+    "TensorListSetItem", "TensorListStack", "TensorScatterUpdate", "Tile", "TopKV2", "Transpose", "Unpack",
+}  # fmt: skip
+"""Operations that move elements, and those that rules add: what works on each element by itself, and what draws numbers."""
+
+CALLS_PYTHON = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
+"""Nobody knows what these give."""
+
+ASKS_FOR_SIZES = frozenset({
+    "OnesLike", "Rank", "Shape", "ShapeN", "Size", "TensorListElementShape", "TensorListLength", "ZerosLike",
+})  # fmt: skip
+"""Operations that do not look at the elements that they get."""
+
+ADDS_UP_ROWS = frozenset({"Mean", "Prod", "Sum"})
+"""Of several results, each is added up by one thread; so is a single one of few elements."""
+
+AT_ONCE = 1 << 15
+"""So many elements are added up by one thread, whatever their number is (Eigen, which counts cycles)."""
+
 
 _NOT_COPIED = frozenset({
     "_output_shapes", "_class", "_user_specified_name", "_has_manual_control_dependencies", "_gradient_op_type",
@@ -380,3 +414,43 @@ def attribute(value: Any) -> tf.compat.v1.AttrValue:
     else:
         result.list.i.extend(value)
     return result
+
+
+def prune(program: Program) -> None:
+    """Has the loops of a program carry what is needed."""
+    for node in reversed(program.nodes):  # A later loop may need what an earlier one carries.
+        if isinstance(node, Node) and node.bodies and node.type.endswith("While"):
+            _prune_loop(program, node)
+        for _, body in getattr(node, "bodies", ()):
+            prune(body)
+
+
+def _prune_loop(program: Program, node: Node) -> None:
+    (_, test), (_, body) = node.bodies
+    assert test.inputs is not None
+    assert body.inputs is not None
+    needed = _used(program, range(len(program.results)))
+    asked = _used(test, [0])
+    kept = {i for i, output in enumerate(node.outputs) if output.name in needed or test.inputs[i].name in asked}
+    while True:
+        used = _used(body, sorted(kept))
+        new = {i for i, own in enumerate(body.inputs) if own.name in used} - kept
+        if not new:
+            break
+        kept |= new
+    order = sorted(kept)
+    for i, output in enumerate(node.outputs):  # What is left takes the names of what goes.
+        output.name = f"{node.name}:pruned:{i}"
+    node.inputs, node.outputs = [node.inputs[i] for i in order], [node.outputs[i] for i in order]
+    for place, output in enumerate(node.outputs):
+        output.name = f"{node.name}:output:{place}"
+    node.carried = [place for place, i in enumerate(order) if i in node.carried]
+    node.attributes["T"] = attribute([x.dtype for x in node.inputs])
+    body.results = [body.results[i] for i in order]
+    test.inputs, body.inputs = [test.inputs[i] for i in order], [body.inputs[i] for i in order]
+
+
+def _used(program: Program, places: range | list[int]) -> set[str]:
+    """Returns the names of what some of the results, and the effects, of a program need."""
+    results = [program.results[i] for i in places]
+    return {x.name for node in live(program.nodes, results) for x in node.inputs} | {x.name for x in results}

@@ -4,24 +4,186 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 import tfrep_strategy.partitioner.rules  # noqa: F401  (registers them)
-from tfrep_strategy.partitioner import fingerprint
+from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.partitioner.choice import can_be_cut, cheapest
 from tfrep_strategy.partitioner.emitter import Emitter, Transport
-from tfrep_strategy.partitioner.observed import Observed, observe, returning
-from tfrep_strategy.partitioner.placements import REPLICATE, Placement, Shard, Size
+from tfrep_strategy.partitioner.placements import REPLICATE, Own, Partial, Placement, Replicate, Shard, Size
 from tfrep_strategy.partitioner.planner import Planner
-from tfrep_strategy.partitioner.program import Collective, Node, Program, every_node, live, without
-from tfrep_strategy.partitioner.pruning import prune
+from tfrep_strategy.partitioner.program import Collective, Node, Program, Tensor, every_node, live, prune, without
 from tfrep_strategy.partitioner.rules.drawing import drawn_rows
 from tfrep_strategy.partitioner.values import OwnRows
+
+
+class Seen(NamedTuple):
+    """A tensor of the trace that each replica has.
+
+    Attributes:
+        placement: How it is placed.
+        local: The place among the results of a replica of what it holds.
+        whole: The place of the whole that a replica got of it; None if nothing has asked for that.
+    """
+
+    placement: Placement
+    local: int
+    whole: int | None
+
+
+@dataclasses.dataclass
+class Observed:
+    """What can be seen of a graph.
+
+    Attributes:
+        seen: By the name of a tensor.
+        own: The names of what each replica has a value of its own for, which one device does not have.
+        calls: By the name of an operation that calls a function: the function's graph, and what can be seen of it.
+    """
+
+    seen: dict[str, Seen] = dataclasses.field(default_factory=dict)
+    own: set[str] = dataclasses.field(default_factory=set)
+    calls: dict[str, tuple[Any, Observed]] = dataclasses.field(default_factory=dict)
+
+
+def observe(plan: Any, program: Program) -> tuple[Observed, list[Tensor]]:
+    """Finds the tensors of a trace that a program computes anyway: nothing is sent or computed to see them.
+
+    Args:
+        plan: The `Planner` of the trace, after it has run.
+        program: Its program, pruned.
+
+    Returns:
+        What can be seen, and the tensors of the program that have to be returned for it.
+    """
+    made = {x.name for node in live(program.nodes, program.results) for x in node.outputs}
+    made.update(x.name for x in program.arguments)
+    wanted: dict[str, int] = {}
+    tensors: list[Tensor] = []
+
+    def place_of(local: Tensor | None) -> int | None:
+        if local is None or local.name not in made or local.dtype in (tf.resource, tf.variant):
+            return None
+        if local.name not in wanted:
+            wanted[local.name] = len(tensors)
+            tensors.append(local)
+        return wanted[local.name]
+
+    def of(plan: Any) -> Observed:
+        found = Observed(calls={name: (graph, of(inner)) for name, (graph, inner) in plan.called.items()})
+        for name, value in plan.values.items():
+            if isinstance(value.placement, Own):
+                found.own.add(name)
+            local = place_of(value.local)
+            if local is not None and isinstance(value.placement, (Replicate, Shard, Partial)):
+                found.seen[name] = Seen(value.placement, local, place_of(plan.whole.get(name)))
+        return found
+
+    return of(plan), tensors
+
+
+def returning(program: Program, more: Sequence[Tensor]) -> Program:
+    """Returns a program that returns more of what it computes."""
+    other = Program()
+    other.arguments, other.nodes, other.results = program.arguments, program.nodes, [*program.results, *more]
+    return other
+
+
+_OF_PROCESS = frozenset({"container", "debug_name", "shared_name", "token"})
+"""Attributes that name something of a process."""
+
+
+class _Line(NamedTuple):
+    """A node of a program: what must be equal on all ranks, and the node.
+
+    Attributes:
+        text: Of the operation, its attributes and constants.
+        wired: Of that, and of all that it is computed from.
+        node: The node.
+    """
+
+    text: str
+    wired: str
+    node: Any
+
+
+def digest(program: Program) -> bytes:
+    """Returns what is equal for programs that compute the same, in whatever order they were traced."""
+    found = hashlib.sha256()
+    for wired in sorted(line.wired for line in _lines(program)):
+        found.update(wired.encode() + b"\n")
+    return found.digest()
+
+
+def lines(program: Program) -> list[tuple[str, str]]:
+    """Returns for each node of a program what must be equal on all ranks, and what to tell of it where it is not.
+
+    What a program consists of comes first, then what each of it is computed from, in the order of the program.
+    """
+    consists, computed, whose = [], [], ""  # What has no line of its own was added for what comes after it.
+    for text, wired, node in reversed(list(_lines(program))):
+        told, traced = _told(node), getattr(node, "traced", None)
+        if traced is not None:
+            whose = line_of(traced)
+            told += f" at {whose}"
+        elif whose:
+            told += f", for {whose}"
+        consists.append((text, told))
+        computed.append((wired, f"{told}, of other inputs"))
+    return sorted(consists, key=lambda line: line[1]) + computed[::-1]
+
+
+def line_of(operation: Any) -> str:
+    """Returns the line of the user's program that has made an operation of a trace."""
+    return user_line((frame.filename, frame.lineno) for frame in reversed(operation.traceback))
+
+
+def _lines(program: Program, inside: str = "") -> Iterator[_Line]:
+    """Yields what a program consists of. TensorFlow may trace parts of it in another order in each process."""
+    wired: dict[int, str] = {}
+    for node in live(program.nodes, program.results):
+        text = f"{inside}{node.kind} {node.axis}" if isinstance(node, Collective) else f"{inside}{node.type} {_attributes(node)}"
+        given = [f"{wired[id(x.node)]} {_place(x)}" if x.node else f"{x.dtype} {x.shape}" for x in node.inputs]
+        if getattr(node, "type", None) == "AddN":
+            given.sort()
+        waits = sorted(wired[id(x)] for x in node.control_inputs if id(x) in wired)
+        bodies: list[str] = []
+        for name, body in getattr(node, "bodies", ()):
+            found = list(_lines(body, f"{inside}{name} "))
+            bodies += sorted(line.wired for line in found)
+            yield from found
+        wired[id(node)] = hashlib.sha256("\n".join([text, *given, "after", *waits, *bodies]).encode()).hexdigest()
+        yield _Line(text, wired[id(node)], node)
+
+
+def _place(tensor: Any) -> int:
+    """Returns which output of its node a tensor is. Its name counts all nodes of the process."""
+    return next(place for place, each in enumerate(tensor.node.outputs) if each is tensor)
+
+
+def _attributes(node: Any) -> str:
+    found = hashlib.sha256()
+    for name, value in sorted(node.attributes.items()):
+        if name not in _OF_PROCESS and value.WhichOneof("value") != "func" and not value.list.func:
+            found.update(name.encode() + value.SerializeToString(deterministic=True))
+    return found.hexdigest()
+
+
+def _told(node: Any) -> str:
+    if node is None:
+        return "the end of the step"
+    if isinstance(node, Collective):
+        return f"a {node.kind} between replicas"
+    if node.type != "Const":
+        return str(node.type)
+    value = tf.make_ndarray(node.attributes["value"].tensor)
+    return f"the constant {np.array2string(value, threshold=8, edgeitems=2, separator=', ')}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,11 +271,11 @@ class PartitionedStep:
 
     def digest(self) -> bytes:
         """Returns what is equal for programs that consist of the same operations and constants."""
-        return fingerprint.digest(self.program)
+        return digest(self.program)
 
     def lines(self) -> list[tuple[str, str]]:
         """Returns for each node what must be equal on all ranks, and what to tell of it where it is not."""
-        return fingerprint.lines(self.program)
+        return lines(self.program)
 
     def describe(self) -> list[str]:
         """Says where its tensors are, and what replicas send, a line for each round of collectives."""

@@ -14,18 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfrep_strategy.clusters.cluster import LocalCluster, check_counts
+from tfrep_strategy.cluster.command import module_command
+from tfrep_strategy.cluster.identity import inherited_environ
+from tfrep_strategy.cluster.local_cluster import LocalCluster, check_counts
+from tfrep_strategy.cluster.profiles.requests import keep_profile_dir, profile_environ, profile_folder, traced_steps
+from tfrep_strategy.cluster.rendezvous.connections import free_ports
+from tfrep_strategy.cluster.signs_of_life import Patience
+from tfrep_strategy.core.limits import check_keras_backend, grace_seconds
+from tfrep_strategy.core.validation import check_fields, writable
 from tfrep_strategy.errors import ConfigurationError, PeerError, ServerLostError, check_count, message
-from tfrep_strategy.limits import check_keras_backend, grace_seconds
-from tfrep_strategy.processes.command import module_command
-from tfrep_strategy.processes.identity import inherited_environ
-from tfrep_strategy.processes.ranks import Command, Failure, deferred_signals, run_ranks
-from tfrep_strategy.processes.signs_of_life import Patience
-from tfrep_strategy.profiles.requests import keep_profile_dir
-from tfrep_strategy.profiles.wanted import profile_environ, profile_folder, traced_steps
-from tfrep_strategy.rendezvous.connections import free_ports
 from tfrep_strategy.running.joining import refuse_inside_a_run
-from tfrep_strategy.validation import check_fields, writable
+from tfrep_strategy.running.ranks import Command, Failure, deferred_signals, run_ranks
 
 _SHORT_LIFE_SECONDS = 5.0
 """A worker that ends sooner again is started after a pause, which doubles each time."""

@@ -1,27 +1,78 @@
-"""Runs a Python function on several replicas, from a notebook or a script."""
+"""Runs a Python function on several replicas, from a notebook or a script.
+
+Pickles functions by value, and lets them keep the file and the lines that they were written in.
+
+Two things need those in the process where a function arrives: AutoGraph, which reads a function's source to convert
+its loops, and tracebacks. cloudpickle 3.1.3 replaces the file of every function that it pickles by value, and the cells
+of a notebook are no files at all.
+"""
 
 from __future__ import annotations
 
+import io
+import linecache
+import os
 import pickle
 import tempfile
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
-from tfrep_strategy.environments import detect_environment
+import cloudpickle
+
+from tfrep_strategy.cluster.command import module_command
+from tfrep_strategy.cluster.environments import detect_environment
+from tfrep_strategy.cluster.profiles.requests import answer_requests, name_of_folder
+from tfrep_strategy.cluster.signs_of_life import give_signs
+from tfrep_strategy.cluster.startup_log import quiet_start
 from tfrep_strategy.errors import PeerError, message
-from tfrep_strategy.processes.command import module_command
-from tfrep_strategy.processes.notes import noted_failure
-from tfrep_strategy.processes.ranks import deferred_signals
-from tfrep_strategy.processes.signs_of_life import give_signs
-from tfrep_strategy.profiles.requests import answer_requests, name_of_folder
-from tfrep_strategy.running.by_value import dumps
-from tfrep_strategy.running.failures import RunFailed
 from tfrep_strategy.running.joining import warn_inside_a_run
-from tfrep_strategy.running.runs import Options, run_to_end
+from tfrep_strategy.running.logs import RunFailed
+from tfrep_strategy.running.notes import noted_failure
+from tfrep_strategy.running.ranks import deferred_signals
+from tfrep_strategy.running.runs import Options, chosen_by_user, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
-from tfrep_strategy.running.user_variables import chosen_by_user
-from tfrep_strategy.startup_log import quiet_start
+
+
+def dumps(value: Any) -> bytes:
+    """Pickles a value for another process of this machine, as `cloudpickle.dumps` does, with the sources of functions.
+
+    Args:
+        value: Anything that cloudpickle can pickle.
+
+    Returns:
+        What `pickle.loads` reads.
+
+    Raises:
+        TypeError: The value cannot be pickled.
+
+    Example:
+        >>> import pickle
+        >>> pickle.loads(dumps(lambda: 1)).__code__.co_filename == (lambda: 1).__code__.co_filename
+        True
+    """
+    with io.BytesIO() as file:
+        _Pickler(file).dump(value)
+        return file.getvalue()
+
+
+def _reduced(code: CodeType) -> tuple[Any, ...]:
+    build, parts = cloudpickle.Pickler.dispatch_table[CodeType](code)[:2]
+    name = code.co_filename
+    lines = None if os.path.exists(name) else linecache.getlines(name)
+    return _with_source, (build, parts, name, lines)
+
+
+def _with_source(build: Callable[..., CodeType], parts: tuple[Any, ...], name: str, lines: list[str] | None) -> CodeType:
+    if lines:
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)  # Without a time, it is never looked up again.
+    return build(*parts).replace(co_filename=name)
+
+
+class _Pickler(cloudpickle.Pickler):
+    dispatch_table = ChainMap({CodeType: _reduced}, cloudpickle.Pickler.dispatch_table)
 
 
 def launch(

@@ -8,11 +8,11 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tfrep_strategy.cluster.startup_log import quiet_start
+from tfrep_strategy.core.limits import verification
+from tfrep_strategy.core.validation import Size, variable
 from tfrep_strategy.errors import ConfigurationError, message, warn
-from tfrep_strategy.limits import verification
 from tfrep_strategy.running.coordinator import exit_on_server_loss
-from tfrep_strategy.startup_log import quiet_start
-from tfrep_strategy.validation import Size, variable
 
 
 @contextlib.contextmanager
@@ -33,7 +33,7 @@ def run_strategy_scope() -> Iterator[Any]:
     with quiet_start():
         import tensorflow as tf
 
-        from tfrep_strategy.keras_integration.shared.profiled_fit import say_without_fit
+        from tfrep_strategy.keras_integration.profiled_fit import say_without_fit
         from tfrep_strategy.running.stand_ins import put, strategy_everywhere
         from tfrep_strategy.strategies.auto import auto_strategy
         from tfrep_strategy.strategies.parameter_server import ParameterServerStrategy

@@ -12,18 +12,17 @@ from collections.abc import Iterable, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
-from tfrep_strategy.environments import detect_environment
+from tfrep_strategy.cluster.command import module_command
+from tfrep_strategy.cluster.environments import detect_environment
+from tfrep_strategy.cluster.profiles.requests import answer_requests, name_of_folder
+from tfrep_strategy.cluster.signs_of_life import give_signs
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.processes.command import module_command
-from tfrep_strategy.processes.nodes import meet_nodes
-from tfrep_strategy.processes.notes import noted_failure
-from tfrep_strategy.processes.ranks import Events, deferred_signals
-from tfrep_strategy.processes.signs_of_life import give_signs
-from tfrep_strategy.profiles.requests import answer_requests, name_of_folder
 from tfrep_strategy.running.hosts import run_on_hosts, runs_on_other_hosts
 from tfrep_strategy.running.joining import for_this_pod, join_outer_run, outer_run
-from tfrep_strategy.running.rounds import Round
-from tfrep_strategy.running.runs import Options, run_to_end
+from tfrep_strategy.running.nodes import meet_nodes
+from tfrep_strategy.running.notes import noted_failure
+from tfrep_strategy.running.ranks import Events, deferred_signals
+from tfrep_strategy.running.runs import Options, Round, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
 from tfrep_strategy.running.together import together
 

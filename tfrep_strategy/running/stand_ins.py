@@ -8,11 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-import tfrep_strategy.replicator.loop
-import tfrep_strategy.replicator.on_workers
+import tfrep_strategy.training.replicator
 from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.strategies.checked_settings import take_settings
+from tfrep_strategy.strategies.settings import take_settings
 
 _OURS = ("MirroredStrategy", "MultiWorkerStrategy", "ParameterServerStrategy")
 
@@ -36,8 +35,7 @@ def _table(strategy: Any) -> list[tuple[Sequence[Any], str, Callable[..., Any]]]
     apis = (tf.distribute, tf.compat.v1.distribute, tf.compat.v2.distribute)
     stock = [module for api in apis for module in (api, api.experimental)]
     # The package itself, where scripts find its names, and what makes a strategy for them.
-    replicator = tfrep_strategy.replicator
-    ours = [tfrep_strategy, replicator.loop, replicator.on_workers]
+    ours = [tfrep_strategy, tfrep_strategy.training.replicator]
     return [
         (stock, "MirroredStrategy", given),
         (stock, "MultiWorkerMirroredStrategy", given),

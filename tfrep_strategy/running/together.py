@@ -18,22 +18,18 @@ from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tfrep_strategy.cluster.identity import common_hash_seed
+from tfrep_strategy.cluster.rendezvous.assembly import ANY, Assembly, RoundEnd, RoundReport, Seat, Verdict
+from tfrep_strategy.cluster.rendezvous.confinement import is_this_machine
+from tfrep_strategy.cluster.rendezvous.introductions import Statement
+from tfrep_strategy.cluster.rendezvous.meeting import Met, Visit, shared_secret
+from tfrep_strategy.core.limits import grace_seconds, meeting_seconds
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
-from tfrep_strategy.limits import grace_seconds, meeting_seconds
-from tfrep_strategy.processes.identity import common_hash_seed
-from tfrep_strategy.processes.nodes import Nodes, told_by
-from tfrep_strategy.processes.ranks import GRACE_SECONDS, Events, Failure
-from tfrep_strategy.processes.shared_folder import SharedFolder, check_reached, is_address, marked, shared_folder
-from tfrep_strategy.rendezvous.assembly import ANY, Assembly, RoundEnd, RoundReport, Verdict
-from tfrep_strategy.rendezvous.confinement import is_this_machine
-from tfrep_strategy.rendezvous.meeting import Met
-from tfrep_strategy.rendezvous.seat import Seat
-from tfrep_strategy.rendezvous.secret import shared_secret
-from tfrep_strategy.rendezvous.statements import Statement
-from tfrep_strategy.rendezvous.visiting import Visit
-from tfrep_strategy.running.failures import RunFailed
-from tfrep_strategy.running.rounds import Losses, Round, twice_at, where_it_goes_on
-from tfrep_strategy.running.runs import Options
+from tfrep_strategy.running.logs import RunFailed
+from tfrep_strategy.running.nodes import Nodes, told_by
+from tfrep_strategy.running.ranks import GRACE_SECONDS, Events, Failure
+from tfrep_strategy.running.runs import Losses, Options, Round, twice_at, where_it_goes_on
+from tfrep_strategy.running.shared_folder import SharedFolder, check_reached, is_address, marked, shared_folder
 
 _log = logging.getLogger(__name__)
 

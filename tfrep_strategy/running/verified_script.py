@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from tfrep_strategy.cluster.identity import inherited_environ
 from tfrep_strategy.errors import check_count
-from tfrep_strategy.processes.identity import inherited_environ
 from tfrep_strategy.running.script import check_script
 
 _SAFETY = 16.0

@@ -7,12 +7,12 @@ import os
 
 import tensorflow as tf
 
-from tfrep_strategy.environments import detect_environment
+from tfrep_strategy.cluster.environments import detect_environment
+from tfrep_strategy.cluster.transports import wanted_communicator
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.strategies.base import SynchronousStrategy
 from tfrep_strategy.strategies.mirrored import MirroredStrategy
 from tfrep_strategy.strategies.multi_worker import MultiWorkerStrategy
-from tfrep_strategy.transports import wanted_communicator
 
 
 @functools.cache

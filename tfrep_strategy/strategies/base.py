@@ -9,17 +9,22 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import Function
-from tfrep_strategy.batches import known_total, num_examples, pack, with_unknown_size
 from tfrep_strategy.communicators import Communicator
-from tfrep_strategy.communicators.compression import DTYPES
-from tfrep_strategy.data import explain
+from tfrep_strategy.communicators.wire import DTYPES
+from tfrep_strategy.core.old_spellings import OF_STRATEGIES, ShowsNewNames
+from tfrep_strategy.core.step import Shards, in_step
+from tfrep_strategy.core.tf import Function
+from tfrep_strategy.data import pipeline_ends  # noqa: F401  (acts when Python ends)
+from tfrep_strategy.data.batches import known_total, num_examples, pack, with_unknown_size
+from tfrep_strategy.data.distribution import explain
 from tfrep_strategy.errors import ConfigurationError, check_count, message
-from tfrep_strategy.keras_integration.protocol import Shards, in_step
 from tfrep_strategy.keras_integration.synchronous.driver import SynchronousDriver
-from tfrep_strategy.old_spellings import OF_STRATEGIES, ShowsNewNames
-from tfrep_strategy.strategies import functions_in_scope, sync_check
-from tfrep_strategy.strategies.checked_settings import (
+from tfrep_strategy.keras_integration.synchronous.saving import write_checkpoints_safely
+from tfrep_strategy.strategies import in_sync, partitioned_functions
+from tfrep_strategy.strategies.groups import ReplicaGroup, process_strategy
+from tfrep_strategy.strategies.one_device import HasOneReplica
+from tfrep_strategy.strategies.partitioned_functions import PartitionedFunction
+from tfrep_strategy.strategies.settings import (
     CheckedSetting,
     flag,
     function,
@@ -27,14 +32,8 @@ from tfrep_strategy.strategies.checked_settings import (
     one_of,
     or_none,
     positive,
+    refuse_graph_mode,
 )
-from tfrep_strategy.strategies.graph_mode import refuse_graph_mode
-from tfrep_strategy.strategies.groups import ReplicaGroup
-from tfrep_strategy.strategies.of_process import process_strategy
-from tfrep_strategy.strategies.one_replica import HasOneReplica
-from tfrep_strategy.strategies.partitioned_functions import PartitionedFunction
-from tfrep_strategy.tensorflow_integration import pipelines_at_exit  # noqa: F401  (acts when Python ends)
-from tfrep_strategy.tensorflow_integration.checkpoints import write_checkpoints_safely
 
 GradientTransformer = Callable[[list[Any]], Sequence[Any]]
 GradientAggregator = Callable[[list[Any], Communicator], list[Any]]
@@ -190,7 +189,7 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
         if isinstance(what, tf.data.Dataset):
             return explain(what, self.extended.local_replicas(stop_together=False))
         if isinstance(what, Function):
-            what = functions_in_scope.candidate(what) or what
+            what = partitioned_functions.candidate(what) or what
         if isinstance(what, PartitionedFunction):
             return "\n".join(what.describe()) or "The function has not been called on several replicas."
         lines = [f"{phase}: {line}" for phase, steps in self.extended.steps_of.get(what, ()) for line in steps.describe()]
@@ -218,9 +217,9 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
             check_count("A check comes after at least one step.", every=every)
             self.check_sync_every = every
         self.extended.synchronize_new_variables()
-        variables = sync_check.variables_of(model_or_variables)
-        checksums = sync_check.replica_checksums(variables, self.extended.num_local_replicas)
-        sync_check.compare([replica for process in self.extended.all_gather_object(checksums) for replica in process])
+        variables = in_sync.variables_of(model_or_variables)
+        checksums = in_sync.replica_checksums(variables, self.extended.num_local_replicas)
+        in_sync.compare([replica for process in self.extended.all_gather_object(checksums) for replica in process])
 
 
 def _is_of_replicas(value: Any) -> bool:

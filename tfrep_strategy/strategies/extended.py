@@ -1,9 +1,13 @@
-"""The `extended` of the synchronous strategies: variables and data, gradients, state, and what processes tell each other."""
+"""The `extended` of the synchronous strategies: variables and data, gradients, state, and what processes tell each other.
+
+Joins the outputs of the replicas of several processes along the batch.
+"""
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -11,28 +15,66 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy import data, gradients
-from tfrep_strategy._tensorflow import regroup
-from tfrep_strategy.agreement import Agreement
-from tfrep_strategy.batches import as_tensors, has_one_size, known_examples, map_rows, shard
-from tfrep_strategy.communicators import Communicator
-from tfrep_strategy.communicators.compression import compressed_gather, compressed_sum
-from tfrep_strategy.communicators.gpus import warn_of_sparse_gradients
+from tfrep_strategy.cluster.devices import warn_of_sparse_gradients
+from tfrep_strategy.communicators import Communicator, gradients
+from tfrep_strategy.communicators.sharding import Cut
+from tfrep_strategy.communicators.wire import compressed_gather, compressed_sum, gather_rows
+from tfrep_strategy.core.scoped import Setting
+from tfrep_strategy.core.step import KnownRows, Shards
+from tfrep_strategy.core.tf import regroup
+from tfrep_strategy.data import distribution
+from tfrep_strategy.data.agreement import Agreement, Fingerprint, FirstBatch
+from tfrep_strategy.data.batches import as_tensors, has_one_size, known_examples, map_rows, shard
+from tfrep_strategy.data.step_clock import timed_collectives
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.fingerprints import Fingerprint, FirstBatch
-from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
-from tfrep_strategy.keras_integration.settings import Setting
-from tfrep_strategy.keras_integration.shared.keras_2 import NoticesKeras2
-from tfrep_strategy.keras_integration.synchronous.other_threads import answers_alone
+from tfrep_strategy.keras_integration.refusals import NoticesKeras2
+from tfrep_strategy.keras_integration.synchronous.threads import answers_alone
 from tfrep_strategy.partitioner.between_replicas import Gradients
 from tfrep_strategy.partitioner.emitter import Transport
-from tfrep_strategy.sharding import Cut
-from tfrep_strategy.step_clock import timed_collectives
-from tfrep_strategy.strategies.checked_settings import functions
-from tfrep_strategy.strategies.gathering import gathered
-from tfrep_strategy.strategies.part_variables import PartVariable
 from tfrep_strategy.strategies.partitioned_steps import PartitionedSteps
-from tfrep_strategy.strategies.variables import ReplicaVariable, StepsSinceMerge, with_our_class
+from tfrep_strategy.strategies.settings import functions
+from tfrep_strategy.strategies.variables import PartVariable, ReplicaVariable, StepsSinceMerge, with_our_class
+
+
+def gathered(value: Any, communicator: Communicator) -> Any:
+    """Concatenates the values of the ranks, in rank order. Every process must call it.
+
+    Args:
+        value: A dense, sparse or ragged tensor whose first dimension is the batch, or a scalar; scalars are stacked.
+        communicator: The communicator of the ranks.
+
+    Returns:
+        A tensor of the same kind.
+    """
+    gather = functools.partial(gather_rows, communicator.all_gather)
+    if isinstance(value, tf.RaggedTensor):
+        return tf.RaggedTensor.from_row_lengths(gathered(value.values, communicator), gather(value.row_lengths()))
+    if isinstance(value, tf.SparseTensor):
+        shapes = gather(value.dense_shape[tf.newaxis])
+        before = tf.reduce_sum(shapes[: communicator.rank, 0])
+        offset = tf.concat([[before], tf.zeros([tf.size(value.dense_shape) - 1], tf.int64)], 0)
+        shape = tf.concat([[tf.reduce_sum(shapes[:, 0])], tf.reduce_max(shapes[:, 1:], 0)], 0)
+        return tf.SparseTensor(gather(value.indices + offset), gather(value.values), shape)
+    return gather(value[tf.newaxis] if value.shape.rank == 0 else value)
+
+
+def without_rows(value: Any) -> Any:
+    """Returns a tensor like another one, with no rows. It keeps no memory of the other one.
+
+    Args:
+        value: A dense, sparse or ragged tensor whose first dimension is the batch.
+
+    Example:
+        >>> without_rows(tf.ones([3, 2])).shape.as_list()
+        [0, 2]
+    """
+    if isinstance(value, tf.RaggedTensor):
+        splits = tf.zeros([1], value.row_splits.dtype)
+        return tf.RaggedTensor.from_row_splits(without_rows(value.values), splits, validate=False)
+    if isinstance(value, tf.SparseTensor):
+        shape = tf.concat([[0], value.dense_shape[1:]], 0)
+        return tf.SparseTensor(without_rows(value.indices), without_rows(value.values), shape)
+    return tf.zeros(tf.concat([[0], tf.shape(value)[1:]], 0), value.dtype)
 
 
 class SynchronousExtended(NoticesKeras2):
@@ -132,17 +174,17 @@ class SynchronousExtended(NoticesKeras2):
         """Puts a variable into a container, if TensorFlow's class has not done so."""
         return variable
 
-    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> data.ReplicaDataset:
-        return data.distribute(dataset, self.local_replicas(stop_together=False), options, most=self.reads_at_most.value)
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> distribution.ReplicaDataset:
+        return distribution.distribute(dataset, self.local_replicas(stop_together=False), options, most=self.reads_at_most.value)
 
-    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> data.ReplicaDataset:
-        return data.distribute_from_function(dataset_fn, self.local_replicas(stop_together=False), options)
+    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> distribution.ReplicaDataset:
+        return distribution.distribute_from_function(dataset_fn, self.local_replicas(stop_together=False), options)
 
-    def local_replicas(self, stop_together: bool) -> data.LocalReplicas:
+    def local_replicas(self, stop_together: bool) -> distribution.LocalReplicas:
         """Returns the replicas of this process, for the functions of `data`."""
         if stop_together not in self._agreements:  # Iterators share functions only if they share the agreement.
             self._agreements[stop_together] = self._agreement(stop_together)
-        return data.LocalReplicas(self.first_local_replica, tuple(self.worker_devices), self._agreements[stop_together])
+        return distribution.LocalReplicas(self.first_local_replica, tuple(self.worker_devices), self._agreements[stop_together])
 
     def value_of_first_replica(self, local: tf.Tensor) -> tf.Tensor:
         """Returns the value of replica 0, given the value of the first replica of this process."""

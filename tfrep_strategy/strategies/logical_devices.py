@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.errors import ConfigurationError, is_count, message
-from tfrep_strategy.strategies.one_replica import traced_for
+from tfrep_strategy.strategies.one_device import traced_for
 
 
 class LogicalDevices:

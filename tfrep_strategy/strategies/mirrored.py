@@ -10,7 +10,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import (
+from tfrep_strategy.cluster.devices import identity_of_gpu, logical_devices, nccl_connects, warn_if_shared, warn_of_unseen_gpus
+from tfrep_strategy.cluster.environments import detect_environment
+from tfrep_strategy.communicators import Communicator
+from tfrep_strategy.communicators.local import LocalGroup
+from tfrep_strategy.core.step import Shards
+from tfrep_strategy.core.tf import (
     NCCL_DTYPES,
     DistributedValues,
     MirroredExtended,
@@ -20,24 +25,18 @@ from tfrep_strategy._tensorflow import (
     runtime_has_started,
     without_rewriting,
 )
-from tfrep_strategy.batches import concatenate, map_rows
-from tfrep_strategy.communicators import Communicator
-from tfrep_strategy.communicators.gpus import identity_of_gpu, nccl_connects, warn_if_shared
-from tfrep_strategy.communicators.local import LocalGroup
-from tfrep_strategy.devices import logical_devices, warn_of_unseen_gpus
-from tfrep_strategy.environments import detect_environment
+from tfrep_strategy.core.validation import MOST_PROCESSES, checked
+from tfrep_strategy.data.batches import concatenate, map_rows
 from tfrep_strategy.errors import ConfigurationError, check_count, message, shown, warn
-from tfrep_strategy.keras_integration.protocol import Shards
 from tfrep_strategy.partitioner.between_replicas import WithinProcess
 from tfrep_strategy.partitioner.emitter import Transport
-from tfrep_strategy.strategies import sync_check
+from tfrep_strategy.strategies import in_sync
 from tfrep_strategy.strategies.base import GradientAggregator, GradientTransformer, SynchronousStrategy
-from tfrep_strategy.strategies.checked_settings import CheckedSetting, mapping, positive
 from tfrep_strategy.strategies.extended import SynchronousExtended
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.logical_devices import LogicalDevices
 from tfrep_strategy.strategies.replica_context import DeviceReplicaContext
-from tfrep_strategy.validation import MOST_PROCESSES, checked
+from tfrep_strategy.strategies.settings import CheckedSetting, mapping, positive
 
 _THREADS_PER_REPLICA = 2
 
@@ -251,7 +250,7 @@ class _Extended(SynchronousExtended, MirroredExtended):
         return tf.nest.map_structure(lambda v: concatenate(self.strategy.experimental_local_results(v)), outputs)
 
     def take_from_first(self, model: Any) -> None:
-        for variable in map(sync_check.of_tensorflow, sync_check.variables_of(model)):
+        for variable in map(in_sync.of_tensorflow, in_sync.variables_of(model)):
             if isinstance(variable, MirroredVariable):
                 for copy in variable.values[1:]:
                     copy.assign(variable.values[0])

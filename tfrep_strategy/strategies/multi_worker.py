@@ -9,22 +9,20 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import runtime_has_started
-from tfrep_strategy.clusters.resolver import resolver_of
+from tfrep_strategy.cluster.devices import full_name, replica_device, take_own_gpu
+from tfrep_strategy.cluster.environments import detect_environment
+from tfrep_strategy.cluster.hardware import THREADS_VARIABLE, is_bound, threads_of_rank
+from tfrep_strategy.cluster.resolver import resolver_of
+from tfrep_strategy.cluster.watcher import start_watcher
 from tfrep_strategy.communicators import Communicator, SingleCommunicator, make_communicator
 from tfrep_strategy.communicators.peers.checked import watched
-from tfrep_strategy.devices import full_name, replica_device, take_own_gpu
-from tfrep_strategy.environments import detect_environment
-from tfrep_strategy.processes.cores import THREADS_VARIABLE, is_bound, threads_of_rank
-from tfrep_strategy.processes.watcher import start_watcher
+from tfrep_strategy.core.tf import runtime_has_started
 from tfrep_strategy.strategies.base import GradientAggregator, GradientTransformer, SynchronousStrategy
-from tfrep_strategy.strategies.checked_settings import CheckedSetting, one_of, or_none, positive
-from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
-from tfrep_strategy.strategies.of_process import remember
+from tfrep_strategy.strategies.groups import ReplicaGroup, check_members, remember
+from tfrep_strategy.strategies.in_sync import share_random_state
+from tfrep_strategy.strategies.operations import cache_in_own_files, order_loops_that_draw
 from tfrep_strategy.strategies.process_extended import ProcessExtended
-from tfrep_strategy.strategies.seeds import share_random_state
-from tfrep_strategy.tensorflow_integration.cache_files import cache_in_own_files
-from tfrep_strategy.tensorflow_integration.ordered_loops import order_loops_that_draw
+from tfrep_strategy.strategies.settings import CheckedSetting, one_of, or_none, positive
 
 
 class MultiWorkerStrategy(SynchronousStrategy):

@@ -1,6 +1,15 @@
 """Functions of one's own, such as the step of a training loop: traced as on one device, and shared by the replicas.
 
 Where a tensor is cut decides how fast a function is, and never what it gives. So a function may be cut wherever that helps.
+
+What functions that replicas share read themselves, by `for x in data` and `next(iterator)`.
+
+Each process reads all batches, and a replica takes its rows of each.
+
+The user's own `tf.function`s that train, called in the scope of a strategy: its replicas share their work.
+
+A call is that of a `PartitionedFunction` if eager code makes it outside of replicas, and if the function gets or draws rows and
+writes variables. All others stay what they are: exports, functions with `strategy.run` in them, those of libraries.
 """
 
 from __future__ import annotations
@@ -10,25 +19,124 @@ import contextlib
 import functools
 import inspect
 import threading
+import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import OwnedIterator, asks_for_xla, converted_by_autograph, tape_may_record
-from tfrep_strategy.batches import bounds
+from tfrep_strategy.core.limits import verification
+from tfrep_strategy.core.step import Shards
+from tfrep_strategy.core.tf import (
+    Function,
+    OwnedIterator,
+    asks_for_xla,
+    converted_by_autograph,
+    loops_of_autograph,
+    tape_may_record,
+)
+from tfrep_strategy.data.agreement import Fingerprint
+from tfrep_strategy.data.batches import bounds
+from tfrep_strategy.data.pipeline_functions import rows_are_alike
 from tfrep_strategy.errors import CannotPartitionError, ConfigurationError, message, warn
-from tfrep_strategy.fingerprints import Fingerprint
-from tfrep_strategy.keras_integration.shared.verified_calls import called
-from tfrep_strategy.keras_integration.shared.xla import compiled_at_once, compiled_between_collectives
+from tfrep_strategy.keras_integration.verified_calls import called
+from tfrep_strategy.keras_integration.xla import compiled_at_once, compiled_between_collectives
 from tfrep_strategy.partitioner import marks
 from tfrep_strategy.partitioner.placements import REPLICATE, Shard
 from tfrep_strategy.partitioner.step import Given
 from tfrep_strategy.partitioner.values import OwnRows
-from tfrep_strategy.strategies.data_in_functions import SharedIterator, have_rows_alike, shared_reading
-from tfrep_strategy.strategies.one_device_trace import OneDeviceTrace
+from tfrep_strategy.strategies.one_device import OneDeviceTrace
+
+_traced = threading.local()
+
+Check = Callable[[Sequence[tf.Tensor]], None]
+"""Refuses tensors that other ranks have otherwise."""
+
+
+@contextlib.contextmanager
+def shared_reading(replicas: int, check: Check, alike: dict[int, bool], read: list[Any]) -> Iterator[None]:
+    """Has replicas share the batches that functions read which are traced now.
+
+    Args:
+        replicas: How many they are.
+        check: Adds a comparison of what ranks have read.
+        alike: By the id of a data set, or an iterator, that a function is given: whether all tensors of a batch have as many rows.
+        read: Gets the tensors whose rows replicas share.
+    """
+    _traced.now = replicas, check, alike, read
+    try:
+        yield
+    finally:
+        _traced.now = None
+
+
+class SharedIterator(OwnedIterator):
+    """An iterator that a function is given, in its trace: replicas share the batches that it reads.
+
+    Args:
+        traced: The iterator.
+    """
+
+    def __init__(self, traced: OwnedIterator) -> None:
+        components = tf.nest.flatten(traced, expand_composites=True)
+        super().__init__(components=components, element_spec=traced.element_spec)
+
+    def __next__(self) -> Any:
+        return self._shared(super().__next__())
+
+    def get_next(self) -> Any:
+        return self._shared(super().get_next())
+
+    def _shared(self, element: Any) -> Any:
+        change = _sharing(self)
+        return element if change is None else change(element)
+
+
+def have_rows_alike(data: Any) -> bool:
+    """Returns whether all tensors of a batch of a data set, or of an iterator, are known to have as many rows."""
+    read = data if isinstance(data, tf.data.Dataset) else data._dataset
+    return read is not None and rows_are_alike(read)
+
+
+def _sharing(data: Any) -> Callable[[Any], Any] | None:
+    """Returns what marks batches that are read; None where no function is traced for replicas."""
+    now = getattr(_traced, "now", None)
+    if now is None:
+        return None
+    replicas, check, alike, read = now
+    known = alike.get(id(data))
+    are_alike = have_rows_alike(data) if known is None else known
+
+    def marked(element: Any) -> Any:
+        tensors = tf.nest.flatten(element)
+        if not all(isinstance(x, tf.Tensor) and x.dtype != tf.variant for x in tensors):
+            return element
+        check(tensors)
+        places = [i for i, x in enumerate(tensors) if x.shape.rank]
+        if places and are_alike:
+            own = marks.batch([tensors[i] for i in places], replicas)
+            read.extend(own)
+            for place, rows in zip(places, own, strict=True):
+                tensors[place] = rows
+        return tf.nest.pack_sequence_as(element, tensors)
+
+    return marked
+
+
+_over_data, _over_iterator = loops_of_autograph._registry[tf.data.Dataset], loops_of_autograph._registry[OwnedIterator]
+
+
+def loop(data: Any, extra_test: Any, body: Callable[[Any], Any], *state: Any) -> None:
+    """Makes a loop over a data set one of the graph over an iterator. It would be one of functions of the data set."""
+    change, is_data = _sharing(data), isinstance(data, tf.data.Dataset)
+    if change is None:
+        (_over_data if is_data else _over_iterator)(data, extra_test, body, *state)
+    else:
+        iterator = OwnedIterator(data) if is_data else data
+        _over_iterator(iterator, extra_test, lambda element: body(change(element)), *state)
+
 
 _READ = (tf.data.Dataset, OwnedIterator)
 
@@ -418,3 +526,49 @@ def _is_dense(spec: Any) -> bool:
 def _as_key(value: Any) -> Any:
     """Returns what tells a constant of a trace from others: its type and value, or the object itself."""
     return (type(value), value) if isinstance(value, (bool, int, float, str, bytes, type(None))) else id(value)
+
+
+_LIBRARIES = ("tensorflow", "keras", "tfrep_strategy")
+_candidates: weakref.WeakKeyDictionary[Any, PartitionedFunction | None] = weakref.WeakKeyDictionary()
+_call_as_it_was = Function.__call__
+
+
+def candidate(function: Any) -> PartitionedFunction | None:
+    """Returns what replicas share of a `tf.function` that is called in a scope; None if it is a library's."""
+    if function not in _candidates:
+        module = str(getattr(inspect.unwrap(function.python_function), "__module__", None) or "")
+        is_users = module.partition(".")[0] not in _LIBRARIES
+        # It must not keep the function alive, by which it is known.
+        as_it_was = functools.partial(_call, weakref.ref(function))
+        _candidates[function] = PartitionedFunction(function, as_it_was) if is_users else None
+    return _candidates[function]
+
+
+def _call(function: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+    return _call_as_it_was(function(), *args, **kwargs)
+
+
+@functools.wraps(_call_as_it_was)
+def call_in_scope(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a `tf.function`. If it is the user's, and called in a scope, replicas share its work."""
+    strategy = strategy_here() if threading.current_thread() is threading.main_thread() else None
+    shares = strategy is not None and _shares(strategy)
+    found = candidate(function) if shares or verification() is not None else None
+    if found is None or any(map(_is_distributed, (*args, *kwargs.values()))):
+        return _call_as_it_was(function, *args, **kwargs)
+    return found(*args, **kwargs) if shares else found.call_as_it_was(*args, **kwargs)
+
+
+def _shares(strategy: Any) -> bool:
+    """Returns whether all processes call what this one calls, with the same arguments."""
+    is_alone = strategy.extended.reads_alone  # As in a callback that one process runs by itself.
+    return strategy.partition_functions and not is_alone and getattr(strategy, "rank_data", "same") != "own"
+
+
+def _is_distributed(argument: Any) -> bool:
+    """Returns whether an argument is no value of one device: distributed data, or a value of each replica."""
+    if isinstance(argument, (Shards, tf.distribute.DistributedDataset)):
+        return True
+    if hasattr(argument, "__next__") and not isinstance(argument, OwnedIterator):
+        return True
+    return any(isinstance(x, tf.distribute.DistributedValues) and not isinstance(x, tf.Variable) for x in tf.nest.flatten(argument))

@@ -1,4 +1,7 @@
-"""How `MultiWorkerStrategy` does what TensorFlow and Keras ask of a strategy."""
+"""How `MultiWorkerStrategy` does what TensorFlow and Keras ask of a strategy.
+
+The setting `rank_data`: either all ranks pass the same data and each takes its part, or each passes its own.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy import data, gradients
-from tfrep_strategy._tensorflow import (
+from tfrep_strategy.communicators import Communicator, SingleCommunicator, gradients
+from tfrep_strategy.core.step import KnownRows, Shards, Share
+from tfrep_strategy.core.tf import (
     DistributedVariable,
     MirroredVariable,
     OneDeviceExtended,
@@ -19,23 +24,83 @@ from tfrep_strategy._tensorflow import (
     ValueContext,
     is_mirrored,
 )
-from tfrep_strategy.agreement import Agreement
-from tfrep_strategy.batches import all_alike, as_tensors, num_examples, open_sizes, with_all_open, with_open_sizes
-from tfrep_strategy.communicators import Communicator, SingleCommunicator
-from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.fingerprints import Fingerprint
-from tfrep_strategy.keras_integration.protocol import KnownRows, Shards
+from tfrep_strategy.data import distribution
+from tfrep_strategy.data.agreement import Agreement, Fingerprint, FirstBatch, difference
+from tfrep_strategy.data.batches import all_alike, as_tensors, num_examples, open_sizes, with_all_open, with_open_sizes
+from tfrep_strategy.data.distribution import ReplicaDataset
+from tfrep_strategy.errors import ConfigurationError, DesyncError, message, warn
 from tfrep_strategy.partitioner.between_replicas import BetweenProcesses
 from tfrep_strategy.partitioner.emitter import Transport
-from tfrep_strategy.shares import Share
-from tfrep_strategy.strategies import rank_data as ranks_read
-from tfrep_strategy.strategies import sync_check
-from tfrep_strategy.strategies.extended import SynchronousExtended
-from tfrep_strategy.strategies.gathering import gathered, without_rows
-from tfrep_strategy.strategies.part_variables import PartVariable
+from tfrep_strategy.strategies import in_sync
+from tfrep_strategy.strategies.extended import SynchronousExtended, gathered, without_rows
+from tfrep_strategy.strategies.in_sync import check_order, own_random_operations, share_random_state
 from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
-from tfrep_strategy.strategies.seeds import check_order, own_random_operations, share_random_state
-from tfrep_strategy.strategies.variables import ReplicaVariable, is_sum
+from tfrep_strategy.strategies.variables import PartVariable, ReplicaVariable, is_sum
+
+_POLICIES = tf.data.experimental.AutoShardPolicy
+
+
+def compare(communicator: Communicator, given: Fingerprint) -> None:
+    """Refuses data that differs between the ranks. Every rank must call it."""
+    own = np.frombuffer(given.digest, np.int32)[np.newaxis]
+    refuse_difference(communicator, given, [row.tobytes() for row in communicator.all_gather_equal(tf.constant(own)).numpy()])
+
+
+def refuse_difference(communicator: Communicator, given: Fingerprint, digests: Sequence[bytes]) -> None:
+    """Raises a DesyncError that names the first difference, on every rank, unless all digests are equal."""
+    if len(set(digests)) > 1:
+        raise DesyncError(difference(communicator.all_gather_object(given.leaves)))
+
+
+def shortest(sizes: Sequence[int]) -> int:
+    """Returns the smallest number of batches of a rank, given the number of each; warns if the numbers differ.
+
+    Infinite and unknown numbers are `tf.data`'s negative cardinalities. If one number is unknown, so is the result.
+    """
+    known = [size for size in sizes if size >= 0]
+    if tf.data.UNKNOWN_CARDINALITY in sizes:
+        return int(tf.data.UNKNOWN_CARDINALITY)
+    if len(set(sizes)) == 1 or not known:
+        return sizes[0]
+    ranks = [rank for rank, size in enumerate(sizes) if size == min(known)]
+    warn(
+        f"The data of rank {ranks} ends after {min(known)} batches, before that of the other ranks, so an epoch ends"
+        f" there for all. Received: batches={sizes}",
+    )
+    return min(known)
+
+
+def distribute(
+    strategy: Any,
+    dataset: tf.data.Dataset,
+    in_one_order: Callable[[tf.data.Dataset], tf.data.Dataset],
+    distribute_whole: Callable[..., ReplicaDataset],
+) -> ReplicaDataset:
+    """Distributes a data set, of which every rank has one.
+
+    Args:
+        strategy: The strategy, with its `rank_data`.
+        dataset: A data set of global batches.
+        in_one_order: Returns the data set with its elements in the same order on all ranks.
+        distribute_whole: Distributes the data set by its `auto_shard_policy`, and notes its first batch in `first_batch`.
+
+    Returns:
+        The distributed data set. If all ranks should read the same data, its first batch is compared.
+    """
+    if strategy.communicator.size == 1:
+        return distribute_whole(dataset)
+    if strategy.rank_data == "own":
+        each_its_own = tf.data.Options()
+        each_its_own.experimental_distribute.auto_shard_policy = _POLICIES.OFF
+        dataset = dataset.with_options(each_its_own)
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy == _POLICIES.OFF:
+        return distribute_whole(dataset)
+    dataset = in_one_order(dataset)
+    if policy == _POLICIES.FILE or strategy.rank_data == "unchecked" or not strategy.extended.notes_first_batch:
+        return distribute_whole(dataset)
+    return distribute_whole(dataset, first_batch=FirstBatch(strategy.extended.check_same))
+
 
 _A = tf.VariableAggregation
 _PART_BYTES = 32 << 20
@@ -225,9 +290,9 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
 
     def take_from_first(self, model: Any) -> None:
         kept = SyncOnReadVariable, PartVariable
-        variables = [v for v in sync_check.variables_of(model) if not isinstance(sync_check.of_tensorflow(v), kept)]
-        ranks = self.all_gather_object(sync_check.replica_checksums(variables, 1)[0])
-        self.broadcast_variables([variables[i] for i in sync_check.places_of_differing(ranks)])
+        variables = [v for v in in_sync.variables_of(model) if not isinstance(in_sync.of_tensorflow(v), kept)]
+        ranks = self.all_gather_object(in_sync.replica_checksums(variables, 1)[0])
+        self.broadcast_variables([variables[i] for i in in_sync.places_of_differing(ranks)])
 
     def synchronize_new_variables(self) -> None:
         """Gives variables made since the last call the values of rank 0, also while a function is traced: it runs next.
@@ -241,9 +306,9 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
             return
         with tf.init_scope():
             new, self.new_variables = self.new_variables, []
-            made = [sync_check.described(variable) for variable in new]
-            if sync_check.are_in_other_orders(self._communicator.all_gather_object(made)):
-                new.sort(key=sync_check.described)
+            made = [in_sync.described(variable) for variable in new]
+            if in_sync.are_in_other_orders(self._communicator.all_gather_object(made)):
+                new.sort(key=in_sync.described)
             # Variables that are summed over ranks are left out: rank 0 holds their value, the other ranks hold zero. Parts were
             # cut of values that are equal on all ranks.
             self._broadcast_values([v for v in new if not is_sum(v) and not isinstance(v, PartVariable)])
@@ -320,17 +385,17 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
                 tf.raw_ops.ResourceStridedSliceAssign(ref=variable.handle, begin=[start], end=[end], strides=[1], value=value)
 
     def shortest_epoch(self, num_batches: int) -> int:
-        return ranks_read.shortest(self._communicator.all_gather_object(num_batches))
+        return shortest(self._communicator.all_gather_object(num_batches))
 
     def begin_call(self, settings: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
         if self._communicator.size == 1:
             return
         given = Fingerprint({**settings, **(arrays if self.strategy.rank_data == "same" else {})})
-        ranks_read.refuse_difference(self._communicator, given, share_random_state(self._communicator, given.digest))
+        refuse_difference(self._communicator, given, share_random_state(self._communicator, given.digest))
 
     def check_same(self, given: Fingerprint) -> None:
         if self._communicator.size > 1 and self.strategy.rank_data == "same":
-            ranks_read.compare(self._communicator, given)
+            compare(self._communicator, given)
 
     def broadcast_object(self, value: Any) -> Any:
         return self._communicator.broadcast_object(value)
@@ -358,10 +423,10 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
             return tf.IndexedSlices(gather(tensor.values)[:rows], gather(tensor.indices)[:rows], tensor.dense_shape)
         return self._communicator.broadcast([tf.convert_to_tensor(tensor)])[0]
 
-    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> data.ReplicaDataset:
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> distribution.ReplicaDataset:
         replicas = self.local_replicas(stop_together=False)
-        whole = functools.partial(data.distribute, replicas=replicas, options=options, most=self.reads_at_most.value)
-        return ranks_read.distribute(self._container_strategy(), dataset, self._in_one_order, whole)
+        whole = functools.partial(distribution.distribute, replicas=replicas, options=options, most=self.reads_at_most.value)
+        return distribute(self._container_strategy(), dataset, self._in_one_order, whole)
 
     def _in_one_order(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns a data set with equal elements on all ranks, as far as that is known before it is read."""

@@ -6,7 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import (
+from tfrep_strategy.core.replacements import TENSORFLOW, Replacement, Replacements
+from tfrep_strategy.core.tf import (
     Function,
     LoadedFunction,
     MirroredReplicaThread,
@@ -20,19 +21,13 @@ from tfrep_strategy._tensorflow import (
     saved_models,
     while_v2,
 )
-from tfrep_strategy.replacements import Replacement, Replacements
-from tfrep_strategy.strategies.branches import deciding_a_number, deciding_a_truth
-from tfrep_strategy.strategies.data_in_functions import loop
-from tfrep_strategy.strategies.functions_in_scope import call_in_scope
-from tfrep_strategy.strategies.one_replica import none_in_trace
-from tfrep_strategy.strategies.reflecting_pads import of_no_rows_too
-from tfrep_strategy.strategies.replica_threads import inheriting, with_inherited
-from tfrep_strategy.strategies.seeds import with_seeds_of_replica
+from tfrep_strategy.keras_integration.synchronous.saving import exported_by_one, saved_now, written_by_one
+from tfrep_strategy.strategies.in_sync import with_seeds_of_replica
+from tfrep_strategy.strategies.one_device import none_in_trace
+from tfrep_strategy.strategies.operations import deciding_a_number, deciding_a_truth, in_order, of_no_rows_too, with_own_file
+from tfrep_strategy.strategies.partitioned_functions import call_in_scope, loop
+from tfrep_strategy.strategies.replica_context import inheriting, with_inherited
 from tfrep_strategy.strategies.variables import with_copies_that_are_read
-from tfrep_strategy.tensorflow_integration.cache_files import with_own_file
-from tfrep_strategy.tensorflow_integration.checkpoints import exported_by_one, saved_now, written_by_one
-from tfrep_strategy.tensorflow_integration.ordered_loops import in_order
-from tfrep_strategy.versions import TENSORFLOW
 
 _LOOP = "({}, extra_test, body, get_state, set_state, symbol_names, opts)"
 

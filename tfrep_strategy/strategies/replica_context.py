@@ -1,13 +1,23 @@
-"""The replica contexts of our strategies: gradients through `all_reduce` are exact for uneven batches too."""
+"""The replica contexts of our strategies, and the state of the calling thread in the threads of replicas.
+
+TensorFlow copies graphs, devices, name and variable scopes, and the state of summaries. This module adds the state of
+Keras, Python's context variables, and TensorFlow's own `threading.local`s.
+"""
 
 from __future__ import annotations
 
+import contextvars
+import functools
 from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import MirroredReplicaContext, ReplicaContext, stop_recording
-from tfrep_strategy.keras_integration.protocol import current_share
+from tfrep_strategy.core.step import current_share
+from tfrep_strategy.core.tf import MirroredReplicaContext, ReplicaContext, save_context, stop_recording, sync_on_read_context
+from tfrep_strategy.keras_integration.finding import driver_of
+from tfrep_strategy.keras_integration.synchronous.driver import SynchronousDriver
+from tfrep_strategy.keras_integration.synchronous.threads import CallerState
+from tfrep_strategy.strategies.in_sync import seeds_of_replica
 
 
 class _WeighedGradient:
@@ -41,3 +51,47 @@ class ProcessReplicaContext(_WeighedGradient, ReplicaContext):
 
 class DeviceReplicaContext(_WeighedGradient, MirroredReplicaContext):
     """The context of one of several replicas of a process."""
+
+
+_THREAD_LOCALS = (save_context, sync_on_read_context)
+
+
+class _Inherited:
+    """The state of the current thread, for the thread of a replica."""
+
+    def __init__(self, thread: Any) -> None:
+        self._thread = thread
+        self._context = contextvars.copy_context()
+        self._keras = CallerState()
+        self._locals = [dict(vars(local)) for local in _THREAD_LOCALS]
+
+    def run(self, fn: Any) -> None:
+        for local, state in zip(_THREAD_LOCALS, self._locals, strict=True):
+            vars(local).update(state)
+        replica_id = self._thread.replica_id
+        with seeds_of_replica(replica_id), self._keras.in_replica(first=replica_id == 0):
+            self._context.run(fn)
+
+
+def inheriting(init: Any) -> Any:
+    """Returns what makes the thread of a replica, with the state of its caller."""
+
+    @functools.wraps(init)
+    def inheriting_init(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, strategy, *args, **kwargs)
+        self.inherited = _Inherited(self) if isinstance(driver_of(strategy), SynchronousDriver) else None
+
+    return inheriting_init
+
+
+def with_inherited(run: Any) -> Any:
+    """Returns what runs the thread of a replica in that state."""
+
+    @functools.wraps(run)
+    def run_with_inherited(self: Any) -> None:
+        if self.inherited is None:
+            run(self)
+        else:
+            self.inherited.run(functools.partial(run, self))
+
+    return run_with_inherited

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from tfrep_strategy.digits import load_digits
+from tfrep_strategy.contrib.digits import load_digits
 
 (x, y), test = load_digits()
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.digits import load_digits
+from tfrep_strategy.contrib.digits import load_digits
 
 (train_images, train_labels), (test_images, test_labels) = load_digits()
 BATCH_SIZE, EPOCHS = 32, 2

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.digits import load_digits
+from tfrep_strategy.contrib.digits import load_digits
 
 (train_images, train_labels), (test_images, test_labels) = load_digits()
 BATCH_SIZE, EPOCHS = 32, 2

@@ -6,7 +6,7 @@ import horovod.tensorflow.keras as hvd
 import keras
 import tensorflow as tf
 
-from tfrep_strategy.digits import load_digits
+from tfrep_strategy.contrib.digits import load_digits
 
 hvd.init()
 gpus = tf.config.list_physical_devices("GPU")

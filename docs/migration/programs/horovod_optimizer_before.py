@@ -5,7 +5,7 @@ import json
 import horovod.tensorflow.keras as hvd
 import keras
 
-from tfrep_strategy.digits import load_digits
+from tfrep_strategy.contrib.digits import load_digits
 
 hvd.init()
 (x, y), test = load_digits()

@@ -5,7 +5,7 @@ import json
 import keras
 import tensorflow as tf
 
-from tfrep_strategy.digits import load_digits
+from tfrep_strategy.contrib.digits import load_digits
 
 (x, y), test = load_digits()
 keras.utils.set_random_seed(1)

@@ -5,7 +5,7 @@ import json
 import keras
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.digits import load_digits
+from tfrep_strategy.contrib.digits import load_digits
 
 (x, y), test = load_digits()
 keras.utils.set_random_seed(1)

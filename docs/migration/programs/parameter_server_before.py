@@ -5,7 +5,7 @@ import socket
 
 import tensorflow as tf
 
-from tfrep_strategy.digits import load_digits
+from tfrep_strategy.contrib.digits import load_digits
 
 
 def free_address():

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tfrep_strategy.cluster.rendezvous.connections import connect, free_ports
 from tfrep_strategy.communicators.peers.hub import Hub
-from tfrep_strategy.rendezvous.connections import connect, free_ports
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
@@ -41,7 +41,7 @@ def test_many_ranks_join_agree_lose_one_and_leave() -> None:
 
 
 def test_more_ranks_than_are_greeted_at_once_are_all_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tfrep_strategy.rendezvous.reception._MOST_AT_ONCE", 2)
+    monkeypatch.setattr("tfrep_strategy.cluster.rendezvous.introductions._MOST_AT_ONCE", 2)
     size = 100
     hub = Hub(size, True, 20.0)
     with ThreadPoolExecutor(size) as threads, contextlib.ExitStack() as stack:

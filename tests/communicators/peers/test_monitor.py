@@ -16,13 +16,12 @@ import psutil
 import pytest
 import tensorflow as tf
 
-from tfrep_strategy.communicators.peers.ended import PeerLostError
+from tfrep_strategy.cluster.rendezvous.connections import connect
+from tfrep_strategy.communicators.base import SingleCommunicator
 from tfrep_strategy.communicators.peers.hub import Hub
-from tfrep_strategy.communicators.peers.monitor import PeerMonitor
+from tfrep_strategy.communicators.peers.monitor import PeerLostError, PeerMonitor
 from tfrep_strategy.communicators.peers.reports import Call, Report
-from tfrep_strategy.communicators.single import SingleCommunicator
 from tfrep_strategy.errors import DesyncError
-from tfrep_strategy.rendezvous.connections import connect
 
 pytestmark = pytest.mark.lane("faults")
 

@@ -8,7 +8,7 @@ import sys
 import keras
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.digits import load_digits
+from tfrep_strategy.contrib.digits import load_digits
 
 keras.utils.set_random_seed(0)
 (x, y), test = load_digits()

@@ -8,11 +8,10 @@ from pathlib import Path
 sys.path[:0] = json.loads(sys.argv[1])
 
 from tfrep_strategy.errors import TfrepError  # noqa: E402
-from tfrep_strategy.processes.nodes import Node, meet_nodes  # noqa: E402
-from tfrep_strategy.processes.ranks import deferred_signals  # noqa: E402
 from tfrep_strategy.running import Options, RunFailed  # noqa: E402
-from tfrep_strategy.running.rounds import Round  # noqa: E402
-from tfrep_strategy.running.runs import run_to_end  # noqa: E402
+from tfrep_strategy.running.nodes import Node, meet_nodes  # noqa: E402
+from tfrep_strategy.running.ranks import deferred_signals  # noqa: E402
+from tfrep_strategy.running.runs import Round, run_to_end  # noqa: E402
 from tfrep_strategy.running.together import together  # noqa: E402
 
 given = json.loads(sys.argv[2])

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.preemption import is_asked_to_end
+from tfrep_strategy.cluster.notices import is_asked_to_end
 
 seconds = float(sys.argv[1])
 epochs = []

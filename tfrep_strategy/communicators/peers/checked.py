@@ -155,7 +155,7 @@ def watched(communicator: Communicator, hosts: Sequence[str] = (), watch: Callab
     Args:
         communicator: The communicator of all ranks. Every rank must call this.
         hosts: The machine of each rank, as far as known.
-        watch: Starts the watcher of this rank, if it needs one; see `processes/watcher.py`.
+        watch: Starts the watcher of this rank, if it needs one; see `cluster/watcher.py`.
 
     Returns:
         A checked communicator around it. The communicator itself if it has one rank or the ranks cannot be connected.

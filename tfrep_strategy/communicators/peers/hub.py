@@ -12,13 +12,17 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tfrep_strategy.communicators.forking import close_in_children
-from tfrep_strategy.communicators.peers import programs
+from tfrep_strategy.cluster.rendezvous.connections import (
+    CONNECT_SECONDS,
+    GREETING_SECONDS,
+    close_in_children,
+    hang_up,
+    set_patience,
+)
+from tfrep_strategy.cluster.rendezvous.introductions import Reception, listen
+from tfrep_strategy.communicators.peers import reports
 from tfrep_strategy.communicators.peers.reports import Report, describe_difference, some_of
-from tfrep_strategy.limits import longest_silence, timeout_seconds
-from tfrep_strategy.rendezvous.connections import CONNECT_SECONDS, GREETING_SECONDS, hang_up, set_patience
-from tfrep_strategy.rendezvous.listening import listen
-from tfrep_strategy.rendezvous.reception import Reception
+from tfrep_strategy.core.limits import longest_silence, timeout_seconds
 
 _END_SECONDS = 5
 _LOOK_SECONDS = 0.2
@@ -80,7 +84,7 @@ class Hub:
         self._heard: dict[int, float] = {}
         self._silent: dict[int, float] = {}
         self._looked_for_silence = 0.0
-        self._programs = programs.Programs(self._tell)
+        self._programs = reports.Programs(self._tell)
         self._hung: set[int] = set()  # Those that the others have been told of.
         self._limit = timeout_seconds()
         self._longest_silence = max(self._limit, longest_silence())
@@ -145,7 +149,7 @@ class Hub:
             said = "ended", True, None
         if isinstance(said, Report):
             self._note(rank, said)
-        elif said[0] in programs.OF_HUB:
+        elif said[0] in reports.OF_HUB:
             self._programs.hear(rank, *said)
         elif said[0] == "state":
             self._weigh(connection, *said[1:])

@@ -1,4 +1,9 @@
-"""Watches the other ranks: names the rank that has ended when a collective fails, or aborts one that would wait forever."""
+"""Watches the other ranks: names the rank that has ended when a collective fails, or aborts one that would wait forever.
+
+A rank that has ended, and the error that it causes on the other ranks.
+
+A call whose collectives the monitor watches, and whom it cannot go on without.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +15,130 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, close_in_children, connect, hang_up, is_number, own_hosts
 from tfrep_strategy.communicators.base import Communicator
-from tfrep_strategy.communicators.forking import close_in_children
-from tfrep_strategy.communicators.peers import programs
-from tfrep_strategy.communicators.peers.ended import Ended, PeerLostError, lost, one_line
-from tfrep_strategy.communicators.peers.followed import Followed
+from tfrep_strategy.communicators.peers import reports
 from tfrep_strategy.communicators.peers.hub import Hub, state_seconds
+from tfrep_strategy.communicators.peers.position import Followed, Position
 from tfrep_strategy.communicators.peers.reports import Call, Report
-from tfrep_strategy.communicators.peers.watched import WatchedCall, innermost, missing
-from tfrep_strategy.communicators.position import Position
+from tfrep_strategy.core.limits import is_debugging, timeout_seconds
 from tfrep_strategy.errors import DesyncError, PeerError, message
-from tfrep_strategy.limits import is_debugging, timeout_seconds
-from tfrep_strategy.rendezvous.connections import LOOPBACK, connect, hang_up, is_number, own_hosts
+
+
+class PeerLostError(PeerError, tf.errors.UnavailableError):
+    """A rank has ended while this one needed it. It is also a `tf.errors.UnavailableError`."""
+
+    def __init__(self, text: str) -> None:
+        tf.errors.UnavailableError.__init__(self, None, None, text)
+
+    def __reduce__(self) -> Any:
+        return PeerLostError, (self.message,)
+
+
+class Ended:
+    """A rank that has ended.
+
+    Args:
+        rank: The rank.
+        lost: Whether its connection broke without a goodbye: the process was killed, or called `os._exit`.
+        error: The error that ended it, if one did. If it is lost: what its watcher saw of it before it killed it.
+    """
+
+    def __init__(self, rank: int, lost: bool, error: str | None) -> None:
+        self.rank, self.lost, self.error = rank, lost, error
+        self.when = time.monotonic()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended before the end of its program."""
+        return self.lost or self.error is not None
+
+    @property
+    def how(self) -> str:
+        """The reason, worded to follow "ended"."""
+        if self.lost:
+            return f", killed by its watcher: it {self.error}" if self.error else " without a word"
+        return f" with {self.error}" if self.error else ""
+
+    def __str__(self) -> str:
+        return f"Rank {self.rank} ended {time.monotonic() - self.when:.1f} seconds ago{self.how.rstrip('.')}."
+
+
+def lost(ended: Ended) -> PeerLostError:
+    """Makes the error of a process that cannot go on without a rank that has ended."""
+    hint = f"look for the reason in the output of rank {ended.rank}"
+    hint += "; the system may have killed it because memory ran out." if ended.lost else "."
+    if ended.lost and ended.error:
+        hint = "find out who has stopped it, or what it was doing; TFREP_TIMEOUT=0 lets ranks wait, as under a debugger."
+    if not ended.failed:
+        hint = "every rank has to call the same collectives; its program ended before that of the others."
+    return PeerLostError(message(f"{ended} No collective can finish without it.", hint=hint))
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the type of an error, and the first line of its text, which is cut."""
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+class WatchedCall:
+    """One collective, or a body of several.
+
+    Args:
+        group: The ranks that take part.
+        single: Whether it is one collective.
+        others: The calls that are under way, in the order in which they began.
+
+    Attributes:
+        began: When it began.
+        waits_since: When it began, or when the last call inside it ended.
+    """
+
+    def __init__(self, group: Sequence[int], single: bool, others: Sequence[WatchedCall]) -> None:
+        self.group, self.single = group, single
+        self.began = self.waits_since = time.monotonic()
+        self._thread = threading.get_ident()
+        self._outer = next((call for call in reversed(others) if call._thread == self._thread), None)
+        self._seen: weakref.ref[Exception] | None = None
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether it is inside no other call."""
+        return self._outer is None
+
+    def end(self) -> None:
+        """Notes that it has ended."""
+        if self._outer is not None:
+            self._outer.waits_since = time.monotonic()
+
+    def is_seen(self, error: Exception) -> bool:
+        """Returns whether a call inside this one has looked at an error before; notes that this one has."""
+        is_seen = self._seen is not None and self._seen() is error
+        if self._outer is not None:
+            self._outer._seen = weakref.ref(error)
+        return is_seen
+
+
+def innermost(calls: Sequence[WatchedCall]) -> list[WatchedCall]:
+    """Returns the calls that other calls are not inside of; each thread has one."""
+    return list({call._thread: call for call in calls}.values())
+
+
+def missing(group: Sequence[int], ended: Sequence[Ended]) -> list[Ended]:
+    """Returns those ranks that have ended without which a group cannot go on; first those that failed.
+
+    Nobody can go on without a rank that failed, nor without rank 0, which has the hub.
+    """
+    needed = [each for each in ended if each.failed or each.rank in group or each.rank == 0]
+    return sorted(needed, key=lambda each: not each.failed)
+
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +211,7 @@ class PeerMonitor:
         self._closing = False
         close_in_children(self, PeerMonitor._leave_to_parent)
         self._thread = threading.Thread(target=self._listen, daemon=True, name="tfrep-monitor")
-        self.programs = programs.OwnPrograms(self._send, self._news, lambda: self._desync, self._thread.is_alive, self._limit)
+        self.programs = reports.OwnPrograms(self._send, self._news, lambda: self._desync, self._thread.is_alive, self._limit)
         self._thread.start()
         atexit.register(self.close)
 
@@ -118,7 +229,7 @@ class PeerMonitor:
             communicator: Sends the hub's address and the key to all ranks.
             hosts: The machine of each rank, as far as known.
             silence_seconds: With `TFREP_DEBUG=1`, how long a rank may keep others waiting in a collective.
-            watch: Starts the watcher of this rank, if it needs one; see `processes/watcher.py`.
+            watch: Starts the watcher of this rank, if it needs one; see `cluster/watcher.py`.
 
         Returns:
             The monitor; None, with a warning, if some rank cannot reach rank 0.
@@ -313,7 +424,7 @@ class PeerMonitor:
                 self._desync = what[0]
                 _log.error(self._desync)
             self._start_abort(self._desync)
-        elif kind in programs.OF_RANK:
+        elif kind in reports.OF_RANK:
             self.programs.hear(kind, *what)
         elif kind == "silent":
             self._silent, self._answered = what[0], time.monotonic()

@@ -2,6 +2,8 @@
 
 Each rank reduces its part of the elements over the memory of all ranks, in the order of ranks. So an element gets the same bits on
 all ranks, and wherever it stands in a bucket.
+
+How ranks agree to talk through common memory: over the communicator that connects them already.
 """
 
 from __future__ import annotations
@@ -18,17 +20,15 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.common_memory import MOST_IN_MESSAGE, SHARES_MEMORY, bytes_for
-from tfrep_strategy.communicators.base import Communicator
-from tfrep_strategy.communicators.host import Arrays, HostCommunicator
-from tfrep_strategy.communicators.naming import structural_name
+from tfrep_strategy.cluster.hardware import MOST_IN_MESSAGE, MOST_SHARING, SHARES_MEMORY, bytes_for, problem_of_sharing
+from tfrep_strategy.cluster.transports import no_common_memory
+from tfrep_strategy.communicators.base import Arrays, Communicator, HostCommunicator, SingleCommunicator
+from tfrep_strategy.communicators.order import structural_name
 from tfrep_strategy.communicators.peers.reports import Call, describe_difference, user_line
-from tfrep_strategy.communicators.shared_memory.greeting import meet
-from tfrep_strategy.communicators.shared_memory.links import LONGEST_MESSAGE, Links
+from tfrep_strategy.communicators.shared_memory.links import LONGEST_MESSAGE, Links, meet
 from tfrep_strategy.communicators.shared_memory.memory import Memory, Row, aligned_empty, reduce_in_order
-from tfrep_strategy.communicators.single import SingleCommunicator
-from tfrep_strategy.errors import ConfigurationError, DesyncError, message
-from tfrep_strategy.limits import meeting_seconds
+from tfrep_strategy.core.limits import meeting_seconds
+from tfrep_strategy.errors import ConfigurationError, DesyncError, TfrepError, message, warn
 
 
 class _Running(NamedTuple):
@@ -265,3 +265,42 @@ def _all_linked(environment: Any, seconds: float) -> Links:
     made[environment.run_name] += 1
     run = f"{environment.run_name}/{made[environment.run_name]}"
     return meet(run, environment.rank, environment.size, bytes_for(environment.size), seconds)
+
+
+_MEETING_SECONDS = 15.0
+"""How long ranks that are all there may take to meet. Where the names of sockets are not common, they never do."""
+
+
+def over_common_memory(connected: Communicator, environment: Any, *, has_gpu: bool) -> Communicator:
+    """Moves all ranks to common memory, or none. Every rank must call it.
+
+    Each rank tells the others whether it can share memory. If all can, they try to meet, and tell each other whether they have met.
+
+    Args:
+        connected: Connects all ranks. They use it if they cannot share memory, and rank 0 warns if they are on one machine.
+        environment: Knows the rank, the size, and what tells this run from others on this machine.
+        has_gpu: Whether this rank has a GPU. Then no rank moves.
+
+    Returns:
+        A communicator over common memory on all ranks, or `connected` on all.
+    """
+    stays = has_gpu or not SHARES_MEMORY or environment.local_size < environment.size or environment.size > MOST_SHARING
+    told = connected.all_gather_object((stays, None if stays else problem_of_sharing(environment.size)))
+    if any(stays for stays, _ in told):
+        return connected
+    made, problems = None, [problem for _, problem in told]
+    if not any(problems):
+        problem = None
+        try:
+            made = SharedMemoryCommunicator(environment, seconds=_MEETING_SECONDS)
+        except (TfrepError, OSError) as error:
+            problem = str(error)
+        problems = connected.all_gather_object(problem)
+    if made is not None and not any(problems):
+        return made
+    if made is not None:
+        made.close()
+    if environment.rank == 0:
+        rank, problem = next((rank, problem) for rank, problem in enumerate(problems) if problem)
+        warn(no_common_memory(f"on rank {rank}, {problem}", connected.name))
+    return connected

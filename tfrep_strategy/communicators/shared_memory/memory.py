@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tfrep_strategy.common_memory import CHUNK_BYTES
+from tfrep_strategy.cluster.hardware import CHUNK_BYTES
 
 _LINE = 64
 """Bytes of a cache line, and the alignment with which TensorFlow takes an array without copying it."""

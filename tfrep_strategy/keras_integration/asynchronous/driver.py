@@ -1,29 +1,88 @@
-"""`fit`, `evaluate` and `predict` on workers that take steps on their own."""
+"""`fit`, `evaluate` and `predict` on workers that take steps on their own.
+
+Under a parameter-server strategy steps end in no order, and away from here: callbacks of single batches are refused.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfrep_strategy.keras_integration.asynchronous.callback_checks import check_callbacks
-from tfrep_strategy.keras_integration.asynchronous.metric_results import MetricResults
+from tfrep_strategy.core.scoped import Setting
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.keras_integration import refusals
 from tfrep_strategy.keras_integration.asynchronous.partitioned_variables import Parts
-from tfrep_strategy.keras_integration.asynchronous.predictions import PredictFunction
 from tfrep_strategy.keras_integration.asynchronous.state import SharedState
-from tfrep_strategy.keras_integration.asynchronous.steps import StepFunction
+from tfrep_strategy.keras_integration.asynchronous.steps import MetricResults, PredictFunction, StepFunction
 from tfrep_strategy.keras_integration.asynchronous.sync_updates import Updates
 from tfrep_strategy.keras_integration.asynchronous.worker_data import StepsOfWorkers
-from tfrep_strategy.keras_integration.internals import TensorFlowTrainer
-from tfrep_strategy.keras_integration.settings import Setting
-from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects
-from tfrep_strategy.keras_integration.shared.backups import Backups
-from tfrep_strategy.keras_integration.shared.csv_files import CsvFiles
-from tfrep_strategy.keras_integration.shared.model_files import ModelFiles
-from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfCluster, check_cluster, profiled
+from tfrep_strategy.keras_integration.internals import TensorFlowTrainer, is_default
+from tfrep_strategy.keras_integration.profiled_fit import TracesOfCluster, check_cluster, profiled
+from tfrep_strategy.keras_integration.refusals import refuse_old_callbacks
+from tfrep_strategy.keras_integration.saving.backups import Backups
+from tfrep_strategy.keras_integration.saving.model_files import ModelFiles
+from tfrep_strategy.keras_integration.saving.training_state import CHECKPOINTS, CsvFiles
+
+_SAVE: Any = (*CHECKPOINTS, keras.callbacks.BackupAndRestore)
+
+_HOOKS = {
+    "train": ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end"),
+    "test": ("on_test_batch_begin", "on_test_batch_end"),
+    "predict": ("on_predict_batch_begin", "on_predict_batch_end"),
+}
+
+
+def check_callbacks(phase: str, method: Any, model: Any, args: Any, kwargs: Any) -> bool:
+    """Refuses, before the first step, callbacks that expect to see each batch.
+
+    Args:
+        phase: "train", "test" or "predict".
+        method: Keras's `fit`, `evaluate` or `predict`.
+        model: The model.
+        args: What the method was given.
+        kwargs: What it was given by name.
+
+    Returns:
+        Whether somebody looks at the logs while an epoch runs.
+
+    Raises:
+        ConfigurationError: for a callback that does.
+    """
+    given = inspect.signature(method).bind(model, *args, **kwargs).arguments
+    refuse_old_callbacks(given.get("callbacks"))
+    callbacks, shows_bar = given.get("callbacks"), given.get("verbose", "auto") != 0
+    if isinstance(callbacks, keras.callbacks.CallbackList):  # Whose bar is one of them.
+        callbacks, shows_bar = callbacks.callbacks, False
+    watched = shows_bar
+    for callback in keras.tree.flatten(callbacks) if callbacks else []:
+        hooks = [name for name in _HOOKS[phase] if not is_default(getattr(callback, name))]
+        watched |= bool(hooks) and getattr(callback, "verbose", 1) != 0
+        if hooks and not _accepts_remote_logs(callback):
+            raise ConfigurationError(
+                message(
+                    f"{type(callback).__name__} looks at single batches ({', '.join(hooks)}), which end on the"
+                    " workers, in no order.",
+                    hint="use on_epoch_end (save_freq or update_freq 'epoch'), or set"
+                    " `supports_remote_logs = True` on the callback: its batch hooks are then called when a step"
+                    " is handed out, with the logs of the steps that are done.",
+                    callback=callback,
+                )
+            )
+    return watched
+
+
+def _accepts_remote_logs(callback: Any) -> bool:
+    if isinstance(callback, _SAVE):
+        return callback.save_freq == "epoch"
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        return callback.update_freq == "epoch"
+    known = (keras.callbacks.ProgbarLogger, keras.callbacks.TerminateOnNaN, keras.callbacks.SwapEMAWeights)
+    return isinstance(callback, known) or bool(getattr(callback, "supports_remote_logs", False))
 
 
 class AsynchronousDriver(Updates, SharedState, Parts, MetricResults, ModelFiles, Backups, CsvFiles):
@@ -44,20 +103,20 @@ class AsynchronousDriver(Updates, SharedState, Parts, MetricResults, ModelFiles,
 
     def compile(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         """Makes in the model's scope what is given by name."""
-        old_objects.refuse_old_optimizer(args[0] if args else kwargs.get("optimizer"), "`compile`")
+        refusals.refuse_old_optimizer(args[0] if args else kwargs.get("optimizer"), "`compile`")
         with self.strategy.scope():
             original(model, *args, **kwargs)
 
     def fit(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Trains on the workers."""
-        made_in_scope.refuse_foreign_model(model, self.strategy, "fit")
+        refusals.refuse_foreign_model(model, self.strategy, "fit")
         check_cluster()
         with profiled(TracesOfCluster, speaks=True) as self._profile:
             return self._on_workers("train", original, model, args, kwargs)
 
     def evaluate(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluates on the workers."""
-        made_in_scope.refuse_foreign_model(model, self.strategy, "evaluate")
+        refusals.refuse_foreign_model(model, self.strategy, "evaluate")
         return self._on_workers("test", original, model, args, kwargs)
 
     def predict(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,13 +125,13 @@ class AsynchronousDriver(Updates, SharedState, Parts, MetricResults, ModelFiles,
 
     def train_on_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Waits for the step of a worker."""
-        made_in_scope.refuse_foreign_model(model, self.strategy, "train_on_batch")
+        refusals.refuse_foreign_model(model, self.strategy, "train_on_batch")
         with self._driving(model, "train_function"):
             return original(model, *args, **kwargs)
 
     def test_on_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Waits for the step of a worker."""
-        made_in_scope.refuse_foreign_model(model, self.strategy, "test_on_batch")
+        refusals.refuse_foreign_model(model, self.strategy, "test_on_batch")
         with self._driving(model, "test_function"):
             return original(model, *args, **kwargs)
 

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import CompositeTensorGradient, ShardedVariable
+from tfrep_strategy.core.tf import CompositeTensorGradient, ShardedVariable
 from tfrep_strategy.keras_integration.driver import KerasDriver
 from tfrep_strategy.keras_integration.internals import Variable
 

@@ -1,21 +1,157 @@
-"""State that many workers change at once: nothing that one of them adds is lost, and metrics do not leave the worker."""
+"""State that many workers change at once: nothing that one of them adds is lost, and metrics do not leave the worker.
+
+FTRL in one operation where the variables are, because workers would come between several.
+
+Variables that live on a worker for one call, in the place of those on the servers.
+
+Metrics whose state is no sum: what workers have counted from zero cannot be added up.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import functools
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import AggregatingVariable, CachingVariable
-from tfrep_strategy.keras_integration.asynchronous.ftrl import apply_ftrl
-from tfrep_strategy.keras_integration.asynchronous.local_variables import kept_on_worker
+from tfrep_strategy.core.scoped import Setting
+from tfrep_strategy.core.tf import AggregatingVariable, BaseResourceVariable, CachingVariable, anonymous_name, variable_handle
+from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.asynchronous.partitioned_variables import PartitionedVariable
-from tfrep_strategy.keras_integration.asynchronous.sums import refuse_what_is_no_sum
 from tfrep_strategy.keras_integration.driver import KerasDriver
 from tfrep_strategy.keras_integration.finding import driver_in_scope
 from tfrep_strategy.keras_integration.internals import in_stateless_scope
-from tfrep_strategy.keras_integration.settings import Setting
+
+
+def apply_ftrl(optimizer: Any, gradient: Any, variables: tuple[Any, Any, Any], learning_rate: Any) -> None:
+    """Moves weights and both slots at once.
+
+    Args:
+        optimizer: A `keras.optimizers.Ftrl`.
+        gradient: The gradient of the weights.
+        variables: The weights, the accumulator and the linear slot.
+        learning_rate: Scalar.
+    """
+    handles = [getattr(v, "_value", v).handle for v in variables]
+    dtype = variables[0].dtype
+    rate = tf.cast(learning_rate, dtype)
+    tf.raw_ops.ResourceApplyFtrlV2(
+        var=handles[0],
+        accum=handles[1],
+        linear=handles[2],
+        grad=tf.cast(tf.convert_to_tensor(gradient), dtype),
+        lr=rate,
+        l1=tf.cast(optimizer.l1_regularization_strength, dtype),
+        l2=tf.cast(optimizer.l2_regularization_strength, dtype) + tf.cast(optimizer.beta, dtype) / (2.0 * rate),
+        l2_shrinkage=tf.cast(optimizer.l2_shrinkage_regularization_strength, dtype),
+        lr_power=tf.cast(optimizer.learning_rate_power, dtype),
+        use_locking=True,
+    )
+
+
+def new_local(variable: Any) -> Any:
+    """Makes, in the function that is traced, a variable of zeros that lives for one call on the worker.
+
+    Args:
+        variable: The Keras variable whose shape and dtype it has.
+    """
+    dtype = tf.as_dtype(variable._dtype)
+    handle = variable_handle(variable.shape, dtype, anonymous_name(), "local", graph_mode=True)
+    local = BaseResourceVariable(trainable=False, shape=variable.shape, dtype=dtype, handle=handle, unique_id=f"local_{id(handle)}")
+    local.assign(tf.zeros(variable.shape, dtype))
+    return local
+
+
+@contextlib.contextmanager
+def kept_on_worker(variables: Sequence[Any]) -> Iterator[list[Any]]:
+    """Puts zeros on the worker in the place of Keras variables on the servers, while a step is traced.
+
+    Args:
+        variables: Keras variables that are sums.
+
+    Yields:
+        The variables on the worker, to be read at the end of the step: what it has added to each sum.
+    """
+    values = [variable._value for variable in variables]
+    locals_ = [new_local(variable) for variable in variables]
+    try:
+        for variable, local in zip(variables, locals_, strict=True):
+            variable._value = local
+        yield locals_
+    finally:
+        for variable, value in zip(variables, values, strict=True):
+            variable._value = value
+
+
+_known_as_sums: Any = weakref.WeakSet()
+_PROBE_ROWS = 4
+
+
+def refuse_what_is_no_sum(metric: Any, update: Any, args: Any, kwargs: Any) -> None:
+    """Tries, once for each metric, whether what an update adds to its state depends on the state: a maximum, say.
+
+    Workers count from zero, and what they have counted is added up. Only where the update says on the same made-up batch
+    that it does not add is a metric refused: one that cannot be tried is believed.
+    """
+    if metric in _known_as_sums:
+        return
+    _known_as_sums.add(metric)  # First: an update may call that of its base class.
+    try:
+        # What is traced here, and under which strategy, does not hold in another thread.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            variable = thread.submit(_first_that_is_no_sum, metric, update, args, kwargs).result()
+    except Exception:  # Whatever a stranger's code does not like about made-up numbers.
+        return
+    if variable is not None:
+        _known_as_sums.discard(metric)
+        raise ConfigurationError(
+            message(
+                f"The state of {type(metric).__name__} is no sum: its update does more than add to `{variable.name}`. Workers"
+                " each count from zero, and what they have counted is added up.",
+                hint="keep sums and counts (assign_add), and compute what is wanted of them in result().",
+                metric=metric.name,
+            )
+        )
+
+
+def _first_that_is_no_sum(metric: Any, update: Any, args: Any, kwargs: Any) -> Any:
+    variables = [v for v in metric.variables if tf.as_dtype(v._dtype).is_floating or tf.as_dtype(v._dtype).is_integer]
+    random = np.random.RandomState(0)
+
+    def numbers(shape: Any, dtype: Any) -> tf.Tensor:
+        """Makes numbers between 0 and 1; ones where they have to be whole."""
+        return tf.cast(tf.constant(random.uniform(size=shape) if tf.as_dtype(dtype).is_floating else np.ones(shape)), dtype)
+
+    def made_up(value: Any) -> Any:
+        if not tf.is_tensor(value):
+            return value
+        return numbers([_PROBE_ROWS if size is None else size for size in value.shape], value.dtype)
+
+    @tf.function(autograph=False)
+    def end(starts: list[tf.Tensor]) -> list[tf.Tensor]:
+        with kept_on_worker(metric.variables):
+            for variable, start in zip(variables, starts, strict=True):
+                variable._value.assign(start)
+            update(*batch[0], **batch[1])
+            return [tf.cast(variable._value.read_value(), tf.float64) for variable in variables]
+
+    batch = tf.nest.map_structure(made_up, (args, kwargs))
+    zeros = [tf.zeros(variable.shape, variable._dtype) for variable in variables]
+    starts = [1 + numbers(variable.shape, variable._dtype) for variable in variables]
+    from_zero, again, moved = ([value.numpy() for value in end(values)] for values in (zeros, zeros, starts))
+    for variable, start, one, two, other in zip(variables, starts, from_zero, again, moved, strict=True):
+        tolerance = (0.05 if variable._dtype in ("float16", "bfloat16") else 1e-5) * np.abs(other).max(initial=1.0)
+        is_random = not np.array_equal(one, two, equal_nan=True)
+        added = other - tf.cast(start, tf.float64).numpy()
+        if not is_random and not np.allclose(added, one, rtol=0.0, atol=tolerance, equal_nan=True):
+            return variable
+    return None
+
 
 _GOLDEN = 0x9E3779B9
 

@@ -1,27 +1,124 @@
-"""What a worker does in a step that Keras drives, and what becomes of its result."""
+"""What a worker does in a step that Keras drives, and what becomes of its result.
+
+How the result of a step that a worker has done is laid out.
+
+Which values of a step are results of metrics. Others, such as a bare loss, may have the same names.
+
+Predictions that workers make, each of a few batches.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import PerWorkerValues
+from tfrep_strategy.core.scoped import Setting
+from tfrep_strategy.core.tf import PerWorkerValues
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.keras_integration.asynchronous.local_variables import kept_on_worker, new_local
-from tfrep_strategy.keras_integration.asynchronous.metric_results import noted_results
-from tfrep_strategy.keras_integration.asynchronous.state import AsyncStep, make_exact, traced_step
-from tfrep_strategy.keras_integration.asynchronous.step_layout import StepLayout
+from tfrep_strategy.keras_integration.asynchronous.state import AsyncStep, kept_on_worker, make_exact, new_local, traced_step
 from tfrep_strategy.keras_integration.asynchronous.sync_updates import SyncUpdates
-from tfrep_strategy.keras_integration.internals import StatelessScope, pythonify_logs, tensorflow_trainer
-from tfrep_strategy.keras_integration.settings import Setting
-from tfrep_strategy.keras_integration.shared.other_optimizers import with_inner
-from tfrep_strategy.keras_integration.shared.xla import compiled_between_collectives
+from tfrep_strategy.keras_integration.driver import KerasDriver
+from tfrep_strategy.keras_integration.internals import (
+    StatelessScope,
+    concat,
+    convert_to_np_if_not_ragged,
+    pythonify_logs,
+    tensorflow_trainer,
+)
+from tfrep_strategy.keras_integration.saving.training_state import with_inner
+from tfrep_strategy.keras_integration.xla import compiled_between_collectives
+
+
+class StepLayout:
+    """How the numbers of a step's result are laid out: metrics, counters, logs."""
+
+    def __init__(self) -> None:
+        self.metrics: list[Any] = []
+        self.counters: list[Any] = []
+        self.is_numbered = False
+        self.log_shapes: dict[str, tuple[int, ...]] = {}
+        self.size = 0
+
+    def describe(self, logs: dict[str, Any]) -> None:
+        """Notes which logs follow the sums."""
+        self.log_shapes = {name: tuple(value.shape) for name, value in logs.items()}
+        self.size = sum(int(np.prod(v.shape)) for v in self.metrics + self.counters)
+
+    def read_logs(self, values: np.ndarray) -> dict[str, Any]:
+        """Reads the logs of a step from its result."""
+        logs, start = {}, self.size
+        for name, shape in self.log_shapes.items():
+            size = int(np.prod(shape))
+            logs[name] = values[start : start + size].reshape(shape) if shape else float(values[start])
+            start += size
+        return logs
+
+    def split(self, totals: np.ndarray) -> list[np.ndarray]:
+        """Cuts the sums into the values of the single variables."""
+        values, start = [], 0
+        for variable in self.metrics + self.counters:
+            size = int(np.prod(variable.shape))
+            values.append(totals[start : start + size].reshape(tuple(variable.shape)))
+            start += size
+        return values
+
+
+class Result:
+    """What a step has asked a metric for: the metric, and its state at that moment, since the step may go on to update it."""
+
+    def __init__(self, metric: Any) -> None:
+        self.metric = metric
+        self.state = [tf.convert_to_tensor(variable.value) for variable in metric.variables]
+
+
+Told = dict[int, tuple[tf.Tensor, Result | None, int]]
+"""By their ids, the numbers that metrics have told, with the results that they belong to and their places in these.
+
+Numbers of which nothing is left to do belong to None.
+"""
+
+told: Setting[Told | None] = Setting(None)
+"""What metrics have told the step that this thread traces; None where nobody notes it."""
+
+
+@contextlib.contextmanager
+def noted_results(metrics: Iterable[Any]) -> Iterator[Told]:
+    """Notes what metrics tell the step that this thread traces, until the block ends."""
+    for metric in metrics:
+        KerasDriver.metric_result.install_in(type(metric))
+    noted: Told = {}
+    with told.to(noted):
+        yield noted
+
+
+class MetricResults(KerasDriver):
+    """What metrics tell."""
+
+    def metric_result(self, original: Any, metric: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Notes which tensors are results of a metric. What it asks metrics of its own for is none of them."""
+        noted = told.value
+        with told.to(None):
+            value = original(metric, *args, **kwargs)
+            if noted is not None:
+                value = self.noted(noted, metric, value)
+        return value
+
+    def noted(self, noted: Told, metric: Any, value: Any) -> Any:
+        """Notes the result of a metric, and returns what the step is to see."""
+        result = Result(metric)
+        for index, tensor in enumerate(tf.nest.flatten(value)):
+            # The tensor is kept, so that no other one gets its id.
+            noted[id(tensor)] = tensor, result, index
+        return value
+
 
 _SHOW_SECONDS = 0.25
 
@@ -378,3 +475,41 @@ def _relaxed_spec(value: Any) -> Any:
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec([None, *spec.shape[1:]], spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
     return spec
+
+
+class PredictFunction(StepFunction):
+    """Stands where Keras keeps its compiled prediction; a call returns a result to come."""
+
+    def __call__(self, batches: Any) -> Any:
+        data = tuple(as_tensors(batch) for batch in batches)
+        concrete, layout = self._trace(data)
+        arguments = (data, tf.zeros([2], tf.int64)) if layout.is_numbered else (data,)
+        return Prediction(self.strategy, self._runner.schedule(concrete, arguments))
+
+    def drain(self) -> None:
+        """Has nothing to wait for: whoever needs a prediction waits for it."""
+
+    def _steps(self, data: Any, on_worker: bool, layout: StepLayout, number: tf.Tensor | None = None) -> Any:
+        outputs = [run_on_worker(self.strategy, self._step_function, batch, "concat") for batch in data]
+        return keras.tree.map_structure(lambda *parts: parts[0] if len(parts) == 1 else concat(parts), *outputs)
+
+
+class Prediction:
+    """The outputs of a step that a worker may not have done yet.
+
+    Args:
+        strategy: The strategy of the model.
+        result: What the coordinator has returned for the step.
+    """
+
+    def __init__(self, strategy: Any, result: Any) -> None:
+        self.strategy, self._result = strategy, result
+
+    def get(self) -> Any:
+        """Waits for the outputs, and returns them."""
+        self.strategy.extended.step_runner.wait_for(self._result)
+        return self._result.get()
+
+    def numpy(self) -> Any:
+        """Waits for the outputs, and returns them as Keras does those of a batch."""
+        return keras.tree.map_structure(convert_to_np_if_not_ragged, self.get())

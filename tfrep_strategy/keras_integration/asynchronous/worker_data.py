@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import PerWorkerValues, operations_seeded
+from tfrep_strategy.core.tf import PerWorkerValues, operations_seeded
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.dataset_creator import DatasetCreator
 from tfrep_strategy.keras_integration.internals import DataAdapter, TFEpochIterator, data_adapters

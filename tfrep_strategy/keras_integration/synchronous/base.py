@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy.core.step import KerasStrategy
 from tfrep_strategy.keras_integration.driver import KerasDriver
-from tfrep_strategy.keras_integration.protocol import KerasStrategy
 
 
 class SynchronousBase(KerasDriver):

@@ -12,29 +12,32 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import is_none
+from tfrep_strategy.cluster.notices import keeping_requests
+from tfrep_strategy.core.step import Whole
+from tfrep_strategy.core.tf import is_none
+from tfrep_strategy.data.agreement import Fingerprint
 from tfrep_strategy.errors import TfrepError
-from tfrep_strategy.fingerprints import Fingerprint
+from tfrep_strategy.keras_integration import refusals, verified_calls
 from tfrep_strategy.keras_integration.internals import TensorFlowTrainer
-from tfrep_strategy.keras_integration.protocol import Whole
-from tfrep_strategy.keras_integration.shared import made_in_scope, old_objects, verified_calls
-from tfrep_strategy.keras_integration.shared.profiled_fit import TracesOfRanks, profiled
-from tfrep_strategy.keras_integration.shared.xla import Prediction, compiled_between_collectives
-from tfrep_strategy.keras_integration.synchronous import backup_pace
+from tfrep_strategy.keras_integration.profiled_fit import TracesOfRanks, profiled
+from tfrep_strategy.keras_integration.synchronous import run_backups
 from tfrep_strategy.keras_integration.synchronous.callbacks import Callbacks
 from tfrep_strategy.keras_integration.synchronous.empty_parts import EmptyParts
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
-from tfrep_strategy.keras_integration.synchronous.layers import Layers
-from tfrep_strategy.keras_integration.synchronous.logs import Logs, logs_of_all, with_global_logs
-from tfrep_strategy.keras_integration.synchronous.losses import Losses
-from tfrep_strategy.keras_integration.synchronous.one_device_steps import OneDeviceSteps, WholeBatches
+from tfrep_strategy.keras_integration.synchronous.functions import (
+    Logs,
+    OneDeviceSteps,
+    PredictFunction,
+    WholeBatches,
+    logs_of_all,
+    with_global_logs,
+)
+from tfrep_strategy.keras_integration.synchronous.layers import Layers, Losses
 from tfrep_strategy.keras_integration.synchronous.optimizer import Updates
-from tfrep_strategy.keras_integration.synchronous.other_threads import OtherThreads, answers_alone
-from tfrep_strategy.keras_integration.synchronous.placement import Placement
-from tfrep_strategy.keras_integration.synchronous.predict_function import PredictFunction
 from tfrep_strategy.keras_integration.synchronous.saving import Saving
-from tfrep_strategy.keras_integration.synchronous.traced_step import TracedStep
-from tfrep_strategy.preemption import keeping_requests
+from tfrep_strategy.keras_integration.synchronous.threads import OtherThreads, answers_alone
+from tfrep_strategy.keras_integration.synchronous.traced_step import Placement, TracedStep
+from tfrep_strategy.keras_integration.xla import Prediction, compiled_between_collectives
 
 _STEPS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
@@ -61,11 +64,11 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
 
     def compile(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         """Makes in the model's scope what is given by name, and refuses objects that were made elsewhere."""
-        old_objects.refuse_old_optimizer(args[0] if args else kwargs.get("optimizer"), "`compile`")
+        refusals.refuse_old_optimizer(args[0] if args else kwargs.get("optimizer"), "`compile`")
         with self.strategy.scope() if self.has_several else contextlib.nullcontext():
             original(model, *args, **kwargs)
         if self.has_several:
-            made_in_scope.refuse_foreign_parts(model, self.strategy)
+            refusals.refuse_foreign_parts(model, self.strategy)
 
     def resolve_auto_jit_compile(self, original: Any, model: Any) -> bool:
         """Decides about XLA as on one device, where Keras does without it under every strategy."""
@@ -79,7 +82,7 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
         """Compares validation data before training, and not after the first epoch."""
         self._refuse_foreign(model, "fit")
         given = _given(original, model, args, kwargs)
-        old_objects.refuse_old_callbacks(given.get("callbacks"))
+        refusals.refuse_old_callbacks(given.get("callbacks"))
         with self.leading("fit"):
             return self._fit(original, model, given, *args, **kwargs)
 
@@ -94,7 +97,7 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
         try:
             with (
                 keeping_requests(),
-                backup_pace.writes.waited_for(),
+                run_backups.writes.waited_for(),
                 profiled(lambda: TracesOfRanks(self.strategy), self.strategy.extended.is_chief) as self.profile,
             ):
                 history = original(model, *args, **kwargs)
@@ -163,9 +166,9 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
     def _refuse_foreign(self, model: Any, method: str) -> None:
         if self.has_several:
             self.strategy.extended.refuse_fork()
-            made_in_scope.refuse_foreign_model(model, self.strategy, method)
+            refusals.refuse_foreign_model(model, self.strategy, method)
         if model.built and self.has_several_ranks:
-            made_in_scope.refuse_foreign_metrics(model, self.strategy, method)
+            refusals.refuse_foreign_metrics(model, self.strategy, method)
 
     def _merge_state(self) -> None:
         """Makes moving statistics one value on all replicas."""

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import record_operation, stop_recording
+from tfrep_strategy.core.tf import record_operation, stop_recording
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 
 

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.fingerprints import Fingerprint, Leaf
+from tfrep_strategy.data.agreement import Fingerprint, Leaf
 from tfrep_strategy.keras_integration.internals import get_random_seed
 
 _STEER = (keras.callbacks.EarlyStopping, keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)

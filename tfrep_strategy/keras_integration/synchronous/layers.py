@@ -1,15 +1,26 @@
-"""What layers do: moving statistics, and the state of random generators, which they keep."""
+"""Layers, losses and metrics in replicas that run a step of their own, and the state that layers keep.
+
+Their value on a part of a batch says nothing about their value on the whole, so that no weighing could make it right.
+Every replica computes the loss of the global batch instead, from rows that were gathered with their gradients.
+
+In a loop of the user's own gradients are summed, as under TensorFlow's strategies, and a mean divides by the count of all replicas.
+In a step whose replicas have batches of their own, a loss is the mean over the replica's examples, and its share (`core/step.py`)
+weighs the gradient later (`optimizer.py`). A step of one device needs none of this.
+"""
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Iterable, MutableSequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras import ops
 
-from tfrep_strategy.keras_integration.internals import in_stateless_scope
-from tfrep_strategy.keras_integration.settings import Setting
-from tfrep_strategy.keras_integration.synchronous.assigned_values import assigns_as_is
+from tfrep_strategy.core.scoped import Setting, assigns_as_is
+from tfrep_strategy.core.step import KerasStrategy, current_share
+from tfrep_strategy.keras_integration.internals import in_stateless_scope, masking
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 
 _GOLDEN = 0x9E3779B9
@@ -98,3 +109,211 @@ def _is_moving_state(variable: Any) -> bool:
     in_layer = _creates_layer_state.value or getattr(variable, "_is_layer_state", False)
     floating = keras.backend.is_float_dtype(variable.dtype)
     return in_layer and floating and not variable.trainable and variable.synchronization == "auto"
+
+
+class LossesOfReplicas(MutableSequence[Any]):
+    """A list that each replica has for itself: a replica may stop between adding a loss and reading it, while another one begins.
+
+    Outside replicas it is the list of the first one, which has called the layer as one device would.
+
+    Args:
+        losses: What the layer has added before.
+
+    Example:
+        >>> losses = LossesOfReplicas([1.0])
+        >>> losses.extend([2.0, 3.0])
+        >>> losses[:]
+        [1.0, 2.0, 3.0]
+    """
+
+    def __init__(self, losses: Iterable[Any]) -> None:
+        self._of: collections.defaultdict[int, list[Any]] = collections.defaultdict(list)
+        self._of[0] = list(losses)
+
+    def _own(self) -> list[Any]:
+        context: Any = tf.distribute.get_replica_context()
+        return self._of[0 if context is None else int(tf.get_static_value(context.replica_id_in_sync_group))]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._own()[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._own()[index] = value
+
+    def __delitem__(self, index: Any) -> None:
+        del self._own()[index]
+
+    def __len__(self) -> int:
+        return len(self._own())
+
+    def insert(self, index: int, value: Any) -> None:
+        self._own().insert(index, value)
+
+
+_FUNCTIONS = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
+_MEANS = (keras.losses.binary_crossentropy, keras.losses.binary_focal_crossentropy)
+"""Functions that take the mean over their axis, which may be the batch."""
+
+
+sees_whole_batch = Setting(False)
+"""Whether the loss that is computed now is that of the global batch."""
+
+
+def mixes_rows(loss: Any, y_pred: Any) -> bool:
+    """Whether one of Keras's losses compares the rows of a batch with each other.
+
+    Args:
+        loss: The loss.
+        y_pred: Predictions, a tensor or a nest of them.
+    """
+    function = getattr(loss, "fn", getattr(loss, "_fn", None))
+    axis = getattr(loss, "_fn_kwargs", {}).get("axis")
+    if axis is None or function in _MEANS:
+        return function in _FUNCTIONS
+    ranks = {len(tensor.shape) for tensor in keras.tree.flatten(y_pred)} - {0}
+    return any(each % rank == 0 for each in keras.tree.flatten(axis) for rank in ranks)
+
+
+def loss_of_whole_batch(
+    strategy: KerasStrategy, compute: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
+) -> tf.Tensor:
+    """Computes a loss from the rows of all replicas.
+
+    Args:
+        strategy: The strategy in scope.
+        compute: Keras's own `Loss.__call__`.
+        loss: The loss.
+        y_true: Targets of this replica.
+        y_pred: Predictions of this replica.
+        sample_weight: Weights of this replica, or None.
+
+    Returns:
+        The value of the global batch, or this replica's rows of it.
+    """
+    mask = masking.get_keras_mask(y_pred)
+    own = {"y_true": y_true, "y_pred": y_pred, "sample_weight": sample_weight, "mask": mask}
+    own = keras.tree.map_structure(lambda t: t if t is None else keras.ops.convert_to_tensor(t), own)
+    rows = tf.shape(keras.tree.flatten(own["y_pred"])[0])[0]
+    everyone, first = _rows_of_all(strategy, own, rows)
+    if mask is not None:
+        masking.set_keras_mask(everyone["y_pred"], everyone["mask"])
+    with sees_whole_batch.to(True):
+        value = compute(loss, everyone["y_true"], everyone["y_pred"], everyone["sample_weight"])
+    if len(value.shape):
+        return value[first : first + rows]
+    # In a step that weighs by examples, the mean over the replicas counts; in another one their sum.
+    return value if current_share() is not None else value / strategy.num_replicas_in_sync
+
+
+def _rows_of_all(strategy: KerasStrategy, nest: Any, rows: tf.Tensor) -> tuple[Any, tf.Tensor]:
+    """Concatenates a nest of tensors over the replicas; scalars are kept.
+
+    Returns:
+        The nest, and where this replica's rows begin in it.
+    """
+    context: Any = tf.distribute.get_replica_context()
+    first, total = _place_in_batch(strategy, rows)
+    behind = total - first - rows
+
+    def of_all(tensor: Any) -> Any:
+        if tensor is None or not len(tensor.shape):
+            return tensor
+        # A sum, through which gradients find back to the replica that they belong to.
+        sent = tensor if tensor.dtype.size > 1 else tf.cast(tensor, tf.int32)
+        placed = tf.pad(sent, [[first, behind]] + [[0, 0]] * (len(tensor.shape) - 1))
+        return tf.cast(context.all_reduce(tf.distribute.ReduceOp.SUM, placed), tensor.dtype)
+
+    return keras.tree.map_structure(of_all, nest), first
+
+
+def _place_in_batch(strategy: KerasStrategy, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Asks all replicas how many rows they have; called inside a replica.
+
+    Args:
+        strategy: The strategy in scope.
+        rows: int32 scalar, the rows of this replica.
+
+    Returns:
+        Where its rows begin in the global batch, and how many rows that has.
+    """
+    replica: Any = tf.distribute.get_replica_context().replica_id_in_sync_group
+    counts = strategy.extended.sum_over_replicas([tf.one_hot(replica, strategy.num_replicas_in_sync, rows)])[0]
+    return tf.reduce_sum(counts[:replica]), tf.reduce_sum(counts)
+
+
+class Losses(SynchronousBase):
+    """What losses and their parts do."""
+
+    def compute_loss(self, original: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        """Computes one of Keras's losses that mix rows from the rows of all replicas; others from this replica's own."""
+        if self._sees_part and mixes_rows(loss, y_pred):
+            return loss_of_whole_batch(self.strategy, original, loss, y_true, y_pred, sample_weight)
+        return original(loss, y_true, y_pred, sample_weight)
+
+    def apply_mask(self, original: Any, sample_weight: Any, mask: Any, dtype: Any, reduction: str | None) -> Any:
+        """Makes the weight of an unmasked entry the one that it has in the global batch."""
+        if not self._sees_part or mask is None or reduction not in ("mean", "sum_over_batch_size"):
+            return original(sample_weight, mask, dtype, reduction)
+        total = ops.cast(ops.size(mask), dtype)
+        valid = ops.sum(ops.cast(mask, dtype))
+        all_total, all_valid = map(ops.stop_gradient, self.strategy.extended.sum_over_replicas([total, valid]))
+        share = current_share()
+        # A step weighs by rows, which have other lengths on each replica where each reads its own data.
+        entries = all_total if share is None else share.unweigh(total)
+        return original(sample_weight, mask, dtype, None) * ops.divide_no_nan(entries, all_valid)
+
+    def reduce_loss(
+        self, original: Any, values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size"
+    ) -> Any:
+        """Divides by what all replicas have together, wherever this replica's own part would not do."""
+        share = current_share()
+        if not self._sees_part or reduction in (None, "none") or not len(values.shape):
+            return original(values, sample_weight, reduction)
+        total = ops.sum(values)
+        weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
+        if reduction == "sum":
+            return total if share is None else share.unweigh(total)
+        if share is None or weighs:
+            divisor = ops.sum(sample_weight) if weighs else ops.prod(ops.cast(ops.shape(values), "int32"))
+            divisor = self.strategy.extended.sum_over_replicas([ops.cast(divisor, total.dtype)])[0]
+            divisor = divisor if weighs else ops.stop_gradient(divisor)  # A count has none.
+            mean = ops.divide_no_nan(total, divisor)
+            return mean if share is None else share.unweigh(mean)
+        if 0 in values.shape:  # A replica that is known to have no examples; Keras would not even reduce them.
+            return total
+        return original(values, sample_weight, reduction)
+
+    def scale_for_replicas(self, original: Any, value: Any) -> Any:
+        """A step that weighs gradients does not weigh losses; outside replicas a loss is that of the whole batch."""
+        return original(value) if self._divides_by_replicas else value
+
+    def unscale_for_replicas(self, original: Any, value: Any) -> Any:
+        """Nothing to undo where nothing was scaled."""
+        return original(value) if self._divides_by_replicas else value
+
+    def update_mean(self, original: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:
+        """Weighs a scalar without a weight, such as a loss, by the replica's share of the batch."""
+        share = current_share()
+        if share is not None and not sees_whole_batch.value and not ops.shape(values):
+            # The mean over no examples is no number, which a weight of zero would not remove.
+            (values,) = share.silenced([ops.cast(values, metric.dtype)])
+            if sample_weight is None:
+                sample_weight = share.as_weight(metric.dtype)
+        return original(metric, values, sample_weight=sample_weight)
+
+    def add_loss(self, original: Any, layer: Any, loss: Any) -> None:
+        """Gives each replica losses of its own."""
+        several = self.in_replica and self.strategy.extended.num_local_replicas > 1
+        if several and not isinstance(layer._losses, LossesOfReplicas):
+            vars(layer)["_losses"] = LossesOfReplicas(layer._losses)  # Keras would make an ordinary list of it.
+        original(layer, loss)
+
+    @property
+    def _sees_part(self) -> bool:
+        """Whether this is one of several replicas, and the loss that is computed now is that of its part of the batch."""
+        return self.has_several and self.in_replica and not sees_whole_batch.value
+
+    @property
+    def _divides_by_replicas(self) -> bool:
+        """Whether losses are divided by the number of replicas: in a custom loop, whose gradients are summed."""
+        return current_share() is None and not sees_whole_batch.value and self.in_replica

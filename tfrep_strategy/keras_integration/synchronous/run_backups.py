@@ -2,49 +2,153 @@
 
 All ranks decide alike. Once a second or so they tell each other whether one was asked to end, and rank 0 says whether a backup is
 due. No step costs anything in between. Rank 0 copies the values, and writes the copy while training goes on.
+
+Files that are written while training goes on: one after the other, from copies. Training does not depend on them.
+
+When a backup of a run is due, and the thread that writes backups.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import is_none
+from tfrep_strategy.cluster.notices import Progress, Step, answer_requests_to_end, end_as_asked, is_asked_to_end
+from tfrep_strategy.core.limits import backup_dir, backup_seconds, progress_dir
+from tfrep_strategy.core.step import KerasStrategy
+from tfrep_strategy.core.tf import is_none
 from tfrep_strategy.keras_integration.internals import tensorflow_trainer
-from tfrep_strategy.keras_integration.protocol import KerasStrategy
-from tfrep_strategy.keras_integration.shared.backups import exists, newest_metadata, prepared
-from tfrep_strategy.keras_integration.shared.callback_states import (
+from tfrep_strategy.keras_integration.saving.backups import exists, newest_metadata, prepared
+from tfrep_strategy.keras_integration.saving.model_files import weights_in_memory
+from tfrep_strategy.keras_integration.saving.training_state import (
+    DeclaredCallback,
+    assign_beside_files,
+    assign_recurrent_states,
+    build_others,
+    cut_to,
+    lengths_of,
+    places_of,
     read_beside_weights,
     restore_states,
     states_of,
+    values_beside_files,
     write_beside_weights,
 )
-from tfrep_strategy.keras_integration.shared.csv_files import cut_to, lengths_of
-from tfrep_strategy.keras_integration.shared.declared_callback import DeclaredCallback
-from tfrep_strategy.keras_integration.shared.model_files import weights_in_memory
-from tfrep_strategy.keras_integration.shared.other_optimizers import build_others, places_of
-from tfrep_strategy.keras_integration.synchronous.backup_pace import Pace, writes
 from tfrep_strategy.keras_integration.synchronous.epoch_iterator import StepsOfReplicas
 from tfrep_strategy.keras_integration.synchronous.fit_descriptions import description, differences, is_backup_of
 from tfrep_strategy.keras_integration.synchronous.saving import failing_together, written_once
-from tfrep_strategy.keras_integration.synchronous.state_beside_files import (
-    assign_beside_files,
-    assign_recurrent_states,
-    values_beside_files,
-)
-from tfrep_strategy.limits import backup_dir, progress_dir
-from tfrep_strategy.preemption import answer_requests_to_end, end_as_asked, is_asked_to_end
-from tfrep_strategy.progress import Progress, Step
+
+
+class BackgroundWrites:
+    """Writes on a thread, one thing at a time. Python waits for it before it ends.
+
+    What cannot be written is told to the user, once for each kind of failure until something is written again.
+    """
+
+    def __init__(self) -> None:
+        self._last: futures.Future[bool] | None = None
+        self._told = set[tuple[type, int | None]]()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether something is being written."""
+        return self._last is not None and not self._last.done()
+
+    def start(self, what: str, write: Callable[[], None]) -> None:
+        """Starts to write, when what was started before is over.
+
+        Args:
+            what: Its name, for the user.
+            write: Writes from a copy that nobody changes. If it fails, what was there is as it was.
+        """
+        self.wait()
+        executor = futures.ThreadPoolExecutor(1, "tfrep-write")
+        self._last = executor.submit(self._try, what, write)
+        executor.shutdown(wait=False)  # Its thread ends with the file.
+
+    def wait(self) -> bool:
+        """Returns when all is written: whether what was started last was."""
+        return self._last is None or self._last.result()
+
+    @contextlib.contextmanager
+    def waited_for(self) -> Iterator[None]:
+        """Waits after the block, also if it raises."""
+        try:
+            yield
+        finally:
+            self.wait()
+
+    def _try(self, what: str, write: Callable[[], None]) -> bool:
+        try:
+            write()
+        except Exception as error:
+            kind = type(error), getattr(error, "errno", None)
+            if kind not in self._told:
+                self._told.add(kind)
+                text = f"{what} was not written: {error}\nAn older one is as it was. Training goes on, and the next one is tried."
+                print(f"tfrep: {text}", file=sys.stderr, flush=True)
+            return False
+        self._told.clear()
+        return True
+
+
+_SHARE_OF_TIME = 0.02
+_SECONDS_BETWEEN_LOOKS = 1.0
+_BYTES_PER_SECOND, _LEAST_COST = 300e6, 0.1
+"""For how long training is taken to wait for a first backup, before one was made."""
+
+writes = BackgroundWrites()
+"""Of all `fit`s of this process."""
+
+
+class Pace:
+    """Decides when a backup is due: so that all take a fiftieth of the time, or after the seconds that the user has set.
+
+    Args:
+        model: The model.
+    """
+
+    last_saved = time.monotonic()
+    """Of all `fit`s: a program may call it many times."""
+
+    def __init__(self, model: Any) -> None:
+        size = sum(variable.value.dtype.size * variable.value.shape.num_elements() for variable in model.variables)
+        self._cost = _LEAST_COST + 3 * size / _BYTES_PER_SECOND  # Weights, and two slots of an optimizer.
+        self._looked = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Returns whether it is time. Without the user's wish, training never waits for the disk."""
+        seconds = backup_seconds()
+        if seconds is None:
+            seconds = math.inf if writes.is_writing else self._cost / _SHARE_OF_TIME
+        return time.monotonic() - Pace.last_saved >= seconds
+
+    def steps_until_next(self, steps_done: int) -> int:
+        """Returns after how many steps to look again, given how many were done since the last look."""
+        if backup_seconds() == 0:
+            return 1
+        now = time.monotonic()
+        seconds, self._looked = now - self._looked, now
+        # The first steps are slow, since they are traced; so the number grows by degrees.
+        return min(max(1, round(_SECONDS_BETWEEN_LOOKS * steps_done / max(seconds, 1e-6))), 10 * steps_done + 1)
+
+    def note_cost(self, seconds: float) -> None:
+        """Hears for how long training has waited for a backup."""
+        self._cost = seconds
+        self._looked = Pace.last_saved = time.monotonic()
+
 
 _NAME = "fit-"
 """How the name of the folder of each `fit` begins."""

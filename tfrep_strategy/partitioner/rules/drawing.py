@@ -14,8 +14,7 @@ import tensorflow as tf
 
 from tfrep_strategy.partitioner.placements import Rows, Shard, is_number
 from tfrep_strategy.partitioner.planner import Planner, always, rule
-from tfrep_strategy.partitioner.program import Tensor
-from tfrep_strategy.partitioner.same_bits import SAME_BITS
+from tfrep_strategy.partitioner.program import SAME_BITS, Tensor
 
 DRAWS = {
     "StatelessRandomUniformV2": 0, "StatelessRandomNormalV2": 0, "StatelessTruncatedNormalV2": 0, "StatelessRandomUniformIntV2": 0,

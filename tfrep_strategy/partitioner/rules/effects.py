@@ -1,11 +1,17 @@
-"""Variables and functions."""
+"""Variables, functions, and operations with a mark."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from tfrep_strategy.partitioner.placements import REPLICATE, Own, Partial
-from tfrep_strategy.partitioner.planner import Planner, always, rule
+import tensorflow as tf
+
+from tfrep_strategy.core.tf import operation_definition
+from tfrep_strategy.errors import CannotPartitionError, message
+from tfrep_strategy.partitioner import marks
+from tfrep_strategy.partitioner.placements import OWN, PARTIAL, REPLICATE, Own, Partial, Rows, Shard
+from tfrep_strategy.partitioner.planner import MARKED, OF_OWN, Planner, always, rule
 
 
 @rule("ReadVariableOp")
@@ -75,3 +81,132 @@ def call(plan: Planner, operation: Any) -> None:
     # Behind them are outputs for a gradient that some other call has.
     for result, own in zip(operation.outputs, graph.outputs, strict=False):
         plan.hand_over(inner, own, plan, result)
+
+
+MARKS: dict[str, Callable[[Planner, Any], None]] = {}
+
+
+@rule(MARKED)
+@always
+def by_its_mark(plan: Planner, operation: Any) -> None:
+    """Plans an operation that has a mark."""
+    mark = marks.mark_of(operation)
+    assert mark is not None
+    MARKS[mark](plan, operation)
+
+
+def _for(mark: str) -> Callable[[Any], Any]:
+    def register(function: Any) -> Any:
+        MARKS[mark] = function
+        return function
+
+    return register
+
+
+@_for(marks.GRADIENT)
+def gradient(plan: Planner, operation: Any) -> None:
+    """The sum of what replicas hold is sent here, as a gradient. What each of them has computed alone is made equal."""
+    (x,) = operation.inputs
+    plan.put(operation.outputs[0], REPLICATE, plan.agreed(x, "gradient"))
+
+
+@_for(marks.SLICES)
+def slices(plan: Planner, operation: Any) -> None:
+    """The rows of all replicas are sent here, as a gradient."""
+    (x,) = operation.inputs
+    is_sent = plan.placement(x) == Shard(0) and x.name not in plan.whole
+    whole = plan.program.send("slices", plan.local(x)) if is_sent else plan.replicated(x)
+    plan.put(operation.outputs[0], REPLICATE, whole)
+
+
+@_for(marks.REPLICA)
+def replica(plan: Planner, operation: Any) -> None:
+    """Each replica has its number."""
+    plan.put(operation.outputs[0], OWN, plan.rows.replica)
+
+
+@_for(marks.OWN_ROW)
+def own_row(plan: Planner, operation: Any) -> None:
+    """Of a sum, each replica gets its row only."""
+    rows, _, axis = operation.inputs
+    if isinstance(plan.placement(rows), Partial) and rows.name not in plan.whole:
+        own = plan.program.send("scatter", plan.local(rows))
+    else:
+        own = plan.program.add("GatherV2", plan.replicated(rows), plan.rows.replica, plan.replicated(axis))
+    plan.put(operation.outputs[0], OWN, own)
+
+
+@_for(marks.ALL_ROWS)
+def all_rows(plan: Planner, operation: Any) -> None:
+    """The rows of all replicas are put together."""
+    row, shape = operation.inputs
+    if not isinstance(plan.placement(row), Own):
+        plan.emit(operation, [plan.replicated(row), plan.replicated(shape)], REPLICATE)
+        return
+    whole = plan.program.send("equal rows", plan.local(row))
+    plan.put(operation.outputs[0], REPLICATE, whole)
+
+
+@_for(marks.ADDEND)
+def addend(plan: Planner, operation: Any) -> None:
+    """What replicas have of their own are addends."""
+    (x,) = operation.inputs
+    value = plan.value(x)
+    plan.put(operation.outputs[0], PARTIAL if isinstance(value.placement, Own) else value.placement, value.local)
+
+
+@_for(marks.OWN_SUM)
+def own_sum(plan: Planner, operation: Any) -> None:
+    """The addend of a replica is a value of its own."""
+    (x,) = operation.inputs
+    plan.put(operation.outputs[0], OWN, plan.partial(x))
+
+
+@_for(marks.SPREAD)
+def spread(plan: Planner, operation: Any) -> None:
+    """Each replica has its value for its own rows."""
+    own, shape = operation.inputs
+    shard = plan.row_place(shape)
+    if shard is None:
+        hint = "leave out batch_statistics."
+        raise CannotPartitionError(message("Statistics of replicas are wanted for rows that are not those of the batch.", hint))
+    plan.emit(operation, [plan.local(own), plan.own_sizes(shape, shard)], shard)
+
+
+@_for(marks.BATCH)
+def batch(plan: Planner, operation: Any) -> None:
+    """Each replica takes its rows of what all of them have whole, unless it has rows of another batch there."""
+    wholes = [plan.replicated(x) for x in operation.inputs]
+    is_shared = plan.begin_batch(wholes[1], operation.inputs[1].shape[0], wholes[0])
+    for place, (tensor, whole) in enumerate(zip(operation.outputs, wholes, strict=True)):
+        if place and is_shared:
+            shard = Rows().at(0)
+            plan.put(tensor, shard, plan.cut(whole, shard, tensor.shape.rank))
+            plan.whole[tensor.name] = whole
+            plan.known_dims[tensor.name] = [Rows(), *tensor.shape.as_list()[1:]]
+        else:
+            plan.put(tensor, REPLICATE, whole)
+
+
+@_for(marks.CALL)
+def called(plan: Planner, operation: Any) -> None:
+    """Each replica calls a function, which talks by itself."""
+    given = [
+        plan.local(x) if isinstance(plan.placement(x), Shard) or x.dtype.is_integer else plan.partial(x) for x in operation.inputs
+    ]
+    results = plan.program.call(marks.function_of(operation), given, [x.dtype for x in operation.outputs])
+    for tensor, local in zip(operation.outputs, results, strict=True):
+        plan.put(tensor, REPLICATE, local)
+
+
+@rule(OF_OWN)
+def of_own(plan: Planner, operation: Any) -> None:
+    """Each replica computes with what it has of its own."""
+    inputs = [plan.local(x) if isinstance(plan.placement(x), Own) else plan.replicated(x) for x in operation.inputs]
+    handles = [x for x in operation.inputs if x.dtype == tf.resource]
+    plan.emit(operation, inputs, OWN)
+    if handles:
+        (handle,) = handles
+        node = plan.node_of(operation)
+        node.has_effects = operation_definition(operation.type).is_stateful
+        plan.access(plan.local(handle), node, writes=True)

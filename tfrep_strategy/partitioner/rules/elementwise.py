@@ -6,19 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.partitioner.placements import (
-    PARTIAL,
-    REPLICATE,
-    Partial,
-    Replicate,
-    Shard,
-    Size,
-    is_number,
-    product,
-)
+from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Partial, Replicate, Shard, Size, is_number, product
 from tfrep_strategy.partitioner.planner import Planner, always, rule
+from tfrep_strategy.partitioner.program import SAME_BITS
 from tfrep_strategy.partitioner.rules.lists import of_lists
-from tfrep_strategy.partitioner.same_bits import SAME_BITS
 
 _SAME = ("Identity", "PreventGradient", "Snapshot", "StopGradient")
 """These give what they get."""

@@ -1,4 +1,7 @@
-"""Slices and gathers."""
+"""Slices, gathers and scatters, and rows that data choose.
+
+How many they are is known when the step runs. Replicas send these numbers where something asks for their sum, as a mean does.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,68 @@ import tensorflow as tf
 from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Partial, Replicate, Rows, Shard
 from tfrep_strategy.partitioner.planner import Planner, always, rule
 from tfrep_strategy.partitioner.program import Tensor
-from tfrep_strategy.partitioner.rules.chosen_rows import chosen_among, own_places
+from tfrep_strategy.partitioner.values import OwnRows
+
+
+def _chosen(plan: Planner, own: Tensor) -> Rows:
+    """Returns the rows of which a replica has so many as the first axis of a tensor says."""
+    add = plan.program.add
+    count = add("Slice", add("Shape", own), [0], [1])
+    count.shape = tf.TensorShape([1])
+    of_all = plan.program.send("gather", count)
+    before = add("Slice", of_all, [0], add("Pack", [plan.rows.replica], axis=0))
+    start, total = (add("Sum", each, 0, keep_dims=False) for each in (before, of_all))
+    return plan.put_rows(OwnRows(start, add("Squeeze", count, squeeze_dims=[0]), total, plan.rows.replica))
+
+
+@rule("Where")
+def where(plan: Planner, operation: Any) -> None:
+    """The places where a mask is true: those among own rows, counted from the first row of all."""
+    (mask,), (places,) = operation.inputs, operation.outputs
+    shard, rank = plan.placement(mask), plan.rank(mask)
+    if not isinstance(shard, Shard) or shard.axis or rank is None:
+        plan.replicate(operation)
+        return
+    own = plan.program.copy_of(operation, [plan.local(mask)]).outputs[0]
+    rows = _chosen(plan, own)
+    plan.put(places, rows.at(0), plan.program.add("AddV2", own, _first(plan, shard, places.dtype, rank)))
+    plan.known_dims[places.name] = [rows, rank]
+
+
+@rule("DynamicPartition")
+def partition(plan: Planner, operation: Any) -> None:
+    """Each part has the rows that belong to it, in their order."""
+    data, parts = operation.inputs
+    shard = plan.placement(parts)
+    if not isinstance(shard, Shard) or shard.axis or plan.placement(data) != shard or parts.shape.rank != 1:
+        plan.replicate(operation)
+        return
+    node = plan.program.copy_of(operation, plan.locals(operation))
+    for part, own in zip(operation.outputs, node.outputs, strict=True):
+        plan.put(part, _chosen(plan, own).at(0), own)
+
+
+def chosen_among(plan: Planner, places: Any) -> Shard | None:
+    """Returns the placement of the mask that has chosen the places of rows, with numbers of own rows only; None if none has."""
+    while places.op.type in ("Cast", "Identity", "Reshape", "Squeeze"):
+        places = places.op.inputs[0]
+    placement = plan.values[places.name].placement if places.name in plan.values else None
+    if places.op.type != "Where" or not isinstance(placement, Shard):
+        return None
+    among = plan.placement(places.op.inputs[0])
+    return among if isinstance(among, Shard) else None
+
+
+def own_places(plan: Planner, places: Any, among: Shard) -> Tensor:
+    """Returns chosen places, counted from the first of the own rows."""
+    depth = places.shape[1] if places.shape.rank == 2 else None
+    return plan.program.add("Sub", plan.local(places), _first(plan, among, places.dtype, depth))
+
+
+def _first(plan: Planner, shard: Shard, dtype: tf.DType, depth: int | None) -> Tensor:
+    """Returns the place of the first of the own rows, as a number, or as a vector of so many."""
+    start = plan.as_dtype(plan.elements(shard).start, dtype)
+    return start if depth is None else plan.vector(depth, 0, 0, start, dtype)
 
 
 def _axes_of_slice(operation: Any, rank: int, length: int) -> tuple[list[int | None], list[int | None]]:
@@ -331,3 +395,89 @@ def one_hot(plan: Planner, operation: Any) -> None:
     inputs = [plan.local(operation.inputs[0]), *map(plan.replicated, list(operation.inputs)[1:])]
     moved = axis != -1 and axis <= placement.axis
     plan.emit(operation, inputs, placement.on(placement.axis + moved))
+
+
+@rule("UnsortedSegmentSum")
+def segment_sum(plan: Planner, operation: Any) -> None:
+    """Rows are added up by their numbers, which is how gradients of tables come."""
+    data, segments, number = operation.inputs
+    placement, own = plan.placement(data), plan.placement(segments)
+    among, size = chosen_among(plan, segments), plan.sizes_of(number)
+    if among is not None and placement == own and size is not None and size == among.size:  # Of a gradient of chosen rows.
+        count = plan.as_dtype(plan.elements(among).count, number.dtype)
+        plan.emit(operation, [plan.local(data), own_places(plan, segments, among), count], among)
+        return
+    rest = plan.replicated(number)
+    are_rows = isinstance(own, Shard) and (placement == own or (isinstance(placement, Replicate) and plan.have_rows(data, own)))
+    if isinstance(own, Shard) and are_rows:
+        plan.emit(operation, [plan.sharded(data, own), plan.local(segments), rest], PARTIAL)
+    elif isinstance(placement, Partial) and isinstance(own, Replicate):
+        plan.emit(operation, [plan.local(data), plan.local(segments), rest], PARTIAL)
+    else:
+        plan.replicate(operation)
+
+
+_EXTREMES = {"UnsortedSegmentMax": "Max", "UnsortedSegmentMin": "Min", "UnsortedSegmentProd": "Prod"}
+
+
+@rule(*_EXTREMES)
+def segment_extremes(plan: Planner, operation: Any) -> None:
+    """Of each segment, a maximum over rows is the maximum of the replicas' maxima."""
+    data, segments, number = operation.inputs
+    own, add = plan.placement(segments), plan.program.add
+    if not isinstance(own, Shard) or own.axis or plan.placement(data) != own:
+        plan.replicate(operation)
+        return
+    inputs = [plan.local(data), plan.local(segments), plan.replicated(number)]
+    of_own = add("ExpandDims", plan.program.copy_of(operation, inputs).outputs[0], 0)
+    of_own.shape = tf.TensorShape([1]).concatenate(operation.outputs[0].shape)
+    of_all = plan.program.send("gather", of_own)
+    plan.put(operation.outputs[0], REPLICATE, add(_EXTREMES[operation.type], of_all, 0, keep_dims=False))
+
+
+@rule("ScatterNd")
+@always
+def scatter(plan: Planner, operation: Any) -> None:
+    """Updates of own rows are put among zeros, and add up."""
+    indices, updates, shape = operation.inputs
+    placement = plan.placement(updates)
+    is_own = isinstance(placement, Shard) and placement.axis == 0 and placement == plan.placement(indices)
+    among, sizes = chosen_among(plan, indices), plan.sizes_of(shape)
+    if among is not None and is_own and sizes is not None and sizes[0] == among.size:  # The gradient of chosen rows.
+        plan.emit(operation, [own_places(plan, indices, among), plan.local(updates), plan.own_sizes(shape, among)], among)
+        plan.known_dims[operation.outputs[0].name] = list(sizes)
+        return
+    is_sum = isinstance(placement, Partial) and isinstance(plan.placement(indices), Replicate)
+    if is_own or is_sum:
+        plan.emit(operation, [plan.local(indices), plan.local(updates), plan.replicated(shape)], PARTIAL)
+    else:
+        plan.replicate(operation)
+    if sizes is not None:
+        plan.known_dims[operation.outputs[0].name] = list(sizes)
+
+
+@rule("TensorScatterAdd", "TensorScatterMax", "TensorScatterMin", "TensorScatterSub", "TensorScatterUpdate")
+def scatter_into(plan: Planner, operation: Any) -> None:
+    """Parts of a tensor are changed, each of which has rows; or own rows are added to parts of one that has none."""
+    x, indices, updates = operation.inputs
+    depth, rank, of_updates = indices.shape[-1] if indices.shape.rank else None, plan.rank(x), plan.placement(updates)
+    shards = set()
+    if depth is not None and rank is not None and isinstance(plan.placement(indices), Replicate):
+        further = indices.shape.rank - 1 - depth  # By which an axis is further behind in the updates.
+        if isinstance(own := plan.placement(x), Shard) and own.axis >= depth:
+            shards.add(own)
+        if isinstance(of_updates, Shard) and of_updates.axis >= indices.shape.rank - 1:
+            shards.add(of_updates.on(of_updates.axis - further))
+    if len(shards) == 1:
+        shard = shards.pop()
+        moved = shard.on(shard.axis + further)
+        size = x.shape[shard.axis] if plan.placement(x) == shard else updates.shape[moved.axis]
+        if plan.have_rows(x, shard, size) and plan.have_rows(updates, moved, size):
+            own_updates = plan.filled(plan.sharded(updates, moved), moved, updates)
+            plan.emit_filled(operation, [plan.sharded(x, shard), plan.local(indices), own_updates], [0], shard, shard)
+            return
+    is_own = isinstance(of_updates, Shard) and of_updates.axis == 0 and plan.placement(indices) == of_updates
+    if is_own and operation.type in ("TensorScatterAdd", "TensorScatterSub"):
+        plan.emit(operation, [plan.partial(x), plan.local(indices), plan.local(updates)], PARTIAL)
+    else:
+        plan.replicate(operation)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy._tensorflow import operation_definition
+from tfrep_strategy.core.tf import operation_definition
 from tfrep_strategy.partitioner.placements import ITEMS, PARTIAL, REPLICATE, VACANT, Items, Replicate, Rows, Vacant
 from tfrep_strategy.partitioner.planner import Planner, in_order
 from tfrep_strategy.partitioner.values import LENGTH, NUMBER, Elements

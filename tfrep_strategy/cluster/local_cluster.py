@@ -1,0 +1,215 @@
+"""The processes of a cluster of parameter servers and workers on this machine. Nothing here loads TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tfrep_strategy.cluster.command import module_command
+from tfrep_strategy.cluster.hardware import thread_variables
+from tfrep_strategy.cluster.identity import inherited_environ
+from tfrep_strategy.cluster.profiles.requests import name_of_folder
+from tfrep_strategy.cluster.rendezvous.connections import held_ports
+from tfrep_strategy.cluster.signs_of_life import Patience
+from tfrep_strategy.core.validation import MOST_PROCESSES
+from tfrep_strategy.errors import PeerError, check_count, message
+
+_log = logging.getLogger(__name__)
+
+START_SECONDS = 60.0
+"""How long the servers may take to start."""
+_FROZEN_HINT = "find out who has stopped it, or what it was doing; TFREP_TIMEOUT=0 has others wait, as under a debugger."
+
+
+class LocalCluster:
+    """The servers and workers of a cluster, each a process that listens on a port of its own.
+
+    They end with `stop`, and also when this process ends in any other way. One that is stopped or silent is killed, as a launcher
+    would do with a rank. Make one with `local_cluster`.
+
+    Args:
+        workers: How many workers.
+        servers: How many parameter servers.
+        on_end: Called with the job, the index and the exit code of a task that ended.
+        log_dir: Where logs are kept; by default in `folder`.
+
+    Raises:
+        ConfigurationError: `TFREP_TIMEOUT` or `TFREP_SILENCE_TIMEOUT` is no number of seconds.
+        PeerError: The processes do not start.
+
+    Attributes:
+        spec: Addresses by job, as `tf.train.ClusterSpec` takes them.
+        folder: A temporary folder, which goes with the cluster.
+        log_dir: Folder with one log file for each task.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        servers: int,
+        on_end: Callable[[str, int, int], None] | None = None,
+        log_dir: Path | None = None,
+    ) -> None:
+        patience = dataclasses.astuple(Patience.of_environment())
+        self._held = contextlib.ExitStack()
+        ports = self._held.enter_context(held_ports(workers + servers))
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        self.spec: dict[str, list[str]] = {"worker": addresses[:workers], "ps": addresses[workers:]}
+        self.folder = Path(tempfile.mkdtemp(prefix=name_of_folder()))
+        self.log_dir = log_dir or self.folder
+        self._on_end = on_end
+        self._is_over = False
+        self._pids: dict[str, int] = {}
+        self._changed = threading.Condition()
+        of_holder = [json.dumps(self.spec), str(self.log_dir), str(self.folder), json.dumps(patience)]
+        environ = inherited_environ() | {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
+        environ |= thread_variables(workers)
+        self._process = subprocess.Popen(
+            module_command("tfrep_strategy.cluster.local_servers", *of_holder),
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        try:
+            for job, tasks in self.spec.items():
+                for index in range(len(tasks)):
+                    self.start(job, index)
+        except BaseException:
+            self.stop()
+            raise
+
+    def start(self, job: str, index: int) -> None:
+        """Starts a task, or starts it again after it ended; returns when its process exists.
+
+        Args:
+            job: "worker" or "ps".
+            index: Which one.
+
+        Raises:
+            PeerError: The process does not start.
+        """
+        name = f"{job}{index}"
+        with self._changed:
+            if name in self._pids:
+                return
+            try:
+                print(json.dumps([job, index]), file=self._process.stdin)
+            except (OSError, ValueError):  # The pipe is broken, or closed.
+                hint = "make a new cluster; their logs may tell why."
+                raise PeerError(message("The servers of the cluster have ended.", hint, logs=str(self.log_dir))) from None
+            self._changed.wait_for(lambda: name in self._pids or self._is_over, START_SECONDS)
+            if name not in self._pids:
+                hint = "see its log, and how much memory is left."
+                raise PeerError(message("A task of the cluster does not start.", hint, task=name, logs=str(self.log_dir)))
+
+    def kill(self, job: str, index: int) -> None:
+        """Kills a task without warning, as `kill -9` does, and returns when it is gone.
+
+        Args:
+            job: "worker" or "ps".
+            index: Which one.
+        """
+        name = f"{job}{index}"
+        with self._changed:
+            if name in self._pids:
+                os.kill(self._pids[name], signal.SIGKILL)
+                self._changed.wait_for(lambda: name not in self._pids, START_SECONDS)
+
+    def pid(self, job: str, index: int) -> int | None:
+        """Returns the process id of a task, or None if it does not run."""
+        return self._pids.get(f"{job}{index}")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process that holds all tasks has ended, and they with it."""
+        return self._is_over
+
+    def stop(self) -> None:
+        """Ends all tasks, and returns when they are gone."""
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # type: ignore[union-attr]
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(5)
+        self._process.stdout.close()  # type: ignore[union-attr]
+        self._held.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _read(self) -> None:
+        for line in self._process.stdout:  # type: ignore[union-attr]
+            event = json.loads(line)
+            with self._changed:
+                if "started" in event:
+                    self._pids[event["started"]] = event["pid"]
+                elif "frozen" in event:
+                    _log.warning("%s %s, and is killed.\nHint: %s", event["frozen"], event["seen"], _FROZEN_HINT)
+                elif self._pids.get(event["ended"]) == event["pid"]:
+                    del self._pids[event["ended"]]
+                self._changed.notify_all()
+            if "ended" in event and self._on_end is not None:
+                job = event["ended"].rstrip("0123456789")
+                self._on_end(job, int(event["ended"][len(job) :]), event["code"])
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+
+def check_counts(**counts: Any) -> None:
+    """Refuses a number of workers or servers that is not a whole number above zero.
+
+    Raises:
+        ConfigurationError: for the first of them.
+    """
+    for name, count in counts.items():
+        check_count(f"A cluster needs at least one of its {name}.", 1, MOST_PROCESSES, **{name: count})
+
+
+def wait_until_reachable(addresses: dict[str, str], seconds: float) -> list[str]:
+    """Waits until somebody listens at each address.
+
+    Args:
+        addresses: Address ("host:port") of each task, by the task's name.
+        seconds: How long to wait at most.
+
+    Returns:
+        The names of the tasks that cannot be reached.
+
+    Example:
+        >>> wait_until_reachable({"worker 0": "127.0.0.1:1"}, 0.1)
+        ['worker 0']
+    """
+    deadline = time.monotonic() + seconds
+    missing = dict(addresses)
+    while missing:
+        for name, address in list(missing.items()):
+            host, _, port = address.rpartition(":")
+            with contextlib.suppress(OSError, ValueError):
+                left = max(0.1, min(2.0, deadline - time.monotonic()))
+                socket.create_connection((host.strip("[]"), int(port)), timeout=left).close()
+                del missing[name]
+        if missing:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.05)
+    return list(missing)

@@ -1,0 +1,475 @@
+"""A standing meeting: processes that stay in touch for a whole run, which they do in rounds while some of them come and go.
+
+Process 0 keeps it. It begins a round when enough are there. It has all end it when one has failed, was lost, left or has come. Then
+it asks its owner what that means: another round, or the end of the run.
+
+A seat at a standing meeting: what a process says there, and what it is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, hang_up, is_loopback, set_patience
+from tfrep_strategy.cluster.rendezvous.introductions import Guest, Place, Reception, Statement, differing, listen, unusable
+from tfrep_strategy.cluster.rendezvous.meeting import LINE_SECONDS, Met, given_up
+from tfrep_strategy.core.limits import machine_silence
+from tfrep_strategy.errors import message
+
+SIGN, SIGN_SECONDS = "sign", 2.0
+"""What both ends of a seat say that often. The kernel of a machine answers also when its processes stand still."""
+_LONGEST_ANSWER = 1 << 26
+_LOST = "lost", None
+
+
+class Seat:
+    """The end of the connection to an `Assembly` that a process has.
+
+    Args:
+        connection: From `Assembly.begin`, or from `Visit.enter`.
+        told: Is called, in a thread, with the kind and the content of all that comes, before anybody reads it. "lost" comes last,
+            also when the other end has been silent for too long.
+
+    Attributes:
+        inbox: All that has come, as (kind, content).
+    """
+
+    def __init__(self, connection: Connection, told: Callable[[str, Any], None]) -> None:
+        self.inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._connection, self._told = connection, told
+        self._patience, self._sending, self._is_over = machine_silence(), threading.Lock(), threading.Event()
+        set_patience(connection, 0)
+        for target in (self._listen, self._give_signs):
+            threading.Thread(target=target, daemon=True, name="tfrep-seat").start()
+
+    def tell(self, kind: str, content: Any = None) -> None:
+        """Says something; nothing happens if nobody is there any more."""
+        with contextlib.suppress(OSError), self._sending:
+            self._connection.send_bytes(json.dumps([kind, content]).encode())
+
+    def _give_signs(self) -> None:
+        while not self._is_over.wait(SIGN_SECONDS):
+            self.tell(SIGN)
+
+    def _listen(self) -> None:
+        try:
+            while (heard := self._next()) != _LOST:
+                if heard[0] != SIGN:
+                    self._told(*heard)
+                    self.inbox.put(heard)
+        finally:
+            try:
+                self._told(*_LOST)
+            finally:
+                self.inbox.put(_LOST)  # Somebody may wait for it without a limit.
+                self._is_over.set()
+                hang_up(self._connection, self._sending)
+
+    def _next(self) -> tuple[str, Any]:
+        try:
+            return self._received()
+        except (OSError, EOFError, ValueError, TypeError):  # The other end has gone, or says what nobody understands.
+            return _LOST
+
+    def _received(self) -> tuple[str, Any]:
+        silent = 0.0
+        # Seconds in which this process stood still are not counted.
+        while not self._connection.poll(SIGN_SECONDS):
+            silent += SIGN_SECONDS
+            if silent > self._patience:
+                raise TimeoutError
+        kind, content = json.loads(self._connection.recv_bytes(_LONGEST_ANSWER))
+        return kind, content
+
+
+_log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.1
+_GREETING_SECONDS = 10
+_LINGER_SECONDS = 3.0
+_LAST_CALL_SECONDS = 3.0
+"""How long nobody may have come before a round begins without its full number, or ends for those who have come."""
+_LONGEST_STATEMENT, _LONGEST_REPORT = 1 << 16, 1 << 24
+ANY = -1
+"""The number of a process that takes any place."""
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """How a round ended for a process.
+
+    Attributes:
+        number: The number of the round.
+        outcome: "well", "failed", "told" (it ended because it was told to), or "left" (somebody has asked it to end).
+        story: What happened, for the user.
+        exit_code: The exit code that goes with it.
+        was_lost: Whether a rank was lost, so that another round may end well.
+        seconds_ago: How long ago it failed.
+    """
+
+    number: int
+    outcome: str
+    story: str = ""
+    exit_code: int = 0
+    was_lost: bool = False
+    seconds_ago: float = 0.0
+
+
+@dataclass(frozen=True)
+class RoundEnd:
+    """How a round ended.
+
+    Attributes:
+        failures: Of processes with failed ranks, the first one first.
+        lost: Processes that are gone without a word.
+        left: Processes that were asked to end.
+        has_grown: Whether it was ended because others have come.
+        ended_well: Whether all ranks have done their work.
+        exit_code: Of a process that was asked to end.
+    """
+
+    failures: Sequence[RoundReport]
+    lost: Sequence[str]
+    left: Sequence[str]
+    has_grown: bool
+    ended_well: bool
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the end of a round means.
+
+    Attributes:
+        again: Whether there is another round.
+        text: What the users at all processes are told.
+        exit_code: Of the run, if this is its end.
+    """
+
+    again: bool
+    text: str = ""
+    exit_code: int = 0
+
+
+@dataclass(eq=False)
+class _Member:
+    """A process that is here."""
+
+    connection: Connection
+    statement: Statement
+    is_ready: bool = True
+    report: RoundReport | None = None
+    failed_at: float = 0.0
+    silent: float = 0.0
+    sending: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def who(self) -> str:
+        return f"the machine {self.statement.who}"
+
+    @property
+    def order(self) -> float:
+        """Its place among the others. Those without a number come last, in the order of their arrival, since sorts are stable."""
+        return math.inf if self.statement.number == ANY else self.statement.number
+
+    def send(self, kind: str, content: Any) -> None:
+        with contextlib.suppress(OSError), self.sending:  # It has ended.
+            self.connection.send_bytes(json.dumps([kind, content]).encode())
+
+    def hang_up(self) -> None:
+        hang_up(self.connection, self.sending)
+
+
+class Assembly:
+    """Keeps the meeting, in a thread of its own.
+
+    Args:
+        place: Where the others come. Its count is that of a full round.
+        least: How many are enough; None if places are fixed, and each process has its number.
+        key: Shared secret.
+        seconds: How long to wait for enough processes before each round.
+        seconds_to_end: How long processes may take to end a round.
+        decide: Is asked what the end of a round means.
+
+    Raises:
+        ConfigurationError: It cannot listen. Its cause is the `OSError`.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        least: int | None,
+        key: bytes,
+        *,
+        seconds: float,
+        seconds_to_end: float,
+        decide: Callable[[RoundEnd], Verdict],
+    ) -> None:
+        self._place, self._least, self._seconds, self._decide = place, least, seconds, decide
+        self._seconds_to_end = seconds_to_end
+        try:
+            server, _ = listen(*place.target, one_machine=place.one_machine)
+        except OSError as error:
+            raise unusable(place, error) from error
+        self._reception = Reception(
+            server, key, _GREETING_SECONDS, lambda each: Statement.from_json(each.recv_bytes(_LONGEST_STATEMENT))
+        )
+        self._members: list[_Member] = []
+        self._round: list[_Member] = []
+        self._number = -1
+        self._lost: list[str] = []
+        self._is_growing = False
+        self._end_by: float | None = None
+        self._own_host = LOOPBACK
+        self._strangers = set[str]()
+        self._last_arrival = time.monotonic()
+        self._is_over, self._own_code = False, 1
+        self._patience, self._last_look, self._is_closed = machine_silence(), time.monotonic(), threading.Event()
+        self._wait_anew()
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="tfrep-assembly")
+
+    def begin(self, own: Statement) -> Connection:
+        """Begins, with process 0 as the first who is here. Returns its connection."""
+        here, there = Pipe()
+        self._own = _Member(here, own)
+        self._members.append(self._own)
+        self._thread.start()
+        threading.Thread(target=self._give_signs, daemon=True, name="tfrep-assembly").start()
+        return there
+
+    def end(self, seconds: float) -> None:
+        """Waits for the end of the run, for some seconds at most."""
+        self._thread.join(seconds)
+
+    def _serve(self) -> None:
+        with contextlib.closing(self._reception):
+            try:
+                while not self._is_over:
+                    self._look()
+            except Exception as error:  # Nobody may wait for ever for a thread that is gone.
+                _log.exception("The meeting at %s has broken down.", self._place.address)
+                what = f"The meeting of the {self._place.noun}s has broken down ({type(error).__name__}: {error})."
+                text = message(what, hint="start the run again.", rendezvous=self._place.address)
+                self._send_all("error", {"text": text, "lost": True})
+        self._is_closed.set()
+        self._linger()
+
+    def _give_signs(self) -> None:
+        while not self._is_closed.wait(SIGN_SECONDS):
+            self._send_all(SIGN, None)
+
+    def _linger(self) -> None:
+        """Lets the others hang up first: what they were told last might be lost with the connection."""
+        deadline = time.monotonic() + _LINGER_SECONDS
+        here = {member.connection for member in self._members if member is not self._own}
+        while here and (left := deadline - time.monotonic()) > 0:
+            for connection in [each for each in wait(list(here), left) if isinstance(each, Connection)]:
+                try:
+                    connection.recv_bytes(_LONGEST_REPORT)
+                except (OSError, EOFError):
+                    here.remove(connection)
+        for member in self._members:
+            member.hang_up()
+
+    def _look(self) -> None:
+        for guest in self._reception.guests(_LOOK_SECONDS):
+            self._admit(guest)
+        speaking = wait([member.connection for member in self._members], 0)
+        for member in [member for member in self._members if member.connection in speaking]:
+            self._hear(member)
+        self._lose_the_silent()
+        if self._round:
+            self._look_at_round()
+        elif self._own not in self._members:
+            self._finish(self._own_end())
+        else:
+            self._gather()
+
+    def _admit(self, guest: Guest) -> None:
+        if guest.said is None:
+            if guest.address not in self._strangers:
+                self._strangers.add(guest.address)
+                _log.warning("At %s, a process at %s has another secret, and is not let in.", self._place.address, guest.address)
+            return
+        member = _Member(guest.connection, guest.said, is_ready=False)
+        if problem := self._misfit(member.statement):
+            member.send("error", {"text": problem, "lost": False})
+            member.hang_up()
+            return
+        if is_loopback(self._own_host):
+            self._own_host = guest.reached
+        self._members.append(member)
+        self._last_arrival = time.monotonic()
+        member.send("welcome", self._own.statement.told)  # It is ready when it says that this fits.
+        if len(self._round) == self._place.count:
+            member.send("line", f"The run has its {self._place.count} {self._place.noun}s. Another one waits until one leaves")
+
+    def _misfit(self, new: Statement) -> str | None:
+        """Returns why a process cannot take part. The others go on."""
+        own, noun = self._own.statement, self._place.noun
+        same = [each.statement.who for each in self._members if new.number == each.statement.number != ANY]
+        alike, new_alike = own.versions | own.told["alike"], new.versions | new.told.get("alike", {})
+        if name := differing(alike, new_alike):
+            what = f"This machine ({new.who}) has {name} {new_alike.get(name)}, and {noun} 0 ({own.who}) has {alike[name]}."
+            hint = "start all machines with the same options and versions."
+        elif same:
+            what = f"Two processes say that they are {noun} {new.number}: {same[0]} and {new.who}."
+            hint = f"give each process a {noun} of its own, and each run a port of its own."
+        else:
+            return None
+        return message(what, hint=hint, rendezvous=self._place.address)
+
+    def _hear(self, member: _Member) -> None:
+        member.silent = 0.0
+        try:
+            kind, content = json.loads(member.connection.recv_bytes(_LONGEST_REPORT))
+            report = RoundReport(**content) if kind == "report" else None
+        except (OSError, EOFError, ValueError, TypeError):  # It has ended, or says what nobody understands.
+            self._lose(member)
+            return
+        if kind == "ready":
+            member.statement, member.is_ready = replace(member.statement, told=content), True
+        elif report and report.number == self._number:
+            member.report = report
+            if report.outcome == "told" and self._end_by is None:  # It has lost this process, and will leave.
+                self._lost.append(member.who)
+            member.failed_at = time.monotonic() - report.seconds_ago
+        elif kind == "leave":
+            self._own_code = content if member is self._own else self._own_code
+            self._lose(member)
+
+    def _lose_the_silent(self) -> None:
+        now = time.monotonic()
+        # If this process stood still, it cannot know what the others said meanwhile.
+        passed, self._last_look = min(now - self._last_look, SIGN_SECONDS), now
+        for member in list(self._members):
+            member.silent += passed
+            if member.silent > self._patience:
+                _log.warning("At %s, %s has said nothing for %.0f seconds.", self._place.address, member.who, member.silent)
+                self._lose(member)
+
+    def _lose(self, member: _Member) -> None:
+        self._members.remove(member)
+        member.hang_up()
+        if member in self._round and member.report is None:
+            self._lost.append(member.who)
+
+    # Between two rounds.
+
+    def _wait_anew(self) -> None:
+        self._deadline = time.monotonic() + self._seconds
+        self._next_line = time.monotonic() + LINE_SECONDS
+
+    def _gather(self) -> None:
+        now = time.monotonic()
+        ready = sorted((each for each in self._members if each.is_ready), key=lambda each: each.order)
+        if self._least is None:
+            is_enough = len(ready) == self._place.count
+        else:
+            is_late = now > self._deadline
+            is_quiet = is_late or now - self._last_arrival >= _LAST_CALL_SECONDS or len(ready) >= self._place.count
+            is_enough = len(ready) >= self._least and is_quiet and (len(ready) == len(self._members) or is_late)
+        if is_enough:
+            self._begin_round(ready[: self._place.count])
+            return
+        problem = self._who_is_missing(ready)
+        if now > self._deadline:
+            text = str(given_up(self._place, self._seconds, problem))
+            self._send_all("error", {"text": text, "lost": True})
+            self._is_over = True
+        elif now > self._next_line:
+            self._next_line += LINE_SECONDS
+            self._send_all("line", problem)
+
+    def _who_is_missing(self, ready: Sequence[_Member]) -> str:
+        if self._least is not None:
+            return f"{len(ready)} of at least {self._least} {self._place.noun}s {'is' if len(ready) == 1 else 'are'} here"
+        missing = sorted(set(range(self._place.count)) - {each.statement.number for each in ready})
+        return f"{self._place.named(missing)} {'has' if len(missing) == 1 else 'have'} not come"
+
+    def _begin_round(self, members: list[_Member]) -> None:
+        self._number += 1
+        self._round, self._lost, self._is_growing, self._end_by = members, [], False, None
+        own_host = self._own_host if len(members) > 1 else LOOPBACK
+        hosts = [own_host if is_loopback(each.statement.host) else each.statement.host for each in members]
+        met = [asdict(Met(host, each.statement.told)) for host, each in zip(hosts, members, strict=True)]
+        for place, member in enumerate(members):
+            member.is_ready, member.report = False, None
+            member.send("round", {"number": self._number, "place": place, "met": met})
+
+    # While a round lasts.
+
+    def _look_at_round(self) -> None:
+        reports = [each.report for each in self._round if each.report is not None]
+        awaited = [each for each in self._round if each in self._members and each.report is None]
+        if not awaited:
+            self._conclude()
+        elif self._end_by is None:
+            self._is_growing = not reports and self._has_grown()
+            # A rank that was asked to end has all ranks write a backup first.
+            failed = any(each.outcome == "failed" and each.exit_code != 143 for each in reports)
+            if self._lost or failed:
+                self._order(awaited, hasty=True)
+            elif self._is_growing or any(each.outcome != "well" for each in reports):
+                self._order(awaited, hasty=False)
+        elif time.monotonic() > self._end_by:
+            for member in awaited:
+                self._lose(member)
+
+    def _has_grown(self) -> bool:
+        waiting = [each for each in self._members if each.is_ready and each not in self._round]
+        is_quiet = time.monotonic() - self._last_arrival >= _LAST_CALL_SECONDS
+        return self._least is not None and bool(waiting) and is_quiet and len(self._round) < self._place.count
+
+    def _order(self, members: Sequence[_Member], *, hasty: bool) -> None:
+        self._end_by = time.monotonic() + self._seconds_to_end
+        for member in members:
+            member.send("end", {"hasty": hasty})
+
+    def _conclude(self) -> None:
+        reported = [each for each in self._round if each.report is not None]
+        in_order = sorted(reported, key=lambda each: each.failed_at)
+        reports = [each.report for each in in_order if each.report is not None]
+        left = [each for each in reported if each.report is not None and each.report.outcome == "left"]
+        ended = RoundEnd(
+            failures=[each for each in reports if each.outcome == "failed"],
+            lost=self._lost,
+            left=[each.who for each in left],
+            has_grown=self._is_growing,
+            ended_well=not self._lost and all(each.outcome == "well" for each in reports),
+            exit_code=next((each.report.exit_code for each in left if each.report is not None), 0),
+        )
+        verdict = self._decide(ended)
+        if self._own not in self._members and not ended.ended_well:
+            verdict = self._own_end()
+        if not verdict.again:
+            self._finish(verdict if ended.ended_well else replace(verdict, exit_code=verdict.exit_code or 1))
+            return
+        for member in self._members:  # Those that have waited tell which ports are free now, too.
+            member.is_ready = False
+            member.send("again", verdict.text)
+        self._round = []
+        self._wait_anew()
+
+    def _own_end(self) -> Verdict:
+        what = "was asked to end" if self._own_code > 128 else "was lost"
+        return Verdict(again=False, text=f"{self._place.named([0])} {what}.", exit_code=self._own_code)
+
+    def _finish(self, verdict: Verdict) -> None:
+        self._send_all("over", {"text": verdict.text, "exit_code": verdict.exit_code})
+        self._is_over = True
+
+    def _send_all(self, kind: str, content: Any) -> None:
+        for member in list(self._members):
+            member.send(kind, content)

@@ -1,0 +1,357 @@
+"""Connections between the processes of a run: addresses, machines that are lost without a word, forked children.
+
+TensorFlow cannot be told to check its connections. So they are found among the descriptors of this process, and the system checks
+them: a connection to a lost machine is closed, and TensorFlow notices that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import random
+import socket
+import stat
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tfrep_strategy.errors import ConfigurationError, message
+
+CONNECT_SECONDS = 10.0
+GREETING_SECONDS = 60
+"""How long the hub may take to greet a rank. All ranks of a run come at once, and rank 0 may be busy."""
+_AGAIN_SECONDS = 0.2
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT = 10_000
+"""Below are ports that many services are known by."""
+
+LOOPBACK = "127.0.0.1"
+
+
+def own_hosts(loopback: bool, hosts: Sequence[str]) -> list[str]:
+    """Returns the addresses at which other ranks may reach this machine, the best first."""
+    if loopback:
+        return [LOOPBACK]
+    numbers = [
+        each.address
+        for addresses in psutil.net_if_addrs().values()
+        for each in addresses
+        if each.family in (socket.AF_INET, socket.AF_INET6) and not each.address.startswith(("127.", "::1", "fe80:"))
+    ]
+    named = [hosts[0].strip("[]")] if hosts and hosts[0] else []
+    return list(dict.fromkeys([*named, *numbers, socket.gethostname(), LOOPBACK]))
+
+
+def connect(addresses: Sequence[str], port: int, key: bytes, rank: int) -> Connection | None:
+    """Connects to the hub of rank 0.
+
+    Args:
+        addresses: Possible addresses of rank 0, the best first.
+        port: The hub's port.
+        key: Shared secret.
+        rank: This rank.
+
+    Returns:
+        The connection; None if the hub could not be reached within 10 seconds, or did not greet this rank within 60.
+    """
+    deadline = time.monotonic() + CONNECT_SECONDS
+    for number, address in enumerate(addresses, 1):
+        left = deadline - time.monotonic()
+        patience = left if number == len(addresses) else min(3.0, left)
+        if patience <= 0:
+            break
+        with contextlib.suppress(Exception):  # Another program may listen there and answer anything.
+            until = time.monotonic() + patience
+            while time.monotonic() < until:
+                peer = socket.create_connection((address, port), patience)
+                with contextlib.suppress(EOFError, ConnectionError):  # Among strangers, the hub may hang up on a rank.
+                    return _introduced(connection_of(peer, GREETING_SECONDS), key, rank)
+                time.sleep(_AGAIN_SECONDS)
+    return None
+
+
+def _introduced(connection: Connection, key: bytes, rank: int) -> Connection:
+    try:
+        prove(connection, key, listens=False)
+        connection.send(rank)
+        set_patience(connection, 0)
+    except Exception:
+        connection.close()
+        raise
+    return connection
+
+
+def connection_of(peer: socket.socket, seconds: int) -> Connection:
+    """Turns a connected socket into a connection for Python objects. Reads give up after some seconds."""
+    peer.settimeout(None)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    notice_loss(peer)
+    connection = Connection(peer.detach())
+    set_patience(connection, seconds)
+    return connection
+
+
+def notice_loss(peer: socket.socket) -> None:
+    """Has the system close a connection after 17 seconds if the other machine disappears without closing it.
+
+    Args:
+        peer: A connected socket.
+
+    Example:
+        >>> with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as peer:
+        ...     notice_loss(peer)
+    """
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # 5 + 4 * 3 seconds, also while the other owes an answer to what was sent.
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 17_000)):
+        if hasattr(socket, name):
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def prove(connection: Connection, key: bytes, *, listens: bool) -> None:
+    """Lets both ends of a connection prove that they know the key. Nothing that a stranger sends is read any further.
+
+    Args:
+        connection: The connection.
+        key: Shared secret.
+        listens: Whether this end listened, and the other connected.
+
+    Raises:
+        AuthenticationError: The other end has another key.
+        OSError: The other end is another program, or is silent. A program that sends what looks like a message of a few bytes
+            causes an `AssertionError`.
+        EOFError: The other end hangs up.
+    """
+    steps = (deliver_challenge, answer_challenge) if listens else (answer_challenge, deliver_challenge)
+    for step in steps:
+        step(connection, key)
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether a host is this machine, as only its own processes reach it.
+
+    Example:
+        >>> is_loopback("127.0.0.1"), is_loopback("node1")
+        (True, False)
+    """
+    return host == "localhost" or host.startswith("127.") or host in ("::1", "[::1]")
+
+
+def is_number(host: str) -> bool:
+    """Returns whether a host is given by its address, and not by a name.
+
+    Example:
+        >>> is_number("10.0.0.1"), is_number("[::1]"), is_number("node1")
+        (True, True, False)
+    """
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
+    """Finds ports that nobody listens on. On Linux, the system gives them to no program that asks for any port.
+
+    Args:
+        count: How many are needed.
+        host: The interface; an empty string for all. Default: loopback.
+
+    Returns:
+        The ports, all different. A program that asks for just this port may take one before it is used; that cannot be ruled out.
+
+    Raises:
+        ConfigurationError: This machine, or the limits of this process, do not allow that many.
+
+    Example:
+        >>> len(set(free_ports(3)))
+        3
+    """
+    with held_ports(count, host) as ports:
+        return ports
+
+
+@contextlib.contextmanager
+def held_ports(count: int, host: str = LOOPBACK) -> Iterator[list[int]]:
+    """Finds ports that nobody listens on, and keeps them from programs that want any port, for themselves or to connect from.
+
+    Who knows a port, and shares it (`SO_REUSEADDR`, as all servers here do), can listen there.
+
+    Args:
+        count: How many are needed.
+        host: The interface; an empty string for all. Default: loopback.
+
+    Yields:
+        The ports, all different.
+
+    Raises:
+        ConfigurationError: This machine, or the limits of this process, do not allow that many.
+
+    Example:
+        >>> with held_ports(1) as ports, socket.create_server(("127.0.0.1", ports[0])) as server:
+        ...     server.getsockname()[1] == ports[0]
+        True
+    """
+    chosen = _chosen_ports(2 * count + 100)
+    with contextlib.ExitStack() as stack:
+        try:
+            sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+            for each in sockets:
+                _bind_to_first_free(each, host, chosen)
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # Afterwards: nobody else had it.
+        except OSError as error:
+            hint = "use fewer processes, or allow more open files (`ulimit -n`)."
+            raise ConfigurationError(message(f"There are no free ports ({error.strerror}).", hint=hint, count=count)) from None
+        yield [each.getsockname()[1] for each in sockets]
+
+
+def _chosen_ports(most: int) -> Iterator[int]:
+    """Yields some ports below those that Linux gives to connections, and to who asks for any port. They are in no order."""
+    try:
+        lowest_given = int(_GIVEN_PORTS.read_text("ascii").split()[0])
+    except (OSError, ValueError):
+        lowest_given = 0
+    below = range(_LOWEST_PORT, lowest_given)
+    yield from random.SystemRandom().sample(below, min(most, len(below)))  # The script's own generator stays as it is.
+
+
+def _bind_to_first_free(listener: socket.socket, host: str, chosen: Iterator[int]) -> None:
+    for port in chosen:
+        with contextlib.suppress(OSError):
+            listener.bind((host, port))
+            return
+    listener.bind((host, 0))
+
+
+@contextlib.contextmanager
+def duplicate(descriptor: int) -> Iterator[socket.socket]:
+    """Yields another socket of an open connection. The connection blocks, or does not, as before.
+
+    A script may have called `socket.setdefaulttimeout`, after which no new socket blocks, nor what shares its connection.
+
+    Args:
+        descriptor: Descriptor of a socket. It stays open.
+
+    Raises:
+        OSError: It is closed, or is no socket.
+    """
+    number = os.dup(descriptor)
+    try:
+        blocks = os.get_blocking(number)
+        own = socket.socket(fileno=number)
+    except OSError:
+        os.close(number)
+        raise
+    with own:
+        own.setblocking(blocks)
+        yield own
+
+
+def hang_up(connection: Connection, sending: contextlib.AbstractContextManager[Any] | None = None) -> None:
+    """Ends a connection and closes it. The other end notices this even if another process has the same connection open.
+
+    Args:
+        connection: The connection.
+        sending: The lock of those who send, if other threads do: a descriptor that is closed meanwhile may be another's by then.
+    """
+    with contextlib.suppress(OSError), duplicate(connection.fileno()) as own:
+        own.shutdown(socket.SHUT_RDWR)
+    with sending or contextlib.nullcontext():
+        connection.close()
+
+
+def set_patience(connection: Connection, seconds: int) -> None:
+    """Sets how many seconds a read from a connection may take; 0 for no limit."""
+    with duplicate(connection.fileno()) as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, 0))
+
+
+_LOOK_SECONDS = 5.0
+"""How often to look for new connections."""
+
+
+def watch_connections(owner: object, addresses: Iterable[str]) -> None:
+    """Has TensorFlow's connections to other machines closed about 20 seconds after such a machine has disappeared.
+
+    Args:
+        owner: The connections are watched for as long as it exists.
+        addresses: "host:port" of the processes to which TensorFlow connects.
+
+    Example:
+        >>> class Owner: ...
+        >>> watch_connections(Owner(), ["node1:2222", "node2:2222"])
+    """
+    placed = [address.rpartition(":") for address in addresses]
+    ports = {int(port) for host, _, port in placed if not is_loopback(host)}
+    if ports:
+        is_over = threading.Event()
+        weakref.finalize(owner, is_over.set)
+        threading.Thread(target=_watch, args=(ports, is_over), daemon=True, name="tfrep-lost-machines").start()
+
+
+def _watch(ports: Collection[int], is_over: threading.Event) -> None:
+    while not is_over.wait(_LOOK_SECONDS):
+        with contextlib.suppress(OSError, psutil.Error):  # Where the system does not list them, a lost machine is waited for.
+            for each in psutil.Process().net_connections("tcp"):
+                if each.status == psutil.CONN_ESTABLISHED and each.raddr.port in ports:
+                    _check(each.fd)
+
+
+def _check(descriptor: int) -> None:
+    # It may have been closed meanwhile.
+    with contextlib.suppress(OSError), duplicate(descriptor) as peer:
+        notice_loss(peer)
+
+
+def close_in_children(owner: Any, close: Callable[[Any], None]) -> None:
+    """Calls `close(owner)` in every process that is forked from now on, as long as the owner lives.
+
+    Args:
+        owner: The object with open connections. It is not kept alive.
+        close: Closes the connections without a message to the peers.
+    """
+    reference = weakref.ref(owner)
+
+    def after_fork() -> None:
+        alive = reference()
+        if alive is not None:
+            close(alive)
+
+    os.register_at_fork(after_in_child=after_fork)
+
+
+@contextlib.contextmanager
+def sockets_closed_in_children() -> Iterator[None]:
+    """Closes sockets that any library opens inside the body, in every process that is forked later."""
+    before = _open_sockets()
+    yield
+    opened = _open_sockets() - before
+    if opened:
+        os.register_at_fork(after_in_child=lambda: _close_all(opened))
+
+
+def _open_sockets() -> set[tuple[int, int]]:
+    """Returns descriptors with inodes; inodes distinguish sockets that reuse a descriptor."""
+    found = set()
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with contextlib.suppress(OSError):  # The descriptor of the listing itself is closed by now.
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((int(name), status.st_ino))
+    return found
+
+
+def _close_all(sockets: set[tuple[int, int]]) -> None:
+    for descriptor, inode in sockets:
+        with contextlib.suppress(OSError):
+            if os.fstat(descriptor).st_ino == inode:
+                os.close(descriptor)

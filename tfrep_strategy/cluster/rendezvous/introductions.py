@@ -1,0 +1,342 @@
+"""Where a process listens for the others of its run, how it greets those that connect, and what each of them states."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.metadata
+import json
+import math
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tfrep_strategy._version import __version__
+from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, connection_of, duplicate, is_loopback, prove
+from tfrep_strategy.core.validation import Address, checked
+from tfrep_strategy.errors import ConfigurationError, message
+
+_TENSORFLOW = ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu")
+"""The packages that contain TensorFlow."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where processes meet, and which of them this one is.
+
+    Args:
+        address: "host:port" of process 0, as the others reach it.
+        number: Number of this process, from 0.
+        count: How many processes there are.
+        one_machine: Whether all are on this machine. They then meet on its loopback interface.
+        noun: What the processes are, for messages.
+        shared: What the processes must share to be let in, for messages.
+        setting: Where the user sets that.
+
+    Raises:
+        ConfigurationError: The address cannot be read.
+
+    Example:
+        >>> Place("node1:29500", number=1, count=3).target
+        ('node1', 29500)
+    """
+
+    address: str
+    number: int
+    count: int
+    one_machine: bool = False
+    noun: str = "rank"
+    shared: str = "secret"
+    setting: str = "TFREP_SECRET_FILE"
+
+    def __post_init__(self) -> None:
+        checked(Address, "rendezvous", self.address, hint="give the address at which the processes can meet.")
+
+    @property
+    def target(self) -> tuple[str, int]:
+        """The host and the port to which the others connect."""
+        host, _, port = self.address.rpartition(":")
+        return LOOPBACK if self.one_machine else host.strip("[]"), int(port)
+
+    def named(self, numbers: Sequence[int]) -> str:
+        """Names processes, as in "Rank 1" or "Ranks 1, 3"."""
+        few = [str(number) for number in numbers[:20]]
+        more = f" and {len(numbers) - 20} more" if len(numbers) > 20 else ""
+        return f"{self.noun.capitalize()}{'s' * (len(numbers) > 1)} {', '.join(few)}{more}"
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What a process states: its number, how many there are, who and where it is, its versions, and what the others need."""
+
+    number: int
+    count: int
+    who: str
+    versions: dict[str, str]
+    told: dict[str, Any]
+    host: str = LOOPBACK
+    mark: str = ""
+    """Drawn for each statement that a process makes, so that it knows its own."""
+
+    @classmethod
+    def of(cls, place: Place, told: Mapping[str, Any]) -> Statement:
+        """Returns the statement of this process."""
+        who = f"{socket.gethostname()}, process {os.getpid()}"
+        return cls(place.number, place.count, who, versions(), dict(told), mark=secrets.token_hex(8))
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Statement:
+        """Reads a statement. That of another version may say more, or have no mark.
+
+        Raises:
+            KeyError, TypeError, ValueError: It is none.
+        """
+        said = json.loads(text)
+        return cls(**{each.name: said[each.name] for each in fields(cls) if each.name in said})
+
+    def to_json(self, host: str) -> bytes:
+        """Returns the statement, with the address from which it is sent."""
+        return json.dumps(asdict(replace(self, host=host))).encode()
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions in which processes of a run must agree. It does not load TensorFlow.
+
+    Example:
+        >>> sorted(versions())
+        ['Keras', 'TensorFlow', 'tfrep_strategy']
+    """
+    return {"tfrep_strategy": __version__, "TensorFlow": _version(*_TENSORFLOW), "Keras": _version("keras")}
+
+
+def misfit(statements: Sequence[Statement], place: Place) -> str | None:
+    """Compares the statement of the last process that has come with the others.
+
+    Args:
+        statements: In the order in which the processes came, process 0 first.
+        place: Where they meet.
+
+    Returns:
+        The error for all of them; None if it fits.
+    """
+    first, last = statements[0], statements[-1]
+    noun = place.noun
+    same = [each.who for each in statements if each.number == last.number]
+    if last.count != first.count:
+        what = f"{place.named([last.number])} says that there are {last.count} {noun}s, and {noun} 0 that there are {first.count}."
+        hint = "start all with the same number."
+    elif len(same) > 1:
+        hint = f"give each process a {noun} of its own, and each run a port of its own."
+        what = f"Two processes say that they are {noun} {last.number}: {' and '.join(same)}."
+    elif name := differing(first.versions, last.versions):
+        what = (
+            f"{place.named([last.number])} ({last.who}) has {name} {last.versions.get(name)},"
+            f" and {noun} 0 ({first.who}) has {first.versions[name]}."
+        )
+        hint = "install the same versions everywhere."
+    else:
+        return None
+    return message(what, hint=hint, rendezvous=place.address)
+
+
+def differing(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Returns the first name for which two mappings differ; None if there is none.
+
+    Example:
+        >>> differing({"Keras": "3.12", "TensorFlow": "2.19"}, {"Keras": "3.12", "TensorFlow": "2.20"})
+        'TensorFlow'
+    """
+    return next((name for name, value in first.items() if other.get(name) != value), None)
+
+
+def _version(*packages: str) -> str:
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return "unknown"
+
+
+_WAITING = 4096
+"""How many may have connected before they are looked at. All ranks of a run may come at once."""
+
+
+def listen(host: str, port: int, *, one_machine: bool) -> tuple[socket.socket, bool]:
+    """Listens on the interface that the others reach.
+
+    The host may not be an address of this machine: a name that means loopback here, or the address of a service that leads here.
+    Then it listens on all interfaces.
+
+    Args:
+        host: This machine, as the others reach it; empty if that is not known.
+        port: The port; 0 for a free one.
+        one_machine: Whether all processes are on this machine, so that loopback is enough.
+
+    Returns:
+        The socket, and whether the host is certain to be this machine.
+
+    Raises:
+        OSError: The port is taken, or cannot be used.
+
+    Example:
+        >>> server, is_certain = listen("node1", 0, one_machine=True)
+        >>> server.getsockname()[0], is_certain
+        ('127.0.0.1', True)
+        >>> server.close()
+    """
+    if one_machine:
+        return socket.create_server((LOOPBACK, port), backlog=_WAITING), True
+    found = []
+    with contextlib.suppress(OSError):  # A name may be made known after the process has started.
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM) if host else []
+    for family, _, _, _, address in found:
+        if not is_loopback(str(address[0])):
+            try:
+                return socket.create_server(address[:2], family=family, backlog=_WAITING), True
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_WAITING, dualstack_ipv6=True), False
+    return socket.create_server(("", port), backlog=_WAITING), False
+
+
+def unusable(place: Place, error: OSError) -> ConfigurationError:
+    """Returns the error of process 0 if it cannot listen.
+
+    Args:
+        place: Where it wanted to listen.
+        error: What the system says.
+    """
+    return ConfigurationError(
+        message(
+            f"{place.named([0])} cannot listen at the rendezvous ({os.strerror(error.errno or 0)}).",
+            hint="use a free port, and the address of this machine; only one process can have this number.",
+            rendezvous=place.address,
+        )
+    )
+
+
+_MOST_AT_ONCE = 256
+"""How many are greeted at once. When more come, they wait until one has been greeted."""
+_TURN_SECONDS = 1.0
+"""After how long those that are greeted have to go, if none of them has been greeted meanwhile and others wait."""
+_LOOK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Guest:
+    """Somebody who has connected.
+
+    Attributes:
+        connection: The connection. If it has another secret, it is closed.
+        address: Its address.
+        reached: Address of this machine at which it came.
+        said: What it said after the proof; None if it has another secret.
+    """
+
+    connection: Connection
+    address: str
+    reached: str
+    said: Any = None
+
+
+class Reception:
+    """Lets each that connects prove that it knows the secret, and hears what it says first, each in a thread of its own.
+
+    Args:
+        server: Where they connect. The reception closes it.
+        key: Shared secret.
+        seconds: How long each may take.
+        hear: Reads what it says first. Whoever says what this cannot read is a stranger.
+    """
+
+    def __init__(self, server: socket.socket, key: bytes, seconds: int, hear: Callable[[Connection], Any]) -> None:
+        self._server, self._key, self._seconds, self._hear = server, key, seconds, hear
+        self._guests: queue.SimpleQueue[Guest] = queue.SimpleQueue()
+        self._deadlines: dict[Connection, float] = {}  # Of those that are being greeted, in the order in which they came.
+        self._lock = threading.Condition()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._accept, daemon=True, name="tfrep-reception")
+        self._thread.start()
+
+    def guests(self, seconds: float) -> list[Guest]:
+        """Returns those that have been greeted since the last call.
+
+        Args:
+            seconds: How long to wait if there is none.
+        """
+        found = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self._guests.get(timeout=seconds))
+            while True:
+                found.append(self._guests.get_nowait())
+        return found
+
+    def close(self) -> None:
+        """Closes the server, and the connections to those that have not been taken."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # Wakes the thread.
+        self._thread.join()
+        self._server.close()
+        self._give_up(math.inf)
+        for guest in self.guests(0.0):
+            guest.connection.close()
+
+    def _accept(self) -> None:
+        self._server.settimeout(_LOOK_SECONDS)
+        while not self._is_closed:
+            with contextlib.suppress(OSError):  # Nobody came, or one came and left.
+                self._begin(*self._server.accept())
+            self._give_up(time.monotonic())
+
+    def _begin(self, peer: socket.socket, address: Any) -> None:
+        reached = peer.getsockname()[0].removeprefix("::ffff:")
+        connection = connection_of(peer, self._seconds)
+        with self._lock:
+            while len(self._deadlines) == _MOST_AT_ONCE and not self._is_closed:
+                if not self._lock.wait(_TURN_SECONDS):
+                    for silent in self._deadlines:
+                        _hang_up(silent)
+                    self._deadlines.clear()
+            self._deadlines[connection] = time.monotonic() + self._seconds
+        guest = Guest(connection, address[0], reached)
+        threading.Thread(target=self._greet, args=(guest,), daemon=True, name="tfrep-greeting").start()
+
+    def _give_up(self, now: float) -> None:
+        with self._lock:
+            for connection, deadline in self._deadlines.items():
+                if now > deadline:
+                    _hang_up(connection)
+
+    def _greet(self, guest: Guest) -> None:
+        connection = guest.connection
+        greeted = None
+        try:
+            prove(connection, self._key, listens=True)
+            greeted = Guest(connection, guest.address, guest.reached, self._hear(connection))
+        except AuthenticationError:
+            greeted = guest
+        except Exception:  # Another program may connect and send anything.
+            pass
+        with self._lock:
+            self._deadlines.pop(connection, None)
+            self._lock.notify_all()
+            if greeted is None or greeted is guest or self._is_closed:
+                connection.close()
+            if greeted is not None and not self._is_closed:
+                self._guests.put(greeted)
+
+
+def _hang_up(connection: Connection) -> None:
+    """Ends a read of another thread from a connection."""
+    with contextlib.suppress(OSError), duplicate(connection.fileno()) as own:
+        own.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,532 @@
+"""A meeting: processes that know one address and one secret go there, tell each other who they are, and get all addresses.
+
+Process 0 listens. The others connect, prove that they know the secret, and make a statement. When all have come, each gets the
+statements of all. If they do not fit, each gets the error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import secrets
+import selectors
+import socket
+import stat
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+from platformdirs import user_cache_dir
+
+from tfrep_strategy.cluster.rendezvous.confinement import confine, machines_of_run
+from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, connection_of, free_ports, is_loopback, prove, set_patience
+from tfrep_strategy.cluster.rendezvous.introductions import Guest, Place, Reception, Statement, listen, misfit, unusable
+from tfrep_strategy.core.limits import meeting_seconds
+from tfrep_strategy.errors import ConfigurationError, PeerError, message
+
+_SHORTEST, _LONGEST = 16, 1 << 16
+_MAKE_ONE = "(umask 077; openssl rand -hex 32 > FILE) makes one; copy it to all machines."
+
+
+def shared_secret(one_machine: bool) -> bytes:
+    """Returns the secret that the processes of a run share.
+
+    `TFREP_SECRET_FILE` names a file with it. On one machine the user's own is used by default. It is made when it is first
+    needed, in the user's cache folder.
+
+    Args:
+        one_machine: Whether all processes are on this machine.
+
+    Returns:
+        The secret.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or others may read it, or there is none, and the processes are on
+            several machines.
+
+    Example:
+        >>> shared_secret(one_machine=True) == shared_secret(one_machine=True)
+        True
+    """
+    named = os.environ.get("TFREP_SECRET_FILE")
+    if named:
+        return _read(Path(named), TFREP_SECRET_FILE=named)
+    if not one_machine:
+        raise ConfigurationError(
+            message(
+                "Processes on several machines need a secret to meet.",
+                hint=f"set TFREP_SECRET_FILE to a file with the same content everywhere, with mode 600. {_MAKE_ONE}",
+                TFREP_SECRET_FILE=None,
+            )
+        )
+    own = Path(user_cache_dir("tfrep-strategy"), "rendezvous.secret")
+    try:
+        if not own.exists():
+            _make(own)
+    except OSError as error:
+        raise ConfigurationError(
+            message(f"Cannot make a secret ({error.strerror}).", hint=f"set TFREP_SECRET_FILE. {_MAKE_ONE}", file=str(own))
+        ) from None
+    return _read(own, file=str(own))
+
+
+def _read(path: Path, **setting: str) -> bytes:
+    try:
+        found = path.stat()
+        # What is no file may be read for ever.
+        secret = path.read_bytes().strip() if stat.S_ISREG(found.st_mode) and found.st_size <= _LONGEST else None
+    except OSError as error:
+        raise ConfigurationError(
+            message(
+                f"The secret cannot be read ({error.strerror}).",
+                hint="name a file of yours; a pod of Kubernetes that does not run as root needs `fsGroup`.",
+                **setting,
+            )
+        ) from None
+    if secret is None:
+        raise ConfigurationError(message(f"The secret is no file of up to {_LONGEST} bytes.", hint=_MAKE_ONE, **setting))
+    # Kubernetes gives a Secret to a pod that does not run as root through the group of the pod (fsGroup).
+    from_root = found.st_uid == 0 and os.geteuid() != 0
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & (0o037 if from_root else 0o077):
+        raise ConfigurationError(
+            message(
+                f"Others may read the secret: its file has mode {mode:o}.",
+                hint="chmod 600; for a Secret of Kubernetes, `defaultMode: 0400`, and `fsGroup` if the pod does not run as root.",
+                **setting,
+            )
+        )
+    if len(secret) < _SHORTEST:
+        raise ConfigurationError(message(f"The secret is shorter than {_SHORTEST} characters.", hint=_MAKE_ONE, **setting))
+    return secret
+
+
+def _make(file: Path) -> None:
+    """Writes a new secret. Processes may do so at once; all read the one that was first."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
+    with open(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as new:
+        new.write(secrets.token_hex(32))
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(unfinished, file)
+    finally:
+        unfinished.unlink()
+
+
+_log = logging.getLogger(__name__)
+
+LINE_SECONDS = 10.0
+"""How often a process says whom it awaits."""
+_ANSWER_SECONDS, _SILENCES = 10, 2
+"""How long a process waits for the first words at the address, and after how many silences a stranger listens there."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+
+T = TypeVar("T")
+
+
+class Visit:
+    """A process that goes to the address.
+
+    Args:
+        place: Where to go, and which of the processes this one is.
+        own: What it states there.
+        key: Shared secret.
+        seconds: How long it tries.
+    """
+
+    def __init__(self, place: Place, own: Statement, key: bytes, seconds: float) -> None:
+        self.place, self.own, self.key, self.seconds = place, own, key, seconds
+        self.deadline = time.monotonic() + seconds
+        self._next_line = time.monotonic() + LINE_SECONDS
+
+    def insist(self, do: Callable[[], T]) -> T:
+        """Does something there again and again, until it does not fail for want of somebody who answers.
+
+        Args:
+            do: What to do. It calls `enter`.
+
+        Returns:
+            What that returned.
+
+        Raises:
+            ConfigurationError: A stranger is there, or one with another secret.
+            PeerError: Nobody came in time.
+        """
+        pause, silences = _FIRST_PAUSE, 0
+        while True:
+            try:
+                return do()
+            except _Silence as error:
+                problem, silences = str(error), silences + 1
+                if silences == _SILENCES:
+                    raise self._stranger() from None
+            except (OSError, EOFError) as error:
+                problem, silences = f"{self.place.named([0])} cannot be reached ({str(error) or 'it hung up'})", 0
+            now = time.monotonic()
+            if now > self.deadline:
+                raise given_up(self.place, self.seconds, problem)
+            if now > self._next_line:
+                self._next_line += LINE_SECONDS
+                _log.warning("Waiting at %s. %s.", self.place.address, problem)
+            time.sleep(min(pause, self.deadline - now))
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+
+    def enter(self, patience: int | None = None) -> Connection:
+        """Goes there once, and makes its statement.
+
+        Args:
+            patience: How many seconds to wait for an answer. Default: 10.
+
+        Returns:
+            The connection.
+
+        Raises:
+            OSError, EOFError: Nobody is there, or the connection broke.
+            ConfigurationError: A stranger is there, or one with another secret.
+        """
+        patience = patience or _ANSWER_SECONDS
+        peer = socket.create_connection(self.place.target, timeout=patience)
+        own, other = peer.getsockname()[0], peer.getpeername()
+        if peer.getsockname() == other:  # A process that calls a free port of its own machine may be given this very port.
+            peer.close()
+            raise ConnectionRefusedError("Connection refused")
+        connection = connection_of(peer, patience)
+        try:
+            self._prove(connection)
+            connection.send_bytes(self.own.to_json(host=own))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _prove(self, connection: Connection) -> None:
+        try:
+            prove(connection, self.key, listens=False)
+        except AuthenticationError:
+            raise ConfigurationError(
+                message(
+                    f"The {self.place.shared} of this process is not that of {self.place.named([0]).lower()}.",
+                    hint=f"use one {self.place.shared} everywhere ({self.place.setting}), and an address of its own for each run.",
+                    rendezvous=self.place.address,
+                )
+            ) from None
+        except BlockingIOError:
+            raise _Silence("Whoever listens there is silent") from None
+        except (AssertionError, OSError) as error:
+            if getattr(error, "errno", None) is not None:
+                raise
+            raise self._stranger() from None
+
+    def _stranger(self) -> ConfigurationError:
+        return ConfigurationError(
+            message(
+                "Another program listens at the rendezvous.",
+                hint="use another port, the same for all processes. It may be an earlier run that has not ended.",
+                rendezvous=self.place.address,
+            )
+        )
+
+
+def given_up(place: Place, seconds: float, problem: str) -> PeerError:
+    """Returns the error of processes whose time is over.
+
+    Args:
+        place: Where they wanted to meet.
+        seconds: How long they tried.
+        problem: Why it was in vain.
+    """
+    return PeerError(
+        message(
+            f"The {place.noun}s did not meet within {seconds:g} seconds. {problem}.",
+            hint="check that all were started, and that they reach this address; TFREP_RENDEZVOUS_TIMEOUT sets the limit.",
+            rendezvous=place.address,
+        )
+    )
+
+
+class _Silence(TimeoutError):
+    """Somebody listens, and says nothing."""
+
+
+_GREETING_SECONDS = 10
+"""How long process 0 waits for the proof and the statement of a process that has connected."""
+_LINGER_SECONDS = 10.0
+"""How long process 0 tells an error to processes that come late."""
+_LOOK_SECONDS = 0.2
+_LONGEST_STATEMENT, _LONGEST_ANSWER = 1 << 16, 1 << 26
+
+
+@dataclass(frozen=True)
+class Met:
+    """A process of the meeting.
+
+    Attributes:
+        host: Address of its machine, at which the others reach it.
+        told: What it told.
+    """
+
+    host: str
+    told: dict[str, Any]
+
+
+def meet(
+    place: Place,
+    told: Mapping[str, Any],
+    *,
+    secret: bytes | None = None,
+    seconds: float | None = None,
+    guard: Callable[[socket.socket], None] | None = None,
+) -> list[Met]:
+    """Meets the other processes. Every one must call it.
+
+    Args:
+        place: Where they meet, and which of them this one is.
+        told: What the others should know of this one: what JSON can hold.
+        secret: Default: from `shared_secret`.
+        seconds: How long to wait for all of them. Default: from `meeting_seconds`.
+        guard: Process 0 calls it with the socket at which it listens. It may keep strangers away.
+
+    Returns:
+        All processes, in the order of their numbers.
+
+    Raises:
+        ConfigurationError: Two processes have one number, their versions, secrets or numbers of processes differ, or another
+            program listens at the address. All processes that come get the error.
+        PeerError: Not all have come in time.
+
+    Example:
+        >>> [process] = meet(Place("localhost:29500", number=0, count=1, one_machine=True), {"port": 2222})
+        >>> process.told
+        {'port': 2222}
+    """
+    if place.count == 1:
+        return [Met(LOOPBACK, dict(told))]
+    key = secret or shared_secret(place.one_machine)
+    visit = _Visit(place, Statement.of(place, told), key, meeting_seconds() if seconds is None else seconds)
+    return _Host(visit, guard).receive() if place.number == 0 else visit.until_all_have_come()
+
+
+class _Visit(Visit):
+    """The part of a process that goes to the address."""
+
+    def until_all_have_come(self) -> list[Met]:
+        """Goes there again and again, until it gets an answer."""
+        return self.insist(self.once)
+
+    def once(self, patience: int | None = None, silence: float | None = None) -> list[Met]:
+        """Goes there once.
+
+        Args:
+            patience: How many seconds to wait until it is let in. Default: as `enter`.
+            silence: For how many seconds it may then hear nothing. Default: 30.
+
+        Raises:
+            OSError, EOFError: Nobody is there, or the connection broke.
+        """
+        with self.enter(patience) as connection:
+            set_patience(connection, 0)
+            problem = f"{self.place.named([0])} has gone silent"
+            while connection.poll(max(0.0, min(silence or 3 * LINE_SECONDS, self.deadline - time.monotonic()))):
+                kind, content = json.loads(connection.recv_bytes(_LONGEST_ANSWER))
+                if kind == "all":
+                    return [Met(**each) for each in content]
+                if kind == "error":
+                    raise (PeerError if content["lost"] else ConfigurationError)(content["text"])
+                problem = content
+                _log.warning("Waiting at %s. %s.", self.place.address, problem)
+        late = time.monotonic() > self.deadline
+        raise given_up(self.place, self.seconds, problem) if late else TimeoutError(problem)
+
+
+class _Host:
+    """The part of process 0, to which the others come."""
+
+    def __init__(self, visit: _Visit, guard: Callable[[socket.socket], None] | None) -> None:
+        self._visit, self._place, self._own, self._guard = visit, visit.place, visit.own, guard
+        self._here: dict[Connection, Statement] = {}
+        self._selector = selectors.DefaultSelector()
+        self._own_host = LOOPBACK
+        self._strangers: dict[str, None] = {}
+        self._next_line = time.monotonic() + LINE_SECONDS
+
+    def receive(self) -> list[Met]:
+        try:
+            server, is_certain = listen(*self._place.target, one_machine=self._place.one_machine)
+        except OSError as error:
+            self._look_for_another_host()
+            raise unusable(self._place, error) from None
+        if self._guard:
+            self._guard(server)
+        hear = functools.partial(Connection.recv_bytes, maxlength=_LONGEST_STATEMENT)
+        self._reception = Reception(server, self._visit.key, _GREETING_SECONDS, lambda each: Statement.from_json(hear(each)))
+        with contextlib.closing(self._reception):
+            try:
+                while missing := self._missing():
+                    self._serve()
+                    self._remind(missing, is_certain)
+                return self._tell_all()
+            except (ConfigurationError, PeerError) as error:
+                self._tell_error(error)
+                raise
+            finally:
+                self._selector.close()
+                for connection in self._here:
+                    connection.close()
+
+    def _missing(self) -> list[int]:
+        return sorted(set(range(1, self._place.count)) - {each.number for each in self._here.values()})
+
+    def _serve(self) -> None:
+        guests = [guest for guest in self._reception.guests(_LOOK_SECONDS) if not self._is_this_process(guest)]
+        for key, _ in self._selector.select(0):  # It said all before, so that now it has ended. It may come again.
+            connection: Connection = key.fileobj  # type: ignore[assignment]
+            self._selector.unregister(connection)
+            del self._here[connection]
+            connection.close()
+        for guest in guests:
+            if guest.said is not None:
+                self._here[guest.connection] = guest.said
+                self._selector.register(guest.connection, selectors.EVENT_READ)
+        for guest in guests:
+            self._look_at(guest)
+
+    def _is_this_process(self, guest: Guest) -> bool:
+        """Whether it has come to its own address, where it looks for another process 0. It then goes away again."""
+        is_own = guest.said is not None and guest.said.mark == self._own.mark
+        if is_own:
+            guest.connection.close()
+        return is_own
+
+    def _look_at(self, guest: Guest) -> None:
+        if guest.said is None:  # Anybody may come and say anything. The others are still waited for.
+            if guest.address not in self._strangers:
+                self._strangers[guest.address] = None
+                what = "At %s, a process at %s has another %s, and is not let in."
+                _log.warning(what, self._place.address, guest.address, self._place.shared)
+            return
+        if is_loopback(self._own_host):
+            self._own_host = guest.reached
+        # Several may have come at once: each is compared, and not the last of them only.
+        others = [said for connection, said in self._here.items() if connection is not guest.connection]
+        if error := misfit([self._own, *others, guest.said], self._place):
+            raise ConfigurationError(error)
+
+    def _remind(self, missing: list[int], is_certain: bool) -> None:
+        now = time.monotonic()
+        problem = f"{self._place.named(missing)} {'has' if len(missing) == 1 else 'have'} not come"
+        if self._strangers:
+            problem += f". A process at {next(iter(self._strangers))} has another {self._place.shared} ({self._place.setting})"
+        if now > self._visit.deadline:
+            raise given_up(self._place, self._visit.seconds, problem)
+        if now > self._next_line:
+            self._next_line += LINE_SECONDS
+            _log.warning("Waiting at %s. %s.", self._place.address, problem)
+            self._send("line", problem)
+            if not is_certain:
+                self._look_for_another_host()
+
+    def _look_for_another_host(self) -> None:
+        """Goes to the address itself. If another process 0 listens there, both get an error, and all that wait."""
+        with contextlib.suppress(OSError, EOFError):
+            self._visit.once(patience=1, silence=1)
+
+    def _tell_all(self) -> list[Met]:
+        statements = sorted([self._own, *self._here.values()], key=lambda each: each.number)
+        everybody = [Met(self._own_host if is_loopback(each.host) else each.host, each.told) for each in statements]
+        self._send("all", [asdict(each) for each in everybody])
+        return everybody
+
+    def _tell_error(self, error: Exception) -> None:
+        """Tells it to all that are here. Those that come late get it for some time, unless all were waited for."""
+        is_late = isinstance(error, PeerError)
+        deadline, told = time.monotonic() + (0 if is_late else _LINGER_SECONDS), set[int]()
+        content = {"text": str(error), "lost": is_late}
+        while True:
+            told |= {each.number for each in self._here.values()}
+            self._send("error", content)
+            for connection in self._here:
+                self._selector.unregister(connection)
+                connection.close()
+            self._here.clear()
+            if told >= set(range(1, self._place.count)) or time.monotonic() > deadline:
+                return
+            with contextlib.suppress(ConfigurationError):
+                self._serve()
+
+    def _send(self, kind: str, content: Any) -> None:
+        data = json.dumps([kind, content]).encode()
+        for connection in self._here:
+            with contextlib.suppress(OSError):  # It has ended.
+                connection.send_bytes(data)
+
+
+@functools.cache
+def addresses_of_ranks(place: Place) -> tuple[str, ...]:
+    """Meets the other ranks, once in the life of this process.
+
+    Args:
+        place: Where they meet.
+
+    Returns:
+        `"host:port"` of each rank, where it may listen.
+
+    Raises:
+        ConfigurationError: The ranks do not fit.
+        PeerError: Not all have come in time.
+
+    Example:
+        >>> addresses_of_ranks(Place("localhost:29500", number=0, count=1, one_machine=True))
+        ('127.0.0.1:...',)
+    """
+    (port,) = free_ports(1, LOOPBACK if place.one_machine else "")
+    met = meet(place, {"port": port})
+    return tuple(with_port(each.host, each.told["port"]) for each in met)
+
+
+def meet_at(addresses: Sequence[str], rank: int, source: str) -> None:
+    """Meets the other ranks at the address of rank 0, where ranks know all addresses from the start.
+
+    No server of TensorFlow may listen there yet. The ranks need no secret: the servers obey all machines of the run anyway. Rank 0
+    takes no connections from others, as far as it knows the machines. Programs with another list of addresses are not let in.
+
+    Args:
+        addresses: `"host:port"` of each rank.
+        rank: Which one this process is.
+        source: What the addresses are from, for messages.
+
+    Raises:
+        ConfigurationError: The ranks do not fit, or have other addresses, or another program listens there.
+        PeerError: Not all have come in time.
+
+    Example:
+        >>> meet_at(["127.0.0.1:2222"], 0, "TF_CONFIG")
+    """
+    one_machine = all(is_loopback(address.rpartition(":")[0]) for address in addresses)
+    place = Place(addresses[0], rank, len(addresses), one_machine, shared="list of addresses", setting=source)
+
+    def guard(server: socket.socket) -> None:
+        networks, problem = machines_of_run(addresses[rank], addresses)
+        if problem is None:
+            with contextlib.suppress(OSError):  # The system cannot confine it. That of TensorFlow's server is told.
+                confine(server, networks)
+
+    meet(place, {}, secret=hashlib.sha256(" ".join(addresses).encode()).digest(), guard=guard)
+
+
+def with_port(host: str, port: int) -> str:
+    """Returns an address.
+
+    Example:
+        >>> with_port("::1", 80)
+        '[::1]:80'
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

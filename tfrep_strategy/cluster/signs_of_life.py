@@ -1,0 +1,278 @@
+"""Signs of life: each rank gives one every second, and a process outside, its launcher, sees who is stopped and who is silent.
+
+Where no launcher of this package has started a rank, its watcher does this (`watcher.py`).
+
+A rank cannot tell that it is stopped, nor that native code keeps Python's lock from its threads. The others only see that it
+does not come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tfrep_strategy.core.limits import longest_silence, timeout_seconds
+
+_log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+"""How often a launcher should look."""
+
+_SIGN_SECONDS = 1.0
+_STOPPED_SECONDS = 15.0
+"""How long a rank may be stopped. Horovod's own limit is 30 seconds, TensorFlow's between machines 20; after those, others fail."""
+_IDLE_SECONDS, _LEAST_IDLE_SECONDS = 25.0, 3.0
+"""How long a rank may be silent and do nothing. Its work is measured from time to time, so it may take twice as long."""
+_WARNED_SECONDS = 60.0
+_IDLE_CPU, _IDLE_BYTES = 0.03, 100_000.0
+"""What a rank whose Python stands still may use in a second: TensorFlow's threads wake up now and then."""
+_WHY = {psutil.STATUS_DISK_SLEEP: "a disk or a network does not answer, or its cgroup is frozen"}
+_ELSE_WHY = "native code may hold Python's lock, or its cgroup is frozen"
+
+_is_watched = threading.Event()
+
+
+def give_signs(folder: Path | None, rank: int) -> None:
+    """Gives a sign of life every second, in a thread, for as long as this process can run Python code.
+
+    Args:
+        folder: Where the launcher looks; no sign is given if there is none, as on a machine that is not the launcher's.
+        rank: Who gives them.
+
+    Example:
+        >>> give_signs(None, rank=1)
+    """
+    if folder is not None and folder.is_dir():
+        _is_watched.set()
+        start_signs(folder, rank)
+
+
+def is_watched() -> bool:
+    """Returns whether this process gives signs of life to a launcher.
+
+    Example:
+        >>> is_watched()
+        False
+    """
+    return _is_watched.is_set()
+
+
+def start_signs(folder: Path, rank: int) -> None:
+    """Gives signs of life as `give_signs` does, until the folder is gone.
+
+    Args:
+        folder: Where a process outside looks.
+        rank: Who gives them.
+
+    Example:
+        >>> start_signs(Path(), rank=1)
+    """
+    path = _path(folder, rank)
+    with contextlib.suppress(OSError):  # A full disk. The launcher expects no signs then.
+        # The file stays open until this process becomes another program (`os.exec`), which will give no signs.
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.write(file, str(os.getpid()).encode())
+        threading.Thread(target=_give_signs, args=(path,), daemon=True, name="tfrep-signs").start()
+
+
+def _give_signs(path: Path) -> None:
+    with contextlib.suppress(OSError):  # Who has looked has ended, and removed the folder.
+        while True:
+            os.utime(path)
+            time.sleep(_SIGN_SECONDS)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long others bear with a rank; `math.inf`: for ever.
+
+    Attributes:
+        stopped: Seconds for which a rank may be stopped.
+        idle: Seconds for which it may give no sign of life and do nothing.
+        warned: Seconds without a sign of life after which the user is told.
+        silent: Seconds without a sign of life after which the rank is ended.
+    """
+
+    stopped: float
+    idle: float
+    warned: float
+    silent: float
+
+    @classmethod
+    def of_environment(cls) -> Patience:
+        """Returns what `TFREP_TIMEOUT` and `TFREP_SILENCE_TIMEOUT` say.
+
+        Raises:
+            ConfigurationError: One of them is no number of seconds.
+
+        Example:
+            >>> Patience.of_environment()
+            Patience(stopped=15.0, idle=25.0, warned=60.0, silent=1800.0)
+        """
+        limit, silent = timeout_seconds(), longest_silence()
+        if limit == math.inf:
+            return cls(math.inf, math.inf, math.inf, math.inf)
+        idle = math.inf if silent == math.inf else min(_IDLE_SECONDS, max(_LEAST_IDLE_SECONDS, limit / 2), silent)
+        return cls(min(_STOPPED_SECONDS, limit / 2), idle, min(_WARNED_SECONDS, silent / 2), silent)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a process had done at some time.
+
+    Attributes:
+        silent: For how many seconds it had given no sign of life.
+        cpu: Seconds of CPU time that it had used.
+        transferred: Bytes that it had read and written.
+    """
+
+    silent: float = 0.0
+    cpu: float = 0.0
+    transferred: float = 0.0
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A rank for which nobody should wait.
+
+    Attributes:
+        rank: The rank.
+        seen: What was seen of it, worded to follow "Rank 1".
+    """
+
+    rank: int
+    seen: str
+
+
+class Watch:
+    """Looks at the ranks of this machine from outside.
+
+    Args:
+        folder: Where the ranks give their signs.
+        patience: How long to bear with them.
+        name: What a rank is called, with its number for `{}`.
+
+    Example:
+        >>> watch = Watch(Path(), Patience.of_environment())
+        >>> watch.look({0: os.getpid()}) is None
+        True
+    """
+
+    def __init__(self, folder: Path, patience: Patience, name: str = "Rank {}") -> None:
+        self._folder, self._patience, self._name = folder, patience, name
+        self._ranks: dict[tuple[int, int], _Rank] = {}
+        self._last = time.monotonic()
+
+    def look(self, pids: Mapping[int, int]) -> Frozen | None:
+        """Looks once. Warns of a rank that is silent.
+
+        Args:
+            pids: The processes that the launcher has started as ranks. A rank that one of them has started is
+                found by its signs.
+
+        Returns:
+            A rank whose time is over, if there is one.
+        """
+        now = time.monotonic()
+        # If this process was itself held up, it cannot know how the ranks were meanwhile.
+        passed, self._last = min(now - self._last, 2 * LOOK_SECONDS), now
+        for rank, pid in {**pids, **self._signed()}.items():
+            with contextlib.suppress(psutil.Error, OSError):  # It has ended.
+                if (rank, pid) not in self._ranks:
+                    self._ranks[rank, pid] = _Rank(self._name.format(rank), psutil.Process(pid), _path(self._folder, rank))
+                seen = self._ranks[rank, pid].look(passed, self._patience)
+                if seen:
+                    return Frozen(rank, seen)
+        return None
+
+    def _signed(self) -> dict[int, int]:
+        written = {int(path.stem): path.read_text("utf-8") for path in self._folder.glob("*.life")}
+        return {rank: int(pid) for rank, pid in written.items() if pid}
+
+
+class _Rank:
+    """What was seen of a rank."""
+
+    def __init__(self, name: str, process: psutil.Process, path: Path) -> None:
+        self._name, self._process, self._path = name, process, path
+        self._stopped = self._silent = 0.0
+        self._switches = 0
+        self._at_sign = self._measured = _Work()
+        self._sign: int | None = None
+        self._is_named = False
+
+    def look(self, passed: float, patience: Patience) -> str:
+        """Looks once. Returns what was seen if the time of the rank is over.
+
+        Args:
+            passed: Seconds since the last look.
+            patience: How long to bear with it.
+        """
+        status = self._process.status() if self._process.is_running() else psutil.STATUS_ZOMBIE
+        # What has run since the last look was not stopped all the time.
+        before, self._switches = self._switches, sum(self._process.num_ctx_switches())
+        is_stopped = status == psutil.STATUS_STOPPED and self._switches == before
+        self._stopped = self._stopped + passed if is_stopped else 0.0
+        if self._stopped > patience.stopped:
+            return f"is stopped (state T), for {self._stopped:.0f} seconds by now"
+        if self._gives_signs() or status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE):
+            return ""
+        self._silent += passed
+        is_idle = self._is_idle(patience.idle)
+        if not (is_idle or self._silent >= patience.warned) or not self._should_give_signs():
+            return ""
+        used = self._work().cpu - self._at_sign.cpu
+        seen = f"has given no sign of life for {self._silent:.0f} seconds, in which it used {used:.1f} of CPU time"
+        if is_idle:
+            return f"{seen} (state: {status}; {_WHY.get(status, _ELSE_WHY)})"
+        if self._silent > patience.silent:
+            return seen
+        if not self._is_named:
+            self._is_named = True
+            end = "" if patience.silent == math.inf else f" It is ended after {patience.silent:g} seconds."
+            _log.warning(
+                "%s %s (state: %s). Native code may hold Python's lock.%s\nHint: TFREP_SILENCE_TIMEOUT sets the limit.",
+                self._name, seen, status, end)  # fmt: skip
+        return ""
+
+    def _gives_signs(self) -> bool:
+        """Returns whether it has given a sign since the last look, or never gave one."""
+        sign = self._path.stat().st_mtime_ns if self._path.exists() else None
+        if sign is not None and sign == self._sign:
+            return False
+        self._sign, self._silent, self._is_named = sign, 0.0, False
+        self._at_sign = self._measured = self._work()
+        return True
+
+    def _is_idle(self, seconds: float) -> bool:
+        """Returns whether it has done nothing for so long."""
+        before = self._measured
+        passed = self._silent - before.silent
+        if passed < seconds:
+            return False
+        self._measured = now = self._work()
+        return now.cpu - before.cpu < _IDLE_CPU * passed and now.transferred - before.transferred < _IDLE_BYTES * passed
+
+    def _should_give_signs(self) -> bool:
+        """Returns whether it is still the program that gave signs."""
+        own = str(self._path.resolve())
+        return any(file.path == own for file in self._process.open_files())
+
+    def _work(self) -> _Work:
+        times, transferred = self._process.cpu_times(), 0
+        with contextlib.suppress(psutil.AccessDenied, AttributeError):  # Not every system tells.
+            transferred = sum(self._process.io_counters()[2:])
+        return _Work(self._silent, times.user + times.system, transferred)
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.life"

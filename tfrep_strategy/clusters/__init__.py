@@ -1,1 +1,0 @@
-"""A cluster of workers and parameter servers on this machine."""

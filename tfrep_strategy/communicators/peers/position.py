@@ -1,0 +1,154 @@
+"""Which collectives of functions this rank is in. The functions write it; the monitor's thread reads it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfrep_strategy.communicators.peers.reports import Call, Report, user_line
+
+
+class Stay(NamedTuple):
+    """A collective that a rank is in. Ranks in the same collective with different tensors wait for each other forever.
+
+    Attributes:
+        place: Name of its place in the program.
+        times: How often it has begun there.
+        call: The collective.
+    """
+
+    place: str
+    times: int
+    call: Call
+
+
+class Position:
+    """The collectives of a group that a rank is in."""
+
+    def __init__(self) -> None:
+        self._notes: dict[str, _Note] = {}
+        self._calls: list[Call] = []
+
+    def enter(self, kind: str, place: str, tensors: Sequence[tf.Tensor], sizes: tf.Tensor) -> Any:
+        """Records that a function begins a collective. Eager collectives are reported to the other ranks instead.
+
+        Args:
+            kind: Name of the collective.
+            place: Name of its place in the program.
+            tensors: The tensors that it sends.
+            sizes: `sizes_of(tensors)`.
+
+        Returns:
+            A tuple for `leave`, whose first item is an operation that must run before the collective. None for an eager
+            collective.
+        """
+        with tf.init_scope():
+            if not tf.executing_eagerly():
+                return None
+        if tf.executing_eagerly():
+            return None
+        note = self._notes[place] if place in self._notes else self._notes.setdefault(place, _Note())
+        with tf.device("CPU:0"):
+            number = tf.constant([len(self._calls)])
+            line = user_line((frame.filename, frame.lineno) for frame in reversed(number.op.traceback))
+            self._calls.append(Call(kind, f"in {place}", tuple((tensor.dtype.name, ()) for tensor in tensors), line))
+            handle = note.handle()
+            times = _read(handle)[:1] + 1
+            return _write(handle, tf.concat([times, number, sizes], 0)), handle, times
+
+    def leave(self, entered: Any, result: tf.Tensor) -> None:
+        """Records that a collective has ended."""
+        _, handle, times = entered
+        with tf.device("CPU:0"), tf.control_dependencies([result]):
+            _write(handle, times)
+
+    def read(self) -> Iterator[Stay]:
+        """Yields the collectives that this rank is in."""
+        for place, note in list(self._notes.items()):
+            times, *where = _read(note.handle()).numpy().tolist()
+            if where:
+                number, *sizes = where
+                call, tensors = self._calls[number], []
+                for dtype, _ in call.tensors:
+                    rank, *sizes = sizes
+                    tensors.append((dtype, tuple(sizes[:rank])))
+                    sizes = sizes[rank:]
+                yield Stay(place, times, call._replace(tensors=tuple(tensors)))
+
+
+class _Note:
+    """Holds how often a collective has begun and, until it ends, the number of its call and its sizes."""
+
+    _names = itertools.count()
+
+    def __init__(self) -> None:
+        self._name = f"tfrep_position_{next(self._names)}"
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._handle = self._find()
+            _write(self._handle, tf.constant([0]))
+
+    def handle(self) -> tf.Tensor:
+        """Returns the resource, for use in the graph that is being built.
+
+        A graph finds it by its name. It could not capture the resource if it was the gradient of a branch or of a loop, which
+        captures only what the branch itself has captured.
+        """
+        return self._handle if tf.executing_eagerly() else self._find()
+
+    def _find(self) -> tf.Tensor:
+        return tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=tf.TensorShape([None]), shared_name=self._name)
+
+
+def _read(handle: tf.Tensor) -> tf.Tensor:
+    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int32)
+
+
+def _write(handle: tf.Tensor, value: tf.Tensor) -> Any:
+    return tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+
+
+def sizes_of(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns the shapes of tensors as one int32 vector: for each tensor its number of dimensions, then their sizes."""
+    if all(tensor.shape.is_fully_defined() for tensor in tensors):
+        return tf.constant([n for tensor in tensors for n in (tensor.shape.rank, *tensor.shape)], tf.int32)
+    shapes = [tf.shape(tensor) for tensor in tensors]  # On the device of each tensor, so that no tensor is copied.
+    with tf.device("CPU:0"):
+        return tf.concat([part for shape in shapes for part in (tf.shape(shape), shape)], 0)
+
+
+_LOOKS = 3
+"""After how many looks in the same collective a rank reports it."""
+
+
+class Followed:
+    """A position that the monitor looks at from time to time.
+
+    Args:
+        group: The ranks that take part.
+        number: The number of the group's communicator.
+        position: The position.
+        limit: How many seconds the rank may wait for others in a collective.
+    """
+
+    def __init__(self, group: Sequence[int], number: int, position: Position, limit: float) -> None:
+        self.group, self._number, self._position, self._limit = group, number, position, limit
+        self._looks: dict[Stay, int] = {}
+        self._until: dict[Stay, float] = {}
+
+    def look(self) -> list[Report]:
+        """Returns a report of each collective that the rank has been in for some time, and one more if it reaches the limit."""
+        now, stays = time.monotonic(), list(self._position.read())
+        self._looks = {stay: self._looks.get(stay, 0) + 1 for stay in stays}
+        self._until = {stay: self._until.get(stay, now + self._limit) for stay in stays}
+        late = [stay for stay, until in self._until.items() if now > until]
+        self._until |= dict.fromkeys(late, math.inf)
+        stuck = [stay for stay, looks in self._looks.items() if looks == _LOOKS]
+        return [self._report(stay, False) for stay in stuck] + [self._report(stay, True) for stay in late]
+
+    def _report(self, stay: Stay, is_late: bool) -> Report:
+        return Report(self.group, (self._number, stay.place, stay.times), stay.call, waits=False, is_limited=is_late)

@@ -1,0 +1,194 @@
+"""The steps of a `fit` in traces: each has an event, and those that a run is to trace are traced on all ranks.
+
+Processes of parameter servers take no steps together. All of them trace the time in which the coordinator hands out the steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from tfrep_strategy.cluster.profiles import requests
+from tfrep_strategy.cluster.profiles.requests import TracedSteps, folder_of_environment, new_run_folder, steps_of_environment
+from tfrep_strategy.cluster.profiles.summary import TraceReport, show_summary, write_summary
+from tfrep_strategy.cluster.profiles.traces import STEP, Trace
+from tfrep_strategy.errors import ConfigurationError, TfrepError, message
+
+
+class Traces(Protocol):
+    """The traces of all processes, from when they are made until `end`. Their errors are reported: training goes on.
+
+    Attributes:
+        run_folder: Where they go.
+    """
+
+    run_folder: Path
+
+    def end(self) -> list[TraceReport]:
+        """Ends them. Returns the reports; none where another process shows them."""
+
+    def abandon(self) -> None:
+        """Ends them when a step has failed, so that other processes may not answer."""
+
+
+class TracesOfRanks:
+    """One trace on each rank. All ranks make and end it between the same steps.
+
+    Args:
+        strategy: The strategy of the model.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self.run_folder: Path = strategy.extended.broadcast_object(new_run_folder(folder_of_environment()))
+        self._trace = Trace(self.run_folder, f"rank{getattr(strategy, 'rank', 0)}")
+        strategy.extended.barrier()  # Else the first step would wait for the rank that starts its trace last.
+        self._trace.begin()
+
+    def end(self) -> list[TraceReport]:
+        reports = self._strategy.extended.all_gather_object(self._trace.end())
+        return reports if self._strategy.extended.is_chief else []
+
+    def abandon(self) -> None:
+        self._trace.end()
+
+
+class TracesOfCluster:
+    """Traces of the coordinator, the workers and the servers of a run of parameter servers."""
+
+    def __init__(self) -> None:
+        self.run_folder = new_run_folder(folder_of_environment())
+        self._asked: requests.Asked | None = None
+        self._problem = ""
+        try:
+            self._asked = requests.Asked(_folder_of_requests(), self.run_folder)
+        except (TfrepError, OSError) as error:
+            self._problem = str(error)
+
+    def end(self) -> list[TraceReport]:
+        try:
+            if self._asked is not None:
+                return self._asked.end()
+        except (TfrepError, OSError) as error:
+            self._problem = str(error)
+        return [TraceReport("coordinator", problem=self._problem)]
+
+    def abandon(self) -> None:
+        self.end()
+
+
+def _folder_of_requests() -> Path:
+    if requests.here is None:
+        what = "Workers trace themselves only if `tfrep run` has started them."
+        raise ConfigurationError(message(what, hint="unset TFREP_PROFILE.", TFREP_PROFILE=str(steps_of_environment())))
+    folder, _ = requests.here
+    return folder
+
+
+def check_cluster() -> None:
+    """Refuses a profile of parameter servers that `tfrep run` has not started.
+
+    Raises:
+        ConfigurationError: `TFREP_PROFILE` is set there.
+    """
+    if steps_of_environment() is not None:
+        _folder_of_requests()
+
+
+class ProfiledFit:
+    """Marks the steps of a `fit` in traces, and traces some of them.
+
+    Args:
+        wanted: The steps to trace; None: none of this `fit`.
+        make_traces: Starts the traces.
+        speaks: Whether this process tells the user what was traced.
+
+    Attributes:
+        done: How many steps have begun.
+    """
+
+    _is_first = True
+    """Whether no `fit` of this program has begun yet."""
+
+    def __init__(self, wanted: TracedSteps | None, make_traces: Any, speaks: bool) -> None:
+        self.wanted, self._make_traces, self._speaks = wanted, make_traces, speaks
+        self._traces: Traces | None = None
+        self.done = self._began = 0
+
+    def step(self, count: int) -> contextlib.AbstractContextManager[None]:
+        """Returns a context for each execution of `count` steps."""
+        return self._marked(count) if self.wanted is None else self._traced(self.wanted, count)
+
+    def _marked(self, count: int) -> contextlib.AbstractContextManager[None]:
+        self.done += count
+        return tf.profiler.experimental.Trace(STEP, step_num=self.done - count, _r=1)
+
+    @contextlib.contextmanager
+    def _traced(self, wanted: TracedSteps, count: int) -> Iterator[None]:
+        if self._traces is None and self.done >= wanted.first:
+            self._began, self._traces = self.done, self._make_traces()
+        with self._marked(count):
+            yield
+        if self.done >= wanted.end:
+            self.end()
+
+    def end(self) -> None:
+        """Ends the traces, and tells of them. Every rank has to call it."""
+        wanted, self.wanted = self.wanted, None
+        if wanted is None:
+            return
+        what = f"steps {self._began} to {self.done - 1}"
+        if self.done < wanted.end:
+            what = f"the steps from {self._began} on"
+            kept = "What was traced until then is kept." if self._traces is not None else "Nothing was traced."
+            self._say(f"the first fit ended before step {wanted.end - 1}, which was to be profiled. {kept}")
+        if self._traces is not None:
+            reports = self._traces.end()
+            if reports:
+                with contextlib.suppress(OSError):  # A full disk. The user is shown it.
+                    write_summary(reports, self._traces.run_folder)
+                show_summary(reports, what, self._traces.run_folder, sys.stderr)
+
+    def abandon(self) -> None:
+        """Ends the traces of a `fit` that has failed. What was traced is kept."""
+        wanted, self.wanted = self.wanted, None
+        if wanted is not None and self._traces is not None:
+            self._traces.abandon()
+            self._say(f"fit failed while it was profiled. Traces from step {self._began} on: {self._traces.run_folder}")
+
+    def _say(self, text: str) -> None:
+        if self._speaks:
+            print(f"tfrep: {text}", file=sys.stderr, flush=True)
+
+
+def say_without_fit() -> None:
+    """Tells the user of a program that has ended that nothing was profiled, if that was wanted, and the program called no `fit`."""
+    if ProfiledFit._is_first and steps_of_environment() is not None:
+        print("tfrep: no step was profiled: the script has called no fit.", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def profiled(make_traces: Any, speaks: bool) -> Iterator[ProfiledFit]:
+    """Profiles what the body, a `fit`, does.
+
+    Args:
+        make_traces: Starts the traces.
+        speaks: Whether this process tells the user what was traced.
+
+    Yields:
+        What marks the steps.
+    """
+    wanted = steps_of_environment() if ProfiledFit._is_first else None
+    ProfiledFit._is_first = False
+    fit = ProfiledFit(wanted, make_traces, speaks)
+    try:
+        yield fit
+    except BaseException:
+        fit.abandon()
+        raise
+    fit.end()

@@ -1,0 +1,137 @@
+"""What Keras keeps for each thread, and what threads call beside the one that trains.
+
+Nobody can order such calls between ranks. So each rank answers them alone, as one device, without a collective.
+
+Each replica of one process has a thread. It starts with a copy of the state of the thread that runs the strategy, since a
+replica may stop inside a scope while another one runs. The caller is left with what the first replica leaves behind, as it
+would be after one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfrep_strategy.core.scoped import Setting
+from tfrep_strategy.core.tf import in_no_strategy
+from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.keras_integration.internals import TensorFlowTrainer, global_state
+from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
+
+_TRACKERS = ("GLOBAL_STATE_TRACKER", "GLOBAL_SETTINGS_TRACKER")
+
+
+class CallerState:
+    """The state of the thread that makes it, for the threads of its replicas."""
+
+    def __init__(self) -> None:
+        self._callers = [_state_of_this_thread(name) for name in _TRACKERS]
+        self._at_start = [{key: _copied(value) for key, value in caller.items()} for caller in self._callers]
+
+    @contextlib.contextmanager
+    def in_replica(self, first: bool) -> Iterator[None]:
+        """Gives the state to this thread; the `first` replica returns its own to the caller."""
+        owns = [_state_of_this_thread(name) for name in _TRACKERS]
+        for own, start in zip(owns, self._at_start, strict=True):
+            own.update(start)
+        try:
+            yield
+        finally:
+            if first:
+                for own, caller in zip(owns, self._callers, strict=True):
+                    caller.update(own)
+
+
+def _state_of_this_thread(tracker: str) -> dict[str, Any]:
+    return vars(getattr(global_state, tracker))
+
+
+def _copied(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, (dict, list, set)) else value
+
+
+answers_alone = Setting(False)
+"""Whether this thread reads variables as this rank has them, without the others."""
+
+_OF_LOOPS = frozenset({
+    "_make_function", "evaluate", "make_predict_function", "make_test_function", "predict", "predict_on_batch", "test_on_batch",
+})  # fmt: skip
+
+
+class _OnOneDevice:
+    """A model as Keras's loops see it where there is one device: with functions and a strategy of its own.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = weakref.ref(model)
+        self.predict_function = self.test_function = None
+        with in_no_strategy():
+            self.distribute_strategy = tf.distribute.get_strategy()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_LOOPS:
+            return types.MethodType(getattr(TensorFlowTrainer, name), self)
+        return getattr(self._model(), name)
+
+
+class OtherThreads(SynchronousBase):
+    """Which thread leads: the one that made the strategy, or has trained last; the main one, if that has ended."""
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
+        self._leader = threading.current_thread()
+        self._training = 0
+        """How many calls train now, one inside the other."""
+        self._on_one_device: weakref.WeakKeyDictionary[Any, _OnOneDevice] = weakref.WeakKeyDictionary()
+
+    @property
+    def is_other_thread(self) -> bool:
+        """Whether this thread calls beside the one that other ranks follow."""
+        if not self._leader.is_alive():
+            self._leader = threading.main_thread()
+        return self.has_several_ranks and threading.current_thread() is not self._leader
+
+    @contextlib.contextmanager
+    def leading(self, method: str) -> Iterator[None]:
+        """Has this thread be the one that other ranks follow, while it trains and from then on.
+
+        Raises:
+            ConfigurationError: Another thread trains. Only this one fails.
+        """
+        if self.is_other_thread and self._training:
+            raise ConfigurationError(
+                message(
+                    "Another thread trains, and the ranks could not tell in which order the two do their steps.",
+                    hint="train in one thread, or wait until it has ended; other threads may predict, evaluate and save.",
+                    method=method,
+                )
+            )
+        self._leader = threading.current_thread()
+        self._training += 1
+        try:
+            yield
+        finally:
+            self._training -= 1
+
+    def alone(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls a loop of Keras for this rank alone.
+
+        Args:
+            original: Keras's own method.
+            model: Its model.
+            *args: Its arguments.
+            **kwargs: Its arguments.
+        """
+        as_one = self._on_one_device.setdefault(model, _OnOneDevice(model))
+        with answers_alone.to(True), in_no_strategy():
+            return original(as_one, *args, **kwargs)

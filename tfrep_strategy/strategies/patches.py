@@ -1,0 +1,43 @@
+"""What this package replaces in Keras and TensorFlow: listed, and undone."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from tfrep_strategy import keras_integration
+from tfrep_strategy.core.replacements import Row
+from tfrep_strategy.strategies import REPLACED
+
+
+def describe() -> list[Row]:
+    """Lists all replacements.
+
+    Example:
+        >>> "the same" in {row.why for row in describe()}
+        True
+    """
+    return [*keras_integration.describe(), *REPLACED.describe()]
+
+
+def uninstall() -> None:
+    """Makes Keras and TensorFlow what they were. Strategies that there are must not be used any more."""
+    REPLACED.uninstall()
+    keras_integration.uninstall()
+
+
+def show(as_json: bool) -> None:
+    """Prints the list.
+
+    Args:
+        as_json: Whether as JSON.
+    """
+    if as_json:
+        print(json.dumps([vars(row) for row in describe()]))
+        return
+    table = Table(Column("what", overflow="fold"), "why", title="What tfrep_strategy replaces in Keras and TensorFlow")
+    for row in describe():
+        table.add_row(row.target, row.why)
+    Console().print(table)

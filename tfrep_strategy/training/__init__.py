@@ -1,0 +1,1 @@
+"""What programs call: collectives, TF-Replicator's model, callbacks, evaluation beside training."""
