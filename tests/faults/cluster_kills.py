@@ -29,7 +29,7 @@ def processes_of(launcher: int) -> dict[str, psutil.Process]:
             command = " ".join(process.cmdline())
             if "tfrep_strategy.running.script" in command:
                 found[COORDINATOR] = process
-            elif "tfrep_strategy.cluster.local_servers" in command:
+            elif "tfrep_strategy.cluster.local_cluster" in command:
                 log = os.path.basename(os.readlink(f"/proc/{process.pid}/fd/1"))
                 found[NAMES.get(log, ALL)] = process
     return found

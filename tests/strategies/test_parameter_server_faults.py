@@ -154,7 +154,7 @@ def test_the_command(tmp_path: Path, victim: str) -> None:
         if victim == "server":
             # The servers are forks of one process, each with a log of its own.
             next(
-                p for p in _found(family, "cluster.local_servers").children() if "ps0.log" in os.readlink(f"/proc/{p.pid}/fd/1")
+                p for p in _found(family, "cluster.local_cluster").children() if "ps0.log" in os.readlink(f"/proc/{p.pid}/fd/1")
             ).kill()
         elif victim == "coordinator":
             _found(family, "running.script").kill()
@@ -190,7 +190,7 @@ def test_who_dies_while_the_cluster_starts(tmp_path: Path, victim: str) -> None:
         while not killed:
             assert process.poll() is None
             with contextlib.suppress(StopIteration, psutil.Error, OSError):
-                holder = _found(psutil.Process(process.pid).children(), "cluster.local_servers")
+                holder = _found(psutil.Process(process.pid).children(), "cluster.local_cluster")
                 if victim == "a server":
                     next(p for p in holder.children() if "ps0.log" in os.readlink(f"/proc/{p.pid}/fd/1")).kill()
                 else:

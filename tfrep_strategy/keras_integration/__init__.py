@@ -1,7 +1,7 @@
 """Makes Keras 3 work under the strategies of this package; the only room that touches Keras's internals.
 
 Importing it checks all that it needs of Keras (`internals.py`). It then replaces the functions that decide how replicas work
-together (`tables.py`, `tables.py`). Under any other strategy, and under none, each does what Keras wrote,
+together (`tables.py`). Under any other strategy, and under none, each does what Keras wrote,
 unless its entry says otherwise (`does`). `uninstall()` makes Keras what it was.
 """
 

@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -110,7 +111,7 @@ class FolderAtAddress(SharedFolder):
 
     def _told(self, *what: str) -> str:
         """Asks a process that loads TensorFlow, which the launcher does not."""
-        command = module_command("tfrep_strategy.running.remote_files", self.place, *what)
+        command = module_command(__name__, self.place, *what)
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         if done.returncode:
             raise OSError(done.stderr)
@@ -211,3 +212,20 @@ def _local_folder(address: str) -> Path:
     folder = tempfile.mkdtemp(prefix="tfrep-progress-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
+
+
+def main(arguments: list[str], path: list[str]) -> None:
+    """Prints the names in a folder at an address as JSON, or removes folders in it. This loads TensorFlow, which reaches addresses.
+
+    Args:
+        arguments: The address of the folder, and "names", or "remove" and their names.
+        path: The search path with which Python started: file systems may be added to TensorFlow from there.
+    """
+    sys.path[:] = path
+    import tensorflow as tf
+
+    place, what, *names = arguments
+    if what == "names":
+        print(json.dumps([name.rstrip("/") for name in tf.io.gfile.listdir(place)]))
+    for name in names:
+        tf.io.gfile.rmtree(f"{place}/{name}")

@@ -23,8 +23,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.cluster.environments import SlurmEnvironment, TfConfigEnvironment
-from tfrep_strategy.cluster.local_cluster import wait_until_reachable
-from tfrep_strategy.cluster.local_servers import NAMES, run_server
+from tfrep_strategy.cluster.local_cluster import NAMES, run_server, wait_until_reachable
 from tfrep_strategy.cluster.rendezvous.confinement import confined
 from tfrep_strategy.cluster.rendezvous.connections import free_ports, watch_connections
 from tfrep_strategy.cluster.resolver import LocalClusterResolver
