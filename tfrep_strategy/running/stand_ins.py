@@ -8,9 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-import tfrep_strategy.training.replicator
+import tfrep_strategy.strategies
 from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.strategies import auto, parameter_server
 from tfrep_strategy.strategies.settings import take_settings
 
 _OURS = ("MirroredStrategy", "MultiWorkerStrategy", "ParameterServerStrategy")
@@ -34,8 +35,8 @@ def _table(strategy: Any) -> list[tuple[Sequence[Any], str, Callable[..., Any]]]
 
     apis = (tf.distribute, tf.compat.v1.distribute, tf.compat.v2.distribute)
     stock = [module for api in apis for module in (api, api.experimental)]
-    # The package itself, where scripts find its names, and what makes a strategy for them.
-    ours = [tfrep_strategy, tfrep_strategy.training.replicator]
+    # The package itself, where scripts find its names, and where a `Replicator` does.
+    ours = [tfrep_strategy, auto, parameter_server]
     return [
         (stock, "MirroredStrategy", given),
         (stock, "MultiWorkerMirroredStrategy", given),

@@ -18,9 +18,8 @@ from tfrep_strategy.core.tf import converted_by_autograph
 from tfrep_strategy.errors import ConfigurationError, check_count, message
 from tfrep_strategy.keras_integration.asynchronous.worker_data import drawn_by_each_worker
 from tfrep_strategy.keras_integration.refusals import refuse_old_optimizer
-from tfrep_strategy.strategies.auto import auto_strategy
+from tfrep_strategy.strategies import auto, parameter_server
 from tfrep_strategy.strategies.base import SynchronousStrategy
-from tfrep_strategy.strategies.parameter_server import ParameterServerStrategy
 from tfrep_strategy.training import collectives
 from tfrep_strategy.training.collectives.calls import check_op
 from tfrep_strategy.training.collectives.mapping import reduce_nests
@@ -70,7 +69,7 @@ class Replicator(ShowsNewNames):
                     input_replication_mode=input_replication_mode,
                 )
             )
-        self.strategy = auto_strategy() if strategy is None else strategy
+        self.strategy = auto.auto_strategy() if strategy is None else strategy
         self._check_strategy()
         self.input_replication_mode = input_replication_mode
         # The keys hold the functions, so that no other function gets the same identity.
@@ -291,7 +290,7 @@ class ParameterServerReplicator(Replicator):
     """
 
     def __init__(self, strategy: tf.distribute.ParameterServerStrategy | None = None) -> None:
-        super().__init__(ParameterServerStrategy() if strategy is None else strategy)
+        super().__init__(parameter_server.ParameterServerStrategy() if strategy is None else strategy)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
 
     def init(self) -> None:
