@@ -38,6 +38,7 @@ LANES: dict[str, tuple[str, ...]] = {
     "resumed": (),
     "wires": (),
     "package": (),
+    "packages": (),
     "optimizers": (),
     "sharded": ("training", "every"),
     "transports": (),

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         reduce_scatter,
         replica_id,
     )
+    from tfrep_strategy.training.ending import is_ending
     from tfrep_strategy.training.replicator import InputContext, InputReplicationMode, ParameterServerReplicator, Replicator
     from tfrep_strategy.training.sidecar_evaluator import SidecarEvaluator
 else:
@@ -65,6 +66,7 @@ else:
             "broadcast_object", "chief_first", "is_chief", "map_gather", "map_reduce", "num_replicas", "reduce_scatter",
             "replica_id",
         ],
+        "training.ending": ["is_ending"],
         "training.replicator": ["InputContext", "InputReplicationMode", "ParameterServerReplicator", "Replicator"],
         "training.sidecar_evaluator": ["SidecarEvaluator"],
     }, OF_PACKAGE)  # fmt: skip
@@ -74,7 +76,7 @@ __all__ = [
     "MultiWorkerStrategy", "ParameterServerReplicator", "ParameterServerStrategy",
     "Replicator", "SidecarEvaluator", "TimedCheckpoint", "__version__", "all_gather", "all_gather_object",
     "all_mean", "all_reduce", "all_sum", "all_to_all", "auto_strategy", "barrier", "broadcast", "broadcast_object", "chief_first",
-    "exit_on_server_loss", "is_chief", "launch", "local_cluster", "logical_device", "map_gather", "map_reduce", "num_replicas",
-    "partition",
+    "exit_on_server_loss", "is_chief", "is_ending", "launch", "local_cluster", "logical_device", "map_gather", "map_reduce",
+    "num_replicas", "partition",
     "reduce_scatter", "register_communicator", "register_environment", "replica_id", "use_logical_cpus",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -35,6 +36,11 @@ def run(program: str, folder: Path, max_restarts: int) -> int:
         except RunFailed as failed:
             return failed.failure.exit_code
     return 0
+
+
+def told(folder: Path) -> list[str]:
+    """Returns what the run has told beside its logs."""
+    return [json.loads(line)["event"] for line in (folder / "logs" / "events.jsonl").read_text().splitlines()]
 
 
 def starts(folder: Path, rank: int = 0) -> list[str]:
@@ -76,6 +82,8 @@ def test_a_lost_rank_and_no_other_is_a_reason(
     monkeypatch.setenv("TFREP_TIMEOUT", "2")  # A stopped rank is ended after half of it.
     assert run(on_rank_1(statement, at_most), tmp_path, max_restarts=2) == exit_code
     assert starts(tmp_path, 1) == seen, "the log goes on from one start to the next"
+    lost = ["loss", "restart"] * (len(seen) - 1)
+    assert told(tmp_path) == ["start", *lost, *(["loss"] if exit_code else []), "end"]
     shown, said = capfd.readouterr()
     assert [line for line in shown.splitlines() if "[1]" in line] == [f"[1] {number}" for number in seen]
     assert len(re.findall(r"rank 1 (was lost|is stopped) \(.*\. All ranks are started again", said)) == len(seen) - 1

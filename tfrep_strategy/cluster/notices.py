@@ -28,8 +28,7 @@ def keeping_requests() -> Iterator[None]:
     Yields:
         Nothing.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    if not _can_be_kept():
         yield
         return
     signal.signal(signal.SIGTERM, _keep)
@@ -40,6 +39,17 @@ def keeping_requests() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if _asked.is_set():
             signal.raise_signal(signal.SIGTERM)
+
+
+def keep_requests() -> None:
+    """Keeps requests to end from now on, for a program that asks `is_asked_to_end` by itself."""
+    if _can_be_kept():
+        signal.signal(signal.SIGTERM, _keep)
+        _is_answered.set()
+
+
+def _can_be_kept() -> bool:
+    return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def answer_requests_to_end() -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from tfrep_strategy.cluster import events
 from tfrep_strategy.cluster.profiles import requests
 from tfrep_strategy.cluster.profiles.requests import TracedSteps, folder_of_environment, new_run_folder, steps_of_environment
 from tfrep_strategy.cluster.profiles.summary import TraceReport, show_summary, write_summary
@@ -112,19 +113,21 @@ class ProfiledFit:
         done: How many steps have begun.
     """
 
-    _is_first = True
-    """Whether no `fit` of this program has begun yet."""
+    _fits = 0
+    """How many `fit`s of this program have begun."""
 
     def __init__(self, wanted: TracedSteps | None, make_traces: Any, speaks: bool) -> None:
         self.wanted, self._make_traces, self._speaks = wanted, make_traces, speaks
         self._traces: Traces | None = None
         self.done = self._began = 0
+        self._events = events.Steps(ProfiledFit._fits - 1)
 
     def step(self, count: int) -> contextlib.AbstractContextManager[None]:
         """Returns a context for each execution of `count` steps."""
         return self._marked(count) if self.wanted is None else self._traced(self.wanted, count)
 
     def _marked(self, count: int) -> contextlib.AbstractContextManager[None]:
+        self._events.note(self.done)
         self.done += count
         return tf.profiler.experimental.Trace(STEP, step_num=self.done - count, _r=1)
 
@@ -168,7 +171,7 @@ class ProfiledFit:
 
 def say_without_fit() -> None:
     """Tells the user of a program that has ended that nothing was profiled, if that was wanted, and the program called no `fit`."""
-    if ProfiledFit._is_first and steps_of_environment() is not None:
+    if not ProfiledFit._fits and steps_of_environment() is not None:
         print("tfrep: no step was profiled: the script has called no fit.", file=sys.stderr, flush=True)
 
 
@@ -183,8 +186,8 @@ def profiled(make_traces: Any, speaks: bool) -> Iterator[ProfiledFit]:
     Yields:
         What marks the steps.
     """
-    wanted = steps_of_environment() if ProfiledFit._is_first else None
-    ProfiledFit._is_first = False
+    wanted = None if ProfiledFit._fits else steps_of_environment()
+    ProfiledFit._fits += 1
     fit = ProfiledFit(wanted, make_traces, speaks)
     try:
         yield fit

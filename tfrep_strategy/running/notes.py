@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import stat
@@ -18,8 +19,11 @@ from typing import Any
 from tfrep_strategy.cluster.environments import detect_environment
 
 _COLLISIONS = (errno.EEXIST, errno.ENOTEMPTY)
+_COLLISIONS_OF_OTHERS = {"FileNotFoundError", "NotFoundError", "AlreadyExistsError", "JSONDecodeError", "IntegrityError"}
+"""What ranks get that come to a file after, or while, rank 0 does: half a file, none any more, a row that is there."""
+
 _COLLISION_HINT = """\
-Hint: all ranks run this script, so that another rank may have made this path at the same moment. Let one rank do it first:
+Hint: all ranks run this script, so that another rank may have been at {path} at the same moment. Let one rank do it first:
 `with tfrep.chief_first():`, or `if tfrep.is_chief():` followed by `tfrep.barrier()`.
 """
 _PACKAGE = Path(__file__).parent.parent
@@ -128,7 +132,23 @@ def _is_launcher(file: str) -> bool:
 
 def _hint(error: BaseException) -> str:
     collided = isinstance(error, OSError) and error.errno in _COLLISIONS
-    return _COLLISION_HINT if collided and detect_environment().size > 1 else ""
+    environment = detect_environment()
+    if not collided and environment.rank:
+        collided = not _COLLISIONS_OF_OTHERS.isdisjoint(kind.__name__ for kind in type(error).__mro__)
+    return _COLLISION_HINT.format(path=_path_of(error)) if collided and environment.size > 1 else ""
+
+
+def _path_of(error: BaseException) -> str:
+    """Finds the file that an error is about: the one that it names, else one that the innermost function with any worked on."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return str(error.filename)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        for value in list(frame.f_locals.values()):
+            name = value.name if isinstance(value, io.IOBase) and hasattr(value, "name") else value
+            if isinstance(name, str | os.PathLike) and os.path.isfile(name):
+                return os.fspath(name)
+    return "the same file"
 
 
 def _show_after_traceback(hint: str) -> None:

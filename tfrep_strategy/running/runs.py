@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tfrep_strategy.cluster import events as happenings
 from tfrep_strategy.cluster.hardware import cores_of_ranks, thread_variables
 from tfrep_strategy.cluster.horovod.gloo import warn_of_open_ranks
 from tfrep_strategy.cluster.identity import (
@@ -407,7 +408,7 @@ def run_to_end(
         more_environ = profile_environ(options.profile, profile_dir)
         if backup_dir is not None:
             more_environ |= backup_dir.environ
-        own_seed = common_hash_seed()
+        own_seed, told = common_hash_seed(), happenings.Events(log_dir / happenings.FILE)
         last: Round | None = None
         keep_profile_dir(note_dir, profile_dir)
         for this in rounds or rounds_here(events, options.max_restarts, backup_dir):
@@ -416,10 +417,12 @@ def run_to_end(
             ranks = range(this.first_rank, this.first_rank + (1 if options.strategy == "mirrored" else options.size))
             own_logs = {rank: log_dir / f"rank{rank}.log" for rank in ranks}
             if this.number == 0:
-                remove_logs(own_logs.values())
+                remove_logs([*own_logs.values(), log_dir / happenings.FILE])
+            told.tell("restart" if this.number else "start", number=this.number, ranks=list(ranks))
+            of_first = {happenings.VARIABLE: str((log_dir / happenings.FILE).absolute())} if this.first_rank == 0 else {}
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             more_environ["PYTHONHASHSEED"] = this.nodes.hash_seed if this.nodes else own_seed
-            with _output_shown(options, this, own_logs), _commands(options, arguments, this, more_environ) as commands:
+            with _output_shown(options, this, own_logs), _commands(options, arguments, this, more_environ, of_first) as commands:
                 has_peers = (this.nodes.size if this.nodes else options.size) > 1 and options.strategy != "mirrored"
                 this.failure = run_ranks(
                     commands,
@@ -436,10 +439,12 @@ def run_to_end(
                     temporary=[note_dir],
                 )
             if this.failure is not None:
+                told.tell("loss", rank=this.failure.rank, exit_code=this.failure.exit_code)
                 this.story = describe(this.failure, timeout=options.timeout, log_dir=log_dir)
         failure = last.failure if last else None
         if failure is None and backup_dir is not None and last and last.first_rank == 0 and not last.keeps_backups:
             backup_dir.remove_backups()
+        told.tell("end", exit_code=failure.exit_code if failure else 0)
         if last and failure is not None:
             raise RunFailed(last.story, failure, log_dir)
 
@@ -458,8 +463,10 @@ def _output_shown(options: Options, this: Round, logs: Mapping[int, Path]) -> It
 
 
 @contextlib.contextmanager
-def _commands(options: Options, arguments: Sequence[str], this: Round, more_environ: dict[str, str]) -> Iterator[list[Command]]:
-    """Yields what each rank runs. Addresses of ranks are free as long as the body runs."""
+def _commands(
+    options: Options, arguments: Sequence[str], this: Round, more_environ: dict[str, str], of_first: dict[str, str]
+) -> Iterator[list[Command]]:
+    """Yields what each rank runs, of which the first has some variables more. Addresses are free as long as the body runs."""
     nodes = this.nodes
     environ = inherited_environ() | {"PYTHONUNBUFFERED": "1", "TFREP_RESTARTS": str(this.number)} | more_environ
     processes = 1 if options.strategy == "mirrored" else options.size
@@ -482,7 +489,8 @@ def _commands(options: Options, arguments: Sequence[str], this: Round, more_envi
                 # A program that names no communicator may call Horovod itself.
                 for_horovod = options.communicator == "auto" and communicator == "shared_memory" and horovod_is_installed()
                 identified = stack.enter_context(identities("horovod" if for_horovod else communicator, options.size))
-        yield [Command(arguments, environ | variables, own) for variables, own in zip(identified, cores, strict=True)]
+        own = [of_first, *[{}] * (len(identified) - 1)]
+        yield [Command(arguments, environ | i | o, c) for i, o, c in zip(identified, own, cores, strict=True)]
 
 
 def backup_dir_of(options: Options, log_dir: Path) -> SharedFolder | None:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tfrep_strategy.cluster.events import of_run
 from tfrep_strategy.cluster.startup_log import quiet_start
 from tfrep_strategy.core.limits import verification
 from tfrep_strategy.core.validation import Size, variable
@@ -63,6 +64,7 @@ def run_strategy_scope() -> Iterator[Any]:
         ):
             put(stack, owner, name, _warns_when_late(getattr(owner, name)))
         stack.enter_context(strategy.scope())
+        of_run().tell("ready", replicas=strategy.num_replicas_in_sync)
         yield strategy
         if getattr(strategy.extended, "is_chief", True):
             say_without_fit()

@@ -21,6 +21,7 @@ from tfrep_strategy.strategies.base import GradientAggregator, GradientTransform
 from tfrep_strategy.strategies.groups import ReplicaGroup, check_members, remember
 from tfrep_strategy.strategies.in_sync import share_random_state
 from tfrep_strategy.strategies.operations import cache_in_own_files, order_loops_that_draw
+from tfrep_strategy.strategies.packages import let_the_chief_decide
 from tfrep_strategy.strategies.process_extended import ProcessExtended
 from tfrep_strategy.strategies.settings import CheckedSetting, one_of, or_none, positive
 
@@ -118,6 +119,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
         cache_in_own_files(self.communicator.rank, self.communicator.size)
         order_loops_that_draw(self.communicator.size)
         remember(self)
+        let_the_chief_decide(self.communicator.rank, self.communicator.size)
 
     bucket_bytes = CheckedSetting(or_none(positive("bytes")))
     communicator = CheckedSetting(fixed=True, of_run=True)

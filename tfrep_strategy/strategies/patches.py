@@ -9,7 +9,7 @@ from rich.table import Column, Table
 
 from tfrep_strategy import keras_integration
 from tfrep_strategy.core.replacements import Row
-from tfrep_strategy.strategies import REPLACED
+from tfrep_strategy.strategies import REPLACED, packages
 
 
 def describe() -> list[Row]:
@@ -19,11 +19,14 @@ def describe() -> list[Row]:
         >>> "the same" in {row.why for row in describe()}
         True
     """
-    return [*keras_integration.describe(), *REPLACED.describe()]
+    of_packages = [row for table in packages.tables() for row in table.describe()]
+    return [*keras_integration.describe(), *REPLACED.describe(), *of_packages]
 
 
 def uninstall() -> None:
-    """Makes Keras and TensorFlow what they were. Strategies that there are must not be used any more."""
+    """Makes Keras, TensorFlow and packages around them what they were. Strategies that there are must not be used any more."""
+    for table in packages.tables():
+        table.uninstall()
     REPLACED.uninstall()
     keras_integration.uninstall()
 

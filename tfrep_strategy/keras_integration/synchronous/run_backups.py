@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfrep_strategy.cluster.events import of_run
 from tfrep_strategy.cluster.notices import Progress, Step, answer_requests_to_end, end_as_asked, is_asked_to_end
 from tfrep_strategy.core.limits import backup_dir, backup_seconds, progress_dir
 from tfrep_strategy.core.step import KerasStrategy
@@ -303,7 +304,13 @@ class _Files(keras.callbacks.BackupAndRestore):
         self._current_epoch, self._last_batch_seen = place.epoch, place.batches - 1
         what = f"The backup of fit {fit['number']}, {place}"
         about = {_FIT: fit, _IS_FINISHED: place.is_finished, _OPTIMIZERS: places_of(self.model)}
-        writes.start(what, prepared(self, weights, about))
+        write = prepared(self, weights, about)
+
+        def write_and_tell() -> None:
+            write()
+            of_run().tell("backup", fit=fit["number"], epoch=place.epoch, batch=place.batches)
+
+        writes.start(what, write_and_tell)
 
 
 class RunBackup(keras.callbacks.Callback):

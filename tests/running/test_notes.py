@@ -1,0 +1,62 @@
+"""What a rank that fails is told about files that several ranks use."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tensorflow as tf
+
+from tfrep_strategy.running import notes
+
+pytestmark = pytest.mark.lane("quick")
+
+
+def _read_half(folder: Path) -> None:
+    half = folder / "half.json"
+    half.write_text('{"trial": ', "utf-8")
+    with open(half, encoding="utf-8") as file:
+        json.load(file)
+
+
+def _insert_twice(folder: Path) -> None:
+    database = folder / "study.db"
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        connection.execute("CREATE TABLE studies (name TEXT UNIQUE)")
+        for _ in range(2):
+            connection.execute("INSERT INTO studies VALUES ('a')")
+
+
+@pytest.mark.parametrize(
+    ("fails", "ranks", "named"),
+    [
+        (lambda folder: folder.mkdir(), (0, 1), ""),
+        (lambda folder: (folder / "gone.txt").read_text(), (1,), "gone.txt"),
+        (lambda folder: tf.io.gfile.GFile(str(folder / "gone.txt")).read(), (1,), ""),
+        (_read_half, (1,), "half.json"),
+        (_insert_twice, (1,), "study.db"),
+        (lambda folder: int("seven"), (), ""),
+    ],
+    ids=["exists", "not there", "not there for TensorFlow", "half a file", "a row that is there", "no file"],
+)
+def test_who_comes_second_to_a_file_is_told_how_to_take_turns(
+    fails: Callable[[Path], None], ranks: tuple[int, ...], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for rank in (0, 1):
+        environment = SimpleNamespace(rank=rank, size=2)
+        monkeypatch.setattr(notes, "detect_environment", lambda environment=environment: environment)
+        folder = tmp_path / f"notes{rank}"
+        folder.mkdir()
+        with pytest.raises(Exception), notes.noted_failure(folder, rank):  # noqa: B017, PT011
+            fails(folder)
+        told = notes.read_notes(folder)[rank].traceback
+        assert ("`with tfrep.chief_first():`" in told) == (rank in ranks)
+        if rank in ranks:
+            assert f"{named} at the same moment" in told

@@ -1,0 +1,87 @@
+"""What the chief decides for all ranks, and whether they have come to the same end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from tfrep_strategy.errors import PeerError, message
+from tfrep_strategy.strategies.groups import process_communicator
+
+T = TypeVar("T")
+_here = threading.local()
+
+
+def is_chief() -> bool:
+    """Returns whether this process decides."""
+    return process_communicator().rank == 0
+
+
+def is_deciding() -> bool:
+    """Returns whether this thread decides for all at this moment, so that it must not ask the other ranks.
+
+    Example:
+        >>> is_deciding(), of_chief(is_deciding)
+        (False, True)
+    """
+    return getattr(_here, "is_deciding", False)
+
+
+def of_chief(decide: Callable[[], T]) -> T:
+    """Returns on all ranks what a function returns on rank 0, which alone calls it. All ranks must come here.
+
+    Args:
+        decide: Returns what can be pickled.
+
+    Raises:
+        PeerError: The function failed on rank 0. Raised on the other ranks; rank 0 gets its own error.
+
+    Example:
+        >>> of_chief(lambda: 3)
+        3
+    """
+    if is_deciding():
+        return decide()
+    communicator = process_communicator()
+    if communicator.rank:
+        decided, failure = communicator.broadcast_object(None)
+        if failure:
+            raise PeerError(f"Rank 0 failed where it decides for all: {failure}\nHint: its traceback is in its output.")
+        return decided
+    _here.is_deciding = True
+    try:
+        decided = decide()
+    except Exception as error:
+        communicator.broadcast_object((None, f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        _here.is_deciding = False
+    communicator.broadcast_object((decided, ""))
+    return decided
+
+
+def refuse_different_ends(what: str, end: str) -> None:
+    """Compares how something has ended on the ranks, which have all done it.
+
+    Args:
+        what: What it was, as "Trial 3".
+        end: How it has ended on this rank, as "COMPLETED", or an error in one line.
+
+    Raises:
+        PeerError: It has ended otherwise on some ranks. Raised on all.
+
+    Example:
+        >>> refuse_different_ends("Trial 3", "COMPLETED")
+    """
+    ends = process_communicator().all_gather_object(end)
+    if len(set(ends)) > 1:
+        other = next(rank for rank, each in enumerate(ends) if each != ends[0])
+        raise PeerError(
+            message(
+                f"{what} has not ended alike on all ranks.",
+                hint=f"look at the error of the rank that has one. What only rank {other} has, such as a file, is a usual cause.",
+                rank_0=ends[0],
+                **{f"rank_{other}": ends[other]},
+            )
+        )

@@ -1,0 +1,73 @@
+"""Whether a run was asked to end, for loops of one's own: all ranks learn of it in the same round."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from tfrep_strategy.cluster.notices import is_asked_to_end, keep_requests
+from tfrep_strategy.strategies.groups import process_communicator
+from tfrep_strategy.training.collectives.between_processes import check_no_step
+
+_SECONDS = 1.0
+"""Ranks tell each other that often. A request is seen by all about as long after it came."""
+_MOST_GROWTH = 4
+"""A pause between two looks is at most that many times as long as the one before: the first rounds of a loop are slow."""
+
+
+class _Look(NamedTuple):
+    """What ranks tell each other; `rounds`, until the next look, is rank 0's."""
+
+    is_asked: bool
+    rounds: int
+
+
+class _Looks:
+    """Counts the calls between two looks, of which all ranks make the same number."""
+
+    def __init__(self) -> None:
+        self.is_ending = False
+        self._left, self._rounds, self._last = 0, 1, time.monotonic()
+
+    def ask(self) -> bool:
+        if self._left:
+            self._left -= 1
+            return self.is_ending
+        now = time.monotonic()
+        own = int(self._rounds * _SECONDS / max(now - self._last, 1e-6))
+        own = max(1, min(own, _MOST_GROWTH * self._rounds))
+        looks = process_communicator().all_gather_object(_Look(is_asked_to_end(), own))
+        self._rounds = looks[0].rounds
+        self._left, self._last = self._rounds - 1, now
+        self.is_ending = self.is_ending or any(look.is_asked for look in looks)
+        return self.is_ending
+
+
+_looks: _Looks | None = None
+
+
+def is_ending() -> bool:
+    """Returns whether the run was asked to end (SIGTERM, as before a preemption), on all ranks at once.
+
+    Call it in each round of a loop of your own, on all ranks, outside of steps. From the first call on SIGTERM ends nothing by
+    itself: the program saves, and ends. A launcher kills it after `TFREP_GRACE` seconds. `fit` saves and ends by itself, in a run
+    with backups.
+
+    Returns:
+        True from then on. Ranks tell each other at most once a second, which other calls do not wait for.
+
+    Raises:
+        ConfigurationError: The caller is inside a step, or no strategy connects the processes.
+
+    Example:
+        >>> for step in range(1000):
+        ...     if tfrep.is_ending():
+        ...         print("saves, and ends")
+        ...         break
+    """
+    global _looks
+    check_no_step("is_ending")
+    if _looks is None:
+        keep_requests()
+        _looks = _Looks()
+    return _looks.ask()
