@@ -159,7 +159,8 @@ def are_in_other_orders(ranks: Sequence[Sequence[_Description]]) -> bool:
                 raise DesyncError(
                     message(
                         f"Ranks 0 and {r} made different variables.",
-                        hint="build the same model on every rank.",
+                        hint="build the same model on every rank. Sizes from a generator without a seed are a usual cause:"
+                        " write numpy.random.default_rng(0), random.Random(0).",
                         **{"rank_0": _in_words(first), f"rank_{r}": _in_words(found)},
                     )
                 )
