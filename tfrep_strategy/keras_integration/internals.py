@@ -2,20 +2,62 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import re
 from typing import Any
 
 from tfrep_strategy.core.replacements import private
+
+_BEFORE = {
+    "backend.tensorflow.ops.core": "backend.tensorflow.core",
+    "backend.tensorflow.ops.nn": "backend.tensorflow.nn",
+    "backend.tensorflow.ops.numpy": "backend.tensorflow.numpy",
+    "backend.tensorflow.trainer:Trainer": "backend.tensorflow.trainer:TensorFlowTrainer",
+    "trainers.trainer:BaseTrainer": "trainers.trainer:Trainer",
+}
+"""Where Keras had before 3.16 what it has moved since. All other code of this room names it as 3.16 does."""
 
 misfits: list[str] = []
 """What this Keras does not have."""
 
 
+@functools.cache
+def place(target: str) -> str:
+    """Returns where this Keras has something.
+
+    Args:
+        target: `module` or `module:name` below `keras.src`, as in Keras 3.16; `name` may be one of a class, as `Class.method`.
+
+    Example:
+        >>> place("trainers.trainer:BaseTrainer.compile")
+        'trainers.trainer:Trainer.compile'
+        >>> place("losses.loss:Loss")
+        'losses.loss:Loss'
+    """
+    for today, before in _BEFORE.items():
+        if re.match(rf"{re.escape(today)}\b", target) and not _is_there(today):
+            return before + target.removeprefix(today)
+    return target
+
+
+def _is_there(target: str) -> bool:
+    module, _, name = target.partition(":")
+    try:
+        found = importlib.import_module(f"keras.src.{module}")
+    except ImportError:
+        return False
+    return not name or hasattr(found, name)
+
+
 def _private(module: str, name: str = "") -> Any:
-    return private(f"keras.src.{module}", name, misfits=misfits)
+    found, _, path = place(f"{module}:{name}" if name else module).partition(":")
+    return private(f"keras.src.{found}", path, misfits=misfits)
 
 
 # State of a thread, and what a layer or a loss puts beside a tensor.
 global_state = _private("backend.common.global_state")
+_private("backend.common.global_state", "GLOBAL_STATE_TRACKER")
 get_global_attribute = _private("backend.common.global_state", "get_global_attribute")
 masking = _private("backend.common.masking")
 get_keras_mask = _private("backend.common.masking", "get_keras_mask")
@@ -25,12 +67,12 @@ global_seed_generator = _private("random.seed_generator", "global_seed_generator
 get_random_seed = _private("utils.rng_utils", "get_random_seed")
 
 # What models are made of.
-Variable = _private("backend.tensorflow.core", "Variable")
+Variable = _private("backend.tensorflow.ops.core", "Variable")
 BaseOptimizer = _private("optimizers.base_optimizer", "BaseOptimizer")
 
 # Loops and their data.
 tensorflow_trainer = _private("backend.tensorflow.trainer")
-TensorFlowTrainer = _private("backend.tensorflow.trainer", "TensorFlowTrainer")
+TensorFlowTrainer = _private("backend.tensorflow.trainer", "Trainer")
 TFEpochIterator = _private("backend.tensorflow.trainer", "TFEpochIterator")
 concat = _private("backend.tensorflow.trainer", "concat")
 convert_to_np_if_not_ragged = _private("backend.tensorflow.trainer", "convert_to_np_if_not_ragged")

@@ -19,6 +19,7 @@ from typing import Any
 import keras
 
 from tfrep_strategy.core.replacements import KERAS, Row
+from tfrep_strategy.keras_integration.internals import place
 
 _MISSING = object()
 
@@ -30,8 +31,8 @@ class Patch:
     calls: it gets Keras's own function, then the arguments. The base driver calls that function, as is done without a driver.
 
     Args:
-        target: `module:attribute` or `module:Class.attribute` below `keras.src`, or an absolute one below `keras`. A name without
-            a colon is a module that modules of Keras import.
+        target: `module:attribute` or `module:Class.attribute` below `keras.src`, as Keras 3.16 has it, or an absolute one below
+            `keras`. A name without a colon is a module that modules of Keras import.
         expects: The signature, as `inspect.signature` prints it. A tuple, where releases that are supported differ.
         why: Why Keras has to be changed.
         driver: Gets the arguments of the call and returns the driver, or None; else as the topic says.
@@ -90,7 +91,7 @@ class Patch:
         Returns:
             The module or class that defines it, its name there, and what stands there, as it is stored; `_MISSING` if nothing does.
         """
-        module_name, _, path = self.target.partition(":")
+        module_name, _, path = place(self.target).partition(":")
         if not path:
             return None, module_name, importlib.import_module(module_name)
         *holders, name = path.split(".")

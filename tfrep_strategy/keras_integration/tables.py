@@ -100,11 +100,11 @@ class ModelPatches:
     )
 
     initialize_variable = patch(
-        "backend.tensorflow.core:Variable._initialize", "(self, value)",
+        "backend.tensorflow.ops.core:Variable._initialize", "(self, value)",
         why="replicas keep moving statistics of their own, until somebody reads their mean",
     )
     draw_variable = patch(
-        "backend.tensorflow.core:Variable._initialize_with_initializer", "(self, initializer)",
+        "backend.tensorflow.ops.core:Variable._initialize_with_initializer", "(self, initializer)",
         why="each part of a variable is made where it is",
     )
     add_to_variable = patch(
@@ -154,40 +154,40 @@ class ModelPatches:
     )
 
     conv = patch(
-        "backend.tensorflow.nn:conv",
+        "backend.tensorflow.ops.nn:conv",
         "(inputs, kernel, strides=1, padding='valid', data_format=None, dilation_rate=1)",
         why="no rows have a result of no rows, and gradients",
     )
     conv_transpose = patch(
-        "backend.tensorflow.nn:conv_transpose",
+        "backend.tensorflow.ops.nn:conv_transpose",
         "(inputs, kernel, strides=1, padding='valid', output_padding=None, data_format=None, dilation_rate=1)",
         why="the same",
     )
     depthwise_conv = patch(
-        "backend.tensorflow.nn:depthwise_conv",
+        "backend.tensorflow.ops.nn:depthwise_conv",
         "(inputs, kernel, strides=1, padding='valid', data_format=None, dilation_rate=1)",
         why="the same",
     )
     separable_conv = patch(
-        "backend.tensorflow.nn:separable_conv",
+        "backend.tensorflow.ops.nn:separable_conv",
         "(inputs, depthwise_kernel, pointwise_kernel, strides=1, padding='valid', data_format=None, dilation_rate=1)",
         why="the same",
     )
     max_pool = patch(
-        "backend.tensorflow.nn:max_pool", "(inputs, pool_size, strides=None, padding='valid', data_format=None)",
+        "backend.tensorflow.ops.nn:max_pool", "(inputs, pool_size, strides=None, padding='valid', data_format=None)",
         why="the same",
     )
     ctc_loss = patch(
-        "backend.tensorflow.nn:ctc_loss", "(target, output, target_length, output_length, mask_index=0)",
+        "backend.tensorflow.ops.nn:ctc_loss", "(target, output, target_length, output_length, mask_index=0)",
         why="TensorFlow has no loss of no sequences",
     )
     ctc_decode = patch(
-        "backend.tensorflow.nn:ctc_decode",
+        "backend.tensorflow.ops.nn:ctc_decode",
         "(inputs, sequence_lengths, strategy='greedy', beam_width=100, top_paths=1, merge_repeated=True, mask_index=0)",
         why="TensorFlow refuses to decode no sequences",
     )
     map_rows = patch(
-        "backend.tensorflow.core:map", "(f, xs)",
+        "backend.tensorflow.ops.core:map", "(f, xs)",
         why="Keras would take the first row",
     )
     transform_images = patch(
@@ -196,7 +196,7 @@ class ModelPatches:
         why="some of these layers look at the first image",
     )
     add = patch(
-        "backend.tensorflow.numpy:add", "(x1, x2)",
+        "backend.tensorflow.ops.numpy:add", "(x1, x2)",
         why="Keras would add a part of one row as a bias",
     )
 
@@ -294,17 +294,17 @@ class TrainingPatches:
     )
 
     compile = patch(
-        "trainers.trainer:Trainer.compile",
+        "trainers.trainer:BaseTrainer.compile",
         "(self, optimizer='rmsprop', loss=None, loss_weights=None, metrics=None, weighted_metrics=None, run_eagerly=False,"
         " steps_per_execution=1, jit_compile='auto', auto_scale_loss=True)",
         why="makes in the scope what is named; refuses optimizers and metrics that were made outside",
     )
     resolve_auto_jit_compile = patch(
-        "trainers.trainer:Trainer._resolve_auto_jit_compile", "(self)",
+        "trainers.trainer:BaseTrainer._resolve_auto_jit_compile", "(self)",
         why="XLA is on where one device has it on",
     )
     fit = patch(
-        "backend.tensorflow.trainer:TensorFlowTrainer.fit",
+        "backend.tensorflow.trainer:Trainer.fit",
         "(self, x=None, y=None, batch_size=None, epochs=1, verbose='auto', callbacks=None, validation_split=0.0,"
         " validation_data=None, shuffle=True, class_weight=None, sample_weight=None, initial_epoch=0, steps_per_epoch=None,"
         " validation_steps=None, validation_batch_size=None, validation_freq=1)",
@@ -312,32 +312,32 @@ class TrainingPatches:
         does=refusals.train,
     )
     evaluate = patch(
-        "backend.tensorflow.trainer:TensorFlowTrainer.evaluate",
+        "backend.tensorflow.trainer:Trainer.evaluate",
         "(self, x=None, y=None, batch_size=None, verbose='auto', sample_weight=None, steps=None, callbacks=None,"
         " return_dict=False, **kwargs)",
         why="state is merged first; workers are driven", does=refusals.evaluate,
     )
     metrics_result_or_logs = patch(
-        "trainers.trainer:Trainer._get_metrics_result_or_logs", "(self, logs)",
+        "trainers.trainer:BaseTrainer._get_metrics_result_or_logs", "(self, logs)",
         why="the state of all metrics is summed over the processes at once",
     )
     predict = patch(
-        "backend.tensorflow.trainer:TensorFlowTrainer.predict",
+        "backend.tensorflow.trainer:Trainer.predict",
         "(self, x, batch_size=None, verbose='auto', steps=None, callbacks=None)",
         why="state is merged first; workers are driven",
     )
     train_on_batch = patch(
-        "backend.tensorflow.trainer:TensorFlowTrainer.train_on_batch",
+        "backend.tensorflow.trainer:Trainer.train_on_batch",
         "(self, x, y=None, sample_weight=None, class_weight=None, return_dict=False)",
         why="what the first call gets is compared; a worker does the step", does=refusals.train,
     )
     test_on_batch = patch(
-        "backend.tensorflow.trainer:TensorFlowTrainer.test_on_batch",
+        "backend.tensorflow.trainer:Trainer.test_on_batch",
         "(self, x, y=None, sample_weight=None, return_dict=False)",
         why="the same, and state is merged first", does=refusals.evaluate,
     )
     predict_on_batch = patch(
-        "backend.tensorflow.trainer:TensorFlowTrainer.predict_on_batch", "(self, x)",
+        "backend.tensorflow.trainer:Trainer.predict_on_batch", "(self, x)",
         why="the same",
     )
     make_epoch_iterator = patch(
@@ -345,15 +345,15 @@ class TrainingPatches:
         why="a subclass hands out `Shards`, as many as all processes have, or batches for workers", driver=of_loop,
     )
     build_model = patch(
-        "backend.tensorflow.trainer:TensorFlowTrainer._maybe_symbolic_build", "(self, iterator=None, data_batch=None)",
+        "backend.tensorflow.trainer:Trainer._maybe_symbolic_build", "(self, iterator=None, data_batch=None)",
         why="builds from the specification of the data: a batch that is read for that would be lost",
     )
     make_function = patch(
-        "backend.tensorflow.trainer:TensorFlowTrainer._make_function", "(self, step_function)",
+        "backend.tensorflow.trainer:Trainer._make_function", "(self, step_function)",
         why="whole batches (`train_on_batch`), global logs; steps that workers do",
     )
     make_predict_function = patch(
-        "backend.tensorflow.trainer:TensorFlowTrainer.make_predict_function", "(self, force=False)",
+        "backend.tensorflow.trainer:Trainer.make_predict_function", "(self, force=False)",
         why="whole batches (`predict_on_batch`); predictions that workers make",
     )
     reduce_per_replica = patch(

@@ -25,7 +25,7 @@ from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.internals import TensorFlowTrainer, global_state
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 
-_TRACKERS = ("GLOBAL_STATE_TRACKER", "GLOBAL_SETTINGS_TRACKER")
+_TRACKERS = [name for name in vars(global_state) if name.endswith("_TRACKER")]
 
 
 class CallerState:
