@@ -58,11 +58,14 @@ class PartitionedSteps:
             return (self._in_rows if self._known.alike and has_rows else self._of_all)(fn, shards).whole_results()
         made: list[Results] = []
 
-        def of(run: Callable[[Any, Shards], Results]) -> list[tf.Tensor]:
-            made.append(run(fn, shards))
+        def of(run: Callable[[Any, Shards], Results], given: Shards) -> list[tf.Tensor]:
+            made.append(run(fn, given))
             return made[-1].tensors
 
-        tensors = tf.cond(shards.alike, lambda: of(self._in_rows), lambda: of(self._of_all))
+        def in_rows() -> list[tf.Tensor]:
+            return of(self._in_rows, shards._replace(parts=tf.nest.map_structure(_of_any_rows, shards.parts)))
+
+        tensors = tf.cond(shards.alike, in_rows, lambda: of(self._of_all, shards))
         return made[0]._replace(tensors=tensors).whole_results()
 
     def _eagerly(self, fn: Callable[[Any], Any], shards: Shards) -> Any:
@@ -161,7 +164,8 @@ class PartitionedSteps:
 
     def describe(self) -> list[str]:
         """Says how the steps that were traced are partitioned, a line for each finding."""
-        lines = [line for traced in filter(None, self._traced.values()) for line in traced.describe()]
+        # Keras 3.16 has a step traced for the first batch, and once more for any number of rows.
+        lines = [*dict.fromkeys(line for traced in filter(None, self._traced.values()) for line in traced.describe())]
         if any(traced is None for traced in self._traced.values()):
             lines.append("Every replica computes all rows of some batches.")
         return lines
@@ -256,6 +260,19 @@ def _tensors(part: Any) -> list[tf.Tensor]:
 def _is_uncut(leaf: Any) -> bool:
     """Returns whether a leaf of a batch is ragged or sparse, or has an unknown number of dimensions."""
     return not is_nothing(leaf) and (not isinstance(leaf, tf.Tensor) or leaf.shape.rank is None)
+
+
+def _of_any_rows(leaf: Any) -> Any:
+    """Hides the number of rows of a dense tensor from TensorFlow's optimizer.
+
+    It takes for granted what either branch of a condition implies. Where tensors of one branch have as many rows as each other, it
+    would fold the number of one into the other branch.
+    """
+    if not isinstance(leaf, tf.Tensor) or leaf.dtype == tf.variant or not leaf.shape.rank:
+        return leaf
+    hidden = tf.raw_ops.OptionalFromValue(components=[leaf])
+    (shown,) = tf.raw_ops.OptionalGetValue(optional=hidden, output_types=[leaf.dtype], output_shapes=[[None, *leaf.shape[1:]]])
+    return shown
 
 
 def _with_open_rows(leaf: Any) -> Any:

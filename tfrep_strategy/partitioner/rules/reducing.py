@@ -1,6 +1,6 @@
 """Operations that reduce axes, or run along one.
 
-Sums of squared deviations from a value that the replicas have yet to find, such as the variance of a batch.
+Sums of deviations, and of their squares, from a value that the replicas have yet to find, such as the variance of a batch.
 
 A replica could wait for the value, and send what it finds then. It sends sums of its own rows at once instead, from which all can
 tell what the squared deviations from any value add up to: `sum (x - m)^2 = sum x^2 - 2 m sum x + m^2 n`. So the mean and the
@@ -29,42 +29,45 @@ from tfrep_strategy.partitioner.program import AT_ONCE, Tensor
 
 
 class _Deviations(NamedTuple):
-    """What is squared: `x - center`, or zero where a mask is false."""
+    """What is summed: `x - center`, or zero where a mask is false; its square, if that is what a tensor holds."""
 
     x: Any
     center: Any
-    mask: Any
+    mask: Any = None
+    are_squared: bool = True
 
 
-def sum_of_squared_deviations(plan: Planner, squared: Any, axes: Sequence[int]) -> Tensor | None:
-    """Returns the sum of a tensor over axes, the rows' among them, whole and with all axes kept.
+def sum_of_deviations(plan: Planner, summed: Any, axes: Sequence[int]) -> Tensor | None:
+    """Returns the sum of deviations over axes, the rows' among them, whole and with all axes kept.
 
     Args:
         plan: The planner.
-        squared: The tensor, which is placed in rows.
+        summed: The tensor, which is placed in rows: deviations, or their squares.
         axes: From 0.
 
     Returns:
         None if the tensor is not what this module is about, or if nothing would be gained.
     """
-    found = _deviations(squared)
-    shard = plan.placement(squared)
-    if found is None or not isinstance(shard, Shard) or squared.dtype != tf.float32:
+    found = _deviations(summed)
+    shard = plan.placement(summed)
+    if found is None or not isinstance(shard, Shard) or summed.dtype != tf.float32:
         return None
-    x, center, mask = found
+    x, center, mask, are_squared = found
     dims, of_center = plan.dims(x), plan.dims(center)
     if dims is None or of_center is None or len(of_center) != len(dims) or any(of_center[i] != 1 for i in axes):
         return None  # It may be another value for each row.
-    fits = plan.placement(x) == shard and dims == plan.dims(squared) and (mask is None or plan.placement(mask) == shard)
+    fits = plan.placement(x) == shard and dims == plan.dims(summed) and (mask is None or plan.placement(mask) == shard)
     if not fits or not isinstance(plan.placement(center), Replicate):
         return None
     own, masked = plan.local(x), None if mask is None else plan.local(mask)
     if plan.local(center).level <= max(own.level, 0 if masked is None else masked.level):
         return None
-    return _sum(plan, own, masked, plan.local(center), shard, axes)
+    return _sum(plan, own, masked, plan.local(center), shard, axes, are_squared)
 
 
-def _sum(plan: Planner, x: Tensor, mask: Tensor | None, center: Tensor, shard: Shard, axes: Sequence[int]) -> Tensor:
+def _sum(
+    plan: Planner, x: Tensor, mask: Tensor | None, center: Tensor, shard: Shard, axes: Sequence[int], are_squared: bool
+) -> Tensor:
     add, places = plan.program.add, plan.program.constant(list(axes))
 
     def total(rows: Tensor) -> Tensor:
@@ -102,17 +105,19 @@ def _sum(plan: Planner, x: Tensor, mask: Tensor | None, center: Tensor, shard: S
     c, m, left, squares = long(mean), long(center), long(total(own)), long(total(add("Square", own)))
     c_count = times(c, count)  # The rounded mean leaves something of each sum.
     sums = of_replicas(plus(c_count, left))
+    if not are_squared:
+        return add("Cast", add("Sub", sums, times(m, of_all)), DstT=tf.float32)
     sums_of_squares = of_replicas(plus(squares, times(c, plus(c_count, plus(left, left)))))
     result = plus(sums_of_squares, times(m, add("Sub", times(m, of_all), plus(sums, sums))))
     return add("Cast", add("Maximum", result, plan.program.constant(0, tf.float64)), DstT=tf.float32)
 
 
-def _deviations(squared: Any) -> _Deviations | None:
-    """Returns of what a tensor of the trace holds the squares."""
-    operation = squared.op
-    if operation.type == "SquaredDifference":
+def _deviations(summed: Any) -> _Deviations | None:
+    """Returns what a tensor of the trace holds: differences, or squares of them."""
+    operation = summed.op
+    if operation.type in ("SquaredDifference", "Sub"):  # TensorFlow 2.22 corrects its variances by the mean of the differences.
         x, center = operation.inputs
-        return _Deviations(x, center, None)
+        return _Deviations(x, center, are_squared=operation.type == "SquaredDifference")
     if operation.type != "Square":
         return None
     mask, difference = None, operation.inputs[0].op
@@ -239,7 +244,7 @@ def sum_(plan: Planner, operation: Any) -> None:
         plan.emit(operation, [plan.local(x), plan.replicated(operation.inputs[1])], PARTIAL)
     elif not isinstance(placement, Shard) or axes is None:
         _replicate(plan, operation)
-    elif placement.axis in axes and (found := sum_of_squared_deviations(plan, x, axes)) is not None:
+    elif placement.axis in axes and (found := sum_of_deviations(plan, x, axes)) is not None:
         _put_reduced(plan, operation, found)
     else:
         inputs = [plan.local(x), plan.replicated(operation.inputs[1])]
@@ -301,7 +306,7 @@ def mean(plan: Planner, operation: Any) -> None:
     if others:
         sizes = add("GatherV2", add("Shape", inputs[0]), others, 0)
         count = add("Mul", count, add("Cast", add("Prod", sizes, 0), DstT=dtype))
-    if (found := sum_of_squared_deviations(plan, x, axes)) is not None:
+    if (found := sum_of_deviations(plan, x, axes)) is not None:
         _put_reduced(plan, operation, add("RealDiv", found, count))
         return
     addend = add("RealDiv", total, count)
