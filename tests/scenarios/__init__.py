@@ -2,6 +2,7 @@
 
 # Each registers what it has.
 from scenarios import (  # noqa: F401
+    around_keras,
     assigned_state,
     branches,
     called_functions,
