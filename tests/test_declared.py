@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -93,6 +94,12 @@ def test_tests_benchmarks_and_docs_import_what_is_declared() -> None:
         if module in _distributions() and not _is_one_of(module, _REQUIRED | _OF_EXTRAS | _BUILT)
     }
     assert not wrong
+
+
+def test_what_a_page_installs_beside_another_tensorflow_is_all_that_is_required() -> None:
+    page = (_REPOSITORY / "docs" / "getting_started.md").read_text("utf-8")
+    (listed,) = re.findall(r"--no-deps \.\npip install (.*)", page)
+    assert _declared(shlex.split(listed)) == _REQUIRED - {"tensorflow", "keras", "numpy"}  # NumPy comes with them.
 
 
 def test_each_extra_of_a_hint_is_declared() -> None:
