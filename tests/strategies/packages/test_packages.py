@@ -22,7 +22,12 @@ _ROOT = str(Path(tfrep_strategy.__file__).parents[1])
 
 
 def _run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    own = {"PYTHONPATH": _ROOT, "TF_CPP_MIN_LOG_LEVEL": "3", "WANDB_SILENT": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    own = {
+        "PYTHONPATH": os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "WANDB_SILENT": "true",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+    }
     kept = {name: value for name, value in os.environ.items() if name != "WANDB_MODE"}
     return subprocess.run(
         [sys.executable, *command], cwd=folder, env=kept | own, capture_output=True, text=True, timeout=280, check=False
@@ -76,6 +81,16 @@ def test_a_trial_that_fails_on_one_rank(tmp_path: Path) -> None:
     told = done.stderr + (tmp_path / "logs" / "rank1.log").read_text("utf-8")
     assert done.returncode == 1
     assert "OSError: this rank has no disk" in told
+
+
+@pytest.mark.parametrize("package", ["keras_hub", "keras_rs", "scikeras", "bayesflow"])
+def test_models_of_packages(tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(package)
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    (expected,) = _results(_run(tmp_path, str(_SCRIPTS / "built_with.py"), package).stdout)
+    for found in _of_ranks(tmp_path, "built_with.py", package):
+        for own, of_one in zip(found, expected, strict=True):
+            np.testing.assert_allclose(own, of_one, rtol=1e-4)
 
 
 def test_a_randomized_search_of_scikit_learn(tmp_path: Path) -> None:
