@@ -36,7 +36,7 @@ def place(target: str) -> str:
         'losses.loss:Loss'
     """
     for today, before in _BEFORE.items():
-        if re.match(rf"{re.escape(today)}\b", target) and not _is_there(today):
+        if re.match(rf"{re.escape(today)}\b", target) and not _is_there(today) and _is_there(before):
             return before + target.removeprefix(today)
     return target
 

@@ -108,15 +108,16 @@ class Patch:
     def misfit(self) -> str:
         """Says how this Keras differs from the one that is expected; empty if it does not."""
         owner, _, found = self.find()
+        target = place(self.target)
         if self._adds is not None:
-            return f"`{self.target}` has no place." if owner is None else ""
+            return f"`{target}` has no place." if owner is None else ""
         if found is _MISSING:
             # What an older Keras lacks, a newer one has moved.
-            return f"`{self.target}` is gone." if not self._optional or KERAS.is_newer(keras.__version__) else ""
+            return f"`{target}` is gone." if not self._optional or KERAS.is_newer(keras.__version__) else ""
         if self.expects == ("",):
             return ""
         signature = str(inspect.signature(found)) if callable(found) else f"no function but {found!r}"
-        return "" if signature in self.expects else f"`{self.target}` is {signature}, not {' or '.join(self.expects)}."
+        return "" if signature in self.expects else f"`{target}` is {signature}, not {' or '.join(self.expects)}."
 
     def install(self) -> None:
         """Replaces the attribute."""
