@@ -26,7 +26,7 @@ def _of_chief_only(original: Callable[[Any], None]) -> Callable[[Any], None]:
         return original
     _kept.append(tempfile.TemporaryDirectory(prefix="tfrep-mlflow-"))
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # Else MLflow asks for a database.
-    original(Path(_kept[-1].name).as_uri())
+    original((Path(_kept[-1].name) / "runs").as_uri())  # In a new folder MLflow makes its first experiment.
     return lambda uri: None
 
 
